@@ -1,9 +1,7 @@
-"""Measure what tiers cost: six measurements, each a separate command of at most three minutes.
+"""Measure what tiers cost: four measurements, each a separate command of at most three minutes.
 
     python benchmarks/tier_costs.py verification      its share of a cold load (goal: under 5 %)
     python benchmarks/tier_costs.py bandwidth         loads against plain reads of the same disk (goal: 80 %)
-    python benchmarks/tier_costs.py nothing-to-hit    throughput with all tiers on against off (goal: 99 %)
-    python benchmarks/tier_costs.py nothing-to-hit-all  the same where every block goes down (goal: 99 %)
     python benchmarks/tier_costs.py start             a start with a full store of 10 GiB (goal: at most 1 s more)
     python benchmarks/tier_costs.py restart           blocks that a clean restart restores (goal: 95 %)
 
@@ -25,7 +23,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,7 +36,6 @@ from octavo.tiers.disk import DiskMedium, _write_all
 from octavo.tiers.header import Header
 from octavo.tiers.slabs import model_folders, stored_blocks
 from octavo.tiers.store import Store
-from redis_process import redis_url
 
 # SmolLM2-135M in bfloat16: 30 layers, 3 heads of 64, 16 tokens.
 BLOCK_BYTES = 30 * 2 * 3 * 64 * 2 * 16
@@ -200,60 +196,6 @@ def bandwidth(arguments: argparse.Namespace) -> Figure:
     )
 
 
-def nothing_to_hit(arguments: argparse.Namespace, demotion: str = "on_second_use") -> Figure:
-    rng = random.Random(0)
-    walls: list[float] = []
-    processors: list[float] = []
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.dir, prefix="octavo-disk-"))
-        tiers: dict[str, Any] = {
-            "kv_host_memory": "256MiB",
-            "swap_space": 0,
-            "kv_disk": folder,
-            "kv_disk_size": "512MiB",
-            "kv_demotion": demotion,
-        }
-        if (redis := stack.enter_context(redis_url("512mb"))) is not None:
-            tiers["kv_remote"] = redis
-        # The pool and all tiers are full, as in a server that has been running for a while.
-        common = {"model": arguments.model, "num_blocks": 600, "max_num_seqs": 8}
-        off = stack.enter_context(LLM(**common))
-        on = stack.enter_context(LLM(**common, **tiers))
-
-        def seconds(llm: LLM) -> tuple[float, float]:
-            prompts = [{"prompt_token_ids": random_token_ids(rng, 400)} for _ in range(16)]
-            params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
-            began, processor = time.perf_counter(), time.process_time()
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            assert not any(output.num_cached_tokens for output in outputs)
-            return time.perf_counter() - began, time.process_time() - processor
-
-        # 400 blocks each: what the largest tier holds, twice.
-        for llm in (off, *[on] * 8, off):
-            seconds(llm)
-        until = time.monotonic() + arguments.seconds
-        while len(walls) < 4 or time.monotonic() < until:
-            # Off, on, on, off: if the machine becomes slower or faster meanwhile, it does so for both.
-            first, second, third, fourth = (seconds(llm) for llm in (off, on, on, off))
-            walls.append((first[0] + fourth[0]) / (second[0] + third[0]))
-            processors.append((first[1] + fourth[1]) / (second[1] + third[1]))
-        stored = on.core.scheduler.kv.hierarchy.host.counters.stored
-        written = sum(store.counters.stored for store in on.core.tiers.stores)
-    middle = statistics.median(walls)
-    low, _, high = statistics.quantiles(walls, n=4)
-    return Figure(
-        f"throughput with all tiers on and nothing to hit, against off, `--kv-demotion {demotion}`",
-        middle,
-        "%",
-        "99 % or more",
-        middle >= 0.99,
-        f"{len(walls)} rounds of off, on, on, off, 16 prompts of 400 tokens each; half of the rounds {low:.1%} to "
-        f"{high:.1%}; by processor time {statistics.median(processors):.1%}; {stored:,} blocks copied to host memory, "
-        f"{written:,} written below; "
-        "host memory, disk" + (" and Redis" if redis is not None else ", no Redis here"),
-    )
-
-
 def start(arguments: argparse.Namespace) -> Figure:
     with ExitStack() as stack:
         empty, full = (
@@ -355,8 +297,6 @@ def restart(arguments: argparse.Namespace) -> Figure:
 MEASUREMENTS: dict[str, Callable[[argparse.Namespace], Figure]] = {
     "verification": verification,
     "bandwidth": bandwidth,
-    "nothing-to-hit": nothing_to_hit,
-    "nothing-to-hit-all": partial(nothing_to_hit, demotion="all"),
     "start": start,
     "restart": restart,
 }
@@ -386,7 +326,6 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--gib", type=float, default=2.0, help="of blocks to load, for verification and bandwidth")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=150.0, help="of rounds, for nothing-to-hit")
     parser.add_argument("--prompts", type=int, default=40, help="for restart")
     parser.add_argument("--dir", type=Path, help="the disk to measure; default: the system's temporary folder")
     parser.add_argument("--out", type=Path, help="folder for tier_costs.md and .json")

@@ -1,17 +1,17 @@
-"""Measure what tiers cost where nothing is found in them, with a control: engines without tiers against each other.
+"""Measure what tiers cost where nothing is found in them, with a control: without tiers against the same once more.
 
-    python benchmarks/tier_overhead.py [--demotion on_second_use] [--seconds 150] [--out benchmarks/results]
+    python benchmarks/tier_overhead.py [--demotion on_second_use] [--seconds 150] [--out benchmarks/results/amd_zen5]
 
-Three engines of one model serve unique prompts in turn: one with host memory, disk and Redis below its KV cache, all of
-them full, and two without. A round is A-on-B-B-on-A, on-A-B-B-A-on or A-B-on-on-B-A, so that a machine that becomes
-slower or faster does so for all three. From each round come two ratios of throughput: on to the mean of A and B and, as
-a control, A to B. How far the control is from 100 %, and how wide its interval, says what the measurement can tell.
+An engine with host memory, disk and Redis below its KV cache, all of them full, serves unique prompts in turns. Between
+these its tiers are detached and attached: two engines would differ by how memory happens to lie in each, which alone
+makes one up to 3 % faster than the other. A round has two turns each of A (off), B (off) and O (on): A-O-B-B-O-A,
+O-A-B-B-A-O or A-B-O-O-B-A, so that a machine that becomes slower or faster does so for all three. From each round come
+two ratios of throughput: on to the mean of A and B and, as a control, A to B. How far the control is from 100 %, and
+how wide its interval, says what the measurement can tell.
 
-Memory lies differently in each engine, which alone may make one faster than another: after every few rounds all three
-are made anew. Intervals are 95 %, from a bootstrap over these sets of rounds and the rounds in them. The time between
-the model's steps, in which an engine does all that tiers add to its own thread, is given as well: it does not depend on
-where memory lies. `--out` adds the rounds to those of earlier calls in tier_overhead.json, so that a long measurement
-can be taken in pieces.
+Intervals are 95 %, from a bootstrap over the rounds. The time between the model's steps, in which an engine's thread
+does all that tiers add to its own work, is given as well. `--out` adds the rounds to those of earlier calls in
+tier_overhead.json, so that a long measurement can be taken in pieces.
 """
 
 from __future__ import annotations
@@ -24,24 +24,27 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import this_machine
 from octavo import LLM, SamplingParams
 from octavo.bench.workload import random_token_ids
+from octavo.kvcache.block import BlockId
+from octavo.kvcache.demotion import DemoteEvicted, Demotion, NoDemotion
+from octavo.kvcache.hashing import TokenChain
+from octavo.kvcache.matching import PrefixMatcher
 from octavo.scheduler.plan import StepPlan, StepResult
 from redis_process import redis_url
 
 ORDERS = ["AOBBOA", "OABBAO", "ABOOBA"]
 POOL = {"num_blocks": 600, "max_num_seqs": 8}
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 400, 16
-ROUNDS_PER_SET = 3
 GOAL = 0.99
 WALL, PROCESSOR, BETWEEN = range(3)
 
 Round = dict[str, list[float]]
-"""For each engine, `A`, `B` and `O` (on), seconds of its two turns together: wall clock, processor, between steps."""
+"""For each of `A`, `B` (off) and `O` (on), seconds of its two turns together: wall clock, processor, between steps."""
 
 
 def tier_options(folder: str, redis: str | None) -> dict[str, Any]:
@@ -92,39 +95,54 @@ def fill(model: str, tiers: dict[str, Any], load: Load) -> None:
             load.seconds(llm)
 
 
-def one_set(model: str, on: dict[str, Any], load: Load, first: int) -> list[Round]:
-    """Make the three engines, and run some rounds."""
-    with ExitStack() as stack:
-        makers: list[tuple[str, dict[str, Any]]] = [("A", {}), ("B", {}), ("O", on)]
-        random.Random(first).shuffle(makers)
-        engines = {name: load.watch(stack.enter_context(LLM(model, **POOL, **options))) for name, options in makers}
-        for llm in engines.values():
-            # Until the device's pool and host memory are full.
-            for _ in range(4):
-                load.seconds(llm)
-        rounds: list[Round] = []
-        for number in range(first, first + ROUNDS_PER_SET):
-            taken: Round = {name: [0.0, 0.0, 0.0] for name in engines}
-            for name in ORDERS[number % len(ORDERS)]:
-                taken[name] = [a + b for a, b in zip(taken[name], load.seconds(engines[name]), strict=True)]
-            rounds.append(taken)
-    return rounds
+class Detached(NoDemotion):
+    """Leaves no block that is computed meanwhile marked as used twice, by the one that lay in its place before."""
+
+    def __init__(self, demotion: Demotion) -> None:
+        self._used_again = demotion._used_again if isinstance(demotion, DemoteEvicted) else None
+
+    def published(self, blocks: Sequence[tuple[BlockId, int, int]], chain: TokenChain, tenant: str) -> None:
+        if self._used_again is not None:
+            for block_id, _, _ in blocks:
+                self._used_again[block_id] = 0
 
 
-def measure(model: str, demotion: str, seconds: float, seed: int) -> list[list[Round]]:
-    """Return sets of rounds, as many as begin within `seconds`."""
-    load, sets = Load(seed), []
-    until = time.monotonic() + seconds
-    with (
-        tempfile.TemporaryDirectory(prefix="octavo-disk-") as folder,
-        redis_url("512mb") as redis,
-    ):
+class Switch:
+    """Detaches an engine's tiers, and attaches them again."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._scheduler = llm.core.scheduler
+        self._hierarchy = hierarchy = self._scheduler.kv.hierarchy
+        matcher = hierarchy._matcher
+        device_only = PrefixMatcher(self._scheduler.kv.prefix_cache, matcher._block_size, matcher._windows)
+        self._on: tuple[Any, ...] = (self._scheduler.fetching, hierarchy._demotion, matcher)
+        self._off: tuple[Any, ...] = (None, Detached(hierarchy._demotion), device_only)
+
+    def turn(self, *, on: bool) -> None:
+        hierarchy = self._hierarchy
+        self._scheduler.fetching, hierarchy._demotion, hierarchy._matcher = self._on if on else self._off
+
+
+def measure(model: str, demotion: str, seconds: float, seed: int) -> list[Round]:
+    """Return as many rounds as begin within `seconds`."""
+    load, rounds = Load(seed), []
+    with tempfile.TemporaryDirectory(prefix="octavo-disk-") as folder, redis_url("512mb") as redis:
         tiers = tier_options(folder, redis)
         fill(model, tiers, load)
-        while not sets or time.monotonic() < until:
-            sets.append(one_set(model, {**tiers, "kv_demotion": demotion}, load, ROUNDS_PER_SET * len(sets)))
-            print(f"set {len(sets)}: " + "; ".join(_line(each) for each in sets[-1]), flush=True)
-    return sets
+        with LLM(model, **POOL, **tiers, kv_demotion=demotion) as llm:
+            load.watch(llm)
+            switch = Switch(llm)
+            for _ in range(6):  # until the device's pool and, with `all`, host memory are full
+                load.seconds(llm)
+            until = time.monotonic() + seconds
+            while not rounds or time.monotonic() < until:
+                taken: Round = {name: [0.0, 0.0, 0.0] for name in "ABO"}
+                for name in ORDERS[len(rounds) % len(ORDERS)]:
+                    switch.turn(on=name == "O")
+                    taken[name] = [a + b for a, b in zip(taken[name], load.seconds(llm), strict=True)]
+                rounds.append(taken)
+                print(_line(taken), flush=True)
+    return rounds
 
 
 def _line(each: Round) -> str:
@@ -170,56 +188,50 @@ RATIOS = {
 }
 
 
-def estimate(sets: Sequence[Sequence[Round]], ratio: Callable[[Round], float]) -> tuple[float, float, float]:
+def estimate(rounds: Sequence[Round], ratio: Callable[[Round], float]) -> tuple[float, float, float]:
     """Return the median of the rounds' ratios and its 95 % interval."""
-    rng = random.Random(0)
-    values = [[ratio(each) for each in rounds] for rounds in sets]
-
-    def middle(groups: Sequence[Sequence[float]]) -> float:
-        return statistics.median(value for group in groups for value in group)
-
-    drawn = sorted(
-        middle([rng.choices(group, k=len(group)) for group in rng.choices(values, k=len(values))]) for _ in range(4000)
-    )
-    return middle(values), drawn[100], drawn[-101]
+    rng, values = random.Random(0), [ratio(each) for each in rounds]
+    drawn = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(4000))
+    return statistics.median(values), drawn[100], drawn[-101]
 
 
-def table(known: dict[str, list[list[Round]]], machine: str) -> str:
+def table(known: dict[str, list[Round]]) -> str:
     lines = [
         "# What tiers cost where nothing is found in them",
         "",
-        f"`python benchmarks/tier_overhead.py`, SmolLM2-135M, {machine}. {PROMPTS} unique prompts of {PROMPT_TOKENS} "
-        f"tokens at once, {ANSWER_TOKENS} tokens out; host memory, disk and Redis, all full, on the same cores. "
-        "Throughput with tiers against that of two engines without, and of these against each other (control); medians "
-        f"of the rounds and their 95 % intervals, by bootstrap. Goal: {GOAL:.0%} with `on_second_use`, the default.",
+        f"`python benchmarks/tier_overhead.py`, SmolLM2-135M, {this_machine.name()}. {PROMPTS} unique prompts of "
+        f"{PROMPT_TOKENS} tokens at once, {ANSWER_TOKENS} tokens out; host memory, disk and Redis, all full, on the "
+        "same cores. "
+        "Throughput of one engine with its tiers attached against that with them detached, and of the latter against "
+        f"the same once more (control); medians of the rounds and their 95 % intervals, by bootstrap. Goal: {GOAL:.0%} "
+        "with `on_second_use`, the default.",
         "",
-        "| `--kv-demotion` | rounds (sets) | by | on against off | control: off against off |",
+        "| `--kv-demotion` | rounds | by | on against off | control: off against off |",
         "|---|---:|---|---:|---:|",
     ]
-    for demotion, sets in known.items():
+    for demotion, rounds in known.items():
         for clock, ratios in RATIOS.items():
-            cells = " | ".join("{:.1%} ({:.1%} to {:.1%})".format(*estimate(sets, ratio)) for ratio in ratios)
-            lines.append(f"| `{demotion}` | {sum(map(len, sets))} ({len(sets)}) | {clock} | {cells} |")
+            cells = " | ".join("{:.1%} ({:.1%} to {:.1%})".format(*estimate(rounds, ratio)) for ratio in ratios)
+            lines.append(f"| `{demotion}` | {len(rounds)} | {clock} | {cells} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--demotion", choices=["on_second_use", "on_evict", "all"], default="on_second_use")
+    parser.add_argument("--demotion", choices=["on_second_use", "all"], default="on_second_use")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--seconds", type=float, default=150.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--machine", default="2 cores of an AMD EPYC (Zen 5, AVX-512 BF16), KVM")
     parser.add_argument("--out", type=Path, help="folder for tier_overhead.md and .json")
     arguments = parser.parse_args()
-    sets = measure(arguments.model, arguments.demotion, arguments.seconds, arguments.seed)
-    known = {arguments.demotion: sets}
+    rounds = measure(arguments.model, arguments.demotion, arguments.seconds, arguments.seed)
+    known = {arguments.demotion: rounds}
     if arguments.out:
         file = arguments.out / "tier_overhead.json"
         known = json.loads(file.read_text()) if file.exists() else {}
-        known[arguments.demotion] = known.get(arguments.demotion, []) + sets
+        known[arguments.demotion] = known.get(arguments.demotion, []) + rounds
         file.write_text(json.dumps(known) + "\n")
-    text = table(known, arguments.machine)
+    text = table(known)
     print(text)
     if arguments.out:
         (arguments.out / "tier_overhead.md").write_text(text)
