@@ -42,6 +42,8 @@ SECRET = "only the servers know it"
 DAMAGE = ["bit", "cut", "longer", "swap", "half a value", "unsigned", "another secret", "list", "fingerprint", "layout"]
 FAULTS = ["none", "none", *DAMAGE, "out of memory", "evicts", "dies", "stands still"]
 SECONDS = 10.0
+# A load that is not over then never will be; generous, so that this program may be suspended meanwhile.
+MOST_SECONDS = 1800.0
 
 
 def address(server: RedisProcess) -> str:
@@ -154,7 +156,7 @@ def read_all(store: Store, model: TinyModel, fault: str, totals: Counter[str]) -
         labels = [label for label, _ in model.blocks[first : first + 10]]
         views = [memoryview(buffer) for buffer in buffers[first : first + 10]]
         loads.append(store.get(labels, views, SECONDS))
-    if not all(load.wait(SECONDS) for load in loads):
+    if not all(load.wait(MOST_SECONDS) for load in loads):
         raise SystemExit(f"a load neither came nor failed (fault: {fault})")
     count_blocks(model, [reason for load in loads for reason in load.outcomes], buffers, totals)
 
