@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo import kernels
-from octavo.kernels import PackedWeight
+from octavo.kernels import PackedWeight, packed_weight
 from octavo.kernels.library import native
+from octavo.storage import pages
 
 pytestmark = [
     pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled"),
@@ -96,10 +98,28 @@ def test_a_weight_is_coded_where_that_pays() -> None:
         assert 0.75 * normal.nbytes < compact.nbytes < 0.76 * normal.nbytes
     else:
         assert compact is normal
-    assert (wide := PackedWeight.pack(random_bits(256, 512, 0))).compact() is wide
     assert (floats := PackedWeight.pack(torch.randn(32, 32))).compact() is floats
     kernels.force_isa("portable")
     assert normal.compact() is normal
+
+
+def test_a_weight_that_is_not_coded_moves_to_huge_pages_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    if "avx512_bf16" not in kernels.supported_isas():
+        pytest.skip("this processor has no level whose weights are coded")
+    kernels.force_isa("avx512_bf16")
+    wide = PackedWeight.pack(random_bits(256, 512, 0))
+    mapped: list[int] = []
+
+    def zero_pages(nbytes: int) -> mmap.mmap:
+        mapped.append(nbytes)
+        return pages.zero_pages(nbytes)
+
+    monkeypatch.setattr(packed_weight, "_slab", None)
+    monkeypatch.setattr(packed_weight, "zero_pages", zero_pages)
+    kept = wide.compact()
+    assert kept.format == "bfloat16"
+    assert torch.equal(kept.packed, wide.packed)
+    assert len(mapped) == 1
 
 
 def test_what_is_not_bf16_or_not_coded_is_refused() -> None:
