@@ -66,18 +66,19 @@ bool may_use_tiles() {
 #endif
 
 #ifdef OCTAVO_ARM
+// And half precision, without which GCC 12 still writes its constants, and the assembler refuses them.
 bool has_bf16_and_i8mm() {
 #if defined(__linux__)
-    constexpr unsigned long kI8mm = 1ul << 13, kBf16Products = 1ul << 14;
+    constexpr unsigned long kHalves = 1ul << 10, kI8mm = 1ul << 13, kBf16Products = 1ul << 14;
     const unsigned long features = getauxval(AT_HWCAP2);
-    return (features & kI8mm) && (features & kBf16Products);
+    return (getauxval(AT_HWCAP) & kHalves) && (features & kI8mm) && (features & kBf16Products);
 #elif defined(__APPLE__)
     const auto has = [](const char* name) {
         int value = 0;
         size_t size = sizeof value;
         return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
     };
-    return has("hw.optional.arm.FEAT_BF16") && has("hw.optional.arm.FEAT_I8MM");
+    return has("hw.optional.arm.FEAT_FP16") && has("hw.optional.arm.FEAT_BF16") && has("hw.optional.arm.FEAT_I8MM");
 #else
     return false;
 #endif
