@@ -4,7 +4,7 @@ Three parts, under five minutes together on two cores. Codecs alternate, so that
 
     decode     attention alone, 64 sequences of 4,000 tokens from DRAM, one new token each
     prefill    attention alone, the last 2,048 tokens of a prompt
-    engine     whole requests of SmolLM2-135M, short ones and long ones
+    engine     whole requests of SmolLM2-135M by length of the prompt, their prompts and their decodes
 
 Ratios are speeds relative to bfloat16: the median over the rounds of the ratio within a round. Prints tables, and one
 JSON object on the last line.
@@ -16,15 +16,16 @@ import argparse
 import json
 import random
 import statistics
-import time
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from octavo import LLM, kernels
 from octavo.attention.native import NativeAttention
 from octavo.bench.attention import LARGE, SMALL, AttentionCase, HeadCounts
 from octavo.bench.limits import DRAM_BYTES, read_bandwidth
+from octavo.bench.memory import RealEngine
 from octavo.bench.report import columns
-from octavo.bench.throughput import run_once
 from octavo.bench.timing import Timing, interleaved, paired_ratio, threads
 from octavo.bench.workload import BenchRequest
 from octavo.planner.machine import default_num_threads
@@ -34,7 +35,8 @@ CODECS = ("fp8_e4m3", "fp8_e5m2", "int8", "k8v4", "int4")
 TARGETS = {"fp8_e4m3": 1.6, "fp8_e5m2": 1.6, "int8": 1.6, "int4": 2.4}
 PARTS = ("decode", "prefill", "engine")
 # Requests of the engine part: how many, prompt tokens, output tokens.
-WORKLOADS = {"short": (24, 64, 32), "long": (6, 2000, 48)}
+WORKLOADS = {"128": (24, 128, 64), "1k": (16, 1000, 48), "4k": (6, 4000, 48), "8k": (3, 8000, 48)}
+RECENT = "int4+recent"  # with the first block and four recent ones in int8, in the engine part
 
 Row = dict[str, object]
 
@@ -76,41 +78,69 @@ def engine(
         for name, (count, prompt, output) in WORKLOADS.items()
         if name in workload_names
     }
-    llms = {
-        codec: LLM(
+    with tempfile.TemporaryDirectory() as folder:
+        engines = {codec: _engine(model, codec, deterministic, folder) for codec in codecs}
+    rows: list[Row] = []
+    for name, requests in workloads.items():
+        taken: dict[str, list[tuple[float, float]]] = {codec: [] for codec in codecs}
+        for codec in codecs:
+            run(engines[codec], [BenchRequest(requests[0].prompt_token_ids[:64], 4)])
+        for number in range(rounds):
+            for codec in codecs if number % 2 == 0 else reversed(codecs):
+                taken[codec].append(run(engines[codec], requests))
+        rows += [engine_row(name, codec, taken[codec], taken[BASELINE]) for codec in codecs]
+    return rows
+
+
+def _engine(model: str, codec: str, deterministic: bool, folder: str) -> RealEngine:
+    dtype = "auto" if codec == BASELINE else codec
+    if codec == RECENT:
+        dtype = str(Path(folder) / "recent.toml")
+        Path(dtype).write_text('keys = "int4"\nvalues = "int4"\nsink_blocks = 1\nrecent_blocks = 4\n')
+    return RealEngine(
+        LLM(
             model,
-            kv_cache_dtype="auto" if codec == BASELINE else codec,
+            kv_cache_dtype=dtype,
             kv_cache_memory="512MiB",
             max_num_seqs=64,
             enable_prefix_caching=False,
             deterministic=deterministic,
         )
-        for codec in codecs
+    )
+
+
+def run(engine: RealEngine, requests: Sequence[BenchRequest]) -> tuple[float, float]:
+    """Compute requests that come at once; returns the seconds until all have their first token, and those after."""
+    queued = [engine.add(request, 1) for request in requests]
+    prompts = decodes = 0.0
+    while engine.scheduler.has_work:
+        started = all(seq.num_output_tokens for request in queued for seq in request.sequences)
+        took = engine.step()
+        if started:
+            decodes += took
+        else:
+            prompts += took
+    return prompts, decodes
+
+
+def engine_row(
+    name: str, codec: str, taken: Sequence[tuple[float, float]], plain: Sequence[tuple[float, float]]
+) -> Row:
+    count, prompt, output = WORKLOADS[name]
+
+    def ratio(seconds: Callable[[tuple[float, float]], float]) -> float:
+        pairs = zip(plain, taken, strict=True)
+        return round(statistics.median(seconds(theirs) / seconds(ours) for theirs, ours in pairs), 3)
+
+    return {
+        "what": f"engine: {count} x {prompt} + {output}",
+        "cache": codec,
+        "s": round(statistics.median(map(sum, taken)), 2),
+        "of bfloat16": ratio(sum),
+        "prompts": ratio(lambda pair: pair[0]),
+        "decodes": ratio(lambda pair: pair[1]),
+        "decode ms": round(statistics.median(decodes for _, decodes in taken) * 1e3 / output, 2),
     }
-    rows: list[Row] = []
-    for name, requests in workloads.items():
-        taken: dict[str, list[float]] = {codec: [] for codec in codecs}
-        for codec in codecs:
-            run_once(llms[codec], [BenchRequest(requests[0].prompt_token_ids[:64], 4)])
-        for number in range(rounds):
-            for codec in codecs if number % 2 == 0 else reversed(codecs):
-                start = time.perf_counter()
-                run_once(llms[codec], requests)
-                taken[codec].append(time.perf_counter() - start)
-        count, prompt, output = WORKLOADS[name]
-        rows += [
-            {
-                "what": f"engine, {name}: {count} x {prompt} + {output}",
-                "cache": codec,
-                "s": round(statistics.median(taken[codec]), 2),
-                "tokens/s": round(count * (prompt + output) / statistics.median(taken[codec])),
-                "of bfloat16": round(
-                    statistics.median(a / b for a, b in zip(taken[BASELINE], taken[codec], strict=True)), 3
-                ),
-            }
-            for codec in codecs
-        ]
-    return rows
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -126,6 +156,9 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, action="append", help="may be given twice (default: all parts)")
     parser.add_argument("--codecs", nargs="+", choices=CODECS, default=CODECS, help="beside bfloat16 (all)")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="of the engine part")
+    parser.add_argument(
+        "--recent", action="store_const", const=(RECENT,), default=(), help=f"also {RECENT} in the engine part"
+    )
     parser.add_argument("--seconds", type=float, default=2.0, help="for each codec and case of attention (2)")
     parser.add_argument("--rounds", type=int, default=2, help="of the engine part (2)")
     parser.add_argument("--model", default="smollm2")
@@ -161,7 +194,15 @@ def main() -> None:
                 for context in (512, 2048, 8192):
                     add(attention("prefill", codecs, heads, 1, context, arguments.seconds / 2, arguments.deterministic))
     if "engine" in parts:
-        add(engine(arguments.model, codecs, arguments.workloads, arguments.rounds, arguments.deterministic))
+        add(
+            engine(
+                arguments.model,
+                (*codecs, *arguments.recent),
+                arguments.workloads,
+                arguments.rounds,
+                arguments.deterministic,
+            )
+        )
     print(json.dumps({"bench": "kv_codecs", "isa": kernels.isa(), "threads": count, "read_gb_s": read, "rows": rows}))
 
 

@@ -57,15 +57,21 @@ void check_sequence(const AttentionCall& call, int seq, int query_len, int conte
         fail("has " + std::to_string(query_len) + " new tokens but a context of " + std::to_string(context_len));
     if (query_len == 0) return;
     const int64_t blocks = (int64_t{context_len} + call.kv.block_size - 1) / call.kv.block_size;
-    if (blocks > call.max_blocks)
-        fail("needs " + std::to_string(blocks) + " blocks for " + std::to_string(context_len) +
-             " tokens, its table has " + std::to_string(call.max_blocks));
-    const int32_t* table = call.block_tables + call.table_rows[seq] * call.block_table_stride;
-    uint32_t largest = 0;
-    for (int64_t i = 0; i < blocks; ++i) largest = std::max(largest, static_cast<uint32_t>(table[i]));
-    if (largest >= call.kv.num_blocks)
-        fail("refers to block " + std::to_string(static_cast<int32_t>(largest)) + " of " +
-             std::to_string(call.kv.num_blocks));
+    const auto check_table = [&](const int32_t* tables, int64_t stride, int64_t max_blocks, int64_t num_blocks) {
+        if (blocks > max_blocks)
+            fail("needs " + std::to_string(blocks) + " blocks for " + std::to_string(context_len) +
+                 " tokens, its table has " + std::to_string(max_blocks));
+        const int32_t* table = tables + call.table_rows[seq] * stride;
+        uint32_t largest = 0;
+        for (int64_t i = 0; i < blocks; ++i) largest = std::max(largest, static_cast<uint32_t>(table[i]));
+        if (largest >= num_blocks)
+            fail("refers to block " + std::to_string(static_cast<int32_t>(largest)) + " of " +
+                 std::to_string(num_blocks));
+    };
+    check_table(call.block_tables, call.block_table_stride, call.max_blocks, call.kv.num_blocks);
+    const RecentCopies& copies = call.copies;
+    if (copies.recent_blocks)
+        check_table(copies.block_tables, copies.block_table_stride, copies.max_blocks, copies.kv.num_blocks);
 }
 
 // How a sequence's queries are divided into items.
@@ -121,13 +127,19 @@ void add_items(const AttentionCall& call, Plan& plan, int seq, bool much_context
     task.kv_heads = shape.kv_heads;
     task.exact = call.exact;
     task.prompt = query_len > 1;
+    if (const RecentCopies& copies = call.copies; copies.recent_blocks) {
+        task.reads = kReadsBetween;
+        task.first_tokens = copies.first_blocks * call.kv.block_size;
+        task.recent_blocks = copies.recent_blocks;
+        task.copies = &copies.kv;
+        task.copies_table = copies.block_tables + call.table_rows[seq] * copies.block_table_stride;
+    }
     // The last tokens see the most context: begin with them, so that no thread is left with a long task at the end.
     for (int end = query_len; end > 0; end -= shape.tokens) {
         const int begin = std::max(0, end - shape.tokens);
         task.num_tokens = end - begin;
         task.first_position = context_len - query_len + begin;
-        task.split_begin = std::max(0, task.first_position - task.window + 1) / kSplit;
-        task.split_end = (task.first_position + task.num_tokens + kSplit - 1) / kSplit;
+        task.set_splits();
         for (task.kv_head = 0; task.kv_head < call.kv.kv_heads; task.kv_head += shape.kv_heads)
             for (int member = 0; member < group; member += shape.members) {
                 const int64_t token = query_begin + begin, head = int64_t{task.kv_head} * group + member;
@@ -154,7 +166,7 @@ int cut(Plan& plan) {
     for (int index = 0; index < static_cast<int>(plan.items.size()); ++index) {
         Item& item = plan.items[index];
         const AttendTask& task = item.task;
-        const int first = task.split_begin / most, last = (task.split_end - 1) / most;
+        const int first = task.split_begin / most, last = std::max(task.split_begin, task.split_end - 1) / most;
         if (num_threads() == 1 || first == last) {
             plan.slices.push_back({index, task.split_begin, task.split_end});
             continue;

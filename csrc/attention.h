@@ -7,8 +7,17 @@
 
 namespace octavo {
 
+// The copies of a coded layer's first blocks and most recent ones, see `Reads`; recent_blocks 0: there are none.
+struct RecentCopies {
+    LayerKV kv;
+    const int32_t* block_tables;
+    int64_t block_table_stride, max_blocks;
+    int first_blocks, recent_blocks;
+};
+
 struct AttentionCall {
     LayerKV kv;
+    RecentCopies copies;
     const char* query;
     char* out;
     int64_t query_token_stride, query_head_stride, out_token_stride, out_head_stride;  // bytes

@@ -110,6 +110,10 @@ void Decoder::attend(const DecoderStep& step, std::size_t index, const Matrix& h
     rope.num_heads = shape.num_heads;
     rope.key_dim = shape.key_dim;
     rope.rotary_dim = step.rotary_dim;
+    if (cache.recent_blocks) {
+        rope.copies = &cache.copies;
+        rope.copies_slots = step.groups[cache.copies_group].slots;
+    }
     rope_write(shape.storage, rope, step.num_tokens);
 
     AttentionCall call{};
@@ -132,6 +136,11 @@ void Decoder::attend(const DecoderStep& step, std::size_t index, const Matrix& h
     call.num_heads = shape.num_heads;
     call.window = cache.window;
     call.exact = exact;
+    if (cache.recent_blocks) {
+        const GroupTables& copies = step.groups[cache.copies_group];
+        call.copies = {cache.copies,      copies.block_tables, copies.stride, copies.max_blocks,
+                       cache.first_blocks, cache.recent_blocks};
+    }
     octavo::attend(call);
 }
 

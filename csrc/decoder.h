@@ -41,6 +41,8 @@ struct DecoderLayer {
 struct LayerCache {
     LayerKV kv;
     int group, window;  // window 0: none
+    LayerKV copies;     // see RecentCopies
+    int copies_group, first_blocks, recent_blocks;
 };
 
 struct DecoderShape {

@@ -67,6 +67,10 @@ constexpr int kMaxPromptRows = 384;  // the same for coded keys and values that 
 constexpr int kMaxHeadDim = 256;
 constexpr int kRowState = 32;  // floats after a row's weighted values: the sum of weights in 16 lanes, and the maximum
 
+// Which tokens a query reads in which form, if the first blocks and the most recent ones have copies in more bits
+// (storage/recent_kv.py): the copies of both, and the layer's own codes between them.
+enum Reads { kReadsAll, kReadsFirst, kReadsBetween, kReadsRecent };
+
 // Some query tokens of one sequence, with the query heads of some KV heads, over some splits of the context. Rows are
 // [kv head][token][query head of the KV head].
 struct AttendTask {
@@ -85,7 +89,36 @@ struct AttendTask {
     int split_begin, split_end;
     bool exact;   // see AttentionCall
     bool prompt;  // the sequence has several new tokens, though the task may have only one of them
+    Reads reads;
+    int first_tokens, recent_blocks;  // unless it reads all
+    const LayerKV* copies;            // or null; the task then reads between, and adds what it reads of the copies
+    const int32_t* copies_table;
+    int states;  // where in AttendScratch its states begin, in floats
     int rows_per_head() const { return num_tokens * group_size; }
+
+    // The first of the most recent tokens of the query at `position`.
+    int recent_token(int position) const {
+        const int block = position / kv->block_size - recent_blocks + 1;
+        return block > 0 ? block * kv->block_size : 0;
+    }
+    // The tokens that the query at `position` reads are [first_read, end_read). Neither end decreases with positions.
+    int first_read(int position) const {
+        const int seen = position - window + 1 > 0 ? position - window + 1 : 0;
+        if (reads == kReadsAll || reads == kReadsFirst) return seen;
+        const int from = reads == kReadsBetween ? first_tokens : recent_token(position);
+        return seen > from ? seen : from;
+    }
+    int end_read(int position) const {
+        if (reads == kReadsAll || reads == kReadsRecent) return position + 1;
+        const int recent = recent_token(position);
+        return reads == kReadsFirst && first_tokens < recent ? first_tokens : recent;
+    }
+    // Sets the splits that hold what its tokens read; there may be none.
+    void set_splits() {
+        const int begin = first_read(first_position), end = end_read(first_position + num_tokens - 1);
+        split_begin = begin / kSplit;
+        split_end = end > begin ? (end + kSplit - 1) / kSplit : split_begin;
+    }
 };
 
 // Working memory of one thread. Pages that only longer contexts would need are never touched.
@@ -112,6 +145,8 @@ struct RopeTask {
     const char *query_norm, *key_norm;  // [key_dim] weights in the storage type, or null
     float norm_eps;
     int num_heads, key_dim, rotary_dim;
+    const LayerKV* copies;  // of a coded layer, or null, and their slots
+    const int64_t* copies_slots;
 };
 
 enum QuantFormat { kQ4_0, kQ4_1, kQ8_0, kNumQuantFormats };

@@ -146,6 +146,16 @@ LayerKV coded_layer_kv(const CodedArguments& keys, const CodedArguments& values,
     return kv;
 }
 
+void check_copies(const LayerKV& kv, const LayerKV& copies, int first_blocks, int recent_blocks) {
+    require(kv.coded() && copies.kv_heads == kv.kv_heads && copies.key_units == kv.key_units &&
+                copies.value_dim == kv.value_dim && copies.block_size == kv.block_size,
+            "copies must have the heads and the block size of their layer, which must be coded");
+    constexpr int kMost = 1 << 20;
+    require(first_blocks >= 0 && first_blocks <= kMost && recent_blocks > 0 && recent_blocks <= kMost,
+            "copies are of 0 to " + std::to_string(kMost) + " first blocks and 1 to " + std::to_string(kMost) +
+                " recent ones, got " + std::to_string(first_blocks) + " and " + std::to_string(recent_blocks));
+}
+
 void check_range(const int64_t* x, int64_t count, int64_t end, const char* name) {
     for (int64_t i = 0; i < count; ++i)
         if (x[i] < 0 || x[i] >= end)

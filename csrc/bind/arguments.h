@@ -22,6 +22,8 @@ LayerKV layer_kv(const Tensor& key, const Tensor& value);
 using CodedArguments = std::tuple<std::string, Tensor, Tensor, Tensor, Tensor>;
 // `dtype` is that of queries, of new keys and values, and of the output.
 LayerKV coded_layer_kv(const CodedArguments& keys, const CodedArguments& values, DType dtype);
+// Raises unless `copies` may be the copies of a layer's first and most recent blocks.
+void check_copies(const LayerKV& kv, const LayerKV& copies, int first_blocks, int recent_blocks);
 void check_range(const int64_t* x, int64_t count, int64_t end, const char* name);
 Weight weight_of(const std::string& format, const Tensor& packed, int64_t outputs, int64_t inputs);
 Epilogue epilogue_of(const std::string& activation);  // of the gate; "" for none

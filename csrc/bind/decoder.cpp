@@ -1,3 +1,4 @@
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -15,6 +16,9 @@ namespace {
 // (format, packed, outputs, inputs, bias)
 using PartArguments = std::tuple<std::string, nb::object, int64_t, int64_t, nb::object>;
 using LinearArguments = std::vector<PartArguments>;
+// Keys, values, group, and how many first and recent blocks are read in them.
+using CopiesArguments = std::tuple<nb::object, nb::object, int, int, int>;
+using CacheArguments = std::tuple<nb::object, nb::object, int, int, std::optional<CopiesArguments>>;
 
 // A decoder, and the Python objects whose memory it refers to.
 class BoundDecoder {
@@ -79,8 +83,9 @@ class BoundDecoder {
 
     void set_exact(bool exact) { decoder_.exact = exact; }
 
-    // For each layer: keys, values, group, window (0: none). Keys and values are tensors, or a coded layer's arguments.
-    void set_caches(const std::vector<std::tuple<nb::object, nb::object, int, int>>& caches) {
+    // For each layer: keys, values, group, window (0: none), copies or None. Keys and values are tensors, or a coded
+    // layer's arguments.
+    void set_caches(const std::vector<CacheArguments>& caches) {
         const DecoderShape& s = decoder_.shape;
         require(caches.size() == decoder_.layers.size(), "there are " + std::to_string(decoder_.layers.size()) +
                                                              " layers, got " + std::to_string(caches.size()) +
@@ -88,7 +93,7 @@ class BoundDecoder {
         std::vector<LayerCache> bound;
         std::vector<nb::object> kept;
         size_t num_groups = 0;
-        for (const auto& [key, value, group, window] : caches) {
+        for (const auto& [key, value, group, window, copied] : caches) {
             kept.push_back(key);
             kept.push_back(value);
             const LayerKV kv = nb::isinstance<nb::tuple>(key) ? coded_cache(key, value) : float_cache(key, value);
@@ -98,8 +103,21 @@ class BoundDecoder {
                         std::to_string(kv.value_dim) + " is not for " + std::to_string(s.kv_heads) + " heads of " +
                         std::to_string(s.key_dim) + " and " + std::to_string(s.value_dim));
             require(group >= 0 && window >= 0, "group and window must not be negative");
-            bound.push_back({kv, group, window});
+            LayerCache cache{kv, group, window, {}, 0, 0, 0};
             num_groups = std::max<size_t>(num_groups, group + 1);
+            if (copied) {
+                const auto& [keys, values, copies_group, first_blocks, recent_blocks] = *copied;
+                kept.push_back(keys);
+                kept.push_back(values);
+                cache.copies = coded_cache(keys, values);
+                check_copies(kv, cache.copies, first_blocks, recent_blocks);
+                require(copies_group >= 0, "the copies' group must not be negative");
+                cache.copies_group = copies_group;
+                cache.first_blocks = first_blocks;
+                cache.recent_blocks = recent_blocks;
+                num_groups = std::max<size_t>(num_groups, copies_group + 1);
+            }
+            bound.push_back(cache);
         }
         // Assigned only once every check has passed: after an error, what was bound before stays bound.
         decoder_.caches = std::move(bound);
@@ -145,9 +163,13 @@ class BoundDecoder {
             check_dense(slots, "slot_mapping", DType::i64, {step.num_tokens});
             tables.push_back({table.data<int32_t>(), table.stride[0], table.shape[1], slots.data<int64_t>()});
         }
-        for (const LayerCache& cache : decoder_.caches)
-            check_range(tables[cache.group].slots, step.num_tokens, cache.kv.num_blocks * cache.kv.block_size,
-                        "slot_mapping");
+        for (const LayerCache& cache : decoder_.caches) {
+            const int64_t num_slots = cache.kv.num_blocks * cache.kv.block_size;
+            check_range(tables[cache.group].slots, step.num_tokens, num_slots, "slot_mapping");
+            if (cache.recent_blocks)
+                check_range(tables[cache.copies_group].slots, step.num_tokens,
+                            cache.copies.num_blocks * cache.copies.block_size, "slot_mapping");
+        }
         step.groups = tables.data();
         check_shape(logits_indices, "logits_indices", {-1});
         step.num_logits = logits_indices.shape[0];

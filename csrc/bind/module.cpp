@@ -1,5 +1,6 @@
 // octavo._native: checks what Python passes, releases the GIL, calls the kernels. Documented in src/octavo/kernels/.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -18,11 +19,17 @@ using namespace nb::literals;
 namespace octavo {
 namespace {
 
-void attend_layer(const LayerKV& kv, const Tensor& query, const Tensor& out, const Tensor& block_tables,
+// Keys, values, block tables, and how many first and recent blocks are read in them.
+using CopiesArguments = std::tuple<CodedArguments, CodedArguments, Tensor, int, int>;
+// Keys, values and slots.
+using CopiesToWrite = std::tuple<CodedArguments, CodedArguments, Tensor>;
+
+void attend_layer(const LayerKV& kv, const RecentCopies& copies, const Tensor& query, const Tensor& out, const Tensor& block_tables,
                   const Tensor& table_rows, const Tensor& query_start, const Tensor& context_lens, float scale,
                   int window, float softcap, const Tensor& sinks, bool exact) {
     AttentionCall call{};
     call.kv = kv;
+    call.copies = copies;
     const int pair = kv.storage == kBf16 && !kv.coded() ? 2 : 1;
     const DType dtype = kv.storage == kBf16 ? DType::bf16 : DType::f32;
     check_rows(query, "query", 3);
@@ -74,22 +81,33 @@ void py_attend(const Tensor& key, const Tensor& value, const Tensor& query, cons
                const Tensor& block_tables, const Tensor& table_rows, const Tensor& query_start,
                const Tensor& context_lens, float scale, int window, float softcap, const Tensor& sinks,
                bool exact) {
-    attend_layer(layer_kv(key, value), query, out, block_tables, table_rows, query_start, context_lens, scale, window,
+    attend_layer(layer_kv(key, value), {}, query, out, block_tables, table_rows, query_start, context_lens, scale, window,
                  softcap, sinks, exact);
 }
 
 void py_attend_coded(const CodedArguments& keys, const CodedArguments& values, const Tensor& query, const Tensor& out,
                      const Tensor& block_tables, const Tensor& table_rows, const Tensor& query_start,
                      const Tensor& context_lens, float scale, int window, float softcap, const Tensor& sinks,
-                     bool exact) {
+                     bool exact, const std::optional<CopiesArguments>& copied) {
     storage_of(query, "query");
-    attend_layer(coded_layer_kv(keys, values, query.dtype), query, out, block_tables, table_rows, query_start,
-                 context_lens, scale, window, softcap, sinks, exact);
+    const LayerKV kv = coded_layer_kv(keys, values, query.dtype);
+    RecentCopies copies{};
+    if (copied) {
+        const auto& [copied_keys, copied_values, tables, first_blocks, recent_blocks] = *copied;
+        check_rows(tables, "copies' block_tables", 2);
+        check_dtype(tables, "copies' block_tables", DType::i32);
+        require(tables.shape[0] == block_tables.shape[0], "copies must have as many rows of block_tables");
+        copies = {coded_layer_kv(copied_keys, copied_values, query.dtype), tables.data<const int32_t>(),
+                  tables.stride[0], tables.shape[1], first_blocks, recent_blocks};
+        check_copies(kv, copies.kv, first_blocks, recent_blocks);
+    }
+    attend_layer(kv, copies, query, out, block_tables, table_rows, query_start, context_lens, scale, window, softcap,
+                 sinks, exact);
 }
 
 void rope_write_layer(const LayerKV& kv, const Tensor& qkv, const Tensor& cos, const Tensor& sin,
                       const Tensor& positions, const Tensor& slots, const Tensor& query_norm, const Tensor& key_norm,
-                      float eps) {
+                      float eps, const std::optional<CopiesToWrite>& copied = {}) {
     const DType dtype = kv.storage == kBf16 ? DType::bf16 : DType::f32;
     const Matrix rows = matrix(qkv, "qkv", dtype);
     const int key_dim = kv.key_units * (kv.storage == kBf16 && !kv.coded() ? 2 : 1);
@@ -123,6 +141,16 @@ void rope_write_layer(const LayerKV& kv, const Tensor& qkv, const Tensor& cos, c
     task.num_heads = static_cast<int>(query_width / key_dim);
     task.key_dim = key_dim;
     task.rotary_dim = static_cast<int>(cos.shape[1]) * 2;
+    LayerKV copies{};
+    if (copied) {
+        const auto& [keys, values, copies_slots] = *copied;
+        copies = coded_layer_kv(keys, values, dtype);
+        check_copies(kv, copies, 0, 1);
+        check_dense(copies_slots, "copies' slots", DType::i64, {rows.rows});
+        check_range(copies_slots.data<int64_t>(), rows.rows, copies.num_blocks * copies.block_size, "copies' slots");
+        task.copies = &copies;
+        task.copies_slots = copies_slots.data<int64_t>();
+    }
     nb::gil_scoped_release release;
     rope_write(kv.storage, task, rows.rows);
 }
@@ -135,10 +163,10 @@ void py_rope_write(const Tensor& qkv, const Tensor& key, const Tensor& value, co
 
 void py_rope_write_coded(const Tensor& qkv, const CodedArguments& keys, const CodedArguments& values, const Tensor& cos,
                          const Tensor& sin, const Tensor& positions, const Tensor& slots, const Tensor& query_norm,
-                         const Tensor& key_norm, float eps) {
+                         const Tensor& key_norm, float eps, const std::optional<CopiesToWrite>& copied) {
     storage_of(qkv, "qkv");
     rope_write_layer(coded_layer_kv(keys, values, qkv.dtype), qkv, cos, sin, positions, slots, query_norm, key_norm,
-                     eps);
+                     eps, copied);
 }
 
 void py_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, const Tensor& out, float eps) {
@@ -205,9 +233,10 @@ NB_MODULE(_native, m) {
     m.def("rope_write", &py_rope_write, "qkv"_a, "key"_a, "value"_a, "cos"_a, "sin"_a, "positions"_a, "slots"_a,
           "query_norm"_a.none(), "key_norm"_a.none(), "eps"_a);
     m.def("attend_coded", &py_attend_coded, "keys"_a, "values"_a, "query"_a, "out"_a, "block_tables"_a, "table_rows"_a,
-          "query_start"_a, "context_lens"_a, "scale"_a, "window"_a, "softcap"_a, "sinks"_a.none(), "exact"_a);
+          "query_start"_a, "context_lens"_a, "scale"_a, "window"_a, "softcap"_a, "sinks"_a.none(), "exact"_a,
+          "copies"_a.none());
     m.def("rope_write_coded", &py_rope_write_coded, "qkv"_a, "keys"_a, "values"_a, "cos"_a, "sin"_a, "positions"_a,
-          "slots"_a, "query_norm"_a.none(), "key_norm"_a.none(), "eps"_a);
+          "slots"_a, "query_norm"_a.none(), "key_norm"_a.none(), "eps"_a, "copies"_a.none());
     m.def("rms_norm", &py_rms_norm, "x"_a, "residual"_a.none(), "weight"_a, "out"_a, "eps"_a);
     m.def("gated", &py_gated, "gate_up"_a, "out"_a, "gelu"_a);
     m.def("argmax", &py_argmax, "logits"_a, "out"_a);

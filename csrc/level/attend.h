@@ -42,4 +42,25 @@ inline void attend_any_code(const AttendTask& task, AttendScratch& scratch) {
     }
 }
 
+// Copies lie in another form than the layer's own codes, so they have states of their own, in the room behind `total`:
+//
+//     scratch.states    | total | of the copies | states being merged |
+inline void add_copies(const AttendTask& task, const Rows& total, AttendScratch& scratch) {
+    const int num_rows = task.kv_heads * task.rows_per_head(), size = num_rows * total.stride();
+    AttendTask part = task;
+    part.kv = task.copies;
+    part.block_table = task.copies_table;
+    part.copies = nullptr;
+    part.partial = total.base + size;
+    part.states = 2 * size;
+    const Reads both[] = {kReadsFirst, kReadsRecent};
+    for (const Reads reads : both) {
+        part.reads = reads;
+        part.set_splits();
+        if (part.split_begin == part.split_end) continue;
+        attend_any_code(part, scratch);
+        total.merge(Rows{part.partial, total.value_dim}, num_rows);
+    }
+}
+
 }  // namespace octavo::OCTAVO_LEVEL

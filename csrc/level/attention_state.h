@@ -81,12 +81,14 @@ class StateTree {
     Node nodes_[kTreeStates];
 };
 
+// Adds what the task's rows read of the copies to their states; in level/attend.h.
+inline void add_copies(const AttendTask& task, const Rows& total, AttendScratch& scratch);
+
 // Zeros are written as +0. The sign of a sum that underflows depends on the rows that share its pass: -0 stays -0
 // alone, and is +0 after zero times the value of a token that only another row sees.
 template <Storage S> void write_rows(const AttendTask& task, const Rows& total) {
     const int num_rows = task.kv_heads * task.rows_per_head();
     for (int r = 0; r < num_rows; ++r) {
-        if (task.kv->value_side.code == kCodeInt4) rotate_head_back(total.values(r), task.kv->value_dim);
         const int in_head = r % task.rows_per_head(), token = in_head / task.group_size;
         const int head = r / task.rows_per_head() * task.group_size + in_head % task.group_size;
         float keep = 1.0f, sum = reduce_add(F16::load(total.sum(r)));
@@ -102,6 +104,15 @@ template <Storage S> void write_rows(const AttendTask& task, const Rows& total) 
         for (int d = 0; d < task.kv->value_dim; d += 16)
             (F16::load(total.values(r) + d) * factor + F16::zero()).store(out + d);
     }
+}
+
+// Writes the output of rows whose state over the task's splits is complete.
+template <Storage S> void finish_rows(const AttendTask& task, const Rows& total, AttendScratch& scratch) {
+    if (task.kv->value_side.code == kCodeInt4)
+        for (int r = 0; r < task.kv_heads * task.rows_per_head(); ++r)
+            rotate_head_back(total.values(r), task.kv->value_dim);
+    if (task.copies) add_copies(task, total, scratch);
+    write_rows<S>(task, total);
 }
 
 }  // namespace octavo::OCTAVO_LEVEL

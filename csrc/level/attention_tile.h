@@ -128,8 +128,8 @@ struct TokenRange {
     int low, high;  // within a tile
 };
 inline TokenRange tokens_seen(const AttendTask& task, int begin, int row) {
-    const int position = task.first_position + row / task.group_size - begin;
-    return {max(position - task.window + 1, 0), min(position + 1, kTile)};
+    const int position = task.first_position + row / task.group_size;
+    return {max(task.first_read(position) - begin, 0), min(task.end_read(position) - begin, kTile)};
 }
 
 // The same for one row and tokens [low, high) that not all rows of its pass see. A token outside the range, of another
@@ -160,14 +160,14 @@ struct Visible {
     bool nothing() const { return high <= 0 || low >= kTile || low >= high; }
 };
 inline Visible visible_tokens(const AttendTask& task, int begin, int first_row, int count) {
-    const int first = task.first_position + first_row / task.group_size - begin;
-    const int last = task.first_position + (first_row + count - 1) / task.group_size - begin;
+    const int first = task.first_position + first_row / task.group_size;
+    const int last = task.first_position + (first_row + count - 1) / task.group_size;
     Visible visible;
-    visible.high = last + 1 < kTile ? last + 1 : kTile;
-    visible.low = first - task.window + 1 > 0 ? first - task.window + 1 : 0;
+    visible.high = min(task.end_read(last) - begin, kTile);
+    visible.low = max(task.first_read(first) - begin, 0);
     visible.first_vector = visible.low / 16;
     visible.end_vector = (visible.high + 15) / 16;
-    visible.all = first >= kTile - 1 && last < task.window;
+    visible.all = task.end_read(first) - begin >= kTile && task.first_read(last) <= begin;
     visible.whole = visible.all && task.softcap == 0.0f;
     return visible;
 }
@@ -386,7 +386,7 @@ template <Storage S, class Pass> void attend_by(const AttendTask& task, AttendSc
     if (task.partial)
         __builtin_memcpy(task.partial, total.base, sizeof(float) * num_rows * total.stride());
     else
-        write_rows<S>(task, total);
+        finish_rows<S>(task, total, scratch);
 }
 
 template <Storage S> void merge(const AttendTask& task, int first_node, int count, AttendScratch& scratch) {
@@ -397,7 +397,7 @@ template <Storage S> void merge(const AttendTask& task, int first_node, int coun
         __builtin_memcpy(tree.next().base, task.partial + i * size, size * sizeof(float));
         tree.add(first_node + i);
     }
-    write_rows<S>(task, tree.total());
+    finish_rows<S>(task, tree.total(), scratch);
 }
 
 }  // namespace octavo::OCTAVO_LEVEL

@@ -86,11 +86,14 @@ template <Code K, Code V> struct CodedRowPasses {
 template <class Pass> void attend_coded_by(const AttendTask& task, AttendScratch& scratch, Pass pass) {
     const LayerKV& kv = *task.kv;
     const int num_rows = task.kv_heads * task.rows_per_head();
-    for (int head = 0; head < task.kv_heads; ++head)
-        pass.pack(task, head, scratch.query + head * task.rows_per_head() * kv.key_units, scratch);
-    StateTree tree(scratch.states, num_rows, kv.value_dim);
-    const int end_position = task.first_position + task.num_tokens;
-    const int first_seen = max(task.first_position - task.window + 1, 0);
+    StateTree tree(scratch.states + task.states, num_rows, kv.value_dim);
+    if (task.split_begin == task.split_end)
+        tree.next().clear(num_rows);
+    else
+        for (int head = 0; head < task.kv_heads; ++head)
+            pass.pack(task, head, scratch.query + head * task.rows_per_head() * kv.key_units, scratch);
+    const int first_seen = task.first_read(task.first_position);
+    const int end_position = task.end_read(task.first_position + task.num_tokens - 1);
     for (int split = task.split_begin; split < task.split_end; ++split) {
         const Rows rows = tree.next();
         const int begin = max(split * kSplit, first_seen) / kTile * kTile;
@@ -104,9 +107,9 @@ template <class Pass> void attend_coded_by(const AttendTask& task, AttendScratch
     if (task.partial)
         __builtin_memcpy(task.partial, total.base, sizeof(float) * num_rows * total.stride());
     else if (kv.storage == kBf16)
-        write_rows<kBf16>(task, total);
+        finish_rows<kBf16>(task, total, scratch);
     else
-        write_rows<kF32>(task, total);
+        finish_rows<kF32>(task, total, scratch);
 }
 
 }  // namespace octavo::OCTAVO_LEVEL

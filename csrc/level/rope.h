@@ -29,6 +29,7 @@ template <Storage S> void rope_write(const RopeTask& task, int64_t token_begin, 
     for (int64_t token = token_begin; token < token_end; ++token) {
         T* row = reinterpret_cast<T*>(task.qkv + token * task.qkv_stride);
         const int64_t block = task.slots[token] / kv.block_size, offset = task.slots[token] % kv.block_size;
+        const int64_t copies_block = task.copies ? task.copies_slots[token] / kv.block_size : 0;  // the same offset
         for (int head = 0; head < kv.kv_heads && !kv.coded(); ++head)
             for (int unit = 0; unit < kv.key_units; ++unit)
                 ask_to_write(kv.key + block * kv.key_block_stride + head * kv.key_head_stride +
@@ -46,6 +47,7 @@ template <Storage S> void rope_write(const RopeTask& task, int64_t token_begin, 
             rotate(row, cos, sin, task.rotary_dim);
             if (kv.coded()) {
                 write_coded_key(kv, row, task.key_dim, block, head, offset);
+                if (task.copies) write_coded_key(*task.copies, row, task.key_dim, copies_block, head, offset);
                 continue;
             }
             char* key =
@@ -56,6 +58,7 @@ template <Storage S> void rope_write(const RopeTask& task, int64_t token_begin, 
         for (int head = 0; head < kv.kv_heads; ++head, row += kv.value_dim) {
             if (kv.coded()) {
                 write_coded_value(kv, row, block, head, offset);
+                if (task.copies) write_coded_value(*task.copies, row, copies_block, head, offset);
                 continue;
             }
             constexpr int pair = kPair<S>;

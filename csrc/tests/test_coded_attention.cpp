@@ -64,9 +64,10 @@ TEST(attention_over_codes_agrees_with_float64) {
 
 // Compares the outputs of a call with those of calls for successive parts of its queries, on other numbers of threads.
 // Unless exact, a lone token is computed in another way, so parts have at least two tokens.
-void check_parts(const Batch& batch, Memory& memory, bool exact) {
+void check_parts(const Batch& batch, Memory& memory, bool exact, const RecentCopies& copies = {}) {
     const auto attend_part = [&](AttentionCall call) {
         call.exact = exact;
+        call.copies = copies;
         attend(call);
     };
     set_num_threads(1);
@@ -93,6 +94,23 @@ TEST(attention_over_codes_has_the_same_bits_in_any_parts_and_on_any_number_of_th
         batch.sequences = {{context, std::min(context, random_int(2, 60))}};
         Memory memory(batch);
         check_parts(batch, memory, i % 3 != 0);
+    }
+}
+
+TEST(attention_with_copies_of_recent_blocks_has_the_same_bits_in_any_parts) {
+    for (int i = cases(30); i > 0; --i) {
+        Batch batch;
+        batch.code = kCodes[random_int(3, 4)];
+        if (batch.value_dim % 32) batch.value_dim = 64;
+        const int context = random_int(0, 3) ? random_int(2, 200) : random_int(1025, 1500);
+        batch.sequences = {{context, std::min(context, random_int(2, 60))}};
+        Batch in_int8 = batch;
+        in_int8.code = kCodes[2];
+        Memory memory(batch), copied(in_int8);
+        const AttentionCall call = copied.call();
+        check_parts(batch, memory, i % 3 != 0,
+                    {call.kv, call.block_tables, call.block_table_stride, call.max_blocks, random_int(0, 3),
+                     random_int(1, 5)});
     }
 }
 

@@ -32,6 +32,7 @@ def attend_coded(
     softcap: float,
     sinks: Tensor | None,
     exact: bool,
+    copies: tuple[_Coded, _Coded, Tensor, int, int] | None,
 ) -> None: ...
 def rope_write_coded(
     qkv: Tensor,
@@ -44,6 +45,7 @@ def rope_write_coded(
     query_norm: Tensor | None,
     key_norm: Tensor | None,
     eps: float,
+    copies: tuple[_Coded, _Coded, Tensor] | None,
 ) -> None: ...
 def rope_write(
     qkv: Tensor,
@@ -124,7 +126,10 @@ class Decoder:
         self, embedding_rows: Tensor | None, embedding: list[_Part], final_norm: Tensor, head: list[_Part]
     ) -> None: ...
     def set_exact(self, exact: bool) -> None: ...
-    def set_caches(self, caches: list[tuple[Tensor | _Coded, Tensor | _Coded, int, int]]) -> None: ...
+    def set_caches(
+        self,
+        caches: list[tuple[Tensor | _Coded, Tensor | _Coded, int, int, tuple[_Coded, _Coded, int, int, int] | None]],
+    ) -> None: ...
     def logits(self, first: int, out: Tensor) -> None: ...
     def hidden(self, first: int, out: Tensor) -> None: ...
     def forward(

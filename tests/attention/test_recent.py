@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from octavo import kernels
+from octavo.attention.native import NativeAttention
 from octavo.attention.reference import ReferenceAttention, attend_dense
-from octavo.kvcache.spec import LayerKVSpec
+from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
+from octavo.storage.arena import KVArena
 from octavo.storage.codec import CODECS
+from octavo.storage.recent_kv import RecentKV
 from tests.attention.batches import PagedSequences
 
 SIZE = 16
@@ -77,3 +83,105 @@ def test_a_sliding_window_ends_what_is_read_of_the_copies_too() -> None:
             results.append(backend.attend(kv, torch.randn(count, 1, 32), batch, scale=1.0))
     for int8, recent in zip(results[:3], results[3:], strict=True):
         torch.testing.assert_close(int8, recent)  # nine tokens are all recent
+
+
+needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled")
+
+
+@pytest.fixture(params=kernels.supported_isas() if kernels.available() else [None])
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = kernels.isa()
+    kernels.force_isa(request.param)
+    yield request.param
+    kernels.force_isa(before)
+
+
+@needs_kernels
+@pytest.mark.parametrize("codec", ["int4", "k8v4"])
+@pytest.mark.parametrize("kept", [(0, 1), (1, 3), (40, 30)])
+def test_the_kernels_read_the_copies_as_the_reference_does(level: str, codec: str, kept: tuple[int, int]) -> None:
+    torch.manual_seed(1)
+    dtype = f"{codec};sinks={kept[0]},recent={kept[1]}"
+    for dim, group, window, softcap in ((64, 3, None, None), (32, 1, 70, 20.0)):
+        paged = PagedSequences([LayerKVSpec(2, dim, dim, window)], SIZE, 3, 1300, dtype=dtype)
+        (kv,) = paged.kv
+        assert NativeAttention.supports(kv)
+        sinks = torch.randn(2 * group) if window else None
+        for count, step in enumerate(({0: 1200, 1: 40, 2: 5}, {0: 1, 1: 1, 2: 1}, {1: 19, 2: 1})):
+            batch = paged.step(step)
+            key, value = (torch.randn(batch.num_tokens, 2, dim) for _ in range(2))
+            NativeAttention().write(kv, key, value, batch)
+            for query_dtype, error in ((torch.float32, 2e-3), (torch.bfloat16, 4e-2)):
+                query = torch.randn(batch.num_tokens, 2 * group, dim).to(query_dtype)
+                how: dict[str, Any] = {"scale": dim**-0.5, "softcap": softcap, "sinks": sinks}
+                found = NativeAttention(exact=count % 2 == 0).attend(kv, query, batch, **how)
+                expected = ReferenceAttention().attend(kv, query, batch, **how)
+                assert torch.allclose(found.float(), expected.float(), atol=error, rtol=error)
+
+
+@needs_kernels
+@pytest.mark.parametrize("codec", ["int4", "k8v4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_and_batches_change_no_bit(level: str, codec: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    total = 660
+    key, value, query = (torch.randn(total, heads, 64).to(dtype) for heads in (2, 2, 6))
+    outputs = []
+    for steps in ((660,), (1, 63, 1, 500, 1, 30, 64), (512, 1, 147)):
+        paged = PagedSequences([LayerKVSpec(2, 64, 64)], SIZE, 2, 700, dtype=f"{codec};sinks=2,recent=4")
+        (kv,) = paged.kv
+        rows, start = [], 0
+        for count in steps:
+            beside = count % 2  # a second sequence in some batches
+            batch = paged.step({0: count, 1: 1} if beside else {0: count})
+            piece = slice(start, start + count)
+            new = [torch.cat((x[piece], x[:beside])) for x in (key, value, query)]
+            backend = NativeAttention()
+            backend.write(kv, new[0], new[1], batch)
+            rows.append(backend.attend(kv, new[2], batch, scale=0.125)[:count])
+            start += count
+        outputs.append(torch.cat(rows))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
+@needs_kernels
+@pytest.mark.parametrize("codec", ["int4", "k8v4"])
+def test_own_codes_and_copies_are_encoded_on_the_way_to_the_bit(level: str, codec: str) -> None:
+    torch.manual_seed(1)
+    spec = KVCacheSpec.build([LayerKVSpec(2, 64, 96)], SIZE, f"{codec};sinks=1,recent=2")
+    found, expected = (KVArena(spec, 8) for _ in range(2))
+    tokens = 37
+    qkv = torch.randn(tokens, 6 * 64 + 2 * (64 + 96)).bfloat16()
+    slots, copied = torch.randperm(48)[:tokens] + 16, torch.randperm(48)[:tokens] // SIZE * SIZE + 64
+    copied += slots % SIZE  # the same place in another block
+    layer = found.layers[0]
+    assert isinstance(layer, RecentKV)
+    still, flat = torch.ones(1, 32), torch.zeros(1, 32)
+    keys, values = layer.own.for_kernels
+    kernels.rope_write_coded(
+        qkv.clone(), keys, values, still, flat, torch.zeros(tokens).long(), slots,
+        copies=(*layer.copies.for_kernels, copied),
+    )  # fmt: skip
+    for part, places in zip(expected.layers[0].parts, (slots, copied), strict=True):
+        part.write(qkv[:, 384:512].view(-1, 2, 64), qkv[:, 512:].view(-1, 2, 96), places)
+    assert torch.equal(found._bytes, expected._bytes)
+
+
+@needs_kernels
+def test_copies_that_do_not_fit_their_layer_are_refused() -> None:
+    (kv,) = KVArena(KVCacheSpec.build([LayerKVSpec(2, 64, 64)], SIZE, "int4;sinks=1,recent=2"), 4).layers
+    (small,) = KVArena(KVCacheSpec.build([LayerKVSpec(1, 64, 64)], SIZE, "int8"), 4).coded_layers
+    assert isinstance(kv, RecentKV)
+    query, one = torch.zeros(1, 4, 64), torch.zeros(1, dtype=torch.int32)
+    tables = (one.view(1, 1), one.long(), torch.tensor([0, 1]).int(), one + 1)
+    keys, values = kv.own.for_kernels
+    for copied, block, first, recent, message in (
+        (small.for_kernels, 0, 1, 1, "must have the heads and the block size"),
+        (kv.copies.for_kernels, 0, 0, 0, "0 to 1048576 first blocks and 1 to 1048576 recent ones, got 0 and 0"),
+        (kv.copies.for_kernels, 0, -1, 1, "got -1 and 1"),
+        (kv.copies.for_kernels, 4, 0, 1, "refers to block 4 of 4"),
+    ):
+        copies = (*copied, one.view(1, 1) + block, first, recent)
+        with pytest.raises(ValueError, match=message):
+            kernels.attend_coded(keys, values, query, *tables, value_dim=64, scale=1.0, copies=copies)

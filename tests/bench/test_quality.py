@@ -10,6 +10,7 @@ import pytest
 
 from octavo import cli
 from octavo.bench import quality
+from octavo.planner.model_shape import ModelShape
 
 ARGUMENTS = ["--windows", "2", "--window", "80", "--needle-lengths", "20", "--dtype", "float32", "--num-threads", "1"]
 
@@ -60,3 +61,26 @@ def test_a_limit_on_the_increase_of_perplexity_is_the_exit_code(
 def test_no_codec_to_compare_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["quality", "smollm2"]) == 1
     assert "say which codec is compared" in capsys.readouterr().err
+
+
+def test_scales_are_for_the_codecs_that_have_any(
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The unquantised cache that they are compared with refused them."""
+    scales, text = tmp_path / "scales.toml", tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 12)
+    small = ["--windows", "1", "--window", "40", "--num-threads", "1", "--dtype", "float32"]
+    assert cli.main(["calibrate", str(tiny_llama), "--data", str(text), "--output", str(scales), *small]) == 0
+    given = ("--codecs", "int8,fp8_e4m3", "--kv-scales", str(scales), "--max-model-len", "256")
+    code, answer = ask(capsys, str(tiny_llama), *given)
+    assert (code, [row["kv_cache_dtype"] for row in answer["codecs"]]) == (0, ["float32", "int8", "fp8_e4m3"])
+
+
+def test_a_checkpoint_with_a_scheme_is_compared_with_its_own_type(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`auto` is what the checkpoint names: the codec was compared with itself."""
+    monkeypatch.setattr(ModelShape, "kv_dtype", lambda self, option, own: "int8" if option == "auto" else option)
+    _, answer = ask(capsys, str(tiny_llama), "--codecs", "int8", "--max-model-len", "256")
+    assert [row["kv_cache_dtype"] for row in answer["codecs"]] == ["float32", "int8"]
+    assert answer["codecs"][1]["kl"] > 0

@@ -7,7 +7,8 @@ in an order that depends on the batch: what they store and load is shown without
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels
 BLOCK_SIZE = 16
 WINDOW = 40
 INEXACT = {"float16", "nvfp4"}
+RECENT = [("Llama", "int4+recent"), ("Llama", "k8v4+recent"), ("Mistral", "int4+recent")]
 
 Answer = list[list[int]]
 
@@ -47,16 +49,27 @@ class Engines:
     codec: str
 
     def make(self, **options: Any) -> Any:
-        dtype = self.codec if KV_FORMATS[self.codec].plain else "float32" if self.codec in INEXACT else "bfloat16"
-        fixed = {"kv_cache_dtype": self.codec, "dtype": dtype, "deterministic": self.codec not in INEXACT}
-        return self.make_llm(self.folder, **{**fixed, "num_blocks": 64, **options})
+        codec, recent, _ = self.codec.partition("+recent")
+        dtype = codec if KV_FORMATS[codec].plain else "float32" if codec in INEXACT else "bfloat16"
+        fixed = {"kv_cache_dtype": codec, "dtype": dtype, "deterministic": codec not in INEXACT}
+        if recent:
+            # Beside the model: a table whose layers keep their first block and the last two in int8 too.
+            table = self.folder / f"{self.codec}.toml"
+            keys = "int8" if codec == "k8v4" else codec
+            table.write_text(f'keys = "{keys}"\nvalues = "int4"\nsink_blocks = 1\nrecent_blocks = 2\n')
+            fixed["kv_cache_dtype"] = str(table)
+        return self.make_llm(self.folder, **{**fixed, "num_blocks": 64 if not recent else 128, **options})
 
     def cold(self) -> Answer:
         """The tokens of each request by itself, with nothing cached."""
         if (self.folder, self.codec) not in _COLD:
-            llm, pairs = self.make(enable_prefix_caching=False), zip(PROMPTS, PARAMS, strict=True)
-            _COLD[self.folder, self.codec] = [tokens(llm.generate(*pair, use_tqdm=False))[0] for pair in pairs]
+            _COLD[self.folder, self.codec] = self.alone(PARAMS)
         return _COLD[self.folder, self.codec]
+
+    def alone(self, params: list[SamplingParams]) -> Answer:
+        """The tokens of each request by itself, computed now."""
+        llm, pairs = self.make(enable_prefix_caching=False), zip(PROMPTS, params, strict=True)
+        return [tokens(llm.generate(*pair, use_tqdm=False))[0] for pair in pairs]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +81,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(
-    params=[*(("Llama", codec) for codec in KV_FORMATS), ("Mistral", "bfloat16"), ("Mistral", "k8v4")], ids="-".join
+    params=[*(("Llama", codec) for codec in KV_FORMATS), ("Mistral", "bfloat16"), ("Mistral", "k8v4"), *RECENT],
+    ids="-".join,
 )
 def engines(request: pytest.FixtureRequest, make_llm: MakeLLM, folders: dict[str, Path]) -> Engines:
     family, codec = request.param
@@ -128,8 +142,13 @@ def test_redis_gives_another_engine_the_cold_tokens(engines: Engines, redis_serv
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_preempted_sequences_resume_with_the_cold_tokens(engines: Engines, mode: str) -> None:
-    llm = engines.make(num_blocks=10, preemption_mode=mode, enable_prefix_caching=False)
+    num_blocks, params, expected = 10, PARAMS, engines.cold
+    if "recent" in engines.codec:
+        # Copies slide, so that a sequence grows little: only long answers take more than there is.
+        num_blocks, params = 30, [replace(each, max_tokens=60) for each in PARAMS]
+        expected = partial(engines.alone, params)
+    llm = engines.make(num_blocks=num_blocks, preemption_mode=mode, enable_prefix_caching=False)
     thrash(llm.core)
-    assert tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == engines.cold()
+    assert tokens(llm.generate(PROMPTS, params, use_tqdm=False)) == expected()
     assert llm.core.scheduler.counters.num_preemptions > 0
     assert (llm.core.scheduler.kv.hierarchy.host.claims.counters.blocks_in > 0) == (mode == "swap")

@@ -10,6 +10,7 @@ from octavo.attention.reference import ReferenceAttention
 from octavo.storage.arena import FloatKV
 from octavo.storage.coded_kv import CodedKV
 from octavo.storage.layer_kv import LayerKV
+from octavo.storage.recent_kv import RecentKV, without_copies
 
 _TILE = 16  # tokens or dimensions per vector register
 _MAX_HEAD_DIM = 256
@@ -40,6 +41,8 @@ class NativeAttention(AttentionBackend):
         Block sizes and value heads must be multiples of 16, and heads at most 256. The codecs are fp8_e4m3, fp8_e5m2,
         int8, k8v4 and int4; with these, key heads must be multiples of 16 too, and value heads in int4 multiples of 32.
         """
+        if isinstance(kv, RecentKV):
+            return _supports_codes(kv.own) and _supports_codes(kv.copies)
         if isinstance(kv, CodedKV):
             return _supports_codes(kv)
         if not isinstance(kv, FloatKV):
@@ -69,10 +72,14 @@ class NativeAttention(AttentionBackend):
         if known is None:
             known = self._supported[id(kv)] = kv, self.supports(kv)
         batched = (batch.groups[kv.group].block_tables, batch.table_rows, batch.query_start, batch.context_lens)
-        if known[1] and isinstance(kv, CodedKV) and query.dtype in kernels.FLOAT_FORMATS:
+        own = without_copies(kv)
+        if known[1] and isinstance(own, CodedKV) and query.dtype in kernels.FLOAT_FORMATS:
+            copies = None
+            if isinstance(kv, RecentKV):
+                tables, kept = batch.groups[kv.copies.group].block_tables, kv.kept
+                copies = *kv.copies.for_kernels, tables, kept.sink_blocks, kept.recent_blocks
             return kernels.attend_coded(
-                kv.keys.for_kernels,
-                kv.values.for_kernels,
+                *own.for_kernels,
                 query,
                 *batched,
                 value_dim=kv.value_dim,
@@ -81,6 +88,7 @@ class NativeAttention(AttentionBackend):
                 softcap=softcap,
                 sinks=None if sinks is None else sinks.float(),
                 exact=self._exact,
+                copies=copies,
             )
         if not known[1] or not isinstance(kv, FloatKV) or query.dtype is not kv.key.dtype:
             return self._reference.attend(kv, query, batch, scale=scale, softcap=softcap, sinks=sinks)

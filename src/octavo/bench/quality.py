@@ -115,17 +115,32 @@ def compare(name: str, found: Readings, plain: Readings) -> Quality:
 def measure(
     make: Callable[[str], LLM], codecs: Sequence[str], *, windows: int, window: int, needle_lengths: Sequence[int]
 ) -> list[Quality]:
-    """Compare each of `codecs` with "auto", one engine after the other."""
+    """Compare each of `codecs` with the model's own type, one engine after the other."""
     text = english()
-    plain, results = None, []
-    for codec in ("auto", *codecs):
+
+    def readings(llm: LLM) -> Readings:
+        return read(llm, text, windows=windows, window=window, needle_lengths=needle_lengths)
+
+    own, plain = _unquantised(make, readings)
+    results = [compare(own, plain, plain)]
+    for codec in codecs:
         with make(codec) as llm:
             assert isinstance(llm.core.runner, ModelRunner)
             name = Path(codec).name if codec.endswith(KV_CACHE_TABLE) else llm.core.runner.arena.spec.dtype
-            found = read(llm, text, windows=windows, window=window, needle_lengths=needle_lengths)
-        plain = plain or found
-        results.append(compare(name, found, plain))
+            results.append(compare(name, readings(llm), plain))
     return results
+
+
+def _unquantised(make: Callable[[str], LLM], readings: Callable[[LLM], Readings]) -> tuple[str, Readings]:
+    """Return the type of the model's activations, and what a cache in it gives; "auto" may be a checkpoint's codec."""
+    with make("auto") as llm:
+        runner = llm.core.runner
+        assert isinstance(runner, ModelRunner)
+        own = str(runner.model.dtype).removeprefix("torch.")
+        if runner.arena.spec.dtype == own:
+            return own, readings(llm)
+    with make(own) as llm:
+        return own, readings(llm)
 
 
 def next_token_log_probs(runner: ModelRunner, tokens: Sequence[int]) -> torch.Tensor:

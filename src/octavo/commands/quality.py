@@ -62,7 +62,12 @@ def run(args: argparse.Namespace) -> int:
     defaults: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": longest, "kv_cache_memory": "512MiB"}
 
     def make(codec: str) -> LLM:
-        return LLM(**{**defaults, **engine, "kv_cache_dtype": codec})
+        options = {**defaults, **engine, "kv_cache_dtype": codec}
+        if codec == "auto" or (codec in KV_FORMATS and not KV_FORMATS[codec].calibrated):
+            # The scales are for those codecs that have any; the unquantised cache is compared too.
+            for name in ("kv_scales", "calculate_kv_scales"):
+                options.pop(name, None)
+        return LLM(**options)
 
     results = measure(make, codecs, windows=args.windows, window=args.window, needle_lengths=args.needle_lengths)
     if args.plot:

@@ -102,19 +102,22 @@ def attend_coded(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     exact: bool = True,
+    copies: tuple[CodedArguments, CodedArguments, torch.Tensor, int, int] | None = None,
 ) -> torch.Tensor:
     """`attend` over keys and values in a codec, which are never decoded into memory.
 
     Args:
         keys, values: `CodedSide.for_kernels`.
         query: [num_tokens, num_heads, key_dim] in bfloat16 or float32, which the result is in too.
+        copies: the copies of some blocks (`storage/recent_kv.py`): keys, values, block tables, and how many first and
+            how many recent blocks are read in them.
 
     Raises:
         ValueError: a codec without a kernel, and as `attend` does.
     """
     out = query.new_empty(query.shape[0], query.shape[1], value_dim)
     tables = (block_tables, table_rows, query_start, context_lens)
-    native.attend_coded(keys, values, query, out, *tables, scale, window or 0, softcap or 0.0, sinks, exact)
+    native.attend_coded(keys, values, query, out, *tables, scale, window or 0, softcap or 0.0, sinks, exact, copies)
     return out
 
 
@@ -130,9 +133,14 @@ def rope_write_coded(
     query_norm: torch.Tensor | None = None,
     key_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
+    copies: tuple[CodedArguments, CodedArguments, torch.Tensor] | None = None,
 ) -> None:
-    """`rope_write` into keys and values in a codec (`CodedSide.for_kernels`), encoded in the same pass."""
-    native.rope_write_coded(qkv, keys, values, cos, sin, positions, slots, query_norm, key_norm, eps)
+    """`rope_write` into keys and values in a codec (`CodedSide.for_kernels`), encoded in the same pass.
+
+    Args:
+        copies: keys, values and slots of the layer's copies, which are written too.
+    """
+    native.rope_write_coded(qkv, keys, values, cos, sin, positions, slots, query_norm, key_norm, eps, copies)
 
 
 def rope_write(

@@ -22,8 +22,9 @@ from octavo.models.linear import LinearFactory, make_linear
 from octavo.models.ops import LayerOps
 from octavo.models.packing import TILE, PackingReader, native_part, native_parts
 from octavo.storage.arena import FloatKV
-from octavo.storage.coded_kv import CodedKV
+from octavo.storage.coded_kv import CodedArguments, CodedKV
 from octavo.storage.layer_kv import LayerKV
+from octavo.storage.recent_kv import RecentKV, without_copies
 
 if TYPE_CHECKING:
     from octavo import _native
@@ -168,7 +169,7 @@ class NativeDecoder(LlamaDecoder):
             self._kv = kv
             self._kv_supported = all(map(NativeAttention.supports, kv))
             caches = [
-                (*sides, layer.group, layer.sliding_window or 0)
+                (*sides, layer.group, layer.sliding_window or 0, self._copies(layer))
                 for layer in kv
                 if (sides := self._sides(layer)) is not None
             ]
@@ -179,10 +180,18 @@ class NativeDecoder(LlamaDecoder):
 
     def _sides(self, layer: LayerKV) -> tuple[Any, Any] | None:
         """Return a layer's keys and values for the library; None if their type differs from the model's."""
+        layer = without_copies(layer)
         if isinstance(layer, CodedKV):
-            return layer.keys.for_kernels, layer.values.for_kernels
+            return layer.for_kernels
         same = isinstance(layer, FloatKV) and layer.key.dtype is self.dtype
         return (layer.key, layer.value) if same and isinstance(layer, FloatKV) else None
+
+    @staticmethod
+    def _copies(layer: LayerKV) -> tuple[CodedArguments, CodedArguments, int, int, int] | None:
+        if not isinstance(layer, RecentKV):
+            return None
+        kept = layer.kept
+        return *layer.copies.for_kernels, layer.copies.group, kept.sink_blocks, kept.recent_blocks
 
     def _reader(self, weights: Weights, linear: LinearFactory = make_linear) -> WeightReader:
         return PackingReader(self.config, weights, self.dtype, self._quantised)

@@ -16,6 +16,7 @@ from octavo.models.rotary import Rotation
 from octavo.storage.arena import FloatKV
 from octavo.storage.coded_kv import CodedKV
 from octavo.storage.layer_kv import LayerKV
+from octavo.storage.recent_kv import RecentKV, without_copies
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
@@ -130,8 +131,12 @@ class NativeLayerOps(LayerOps):
     ) -> torch.Tensor:
         native = isinstance(attention, NativeAttention) and attention.supports(kv)
         store: Callable[..., None]
-        if native and isinstance(kv, CodedKV) and not kv.finds_scales:
-            store = partial(kernels.rope_write_coded, qkv, kv.keys.for_kernels, kv.values.for_kernels)
+        own = without_copies(kv)
+        if native and isinstance(own, CodedKV) and not own.finds_scales:
+            copies = None
+            if isinstance(kv, RecentKV):
+                copies = *kv.copies.for_kernels, batch.groups[kv.copies.group].slot_mapping
+            store = partial(kernels.rope_write_coded, qkv, *own.for_kernels, copies=copies)
         elif native and isinstance(kv, FloatKV) and kv.key.dtype is qkv.dtype:
             store = partial(kernels.rope_write, qkv, kv.key, kv.value)
         else:

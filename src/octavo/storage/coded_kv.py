@@ -115,6 +115,11 @@ class CodedKV(LayerKV):
         )
 
     @property
+    def for_kernels(self) -> tuple[CodedArguments, CodedArguments]:
+        """The arguments of the C++ library for keys and values."""
+        return self.keys.for_kernels, self.values.for_kernels
+
+    @property
     def block_size(self) -> int:
         return self.values.codes.shape[2] * self.values.codes.shape[4]
 
