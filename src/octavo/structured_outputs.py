@@ -135,8 +135,9 @@ class StructuredOutputsParams:
         return max(depths, default=0)
 
 
-WHITESPACE = r"[ ]?|\r?\n[ \t]{0,32}"
-"""The white space allowed between JSON's tokens, limited so that a model cannot write white space forever."""
+WHITESPACE = r"[ ]?|\n(?:[ ]{0,20}|\t{0,8})"
+"""The white space allowed between JSON's tokens: indentation as programs write it, so that a model cannot write white
+space for long."""
 
 
 def whitespace_options(wanted: StructuredOutputsParams | None = None) -> dict[str, Any]:

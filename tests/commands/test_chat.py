@@ -128,6 +128,19 @@ def test_what_neither_the_user_nor_the_model_says_of_sampling_is_as_in_ollama(
         assert fake_llm.last.params == [SamplingParams(**{**ollamas, **recommended}, max_tokens=None)]
 
 
+def test_conversations_do_not_all_begin_with_the_same_answer(
+    octavo_command: OctavoCommand, fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seed(*options: Any) -> int:
+        monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+        octavo_command("chat", *options)
+        value: int = fake_llm.last.config.seed
+        return value
+
+    assert len({seed() for _ in range(5)}) > 1
+    assert seed("--seed", 7) == 7
+
+
 class FakeTerminal(io.StringIO):
     def isatty(self) -> bool:
         return True

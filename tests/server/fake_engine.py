@@ -7,7 +7,7 @@ import hashlib
 import itertools
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 from octavo.engine.inspection import limits_in_bytes
 from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
@@ -59,6 +59,20 @@ class ByteTokenizer:
             raise RequestError("the model's chat template refused these messages", param="messages")
         lines = [f"{variables.get('marker', '#')}{m['role']}: {m['content']}\n" for m in messages]
         return "".join(lines) + ("#assistant: " if add_generation_prompt else "")
+
+
+class InfillTokenizer(ByteTokenizer):
+    """Has three tokens of their own for filling in, and one between files."""
+
+    names: ClassVar = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>")
+    # Bytes that no UTF-8 text has.
+    ids: ClassVar = dict(zip(names, range(0xF8, 0xFC), strict=True))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [self.ids[text]] if text in self.ids else super().encode(text, add_special_tokens)
+
+    def id_to_token(self, token_id: int) -> str:
+        return next((name for name, i in self.ids.items() if i == token_id), super().id_to_token(token_id))
 
 
 class FakeEngine:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Running, running_server
-from tests.server.fake_engine import BOS, FakeEngine
+from tests.server.fake_engine import BOS, FakeEngine, InfillTokenizer
 from tests.server.scripted_engine import ScriptedEngine
 
 PATH = "/completion"
@@ -108,9 +108,73 @@ def test_errors_are_in_llamacpps_form_and_words(server: Running, body: dict[str,
 
 
 def test_what_is_not_there_is_an_error_in_llamacpps_form(server: Running) -> None:
-    error = server.post("/infill", {"input_prefix": "a"}).json()["error"]
+    error = server.post("/apply-template", {}).json()["error"]
     assert (error["code"], error["type"]) == (404, "not_found_error")
-    assert server.client.get("/slots").json()["error"]["code"] == 404
+    assert server.client.get("/lora-adapters").json()["error"]["code"] == 404
+
+
+def test_slots_tell_how_many_sequences_can_run(server: Running) -> None:
+    listed = server.client.get("/slots").json()
+    assert [slot["id"] for slot in listed] == list(range(server.engine.max_num_seqs))
+    assert listed[0] == {"id": 0, "n_ctx": server.engine.max_model_len, "is_processing": False}
+
+
+@pytest.fixture
+def infilling(start_server: Callable[..., Running]) -> Running:
+    engine = FakeEngine()
+    engine.tokenizer = InfillTokenizer()
+    return start_server(engine)
+
+
+def test_the_middle_is_asked_for_between_prefix_and_suffix(infilling: Running) -> None:
+    extra = [{"filename": "a.py", "text": "x = 1"}]
+    body = {"input_prefix": "p(", "input_suffix": ")", "input_extra": extra, "prompt": "y", "n_predict": 3}
+    response = infilling.post("/infill", body)
+    assert response.json()["tokens_predicted"] == 3
+    assert "X-Octavo-Ignored-Fields" not in response.headers
+    received = infilling.engine.received[-1]
+    prefix, suffix, middle, separator = InfillTokenizer.ids.values()
+    assert received["prompt"] == [
+        *(BOS, separator, *b"a.py\nx = 1\n", prefix, *b"p(", suffix, *b")", middle, *b"y"),
+    ]
+    assert set(received["params"].stop_token_ids) == {prefix, suffix, middle, separator}
+
+
+def test_of_long_texts_what_is_far_from_the_middle_is_cut_off(infilling: Running) -> None:
+    def asked(prefix: str, suffix: str, extra: str = "") -> tuple[bytes, bytes, bytes]:
+        files = [{"filename": "f", "text": extra}]
+        body = {"input_prefix": prefix, "input_suffix": suffix, "input_extra": files, "n_predict": 96}
+        infilling.post("/infill", body)
+        ids = [i for i in infilling.engine.received[-1]["prompt"][1:] if i != InfillTokenizer.ids["<|file_sep|>"]]
+        ends = [ids.index(i) for i in list(InfillTokenizer.ids.values())[:3]]
+        return bytes(ids[: ends[0]]), bytes(ids[ends[0] + 1 : ends[1]]), bytes(ids[ends[1] + 1 : ends[2]])
+
+    room = 4096 - 96 - 4
+    assert asked("a" * 5000 + "b", "c" + "d" * 5000) == (b"", b"a" * 2996 + b"b", b"c" + b"d" * 998)
+    assert asked("a" * 5000, "") == (b"", b"a" * room, b"")
+    assert asked("", "d" * 5000) == (b"", b"", b"d" * room)
+    extra, prefix, suffix = asked("p" * 1000, "s" * 1000, "x" * 5000)
+    assert (len(extra), len(prefix), len(suffix)) == (room - 2000, 1000, 1000)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"input_prefix": "a"}, "Missing required parameter: 'input_suffix'"),
+        ({"input_prefix": "a", "input_suffix": "", "input_extra": [{"text": 1}]}, "input_extra[0] must have"),
+        ({"input_prefix": "a", "input_suffix": "", "n_predict": 2.5}, "n_predict"),
+    ],
+)
+def test_a_wrong_infill_is_refused(infilling: Running, body: dict[str, Any], says: str) -> None:
+    response = infilling.post("/infill", body)
+    assert response.status_code == 400
+    assert says in response.json()["error"]["message"]
+
+
+def test_a_model_without_tokens_for_it_cannot_fill_in(server: Running) -> None:
+    response = server.post("/infill", {"input_prefix": "a", "input_suffix": "b"})
+    assert response.status_code == 400
+    assert "cannot fill in the middle" in response.json()["error"]["message"]
 
 
 def test_an_error_in_a_stream_is_an_event(start_server: Callable[..., Running]) -> None:

@@ -257,3 +257,42 @@ def test_documented_curl_commands_need_no_content_type(server: Running) -> None:
     assert server.client.post("/v1/chat/completions", content=body, headers=form).status_code == 415
     text = {"Content-Type": "text/plain"}
     assert server.client.post(CHAT, content=body, headers=text).status_code == 415
+
+
+def long_chat(*roles: str, length: int = 1200) -> list[dict[str, str]]:
+    return [{"role": role, "content": f"{i}" * length} for i, role in enumerate(roles)]
+
+
+def test_of_a_chat_that_is_too_long_the_oldest_messages_are_dropped(server: Running) -> None:
+    roles = ("system", "user", "assistant", "user", "assistant", "tool", "user")
+    messages = long_chat(*roles, length=1000)
+    response = server.post(CHAT, {"messages": messages, "stream": False})
+    assert response.status_code == 200, response.text
+    # The system message and the last question: the one before it would not leave a quarter for the answer.
+    assert rendered(server).replace("\n", "") == f"#system: {'0' * 1000}#user: {'6' * 1000}#assistant: "
+    assert response.headers["X-Octavo-Ignored-Fields"] == "messages.oldest"
+
+
+def test_an_answer_without_length_leaves_room_for_more_messages(server: Running) -> None:
+    messages = long_chat("user", "assistant", "user", "assistant", "user")
+    response = server.post(CHAT, {"messages": messages, "stream": False, "options": {"num_predict": 5}})
+    assert response.headers["X-Octavo-Ignored-Fields"] == "messages.oldest"
+    assert rendered(server).startswith("#user: 222")
+
+
+def test_a_chat_that_is_too_long_is_refused_where_nothing_may_be_dropped(server: Running) -> None:
+    messages = long_chat("user", "assistant", "user", "assistant", "user")
+    assert "maximum context length" in error_of(server, CHAT, {"messages": messages, "truncate": False}, 400)
+    assert "maximum context length" in error_of(server, CHAT, {"messages": long_chat("user", length=5000)}, 400)
+    last_is_long = [*long_chat("user", "assistant"), *long_chat("user", length=5000)]
+    assert "maximum context length" in error_of(server, CHAT, {"messages": last_is_long}, 400)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/api/create"), ("POST", "/api/copy"), ("POST", "/api/push"), ("DELETE", "/api/delete")],
+)
+def test_managing_models_is_refused_with_what_to_do_instead(server: Running, method: str, path: str) -> None:
+    response = server.client.request(method, path, json={"model": "fake"})
+    assert response.status_code == 404
+    assert "chosen when the server starts" in response.json()["error"]

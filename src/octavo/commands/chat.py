@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import secrets
 from typing import TYPE_CHECKING, Any
 
 from octavo.commands.base import Command
@@ -34,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     given = given_options(args, SamplingParams, omit=_OMITTED)
     SamplingParams(**{**_DEFAULTS, **given})  # validates the options before a model is loaded
-    options = engine_options(args)
+    # Otherwise every conversation would begin with the same answer.
+    options = {"seed": secrets.randbits(31), **engine_options(args)}
     with remembered_interrupt() as interrupt:
         from octavo import LLM
 

@@ -124,6 +124,10 @@ class AsyncEngine:
         return self.core.max_model_len
 
     @property
+    def max_num_seqs(self) -> int:
+        return self.core.config.max_num_seqs
+
+    @property
     def vocab_size(self) -> int:
         return self.core.vocab_size
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from octavo.limits import MOST_BAD_WORD_TOKENS
 
 IntArray = npt.NDArray[np.int64]
+"""Token ids, their counts or their rows."""
 
 # Number of last output tokens kept: as many as the longest bad word has before its last token.
 MAX_TAIL = MOST_BAD_WORD_TOKENS - 1

@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from octavo.sampling.counts import IntArray
+
 # A row that allows at most this many tokens is drawn from among those.
 FEW = 256
 # A row that forbids at most this many tokens has them masked one by one.
@@ -20,16 +22,15 @@ _FEW_FORBIDDEN = 4096
 
 Words = npt.NDArray[np.uint32]
 """Masks: [rows, ceil(vocab / 32)]."""
-_Ids = npt.NDArray[np.int64]
 
 
-def split(words: Words) -> tuple[_Ids, _Ids]:
+def split(words: Words) -> tuple[IntArray, IntArray]:
     """Return the rows that allow at most `FEW` tokens, and the others."""
     is_few = np.bitwise_count(words).sum(-1) <= FEW
     return np.flatnonzero(is_few), np.flatnonzero(~is_few)
 
 
-def allowed_ids(words: Words) -> tuple[_Ids, npt.NDArray[np.bool_]]:
+def allowed_ids(words: Words) -> tuple[IntArray, npt.NDArray[np.bool_]]:
     """Return the allowed tokens of rows with few, int64 [rows, FEW] in ascending order, and which entries are used."""
     rows, token_ids = positions_of(words)
     counts = np.bincount(rows, minlength=len(words))
@@ -39,7 +40,7 @@ def allowed_ids(words: Words) -> tuple[_Ids, npt.NDArray[np.bool_]]:
     return table, np.arange(FEW) < counts[:, None]
 
 
-def mask(logits: torch.Tensor, rows: _Ids, words: Words) -> None:
+def mask(logits: torch.Tensor, rows: IntArray, words: Words) -> None:
     """Set the logits of all tokens that `words[i]` forbids to -inf in row `rows[i]`, in place: float32 [*, vocab]."""
     vocab = logits.shape[1]
     forbidden = ~words
@@ -59,7 +60,7 @@ def mask(logits: torch.Tensor, rows: _Ids, words: Words) -> None:
             logits[row].masked_fill_(each, -torch.inf)
 
 
-def positions_of(words: Words) -> tuple[_Ids, _Ids]:
+def positions_of(words: Words) -> tuple[IntArray, IntArray]:
     """Return (row, token id) of every set bit, in ascending order."""
     rows, columns = np.nonzero(words)
     bits = np.unpackbits(words[rows, columns].astype("<u4").view(np.uint8).reshape(-1, 4), axis=1, bitorder="little")

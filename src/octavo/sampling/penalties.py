@@ -13,13 +13,11 @@ import torch
 
 from octavo import kernels
 from octavo.sampling.batch import SamplingBatch, SamplingState
-from octavo.sampling.counts import TokenCounts
+from octavo.sampling.counts import IntArray, TokenCounts
 from octavo.storage.device_copy import to_device
 
 # Limit of penalties: 1e-300 would be 0 in float32 and make logits infinite, which would fail the step.
 _LARGEST = 1e30
-
-_TokenIdArray = npt.NDArray[np.int64]
 
 
 def adjust(logits: torch.Tensor, batch: SamplingBatch, *, limits: bool = True) -> None:
@@ -97,7 +95,7 @@ def _add_biases(logits: torch.Tensor, rows: _Rows) -> None:
     _add(logits, [(i, *state.biases) for i, state in rows if state.biases is not None])
 
 
-def _add(logits: torch.Tensor, pieces: list[tuple[int, _TokenIdArray, npt.NDArray[np.float32]]]) -> None:
+def _add(logits: torch.Tensor, pieces: list[tuple[int, IntArray, npt.NDArray[np.float32]]]) -> None:
     """Add amounts to the logits of some token ids; the rows must be in ascending order."""
     if not pieces:
         return
@@ -168,13 +166,13 @@ def _counts(state: SamplingState) -> TokenCounts:
     return state.counts
 
 
-def _flat_index(pieces: list[tuple[int, _TokenIdArray]], vocab: int) -> _TokenIdArray:
+def _flat_index(pieces: list[tuple[int, IntArray]], vocab: int) -> IntArray:
     """Return the flat positions of the (row, token ids) pieces, without ids outside the vocabulary."""
     if not pieces:
         return np.empty(0, np.int64)
     token_ids = np.concatenate([ids for _, ids in pieces])
     starts = np.repeat(np.array([row * vocab for row, _ in pieces], dtype=np.int64), [len(ids) for _, ids in pieces])
-    inside: _TokenIdArray = (starts + token_ids)[(token_ids >= 0) & (token_ids < vocab)]
+    inside: IntArray = (starts + token_ids)[(token_ids >= 0) & (token_ids < vocab)]
     return inside
 
 

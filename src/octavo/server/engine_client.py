@@ -78,6 +78,9 @@ class EngineClient(Protocol):
     def max_model_len(self) -> int: ...
 
     @property
+    def max_num_seqs(self) -> int: ...
+
+    @property
     def vocab_size(self) -> int: ...
 
     @property

@@ -31,7 +31,7 @@ from octavo.errors import (
     UnreadError,
     shortened,
 )
-from octavo.server.paths import LLAMACPP_PATHS, is_anthropic, is_llamacpp, is_ollama, is_under
+from octavo.server.paths import LLAMACPP_PATHS, is_anthropic, is_llamacpp, is_ollama
 
 logger = logging.getLogger("octavo.server")
 
@@ -274,8 +274,16 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
     return ApiError(error.status_code, message, headers=error.headers).response(request.scope)
 
 
+_OLLAMA_MANAGEMENT = ("/api/create", "/api/copy", "/api/delete", "/api/push")
+
+
 def _hint(path: str) -> str:
     """Return what clients of other servers' own APIs use here instead."""
+    if path in _OLLAMA_MANAGEMENT or path.startswith("/api/blobs/"):
+        return (
+            ". Models are not created, copied, deleted or pushed here: there is one, which is chosen when the server "
+            "starts (octavo serve MODEL, --served-model-name NAME)."
+        )
     if path.startswith("/api/"):
         return (
             ". Of Ollama's API, chat, generate, embed, embeddings, show, tags, ps, version and pull are served: the "
@@ -283,8 +291,8 @@ def _hint(path: str) -> str:
         )
     if path.startswith("/v1/v1/"):
         return ". Is /v1 in the base URL twice? Anthropic's clients add it themselves."
-    if is_under(path, "/slots") or path in LLAMACPP_PATHS:
-        return ". Of llama.cpp's own API, /completion, /props, /tokenize and /detokenize are served."
+    if path in LLAMACPP_PATHS:
+        return ". Of llama.cpp's own API, /completion, /infill, /props, /slots, /tokenize and /detokenize are served."
     if path in ("/chat/completions", "/responses", "/embeddings", "/models"):
         return f". OpenAI's API is below /v1: is the base URL without it? Use /v1{path}."
     return ""

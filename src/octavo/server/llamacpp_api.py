@@ -8,7 +8,7 @@ from starlette.responses import Response
 import octavo
 from octavo.errors import RequestError
 from octavo.server.answers.generation import AT_ONCE
-from octavo.server.answers.llamacpp import LlamaCppAnswer, error_event, properties
+from octavo.server.answers.llamacpp import LlamaCppAnswer, error_event, properties, slots
 from octavo.server.answers.logprobs import TokenTexts
 from octavo.server.bodies.llamacpp_body import LlamaCppBody
 from octavo.server.bodies.reading import CompletionRequest
@@ -32,11 +32,19 @@ class LlamaCppApi:
         return [
             Endpoint("POST", "/completion", self.create_completion),
             Endpoint("POST", "/completions", self.create_completion),
+            Endpoint("POST", "/infill", self.fill_in),
             Endpoint("GET", "/props", self.show_properties),
+            Endpoint("GET", "/slots", self.list_slots),
         ]
 
     async def create_completion(self, request: Request) -> Response:
-        read: CompletionRequest = await self._handling.read(request, "llamacpp_completion")
+        return await self._completion(request, "llamacpp_completion")
+
+    async def fill_in(self, request: Request) -> Response:
+        return await self._completion(request, "llamacpp_infill")
+
+    async def _completion(self, request: Request, method: str) -> Response:
+        read: CompletionRequest = await self._handling.read(request, method)
         client = client_of(request.scope)
         client.check_prompts(len(read.prompts))
         traceparent = self._handling.traceparent(request)
@@ -44,6 +52,11 @@ class LlamaCppApi:
         body = read.origin
         assert isinstance(body, LlamaCppBody)
         return await self._handling.respond(request, body, answer, streams=body.streams, error_event=error_event)
+
+    async def list_slots(self, request: Request) -> Response:
+        """List as many slots as sequences can run. They say nothing of requests: those belong to tenants."""
+        running, length = self._engine.stats.num_running, self._engine.max_model_len
+        return json_response(slots(self._engine.max_num_seqs, running, length))
 
     async def show_properties(self, request: Request) -> Response:
         try:

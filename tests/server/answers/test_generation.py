@@ -151,7 +151,11 @@ async def test_the_answer_to_many_prompts_is_put_together_off_the_event_loop(
     await engine.start()
     body = CompletionBody(prompt=None, max_tokens=1)
     read = CompletionRequest(
-        body, "fake", SamplingParams(max_tokens=1), [EncodedPrompt([1]) for _ in range(num_prompts)], ""
+        body=body,
+        model="fake",
+        params=SamplingParams(max_tokens=1),
+        prompts=[EncodedPrompt([1]) for _ in range(num_prompts)],
+        cache_salt="",
     )
     answer = Completions(as_client(engine), TokenTexts(as_client(engine))).answer(read, ANYBODY)
     assert b"".join(await answer.whole()).count(b'"finish_reason"') == num_prompts
@@ -193,7 +197,7 @@ async def test_prompt_logprobs_are_let_go_in_a_thread_once_they_are_told() -> No
     await engine.start()
     body = CompletionBody(prompt=None, max_tokens=1, prompt_logprobs=2)
     params = SamplingParams(max_tokens=1, prompt_logprobs=2)
-    read = CompletionRequest(body, "fake", params, [EncodedPrompt([1, 2, 3])], "")
+    read = CompletionRequest(body=body, model="fake", params=params, prompts=[EncodedPrompt([1, 2, 3])], cache_salt="")
     answer = Completions(as_client(engine), TokenTexts(as_client(engine))).answer(read, ANYBODY)
     (choice,) = json.loads(b"".join(await answer.whole()))["choices"]
     assert len(choice["prompt_logprobs"]) == 3

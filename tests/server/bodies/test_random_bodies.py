@@ -17,7 +17,7 @@ from octavo.server.bodies.reading import FollowUp, frame
 from octavo.server.errors import ApiError
 from octavo.server.openapi.description import describe
 from octavo.server.openapi.schema_ranges import Described
-from tests.server.fake_engine import ByteTokenizer
+from tests.server.fake_engine import VOCAB_SIZE, InfillTokenizer
 
 BODIES = 150
 METHODS = {
@@ -36,6 +36,7 @@ METHODS = {
     "/api/pull": "model",
     "/completion": "llamacpp_completion",
     "/completions": "llamacpp_completion",
+    "/infill": "llamacpp_infill",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }
@@ -49,8 +50,8 @@ def fuzz(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def reader_of(fuzz: Any) -> NativeReader:
     return NativeReader(
-        tokenizer=ByteTokenizer(),
-        vocab_size=fuzz.VOCAB_SIZE,
+        tokenizer=InfillTokenizer(),
+        vocab_size=VOCAB_SIZE,
         hidden_size=64,
         max_model_len=fuzz.MAX_MODEL_LEN,
         limits=DEFAULT_LIMITS,

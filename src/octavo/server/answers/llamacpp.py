@@ -188,6 +188,11 @@ def error_event(error: ApiError) -> bytes:
     return b"data: " + error.llamacpp_body() + b"\n\n"
 
 
+def slots(count: int, running: int, max_model_len: int) -> bytes:
+    """Return the answer of `GET /slots`: the first `running` of them are taken."""
+    return json_bytes([{"id": i, "n_ctx": max_model_len, "is_processing": i < running} for i in range(count)])
+
+
 def properties(names: tuple[str, ...], max_model_len: int, template: str, version: str) -> bytes:
     """Return the answer of `GET /props`."""
     told = {

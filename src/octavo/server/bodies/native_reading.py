@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from octavo.errors import shortened
+from octavo.errors import ContextLengthError, shortened
 from octavo.sampling_params import SamplingParams
 from octavo.server.answer_json import json_bytes
 from octavo.server.bodies.foreign_fields import LLAMACPP_DEFAULTS, OLLAMA_DEFAULTS, translate
+from octavo.server.bodies.infill import InfillBody, InfillTokens
 from octavo.server.bodies.llamacpp_body import LlamaCppBody
 from octavo.server.bodies.ollama_body import (
     OllamaChatBody,
@@ -59,8 +61,38 @@ class NativeReader(BodyReader):
         fields = self._ollama_fields(body, body.chat())
         if not body.messages:
             return self._loaded(body, model, fields)
-        read = self._translated(body, model, fields)
+        read = self._with_latest_messages(body, model, fields)
         return replace(read, params=self._cut_to_fit(read.params, [read.prompt]))
+
+    def _with_latest_messages(self, body: OllamaChatBody, model: str, fields: dict[str, Any]) -> ChatRequest:
+        """Read a chat; if it exceeds the context, without its oldest messages, as Ollama does.
+
+        System messages stay. What is left begins with a question of the user, because many templates refuse another
+        beginning, and leaves a quarter of the context to the answer, or less if that is to be shorter.
+        """
+        try:
+            return self._translated(body, model, fields)
+        except ContextLengthError:
+            questions = [i for i, message in enumerate(fields["messages"]) if message["role"] == "user"]
+            if body.truncate is False or len(questions) < 2:
+                raise
+        answer = self._max_model_len // 4
+        if isinstance(limit := fields.get("max_tokens"), int) and limit >= 0:
+            answer = min(answer, limit)
+
+        def read_from(first: int) -> ChatRequest:
+            messages = [m for i, m in enumerate(fields["messages"]) if i >= first or m["role"] == "system"]
+            return self._translated(body, model, {**fields, "messages": messages})
+
+        def fits(first: int) -> bool:
+            try:
+                return len(read_from(first).prompt.token_ids) + answer <= self._max_model_len
+            except ContextLengthError:
+                return False
+
+        place = bisect_left(questions, True, lo=1, hi=len(questions) - 1, key=fits)
+        body.note_ignored((*body.ignored, "messages.oldest"))
+        return read_from(questions[place])
 
     def ollama_generate(self, raw: bytes) -> ChatRequest | ReadAnswer:
         body, model = self._parse(OllamaGenerateBody, raw)
@@ -128,7 +160,9 @@ class NativeReader(BodyReader):
         with about("input"):
             self._limits.check_prompts(len(prompts), 1, "n")
             encoded = [self._prompts.encode(prompt, True, kept=kept, keeps_end=False) for prompt in prompts]
-        return EmbeddingRequest(without_bulk(fields), model, encoded, "", origin=without_bulk(body))
+        return EmbeddingRequest(
+            body=without_bulk(fields), model=model, prompts=encoded, cache_salt="", origin=without_bulk(body)
+        )
 
     def model(self, raw: bytes) -> NamedModel:
         """Read a body that only names a model."""
@@ -141,6 +175,21 @@ class NativeReader(BodyReader):
             fields = body.completion()
             self._default(fields, LLAMACPP_DEFAULTS)
             read = self._read_completion(validated(CompletionBody, fields), model, keeps_text=True)
+        return replace(read, origin=without_bulk(body), params=self._cut_to_fit(read.params, read.prompts))
+
+    def llamacpp_infill(self, raw: bytes) -> CompletionRequest:
+        body, model = self._parse(InfillBody, raw)
+        self._limits.check_messages(len(body.input_extra or ()), "input_extra")
+        tokenizer = self._prompts.tokenizer
+        tokens = InfillTokens.of(tokenizer)
+        with named_as(body.completion_names):
+            fields = body.completion()
+            # Half of the context for an answer without a limit is more than an editor shows.
+            answer = min(fields["max_tokens"] or self._max_model_len, self._max_model_len // 2)
+            fields["prompt"] = tokens.prompt(body, tokenizer, self._max_model_len - answer)
+            fields["stop_token_ids"] = list(tokens.ends)
+            self._default(fields, LLAMACPP_DEFAULTS)
+            read = self._read_completion(validated(CompletionBody, fields), model, keeps_text=False)
         return replace(read, origin=without_bulk(body), params=self._cut_to_fit(read.params, read.prompts))
 
     def _cut_to_fit(self, params: SamplingParams, prompts: Sequence[EncodedPrompt]) -> SamplingParams:

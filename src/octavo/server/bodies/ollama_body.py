@@ -41,7 +41,7 @@ class OllamaGenerationBody(RequestBody):
     keep_alive: Any = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    truncate: bool | None = None  # too long prompts are refused
+    truncate: bool | None = None
     shift: bool | None = None
 
     bulky: ClassVar[tuple[str, ...]] = ("format", "options", "keep_alive")

@@ -44,20 +44,24 @@ Body = TypeVar("Body", bound=RequestBody)
 AnyGeneration = TypeVar("AnyGeneration", CompletionBody, ChatBody)
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionRequest:
-    """A completion body that was read; its bulky fields have been emptied.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptsRequest:
+    """A body with prompts that was read; its bulky fields have been emptied.
 
     Attributes:
         origin: the body of another API that was translated into this one; None for OpenAI's.
     """
 
-    body: CompletionBody
     model: str
-    params: SamplingParams
     prompts: list[EncodedPrompt]
     cache_salt: str
     origin: RequestBody | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest(PromptsRequest):
+    body: CompletionBody
+    params: SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +90,9 @@ class ChatRequest:
     request_id: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingRequest:
-    """An embedding body that was read; its bulky fields have been emptied.
-
-    Attributes:
-        origin: the body of another API that was translated into this one; None for OpenAI's.
-    """
-
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingRequest(PromptsRequest):
     body: EmbeddingBody
-    model: str
-    prompts: list[EncodedPrompt]
-    cache_salt: str
-    origin: RequestBody | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +192,9 @@ class BodyReader:
             self._prompts.encode(prompt, body.add_special_tokens is not False, keeps_text=keeps_text, kept=kept)
             for prompt in given
         ]
-        return CompletionRequest(without_bulk(body), model, params, prompts, body.cache_salt or "")
+        return CompletionRequest(
+            body=without_bulk(body), model=model, params=params, prompts=prompts, cache_salt=body.cache_salt or ""
+        )
 
     def embedding(self, raw: bytes) -> EmbeddingRequest:
         body, model = self._parse(EmbeddingBody, raw)
@@ -210,7 +206,7 @@ class BodyReader:
             prompts = [
                 self._prompts.encode(prompt, body.add_special_tokens is not False, kept=kept) for prompt in given
             ]
-        return EmbeddingRequest(without_bulk(body), model, prompts, body.cache_salt or "")
+        return EmbeddingRequest(body=without_bulk(body), model=model, prompts=prompts, cache_salt=body.cache_salt or "")
 
     def chat(self, raw: bytes) -> ChatRequest:
         body, model = self._parse(ChatBody, raw)

@@ -15,6 +15,7 @@ from starlette.responses import Response
 import octavo
 from octavo.server.answer_json import json_bytes
 from octavo.server.answers.ollama import LINES
+from octavo.server.bodies.infill import InfillBody
 from octavo.server.bodies.llamacpp_body import LlamaCppBody
 from octavo.server.bodies.messages_body import CountTokensBody, MessagesBody
 from octavo.server.bodies.ollama_body import (
@@ -71,6 +72,7 @@ _POSTS = {
     "/api/pull": _Post(OllamaModelBody, "Status", "Does nothing, for the model that is served"),
     "/completion": _Post(LlamaCppBody, "LlamaCppCompletion", "Continue a prompt, by llama.cpp's API"),
     "/completions": _Post(LlamaCppBody, "LlamaCppCompletion", "As /completion"),
+    "/infill": _Post(InfillBody, "LlamaCppCompletion", "Text between a prefix and a suffix, by llama.cpp's API"),
     "/tokenize": _Post(TokenizeBody, "Tokens", "A prompt's or a chat's token ids"),
     "/detokenize": _Post(DetokenizeBody, "Text", "The text of token ids"),
 }
@@ -85,6 +87,7 @@ _OTHERS = {
     ("/api/ps", "get"): ("OllamaModels", "As /api/tags"),
     ("/api/version", "get"): ("Version", "The version of Octavo"),
     ("/props", "get"): ("LlamaCppProperties", "What the server serves, by llama.cpp's API"),
+    ("/slots", "get"): ("LlamaCppSlots", "How many sequences can run, and which places are taken"),
     ("/health", "get"): (
         "Status",
         '200 while the engine runs, 503 when it does not; status "degraded" where its block accounting is wrong',
@@ -132,7 +135,7 @@ _QUERIES = {
 }
 _STREAMS = {
     **dict.fromkeys(("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"), EVENTS),
-    **dict.fromkeys(("/completion", "/completions"), EVENTS),
+    **dict.fromkeys(("/completion", "/completions", "/infill"), EVENTS),
     **dict.fromkeys(("/api/chat", "/api/generate", "/api/pull"), LINES),
 }
 # Why a request may be refused, by status; all other statuses are error objects too.

@@ -114,6 +114,7 @@ SCHEMAS: dict[str, Schema] = {
     # Several prompts are answered by a list.
     "LlamaCppCompletion": {"anyOf": [_LLAMACPP, _list(_LLAMACPP)]},
     "LlamaCppProperties": _object(default_generation_settings={"type": "object"}, chat_template=_TEXT),
+    "LlamaCppSlots": _list(_object(id=_COUNT, n_ctx=_COUNT, is_processing=_FLAG)),
     "Tokens": _object(count=_COUNT, max_model_len=_COUNT, tokens=_list(_TOKEN), token_strs=_or_null(_list(_TEXT))),
     "Text": _object(prompt=_TEXT, content=_TEXT),
     "Model": _MODEL,
@@ -145,6 +146,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "/api/pull": {"stream": False},
     "/completion": {"prompt": "Once upon a time", "n_predict": 16},
     "/completions": {"prompt": "Once upon a time", "n_predict": 16},
+    "/infill": {"input_prefix": "def add(a, b):\n    return ", "input_suffix": "\n", "n_predict": 16},
     "/tokenize": {"prompt": "Once upon a time"},
     "/detokenize": {"tokens": [1, 2, 3]},
 }

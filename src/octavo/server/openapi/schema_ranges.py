@@ -153,6 +153,7 @@ def body_ranges(limits: RequestLimits) -> Mapping[str, Mapping[str, Schema]]:
         "OllamaEmbedBody": {"input": {}},
         "OllamaEmbeddingsBody": {"prompt": {}},
         "LlamaCppBody": {"max_tokens": {}, "logit_bias": {}},
+        "InfillBody": {"max_tokens": {}, "logit_bias": {}, "prompt": {}},
         "ResponsesBody": {
             "input": {"any": {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": item}]}},
             "tool_choice": {"string": {"enum": ["none", "auto", "required"]}},
