@@ -55,6 +55,7 @@ from timed_sampler import SamplerTime
 
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+OLLAMA_CHAT, COMPLETION = "/api/chat", "/completion"
 # After this time the client gives a body up: the worst is over by then.
 SECONDS = 8.0
 
@@ -390,6 +391,7 @@ def _constrained_bodies() -> Iterator[tuple[str, str, Any]]:
     inputs = [[i % 40_000 + 1] * 8 for i in range(LIMITS.max_body_prompts)]
     yield f"/v1/embeddings: {len(inputs)} inputs", "/v1/embeddings", {"input": inputs}
     yield from _newer_bodies(_stops(), tools)
+    yield from _native_bodies(tools)
 
 
 def _newer_bodies(stops: list[str], tools: list[dict[str, Any]]) -> Iterator[tuple[str, str, Any]]:
@@ -436,6 +438,42 @@ def _newer_bodies(stops: list[str], tools: list[dict[str, Any]]) -> Iterator[tup
         RESPONSES,
         {"input": "the " * 7700, "top_logprobs": 20, "include": ["message.output_text.logprobs"], **few},
     )
+
+
+def _native_bodies(tools: list[dict[str, Any]]) -> Iterator[tuple[str, str, Any]]:
+    """Bodies of Ollama's and llama.cpp's own APIs."""
+    message = {"role": "user", "content": "x"}
+    few = {"options": {"num_predict": 4}}
+    yield "/api/chat: 300,000 empty messages (refused)", OLLAMA_CHAT, {"messages": [{}] * 300_000}
+    turns = [message, {"role": "assistant", "content": "y"}] * (LIMITS.max_messages // 2 - 1)
+    yield f"/api/chat: {len(turns)} messages, the oldest dropped", OLLAMA_CHAT, {"messages": [*turns, message], **few}
+    long = [{**turn, "content": "the " * 1000} for turn in turns[:200]]
+    yield "/api/chat: 200 messages of 4 kB, the oldest dropped", OLLAMA_CHAT, {"messages": [*long, message], **few}
+    yield f"/api/chat: {len(tools)} `tools`", OLLAMA_CHAT, {"messages": [message], "tools": tools, **few}
+    options = {f"o{i}": 1 for i in range(1_000_000)}
+    yield "/api/chat: a million unknown `options`", OLLAMA_CHAT, {"messages": [message], "options": options}
+    yield "/api/generate: `prompt` of 15 MB (refused)", "/api/generate", {"prompt": "a" * 15_000_000, **few}
+    context = [i % 40_000 + 1 for i in range(7_700)]
+    yield "/api/generate: `context` of 7,700 tokens", "/api/generate", {"prompt": "x", "context": context, **few}
+    yield (
+        "/api/generate: `context` of 2,000,000 (refused)",
+        "/api/generate",
+        {"prompt": "x", "context": [5] * 2_000_000},
+    )
+    inputs = ["the block " * 8] * LIMITS.max_body_prompts
+    yield f"/api/embed: {len(inputs)} inputs", "/api/embed", {"input": inputs}
+    yield "/api/embed: 600 kB, cut", "/api/embed", {"input": "the " * 150_000}
+    yield "/api/show: `name` of 10 MB (refused)", "/api/show", {"name": "m" * 10_000_000}
+    yield (
+        "/completion: `n_probs` 20, 7,700 tokens",
+        COMPLETION,
+        {"prompt": "the " * 7_700, "n_probs": 20, "n_predict": 4},
+    )
+    biases = [[i, 1.0] for i in range(500_000)]
+    yield "/completion: 500,000 pairs of `logit_bias` (refused)", COMPLETION, {"prompt": "x", "logit_bias": biases}
+    yield "/completion: `prompt` of 15 MB (refused)", COMPLETION, {"prompt": "a" * 15_000_000}
+    half = "the " * 1_800_000
+    yield "/infill: 15 MB (no tokens for it: refused)", "/infill", {"input_prefix": half, "input_suffix": half}
 
 
 def run(only: list[str] | None, *, profiles: bool, seconds: float = SECONDS) -> list[str]:

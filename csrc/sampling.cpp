@@ -299,6 +299,15 @@ struct Allowed {
     const int32_t* token_ids;  // null: an index is a token id
 };
 
+// Most masks allow a few tokens of a large vocabulary, so these many are skipped at a time.
+constexpr int64_t kSkippedTokens = 512;
+
+bool allows_none(const uint32_t* words) {
+    uint32_t any = 0;
+    for (int64_t i = 0; i < kSkippedTokens / 32; ++i) any |= words[i];
+    return any == 0;
+}
+
 Allowed only_allowed(const Draw& draw, int64_t vocab, Scratch& memory) {
     auto& kept = memory.allowed_logits;
     auto& ids = memory.allowed_ids;
@@ -309,12 +318,19 @@ Allowed only_allowed(const Draw& draw, int64_t vocab, Scratch& memory) {
         return vocab - begin < 32 ? word & ((1u << (vocab - begin)) - 1) : word;
     };
     int64_t begin = 0;
-    for (; begin < vocab && static_cast<int64_t>(ids.size()) <= kFewAllowed; begin += 32)
-        for (uint32_t word = word_at(begin); word; word &= word - 1) {
-            const int64_t token_id = begin + __builtin_ctz(word);
-            kept.push_back(draw.logits[token_id]);
-            ids.push_back(static_cast<int32_t>(token_id));
+    while (begin < vocab && static_cast<int64_t>(ids.size()) <= kFewAllowed) {
+        const int64_t end = std::min(begin + kSkippedTokens, vocab);
+        if (end - begin == kSkippedTokens && allows_none(draw.allowed + begin / 32)) {
+            begin = end;
+            continue;
         }
+        for (; begin < end; begin += 32)
+            for (uint32_t word = word_at(begin); word; word &= word - 1) {
+                const int64_t token_id = begin + __builtin_ctz(word);
+                kept.push_back(draw.logits[token_id]);
+                ids.push_back(static_cast<int32_t>(token_id));
+            }
+    }
     if (begin >= vocab && !ids.empty()) return {kept.data(), static_cast<int64_t>(ids.size()), ids.data()};
     kept.resize(static_cast<size_t>(vocab));
     for (begin = 0; begin < vocab; begin += 32) {

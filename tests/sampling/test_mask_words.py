@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.sampling.mask_words import FEW, allowed_ids, mask, split
+from octavo.sampling.mask_words import FEW, allowed_ids, mask, rows_allowing, split
 
 VOCAB = 5001
 
@@ -61,3 +61,11 @@ def test_rows_of_few_tokens_list_them_in_rising_order(allowed: list[list[int]]) 
 def test_the_border_between_few_and_many(few: int) -> None:
     found, _ = split(words_of([list(range(few))]))
     assert len(found) == (few <= FEW)
+
+
+def test_rows_that_allow_some_of_the_tokens_are_found() -> None:
+    words = np.zeros((4, 2), dtype=np.uint32)
+    words[0, 0], words[1, 1], words[3, 1] = 1 << 31, 1, 1 << 31
+    assert rows_allowing(words, [0, 1, 2, 3], [31, 63]) == [0, 3]
+    assert rows_allowing(words, [1, 3], [32, 63]) == [1, 3]
+    assert rows_allowing(words, [0, 1], [5, 64, 1000]) == []

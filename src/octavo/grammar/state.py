@@ -59,6 +59,22 @@ class GrammarFinding(NamedTuple):
     mask: Mask | None = None
 
 
+class PendingFindings:
+    """What another thread is finding out about several states; waits for it once."""
+
+    __slots__ = ("_found", "_future")
+
+    def __init__(self, future: Future[list[GrammarFinding]]) -> None:
+        self._future = future
+        self._found: list[GrammarFinding] | None = None
+
+    def __getitem__(self, place: int) -> GrammarFinding:
+        # Kept, because a future's result takes a lock, and a step asks for that of every state.
+        if self._found is None:
+            self._found = self._future.result()
+        return self._found[place]
+
+
 def allows_free_text(matcher: Any, probes: Sequence[list[int]]) -> bool:
     """Return whether free text may come next, by `Vocabulary.probes`; the matcher may be in error afterwards."""
     return bool(probes) and all(matcher.validate_tokens(probe) for probe in probes)
@@ -100,7 +116,7 @@ class GrammarState:
         self._mask: Mask | None = None
         # Findings of another thread about several states, and this state's place among them. Until they are ready, the
         # matcher belongs to that thread.
-        self._pending: Future[list[GrammarFinding]] | None = None
+        self._pending: PendingFindings | None = None
         self._place = 0
         self.token_ids = list(token_ids)
         live_states.add(self)
@@ -234,14 +250,14 @@ class GrammarState:
         self._mask = mask
         self._since_mask = 0
 
-    def find_later(self, finding: Future[list[GrammarFinding]], place: int) -> None:
-        """Let another thread find out what may come next; the matcher belongs to it until `finding` is ready."""
-        self._pending, self._place = finding, place
+    def find_later(self, findings: PendingFindings, place: int) -> None:
+        """Let another thread find out what may come next; the matcher belongs to it until `findings` are ready."""
+        self._pending, self._place = findings, place
 
     def _settle(self) -> None:
         pending, self._pending = self._pending, None
         assert pending is not None
-        found = pending.result()[self._place]
+        found = pending[self._place]
         if not found.is_followed:
             self.failed()
             return

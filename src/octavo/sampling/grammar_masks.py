@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.errors import GrammarError
-from octavo.grammar.state import GrammarBroken, GrammarFinding, GrammarState, allows_free_text
+from octavo.grammar.state import GrammarBroken, GrammarFinding, GrammarState, PendingFindings, allows_free_text
 from octavo.sampling.batch import SamplingState
-from octavo.sampling.mask_words import Words, is_set, positions_of
+from octavo.sampling.mask_words import Words, positions_of, rows_allowing
 from octavo.sampling.numbers import end_long_number
 
 # The maximum number of tokens forced after one drawn token. A grammar may force thousands; the rest follow later.
@@ -199,9 +199,10 @@ class GrammarMasks:
             if not followed[i]:
                 grammar.drew(token_id)
         if asked:
-            finding = self._beside.submit(self._find, tasks, asked[0].compiled.vocabulary.probes, -(-vocab // 32))
+            probes = asked[0].compiled.vocabulary.probes
+            findings = PendingFindings(self._beside.submit(self._find, tasks, probes, -(-vocab // 32)))
             for place, grammar in enumerate(asked):
-                grammar.find_later(finding, place)
+                grammar.find_later(findings, place)
 
     def _find(self, tasks: list[_Task], probes: Seq[list[int]], num_words: int) -> list[GrammarFinding]:
         moves = [(matcher, token_id) for matcher, token_id, _ in tasks if token_id is not None]
@@ -302,14 +303,18 @@ class GrammarMasks:
 
 def _forbid_ends(words: Words, states: Seq[SamplingState], positions: Seq[int]) -> None:
     """Apply `min_tokens` and `ignore_eos`, which keep an output from ending while the grammar allows anything else."""
+    rows_of: dict[frozenset[int], list[int]] = {}
     for row, (state, position) in enumerate(zip(states, positions, strict=True)):
-        if not (ends := [token_id for token_id in _ends(state, position) if is_set(words, row, token_id)]):
-            continue
-        going_on = words[row].copy()
-        for token_id in ends:
-            going_on[token_id // 32] &= ~np.uint32(1 << token_id % 32)
-        if going_on.any():
-            words[row] = going_on
+        if ends := _ends(state, position):
+            rows_of.setdefault(ends, []).append(row)
+    for ends, rows in rows_of.items():
+        for row in rows_allowing(words, rows, ends):  # a few
+            going_on = words[row].copy()
+            for token_id in ends:
+                if token_id // 32 < words.shape[1]:
+                    going_on[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+            if going_on.any():
+                words[row] = going_on
 
 
 def _ends(state: SamplingState, position: int) -> frozenset[int]:

@@ -9,6 +9,8 @@ A row has one bit per token, 32 per word. How it is applied depends on how many 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -68,6 +70,11 @@ def positions_of(words: Words) -> tuple[IntArray, IntArray]:
     return rows[which], columns[which] * 32 + bit
 
 
-def is_set(words: Words, row: int, token_id: int) -> bool:
-    """Whether a row allows a token, which may lie beyond the vocabulary."""
-    return token_id // 32 < words.shape[1] and bool(int(words.item(row, token_id // 32)) >> token_id % 32 & 1)
+def rows_allowing(words: Words, rows: Sequence[int], token_ids: Iterable[int]) -> list[int]:
+    """Return those of the rows that allow any of the tokens, which may lie beyond the vocabulary."""
+    index = np.asarray(rows)
+    allows = np.zeros(len(index), dtype=np.bool_)
+    for token_id in token_ids:
+        if token_id // 32 < words.shape[1]:
+            allows |= (words[index, token_id // 32] >> np.uint32(token_id % 32) & np.uint32(1)).astype(np.bool_)
+    return [int(row) for row in index[allows]]

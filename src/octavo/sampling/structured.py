@@ -20,7 +20,7 @@ import torch
 from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.choice import Choice
 from octavo.sampling.grammar_masks import GrammarMasks
-from octavo.sampling.rows import DrawRows, Flags, place
+from octavo.sampling.rows import DrawRows, Flags, look_at, place
 
 
 class StructuredDraws:
@@ -54,7 +54,7 @@ class StructuredDraws:
         is_open = np.ones(len(structured), dtype=np.bool_)
         followed = np.zeros(len(structured), dtype=np.bool_)
         if len(tried := np.flatnonzero(is_tried)):
-            drawn = token_ids[torch.from_numpy(structured[tried]).to(token_ids.device)].tolist()
+            drawn = look_at(token_ids, structured[tried]).tolist()
             accepted, followed[tried] = self._grammars.accept(
                 [states[i] for i in tried.tolist()], [positions[i] for i in tried.tolist()], drawn, own[tried].tolist()
             )
@@ -69,7 +69,7 @@ class StructuredDraws:
             place(sound, draws, proper)
         if not bool(sound.all()):
             return token_ids, sound, {}
-        drawn = token_ids[torch.from_numpy(structured).to(token_ids.device)].tolist()
+        drawn = look_at(token_ids, structured).tolist()
         mine = np.flatnonzero(own).tolist()
         forced = self._grammars.go_on(
             [states[i] for i in mine],
