@@ -19,7 +19,7 @@ from octavo.server.openapi.description import describe
 from octavo.server.openapi.schema_answers import EXAMPLES
 from octavo.server.openapi.schema_ranges import Described
 from tests.server.conftest import Running
-from tests.server.fake_engine import BOS, VOCAB_SIZE, FakeEngine
+from tests.server.fake_engine import BOS, VOCAB_SIZE, FakeEngine, InfillTokenizer
 
 
 def test_health_and_version(server: Running) -> None:
@@ -144,7 +144,9 @@ def is_valid(path: str, body: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("path", EXAMPLES)
 def test_examples_are_valid_and_their_answers_too(path: str, start_server: Callable[..., Running]) -> None:
-    server = start_server(FakeEngine(limits=LIMITS))
+    engine = FakeEngine(limits=LIMITS)
+    engine.tokenizer = InfillTokenizer()
+    server = start_server(engine)
     assert is_valid(path, EXAMPLES[path])
     response = server.post(path, EXAMPLES[path])
     assert response.status_code == 200, response.text
