@@ -123,6 +123,13 @@ def test_the_best_points_are_those_that_no_other_beats_in_both() -> None:
         (["llama-3.1-8b", "--machine", "l4", "--num-devices", "2"], "no figure is known for links"),
         ([*ON_H100, "--speed", "/nowhere/speed.json"], "in one way"),
         (["llama-3.1-8b", "--speed", "/nowhere/speed.json"], "cannot read /nowhere/speed.json"),
+        ([*ON_H100, "--rate-scale", "2"], "--rate-scale goes with --trace"),
+        ([*ON_H100, "--scale-lengths", "2"], "--scale-lengths goes with --trace"),
+        ([*ON_H100, "--think-time", "2"], "--think-time goes with --concurrency"),
+        ([*ON_H100, "--num-prefixes", "2"], "--num-prefixes goes with --prefix-len"),
+        ([*ON_H100, "--prefix-len", "9", "--num-prefixes", "0"], "num_prefixes must be at least 1"),
+        ([*ON_H100, "--trace", "TRACE", "--prefix-len", "9"], "a --trace says itself"),
+        ([*ON_H100, "--trace", "TRACE", "--rate-scale", "2", "--rates", "1,2"], "leave out --request-rate and --rates"),
     ],
 )
 def test_a_question_without_an_answer_is_refused(

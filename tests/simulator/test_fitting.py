@@ -189,6 +189,13 @@ def test_steps_of_the_warm_up_are_not_fitted_to(tmp_path: Path) -> None:
     assert speed_of_plans([path], since=later).fit["execution"]["steps"] == 100
 
 
+def test_steps_beside_other_programs_are_not_fitted_to(tmp_path: Path) -> None:
+    path = recording(tmp_path / "plans", 200)
+    steps = list(read_plans(path))
+    spans = [(steps[20].at, steps[40].at), (steps[60].at, steps[80].at)]
+    assert speed_of_plans([path], left_out=spans).fit["execution"]["steps"] == 160
+
+
 def test_files_that_are_no_speed_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     for content, message in (

@@ -72,7 +72,9 @@ def run(args: argparse.Namespace) -> int:
     print(f"(of the device's part alone: {100 * device['mean_abs_error']:.1f} %)")
     print(f"a request takes {1e3 * speed.intake_s:.2f} ms before its first step, and its first token", end=" ")
     print(f"{1e3 * speed.reply_s:.2f} ms after; written to {args.output}")
-    others, stolen = speed.facts["others"], speed.facts["stolen"]
+    others, stolen, left_out = (speed.facts[name] for name in ("others", "stolen", "left_out_s"))
+    if left_out:
+        print(f"left out: {left_out:.0f} s in which others used the processors")
     if others is not None and others > OTHERS:
         print(f"other programs used {100 * others:.0f} % of the processor time: measure again when none runs")
     if stolen is not None and stolen > OTHERS:

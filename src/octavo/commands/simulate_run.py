@@ -80,6 +80,7 @@ def _plan(args: argparse.Namespace, options: dict[str, Any]) -> Plan:
 
 
 def _demand(args: argparse.Namespace) -> Demand:
+    _refuse_what_has_no_effect(args)
     return Demand(
         trace=tuple(read_trace(args.trace)) if args.trace else (),
         count=args.num_requests,
@@ -96,6 +97,22 @@ def _demand(args: argparse.Namespace) -> Demand:
         tenants=Tenants.parse(args.tenants) if args.tenants else Tenants(),
         seed=args.workload_seed,
     )
+
+
+def _refuse_what_has_no_effect(args: argparse.Namespace) -> None:
+    """Refuse an option of the traffic without the one that it modifies."""
+    for name, plain, needed in (
+        ("rate_scale", 1.0, "trace"),
+        ("scale_lengths", 1.0, "trace"),
+        ("think_time", 0.0, "concurrency"),
+        ("num_prefixes", 1, "prefix_len"),
+    ):
+        if getattr(args, name) != plain and getattr(args, needed) is None:
+            raise ConfigError(f"{flag(name)} goes with {flag(needed)}, which is not given")
+    if args.trace is not None and args.prefix_len is not None:
+        raise ConfigError("--prefix-len goes with drawn lengths: a --trace says itself which prompts begin alike")
+    if args.rate_scale != 1 and (args.request_rate is not None or args.rates is not None):
+        raise ConfigError("--rate-scale multiplies a trace's own rate: leave out --request-rate and --rates")
 
 
 def _points(args: argparse.Namespace, plan: Plan, demand: Demand, targets: Targets) -> Iterator[dict[str, Any]]:

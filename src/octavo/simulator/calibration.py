@@ -5,9 +5,8 @@
     contexts   a few streams with long prompts: reading keys and values
     mixed      random arrivals: chunks beside streams
 
-Meanwhile the server records its plans. Server and client share a clock, so the recording also shows how long a request
-that is alone waits before its first step, and how long its first token takes to arrive afterwards. Rounds repeat, with
-different lengths, until the time is up.
+Meanwhile the server records its plans. Server and client share a clock, so the recording also shows what requests wait
+for beside their steps (`simulator/overheads.py`). Rounds repeat, with different lengths, until the time is up.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -25,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from octavo.bench import report, serving
-from octavo.bench.processor_time import ProcessorTime
+from octavo.bench.processor_time import ProcessorTime, ProcessorWatch, disturbed
 from octavo.bench.server_process import fetch_json, running_server
 from octavo.bench.serving import RequestRecord, Target
 from octavo.bench.workload import END_TOKEN_ID, BenchRequest, arrival_times, random_token_ids
 from octavo.errors import ConfigError
-from octavo.scheduler.plan_log import RecordedStep, read_facts, read_plans
+from octavo.scheduler.plan_log import read_facts, read_plans
+from octavo.simulator.overheads import Sent, overheads
 from octavo.simulator.speed import Speed, speed_of_plans
 
 # Long enough that a round has steps in which all of its streams run.
@@ -39,6 +38,9 @@ _STREAMED = 24
 WARM_UP_S = 4.0
 """For the first 1.5 seconds, steps took up to five times as long as later: a new server also starts the process that
 reads chats, and its first steps of each size touch new memory."""
+
+DISTURBED = 0.05
+"""Share of the processors' time: where others had more of it for half a second, that half second is left out."""
 
 _WARM_UP = ((600,), (100, 50, 20), (12,))  # lengths of prompts sent together
 
@@ -106,16 +108,21 @@ def calibrate(argv: Sequence[str], seconds: float, vocab_size: int, plans: str |
             recorded, token_end = read_facts(path), min(vocab_size, END_TOKEN_ID)
             warm_up(target, recorded["max_model_len"], token_end)
             began = time.perf_counter()
-            alone = _send_rounds(target, recorded, seconds, token_end)
+            with ProcessorWatch() as watch:
+                sent = _send_rounds(target, recorded, seconds, token_end)
+            left_out = [(span.began, span.ended) for span in disturbed(watch.spans, DISTURBED)]
         shares, machine = processors.shares(), report.machine()
         speed = speed_of_plans(
             [path],
             origin=f"measured: {recorded['model']} on {machine['cores']} cores of {machine['cpu']}",
             since=began,
+            left_out=left_out,
         )
-        intake, reply = overheads(list(read_plans(path)), alone)
+        steps = [step for step in read_plans(path) if step.at >= began]
+        intake, reply = overheads(steps, sent, recorded["max_num_seqs"], left_out)
     taken = {"others": None, "stolen": None} if shares is None else asdict(shares)
-    facts = {**speed.facts, "machine": machine, **taken}
+    seconds_left_out = sum(end - start for start, end in left_out)
+    facts = {**speed.facts, "machine": machine, **taken, "left_out_s": seconds_left_out}
     return replace(speed, intake_s=intake, reply_s=reply, facts=facts)
 
 
@@ -130,40 +137,10 @@ def warm_up(target: Target, max_model_len: int, token_end: int, seconds: float =
         run_load(target, requests, [0.0] * len(requests))
 
 
-@dataclass(frozen=True, slots=True)
-class Alone:
-    """When a request that had the server to itself was sent and answered, by `time.perf_counter`."""
-
-    sent: float
-    first_token: float
-    ended: float
-
-
-def overheads(steps: Sequence[RecordedStep], requests: Sequence[Alone]) -> tuple[float, float]:
-    """Return two medians over `requests`, in seconds: from sending to the first step, and from the step that drew the
-    first token to its arrival.
-
-    A step ends when the next one begins, as in the whole model, so a request counts only if it had a step after the
-    one that drew its first token.
-
-    Raises:
-        ConfigError: no request had such a step.
-    """
-    intakes, replies = [], []
-    for request in requests:
-        own = [step for step in steps if request.sent <= step.at < request.ended]
-        drew = next((i for i, step in enumerate(own) if any(step.draws)), len(own))
-        if drew + 1 < len(own):
-            intakes.append(own[0].at - request.sent)
-            replies.append(request.first_token - own[drew + 1].at)
-    if not intakes:
-        raise ConfigError("the time was too short to send a prompt alone: give more --seconds")
-    return max(0.0, statistics.median(intakes)), max(0.0, statistics.median(replies))
-
-
-def _send_rounds(target: Target, options: Mapping[str, Any], seconds: float, token_end: int) -> list[Alone]:
-    """Send rounds until the time is up, and return the requests that had the server to themselves."""
-    rng, alone = random.Random(1), []
+def _send_rounds(target: Target, options: Mapping[str, Any], seconds: float, token_end: int) -> list[Sent]:
+    """Send rounds until the time is up, and return when their requests were sent and answered."""
+    rng = random.Random(1)
+    sent: list[Sent] = []
     ends_at = time.monotonic() + seconds
     slowest = 0.0  # seconds per token
     passed_over = 0
@@ -185,12 +162,10 @@ def _send_rounds(target: Target, options: Mapping[str, Any], seconds: float, tok
             raise ConfigError(f"a request of the calibration failed: {failed[0]}")
         if each.kind != "mixed":
             slowest = (time.monotonic() - began) / each.num_tokens
-        if each.kind == "prompt":
-            (record,) = records
-            alone.append(Alone(zero + record.sent_s, zero + record.chunk_times[0], zero + record.finished_s))
+        sent += (Sent(each.kind, zero + record.sent_s, zero + record.chunk_times[0]) for record in records)
         print(f"\r{seconds - max(0.0, left):.0f} of {seconds:.0f} s", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    return alone
+    return sent
 
 
 def run_load(

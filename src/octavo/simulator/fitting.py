@@ -77,6 +77,13 @@ def periods(steps: Iterable[RecordedStep]) -> list[MeasuredStep]:
     return found
 
 
+def outside(steps: Iterable[MeasuredStep], spans: Sequence[tuple[float, float]]) -> list[MeasuredStep]:
+    """Return the steps that touch none of the spans of time, given by beginning and end."""
+    return [
+        step for step in steps if not any(began < step.at + step.seconds and step.at < ended for began, ended in spans)
+    ]
+
+
 def load_of(step: RecordedStep) -> StepLoad:
     moved = step.num_copies + step.num_stored + step.num_loaded
     return StepLoad.of(step.starts, step.lengths, num_moved=moved)

@@ -38,6 +38,7 @@ def draw(result: Mapping[str, Any], path: str) -> None:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for point in result["points"]:
@@ -56,6 +57,9 @@ def draw(result: Mapping[str, Any], path: str) -> None:
             axes.plot(*zip(*pairs, strict=True), "o-", color=_COLOURS[number % len(_COLOURS)], label=name, ms=4)
         axes.step(*zip(*best(every), strict=True), color="grey", lw=6, alpha=0.25, where="post", label="best")
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("output tokens per second")
         axes.set_ylabel(title)
         axes.grid(alpha=0.3)

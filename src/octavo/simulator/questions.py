@@ -63,7 +63,12 @@ class Demand:
     replicas: int = 1
 
     def __post_init__(self) -> None:
-        for name, value in (("num_requests", self.count), ("concurrency", self.users), ("replicas", self.replicas)):
+        for name, value in (
+            ("num_requests", self.count),
+            ("concurrency", self.users),
+            ("num_prefixes", self.num_prefixes),
+            ("replicas", self.replicas),
+        ):
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
         if not 0 < self.rate_scale < math.inf:

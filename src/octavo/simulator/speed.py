@@ -6,7 +6,7 @@ A speed file is one JSON object: the fields of `StepTimes`, where they come from
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from octavo.errors import ConfigError
 from octavo.scheduler.plan_log import read_facts, read_plans
 from octavo.scheduler.step_time import StepTimes
-from octavo.simulator.fitting import Fit, executions, fit, periods, spread_of, with_coldness
+from octavo.simulator.fitting import Fit, executions, fit, outside, periods, spread_of, with_coldness
 from octavo.simulator.spread import Spread
 
 VERSION = 1
@@ -83,11 +83,18 @@ class Speed:
             raise ConfigError(f"{path} is damaged: {error}") from error
 
 
-def speed_of_plans(paths: list[str], *, origin: str | None = None, since: float = 0.0) -> Speed:
+def speed_of_plans(
+    paths: list[str],
+    *,
+    origin: str | None = None,
+    since: float = 0.0,
+    left_out: Sequence[tuple[float, float]] = (),
+) -> Speed:
     """Fit a speed to recorded plans of one engine.
 
     Args:
         since: leave out steps that began earlier, by `RecordedStep.at`.
+        left_out: leave out steps that touch one of these spans of time, given by beginning and end.
 
     Raises:
         ConfigError: a file is not a recording, the recordings are of different engines, or they have too few steps.
@@ -100,8 +107,8 @@ def speed_of_plans(paths: list[str], *, origin: str | None = None, since: float 
                 f"{path} and {paths[0]} are recordings of different engines: {read_facts(path)} and {facts}"
             )
         steps = [step for step in read_plans(path) if step.at >= since]
-        measured += periods(steps)
-        executed += executions(steps)
+        measured += outside(periods(steps), left_out)
+        executed += outside(executions(steps), left_out)
     fitted, device = fit(measured), fit(executed)
     return Speed(
         origin=origin or f"fitted to {len(measured)} steps of {facts.get('model')} in {', '.join(paths)}",

@@ -2,12 +2,12 @@
 // The live page. It keeps the last state of every block and request, takes in changes as they come, and draws at most
 // once a frame. Text from the server is only ever set as text.
 const $ = (id) => document.getElementById(id);
-// Okabe and Ito: told apart by the colour-blind. Held by one … eight and more: lighter to darker.
-const STATES = ["#ffffff", "#56b4e9", "#f0e442", "#e69f00", "#d98200", "#d55e00", "#c04f00", "#a84300", "#903800", "#782d00", "#602200"];
+// Okabe and Ito: told apart by the colour-blind. Held by one: orange; by two … eight and more: vermilion, ever darker.
+const STATES = ["#ffffff", "#56b4e9", "#f0e442", "#e69f00", "#d55e00", "#c45300", "#b24900", "#9f4000", "#8b3700", "#762d00", "#602200"];
 // In the dark, free cells are nearly black, and what lies between cells is darker than they are in the light.
 const DARK_FREE = "#101010", GAPS = ["#bbbbbb", "#444444"];
 const dark = matchMedia("(prefers-color-scheme: dark)");
-const NAMES = { 0: "free", 1: "cached", 2: "pinned", 3: "active", 5: "shared by 3", 10: "shared by 8 or more" };
+const NAMES = { 0: "free", 1: "cached", 2: "pinned", 3: "active", 4: "shared by 2 to 7", 10: "shared by 8 or more" };
 const TENANTS = ["#4d4d4d", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442"];
 const MINUTES = 2;
 let spec = null, codes = [], owners = [], flash = new Map(), tenants = [""], requests = new Map();

@@ -1,0 +1,142 @@
+"""The table and the plot of `benchmarks/simulator.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PERCENTILES = ("p50", "p90", "p99")
+HIGHEST_SHARE, WITHIN, STEP_ERROR = 0.8, 0.1, 0.05
+
+_SHOWN = {"ttft_ms": "TTFT, ms", "itl_ms": "inter-token, ms"}
+
+
+def as_markdown(result: dict[str, Any]) -> str:
+    rows = result["rows"]
+    below = [row for row in rows if row["share"] <= HIGHEST_SHARE + 0.01]
+    above = [row for row in rows if row not in below]
+    machine = f"{result['machine']['cores']} cores of {result['machine']['cpu']}"
+    lines = [
+        "# The simulator against the server",
+        "",
+        f"`python benchmarks/simulator.py`, {machine}; {result['model']}.",
+        f"Saturation: {result['saturation']:.2f} requests a second, by simulation.",
+        "",
+        "## Single steps",
+        "",
+        f"Wanted: a mean absolute error of {100 * STEP_ERROR:.0f} % at most. Floor: what steps of the same load differ "
+        "from their median in this very run, so that no law of steps can do better. Speed taken out: the error beside "
+        "a running median of measured over predicted time, which holds the changes of the machine's speed "
+        "(`simulator/drift.py`). Of the time: what the steps' errors, added up, are of the steps' time. Others, "
+        "stolen: processor time of other programs, and that the host gave to other virtual machines.",
+        "",
+        "| load | steps | error | of the device's time | bias | floor (of the steps) | speed taken out | of the time "
+        "| others | stolen | |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        errors = [f"{100 * row[name]:.1f} %" for name in ("step_error", "device_step_error", "step_bias")]
+        errors += [f"{100 * row['floor']:.1f} % ({row['floor_share']:.0%})", f"{100 * row['residual']:.1f} %"]
+        verdict = "met" if row["step_error"] <= STEP_ERROR else "missed"
+        if verdict == "missed" and row["floor"] > STEP_ERROR:
+            verdict = "missed; so is it by the floor"
+        shares = [f"{100 * row['error_of_time']:.1f} %", f"{row['others']:.1%}", f"{row['stolen']:.1%}"]
+        cells = [row["name"], str(row["steps"]), *errors, *shares, verdict]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", f"## Up to {HIGHEST_SHARE:.0%} of saturation", ""]
+    lines += [f"Real → simulated with the calibrated times; wanted: within {100 * WITHIN:.0f} %.", ""]
+    lines += _latency_table(below, 1)
+    lines += ["", "The same steps' times at the machine's speed of the moment: what is left is the simulator's.", ""]
+    lines += _latency_table(below, 2)
+    lines += _limits(below)
+    if above:
+        lines += ["", "## Near saturation", "", "In milliseconds: a small error of the rate is a large one of the "]
+        lines[-1] += "queue. Real → simulated, and at the speed of the moment."
+        lines += ["", "| load | requests | figure | p50 | p90 | p99 |", "|---|---|---|---|---|---|"]
+        for row in above:
+            for name in ("ttft_ms", "itl_ms"):
+                cells = [f"{real:.0f} → {model:.0f}, {moment:.0f}" for real, model, moment in row[name].values()]
+                lines.append(f"| {_head(row)} | {_SHOWN[name]} | " + " | ".join(cells) + " |")
+            real, model, moment = row["output_tok_s"]
+            lines.append(f"| {_head(row)} | output tokens / s | {real:.0f} → {model:.0f}, {moment:.0f} | | |")
+    once = result["at_once"]
+    lines += ["", "## Decisions", ""]
+    lines += ["Wanted: exactly equal. All requests at once, in 256 blocks:", ""]
+    lines += ["| | real | simulated | |", "|---|---|---|---|"]
+    lines += [
+        f"| {name.replace('_', ' ')} | {real} | {model} | {'met' if real == model else 'missed'} |"
+        for name, real, model in zip(once["names"], once["real"], once["simulated"], strict=True)
+    ]
+    cached = [
+        f"{row['name']}: {real} → {model}, {moment}" for row in rows for real, model, moment in [row["cached_tokens"]]
+    ]
+    lines += ["", "Cached tokens of the runs: " + "; ".join(cached) + "."]
+    return "\n".join(lines) + "\n"
+
+
+def _latency_table(rows: Sequence[dict[str, Any]], which: int) -> list[str]:
+    lines = ["| load | requests | figure | p50 | p90 | p99 | |", "|---|---|---|---|---|---|---|"]
+    for row in rows:
+        for name in ("ttft_ms", "itl_ms"):
+            pairs = [(figures[0], figures[which]) for figures in row[name].values()]
+            cells = [f"{real:.1f} → {model:.1f} ({_percent(real, model)})" for real, model in pairs]
+            lines.append(f"| {_head(row)} | {_SHOWN[name]} | " + " | ".join(cells) + f" | {_verdict(pairs)} |")
+        real, model = row["output_tok_s"][0], row["output_tok_s"][which]
+        cells_ = f"{real:.0f} → {model:.0f} ({_percent(real, model)}) | |"
+        lines.append(f"| {_head(row)} | output tokens / s | {cells_} | {_verdict([(real, model)])} |")
+    return lines
+
+
+def _limits(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """How far the same latencies lie from themselves, in a second run and on a machine that is a little slower."""
+    lines = ["", "## How well latencies can be predicted", ""]
+    lines += [
+        "A second run of the same requests, beside the first; the lowest and the highest of the simulations, which "
+        "differ in the draws of single steps; and the simulation if every step takes 5 % longer, beside the first one."
+    ]
+    lines += ["", "| load | beside | figure | p50 | p90 | p99 |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        for kind, label in (
+            ("again", "second run"),
+            ("draws", "lowest → highest draw"),
+            ("slower", "steps 5 % longer"),
+        ):
+            for name, shown in _SHOWN.items() if kind in row else ():
+                cells = [f"{one:.1f} → {other:.1f} ({_percent(one, other)})" for one, other in row[kind][name].values()]
+                lines.append(f"| {row['name']} | {label} | {shown} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _head(row: dict[str, Any]) -> str:
+    failed = f", {row['failed']} failed" if row["failed"] else ""
+    return f"{row['name']} | {row['requests']}{failed}"
+
+
+def _percent(real: float, model: float) -> str:
+    return f"{100 * (model / real - 1):+.0f} %"
+
+
+def _verdict(pairs: Sequence[Sequence[float]]) -> str:
+    return "met" if all(abs(model / real - 1) <= WITHIN for real, model in pairs) else "missed"
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, name in zip(figure.subplots(1, 2), ("ttft_ms", "itl_ms"), strict=True):
+        for p, colour in zip(PERCENTILES, ("#0072B2", "#E69F00", "#D55E00"), strict=True):
+            rows = [row for row in result["rows"] if "users" not in row]
+            rates = [row["rate"] for row in rows]
+            for index, (style, label) in enumerate(
+                (("o-", "real"), ("x--", "simulated"), ("+:", "speed of the moment"))
+            ):
+                values = [row[name][p][index] for row in rows]
+                axes.plot(rates, values, style, color=colour, label=f"{p} {label}")
+        axes.set(yscale="log", xlabel="requests a second", ylabel=name.replace("_", ", "))
+        axes.grid(alpha=0.3)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+    figure.savefig(path, dpi=110)
