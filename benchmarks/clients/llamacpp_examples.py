@@ -87,7 +87,7 @@ def properties() -> None:
 @check("what is not there is an error in its form")
 def missing() -> None:
     try:
-        got("/infill", {"input_prefix": "a", "input_suffix": "b"})
+        got("/apply-template", {"messages": []})
     except urllib.error.HTTPError as error:
         told = json.loads(error.read())
     assert told["error"]["code"] == 404
