@@ -263,7 +263,9 @@ def long_chat(*roles: str, length: int = 1200) -> list[dict[str, str]]:
     return [{"role": role, "content": f"{i}" * length} for i, role in enumerate(roles)]
 
 
-def test_of_a_chat_that_is_too_long_the_oldest_messages_are_dropped(server: Running) -> None:
+def test_of_a_chat_that_is_too_long_the_oldest_messages_are_dropped(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
     roles = ("system", "user", "assistant", "user", "assistant", "tool", "user")
     messages = long_chat(*roles, length=1000)
     response = server.post(CHAT, {"messages": messages, "stream": False})
@@ -271,6 +273,8 @@ def test_of_a_chat_that_is_too_long_the_oldest_messages_are_dropped(server: Runn
     # The system message and the last question: the one before it would not leave a quarter for the answer.
     assert rendered(server).replace("\n", "") == f"#system: {'0' * 1000}#user: {'6' * 1000}#assistant: "
     assert response.headers["X-Octavo-Ignored-Fields"] == "messages.oldest"
+    assert "their oldest messages are left out" in caplog.text
+    assert "--strict-requests" not in caplog.text  # which would not refuse them
 
 
 def test_an_answer_without_length_leaves_room_for_more_messages(server: Running) -> None:

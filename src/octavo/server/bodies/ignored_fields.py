@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from octavo.errors import shown
 from octavo.server.bodies.foreign_fields import header_value
-from octavo.server.bodies.protocol import RequestBody
+from octavo.server.bodies.protocol import OLDEST_MESSAGES, RequestBody
 
 logger = logging.getLogger("octavo.server")
 
@@ -38,6 +38,9 @@ class IgnoredFields:
         if name in self._logged or len(self._logged) >= MAX_LOGGED:
             return
         self._logged.add(name)
-        logger.warning("requests carry the field %s, which is ignored (--strict-requests refuses it)", shown(name))
+        if name == OLDEST_MESSAGES:
+            logger.warning("chats of Ollama's API are longer than the context: their oldest messages are left out")
+        else:
+            logger.warning("requests carry the field %s, which is ignored (--strict-requests refuses it)", shown(name))
         if len(self._logged) == MAX_LOGGED:
             logger.warning("%d fields have been ignored: further ones are not logged", MAX_LOGGED)

@@ -23,7 +23,7 @@ from octavo.server.bodies.ollama_body import (
 )
 from octavo.server.bodies.parsing import MOST_NOTED, drop_unknown, named_as, validated
 from octavo.server.bodies.prompts import EncodedPrompt, split_prompts
-from octavo.server.bodies.protocol import ChatBody, CompletionBody, EmbeddingBody, RequestBody
+from octavo.server.bodies.protocol import OLDEST_MESSAGES, ChatBody, CompletionBody, EmbeddingBody, RequestBody
 from octavo.server.bodies.reading import (
     BodyReader,
     ChatRequest,
@@ -91,7 +91,7 @@ class NativeReader(BodyReader):
                 return False
 
         place = bisect_left(questions, True, lo=1, hi=len(questions) - 1, key=fits)
-        body.note_ignored((*body.ignored, "messages.oldest"))
+        body.note_ignored((*body.ignored, OLDEST_MESSAGES))
         return read_from(questions[place])
 
     def ollama_generate(self, raw: bytes) -> ChatRequest | ReadAnswer:

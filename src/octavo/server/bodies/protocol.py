@@ -17,6 +17,9 @@ from octavo.sampling_params import MAX_LOGPROBS, SamplingParams
 from octavo.server.bodies.response_format import GUIDED_FIELDS, structured_outputs_of
 from octavo.text.prompt_checks import check_token_ids
 
+OLDEST_MESSAGES = "messages.oldest"
+"""Stands among the ignored fields where a chat that was too long lost its oldest messages."""
+
 # Validation stops at the first wrong element: a body with millions of them must not become millions of errors.
 Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
