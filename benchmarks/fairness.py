@@ -1,7 +1,7 @@
 """Tenants that share one server, under each scheduling policy. The real scheduler and KV cache, no model.
 
     octavo calibrate-speed --out SPEED
-    python benchmarks/fairness.py TRACE --device SPEED [--speed 4] [--out benchmarks/results]
+    python benchmarks/fairness.py TRACE --device SPEED [--speed 4] [--out FOLDER]
     python benchmarks/fairness.py TRACE --seeds 5       the flood and the weights again, under vtc, by random seed
 
 TRACE is a CSV file with the columns arrival_s, client, prompt_tokens and output_tokens. A virtual clock counts the time
@@ -298,10 +298,10 @@ def print_by_seed(arguments: argparse.Namespace) -> None:
 
 def device_of(arguments: argparse.Namespace) -> str:
     if arguments.device is None:
-        return "before its prompts were attended to in AMX tiles"
-    times = Speed.read(arguments.device).times
-    rows = ", ".join(f"{rows} rows {times.predict(StepLoad(rows)) * 1e3:.1f} ms" for rows in (1, 32, 512))
-    return f"as `octavo calibrate-speed` measured them ({rows})"
+        return "SmolLM2-135M (GGUF) on 2 cores of an Intel Xeon, before its prompts were attended to in AMX tiles"
+    speed = Speed.read(arguments.device)
+    rows = ", ".join(f"{rows} rows {speed.times.predict(StepLoad(rows)) * 1e3:.1f} ms" for rows in (1, 32, 512))
+    return f"{speed.origin} ({rows})"
 
 
 def main() -> None:
@@ -341,7 +341,7 @@ def main() -> None:
         "# Tenants that share one server",
         "",
         "`python benchmarks/fairness.py`, the real scheduler on a clock that follows the step times of "
-        f"SmolLM2-135M (GGUF) on 2 cores of an Intel Xeon (Sapphire Rapids class, AMX), KVM, {device_of(arguments)}. "
+        f"{device_of(arguments)}. "
         f"{arguments.num_seqs} places, {arguments.num_blocks:,} blocks of 16, "
         f"`--itl-slo-ms {arguments.itl_slo_ms:g}`. Service: uncached prompt tokens and twice the tokens drawn, per "
         "weight. Two tenants are compared while both have requests waiting, over windows in which they were served ten "
@@ -372,6 +372,7 @@ def main() -> None:
     text = "\n".join(lines) + "\n"
     print(text)
     if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / "fairness.md").write_text(text)
         plot(scenarios, arguments.out / "fairness.png")
     results = [{**asdict(r), "service": None} for found in scenarios.values() for r in found]

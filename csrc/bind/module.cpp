@@ -24,9 +24,10 @@ using CopiesArguments = std::tuple<CodedArguments, CodedArguments, Tensor, int, 
 // Keys, values and slots.
 using CopiesToWrite = std::tuple<CodedArguments, CodedArguments, Tensor>;
 
-void attend_layer(const LayerKV& kv, const RecentCopies& copies, const Tensor& query, const Tensor& out, const Tensor& block_tables,
-                  const Tensor& table_rows, const Tensor& query_start, const Tensor& context_lens, float scale,
-                  int window, float softcap, const Tensor& sinks, bool exact) {
+void attend_layer(const LayerKV& kv, const RecentCopies& copies, const Tensor& query, const Tensor& out,
+                  const Tensor& block_tables, const Tensor& table_rows, const Tensor& query_start,
+                  const Tensor& context_lens, float scale, int window, float softcap, const Tensor& sinks,
+                  bool exact) {
     AttentionCall call{};
     call.kv = kv;
     call.copies = copies;
@@ -81,8 +82,8 @@ void py_attend(const Tensor& key, const Tensor& value, const Tensor& query, cons
                const Tensor& block_tables, const Tensor& table_rows, const Tensor& query_start,
                const Tensor& context_lens, float scale, int window, float softcap, const Tensor& sinks,
                bool exact) {
-    attend_layer(layer_kv(key, value), {}, query, out, block_tables, table_rows, query_start, context_lens, scale, window,
-                 softcap, sinks, exact);
+    attend_layer(layer_kv(key, value), {}, query, out, block_tables, table_rows, query_start, context_lens, scale,
+                 window, softcap, sinks, exact);
 }
 
 void py_attend_coded(const CodedArguments& keys, const CodedArguments& values, const Tensor& query, const Tensor& out,
