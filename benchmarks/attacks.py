@@ -346,7 +346,9 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, help="append the rows to this JSON file, to be put together by --join")
     parser.add_argument("--join", type=Path, help="write the report from this file instead")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of the attacks that need the most memory; or 0")
-    parser.add_argument("--out", type=Path, default=this_machine.results_folder() / "attacks.md")
+    parser.add_argument(
+        "--out", type=this_machine.output_file, default=str(this_machine.results_folder() / "attacks.md")
+    )
     args = parser.parse_args()
     rows: list[str] = json.loads(args.join.read_text()) if args.join else []
     rounds: list[str] = []
@@ -372,7 +374,6 @@ def main() -> None:
         return
     # What people wrote below the tables stays.
     _, heading, notes = (args.out.read_text() if args.out.exists() else "").partition(NOTES)
-    args.out.parent.mkdir(exist_ok=True)
     args.out.write_text(HEAD.format(machine=this_machine.name()) + "\n".join(rows + rounds) + "\n" + heading + notes)
 
 

@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="MODEL of the files MODEL-WEIGHTS.gguf in PEERS_HOME")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--timeout", type=int, default=600, help="seconds for one run")
-    parser.add_argument("--output", type=Path, help="write OUTPUT.json, OUTPUT.md and OUTPUT.png")
+    parser.add_argument("--output", type=this_machine.output_file, help="write OUTPUT.json, OUTPUT.md and OUTPUT.png")
     args = parser.parse_args()
     if args.output and importlib.util.find_spec("matplotlib") is None:
         parser.error("--output draws a plot, which needs matplotlib: pip install 'octavo[plot]'")

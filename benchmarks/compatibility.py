@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import octavo
+import this_machine
 from octavo.bench.server_process import ServerStartError, running_server
 
 HERE = Path(__file__).parent
@@ -86,7 +87,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="CLIENT", help=", ".join(client.name for client in CLIENTS))
     parser.add_argument("--home", type=Path, help="folder of the environments; default: a new one, removed at the end")
-    parser.add_argument("--report", type=Path, help=f"write the table there, as {REPORT.relative_to(HERE.parent)}")
+    parser.add_argument(
+        "--report", type=this_machine.output_file, help=f"write the table there, as {REPORT.relative_to(HERE.parent)}"
+    )
     args = parser.parse_args()
     chosen = [client for client in CLIENTS if client.name in (args.names or [client.name])]
     with tempfile.TemporaryDirectory() as folder:

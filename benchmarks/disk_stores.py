@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import this_machine
 from octavo.kvcache.label import Label
 from octavo.tiers.base import Reason
 from octavo.tiers.disk import DiskMedium
@@ -204,7 +205,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dir", help="folder on the disk to measure; default: the system's for temporary files")
-    parser.add_argument("--out", type=Path, help="folder for disk_stores.md")
+    parser.add_argument("--out", type=this_machine.output_folder, help="folder for disk_stores.md")
     options = parser.parse_args()
     media: dict[str, Callable[[Path], Any]] = {
         "slabs": slabs(options.blocks),

@@ -326,7 +326,9 @@ def main() -> int:
     parser.add_argument("--server", default="--num-blocks 321 --swap-space 512KiB --num-threads 1", help="its options")
     parser.add_argument("--rows", type=Path, help="append to this JSON file, to be put together by --join")
     parser.add_argument("--join", type=Path, help="write the report from this file instead")
-    parser.add_argument("--out", type=Path, default=this_machine.results_folder() / "endurance.md")
+    parser.add_argument(
+        "--out", type=this_machine.output_file, default=str(this_machine.results_folder() / "endurance.md")
+    )
     args = parser.parse_args()
     rows: list[dict[str, Any]] = json.loads(args.join.read_text()) if args.join else []
     if not args.join:
@@ -342,7 +344,6 @@ def main() -> int:
         known = json.loads(args.rows.read_text()) if args.rows.exists() else []
         args.rows.write_text(json.dumps(known + rows))
     else:
-        args.out.parent.mkdir(exist_ok=True)
         args.out.write_text(report_of(rows))
     return 1 if any(failings(row) for row in rows) else 0
 

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import this_machine
 from octavo.bench.traces import TOKENS_PER_HASH, read_trace
 from octavo.config import EngineConfig
 from octavo.kvcache.block import BlockId, BlockIds
@@ -367,7 +368,7 @@ def main() -> None:
     parser.add_argument("trace", type=Path, help="a Mooncake trace (JSON lines with hash_ids)")
     parser.add_argument("--pools", type=int, nargs="+", default=POOLS, help="blocks in the pool")
     parser.add_argument("--limit", type=int, help="only the first requests of the trace")
-    parser.add_argument("--out", type=Path, help="folder for eviction_mooncake.md and .json")
+    parser.add_argument("--out", type=this_machine.output_folder, help="folder for eviction_mooncake.md and .json")
     options = parser.parse_args()
     prompts = [request.hash_ids for request in read_trace(options.trace)[: options.limit] if request.hash_ids]
     report = run(prompts, options.pools)

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import this_machine
 from octavo import LLM
@@ -139,7 +138,9 @@ def prefilling(here: EngineCore, apart: EngineCore) -> Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=this_machine.results_folder() / "executors.md")
+    parser.add_argument(
+        "--out", type=this_machine.output_file, default=str(this_machine.results_folder() / "executors.md")
+    )
     args = parser.parse_args()
     with LLM(**OPTIONS) as first, LLM(executor="process", **OPTIONS) as second:
         here, apart = first.core, second.core
@@ -148,7 +149,6 @@ def main() -> None:
         for measure in (*decodings, partial(prefilling, here, apart)):
             rows.append(measure())
             print(rows[-1], flush=True)
-    args.out.parent.mkdir(exist_ok=True)
     args.out.write_text(HEAD.format(machine=this_machine.name()) + "\n".join(map(str, rows)) + "\n")
 
 

@@ -34,6 +34,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import this_machine
 from octavo.config import EngineConfig
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.request import Request, RequestId, SequenceId
@@ -316,7 +317,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0, help="of the flood; weights last half as long")
     parser.add_argument("--capacity", type=float, default=1300.0, help="service per second that the flood is sized by")
     parser.add_argument("--window", type=int, default=60)
-    parser.add_argument("--out", type=Path, help="folder for fairness.md and fairness.png")
+    parser.add_argument("--out", type=this_machine.output_folder, help="folder for fairness.md and fairness.png")
     parser.add_argument("--seeds", type=int, help="only print how the figures of vtc depend on the seed, for so many")
     arguments = parser.parse_args()
     if arguments.seeds:
@@ -372,7 +373,6 @@ def main() -> None:
     text = "\n".join(lines) + "\n"
     print(text)
     if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / "fairness.md").write_text(text)
         plot(scenarios, arguments.out / "fairness.png")
     results = [{**asdict(r), "service": None} for found in scenarios.values() for r in found]

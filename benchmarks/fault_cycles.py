@@ -19,6 +19,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+import this_machine
 from octavo import LLM
 from octavo.tiers.base import Reason
 from octavo.tiers.store import Store
@@ -133,7 +134,7 @@ def count_faults(title: str, doc: str, run: Callable[[int, int, float], Counter[
     parser.add_argument(
         "--served", type=float, default=0.5, help="share of cycles in which an engine serves afterwards"
     )
-    parser.add_argument("--out", type=Path, help=f"folder for {script.stem}.md")
+    parser.add_argument("--out", type=this_machine.output_folder, help=f"folder for {script.stem}.md")
     options = parser.parse_args()
     logging.disable(logging.WARNING)  # from stores that give up, which is counted as misses
     began = time.perf_counter()

@@ -275,7 +275,6 @@ of fresh ones, and the number of times taken.
 An AUC of 0.5 says nothing; the aims are at most 0.55 across tenants, and at least 0.9 for a tenant's own prompts, which
 shows that the clock would have told. "read" is what was read from the store below the device: the victim's blocks.
 """
-    folder.mkdir(exist_ok=True)
     (folder / "isolation.json").write_text(json.dumps(summaries, indent=1) + "\n")
     (folder / "isolation.md").write_text(text)
 
@@ -285,7 +284,12 @@ def main() -> None:
     parser.add_argument("--store", choices=STORES, required=True)
     parser.add_argument("--trials", type=int, default=400)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--folder", type=Path, default=this_machine.results_folder(), help="folder of the results")
+    parser.add_argument(
+        "--folder",
+        type=this_machine.output_folder,
+        default=str(this_machine.results_folder()),
+        help="folder of the results",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the findings and write nothing")
     args = parser.parse_args()
     if args.store == "host":

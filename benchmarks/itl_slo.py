@@ -19,7 +19,6 @@ import json
 import random
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import this_machine
 from octavo import LLM, SamplingParams
@@ -132,7 +131,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=8000)
     parser.add_argument("--runs", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="folder for itl_slo.md")
+    parser.add_argument("--out", type=this_machine.output_folder, help="folder for itl_slo.md")
     arguments = parser.parse_args()
     results = {slo: measure(arguments, slo) for slo in arguments.slo}
     if arguments.out and (file := arguments.out / "itl_slo.json").exists():

@@ -13,8 +13,8 @@ import json
 import platform
 import random
 import time
-from pathlib import Path
 
+import this_machine
 from octavo.config import EngineConfig
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.request import Request, RequestId
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=1000)
     parser.add_argument("--output-tokens", type=int, default=150)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="folder for prefix_overhead.md")
+    parser.add_argument("--out", type=this_machine.output_folder, help="folder for prefix_overhead.md")
     arguments = parser.parse_args()
     variants = [("none", "lru"), ("hashed", "lru"), ("hashed", "cost"), ("radix", "lru"), ("radix", "cost")]
     # Alternating, so that a busy minute of the machine affects all alike; the least disturbed run of each counts.

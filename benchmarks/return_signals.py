@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+import this_machine
 from octavo.bench.traces import TraceRequest, read_trace
 
 POOLS = [1_000, 4_000, 16_000, 40_000]
@@ -285,7 +286,7 @@ def table(rows: dict[str, dict[str, list[float]]], shares: dict[str, float], tra
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path, help="a Mooncake trace (JSON lines with hash_ids)")
-    parser.add_argument("--out", type=Path, help="folder for return_signals.md")
+    parser.add_argument("--out", type=this_machine.output_folder, help="folder for return_signals.md")
     arguments = parser.parse_args()
     rows, shares = run([request for request in read_trace(arguments.trace) if request.hash_ids])
     text = table(rows, shares, arguments.trace.name)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import this_machine
 from octavo import LLM, SamplingParams
 from octavo.config import EngineConfig
 from octavo.kvcache.block import NULL_BLOCK
@@ -114,7 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="followed by the beams")
     parser.add_argument("--text", type=Path, default=Path("README.md"), help="what their prompts are cut from")
-    parser.add_argument("--out", type=Path, help="write the table there")
+    parser.add_argument("--out", type=this_machine.output_file, help="write the table there")
     arguments = parser.parse_args()
     llm = LLM(arguments.model, block_size=BLOCK_SIZE, enable_prefix_caching=False, max_model_len=2 * MAX_LENGTH)
     text = llm.tokenizer.encode(arguments.text.read_text())

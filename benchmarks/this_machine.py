@@ -43,6 +43,18 @@ def memory_gib() -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1024**3
 
 
+def output_folder(path: str) -> Path:
+    """Return a folder to write to, made if it is missing: before a measurement, not after it. For `argparse`."""
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def output_file(path: str) -> Path:
+    """Return a file to write, whose folder is made if it is missing. For `argparse`."""
+    return output_folder(str(Path(path).parent)) / Path(path).name
+
+
 def results_folder() -> Path:
     """Return the folder of this machine's results, which may not exist yet."""
     kind = _kind()

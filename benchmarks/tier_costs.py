@@ -328,7 +328,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=40, help="for restart")
     parser.add_argument("--dir", type=Path, help="the disk to measure; default: the system's temporary folder")
-    parser.add_argument("--out", type=Path, help="folder for tier_costs.md and .json")
+    parser.add_argument("--out", type=this_machine.output_folder, help="folder for tier_costs.md and .json")
     arguments = parser.parse_args()
     figure = MEASUREMENTS[arguments.measurement](arguments)
     print(f"{figure.name}: {text_of(figure)} ({figure.goal}). {figure.detail}")

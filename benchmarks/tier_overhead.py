@@ -24,7 +24,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import this_machine
@@ -222,7 +221,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--seconds", type=float, default=150.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder for tier_overhead.md and .json")
+    parser.add_argument("--out", type=this_machine.output_folder, help="folder for tier_overhead.md and .json")
     arguments = parser.parse_args()
     rounds = measure(arguments.model, arguments.demotion, arguments.seconds, arguments.seed)
     known = {arguments.demotion: rounds}

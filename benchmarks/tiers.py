@@ -300,7 +300,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="share of the prompt tokens of each workload")
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--dir", type=Path, help="where disk tiers are made; default: the system's temporary folder")
-    parser.add_argument("--out", type=Path, help="folder for tiers.md, .json and .png")
+    parser.add_argument("--out", type=this_machine.output_folder, help="folder for tiers.md, .json and .png")
     arguments = parser.parse_args()
     tokens = int(TOKENS * arguments.scale)
     workloads = {"documents": documents(tokens)}

@@ -34,7 +34,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import this_machine
@@ -510,14 +509,15 @@ def run(only: list[str] | None, *, profiles: bool, seconds: float = SECONDS) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", help="bodies whose name holds this; may be given several times")
-    parser.add_argument("--out", type=Path, default=this_machine.results_folder() / "worst_bodies.md")
+    parser.add_argument(
+        "--out", type=this_machine.output_file, default=str(this_machine.results_folder() / "worst_bodies.md")
+    )
     parser.add_argument("--profile", action="store_true", help="print profiles, and write no report")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="when a client gives up")
     args = parser.parse_args()
     rows = run(args.only, profiles=args.profile, seconds=args.seconds)
     if args.profile:
         return
-    args.out.parent.mkdir(exist_ok=True)
     args.out.write_text(HEAD.format(machine=this_machine.name()) + "\n".join(rows) + "\n")
 
 
