@@ -302,7 +302,7 @@ def device_of(arguments: argparse.Namespace) -> str:
         return "SmolLM2-135M (GGUF) on 2 cores of an Intel Xeon, before its prompts were attended to in AMX tiles"
     speed = Speed.read(arguments.device)
     rows = ", ".join(f"{rows} rows {speed.times.predict(StepLoad(rows)) * 1e3:.1f} ms" for rows in (1, 32, 512))
-    return f"{speed.origin} ({rows})"
+    return f"{speed.origin.removeprefix('measured: ')} ({rows})"
 
 
 def main() -> None:
