@@ -41,8 +41,8 @@ struct DecoderLayer {
 struct LayerCache {
     LayerKV kv;
     int group, window;  // window 0: none
-    LayerKV copies;     // see RecentCopies
-    int copies_group, first_blocks, recent_blocks;
+    LayerKV copies{};  // see RecentCopies
+    int copies_group = 0, first_blocks = 0, recent_blocks = 0;
 };
 
 struct DecoderShape {

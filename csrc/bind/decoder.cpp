@@ -103,7 +103,7 @@ class BoundDecoder {
                         std::to_string(kv.value_dim) + " is not for " + std::to_string(s.kv_heads) + " heads of " +
                         std::to_string(s.key_dim) + " and " + std::to_string(s.value_dim));
             require(group >= 0 && window >= 0, "group and window must not be negative");
-            LayerCache cache{kv, group, window, {}, 0, 0, 0};
+            LayerCache cache{kv, group, window};
             num_groups = std::max<size_t>(num_groups, group + 1);
             if (copied) {
                 const auto& [keys, values, copies_group, first_blocks, recent_blocks] = *copied;
