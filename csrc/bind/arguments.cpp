@@ -156,11 +156,11 @@ void check_copies(const LayerKV& kv, const LayerKV& copies, int first_blocks, in
                 " recent ones, got " + std::to_string(first_blocks) + " and " + std::to_string(recent_blocks));
 }
 
-void check_range(const int64_t* x, int64_t count, int64_t end, const char* name) {
+void check_range(const int64_t* x, int64_t count, int64_t end, const char* name, int64_t begin) {
     for (int64_t i = 0; i < count; ++i)
-        if (x[i] < 0 || x[i] >= end)
+        if (x[i] < begin || x[i] >= end)
             require(false, std::string(name) + "[" + std::to_string(i) + "] is " + std::to_string(x[i]) +
-                               ", must be in [0, " + std::to_string(end) + ")");
+                               ", must be in [" + std::to_string(begin) + ", " + std::to_string(end) + ")");
 }
 
 }  // namespace octavo

@@ -24,7 +24,7 @@ using CodedArguments = std::tuple<std::string, Tensor, Tensor, Tensor, Tensor>;
 LayerKV coded_layer_kv(const CodedArguments& keys, const CodedArguments& values, DType dtype);
 // Raises unless `copies` may be the copies of a layer's first and most recent blocks.
 void check_copies(const LayerKV& kv, const LayerKV& copies, int first_blocks, int recent_blocks);
-void check_range(const int64_t* x, int64_t count, int64_t end, const char* name);
+void check_range(const int64_t* x, int64_t count, int64_t end, const char* name, int64_t begin = 0);
 Weight weight_of(const std::string& format, const Tensor& packed, int64_t outputs, int64_t inputs);
 Epilogue epilogue_of(const std::string& activation);  // of the gate; "" for none
 

@@ -25,13 +25,20 @@ Matrix logits_of(const Tensor& logits, const Tensor& rows, int64_t count) {
 }
 
 void py_draw_tokens(const Tensor& logits, const Tensor& rows, const Tensor& numbers, const Tensor& allowed,
-                    const Tensor& token_ids, const Tensor& sound) {
+                    const Tensor& mask_of, const Tensor& token_ids, const Tensor& sound) {
     check_shape(numbers, "numbers", {-1, 5});
     const int64_t count = numbers.shape[0];
     check_dense(numbers, "numbers", DType::f64, {count, 5});
     const Matrix matrix = logits_of(logits, rows, count);
     const int64_t words = (matrix.width + 31) / 32;
-    if (!allowed.is_null()) check_dense(allowed, "allowed", DType::i32, {count, words});
+    const bool masked = !allowed.is_null();
+    require(masked != mask_of.is_null(), "allowed and mask_of come together");
+    if (masked) {
+        check_shape(allowed, "allowed", {-1, words});
+        check_dense(allowed, "allowed", DType::i32, {allowed.shape[0], words});
+        check_dense(mask_of, "mask_of", DType::i64, {count});
+        check_range(mask_of.data<int64_t>(), count, allowed.shape[0], "mask_of", -1);
+    }
     check_dense(token_ids, "token_ids", DType::i64, {count});
     check_dense(sound, "sound", DType::u8, {count});
     std::vector<Draw> draws(static_cast<size_t>(count));
@@ -42,9 +49,10 @@ void py_draw_tokens(const Tensor& logits, const Tensor& rows, const Tensor& numb
         require(uniform >= 0.0 && uniform < 1.0 && temperature >= 0.0 && min_p >= 0.0 && top_p > 0.0 && top_k >= 0.0,
                 "numbers[" + std::to_string(i) + "] must be a uniform number in [0, 1), a temperature, min_p, top_p "
                 "above 0 and top_k");
+        const int64_t mask = masked ? mask_of.data<int64_t>()[i] : -1;
         draws[static_cast<size_t>(i)] = {
             .logits = reinterpret_cast<const float*>(matrix.row(rows.data<int64_t>()[i])),
-            .allowed = allowed.is_null() ? nullptr : allowed.data<const uint32_t>() + i * words,
+            .allowed = mask < 0 ? nullptr : allowed.data<const uint32_t>() + mask * words,
             .uniform = uniform,
             .top_p = top_p,
             .temperature = static_cast<float>(temperature),
@@ -150,8 +158,8 @@ void py_add_amounts(const Tensor& logits, const Tensor& rows, const Tensor& boun
 }  // namespace
 
 void bind_sampling(nb::module_& m) {
-    m.def("draw_tokens", &py_draw_tokens, "logits"_a, "rows"_a, "numbers"_a, "allowed"_a.none(), "token_ids"_a,
-          "sound"_a);
+    m.def("draw_tokens", &py_draw_tokens, "logits"_a, "rows"_a, "numbers"_a, "allowed"_a.none(), "mask_of"_a.none(),
+          "token_ids"_a, "sound"_a);
     m.def("score_tokens", &py_score_tokens, "logits"_a, "rows"_a, "token_ids"_a, "num_top"_a, "logprobs"_a, "ranks"_a,
           "top_ids"_a, "top_logprobs"_a);
     m.def("penalise_repetition", &py_penalise_repetition, "logits"_a, "rows"_a, "bounds"_a, "num_sorted"_a,

@@ -63,7 +63,13 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, ep
 def gated(gate_up: Tensor, out: Tensor, gelu: bool) -> None: ...
 def argmax(logits: Tensor, out: Tensor) -> None: ...
 def draw_tokens(
-    logits: Tensor, rows: Tensor, numbers: Tensor, allowed: Tensor | None, token_ids: Tensor, sound: Tensor
+    logits: Tensor,
+    rows: Tensor,
+    numbers: Tensor,
+    allowed: Tensor | None,
+    mask_of: Tensor | None,
+    token_ids: Tensor,
+    sound: Tensor,
 ) -> None: ...
 def penalise_repetition(
     logits: Tensor, rows: Tensor, bounds: Tensor, num_sorted: Tensor, token_ids: Tensor, penalties: Tensor

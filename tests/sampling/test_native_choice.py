@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from octavo import kernels
 from octavo.sampling.batch import SamplingBatch
-from octavo.sampling.choice import TorchChoice
+from octavo.sampling.choice import DrawMasks, TorchChoice
 from octavo.sampling.native_choice import NativeChoice
 from octavo.sampling.penalties import add_amounts, adjust, penalise_repetition
 from octavo.sampling.rng import uniforms
@@ -51,19 +51,21 @@ def is_close_call(logits: torch.Tensor, batch: SamplingBatch, again: bool) -> bo
     row = logits[0].numpy()
     kept = row > -np.inf
     probs, close = oracle_probs(row[kept], params)
-    [u] = uniforms(batch.records["seed"], batch.positions, np.array([again]))
+    [u] = uniforms(batch.records["seed"], batch.positions, again=again)
     return close or bool(np.min(np.abs(np.cumsum(probs) - u)) < TOLERANCE)
 
 
 def require_same_draw(logits: torch.Tensor, params: dict[str, Any], seed: int, words: np.ndarray | None) -> None:
     batch = batch_of([make_sequence(seed=seed, **params)])
-    again = np.array([seed % 2 == 1])
+    again = words is not None and seed % 2 == 1
     found = []
     for choice in (TorchChoice(), NativeChoice()):
         if words is None:
-            token_ids, sound = choice.choose(logits, batch, again=again)
+            token_ids, sound = choice.choose(logits, batch)
+        elif again:
+            token_ids, sound = choice.choose_again(logits, batch, np.array([0]), words)
         else:
-            token_ids, sound = choice.choose_allowed(logits, batch, np.array([0]), words, again)
+            token_ids, sound = choice.choose(logits, batch, DrawMasks(words, np.array([0])))
         found.append((int(token_ids[0]) if bool(sound[0]) else None, bool(sound[0])))
     if found[0] == found[1]:
         return
@@ -73,7 +75,7 @@ def require_same_draw(logits: torch.Tensor, params: dict[str, Any], seed: int, w
         looked_at[0, torch.from_numpy(bits == 0)] = -torch.inf
     assert found[0][1] == found[1][1]
     assert params.get("temperature", 1.0) > 0
-    assert is_close_call(looked_at, batch, bool(again[0]))
+    assert is_close_call(looked_at, batch, bool(again))
 
 
 @settings(max_examples=150, deadline=None)
@@ -161,19 +163,37 @@ def test_every_instruction_set_draws_what_torch_draws(isa: str) -> None:
         kernels.force_isa(before)
 
 
-def test_nothing_is_drawn_where_no_draw_is_wanted() -> None:
-    batch = batch_of([make_sequence(), make_sequence()])
-    token_ids, sound = NativeChoice().choose(torch.zeros(2, 5), batch, np.zeros(2, dtype=np.bool_))
-    assert token_ids.shape == sound.shape == (2,)
+@pytest.mark.parametrize("make_choice", [TorchChoice, NativeChoice])
+def test_draws_with_masks_without_and_with_limits_of_their_own_are_drawn_as_alone(
+    make_choice: type[TorchChoice] | type[NativeChoice],
+) -> None:
+    choice, logits = make_choice(), some_logits(320, 5).repeat(6, 1)
+    limits: list[dict[str, Any]] = [{}, {}, {"allowed_token_ids": [3, 70, 319]}, {}, {"temperature": 0.0}, {}]
+    batch = batch_of([make_sequence(seed=i, **limit) for i, limit in enumerate(limits)])
+    words = np.random.default_rng(1).integers(0, 2**32, (2, 10), dtype=np.uint32)
+    masks = DrawMasks(words, np.array([1, -1, -1, 0, 1, -1]))
+    adjusted = logits.clone()
+    adjust(adjusted, batch, limits=not choice.leaves_out)
+    together, sound = choice.choose(adjusted, batch, masks)
+    assert bool(sound.all())
+    alone = []
+    for i, row in enumerate(masks.mask_of.tolist()):
+        mask = None if row < 0 else DrawMasks(words[row : row + 1], np.array([0]))
+        alone.append(int(choice.choose(adjusted[i : i + 1], batch.select(np.array([i])), mask)[0]))
+    assert together.tolist() == alone
+    assert alone[2] in (3, 70, 319)
+    assert all(words[row, alone[i] // 32] >> alone[i] % 32 & 1 for i, row in ((0, 1), (3, 0), (4, 1)))
 
 
 def test_bits_past_the_vocabulary_allow_nothing() -> None:
     words = np.array([[0xFFFFFFFF]], dtype=np.uint32)
-    token_ids, sound = NativeChoice().choose_allowed(
-        torch.zeros(1, 3), batch_of([make_sequence(seed=9)]), np.array([0]), words, np.array([False])
-    )
+    masks = DrawMasks(words, np.array([0]))
+    token_ids, sound = NativeChoice().choose(torch.zeros(1, 3), batch_of([make_sequence(seed=9)]), masks)
     assert bool(sound[0])
     assert int(token_ids[0]) < 3
+
+
+MASK: dict[str, Any] = {"allowed": torch.zeros(1, 1, dtype=torch.int32), "mask_of": torch.tensor([0])}
 
 
 @pytest.mark.parametrize(
@@ -185,7 +205,9 @@ def test_bits_past_the_vocabulary_allow_nothing() -> None:
         ({"numbers": torch.zeros(1, 4, dtype=torch.float64)}, r"numbers must have shape \[\*, 5\]"),
         ({"numbers": torch.tensor([[1.0, 1.0, 0.0, 1.0, 0.0]], dtype=torch.float64)}, r"numbers\[0\] must be"),
         ({"numbers": torch.tensor([[0.5, float("nan"), 0.0, 1.0, 0.0]], dtype=torch.float64)}, r"numbers\[0\] must"),
-        ({"allowed": torch.zeros(1, 2, dtype=torch.int32)}, r"allowed must have shape \[1, 1\]"),
+        (MASK | {"allowed": torch.zeros(1, 2, dtype=torch.int32)}, r"allowed must have shape \[\*, 1\]"),
+        (MASK | {"mask_of": torch.tensor([1])}, r"mask_of\[0\] is 1, must be in \[-1, 1\)"),
+        (MASK | {"mask_of": None}, "allowed and mask_of come together"),
     ],
 )
 def test_a_bad_argument_of_a_draw_is_refused(changed: dict[str, torch.Tensor], message: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from octavo.errors import LogitsError
-from octavo.sampling.choice import Choice, TorchChoice
+from octavo.sampling.choice import Choice, DrawMasks, TorchChoice
 from octavo.sampling.sampler import Sampler
 from tests.attention.triton_device import DEVICE, needs_triton
 from tests.sampling.draws import batch_of, make_sequence
@@ -84,9 +84,13 @@ def test_a_mask_leaves_only_what_it_allows() -> None:
     bits = np.zeros((count, 96), dtype=np.uint8)
     bits[:, :vocab] = allowed.numpy()
     words = np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
-    draws, again = np.arange(1, count + 1), np.arange(count) % 2 == 0
-    token_ids, sound = on_device().choose_allowed(logits.to(DEVICE), batch, draws, words, again)
-    expected, _ = TorchChoice().choose_allowed(logits, batch, draws, words, again)
+    draws, masks = np.arange(1, count + 1), DrawMasks(words, np.arange(-1, count))
+    token_ids, sound = on_device().choose(logits.to(DEVICE), batch, masks)
+    expected, _ = TorchChoice().choose(logits, batch, masks)
+    assert sound.all()
+    assert token_ids.tolist() == expected.tolist()
+    token_ids, sound = on_device().choose_again(logits.to(DEVICE), batch, draws, words)
+    expected, _ = TorchChoice().choose_again(logits, batch, draws, words)
     assert sound.all()
     assert token_ids.tolist() == expected.tolist()
 

@@ -8,7 +8,11 @@ from octavo.kernels.library import native
 
 
 def draw_tokens(
-    logits: torch.Tensor, rows: torch.Tensor, numbers: torch.Tensor, allowed: torch.Tensor | None = None
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    numbers: torch.Tensor,
+    allowed: torch.Tensor | None = None,
+    mask_of: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token a draw: the largest logit, or by the filters and the inversion of `sampling/draw.py`.
 
@@ -17,7 +21,9 @@ def draw_tokens(
         rows: int64 [draws], the row of logits that each draw looks at.
         numbers: float64 [draws, 5]: a uniform number in [0, 1), temperature (0: the largest logit), min_p (0: off),
             top_p (1: off), top_k (0: off).
-        allowed: int32 [draws, ceil(vocab / 32)]: a bit for each token that may be drawn; None: all may.
+        allowed: int32 [masks, ceil(vocab / 32)]: a bit for each token that may be drawn.
+        mask_of: int64 [draws], the row of `allowed` that holds for each draw, or -1: all tokens may be drawn. Given if
+            `allowed` is.
 
     Returns:
         int64 [draws] token ids, the lowest of equals where the largest is wanted; uint8 [draws], 1 where the logits
@@ -28,7 +34,7 @@ def draw_tokens(
     """
     token_ids = torch.empty(len(numbers), dtype=torch.int64)
     sound = torch.empty(len(numbers), dtype=torch.uint8)
-    native.draw_tokens(logits, rows, numbers, allowed, token_ids, sound)
+    native.draw_tokens(logits, rows, numbers, allowed, mask_of, token_ids, sound)
     return token_ids, sound
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +23,19 @@ ArgMax = Callable[[torch.Tensor], torch.Tensor]
 """float32 [rows, vocab] -> int64 [rows]: the lowest index of the largest value; an index of a NaN if there is one."""
 
 
+@dataclass(frozen=True, slots=True)
+class DrawMasks:
+    """The tokens that some draws of a batch may choose.
+
+    Attributes:
+        words: uint32 [masks, ceil(vocab / 32)], with a bit set for each allowed token.
+        mask_of: int64 [draws]; the row of `words` for each draw, or -1: it may choose any token.
+    """
+
+    words: Words
+    mask_of: npt.NDArray[np.int64]
+
+
 class Choice(Protocol):
     """Chooses and scores tokens. The result for a row depends on that row alone, not on the rest of the batch.
 
@@ -32,27 +46,25 @@ class Choice(Protocol):
     leaves_out: bool
 
     def choose(
-        self, logits: torch.Tensor, batch: SamplingBatch, is_wanted: Flags | None = None, again: Flags | None = None
+        self, logits: torch.Tensor, batch: SamplingBatch, masks: DrawMasks | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose a token for each draw.
+        """Choose a token for each draw, with its first random number.
 
         Args:
             logits: float32 [draws, vocab]; read-only.
-            is_wanted: bool [draws]; results for the other draws are meaningless. By default all are wanted.
-            again: bool [draws]; draws that use their second random number. By default none.
+            masks: of structured outputs.
 
         Returns:
             int64 [draws] token ids, and bool [draws]: whether the row's logits allow a choice.
         """
 
-    def choose_allowed(
-        self, logits: torch.Tensor, batch: SamplingBatch, draws: DrawRows, words: Words, again: Flags
+    def choose_again(
+        self, logits: torch.Tensor, batch: SamplingBatch, draws: DrawRows, words: Words
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose for some of the draws, in ascending order, among the tokens that their grammars allow.
+        """Choose for some of the draws, in ascending order, under a mask each and with their second random number.
 
         Args:
             words: uint32 [len(draws), ceil(vocab / 32)], with a bit set for each allowed token.
-            again: bool [len(draws)], as for `choose`.
         """
 
     def score(
@@ -86,12 +98,38 @@ class TorchChoice:
         self._greedy = greedy
 
     def choose(
-        self,
-        logits: torch.Tensor,
-        batch: SamplingBatch,
-        is_wanted: Flags | None = None,
-        again: Flags | None = None,
+        self, logits: torch.Tensor, batch: SamplingBatch, masks: DrawMasks | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if masks is None:
+            return self._choose(logits, batch)
+        token_ids, sound = self._choose(logits, batch, masks.mask_of < 0)
+        draws = np.flatnonzero(masks.mask_of >= 0)
+        chosen, proper = self._choose_allowed(logits, batch, draws, masks.words[masks.mask_of[draws]])
+        place(token_ids, draws, chosen)
+        place(sound, draws, proper)
+        return token_ids, sound
+
+    def choose_again(
+        self, logits: torch.Tensor, batch: SamplingBatch, draws: DrawRows, words: Words
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._choose_allowed(logits, batch, draws, words, again=True)
+
+    def score(
+        self, logits: torch.Tensor, rows: DrawRows, token_ids: torch.Tensor, num_top: list[int]
+    ) -> list[TokenLogprobs]:
+        found: list[TokenLogprobs] = []
+        for some in slices(rows, logits):
+            found += token_logprobs(look_at(logits, some), look_at(token_ids, some), num_top[len(found) :][: len(some)])
+        return found
+
+    def likeliest(self, logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
+        _, ids = largest(logits, num_top)
+        return logits.log_softmax(-1).gather(1, ids), ids
+
+    def _choose(
+        self, logits: torch.Tensor, batch: SamplingBatch, is_wanted: Flags | None = None, *, again: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose without masks; results for draws that are not wanted are meaningless."""
         records = batch.records
         if is_wanted is None:
             is_wanted = np.ones(len(batch), dtype=np.bool_)
@@ -110,16 +148,14 @@ class TorchChoice:
             place(sound, greedy, torch.isfinite(rows.gather(1, best.unsqueeze(1)).squeeze(1)))
         for draws, draw in ((plain, draw_from_all), (filtered, draw_from_top)):
             for some in slices(draws, logits):
-                params = _draw_params(
-                    records[some], batch.positions[some], logits, None if again is None else again[some]
-                )
+                params = _draw_params(records[some], batch.positions[some], logits, again=again)
                 drawn, proper = draw(look_at(logits, some), params)
                 place(token_ids, some, drawn)
                 place(sound, some, proper)
         return token_ids, sound
 
-    def choose_allowed(
-        self, logits: torch.Tensor, batch: SamplingBatch, draws: DrawRows, words: Words, again: Flags
+    def _choose_allowed(
+        self, logits: torch.Tensor, batch: SamplingBatch, draws: DrawRows, words: Words, *, again: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         token_ids = torch.zeros(len(draws), dtype=torch.int64, device=logits.device)
         sound = torch.zeros(len(draws), dtype=torch.bool, device=logits.device)
@@ -127,40 +163,28 @@ class TorchChoice:
             if not len(places):
                 continue
             index = torch.from_numpy(draws[places]).to(logits.device)
-            every = np.ones(len(places), dtype=np.bool_)
             if few:
                 table, is_token = (torch.from_numpy(each).to(logits.device) for each in allowed_ids(words[places]))
                 rows = logits[index.unsqueeze(1), table].masked_fill_(~is_token, -torch.inf)
             else:
                 rows = logits[index]
                 mask(rows, np.arange(len(places)), words[places])
-            chosen, proper = self.choose(rows, batch.select(draws[places]), every, again[places])
+            chosen, proper = self._choose(rows, batch.select(draws[places]), again=again)
             place(token_ids, places, table.gather(1, chosen.unsqueeze(1)).squeeze(1) if few else chosen)
             place(sound, places, proper)
         return token_ids, sound
-
-    def score(
-        self, logits: torch.Tensor, rows: DrawRows, token_ids: torch.Tensor, num_top: list[int]
-    ) -> list[TokenLogprobs]:
-        found: list[TokenLogprobs] = []
-        for some in slices(rows, logits):
-            found += token_logprobs(look_at(logits, some), look_at(token_ids, some), num_top[len(found) :][: len(some)])
-        return found
-
-    def likeliest(self, logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
-        _, ids = largest(logits, num_top)
-        return logits.log_softmax(-1).gather(1, ids), ids
 
 
 def _draw_params(
     records: npt.NDArray[Any],
     positions: npt.NDArray[np.int64],
     logits: torch.Tensor,
-    again: Flags | None,
+    *,
+    again: bool,
 ) -> DrawParams:
     top_k = np.where(records["top_k"] < logits.shape[1], records["top_k"], 0.0)
     # One transfer to the device; float64 holds every top_k exactly.
-    numbers = uniforms(records["seed"], positions, again)
+    numbers = uniforms(records["seed"], positions, again=again)
     columns = (numbers, records["temperature"], records["min_p"], records["top_p"], top_k)
     table = torch.from_numpy(np.column_stack(columns)).to(logits.device)
     return DrawParams(

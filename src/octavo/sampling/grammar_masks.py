@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
@@ -24,10 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.errors import GrammarError
-from octavo.grammar.state import GrammarBroken, GrammarFinding, GrammarState, PendingFindings, allows_free_text
+from octavo.grammar.state import GrammarBroken, GrammarState
 from octavo.sampling.batch import SamplingState
-from octavo.sampling.mask_words import Words, positions_of, rows_allowing
-from octavo.sampling.numbers import end_long_number
+from octavo.sampling.mask_limits import finish_masks, forbidden_ends, grammars_of, may_go_on
+from octavo.sampling.mask_words import Words, positions_of
+from octavo.sampling.masks_beside import MasksBeside
 
 # The maximum number of tokens forced after one drawn token. A grammar may force thousands; the rest follow later.
 _MOST_FORCED = 32
@@ -37,8 +37,6 @@ _MOST_TO_FORCE = 32
 _MOST_THREADS = 8
 
 _Flags = npt.NDArray[np.bool_]
-_Task = tuple[Any, int | None, bool]
-"""A matcher, the token that it has yet to follow, and whether another may come after that."""
 
 
 class GrammarMasks:
@@ -48,10 +46,13 @@ class GrammarMasks:
     before the one being drawn.
     """
 
+    def __init__(self) -> None:
+        self._beside = MasksBeside()
+
     def find_free_text(self, states: Seq[SamplingState], positions: Seq[int]) -> _Flags:
         """Return bool [draws]: whether a token may be drawn without a mask."""
         found = np.zeros(len(states), dtype=np.bool_)
-        for i, (grammar, position) in enumerate(zip(_grammars(states), positions, strict=True)):
+        for i, (grammar, position) in enumerate(zip(grammars_of(states), positions, strict=True)):
             grammar.return_to(position)
             try:
                 found[i] = grammar.in_free_text
@@ -71,12 +72,12 @@ class GrammarMasks:
             bool [draws]: whether the grammar allows the token; and bool [draws]: whether it has already followed it, as
             it does for an allowed token of the row's own sequence if no other draw shares the grammar.
         """
-        grammars = _grammars(states)
+        grammars = grammars_of(states)
         draws_of = Counter(map(id, grammars))
         accepted = np.zeros(len(states), dtype=np.bool_)
         followed = np.zeros(len(states), dtype=np.bool_)
         for i, (grammar, token_id) in enumerate(zip(grammars, token_ids, strict=True)):
-            if token_id in _ends(states[i], positions[i]):
+            if token_id in forbidden_ends(states[i], positions[i]):
                 continue  # only a mask shows whether anything else can follow
             follow = own[i] and draws_of[id(grammar)] == 1
             try:
@@ -92,30 +93,27 @@ class GrammarMasks:
         Raises:
             GrammarError: some grammars cannot be followed any further; names the requests.
         """
-        grammars = _grammars(states)
-        due: dict[int, GrammarState] = {}  # by identity: the parallel samples of a prompt share one
-        masks: dict[int, Words] = {}
-        for grammar, position in zip(grammars, positions, strict=True):
+        masks: list[Words | None] = []
+        due: dict[int, SamplingState] = {}  # by their grammar's identity: the parallel samples of a prompt share one
+        for state, grammar, position in zip(states, grammars_of(states), positions, strict=True):
             grammar.return_to(position)
-            if (mask := grammar.mask) is None:
-                due[id(grammar)] = grammar
-            else:
-                masks[id(grammar)] = mask
+            masks.append(mask := grammar.mask)
+            if mask is None:
+                due[id(grammar)] = state
         filled, broken = self._fill(list(due.values()), vocab)
-        masks.update(zip(due, filled, strict=True))
         if broken:
             reasons = {identity: broken[row] for row, identity in enumerate(due) if row in broken}
-            of = zip(states, grammars, strict=True)
-            raise GrammarError({s.snapshot.request_id: reasons[id(g)] for s, g in of if id(g) in reasons})
-        words = np.concatenate([masks[id(grammar)] for grammar in grammars]).reshape(len(grammars), -1)
-        _forbid_ends(words, states, positions)
-        for word, grammar in zip(words, grammars, strict=True):
-            end_long_number(word, grammar)
+            of = zip(states, map(id, grammars_of(states)), strict=True)
+            raise GrammarError({s.snapshot.request_id: reasons[identity] for s, identity in of if identity in reasons})
+        row_of = {identity: row for row, identity in enumerate(due)}
+        words = np.empty((len(states), -(-vocab // 32)), dtype=np.uint32)
+        for word, mask, state in zip(words, masks, states, strict=True):
+            word[:] = filled[row_of[id(state.grammar)]] if mask is None else mask
         return words
 
     def follow(self, states: Seq[SamplingState], token_ids: Seq[int]) -> None:
         """Advance each grammar by its draw, which must be allowed by a mask or `accept`."""
-        self._follow(_grammars(states), token_ids)
+        self._follow(grammars_of(states), token_ids)
 
     def go_on(
         self, states: Seq[SamplingState], positions: Seq[int], token_ids: Seq[int], followed: Seq[bool], vocab: int
@@ -130,7 +128,7 @@ class GrammarMasks:
             later steps. Empty for more than `_MOST_TO_FORCE` draws.
         """
         if len(states) > _MOST_TO_FORCE:
-            self._go_on_beside(states, positions, token_ids, followed, vocab)
+            self._beside.go_on(states, token_ids, followed, vocab)
             return {}
         due = [i for i, has_followed in enumerate(followed) if not has_followed]
         self.follow([states[i] for i in due], [token_ids[i] for i in due])
@@ -141,14 +139,14 @@ class GrammarMasks:
     ) -> dict[int, tuple[int, ...]]:
         """Find and follow the forced tokens after the draws, which have been followed; returns them like `go_on`."""
         going: dict[int, GrammarState] = {}
-        for i, (state, grammar) in enumerate(zip(states, _grammars(states), strict=True)):
-            if _goes_on(state, positions[i]) and grammar.is_sound and token_ids[i] not in grammar.eos_token_ids:
+        for i, (state, grammar) in enumerate(zip(states, grammars_of(states), strict=True)):
+            if may_go_on(state) and grammar.is_sound and token_ids[i] not in grammar.eos_token_ids:
                 going[i] = grammar
         going = _outside_free_text(going)
         forced: dict[int, list[int]] = {}
         while going:
             forcing: dict[int, int] = {}
-            for i, token_id in self._find_only(going, vocab).items():
+            for i, token_id in self._find_only({i: states[i] for i in going}, vocab).items():
                 params, already = states[i].snapshot.params, forced.setdefault(i, [])
                 room = min((params.max_tokens or 1) - positions[i] - 1, _MOST_FORCED) - len(already)
                 # With logprobs or stop strings a token is drawn rather than forced, because it is reported with its
@@ -167,69 +165,18 @@ class GrammarMasks:
             )
         return {i: tuple(following) for i, following in forced.items() if following}
 
-    def _find_only(self, grammars: dict[int, GrammarState], vocab: int) -> dict[int, int]:
+    def _find_only(self, states: dict[int, SamplingState], vocab: int) -> dict[int, int]:
         """Compute and keep the masks of some grammars; returns the token of each that allows only one."""
-        words, broken = self._fill(list(grammars.values()), vocab)
-        for row, grammar in enumerate(grammars.values()):
+        words, broken = self._fill(list(states.values()), vocab)
+        for row, grammar in enumerate(grammars_of(list(states.values()))):
             if row in broken:
                 grammar.failed()  # reported when it draws again
-                words[row] = 0
             else:
                 grammar.keep(words[row])
         single = np.flatnonzero(np.bitwise_count(words).sum(-1) == 1)
         _, token_ids = positions_of(words[single])
-        numbers = list(grammars)
+        numbers = list(states)
         return {numbers[row]: token_id for row, token_id in zip(single.tolist(), token_ids.tolist(), strict=True)}
-
-    def _go_on_beside(
-        self, states: Seq[SamplingState], positions: Seq[int], token_ids: Seq[int], followed: Seq[bool], vocab: int
-    ) -> None:
-        """Advance the grammars in another thread while this one does the rest of the step.
-
-        llguidance's calls for a single grammar hold the GIL, which the model's computation does not need.
-        """
-        asked: list[GrammarState] = []
-        tasks: list[_Task] = []
-        for i, (state, grammar, token_id) in enumerate(zip(states, _grammars(states), token_ids, strict=True)):
-            if grammar.is_sound:  # otherwise it is rebuilt when it draws again
-                is_end = token_id in grammar.eos_token_ids
-                due = None if is_end or followed[i] else token_id
-                tasks.append((grammar.matcher, due, not is_end and _goes_on(state, positions[i])))
-                asked.append(grammar)
-            if not followed[i]:
-                grammar.drew(token_id)
-        if asked:
-            probes = asked[0].compiled.vocabulary.probes
-            findings = PendingFindings(self._beside.submit(self._find, tasks, probes, -(-vocab // 32)))
-            for place, grammar in enumerate(asked):
-                grammar.find_later(findings, place)
-
-    def _find(self, tasks: list[_Task], probes: Seq[list[int]], num_words: int) -> list[GrammarFinding]:
-        moves = [(matcher, token_id) for matcher, token_id, _ in tasks if token_id is not None]
-        accepted = iter(self._one_thread.consume_token_par(moves) if moves else ())
-        masked: list[tuple[Any, int]] = []
-        known: list[tuple[bool, bool | None]] = []
-        for matcher, token_id, goes_on in tasks:
-            is_followed = token_id is None or next(accepted)
-            in_free_text: bool | None = None
-            if is_followed and goes_on:
-                in_free_text = allows_free_text(matcher, probes)
-                is_followed = in_free_text or not matcher.is_error()
-                if is_followed and not in_free_text:
-                    masked.append((matcher, len(masked)))
-            known.append((is_followed, in_free_text))
-        words = np.empty((len(masked), num_words), dtype=np.uint32)
-        if masked:
-            self._one_thread.unsafe_compute_mask_ptr(masked, words.ctypes.data, words.shape[1] * 4, len(words))
-        masks = iter(words)
-        found: list[GrammarFinding] = []
-        for (matcher, _, _), (is_followed, in_free_text) in zip(tasks, known, strict=True):
-            mask = next(masks) if is_followed and in_free_text is False else None
-            # `fill` handles grammars that cannot continue or have become too complex.
-            found.append(
-                GrammarFinding(is_followed, in_free_text, None if mask is None or matcher.is_stopped() else mask)
-            )
-        return found
 
     def _follow(self, grammars: Seq[GrammarState], token_ids: Seq[int]) -> None:
         """Advance grammars by tokens that they allow."""
@@ -245,8 +192,9 @@ class GrammarMasks:
                 if not ok:
                     grammar.failed()
 
-    def _fill(self, grammars: Seq[GrammarState], vocab: int) -> tuple[Words, dict[int, str]]:
-        """Fill a mask for each grammar; also returns the reasons of broken ones by row, whose masks are undefined."""
+    def _fill(self, states: Seq[SamplingState], vocab: int) -> tuple[Words, dict[int, str]]:
+        """Fill a mask for each grammar; also returns the reasons of broken ones by row, whose masks are empty."""
+        grammars = grammars_of(states)
         words = np.empty((len(grammars), -(-vocab // 32)), dtype=np.uint32)
         broken: dict[int, str] = {}
         matchers: list[tuple[Any, int]] = []
@@ -268,6 +216,8 @@ class GrammarMasks:
             if matcher.is_stopped():
                 words[row] = 0
                 _set(words[row], grammars[row].eos_token_id)
+        words[list(broken)] = 0
+        finish_masks(words, states)
         return words, broken
 
     def _compute(self, matchers: list[tuple[Any, int]], words: Words) -> None:
@@ -290,48 +240,9 @@ class GrammarMasks:
 
         return LLExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))))
 
-    @cached_property
-    def _one_thread(self) -> Any:
-        from llguidance import LLExecutor
-
-        return LLExecutor(1)
-
-    @cached_property
-    def _beside(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(max_workers=1, thread_name_prefix="octavo-masks")
-
-
-def _forbid_ends(words: Words, states: Seq[SamplingState], positions: Seq[int]) -> None:
-    """Apply `min_tokens` and `ignore_eos`, which keep an output from ending while the grammar allows anything else."""
-    rows_of: dict[frozenset[int], list[int]] = {}
-    for row, (state, position) in enumerate(zip(states, positions, strict=True)):
-        if ends := _ends(state, position):
-            rows_of.setdefault(ends, []).append(row)
-    for ends, rows in rows_of.items():
-        for row in rows_allowing(words, rows, ends):  # a few
-            going_on = words[row].copy()
-            for token_id in ends:
-                if token_id // 32 < words.shape[1]:
-                    going_on[token_id // 32] &= ~np.uint32(1 << token_id % 32)
-            if going_on.any():
-                words[row] = going_on
-
-
-def _ends(state: SamplingState, position: int) -> frozenset[int]:
-    """Return the tokens that must not end the output yet."""
-    params, eos_token_ids = state.snapshot.params, state.snapshot.eos_token_ids
-    if position < params.min_tokens:
-        return eos_token_ids.union(params.stop_token_ids)
-    return eos_token_ids if params.ignore_eos else frozenset()
-
 
 def _set(words: Words, token_id: int) -> None:
     words[token_id // 32] |= np.uint32(1 << token_id % 32)
-
-
-def _goes_on(state: SamplingState, position: int) -> bool:
-    """Whether another token may be drawn after the one at `position`."""
-    return position + 1 < (state.snapshot.params.max_tokens or 1)
 
 
 def _outside_free_text(grammars: dict[int, GrammarState]) -> dict[int, GrammarState]:
@@ -343,7 +254,3 @@ def _outside_free_text(grammars: dict[int, GrammarState]) -> dict[int, GrammarSt
         except GrammarBroken:
             continue  # reported when it draws again
     return found
-
-
-def _grammars(states: Seq[SamplingState]) -> list[GrammarState]:
-    return [state.grammar for state in states if state.grammar is not None]

@@ -18,9 +18,10 @@ import torch
 from octavo import kernels
 from octavo.request import TokenLogprobs, TopLogprobs
 from octavo.sampling.batch import SamplingBatch
+from octavo.sampling.choice import DrawMasks
 from octavo.sampling.mask_words import Words
 from octavo.sampling.rng import uniforms
-from octavo.sampling.rows import DrawRows, Flags
+from octavo.sampling.rows import DrawRows
 
 
 class NativeChoice:
@@ -29,29 +30,17 @@ class NativeChoice:
     leaves_out = True
 
     def choose(
-        self, logits: torch.Tensor, batch: SamplingBatch, is_wanted: Flags | None = None, again: Flags | None = None
+        self, logits: torch.Tensor, batch: SamplingBatch, masks: DrawMasks | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        is_limited = batch.records["limited"]
-        if is_wanted is None:
-            is_wanted = np.ones(len(batch), dtype=np.bool_)
-        if is_wanted.all() and not is_limited.any():
-            return _draw(logits, np.arange(len(batch)), batch.records, batch.positions, again, None)
-        token_ids = torch.zeros(len(batch), dtype=torch.int64)
-        sound = torch.zeros(len(batch), dtype=torch.bool)
-        for draws in map(np.flatnonzero, (is_wanted & ~is_limited, is_wanted & is_limited)):
-            if not len(draws):
-                continue
-            words = _words(batch, draws, logits.shape[1]) if is_limited[draws[0]] else None
-            some = None if again is None else again[draws]
-            chosen, proper = _draw(logits, draws, batch.records[draws], batch.positions[draws], some, words)
-            index = torch.from_numpy(draws)
-            token_ids[index], sound[index] = chosen, proper
-        return token_ids, sound
+        if batch.records["limited"].any():
+            masks = _with_limits(masks, batch, logits.shape[1])
+        return _draw(logits, np.arange(len(batch)), batch.records, batch.positions, masks)
 
-    def choose_allowed(
-        self, logits: torch.Tensor, batch: SamplingBatch, draws: DrawRows, words: Words, again: Flags
+    def choose_again(
+        self, logits: torch.Tensor, batch: SamplingBatch, draws: DrawRows, words: Words
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return _draw(logits, draws, batch.records[draws], batch.positions[draws], again, words)
+        masks = DrawMasks(words, np.arange(len(draws)))
+        return _draw(logits, draws, batch.records[draws], batch.positions[draws], masks, again=True)
 
     def score(
         self, logits: torch.Tensor, rows: DrawRows, token_ids: torch.Tensor, num_top: list[int]
@@ -72,8 +61,9 @@ class NativeChoice:
         return values, ids
 
 
-def _words(batch: SamplingBatch, draws: DrawRows, vocab: int) -> Words:
-    """Return the masks of `allowed_token_ids`, uint32 [len(draws), ceil(vocab / 32)]."""
+def _with_limits(masks: DrawMasks | None, batch: SamplingBatch, vocab: int) -> DrawMasks:
+    """Add a mask for each draw that is limited by `allowed_token_ids`."""
+    draws = np.flatnonzero(batch.records["limited"])
     words = np.zeros((len(draws), -(-vocab // 32)), dtype=np.uint32)
     for row, draw in zip(words, draws.tolist(), strict=True):
         limited = batch.states[draw].allowed_words
@@ -81,7 +71,9 @@ def _words(batch: SamplingBatch, draws: DrawRows, vocab: int) -> Words:
         places, values = limited
         inside = slice(int(places.searchsorted(len(row))))
         row[places[inside]] = values[inside]
-    return words
+    mask_of = np.full(len(batch), -1) if masks is None else masks.mask_of.copy()
+    mask_of[draws] = np.arange(len(draws)) + (0 if masks is None else len(masks.words))
+    return DrawMasks(words if masks is None else np.concatenate((masks.words, words)), mask_of)
 
 
 def _draw(
@@ -89,16 +81,17 @@ def _draw(
     rows: DrawRows,
     records: npt.NDArray[Any],
     positions: npt.NDArray[np.int64],
-    again: Flags | None,
-    words: Words | None,
+    masks: DrawMasks | None,
+    *,
+    again: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     numbers = np.zeros((len(rows), 5))
     is_greedy = records["greedy"]
     if not is_greedy.all():
-        numbers[:, 0] = uniforms(records["seed"], positions, again)
+        numbers[:, 0] = uniforms(records["seed"], positions, again=again)
         numbers[:, 1] = np.where(is_greedy, 0.0, records["temperature"])
     for column, name in enumerate(("min_p", "top_p", "top_k"), start=2):
         numbers[:, column] = records[name]
-    allowed = None if words is None else torch.from_numpy(words.view(np.int32))
-    token_ids, sound = kernels.draw_tokens(logits, torch.from_numpy(rows), torch.from_numpy(numbers), allowed)
+    allowed = () if masks is None else (torch.from_numpy(masks.words.view(np.int32)), torch.from_numpy(masks.mask_of))
+    token_ids, sound = kernels.draw_tokens(logits, torch.from_numpy(rows), torch.from_numpy(numbers), *allowed)
     return token_ids, sound.view(torch.bool)

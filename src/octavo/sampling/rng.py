@@ -10,12 +10,12 @@ _SECOND = np.uint64(0xD1B54A32D192ED03)
 
 
 def uniforms(
-    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64], again: npt.NDArray[np.bool_] | None = None
+    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64], *, again: bool = False
 ) -> npt.NDArray[np.float64]:
     """Return one number in [0, 1) for each (seed, position): float64 [rows], multiples of 2^-53.
 
     Args:
-        again: bool [rows]: whether to return a second number for the position, independent of the first.
+        again: whether to return a second number for each position, independent of the first.
 
     The number is output `position` of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
     generators"), started from the mixed seed. Sequences have consecutive integers as seeds, whose raw streams would be
@@ -23,8 +23,8 @@ def uniforms(
     """
     with np.errstate(over="ignore"):
         start = _mix(seeds + _GOLDEN)
-        if again is not None:
-            start = np.where(again, _mix(start ^ _SECOND), start)
+        if again:
+            start = _mix(start ^ _SECOND)
         drawn = _mix(start + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return (drawn >> np.uint64(11)).astype(np.float64) * 2.0**-53
 

@@ -15,10 +15,11 @@ Filters (top_k, top_p, min_p) must choose among the tokens that the mask allows,
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from octavo.sampling.batch import SamplingBatch
-from octavo.sampling.choice import Choice
+from octavo.sampling.batch import SamplingBatch, SamplingState
+from octavo.sampling.choice import Choice, DrawMasks
 from octavo.sampling.grammar_masks import GrammarMasks
 from octavo.sampling.rows import DrawRows, Flags, look_at, place
 
@@ -48,25 +49,23 @@ class StructuredDraws:
         records, own = batch.records[structured], own[structured]
         is_tried = (records["top_k"] == 0) & (records["top_p"] == 1.0) & (records["min_p"] == 0.0) | records["greedy"]
         is_tried &= self._grammars.find_free_text(states, positions)
-        is_first = np.ones(len(batch), dtype=np.bool_)
-        is_first[structured[~is_tried]] = False
-        token_ids, sound = self._choice.choose(logits, batch, is_first)
-        is_open = np.ones(len(structured), dtype=np.bool_)
+        masks = None
+        if len(masked := np.flatnonzero(~is_tried)):
+            mask_of = np.full(len(batch), -1)
+            mask_of[structured[masked]] = np.arange(len(masked))
+            masks = DrawMasks(self._grammars.fill(*_some(masked, states, positions), logits.shape[1]), mask_of)
+        token_ids, sound = self._choice.choose(logits, batch, masks)
         followed = np.zeros(len(structured), dtype=np.bool_)
         if len(tried := np.flatnonzero(is_tried)):
             drawn = look_at(token_ids, structured[tried]).tolist()
             accepted, followed[tried] = self._grammars.accept(
-                [states[i] for i in tried.tolist()], [positions[i] for i in tried.tolist()], drawn, own[tried].tolist()
+                *_some(tried, states, positions), drawn, own[tried].tolist()
             )
-            is_open[tried] = ~accepted
-        if len(masked := np.flatnonzero(is_open)):
-            words = self._grammars.fill(
-                [states[i] for i in masked.tolist()], [positions[i] for i in masked.tolist()], logits.shape[1]
-            )
-            draws = structured[masked]
-            chosen, proper = self._choice.choose_allowed(logits, batch, draws, words, is_tried[masked])
-            place(token_ids, draws, chosen)
-            place(sound, draws, proper)
+            if len(refused := tried[~accepted]):
+                words = self._grammars.fill(*_some(refused, states, positions), logits.shape[1])
+                chosen, proper = self._choice.choose_again(logits, batch, structured[refused], words)
+                place(token_ids, structured[refused], chosen)
+                place(sound, structured[refused], proper)
         if not bool(sound.all()):
             return token_ids, sound, {}
         drawn = look_at(token_ids, structured).tolist()
@@ -80,3 +79,10 @@ class StructuredDraws:
         )
         numbers = structured[mine].tolist()
         return token_ids, sound, {numbers[i]: following for i, following in forced.items()}
+
+
+def _some(
+    places: npt.NDArray[np.int64], states: list[SamplingState], positions: list[int]
+) -> tuple[list[SamplingState], list[int]]:
+    chosen = places.tolist()
+    return [states[i] for i in chosen], [positions[i] for i in chosen]

@@ -22,20 +22,6 @@ from octavo.storage.device_copy import to_device
 class TritonChoice(TorchChoice):
     """A `Choice` with the kernel of `triton_draw`, which also applies masks; scoring uses torch, with one transfer."""
 
-    def choose(
-        self, logits: torch.Tensor, batch: SamplingBatch, is_wanted: Flags | None = None, again: Flags | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        token_ids, sound = draw_rows(logits, _table(logits, batch, again))
-        return token_ids, sound.bool()
-
-    def choose_allowed(
-        self, logits: torch.Tensor, batch: SamplingBatch, draws: DrawRows, words: Words, again: Flags
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = logits[torch.from_numpy(draws).to(logits.device)]
-        masks = torch.from_numpy(words.view(np.int32)).to(logits.device)
-        token_ids, sound = draw_rows(rows, _table(rows, batch.select(draws), again), masks)
-        return token_ids, sound.bool()
-
     def score(
         self, logits: torch.Tensor, rows: DrawRows, token_ids: torch.Tensor, num_top: list[int]
     ) -> list[TokenLogprobs]:
@@ -51,6 +37,20 @@ class TritonChoice(TorchChoice):
             TokenLogprobs(logprob, int(rank), TopLogprobs([int(i) for i in top[:k]], top[most : most + k]) if k else ())
             for (logprob, rank, *top), k in zip(found, num_top, strict=True)
         ]
+
+    def _choose(
+        self, logits: torch.Tensor, batch: SamplingBatch, is_wanted: Flags | None = None, *, again: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        token_ids, sound = draw_rows(logits, _table(logits, batch, again=again))
+        return token_ids, sound.bool()
+
+    def _choose_allowed(
+        self, logits: torch.Tensor, batch: SamplingBatch, draws: DrawRows, words: Words, *, again: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = logits[torch.from_numpy(draws).to(logits.device)]
+        masks = torch.from_numpy(words.view(np.int32)).to(logits.device)
+        token_ids, sound = draw_rows(rows, _table(rows, batch.select(draws), again=again), masks)
+        return token_ids, sound.bool()
 
 
 def draw_masked_row(vocab_size: int, device: torch.device) -> int:
@@ -72,13 +72,13 @@ def _likeliest(logits: torch.Tensor, k: int) -> torch.Tensor:
     return last - (keys.topk(k, dim=-1).values & last)
 
 
-def _table(logits: torch.Tensor, batch: SamplingBatch, again: Flags | None) -> torch.Tensor:
+def _table(logits: torch.Tensor, batch: SamplingBatch, *, again: bool) -> torch.Tensor:
     """Return the table of `triton_draw.PARAMETERS`, float64 [draws, 6], moved to the device in one transfer."""
     records = batch.records
     with np.errstate(divide="ignore"):
         log_min_p = np.log(records["min_p"].astype(np.float32))
     columns = (
-        uniforms(records["seed"], batch.positions, again),
+        uniforms(records["seed"], batch.positions, again=again),
         np.where(records["greedy"], 1.0, records["temperature"]),
         log_min_p,
         records["top_p"],
