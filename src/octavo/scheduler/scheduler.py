@@ -69,7 +69,7 @@ class Scheduler:
         self.kv = kv
         self.turns = turns
         self.claims = claims
-        self._builder = builder or PlanBuilder(kv)
+        self._builder = PlanBuilder(kv) if builder is None else builder
         self._latency = None if config.itl_slo_ms is None else LatencyTarget(config.itl_slo_ms / 1e3)
         queue = ArrivalOrder() if waiting is None else waiting
         self._limits: Mapping[str, KVLimits] = {}
