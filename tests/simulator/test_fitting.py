@@ -13,14 +13,16 @@ import pytest
 from octavo.errors import ConfigError
 from octavo.request import SequenceId
 from octavo.scheduler.plan import StepPlan
-from octavo.scheduler.plan_log import PlanLog, read_plans
+from octavo.scheduler.plan_log import PlanLog, RecordedStep, read_plans
 from octavo.scheduler.step_time import StepLoad, StepTimes
 from octavo.simulator.coldness import Coldness
 from octavo.simulator.fitting import (
     MeasuredStep,
+    executions,
     fit,
     mean_abs_error,
     nonnegative_least_squares,
+    periods,
     spread_of,
     with_coldness,
 )
@@ -160,6 +162,39 @@ def test_a_speed_is_fitted_to_recorded_plans_and_survives_its_file(tmp_path: Pat
     assert speed.spread.chunks == (), "there were none"
     assert again.fit["period"]["steps"] == 199
     assert again.fit["execution"]["mean_abs_error"] < 0.01
+
+
+def recorded(number: int, at: float, seq_ids: tuple[int, ...], num_new: int = 0, num_drops: int = 0) -> RecordedStep:
+    each = (1,) * len(seq_ids)
+    return RecordedStep(number, at, 0.01, seq_ids, each, each, each, 0, num_drops, num_new, 0, 0, 0, 0)
+
+
+def test_a_step_knows_which_requests_came_beside_it_and_which_ended_before_it() -> None:
+    found = [
+        recorded(1, 0.00, (1,), num_new=1),
+        recorded(2, 0.01, (1,)),
+        recorded(3, 0.02, (1, 2, 3), num_new=2),
+        recorded(4, 0.03, (1,), num_drops=2),
+        recorded(5, 5.00, (4,), num_new=1, num_drops=1),  # after a pause
+    ]
+    assert [(step.load.num_arrived, step.load.num_ended) for step in executions(found)] == [
+        (0, 0),
+        (2, 0),
+        (0, 0),
+        (0, 2),
+        (0, 0),
+    ]
+    assert [step.load.num_arrived for step in periods(found)] == [0, 2, 0]
+
+
+def test_what_a_request_costs_that_comes_or_ends_beside_a_step_is_found() -> None:
+    law, rng, found = replace(LAW, per_arrival=0.0025, per_end=0.001), random.Random(1), []
+    for step in steps(1):
+        load = step.load._replace(num_arrived=rng.random() < 0.05, num_ended=rng.random() < 0.05)
+        found.append(MeasuredStep(load, law.predict(load) * rng.uniform(0.9, 1.1)))
+    times = fit(found).times
+    assert times.per_arrival == pytest.approx(0.0025, rel=0.1)
+    assert times.per_end == pytest.approx(0.001, rel=0.2)
 
 
 def test_what_steps_differ_by_is_told_by_kind() -> None:

@@ -52,6 +52,30 @@ def test_what_a_request_costs_beside_its_steps_comes_on_top() -> None:
     assert simulate(slow, Demand(count=2, users=1, input_len="1", output_len="1")).e2e.greatest == results.e2e.greatest
 
 
+def test_a_step_beside_which_requests_come_or_end_takes_longer() -> None:
+    times = StepTimes(STEP, (), per_arrival=0.004, per_end=0.002)
+    trace = (TraceRequest(0.0, 1, 20), TraceRequest(0.055, 1, 1))
+    results = simulate(plan().replace(speed=Speed("", MEASURED, times)), Demand(trace=trace))
+    assert results.ttft.greatest == pytest.approx(0.05 + STEP + 0.004 + STEP - 0.055), "it came beside the sixth step"
+    assert results.duration_s == pytest.approx(20 * STEP + 0.004 + 0.002), "one came and one ended beside others"
+
+
+def test_a_request_that_comes_to_an_idle_server_holds_up_no_step() -> None:
+    times = StepTimes(STEP, (), per_arrival=0.004, per_end=0.002)
+    trace = (TraceRequest(0.0, 1, 2), TraceRequest(1.0, 1, 2))
+    assert simulate(plan().replace(speed=Speed("", MEASURED, times)), Demand(trace=trace)).busy_s == pytest.approx(0.04)
+
+
+def test_plans_for_no_runner_hold_what_is_computed_and_nothing_else() -> None:
+    server = plan().server()
+    plans = []
+    schedule = server.scheduler.schedule
+    server.scheduler.schedule = lambda: plans.append(schedule()) or plans[-1]  # type: ignore[func-returns-value]
+    Simulation(server, Demand(count=2, input_len="40", output_len="3").traffic()).run()
+    assert [sum(plan.lengths) for plan in plans] == [80, 2, 2]
+    assert not any(plan.token_ids or plan.new or plan.tables for plan in plans)
+
+
 def test_a_step_after_a_pause_is_slow_and_a_series_becomes_fast() -> None:
     times = StepTimes(STEP, (), per_cold=STEP, fastest=STEP)
     slow_at_first = plan().replace(speed=Speed("", MEASURED, times))

@@ -60,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
         "per_chunk_work": times.per_chunk_work,
         "per_seq": times.per_seq,
         "per_moved_block": times.per_moved_block,
+        "per_arrival": times.per_arrival,
+        "per_end": times.per_end,
         "per_cold": times.per_cold,
     }
     rows = [

@@ -41,6 +41,8 @@ class StepLoad(NamedTuple):
         chunk_work: sum over chunks of prompts of (tokens - 1) times their mean context.
         num_seqs: sequences.
         num_moved: blocks copied or swapped before the step.
+        num_arrived: requests that came in while it was computed, which the simulator alone knows.
+        num_ended: requests that ended in the step before, whose answers are completed beside this one; likewise.
         cold: how cold caches and memory are, from 0 to 1 (`simulator/coldness.py`).
     """
 
@@ -49,6 +51,8 @@ class StepLoad(NamedTuple):
     chunk_work: float = 0.0
     num_seqs: int = 0
     num_moved: int = 0
+    num_arrived: int = 0
+    num_ended: int = 0
     cold: float = 0.0
 
     def with_chunk(self, start: int, num_tokens: int) -> StepLoad:
@@ -58,8 +62,7 @@ class StepLoad(NamedTuple):
             self.context + start + num_tokens,
             self.chunk_work + max(0, num_tokens - 1) * (start + 0.5 * num_tokens),
             self.num_seqs + 1,
-            self.num_moved,
-            self.cold,
+            *self[4:],
         )
 
     @classmethod
@@ -149,6 +152,8 @@ class StepTimes:
         per_chunk_work: time per unit of `StepLoad.chunk_work`.
         per_seq: time per sequence.
         per_moved_block: time per block copied or swapped.
+        per_arrival: time that a step takes longer for each request that comes in meanwhile.
+        per_end: the same for each request that ended in the step before.
         per_cold: time that a step takes longer if caches and memory are cold.
         fastest: time of the fastest measured step; 0 if `per_cold` is.
     """
@@ -159,6 +164,8 @@ class StepTimes:
     per_chunk_work: float = 0.0
     per_seq: float = 0.0
     per_moved_block: float = 0.0
+    per_arrival: float = 0.0
+    per_end: float = 0.0
     per_cold: float = 0.0
     fastest: float = 0.0
 
@@ -171,6 +178,8 @@ class StepTimes:
             + self.per_chunk_work * load.chunk_work
             + self.per_seq * load.num_seqs
             + self.per_moved_block * load.num_moved
+            + self.per_arrival * load.num_arrived
+            + self.per_end * load.num_ended
             + self.per_cold * load.cold
         )
 

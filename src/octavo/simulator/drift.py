@@ -84,7 +84,7 @@ def floor(steps: Sequence[MeasuredStep]) -> tuple[float, float]:
     for step in steps:
         load = step.load
         sizes = (round(math.log1p(value) / _EQUAL) for value in (load.context, load.chunk_work, load.cold))
-        groups[load.rows, load.num_seqs, *sizes].append(step.seconds)
+        groups[load.rows, load.num_seqs, load.num_arrived, load.num_ended, *sizes].append(step.seconds)
     errors = [
         abs(statistics.median(group[:i] + group[i + 1 :]) / seconds - 1)
         for group in groups.values()

@@ -9,7 +9,7 @@ disturbed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,7 +23,16 @@ from octavo.simulator.spread import Spread
 
 Array = npt.NDArray[np.float64]
 
-NAMES = ("base", "per_context_token", "per_chunk_work", "per_seq", "per_moved_block", "per_cold")
+NAMES = (
+    "base",
+    "per_context_token",
+    "per_chunk_work",
+    "per_seq",
+    "per_moved_block",
+    "per_arrival",
+    "per_end",
+    "per_cold",
+)
 LEAST_STEPS = 50
 
 _REWEIGHTINGS = 10
@@ -60,21 +69,33 @@ class Fit:
 
 def executions(steps: Iterable[RecordedStep]) -> list[MeasuredStep]:
     """Return the steps with the seconds that the device computed."""
-    return [MeasuredStep(load_of(step), step.seconds, step.at) for step in steps if step.seconds > 0]
+    return [MeasuredStep(load, step.seconds, step.at) for step, load, _ in _with_loads(steps) if step.seconds > 0]
 
 
 def periods(steps: Iterable[RecordedStep]) -> list[MeasuredStep]:
     """Return the steps with the seconds until the next step began, where the engine went straight on to it.
 
-    This is the inter-token latency that streams see: it includes planning, updating and output processing. The engine
-    went straight on if both steps have a sequence in common.
+    This is the inter-token latency that streams see: it includes planning, updating and output processing.
     """
-    found, before = [], None
+    return [MeasuredStep(load, next_at - step.at, step.at) for step, load, next_at in _with_loads(steps) if next_at]
+
+
+def _with_loads(steps: Iterable[RecordedStep]) -> Iterator[tuple[RecordedStep, StepLoad, float]]:
+    """Yield each step, its load, and when the next one began, or 0 if the engine did not go straight on to it.
+
+    It went straight on if both steps have a sequence in common. Then the sequences that are new in the next step came
+    in while this one was computed, and those dropped in this one ended in the one before.
+    """
+    before, num_ended = None, 0
     for step in steps:
-        if before is not None and step.step == before.step + 1 and not set(before.seq_ids).isdisjoint(step.seq_ids):
-            found.append(MeasuredStep(load_of(before), step.at - before.at, before.at))
-        before = step
-    return found
+        goes_on = False
+        if before is not None:
+            goes_on = step.step == before.step + 1 and not set(before.seq_ids).isdisjoint(step.seq_ids)
+            load = load_of(before)._replace(num_arrived=step.num_new if goes_on else 0, num_ended=num_ended)
+            yield before, load, step.at if goes_on else 0.0
+        before, num_ended = step, step.num_drops if goes_on else 0
+    if before is not None:
+        yield before, load_of(before)._replace(num_ended=num_ended), 0.0
 
 
 def outside(steps: Iterable[MeasuredStep], spans: Sequence[tuple[float, float]]) -> list[MeasuredStep]:
@@ -184,7 +205,7 @@ def _knots(rows: Sequence[int]) -> list[int]:
 
 def _terms(loads: Sequence[StepLoad], knots: Sequence[int]) -> Array:
     """Return the terms, [steps, terms]: base, a ramp from each knot to the next (the last is unbounded), context, chunk
-    work, sequences, moved blocks, coldness."""
+    work, sequences, moved blocks, arrived and ended requests, coldness."""
     table = np.array(loads, dtype=np.float64)
     rows, others = table[:, 0], table[:, 1:]
     columns = [np.ones(len(rows))]
@@ -196,12 +217,12 @@ def _terms(loads: Sequence[StepLoad], knots: Sequence[int]) -> Array:
 
 def _as_times(solution: Array, knots: Sequence[int], fastest: float) -> StepTimes:
     base, *rest = solution.tolist()
-    slopes, (context, chunk, seq, moved, cold) = rest[: len(knots) - 1], rest[len(knots) - 1 :]
+    slopes, (context, chunk, seq, moved, arrival, end, cold) = rest[: len(knots) - 1], rest[len(knots) - 1 :]
     points, total = [(float(knots[0]), 0.0)], 0.0
     for slope, low, high in zip(slopes, knots, knots[1:], strict=False):
         total += slope * (high - low)
         points.append((float(high), total))
-    return StepTimes(base, tuple(points), context, chunk, seq, moved, cold, fastest if cold else 0.0)
+    return StepTimes(base, tuple(points), context, chunk, seq, moved, arrival, end, cold, fastest if cold else 0.0)
 
 
 def _huber_weights(relative: Array) -> Array:

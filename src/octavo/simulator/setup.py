@@ -213,7 +213,14 @@ class Plan:
             tells_all=False,
         )
         return SimulatedServer(
-            scheduler, times, clock, speed.intake_s, speed.reply_s, Coldness(times.fastest), Draws(speed.spread)
+            scheduler,
+            times,
+            clock,
+            speed.intake_s,
+            speed.reply_s,
+            times.per_arrival,
+            Coldness(times.fastest),
+            Draws(speed.spread),
         )
 
 

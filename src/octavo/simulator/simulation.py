@@ -50,6 +50,7 @@ class SimulatedServer:
 
     Attributes:
         intake_s: seconds from a request's arrival until it reaches the engine.
+        arrival_s: seconds that a step takes longer for each request that reaches the engine meanwhile.
         reply_s: seconds from the end of a step until clients receive its tokens.
         coldness: the state of caches and memory.
         draws: how far single steps lie from `times`.
@@ -60,6 +61,7 @@ class SimulatedServer:
     clock: VirtualClock
     intake_s: float = 0.0
     reply_s: float = 0.0
+    arrival_s: float = 0.0
     coldness: Coldness = field(default_factory=lambda: Coldness(0.0))
     draws: Draws = field(default_factory=lambda: Draws(Spread()))
 
@@ -210,6 +212,8 @@ class Simulation:
         self._give_up = give_up
         self._numbers = itertools.count()
         self._live: dict[SequenceId, _Live] = {}
+        self._came: list[SimulatedRequest] = []  # during the last step
+        self._num_ended = 0  # in the last step, if another follows at once
         self._drew: set[SequenceId] = set()  # sequences that drew a token in the last step, which ended at
         self._drew_at = 0.0
         self._last_token: dict[SequenceId, float] = {}  # of unfinished sequences that drew no token in the last step
@@ -232,6 +236,9 @@ class Simulation:
         results, server, traffic = self.results, self._server, self._traffic
         scheduler, clock, intake = server.scheduler, server.clock, server.intake_s
         while True:
+            for sent in self._came:
+                self._arrive(sent)
+            self._came.clear()
             while (due := traffic.due()) is not None and due + intake <= clock.now:
                 self._arrive(traffic.take())
             plan = scheduler.schedule() if scheduler.has_work else StepPlan()
@@ -243,7 +250,7 @@ class Simulation:
             elif scheduler.is_looking_up:
                 continue
             elif due is not None:
-                clock.now = due + intake
+                clock.now, self._num_ended = due + intake, 0
             elif scheduler.has_work:
                 raise OctavoError(f"{scheduler.num_waiting} simulated requests wait, but nothing runs")
             else:
@@ -294,8 +301,11 @@ class Simulation:
         scheduler, clock = server.scheduler, server.clock
         moved = len(plan.copies) + len(plan.stores) + len(plan.loads)
         load = StepLoad.of(plan.starts, plan.lengths, num_streams=plan.num_streams, num_moved=moved)
-        predicted = server.times.predict(load._replace(cold=server.coldness.before(clock.now)))
+        cold = server.coldness.before(clock.now)
+        predicted = server.times.predict(load._replace(num_ended=self._num_ended, cold=cold))
         seconds = predicted * server.draws.ratio(load)
+        if server.arrival_s:
+            seconds += server.arrival_s * self._take_until(clock.now + seconds - server.intake_s)
         clock.now += seconds
         server.coldness.after(clock.now, predicted)
         running, used = scheduler.num_running, server.kv.usage
@@ -309,9 +319,17 @@ class Simulation:
         self._running_s += running * seconds
         self._usage_s += used * seconds
         self._note_tokens(plan)
+        self._num_ended = 0
         for update in updates:
             if update.finish_reason is not None:
+                self._num_ended += 1
                 self._finish(update.seq.seq_id)
+
+    def _take_until(self, at: float) -> int:
+        """Take the requests that arrive until then, for after the step; returns their number."""
+        while (due := self._traffic.due()) is not None and due <= at:
+            self._came.append(self._traffic.take())
+        return len(self._came)
 
     def _note_tokens(self, plan: StepPlan) -> None:
         """Record the time to first token and the inter-token latencies of a step."""

@@ -14,10 +14,11 @@ from typing import Any
 from octavo.errors import ConfigError
 from octavo.scheduler.plan_log import read_facts, read_plans
 from octavo.scheduler.step_time import StepTimes
-from octavo.simulator.fitting import Fit, executions, fit, outside, periods, spread_of, with_coldness
+from octavo.simulator.fitting import Fit, MeasuredStep, executions, fit, outside, periods, spread_of, with_coldness
 from octavo.simulator.spread import Spread
 
 VERSION = 1
+_MOST_AT_ONCE = 2  # requests that come or end with one step; those of a burst share what they cost
 MEASURED = "measured"
 ESTIMATED = "estimated"
 
@@ -107,8 +108,8 @@ def speed_of_plans(
                 f"{path} and {paths[0]} are recordings of different engines: {read_facts(path)} and {facts}"
             )
         steps = [step for step in read_plans(path) if step.at >= since]
-        measured += outside(periods(steps), left_out)
-        executed += outside(executions(steps), left_out)
+        measured += outside(_one_by_one(periods(steps)), left_out)
+        executed += outside(_one_by_one(executions(steps)), left_out)
     fitted, device = fit(measured), fit(executed)
     return Speed(
         origin=origin or f"fitted to {len(measured)} steps of {facts.get('model')} in {', '.join(paths)}",
@@ -118,6 +119,11 @@ def speed_of_plans(
         facts=facts,
         fit={"period": _quality(fitted), "execution": _quality(device) | {"times": asdict(device.times)}},
     )
+
+
+def _one_by_one(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
+    """Return the steps beside which requests came and ended one by one."""
+    return [step for step in steps if max(step.load.num_arrived, step.load.num_ended) <= _MOST_AT_ONCE]
 
 
 def _quality(fitted: Fit) -> dict[str, Any]:
