@@ -1,12 +1,6 @@
 """Compare `octavo simulate` with the server that it simulates, on work that its step times were not fitted to.
 
-    python benchmarks/simulator.py --output benchmarks/results/simulator    # eight minutes; the machine must be idle
-
-In pieces, where a machine is idle for shorter: the rows of each are added to those that OUTPUT.json has.
-
-    octavo calibrate-speed smollm2 --num-blocks 2049 --max-model-len 2048 --max-num-seqs 64 --output speed.json
-    python benchmarks/simulator.py --speed speed.json --shares 0.3,0.6 --output OUT
-    python benchmarks/simulator.py --speed speed.json --shares 0.8,closed --output OUT --add
+    python benchmarks/simulator.py --output benchmarks/results/simulator    # seven minutes; the machine must be idle
 
 Three layers, each reported whatever it shows:
 
@@ -18,59 +12,58 @@ Three layers, each reported whatever it shows:
 and, with all requests present from the start, so that arrivals coincide to the step: preemptions and cached tokens of
 an engine in memory, which must be exactly those of the simulation.
 
-A shared machine changes its speed while it is measured, which no simulation can know (`simulator/drift.py`). So each
-run is simulated twice: with the calibrated times, and with these times scaled to the machine's speed at each moment, as
-shown by the run's own plans. The errors of the second are the simulator's own: queues, batches, and the way of requests
-and answers.
+A shared machine changes its speed while it is measured, which no simulation can know (`simulator/drift.py`). So the
+loads take turns on one server, in pieces of some seconds, with a piece of a calibration before each:
 
-Each simulation is run seven times, with other draws of single steps' times, and the median of each figure is compared:
-the 99th percentile of 300 requests is that of three of them, and another draw of their steps moves it by up to a third.
-How far the draws move each figure is reported, and, with --twice, how far a second run of the server differs from the
-first; and what changes if every step takes 5 % longer, as the machine may from one minute to the next.
+    calibration, 30 %, calibration, 60 %, calibration, 80 %, …, calibration, 30 %, …
+
+and each load is simulated with step times of three origins:
+
+    beforehand  `octavo calibrate-speed`, before the first piece: what somebody who sizes a service has
+    in between  fitted to the pieces of calibration: the same law at the speed of the same minutes
+    moment      those, scaled to the machine's speed at each moment, as shown by the load's own plans: what is left is
+                the simulator's own error, of queues, batches, and the way of requests and answers
+
+Every piece is run twice, with the same arrivals and lengths and with other tokens, so that no prompt is found in the
+cache: how far the second differs from the first shows how well anything could predict it. Each simulation is run
+seven times, with other draws of single steps' times, and the median of each figure is compared; how far the draws move
+it is reported, and what changes if every step takes 5 % longer.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from octavo import LLM, EngineConfig, SamplingParams
 from octavo.bench import report, serving
-from octavo.bench.processor_time import ProcessorTime
-from octavo.bench.server_process import running_server
-from octavo.bench.serving import RequestRecord, Target
-from octavo.bench.workload import END_TOKEN_ID, BenchRequest, arrival_times, named_workload
+from octavo.bench.workload import named_workload
 from octavo.planner.sources import find_shape
-from octavo.scheduler.plan_log import RecordedStep, read_plans
 from octavo.scheduler.step_time import StepLoad, StepTimes
-from octavo.simulator.calibration import calibrate, run_load, warm_up
+from octavo.simulator.calibration import calibrate
 from octavo.simulator.drift import Drift, floor
 from octavo.simulator.fitting import executions, mean_abs_error, periods, with_coldness
 from octavo.simulator.pareto import require_matplotlib
 from octavo.simulator.setup import Plan
 from octavo.simulator.simulation import Results, Simulation, VirtualClock
+from octavo.simulator.sketch import Sketch
 from octavo.simulator.speed import Speed
 from octavo.simulator.spread import Draws, Spread
-from octavo.simulator.traffic import ClosedTraffic, OpenTraffic, Shape, Traffic
+from octavo.simulator.traffic import Traffic
+from simulator_loads import ENGINE, MODEL, ClosedLoad, Load, Measured, OpenLoad, Piece, open_traffic, run_in_turn
 from simulator_report import HIGHEST_SHARE, PERCENTILES, as_markdown, draw
 
-MODEL = "smollm2"
-SHARES = "0.3,0.6,0.8,0.95,closed"
-ENGINE = {"num_blocks": 2049, "max_model_len": 2048, "max_num_seqs": 64}
+SHARES = "0.6,0.8,0.95,closed"
 CRAMPED = {**ENGINE, "num_blocks": 257, "swap_space": 0}
 SLOWER = 1.05
 DRAWS = 7
-MOST_OTHERS, ATTEMPTS = 0.05, 2
-FEWEST = 30
 
 _MakeTraffic = Callable[[], Traffic]
 _Combine = Callable[[list[float]], float]
@@ -88,26 +81,6 @@ class TimesOfTheMoment:
         return self.drift.predict(load, self.zero + self.clock.now)
 
 
-@dataclass(slots=True)
-class Run:
-    """What a server did in one run.
-
-    Attributes:
-        zero: `time.perf_counter` at time zero of the records.
-        others, stolen: shares of the processors' time that other programs used, and that the host gave to other guests.
-    """
-
-    records: list[RequestRecord]
-    zero: float
-    others: float = 0.0
-    stolen: float = 0.0
-    steps: list[RecordedStep] = field(default_factory=list)
-
-    @property
-    def taken(self) -> float:
-        return self.others + self.stolen
-
-
 def simulated(
     speed: Speed,
     traffic: Traffic,
@@ -116,7 +89,7 @@ def simulated(
     zero: float = 0.0,
     seed: int = 0,
 ) -> Results:
-    """Simulate traffic with the calibrated times or, given a drift, with those of the moment.
+    """Simulate traffic with a speed's times or, given a drift, with those of the moment.
 
     Args:
         seed: of the draws of single steps' times.
@@ -128,54 +101,35 @@ def simulated(
     return Simulation(server, traffic).run()
 
 
-def simulations(
-    speed: Speed, make_traffic: _MakeTraffic, drift: Drift | None = None, zero: float = 0.0
-) -> list[dict[str, Any]]:
-    """Report `DRAWS` simulations of the same requests, which differ in the draws of single steps' times."""
-    return [simulated(speed, make_traffic(), ENGINE, drift, zero, seed).report() for seed in range(DRAWS)]
+def simulations(speed: Speed, pieces: Iterable[Piece], drift: Drift | None = None) -> list[dict[str, Any]]:
+    """Report `DRAWS` simulations of the pieces, which differ in the draws of single steps' times."""
+    pieces = list(pieces)
+    return [
+        pooled([simulated(speed, piece.traffic(), ENGINE, drift, piece.zero, seed) for piece in pieces])
+        for seed in range(DRAWS)
+    ]
 
 
-def shape(request: BenchRequest) -> Shape:
-    """The shape of a request, with the same prompt token for token."""
-    runs = tuple((token, len(list(same))) for token, same in itertools.groupby(request.prompt_token_ids))
-    return Shape(runs, len(request.prompt_token_ids), request.max_tokens)
+def pooled(runs: Sequence[Results]) -> dict[str, Any]:
+    """Report several runs as one."""
+    ttft, itl = Sketch(), Sketch()
+    for run in runs:
+        ttft.merge(run.ttft)
+        itl.merge(run.itl)
+    return {
+        "ttft_ms": ttft.summary(1000.0),
+        "itl_ms": itl.summary(1000.0),
+        "output_tok_s": sum(run.output_tokens for run in runs) / math.fsum(run.duration_s for run in runs),
+        "cached_tokens": sum(run.cached_tokens for run in runs),
+    }
 
 
-def open_traffic(requests: Sequence[BenchRequest], times: Sequence[float]) -> Traffic:
-    timed: Iterator[tuple[float, Shape]] = zip(times, map(shape, requests), strict=True)
-    return OpenTraffic(timed)
-
-
-def serve_argv() -> list[str]:
-    return [MODEL, *(f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items())]
-
-
-def measured(requests: Sequence[BenchRequest], times: Sequence[float], plans: Path, users: int | None = None) -> Run:
-    """Measure until nobody else uses the processors, up to `ATTEMPTS` times; returns the quietest run."""
-    runs = []
-    for _ in range(ATTEMPTS):
-        runs.append(measured_once(requests, times, plans, users))
-        if runs[-1].taken <= MOST_OTHERS:
-            break
-        print(f"others used {runs[-1].taken:.0%} of the processor time", flush=True)
-    return min(runs, key=lambda run: run.taken)
-
-
-def measured_once(
-    requests: Sequence[BenchRequest], times: Sequence[float], plans: Path, users: int | None = None
-) -> Run:
-    """Send the requests to a new, warmed-up server that records its plans."""
-    processors = ProcessorTime()
-    with running_server([*serve_argv(), f"--record-plans={plans}"]) as server:
-        target = Target(server.base_url, MODEL)
-        warm_up(target, ENGINE["max_model_len"], END_TOKEN_ID)
-        began = time.perf_counter()
-        zero, records = run_load(target, requests, times, users)
-    run = Run(records, zero)
-    if (shares := processors.shares()) is not None:
-        run.others, run.stolen = shares.others, shares.stolen
-    run.steps = [step for step in read_plans(plans) if step.at >= began]
-    return run
+def observed(pieces: Iterable[Piece]) -> dict[str, Any]:
+    """Report what the clients of several pieces saw."""
+    pieces = list(pieces)
+    found = dict(serving.summary([record for piece in pieces for record in piece.records]))
+    seconds = math.fsum(max(record.finished_s for record in piece.records) for piece in pieces)
+    return found | {"output_tok_s": found["output_tokens"] / seconds}
 
 
 def slowed(speed: Speed) -> Speed:
@@ -185,43 +139,54 @@ def slowed(speed: Speed) -> Speed:
     return replace(speed, spread=Spread(decodes, chunks))
 
 
-def compared(speed: Speed, run: Run, make_traffic: _MakeTraffic, again: Run | None) -> dict[str, Any]:
-    """Compare a run with its two simulations, with a second run of the same requests and with a simulated machine that
-    is slower; and report the errors of the steps."""
-    steps = with_coldness(speed.times, periods(run.steps))
-    drift = Drift(speed.times, steps)
-    real = combined([serving.summary(run.records)])
-    plain, moment = simulations(speed, make_traffic), simulations(speed, make_traffic, drift, run.zero)
-    slower = simulations(slowed(speed), make_traffic)
-    device = StepTimes(**{**(fields := speed.fit["execution"]["times"]), "products": _points(fields)})
+def compared(beforehand: Speed, measured: Measured, load: Load) -> dict[str, Any]:
+    """Compare the pieces of a load with their simulations and with one another; and report the errors of the steps."""
+    between, pieces = measured.speed, [piece for piece in measured.pieces if piece.load is load]
+    recorded = [step for piece in pieces for step in piece.steps]
+    measured_steps = periods(recorded)
+    steps = with_coldness(between.times, measured_steps)
+    drift = Drift(between.times, steps)
+    first, second = ([piece for piece in pieces if piece.number % 2 == turn] for turn in (0, 1))
+    real = combined([observed(pieces)])
+    early, late = simulations(beforehand, first), simulations(between, first)
+    moment, slower = simulations(between, pieces, drift), simulations(slowed(between), first)
+    device = StepTimes(**{**(fields := between.fit["execution"]["times"]), "products": _points(fields)})
     error, share = floor(steps)
     row: dict[str, Any] = {
-        "requests": len(run.records),
-        "failed": sum(record.error is not None for record in run.records),
-        "others": run.others,
-        "stolen": run.stolen,
-        "steps": len(run.steps),
-        "step_error": mean_abs_error(speed.times, steps),
-        "device_step_error": mean_abs_error(device, with_coldness(device, executions(run.steps))),
-        "step_bias": math.fsum(map(speed.times.predict, (step.load for step in steps)))
-        / math.fsum(step.seconds for step in steps)
-        - 1,
-        "error_of_time": math.fsum(abs(speed.times.predict(step.load) - step.seconds) for step in steps)
+        "name": load.name,
+        "requests": sum(len(piece.records) for piece in pieces),
+        "failed": sum(record.error is not None for piece in pieces for record in piece.records),
+        "others": statistics.fmean(piece.others for piece in pieces),
+        "stolen": statistics.fmean(piece.stolen for piece in pieces),
+        "steps": len(recorded),
+        "step_error": mean_abs_error(between.times, steps),
+        "device_step_error": mean_abs_error(device, with_coldness(device, executions(recorded))),
+        "biases": [
+            bias(beforehand.times, with_coldness(beforehand.times, measured_steps)),
+            bias(between.times, steps),
+        ],
+        "error_of_time": math.fsum(abs(between.times.predict(step.load) - step.seconds) for step in steps)
         / math.fsum(step.seconds for step in steps),
         "floor": error,
         "floor_share": share,
         "residual": drift.residual(),
         "cached_tokens": [
-            sum(record.cached_tokens for record in run.records),
-            *(each[0]["cached_tokens"] for each in (plain, moment)),
+            sum(record.cached_tokens for piece in pieces for record in piece.records),
+            *(len(pieces) // len(first) * each[0]["cached_tokens"] for each in (early, late)),
+            moment[0]["cached_tokens"],
         ],
     }
-    row |= beside(real, combined(plain), combined(moment))
-    row["draws"] = beside(combined(plain, min), combined(plain, max))
-    row["slower"] = beside(combined(plain), combined(slower))
-    if again is not None:
-        row["again"] = beside(real, combined([serving.summary(again.records)])) | {"taken": again.taken}
+    row |= beside(real, *map(combined, (early, late, moment)))
+    row["draws"] = beside(combined(late, min), combined(late, max))
+    row["slower"] = beside(combined(late), combined(slower))
+    if second:
+        row["again"] = beside(*(combined([observed(half)]) for half in (first, second)))
     return row
+
+
+def bias(times: StepTimes, steps: Sequence[Any]) -> float:
+    """Return how much longer all steps together are predicted to take than they took."""
+    return math.fsum(times.predict(step.load) for step in steps) / math.fsum(step.seconds for step in steps) - 1
 
 
 def combined(reports: Sequence[Mapping[str, Any]], how: _Combine = statistics.median) -> dict[str, Any]:
@@ -244,40 +209,16 @@ def _points(fields: dict[str, Any]) -> tuple[tuple[float, float], ...]:
     return tuple((rows, seconds) for rows, seconds in fields["products"])
 
 
-def run_open_loop(
-    speed: Speed, share: float, rate: float, count: int, folder: Path, twice: bool = False
-) -> dict[str, Any]:
-    """Send requests at their arrival times, at a share of saturation."""
-    requests = named_workload(f"mixed{count}", seed=round(100 * share))
-    times = arrival_times(count, share * rate, seed=round(100 * share))
-    run = measured(requests, times, folder / f"plans{share}")
-    again = measured_once(requests, times, folder / f"again{share}") if twice else None
-    row = compared(speed, run, lambda: open_traffic(requests, times), again)
-    return {"name": f"{share:.0%}", "share": share, "rate": share * rate, **row}
+def closed_load(speed: Speed, rate: float, seconds: float) -> ClosedLoad:
+    """As many users as stay below 80 % of saturation."""
 
+    def rate_of(users: int) -> float:
+        load = ClosedLoad("", 0.0, users, 60)
+        return load.count / simulated(speed, load.traffic(load.requests(0)), ENGINE).duration_s
 
-def run_closed_loop(speed: Speed, rate: float, seconds: float, folder: Path) -> dict[str, Any]:
-    """Run as many users as stay below 80 % of saturation; each sends its next request when it has its answer.
-
-    Every third request begins with a prefix that others share.
-    """
-
-    def requests(count: int) -> list[BenchRequest]:
-        mixed, shared = iter(named_workload(f"mixed{count}", seed=3)), iter(named_workload(f"shared{count}", seed=3))
-        return [next(shared if i % 3 == 2 else mixed) for i in range(count)]
-
-    def simulate_users(users: int, count: int) -> float:
-        traffic = ClosedTraffic(map(shape, requests(count)), users, count)
-        return count / simulated(speed, traffic, ENGINE).duration_s
-
-    most = HIGHEST_SHARE * rate
-    users = max((n for n in range(1, 17) if simulate_users(n, 60) <= most), default=1)
-    count = max(FEWEST, round(simulate_users(users, 60) * seconds))
-    chosen = requests(count)
-    run = measured(chosen, [0.0] * count, folder / "plans", users)
-    row = compared(speed, run, lambda: ClosedTraffic(map(shape, chosen), users, count), None)
-    reached = count / (max(record.finished_s for record in run.records) * rate)
-    return {"name": f"{users} users", "share": reached, "rate": reached * rate, "users": users, **row}
+    users = max((n for n in range(1, 17) if rate_of(n) <= HIGHEST_SHARE * rate), default=1)
+    reached = rate_of(users)
+    return ClosedLoad(f"{users} users", reached / rate, users, max(1, round(reached * seconds)))
 
 
 def run_at_once(speed: Speed) -> dict[str, Any]:
@@ -306,40 +247,47 @@ def saturation(speed: Speed, count: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--speed", help="as calibrate-speed wrote it; default: measured now")
-    parser.add_argument("--seconds", type=float, default=80.0, help="of the calibration")
-    parser.add_argument("--run-seconds", type=float, default=50.0, help="of arrivals in each run")
+    parser.add_argument("--speed", help="calibrated beforehand with `octavo calibrate-speed`; default: measured now")
+    parser.add_argument("--seconds", type=float, default=80.0, help="of that calibration")
     parser.add_argument("--shares", default=SHARES, help="of saturation, and the closed loop (default: %(default)s)")
-    parser.add_argument("--twice", action="store_true", help="run each share of the open loop a second time")
-    parser.add_argument("--add", action="store_true", help="keep the rows that OUTPUT.json has of other shares")
+    parser.add_argument("--rounds", type=int, default=4, help="in which each load has its turn; every two are alike")
+    parser.add_argument("--run-seconds", type=float, default=10.0, help="of arrivals in each piece")
+    parser.add_argument("--between-seconds", type=float, default=4.0, help="of calibration before each piece")
+    parser.add_argument("--keep-plans", metavar="FILE", help="keep the recording of the server")
     parser.add_argument("--output", help="write OUTPUT.json, OUTPUT.md and OUTPUT.png")
     arguments = parser.parse_args()
     if arguments.output:
         require_matplotlib()
     if arguments.speed:
-        speed = Speed.read(arguments.speed)
+        beforehand = Speed.read(arguments.speed)
     else:
-        speed = calibrate(serve_argv(), arguments.seconds, find_shape(MODEL).vocab_size)
-    rate = saturation(speed, 150)
+        options = (f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items())
+        beforehand = calibrate([MODEL, *options], arguments.seconds, find_shape(MODEL).vocab_size)
+    rate = saturation(beforehand, 150)
+    loads: list[Load] = [
+        closed_load(beforehand, rate, arguments.run_seconds)
+        if share == "closed"
+        else OpenLoad(f"{float(share):.0%}", float(share), float(share) * rate, arguments.run_seconds)
+        for share in arguments.shares.split(",")
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        plans = Path(arguments.keep_plans or Path(folder) / "plans")
+        measured = run_in_turn(loads, arguments.rounds, arguments.between_seconds, plans)
+    rows = [compared(beforehand, measured, load) | load.facts() for load in loads]
     result: dict[str, Any] = {
         "model": MODEL,
         "machine": report.machine(),
         "saturation": rate,
-        "at_once": run_at_once(speed),
+        "rounds": arguments.rounds,
+        "run_seconds": arguments.run_seconds,
+        "calibrations": {
+            name: {"steps": speed.fit["period"]["steps"], "error": speed.fit["period"]["mean_abs_error"]}
+            for name, speed in (("beforehand", beforehand), ("in between", measured.speed))
+        },
+        "left_out_s": measured.left_out_s,
+        "at_once": run_at_once(measured.speed),
+        "rows": sorted(rows, key=lambda row: ("users" in row, row["share"])),
     }
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for share in arguments.shares.split(","):
-            if share == "closed":
-                rows.append(run_closed_loop(speed, rate, arguments.run_seconds, Path(folder)))
-            else:
-                count = max(FEWEST, round(float(share) * rate * arguments.run_seconds))
-                rows.append(run_open_loop(speed, float(share), rate, count, Path(folder), arguments.twice))
-    if arguments.add:
-        names = {row["name"] for row in rows}
-        before = json.loads(Path(arguments.output).with_suffix(".json").read_text())["rows"]
-        rows = [row for row in before if row["name"] not in names] + rows
-    result["rows"] = sorted(rows, key=lambda row: ("users" in row, row["share"]))
     print(as_markdown(result))
     if arguments.output:
         stem = Path(arguments.output)

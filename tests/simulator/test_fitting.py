@@ -126,6 +126,16 @@ def test_a_percentile_of_a_sketch_is_within_half_a_per_cent_and_its_size_does_no
     assert len(sketch._buckets) < 1500
 
 
+def test_sketches_that_are_merged_hold_the_values_of_both() -> None:
+    rng, both, parts = random.Random(2), Sketch(), [Sketch(), Sketch()]
+    for number in range(2000):
+        value = rng.lognormvariate(-4, 1.5)
+        both.add(value)
+        parts[number % 2].add(value)
+    parts[0].merge(parts[1])
+    assert parts[0].summary() == pytest.approx(both.summary())
+
+
 def test_an_empty_sketch_has_no_percentile_and_zero_counts_as_zero() -> None:
     sketch = Sketch()
     assert sketch.summary() == dict.fromkeys(("mean", "p50", "p90", "p95", "p99", "max"))

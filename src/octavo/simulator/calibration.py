@@ -1,6 +1,6 @@
 """Measure the step times of a real server with rounds of requests that exercise every term of the step-time model.
 
-    streams    1, 2, 4, … requests with short prompts at once: decode steps with that many rows
+    streams    1, 2, 4, … requests at once: decode steps with that many rows
     prompt     one request alone, from 8 tokens to the longest step: chunks, and a request's cost outside its steps
     contexts   a few streams with long prompts: reading keys and values
     mixed      random arrivals: chunks beside streams
@@ -34,6 +34,9 @@ from octavo.simulator.speed import Speed, speed_of_plans
 
 # Long enough that a round has steps in which all of its streams run.
 _STREAMED = 24
+_CONTEXTS = (24, 100, 300)
+_MOST_IN_PROMPTS = 2000
+_RATES = (4.0, 8.0, 16.0)
 
 WARM_UP_S = 4.0
 """For the first 1.5 seconds, steps took up to five times as long as later: a new server also starts the process that
@@ -72,9 +75,10 @@ def rounds(max_num_seqs: int, max_model_len: int, max_step: int, seed: int = 0) 
         for exponent in range(20):
             if (streams := 1 << exponent) > max_num_seqs:
                 break
-            # Later sweeps also measure between the powers of two.
+            # Later sweeps also measure between the powers of two, and with the contexts of a conversation.
             count = min(max_num_seqs, max(1, round(streams * (1 if sweep == 0 else rng.uniform(0.75, 1.4)))))
-            found.append(Round("streams", tuple(jittered(24) for _ in range(count)), _STREAMED))
+            context = 24 if sweep == 0 else min(rng.choice(_CONTEXTS), _MOST_IN_PROMPTS / count)
+            found.append(Round("streams", tuple(jittered(context) for _ in range(count)), _STREAMED))
         length = 8
         while length <= longest:
             found.append(Round("prompt", (length if sweep == 0 else jittered(length),), 2))
@@ -82,8 +86,9 @@ def rounds(max_num_seqs: int, max_model_len: int, max_step: int, seed: int = 0) 
         for count, context in ((2, 3000), (6, 1200), (16, 500), (48, 250)):
             if count <= max_num_seqs:
                 found.append(Round("contexts", tuple(jittered(context) for _ in range(count)), _STREAMED))
-        lengths = tuple(jittered(rng.lognormvariate(5.0, 0.9), 2 * _STREAMED) for _ in range(24))
-        found.append(Round("mixed", lengths, 2 * _STREAMED, rate=rng.choice((4.0, 8.0, 16.0))))
+        for rate in rng.sample(_RATES, 2):
+            lengths = tuple(jittered(rng.lognormvariate(5.0, 0.9), 2 * _STREAMED) for _ in range(24))
+            found.append(Round("mixed", lengths, 2 * _STREAMED, rate))
         if sweep:
             rng.shuffle(found)
         yield from found
@@ -109,7 +114,7 @@ def calibrate(argv: Sequence[str], seconds: float, vocab_size: int, plans: str |
             warm_up(target, recorded["max_model_len"], token_end)
             began = time.perf_counter()
             with ProcessorWatch() as watch:
-                sent = _send_rounds(target, recorded, seconds, token_end)
+                sent = RoundSender(target, recorded, token_end).send_for(seconds)
             left_out = [(span.began, span.ended) for span in disturbed(watch.spans, DISTURBED)]
         shares, machine = processors.shares(), report.machine()
         speed = speed_of_plans(
@@ -137,35 +142,64 @@ def warm_up(target: Target, max_model_len: int, token_end: int, seconds: float =
         run_load(target, requests, [0.0] * len(requests))
 
 
-def _send_rounds(target: Target, options: Mapping[str, Any], seconds: float, token_end: int) -> list[Sent]:
-    """Send rounds until the time is up, and return when their requests were sent and answered."""
-    rng = random.Random(1)
-    sent: list[Sent] = []
-    ends_at = time.monotonic() + seconds
-    slowest = 0.0  # seconds per token
-    passed_over = 0
-    endless = rounds(options["max_num_seqs"], options["max_model_len"], options["max_num_batched_tokens"])
-    for number, each in enumerate(endless):
-        left = ends_at - time.monotonic()
-        if left <= 0 or passed_over > 20:
-            break
-        if slowest * each.num_tokens > left:
-            passed_over += 1
-            continue
+class RoundSender:
+    """Sends rounds of requests to a server.
+
+    Args:
+        options: of the server, as its recording has them.
+        token_end: prompts are random token ids below this one.
+    """
+
+    def __init__(self, target: Target, options: Mapping[str, Any], token_end: int) -> None:
+        self._target = target
+        self._token_end = token_end
+        self._rng = random.Random(1)
+        endless = rounds(options["max_num_seqs"], options["max_model_len"], options["max_num_batched_tokens"])
+        self._rounds = enumerate(endless)
+
+    def send_for(self, seconds: float) -> list[Sent]:
+        """Send rounds until the time is up, and return when their requests were sent and answered.
+
+        Rounds that would take longer than what is left are passed over.
+        """
+        sent: list[Sent] = []
+        ends_at = time.monotonic() + seconds
+        slowest = 0.0  # seconds per token
         passed_over = 0
-        requests = [BenchRequest(random_token_ids(rng, n, token_end), each.output_len) for n in each.prompt_lens]
+        for number, each in self._rounds:
+            left = ends_at - time.monotonic()
+            if left <= 0 or passed_over > 20:
+                break
+            if slowest * each.num_tokens > left:
+                passed_over += 1
+                continue
+            passed_over, began = 0, time.monotonic()
+            sent += self._send(each, number)
+            if each.rate is None:
+                slowest = (time.monotonic() - began) / each.num_tokens
+            print(f"\r{seconds - max(0.0, left):.0f} of {seconds:.0f} s", end="", file=sys.stderr, flush=True)
+        print(file=sys.stderr)
+        return sent
+
+    def send_whole(self, seconds: float) -> list[Sent]:
+        """Send rounds for at least so long, each to its end, and return when their requests were sent and answered."""
+        sent: list[Sent] = []
+        ends_at = time.monotonic() + seconds
+        while time.monotonic() < ends_at:
+            number, each = next(self._rounds)
+            sent += self._send(each, number)
+        return sent
+
+    def _send(self, each: Round, number: int) -> list[Sent]:
+        requests = [
+            BenchRequest(random_token_ids(self._rng, n, self._token_end), each.output_len) for n in each.prompt_lens
+        ]
         count = len(requests)
         arrivals = [0.0] * count if each.rate is None else arrival_times(count, each.rate, seed=number)
-        began = time.monotonic()
-        zero, records = run_load(target, requests, arrivals)
+        zero, records = run_load(self._target, requests, arrivals)
         if failed := [record.error for record in records if record.error is not None]:
             raise ConfigError(f"a request of the calibration failed: {failed[0]}")
-        if each.kind != "mixed":
-            slowest = (time.monotonic() - began) / each.num_tokens
-        sent += (Sent(each.kind, zero + record.sent_s, zero + record.chunk_times[0]) for record in records)
-        print(f"\r{seconds - max(0.0, left):.0f} of {seconds:.0f} s", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-    return sent
+        return [Sent(each.kind, zero + record.sent_s, zero + record.chunk_times[0]) for record in records]
 
 
 def run_load(

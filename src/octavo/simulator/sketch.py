@@ -31,6 +31,14 @@ class Sketch:
         bucket = math.floor(math.log(value) / _GROWTH) if value > _SMALLEST else -(10**6)
         self._buckets[bucket] = self._buckets.get(bucket, 0) + times
 
+    def merge(self, other: Sketch) -> None:
+        """Count the values of another histogram too."""
+        self.count += other.count
+        self._total += other._total
+        self._greatest = max(self._greatest, other._greatest)
+        for bucket, times in other._buckets.items():
+            self._buckets[bucket] = self._buckets.get(bucket, 0) + times
+
     @property
     def mean(self) -> float:
         return self._total / self.count if self.count else math.nan
