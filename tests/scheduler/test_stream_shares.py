@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from octavo.request import Request, Sequence
 from octavo.scheduler.fairness import VirtualTokenCounter
+from octavo.scheduler.latency_target import LatencyTarget
 from octavo.scheduler.plan import SampleResult, StepPlan, StepResult
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.scheduler_config import SchedulerConfig
-from octavo.scheduler.step_time import LatencyTarget, StepLoad, StepTimes
+from octavo.scheduler.step_time import StepLoad, StepTimes
 from octavo.scheduler.stream_shares import StreamShares
 from tests.kvcache.caches import make_manager, make_request, make_sequence
 

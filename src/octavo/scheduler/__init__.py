@@ -14,7 +14,8 @@ service | ahead                 tokens for running streams, then for prompts; th
 admission                       which sequences start to run, and with how many blocks
 backfill | yielding | claims    who may overtake; who gives blocks back; who may take another's place
 stream_shares                   turns among tenants' streams that take too long together
-step_time | budget | rotation   what a step may take: time and tokens, turns among streams
+latency_target | budget | rotation   what a step may take: time and tokens, turns among streams
+step_time                       how long a step will take
 
 who waits and who runs
 waiting | tenant_queue          in order of admission, and by the tokens to compute; a line for each tenant

@@ -212,7 +212,7 @@ class Admission:
         scored = is_scored(seq)
         hit = self._match(seq)
         start = hit.num_tokens
-        num_new = _share_of(budget.chunk(start, seq.num_tokens - start, scored=scored), share)
+        num_new = _share_of(budget.chunk(start, seq.num_tokens - start, scored=scored, is_new=True), share)
         if not num_new:
             return None
         reserve = self._reserve(seq, start + num_new)

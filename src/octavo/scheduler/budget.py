@@ -8,7 +8,7 @@ from typing import Protocol
 class TimeLimit(Protocol):
     """A limit on the time that the chunks of a step may take."""
 
-    def chunk(self, start: int, most: int) -> int:
+    def chunk(self, start: int, most: int, *, is_new: bool = False) -> int:
         """Return the longest chunk of at most `most` tokens that fits, after `start` computed tokens."""
 
     def take(self, start: int, num_tokens: int) -> None:
@@ -43,20 +43,21 @@ class StepBudget:
         self._num_scored = SCORED_BESIDE_STREAMS if beside_streams else num_tokens
         self._time = time
 
-    def chunk(self, start: int, missing: int, *, scored: bool = False) -> int:
+    def chunk(self, start: int, missing: int, *, scored: bool = False, is_new: bool = False) -> int:
         """Return the longest chunk of a prompt that fits; 0 if the step is full.
 
         Args:
             start: computed tokens of the prompt.
             missing: tokens of the prompt that remain to be computed.
             scored: whether log-probabilities of its tokens are wanted.
+            is_new: whether it is the prompt's first.
         """
         most = min(missing, self.num_tokens)
         if scored:
             most = min(most, self._num_scored)
         if self._time is None or most <= 0:
             return most
-        return self._time.chunk(start, most)
+        return self._time.chunk(start, most, is_new=is_new)
 
     def take(self, start: int, num_tokens: int, *, scored: bool = False) -> None:
         """Charge a chunk to the budget."""

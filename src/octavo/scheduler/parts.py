@@ -17,12 +17,12 @@ from octavo.scheduler.ahead import LookAhead
 from octavo.scheduler.claims import Claims
 from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.kv_limits import KVLimits
+from octavo.scheduler.latency_target import LatencyTarget
 from octavo.scheduler.preemption import PreemptionMode, VictimPolicy
 from octavo.scheduler.queue import WaitingQueue
 from octavo.scheduler.running import RunningSet
 from octavo.scheduler.scheduler_config import SchedulerConfig
 from octavo.scheduler.service import Service
-from octavo.scheduler.step_time import LatencyTarget
 from octavo.scheduler.tenant_shares import TenantShares
 from octavo.scheduler.waiting import WaitingLine
 from octavo.scheduler.yielding import Yielding

@@ -21,6 +21,7 @@ from octavo.scheduler.claims import Claims
 from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.fetching import Fetching
 from octavo.scheduler.kv_limits import KVAmounts, KVLimits, resolve_limits
+from octavo.scheduler.latency_target import LatencyTarget
 from octavo.scheduler.lifecycle import Lifecycle
 from octavo.scheduler.parts import compose
 from octavo.scheduler.pinning import Pinning
@@ -30,7 +31,7 @@ from octavo.scheduler.preemption import LowestPriority, PreemptionMode, Recomput
 from octavo.scheduler.queue import ArrivalOrder, WaitingQueue
 from octavo.scheduler.restart import HeldBack, MayRun
 from octavo.scheduler.scheduler_config import SchedulerConfig
-from octavo.scheduler.step_time import LatencyTarget, StepLoad
+from octavo.scheduler.step_time import StepLoad
 from octavo.scheduler.waiting import needs_all_tokens
 from octavo.scheduler.yielding import SchedulerCounters
 

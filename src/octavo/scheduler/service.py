@@ -40,9 +40,9 @@ from octavo.scheduler.admission import MOST_REFUSED, Admission
 from octavo.scheduler.budget import StepBudget
 from octavo.scheduler.claims import Claims
 from octavo.scheduler.fairness import VirtualTokenCounter
+from octavo.scheduler.latency_target import LatencyTarget
 from octavo.scheduler.rotation import StreamRotation
 from octavo.scheduler.running import RunningSet, num_pending_siblings
-from octavo.scheduler.step_time import LatencyTarget
 from octavo.scheduler.stream_shares import StreamShares
 from octavo.scheduler.tenant_shares import TenantShares
 from octavo.scheduler.waiting import WaitingLine, is_scored, num_missing
