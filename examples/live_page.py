@@ -35,32 +35,39 @@ def main(url: str = "http://127.0.0.1:8000", pause: str = "8") -> None:
 
         scene(
             "1. One request",
-            "Its prompt takes blocks at once (active), its answer one more every 16 tokens. At the end all turn "
-            "cached: their keys and values are still there, for whoever begins with the same tokens.",
-            [{"prompt": story(1), "max_tokens": 60}],
+            "Its prompt takes blocks at once (active), its answer one more every 16 tokens: click it, and its block "
+            "table grows. At the end its full blocks turn cached: their keys and values are still there, for whoever "
+            "begins with the same tokens.",
+            [{"prompt": story(1), "max_tokens": 250}],
         )
         scene(
             "2. Prefix sharing",
             "Three requests begin with the same 100 tokens. The cells of six full blocks turn darker: shared by 3. "
             "What differs, the rest of each prompt and its answer, is in blocks of its own.",
-            [{"prompt": [*story(1), 10 + i], "max_tokens": 60} for i in range(3)],
+            [{"prompt": [*story(1), 10 + i], "max_tokens": 200} for i in range(3)],
         )
         scene(
             "3. Copy-on-write",
-            "Four samples of one prompt share its blocks, the last one, half full, too. Each writes its first token "
-            "into a copy of that one: click a request, and compare the four block tables.",
-            [{"prompt": story(2, 72), "max_tokens": 60, "n": 4, "temperature": 1.0}],
+            "Four samples of one prompt share its blocks, the last one, half full, too. Who writes into that one first "
+            "gets a copy of it (arrows): click the request, and compare the four block tables.",
+            [{"prompt": story(2, 72), "max_tokens": 200, "n": 4, "temperature": 1.0}],
         )
         scene(
             "4. Eviction",
             "Sixty other prompts. When no block is free any more, the cached ones that were not used for longest are "
-            "taken, the end of a prefix before its beginning: watch the plot of evictions.",
+            "taken (crossed), the end of a prefix before its beginning.",
             [{"prompt": story(3 + i), "max_tokens": 8} for i in range(60)],
         )
         scene(
             "5. Too late",
             "The first prompt again. Its blocks are gone, and the last column says so: evicted.",
-            [{"prompt": story(1), "max_tokens": 60}],
+            [{"prompt": story(1), "max_tokens": 200}],
+        )
+        scene(
+            "6. Preemption",
+            "Thirty requests whose answers need more blocks than there are. Some give theirs back and wait, those that "
+            "came last first; they resume from host memory (swapped out) or are computed again.",
+            [{"prompt": story(100 + i), "max_tokens": 200} for i in range(30)],
         )
 
 

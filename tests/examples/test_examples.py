@@ -58,13 +58,14 @@ def test_live_page_runs(example: Callable[..., str]) -> None:
         printed = example("live_page", server.url, 0)
         server.assert_nothing_runs()
     figures = re.findall(r"(\d+) of (\d+) prompt tokens came from the cache, (\d+) evictions", printed)
-    first, sharing, samples, others, too_late = (tuple(map(int, scene)) for scene in figures)
+    first, sharing, samples, others, too_late, preempted = (tuple(map(int, scene)) for scene in figures)
     assert first == (0, 100, 0)
     assert sharing == (3 * 96, 303, 0)
     assert samples == (0, 72, 0)
     assert others[0] == 0
     assert others[2] > 100
     assert too_late[0] == 0
+    assert preempted[:2] == (0, 3000)
 
 
 def test_pins_runs(example: Callable[..., str]) -> None:

@@ -1,13 +1,14 @@
 """The data of the live page: the state of every block and request, as changes since the last look.
 
-It must be collected between two steps. A look at 100,000 blocks is a few array operations; requests cost a microsecond
-each, and of the waiting ones at most `MOST_WAITING` are shown.
+It must be collected between two steps. A look at 100,000 blocks is a few array operations; running requests cost a few
+microseconds each, and of the waiting ones only `MOST_WAITING` are looked at.
 
     code    0 free   1 cached   2 pinned   3 active, with one holder   4 … 10: with 2 … 8 or more
 """
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any, cast
 
 import numpy as np
@@ -16,12 +17,14 @@ import numpy.typing as npt
 from octavo.engine.inspection import report_fields
 from octavo.kvcache.block import NULL_BLOCK, BlockId, as_array
 from octavo.kvcache.manager import KVCacheManager
-from octavo.request import Request, Sequence, SequenceStatus
+from octavo.kvcache.recent import RecentChanges
+from octavo.request import Request, RequestId, Sequence, SequenceStatus
 from octavo.scheduler.scheduler import Scheduler
 
 FREE, CACHED, PINNED, ACTIVE = 0, 1, 2, 3
 MOST_HOLDERS = 8
 MOST_WAITING = 200
+WAITING, RUNNING, SWAPPED = 0, 1, 2
 
 # If a larger share of the blocks has changed, sending all of them takes fewer bytes.
 _MOST_CHANGES = 0.3
@@ -52,16 +55,20 @@ class LiveView:
         self._owners: npt.NDArray[np.uint16] | None = None
         self._tenants: dict[str, int] = {}
         self._requests: dict[str, list[int]] = {}
+        self._num_evicted = self._num_copied = 0
 
     def look(self, scheduler: Scheduler) -> dict[str, Any]:
         """Return the changes since the last look, ready for JSON; the first look returns everything.
 
         `blocks` is a flat list of (block, code, tenant's number) triples. If that would be longer, `all` holds two
-        strings instead, with one character per block for its code and for its tenant.
+        strings instead, with one character per block for its code and for its tenant. `evicted` lists the blocks whose
+        contents were evicted, and `copied` the copies on a write, as [request, source, destination]; of both, the
+        latest.
         """
         shown: dict[str, Any] = {}
-        codes, owners = block_codes(scheduler.kv), self._owners_of(scheduler)
         known = len(self._tenants)
+        codes = block_codes(scheduler.kv)
+        owners = self._owners_of(scheduler, codes)
         if self._codes is None or self._owners is None:
             shown["spec"] = _spec(scheduler.kv)
             changed = None
@@ -74,10 +81,17 @@ class LiveView:
             shown["blocks"] = table.ravel().tolist()
         if self._codes is None or known < len(self._tenants) or changed is None:
             shown["tenants"] = list(self._tenants)
+        if self._codes is not None:
+            shown |= self._recent(scheduler.kv.recent)
+        self._num_evicted, self._num_copied = scheduler.kv.recent.num_evicted, scheduler.kv.recent.num_copied
         self._codes, self._owners = codes, owners
         return shown | self._requests_of(scheduler) | {"counters": _counters(scheduler)}
 
-    def _owners_of(self, scheduler: Scheduler) -> npt.NDArray[np.uint16]:
+    def _recent(self, recent: RecentChanges) -> dict[str, Any]:
+        found = {"evicted": recent.evicted_since(self._num_evicted), "copied": recent.copied_since(self._num_copied)}
+        return {name: value for name, value in found.items() if value}
+
+    def _owners_of(self, scheduler: Scheduler, codes: Codes) -> npt.NDArray[np.uint16]:
         """Return the number of the tenant last seen to hold each block."""
         kv = scheduler.kv
         if self._owners is None:
@@ -87,12 +101,15 @@ class LiveView:
                 owners[block_id] = self._number(tenant)
         else:
             owners = self._owners.copy()
-        for request in scheduler.requests:
-            number = self._number(request.tenant)
-            for seq in request.sequences:
-                if seq.status is SequenceStatus.RUNNING:
-                    for table in kv.tables(seq):
-                        owners[as_array(table)] = number
+        for seq in scheduler.running:
+            number = self._number(seq.request.tenant)
+            for table in kv.tables(seq):
+                owners[as_array(table)] = number
+        if self._codes is not None:
+            # Requests that came and went since the last look have left cached blocks.
+            changed = np.flatnonzero(codes != self._codes)
+            for index in changed[(codes[changed] == CACHED) | (codes[changed] == PINNED)].tolist():
+                owners[index] = self._number(kv.ledger.tenant(BlockId(index)) or "")
         owners[NULL_BLOCK] = 0
         return owners
 
@@ -102,17 +119,16 @@ class LiveView:
     def _requests_of(self, scheduler: Scheduler) -> dict[str, Any]:
         """Return new requests with their constant fields, the progress of moved ones, and the ids of those gone."""
         came, moved, now = [], [], dict[str, list[int]]()
-        num_waiting = 0
-        for request in scheduler.requests:
-            progress = _progress(request)
-            if progress[0] == 0 and (num_waiting := num_waiting + 1) > MOST_WAITING:
-                continue
+        running = {seq.request.request_id: seq.request for seq in scheduler.running}
+        waiting = (request for request in scheduler.requests if request.request_id not in running)
+        for request in (*running.values(), *islice(waiting, MOST_WAITING)):
+            progress = _progress(request, scheduler.kv, runs=request.request_id in running)
             now[request.request_id] = progress
             if (before := self._requests.get(request.request_id)) is None:
                 came.append({"id": request.request_id, **_facts(request), "progress": progress})
             elif before != progress:
                 fields: list[Any] = [request.request_id, *progress]
-                if before[0] == 0 and progress[0]:
+                if before[0] != RUNNING and progress[0] == RUNNING:
                     fields.append(_cache(request))
                 moved.append(fields)
         gone = [request_id for request_id in self._requests if request_id not in now]
@@ -122,7 +138,7 @@ class LiveView:
 
 def describe_request(scheduler: Scheduler, request_id: str) -> dict[str, Any] | None:
     """Describe a request and the block tables of its sequences; None if it has ended."""
-    request = next((one for one in scheduler.requests if one.request_id == request_id), None)
+    request = scheduler.request(RequestId(request_id))
     if request is None:
         return None
     return {
@@ -150,10 +166,13 @@ def describe_block(scheduler: Scheduler, block_id: int) -> dict[str, Any] | None
         return None
     block = BlockId(block_id)
     holders = [
-        {"id": request.request_id, "seq_id": seq.seq_id, "tenant": request.tenant, "index": list(table).index(block)}
-        for request in scheduler.requests
-        for seq in request.sequences
-        if _holds(seq)
+        {
+            "id": seq.request.request_id,
+            "seq_id": seq.seq_id,
+            "tenant": seq.request.tenant,
+            "index": list(table).index(block),
+        }
+        for seq in scheduler.running
         for table in kv.tables(seq)
         if block in table
     ]
@@ -188,17 +207,17 @@ def _cache(request: Request) -> dict[str, Any] | None:
     return None if request.cache_report is None else report_fields(request.cache_report)
 
 
-def _progress(request: Request) -> list[int]:
-    """Return [whether any sequence runs, most computed tokens, output tokens, preemptions] of a request."""
-    sequences = request.sequences
-    running = any(seq.status is SequenceStatus.RUNNING for seq in sequences)
-    computed = max(seq.num_computed for seq in sequences)
-    return [
-        int(running),
-        computed,
-        sum(seq.num_output_tokens for seq in sequences),
-        sum(seq.num_preemptions for seq in sequences),
-    ]
+def _progress(request: Request, kv: KVCacheManager, *, runs: bool) -> list[int]:
+    """Return [state, most computed tokens, output tokens, preemptions] of a request."""
+    computed = output = preemptions = 0
+    for seq in request.sequences:
+        computed = max(computed, seq.num_computed)
+        output += seq.num_output_tokens
+        preemptions += seq.num_preemptions
+    state = RUNNING if runs else WAITING
+    if preemptions and not runs and any(kv.can_resume(seq) for seq in request.sequences):
+        state = SWAPPED
+    return [state, computed, output, preemptions]
 
 
 def _spec(kv: KVCacheManager) -> dict[str, Any]:
@@ -211,7 +230,7 @@ def _spec(kv: KVCacheManager) -> dict[str, Any]:
 
 
 def _counters(scheduler: Scheduler) -> list[int]:
-    """Return [running, waiting, swapped, blocks in host memory, evictions, preemptions]."""
+    """Return [running, waiting, swapped, blocks in host memory, evictions, preemptions, copies on a write]."""
     kv, host = scheduler.kv, scheduler.kv.hierarchy.host
     return [
         scheduler.num_running,
@@ -220,4 +239,5 @@ def _counters(scheduler: Scheduler) -> list[int]:
         host.num_slots - host.num_free,
         kv.num_evicted,
         scheduler.counters.num_preemptions,
+        kv.recent.num_copied,
     ]

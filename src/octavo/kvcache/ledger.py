@@ -210,6 +210,11 @@ class CacheLedger:
         source = self._sources[block_id] if self._sources else None
         return None if source is None else source.request_id
 
+    def tenant(self, block_id: BlockId) -> str | None:
+        """Return the tenant whose request computed a published block; None if it is not published."""
+        source = self._sources[block_id] if self._sources else None
+        return None if source is None else source.tenant
+
     def owners(self) -> Iterator[tuple[BlockId, str]]:
         """Yield every published block and the tenant that computed it. O(blocks)."""
         return (

@@ -26,6 +26,7 @@ from octavo.kvcache.matching import PrefixHit, PrefixMatcher
 from octavo.kvcache.pins import PinTable
 from octavo.kvcache.pool import BlockPool, check_references
 from octavo.kvcache.prefix.base import NullPrefixCache, PrefixCache
+from octavo.kvcache.recent import RecentChanges
 from octavo.kvcache.spec import KVCacheSpec, Window
 from octavo.request import CacheOutcome, CacheReport, PinReceipt, PinRequest, Request, Sequence
 
@@ -55,6 +56,7 @@ class KVCacheManager:
     Attributes:
         holdings: what each sequence holds; read-only.
         hierarchy: the tiers below the device.
+        recent: the blocks evicted and copied last.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class KVCacheManager:
         ledger = CacheLedger if explains else NullLedger
         self.ledger = ledger(num_blocks if caches else 0, prefix_cache.tokens, clock)
         self.holdings = Holdings(self.pool, prefix_cache, spec.block_size, len(spec.groups))
-        self._num_evicted = 0
+        self.recent = RecentChanges()
         self.no_hit = PrefixHit(0, tuple(new_table() for _ in self._windows))
         self.slides = any(window is not None for window in self._windows)
 
@@ -99,7 +101,7 @@ class KVCacheManager:
     @property
     def num_evicted(self) -> int:
         """The number of cached blocks evicted since the start."""
-        return self._num_evicted
+        return self.recent.num_evicted
 
     def tables(self, seq: Sequence) -> list[BlockTable]:
         """Return the sequence's block tables, one per group; read-only."""
@@ -140,7 +142,7 @@ class KVCacheManager:
     @property
     def version(self) -> int:
         """A number that changes with every block published or evicted; meanwhile `match_on_device` finds the same."""
-        return self.pool.num_published_ever + self._num_evicted
+        return self.pool.num_published_ever + self.recent.num_evicted
 
     def bytes_by_state(self) -> dict[BlockState, int]:
         """Return the bytes of the pool's blocks by state, without the null block. O(1)."""
@@ -275,6 +277,7 @@ class KVCacheManager:
             source, table[first] = table[first], pool.allocate(1, tenant)[0]
             pool.release((source,))
             copies.append(BlockCopy(source, table[first]))
+            self.recent.copied(seq.request.request_id, copies[-1])
         for table in tables:
             if total > len(table):
                 table.extend(pool.allocate(total - len(table), tenant))
@@ -372,7 +375,7 @@ class KVCacheManager:
         yield from self.hierarchy.check()
 
     def _on_evict(self, block_ids: Seq[BlockId]) -> None:
-        self._num_evicted += len(block_ids)
+        self.recent.evicted(block_ids)
         # First, while the contents of the blocks are still known.
         self.hierarchy.evicted(block_ids)
         self.ledger.evicted(block_ids)

@@ -134,6 +134,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def running(self) -> list[Sequence]:
+        """The sequences that hold blocks."""
+        return list(self._running)
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting) + (0 if self.fetching is None else len(self.fetching))
 

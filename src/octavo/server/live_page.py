@@ -1,7 +1,7 @@
 """The live page at `/`: static files, and the changes of the cache as server-sent events.
 
     GET /                         the page, without data
-    GET /live/page.js, page.css
+    GET /live/page.js, blocks.js, details.js, page.css
     GET /live/events              changes, at most ten times a second
     GET /live/requests/{id}       a request's block tables
     GET /live/blocks/{block}      a block's holders and contents
@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ MOST_PAGES = 8
 # Share of the engine's time that all open pages together may take, for looking and for formatting what was seen.
 _SHARE = 0.009
 _QUIET_S = 2.0
+_LOADED = dict.fromkeys(("blocks.js", "details.js", "page.js"), "text/javascript") | {"page.css": "text/css"}
 _FOLDER = Path(__file__).with_name("static")
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -79,21 +81,14 @@ class LivePage:
     def endpoints(self) -> list[Endpoint]:
         return [
             Endpoint("GET", "/", self.page),
-            Endpoint("GET", "/live/page.js", self.script),
-            Endpoint("GET", "/live/page.css", self.style),
+            *(Endpoint("GET", f"/live/{name}", partial(_served, name, kind)) for name, kind in _LOADED.items()),
             Endpoint("GET", "/live/events", self.events),
             Endpoint("GET", "/live/requests/{request_id}", self.request),
             Endpoint("GET", "/live/blocks/{block_id:int}", self.block),
         ]
 
     async def page(self, request: Request) -> Response:
-        return _file("page.html", "text/html")
-
-    async def script(self, request: Request) -> Response:
-        return _file("page.js", "text/javascript")
-
-    async def style(self, request: Request) -> Response:
-        return _file("page.css", "text/css")
+        return await _served("page.html", "text/html", request)
 
     async def events(self, request: Request) -> Response:
         self._check(request)
@@ -187,5 +182,5 @@ def _event(content: dict[str, Any]) -> bytes:
     return b"data: " + json_bytes(content) + b"\n\n"
 
 
-def _file(name: str, media_type: str) -> Response:
+async def _served(name: str, media_type: str, request: Request) -> Response:
     return Response((_FOLDER / name).read_bytes(), media_type=media_type, headers=_HEADERS)

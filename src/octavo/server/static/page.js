@@ -1,21 +1,17 @@
 "use strict";
 // The live page. It keeps the last state of every block and request, takes in changes as they come, and draws at most
 // once a frame. Text from the server is only ever set as text.
-const $ = (id) => document.getElementById(id);
-// Okabe and Ito: told apart by the colour-blind. Held by one: orange; by two … eight and more: vermilion, ever darker.
-const STATES = ["#ffffff", "#56b4e9", "#f0e442", "#e69f00", "#d55e00", "#c45300", "#b24900", "#9f4000", "#8b3700", "#762d00", "#602200"];
-// In the dark, free cells are nearly black, and what lies between cells is darker than they are in the light.
-const DARK_FREE = "#101010", GAPS = ["#bbbbbb", "#444444"];
-const dark = matchMedia("(prefers-color-scheme: dark)");
-const NAMES = { 0: "free", 1: "cached", 2: "pinned", 3: "active", 4: "shared by 2 to 7", 10: "shared by 8 or more" };
-const TENANTS = ["#4d4d4d", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442"];
-const MINUTES = 2;
-let spec = null, codes = [], owners = [], flash = new Map(), tenants = [""], requests = new Map();
-let counters = [], tiers = [], bounds = {}, history = [], chosen = 1, wanted = false, focus = false;
+const MINUTES = 2, MOST_ROWS = 100;
+let spec = null, codes = [], owners = [], tenants = [""], requests = new Map();
+let counters = [], tiers = [], bounds = {}, history = [];
 
 function key() { return sessionStorage.getItem("octavo-admin-key") || ""; }
 function headers() { return key() ? { Authorization: "Bearer " + key() } : {}; }
-function say(text, lost = false) { $("status").textContent = text; $("status").className = lost ? "lost" : ""; }
+function say(text, lost = false) {
+  $("status").textContent = text;
+  $("status").className = lost ? "lost" : "";
+  document.body.classList.toggle("stale", lost);
+}
 function show(number, digits = 0) {
   return number === null || !isFinite(number) ? "–" : number.toLocaleString("en", { maximumFractionDigits: digits });
 }
@@ -24,12 +20,16 @@ async function follow() {
   for (;;) {
     try {
       const answer = await fetch("live/events", { headers: headers() });
-      if (answer.status === 401 || answer.status === 403) {
-        say((await answer.json()).error.message, true);
-        $("key-form").hidden = false;
-        return;
+      if (!answer.ok) {
+        const refused = answer.status === 401 || answer.status === 403, { message } = (await answer.json()).error;
+        say(message + (refused ? "" : " Trying again …"), true);
+        if (refused) {
+          $("key-form").hidden = false;
+          return;
+        }
+        await new Promise((done) => setTimeout(done, 5000));
+        continue;
       }
-      if (!answer.ok) throw new Error("status " + answer.status);
       $("key-form").hidden = true;
       say("live");
       await read(answer.body.getReader());
@@ -58,8 +58,10 @@ function take(news) {
     $("model").textContent = news.model;
     bounds = { ttft: news.ttft_bounds, itl: news.itl_bounds };
     requests.clear();
-    flash.clear();
+    for (const marks of [flash, crosses]) marks.clear();
+    arrows = [];
     history = [];
+    if (picked) picked.due = true; // it may have ended while there was no connection
     return;
   }
   const now = performance.now();
@@ -78,20 +80,47 @@ function take(news) {
     if (codes[block] !== changes[i + 1]) flash.set(block, now);
     codes[block] = changes[i + 1];
     owners[block] = changes[i + 2];
+    if (picked && picked.kind === "blocks" && picked.id === block) picked.due = true;
   }
-  for (const one of news.came || []) requests.set(one.id, one);
-  for (const [id, running, computed, output, preempted, cache] of news.moved || []) {
-    const one = requests.get(id);
-    if (!one) continue;
-    one.progress = [running, computed, output, preempted];
-    if (cache !== undefined) one.cache = cache;
+  for (const block of news.evicted || []) crosses.set(block, now);
+  for (const [, from, to] of news.copied || []) arrows.push({ from, to, since: now });
+  const done = followRequests(news);
+  if (history.length) {
+    happen("evicted", news.evicted || [], news.counters[4] - counters[4]);
+    happen("copied", news.copied || [], news.counters[6] - counters[6]);
+    for (const [kind, ones] of Object.entries(done)) happen(kind, ones);
   }
-  for (const id of news.gone || []) requests.delete(id);
   counters = news.counters;
   tiers = news.tiers;
   history.push({ at: news.at, totals: news.totals, ttft: news.ttft, itl: news.itl, counters, used: share(codes) });
   while (history.length > 2 && news.at - history[0].at > 60 * MINUTES) history.shift();
   draw();
+  refresh();
+}
+
+// Take in what requests have done; return those that began with cached tokens, were preempted or resumed.
+function followRequests(news) {
+  const done = { hit: [], preempted: [], resumed: [] };
+  const began = (one) => { if (one.cache && one.cache.cached_tokens) done.hit.push(one); };
+  for (const one of news.came || []) {
+    requests.set(one.id, one);
+    if (one.progress[0] === RUNNING && !one.progress[3]) began(one);
+  }
+  for (const [id, state, computed, output, preempted, cache] of news.moved || []) {
+    const one = requests.get(id);
+    if (!one) continue;
+    const [stateBefore, , , preemptedBefore] = one.progress;
+    one.progress = [state, computed, output, preempted];
+    if (cache !== undefined) one.cache = cache;
+    if (preempted > preemptedBefore) done.preempted.push(one);
+    else if (state === RUNNING && stateBefore !== RUNNING) preempted ? done.resumed.push(one) : began(one);
+    if (picked && picked.id === id) picked.due = true;
+  }
+  for (const id of news.gone || []) {
+    requests.delete(id);
+    if (picked && picked.id === id) picked.due = true;
+  }
+  return done;
 }
 
 // The share of the blocks, without the null block, that requests hold.
@@ -101,148 +130,59 @@ function share(codes) {
   return held / Math.max(1, codes.length - 1);
 }
 
-// ---- the canvas of blocks
-// Cells are written as pixels, and only those whose colour has changed: 100,000 of them take a millisecond or two.
-let columns = 1, cell = 8, image = null, pixels = null, painted = null;
-function layOut() {
-  const canvas = $("blocks"), width = canvas.clientWidth || 1000, count = spec.num_blocks - 1;
-  // As large as all fit into about 480 pixels of height.
-  cell = Math.max(2, Math.min(26, Math.floor(Math.sqrt((width * 480) / Math.max(1, count)))));
-  columns = Math.max(1, Math.floor(width / cell));
-  canvas.width = columns * cell;
-  canvas.height = Math.ceil(count / columns) * cell;
-  canvas.style.height = canvas.height * (width / canvas.width) + "px";
-  image = canvas.getContext("2d").createImageData(canvas.width, canvas.height);
-  pixels = new Uint32Array(image.data.buffer);
-  // Gaps lie between cells; behind the last one is nothing.
-  const gap = pixelOf(GAPS[+dark.matches]), whole = Math.floor(count / columns) * cell * image.width;
-  pixels.fill(gap, 0, whole);
-  for (let row = whole; row < pixels.length; row += image.width) pixels.fill(gap, row, row + (count % columns) * cell);
-  painted = new Uint32Array(count + 1);
-}
-function pixelOf(colour) {
-  const [red, green, blue] = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
-  return (0xff000000 | (blue << 16) | (green << 8) | red) >>> 0;
-}
-const STATE_PIXELS = STATES.map(pixelOf), TENANT_PIXELS = TENANTS.map(pixelOf), WHITE = pixelOf("#ffffff"), BLACK = pixelOf("#000000");
-function freeColour() { return dark.matches ? DARK_FREE : STATES[0]; }
-function fill(block, pixel) {
-  painted[block] = pixel;
-  const at = block - 1, size = cell - (cell > 4 ? 1 : 0), width = image.width;
-  const first = Math.floor(at / columns) * cell * width + (at % columns) * cell;
-  for (let row = first, end = first + size * width; row < end; row += width)
-    for (let i = row; i < row + size; i++) pixels[i] = pixel;
-}
-function draw() { if (!wanted) { wanted = true; requestAnimationFrame(paint); } }
-function paint() {
-  wanted = false;
-  if (!spec) return;
-  const context = $("blocks").getContext("2d"), now = performance.now(), byState = $("colour").value === "state";
-  const free = pixelOf(freeColour());
-  const tally = [0, 0, 0, 0];
-  for (let block = 1; block < codes.length; block++) {
-    const code = codes[block];
-    tally[code < 3 ? code : 3]++;
-    const pixel = code === 0 ? free : byState ? STATE_PIXELS[code] : TENANT_PIXELS[owners[block] % TENANTS.length];
-    if (painted[block] !== pixel) fill(block, pixel);
-  }
-  for (const [block, since] of flash) {
-    if (now - since > 400) flash.delete(block);
-    else if (cell < 4) fill(block, dark.matches ? WHITE : BLACK); // too small for an outline
-  }
-  context.putImageData(image, 0, 0);
-  context.strokeStyle = dark.matches ? "#ffffff" : "#000000";
-  if (cell >= 4) for (const block of flash.keys()) outline(context, block, 1);
-  if (focus) { context.strokeStyle = "#0072b2"; outline(context, chosen, 3); }
-  if (flash.size) setTimeout(draw, 420);
-  const bytes = (count) => show((count * spec.block_bytes) / 2 ** 20, 1) + " MiB";
-  $("usage").textContent = `${show(tally[3])} active (${bytes(tally[3])}), ${show(tally[1])} cached, ${show(tally[2])} pinned, `
-    + `${show(tally[0])} free` + (spec.host_blocks ? `; host: ${show(counters[3])} of ${show(spec.host_blocks)} blocks` : "")
-    + tiers.map(([name, open, stored, loaded]) => `; ${name}: ${show(stored)} blocks written, ${show(loaded)} read`
-      + (open ? "" : " (closed after errors)")).join("");
-  legend();
-  list();
-  plots();
-}
-function outline(context, block, width) {
-  const at = block - 1;
-  context.lineWidth = width;
-  context.strokeRect((at % columns) * cell + 0.5, Math.floor(at / columns) * cell + 0.5, cell - 1, cell - 1);
-}
-let legendOf = "";
-function legend() {
-  const byState = $("colour").value === "state";
-  const entries = byState ? Object.entries(NAMES).map(([code, name]) => [+code ? STATES[code] : freeColour(), name])
-    : tenants.map((name, i) => [TENANTS[i % TENANTS.length], name || "(no tenant)"]);
-  const text = JSON.stringify(entries);
-  if (text === legendOf) return;
-  legendOf = text;
-  $("legend").replaceChildren(...entries.map(([colour, name]) => {
-    const item = document.createElement("li"), mark = document.createElement("i");
-    mark.style.background = colour;
-    item.append(mark, name);
-    return item;
-  }));
-}
-
 // ---- requests
+const WAITING = 0, RUNNING = 1, STATES_OF_REQUESTS = ["waiting", "running", "swapped out"];
+// Why no more came from the cache, in a few words and in more.
+const REASONS = {
+  cold: () => ["cold: new tokens", "as far as is remembered, nobody has computed these tokens before"],
+  diverged: (cache) => [`diverged at token ${show(cache.diverged_at)}`, `as ${cache.diverged_from} until there, which goes on differently`],
+  evicted: (cache) => [`evicted ${cache.evicted_seconds_ago === null ? "long" : show(cache.evicted_seconds_ago) + " s"} before`, "these tokens were cached, and their blocks taken for others"],
+  salt: () => ["another tenant's", "they are cached for another tenant, or with another salt"],
+  too_short: () => ["too short", "the prompt fills no block before its last token"],
+  bypassed: () => ["not looked up", "prefix caching is off, or the request needs every token's logits"],
+};
+function reason({ cache }) {
+  if (!cache) return ["", ""];
+  if (!cache.reason) return ["all there is", "every full block before the last token came from the cache"];
+  return REASONS[cache.reason] ? REASONS[cache.reason](cache) : [cache.reason, ""];
+}
 const rows = new Map();
 function list() {
   $("queue").textContent = `${show(counters[0])} running, ${show(counters[1])} waiting, ${show(counters[2])} of them swapped out`;
-  for (const [id, row] of rows) if (!requests.has(id)) { row.remove(); rows.delete(id); }
-  const room = 100;
-  for (const [id, one] of requests) {
-    let row = rows.get(id);
-    if (!row) {
-      if (rows.size >= room) continue;
-      row = document.createElement("tr");
-      for (let i = 0; i < 8; i++) row.insertCell();
-      const button = document.createElement("button");
-      button.textContent = button.title = id;
-      button.onclick = () => describe("requests/" + encodeURIComponent(id));
-      row.cells[0].append(button);
-      row.cells[1].textContent = one.tenant;
-      const meter = document.createElement("meter");
-      row.cells[6].append(meter, " ", document.createElement("span"));
-      $("requests").append(row);
-      rows.set(id, row);
-    }
-    const [running, computed, output, preempted] = one.progress;
-    const cached = one.cache ? one.cache.cached_tokens : null;
-    const texts = [null, null, (running ? "running" : "waiting") + (preempted ? `, preempted ${preempted} ×` : ""),
-      show(one.prompt), show(cached), show(computed), null, (one.cache && one.cache.reason) || (one.cache ? "everything cached" : "")];
-    texts.forEach((text, i) => { if (text !== null && row.cells[i].textContent !== text) row.cells[i].textContent = text; });
-    const meter = row.cells[6].firstChild;
-    meter.max = one.max;
-    meter.value = output;
-    row.cells[6].lastChild.textContent = `${show(output)} of ${show(one.max)}`;
-  }
-  const left = requests.size - rows.size;
-  $("others").textContent = left ? `and ${show(left)} more` : rows.size ? "" : "No request runs or waits.";
+  // Who runs comes first; within these, who came first.
+  const all = [...requests.values()], runs = (one) => one.progress[0] === RUNNING;
+  const shown = [...all.filter(runs), ...all.filter((one) => !runs(one))].slice(0, MOST_ROWS), body = $("requests");
+  const ids = new Set(shown.map((one) => one.id));
+  for (const [id, row] of rows) if (!ids.has(id)) { row.remove(); rows.delete(id); }
+  shown.forEach((one, at) => {
+    const row = rows.get(one.id) || newRow(one);
+    if (body.children[at] !== row) body.insertBefore(row, body.children[at] || null);
+    fillRow(row, one);
+  });
+  if (shown.some((one) => one.tenant)) body.parentNode.className = "";
+  const left = requests.size - shown.length;
+  $("others").textContent = left ? `and ${show(left)} more` : shown.length ? "" : "No request runs or waits.";
 }
-
-// ---- details
-async function describe(path) {
-  const answer = await fetch("live/" + path, { headers: headers() });
-  const found = await answer.json(), box = $("details");
-  const title = document.createElement("h2"), text = document.createElement("pre");
-  if (!answer.ok) {
-    title.textContent = found.error.message;
-  } else if (found.block) {
-    title.textContent = `Block ${found.block}: ${found.state}, ${found.references} reference${found.references === 1 ? "" : "s"}`;
-    text.textContent = [
-      found.published ? `in the prefix cache, for prompts that begin with the same tokens; computed by ${found.computed_by}` : "not in the prefix cache: not full yet, or not to be shared",
-      ...found.holders.map((h) => `held by ${h.id}${h.tenant ? " of " + h.tenant : ""}, at position ${h.index} of its block table`),
-      ...(found.text === undefined ? [] : ["tokens: " + JSON.stringify(found.text)]),
-    ].join("\n");
-  } else {
-    title.textContent = `Request ${found.id}: ${found.prompt} prompt tokens`;
-    text.textContent = found.sequences.map((s) =>
-      `sequence ${s.seq_id}, ${s.status}: ${s.computed} of ${s.tokens} tokens computed, preempted ${s.preemptions} ×\n`
-      + s.tables.map((table, i) => `  table ${i}: ${table.join(" ")}`).join("\n")).join("\n");
-  }
-  box.replaceChildren(title, text);
-  box.hidden = false;
+function newRow(one) {
+  const row = document.createElement("tr");
+  for (let i = 0; i < 8; i++) row.insertCell();
+  row.cells[0].append(requestLink(one.id));
+  row.cells[0].title = one.id;
+  row.cells[1].textContent = row.cells[1].title = one.tenant;
+  row.cells[6].append(document.createElement("meter"), " ", document.createElement("span"));
+  rows.set(one.id, row);
+  return row;
+}
+function fillRow(row, one) {
+  const [state, computed, output, preempted] = one.progress, [why, more] = reason(one);
+  const texts = [null, null, STATES_OF_REQUESTS[state] + (preempted ? `, preempted ${preempted} ×` : ""), show(one.prompt),
+    show(one.cache ? one.cache.cached_tokens : null), show(computed), null, why];
+  texts.forEach((text, i) => { if (text !== null && row.cells[i].textContent !== text) row.cells[i].textContent = text; });
+  row.cells[7].title = more;
+  const [meter, , text] = row.cells[6].childNodes;
+  meter.max = one.max;
+  meter.value = output;
+  text.textContent = `${show(output)} of ${show(one.max)}`;
 }
 
 // ---- small plots over the last minutes
@@ -303,13 +243,13 @@ function plots() {
   PLOTS.forEach(([, value, digits], index) => {
     const figure = $("plots").children[index], canvas = figure.lastChild, context = canvas.getContext("2d");
     const current = value(last, before);
-    figure.children[1].textContent = show(current, digits);
+    figure.children[1].textContent = show(current, current >= 100 ? 0 : digits);
     canvas.width = 150;
     canvas.height = 36;
     const values = points.map(([a, b]) => [a.at, value(a, b)]).filter(([, v]) => v !== null && isFinite(v));
     // Not every look is a point, so the last value counts by itself.
     const top = Math.max(1e-9, isFinite(current) ? current : 0, ...values.map(([, v]) => v));
-    figure.children[2].textContent = values.length ? `highest ${show(top < 1e-6 ? 0 : top, digits)}` : "";
+    figure.children[2].textContent = values.length ? `highest ${show(top < 1e-6 ? 0 : top, top >= 100 ? 0 : digits)}` : "";
     context.strokeStyle = dark.matches ? "#56b4e9" : "#0072b2";
     context.lineWidth = 1.5;
     context.beginPath();
@@ -318,25 +258,9 @@ function plots() {
   });
 }
 
-$("colour").onchange = draw;
-$("blocks").onclick = (event) => {
-  const box = $("blocks").getBoundingClientRect(), scale = $("blocks").width / box.width;
-  const x = Math.floor(((event.clientX - box.left) * scale) / cell), y = Math.floor(((event.clientY - box.top) * scale) / cell);
-  const block = 1 + y * columns + x;
-  if (spec && x < columns && block < spec.num_blocks) { chosen = block; describe("blocks/" + block); draw(); }
-};
-$("blocks").onfocus = () => { focus = true; draw(); };
-$("blocks").onblur = () => { focus = false; draw(); };
-$("blocks").onkeydown = (event) => {
-  const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns }[event.key];
-  if (by && spec) { chosen = Math.min(spec.num_blocks - 1, Math.max(1, chosen + by)); draw(); event.preventDefault(); }
-  if (event.key === "Enter") describe("blocks/" + chosen);
-};
 $("key-form").onsubmit = (event) => {
   event.preventDefault();
   sessionStorage.setItem("octavo-admin-key", $("key").value);
   follow();
 };
-for (const [target, event] of [[window, "resize"], [dark, "change"]])
-  target.addEventListener(event, () => { if (spec) { layOut(); draw(); } });
 follow();

@@ -1,0 +1,132 @@
+"use strict";
+// The details of a chosen block or request, which are asked for, and the list of what has just happened.
+const MOST_CELLS = 256, MOST_HAPPENED = 60, EVERY = 1000;
+let picked = null, later = null; // picked: {kind, id, at, due}
+
+function element(name, ...content) {
+  const made = document.createElement(name);
+  made.append(...content);
+  return made;
+}
+function link(text, act) {
+  const button = element("button", text);
+  button.className = "link";
+  button.onclick = act;
+  return button;
+}
+function requestLink(id) { return link(id, () => describe("requests", id)); }
+
+// What somebody has clicked.
+function describe(kind, id) {
+  picked = { kind, id, at: 0, due: true };
+  return refresh();
+}
+// Ask again, at most once a second, while the chosen one changes.
+async function refresh() {
+  const now = performance.now(), mine = picked;
+  if (!mine || !mine.due) return;
+  if (mine.at && now - mine.at < EVERY) {
+    later ??= setTimeout(() => { later = null; refresh(); }, EVERY - (now - mine.at));
+    return;
+  }
+  mine.at = now;
+  mine.due = false;
+  const answer = await fetch(`live/${mine.kind}/${encodeURIComponent(mine.id)}`, { headers: headers() }).catch(() => null);
+  if (!answer) {
+    mine.due = true; // the connection is lost, as follow() says; asked again after the next event
+    return;
+  }
+  const found = await answer.json();
+  if (picked !== mine) return; // another was clicked meanwhile
+  if (answer.ok) (mine.kind === "blocks" ? showBlock : showRequest)(found);
+  else if (answer.status === 404 && mine.kind === "requests") ended(mine.id);
+  else put(found.error.message);
+}
+function ended(id) {
+  const title = $("details").querySelector("h2");
+  // Its blocks stay in view: they turn cached.
+  if (title.dataset.id !== id) put(`Request ${id}`, element("p", "It has ended."));
+  else title.nextSibling.textContent = "It has ended. What its blocks are now:";
+}
+function put(title, ...content) {
+  const heading = element("h2", title);
+  if (picked && picked.kind === "requests") heading.dataset.id = picked.id;
+  $("details").replaceChildren(heading, ...content);
+  ofChosen = new Set([...$("details").querySelectorAll(".table button")].map((button) => +button.dataset.block));
+  colourTables();
+  draw();
+}
+
+function showBlock(found) {
+  const holders = found.holders.map((h) => element("p", "held by ", requestLink(h.id), h.tenant ? ` of ${h.tenant}` : "",
+    `, for tokens ${show(h.index * spec.block_size)} to ${show((h.index + 1) * spec.block_size - 1)} of sequence ${h.seq_id}`));
+  const cached = found.published ? `In the prefix cache, for prompts that begin with the same tokens; computed by ${found.computed_by}.`
+    : found.state === "free" ? "It holds nothing." : "Not in the prefix cache: not full yet, or not to be shared.";
+  put(`Block ${found.block}: ${found.state}, ${found.references} reference${found.references === 1 ? "" : "s"}`,
+    element("p", cached), ...holders, ...(found.text === undefined ? [] : [element("p", "Tokens: " + JSON.stringify(found.text))]));
+}
+
+function showRequest(found) {
+  let left = MOST_CELLS;
+  const parts = [];
+  for (const one of found.sequences) {
+    const about = [`sequence ${one.seq_id}`, one.tables.length ? `${show(one.computed)} of ${show(one.tokens)} tokens` : "holds no blocks"];
+    if (one.preemptions) about.push(`preempted ${one.preemptions} ×`);
+    for (const table of one.tables.length ? one.tables : [[]]) {
+      const cells = table.slice(0, Math.max(0, left)).map(tableCell);
+      left -= cells.length;
+      const row = element("div", element("span", about.join(", ")), ...cells,
+        ...(cells.length < table.length ? [`and ${show(table.length - cells.length)} more`] : []));
+      row.className = "table";
+      parts.push(row);
+    }
+  }
+  const several = found.sequences.length > 1 ? "block tables" : "block table";
+  put(`Request ${found.id}`, element("p", `${show(found.prompt)} prompt tokens; ${several}, in the order of the tokens:`), ...parts);
+}
+function tableCell(block, index) {
+  if (!block) return "–"; // before a sliding window
+  const button = element("button", String(block));
+  button.dataset.block = block;
+  button.title = `tokens ${show(index * spec.block_size)} to ${show((index + 1) * spec.block_size - 1)}: block ${block}`;
+  button.onclick = () => { chosen = block; describe("blocks", block); };
+  return button;
+}
+// The cells of a block table have the colours of the blocks, as they change.
+function colourTables() {
+  for (const button of $("details").querySelectorAll(".table button")) {
+    const block = +button.dataset.block, colour = block < codes.length ? colourOf(block) : "";
+    if (button.dataset.colour === colour) continue;
+    button.dataset.colour = button.style.background = colour;
+    button.style.color = inkOn(colour);
+  }
+}
+
+// ---- what has just happened: one line per kind and second
+const happened = [];
+const few = (items, count) => items.slice(0, 8).join(", ") + (count > Math.min(8, items.length) ? ", …" : "");
+const SENTENCES = {
+  hit: (count, [one]) => count > 1 ? [`prefix hits: ${show(count)} requests share cached blocks`]
+    : ["prefix hit: ", requestLink(one.id), ` takes ${show(one.cache.cached_tokens)} of ${show(one.prompt)} prompt tokens from the cache`],
+  copied: (count, copies) => [`copy-on-write: ${few(copies.map(([, from, to]) => `block ${from} → ${to}`), count)} for `, requestLink(copies[0][0])],
+  evicted: (count, blocks) => [`evicted: ${show(count)} cached block${count === 1 ? "" : "s"} taken for other tokens: ${few(blocks, count)}`],
+  preempted: (count, [one]) => count > 1 ? [`preempted: ${show(count)} requests gave their blocks back`]
+    : ["preempted: ", requestLink(one.id), " gave its blocks back" + (one.progress[0] === 2 ? "; swapped out to host memory" : "; its tokens will be computed again")],
+  resumed: (count, [one]) => count > 1 ? [`resumed: ${show(count)} preempted requests`] : ["resumed: ", requestLink(one.id)],
+};
+function happen(kind, items, count = items.length) {
+  if (!count) return;
+  const now = performance.now();
+  let entry = happened.find((one) => one.kind === kind && now - one.at < 1000);
+  if (entry) {
+    entry.count += count;
+    if (entry.items.length < 8) entry.items.push(...items.slice(0, 8));
+  } else {
+    const time = element("time", new Date().toLocaleTimeString("en", { hour12: false }));
+    entry = { kind, at: now, count, items: items.slice(0, 8), line: element("li"), time };
+    happened.unshift(entry);
+    $("log").prepend(entry.line);
+    while (happened.length > MOST_HAPPENED) happened.pop().line.remove();
+  }
+  entry.line.replaceChildren(entry.time, ...SENTENCES[kind](entry.count, entry.items));
+}
