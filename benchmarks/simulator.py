@@ -55,7 +55,7 @@ from octavo.simulator.setup import Plan
 from octavo.simulator.simulation import Results, Simulation, VirtualClock
 from octavo.simulator.sketch import Sketch
 from octavo.simulator.speed import Speed
-from octavo.simulator.spread import Draws, Spread
+from octavo.simulator.spread import Draws
 from octavo.simulator.traffic import Traffic
 from simulator_loads import ENGINE, MODEL, ClosedLoad, Load, Measured, OpenLoad, Piece, open_traffic, run_in_turn
 from simulator_report import HIGHEST_SHARE, PERCENTILES, as_markdown, draw
@@ -132,13 +132,6 @@ def observed(pieces: Iterable[Piece]) -> dict[str, Any]:
     return found | {"output_tok_s": found["output_tokens"] / seconds}
 
 
-def slowed(speed: Speed) -> Speed:
-    """The speed of a machine on which every step takes `SLOWER` times as long."""
-    spread = speed.spread
-    decodes, chunks = (tuple(SLOWER * ratio for ratio in kind or (1.0,)) for kind in (spread.decodes, spread.chunks))
-    return replace(speed, spread=Spread(decodes, chunks))
-
-
 def compared(beforehand: Speed, measured: Measured, load: Load) -> dict[str, Any]:
     """Compare the pieces of a load with their simulations and with one another; and report the errors of the steps."""
     between, pieces = measured.speed, [piece for piece in measured.pieces if piece.load is load]
@@ -149,7 +142,8 @@ def compared(beforehand: Speed, measured: Measured, load: Load) -> dict[str, Any
     first, second = ([piece for piece in pieces if piece.number % 2 == turn] for turn in (0, 1))
     real = combined([observed(pieces)])
     early, late = simulations(beforehand, first), simulations(between, first)
-    moment, slower = simulations(between, pieces, drift), simulations(slowed(between), first)
+    moment = simulations(between, pieces, drift)
+    slower = simulations(replace(between, times=between.times.slowed(SLOWER)), first)
     device = StepTimes(**{**(fields := between.fit["execution"]["times"]), "products": _points(fields)})
     error, share = floor(steps)
     row: dict[str, Any] = {

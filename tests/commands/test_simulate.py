@@ -60,6 +60,34 @@ def test_a_sweep_simulates_every_combination_of_its_options(octavo_command: Octa
     assert len(out.splitlines()) == 1 + 1 + 4
 
 
+def test_targets_without_a_question_are_judged(octavo_command: OctavoCommand) -> None:
+    slo = ["--ttft-slo-ms", "30", "--itl-slo-ms", "1000", "--max-num-seqs", "2"]
+    code, out, err = octavo_command("simulate", *ON_H100, *SHORT, *slo, "--rates", "1,2000", "--json")
+    assert code == 0, err
+    alone, crowded = last_line(out)["points"]
+    assert (alone["targets_met"], alone["ttft_within"], alone["itl_within"]) == (True, 1.0, 1.0)
+    assert not crowded["targets_met"]
+    assert 0 < crowded["ttft_within"] < 1
+    code, out, _ = octavo_command("simulate", *ON_H100, *SHORT, *slo, "--rates", "1,2000")
+    assert [line.split()[-1] for line in out.splitlines()[1:]] == ["targets", "met", "missed"]
+
+
+def test_ten_rates_up_to_saturation_are_simulated(octavo_command: OctavoCommand) -> None:
+    code, out, err = octavo_command("simulate", *ON_H100, *SHORT, "--rates", "auto", "--json")
+    assert code == 0, err
+    points = last_line(out)["points"]
+    code, out, _ = octavo_command("simulate", *ON_H100, *SHORT, "--json")
+    served = last_line(out)["points"][0]["requests_s"]
+    assert [point["rate"] for point in points] == pytest.approx([served * i / 10 for i in range(1, 11)], rel=0.01)
+
+
+def test_a_slower_machine_takes_longer_in_proportion(octavo_command: OctavoCommand) -> None:
+    code, out, err = octavo_command("simulate", *ON_H100, *SHORT, "--sweep", "slowdown=1,1.25", "--json")
+    assert code == 0, err
+    usual, slow = last_line(out)["points"]
+    assert slow["duration_s"] == pytest.approx(1.25 * usual["duration_s"], rel=0.001)
+
+
 def test_the_largest_rate_and_the_number_of_replicas_are_found(octavo_command: OctavoCommand) -> None:
     slo = ["--ttft-slo-ms", "40", "--max-num-seqs", "4", "--num-requests", "16", "--output-len", "4"]
     code, out, err = octavo_command("simulate", *ON_H100, "--input-len", "200", *slo, "--find-rate", "--json")
@@ -129,6 +157,10 @@ def test_the_best_points_are_those_that_no_other_beats_in_both() -> None:
         ([*ON_H100, "--num-prefixes", "2"], "--num-prefixes goes with --prefix-len"),
         ([*ON_H100, "--prefix-len", "9", "--num-prefixes", "0"], "num_prefixes must be at least 1"),
         ([*ON_H100, "--trace", "TRACE", "--prefix-len", "9"], "a --trace says itself"),
+        ([*ON_H100, "--trace", "TRACE", "--output-len", "9"], "a --trace has its own"),
+        ([*ON_H100, "--burstiness", "2"], "--burstiness goes with --request-rate, --rates or --find-rate"),
+        ([*ON_H100, "--slo-percentile", "90"], "--slo-percentile goes with --ttft-slo-ms or --itl-slo-ms"),
+        ([*ON_H100, "--slowdown", "0"], "slowdown must be above 0"),
         ([*ON_H100, "--trace", "TRACE", "--rate-scale", "2", "--rates", "1,2"], "leave out --request-rate and --rates"),
     ],
 )

@@ -52,6 +52,13 @@ def _add_speed(group: argparse._ArgumentGroup) -> None:
         help="devices of --machine that share the model (default: 1)",
     )
     group.add_argument(
+        "--slowdown",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="multiply all step times by this, as a margin for a machine whose speed varies (default: 1)",
+    )
+    group.add_argument(
         "--kv-bits",
         type=float,
         metavar="X",
@@ -128,7 +135,8 @@ def _add_questions(group: argparse._ArgumentGroup) -> None:
         "--ttft-slo-ms",
         type=float,
         metavar="MS",
-        help="target for the time to the first token, in milliseconds (default: 10000 if only --itl-slo-ms is given)",
+        help="target for the time to the first token, in milliseconds (default: 10000 if only --itl-slo-ms is given). "
+        "Without a question, the share of requests and of tokens within the targets is reported",
     )
     group.add_argument(
         "--slo-percentile",
@@ -142,9 +150,14 @@ def _add_questions(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="OPTION=V,V,…",
-        help="simulate each value of an engine option, kv_bits or num_devices: kv_cache_memory=1GiB,4GiB; repeatable",
+        help="simulate each value of an engine option, kv_bits, num_devices or slowdown: kv_cache_memory=1GiB,4GiB; "
+        "repeatable",
     )
-    group.add_argument("--rates", metavar="X,X,…", help="simulate each of these request rates")
+    group.add_argument(
+        "--rates",
+        metavar="X,X,…|auto",
+        help="simulate each of these request rates; auto: ten of them, up to what is served with all requests at once",
+    )
     group.add_argument(
         "--plot",
         metavar="FILE.png",

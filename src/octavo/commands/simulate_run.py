@@ -25,7 +25,8 @@ from octavo.simulator.simulation import Results
 from octavo.simulator.speed import Speed, speed_of_plans
 from octavo.simulator.traffic import Tenants
 
-_OWN_SWEEPS: Mapping[str, Any] = {"kv_bits": float, "num_devices": integer}
+_OWN_SWEEPS: Mapping[str, Any] = {"kv_bits": float, "num_devices": integer, "slowdown": float}
+_NUM_RATES = 10
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
     options = engine_options(args)
     plan, demand = _plan(args, options), _demand(args)
     targets = Targets(args.ttft_slo_ms, options.get("itl_slo_ms"), args.slo_percentile)
+    if args.slo_percentile != Targets().percentile and not targets.given:
+        raise ConfigError("--slo-percentile goes with --ttft-slo-ms or --itl-slo-ms, of which none is given")
     if args.find_rate and args.find_replicas:
         raise ConfigError("--find-rate asks what one server serves, --find-replicas how many are needed: give one")
     if args.rates is not None and (args.find_rate or args.find_replicas or args.concurrency is not None):
@@ -72,7 +75,7 @@ def _plan(args: argparse.Namespace, options: dict[str, Any]) -> Plan:
     if speed is not None and "model" in speed.facts:
         options.setdefault("model", speed.facts["model"])
     config = EngineConfig.from_options(options)
-    plan = Plan(find_shape(config.model), config, speed, machine, args.kv_bits, args.num_devices)
+    plan = Plan(find_shape(config.model), config, speed, machine, args.kv_bits, args.num_devices, args.slowdown)
     measured = {} if speed is None else speed.facts
     if measured.get("model", config.model) != config.model:
         print(f"note: the speed is that of {measured['model']}, not of {config.model}", file=sys.stderr)
@@ -111,6 +114,11 @@ def _refuse_what_has_no_effect(args: argparse.Namespace) -> None:
             raise ConfigError(f"{flag(name)} goes with {flag(needed)}, which is not given")
     if args.trace is not None and args.prefix_len is not None:
         raise ConfigError("--prefix-len goes with drawn lengths: a --trace says itself which prompts begin alike")
+    usual = Demand()
+    if args.trace is not None and (args.input_len, args.output_len) != (usual.input_len, usual.output_len):
+        raise ConfigError("--input-len and --output-len draw lengths: a --trace has its own (see --scale-lengths)")
+    if args.burstiness != 1 and args.request_rate is None and args.rates is None and not args.find_rate:
+        raise ConfigError("--burstiness goes with --request-rate, --rates or --find-rate, of which none is given")
     if args.rate_scale != 1 and (args.request_rate is not None or args.rates is not None):
         raise ConfigError("--rate-scale multiplies a trace's own rate: leave out --request-rate and --rates")
 
@@ -118,7 +126,6 @@ def _refuse_what_has_no_effect(args: argparse.Namespace) -> None:
 def _points(args: argparse.Namespace, plan: Plan, demand: Demand, targets: Targets) -> Iterator[dict[str, Any]]:
     """Yield the results of each variant and rate, or the answer to the question for each variant."""
     sweeps = [parse_sweep(text) for text in args.sweep]
-    rates = None if args.rates is None else _rates(args.rates)
     for changes, variant in variants(plan, sweeps):
         head = {"variant": changes, "num_blocks": variant.num_blocks}
         if args.find_rate:
@@ -131,22 +138,37 @@ def _points(args: argparse.Namespace, plan: Plan, demand: Demand, targets: Targe
         elif args.find_replicas:
             replicas = find_replicas(variant, demand, targets)
             yield head | {"replicas": replicas and replicas[0]} | _report(replicas and replicas[1])
-        elif rates is None:
-            yield head | _report(simulate(variant, demand))
+        elif args.rates is None:
+            results = simulate(variant, demand)
+            yield head | _within(targets, results) | _report(results)
         else:
-            for rate in rates:
-                yield head | {"rate": rate} | _report(simulate(variant, replace(demand, rate=rate)))
+            for rate in _rates(args.rates, variant, demand):
+                results = simulate(variant, replace(demand, rate=rate))
+                yield head | {"rate": rate} | _within(targets, results) | _report(results)
 
 
 def _report(results: Results | None) -> dict[str, Any]:
     return {} if results is None else results.report()
 
 
-def _rates(text: str) -> list[float]:
+def _within(targets: Targets, results: Results) -> dict[str, Any]:
+    """Return whether the targets are met, and the shares of requests and of tokens that are within them."""
+    found: dict[str, Any] = {"targets_met": targets.met(results)} if targets.given else {}
+    for name, limit, sketch in (("ttft", targets.ttft_ms, results.ttft), ("itl", targets.itl_ms, results.itl)):
+        if limit is not None and sketch.count:
+            found[f"{name}_within"] = round(1 - sketch.share_above(limit / 1e3), 4)
+    return found
+
+
+def _rates(text: str, plan: Plan, demand: Demand) -> list[float]:
+    if text == "auto":
+        at_once = simulate(plan, replace(demand, rate=math.inf))
+        most = at_once.per_second(at_once.completed)
+        return [float(f"{most * part / _NUM_RATES:.3g}") for part in range(1, _NUM_RATES + 1)] if most else []
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"cannot read {text!r} as rates: write 1,2,4") from None
+        raise ConfigError(f"cannot read {text!r} as rates: write 1,2,4 or auto") from None
 
 
 def parse_sweep(text: str) -> tuple[str, list[Any]]:
@@ -174,7 +196,7 @@ def _sweep_value(name: str, value: str) -> Any:
     except (argparse.ArgumentError, argparse.ArgumentTypeError, ValueError) as error:
         raise ConfigError(f"--sweep {name}={value}: {error}") from None
     if unknown or not hasattr(parsed, name):
-        raise ConfigError(f"--sweep {name}: no such engine option, nor kv_bits or num_devices")
+        raise ConfigError(f"--sweep {name}: no such engine option, nor kv_bits, num_devices or slowdown")
     return getattr(parsed, name)
 
 
@@ -190,7 +212,9 @@ def _tables(result: Mapping[str, Any]) -> Iterator[str]:
                 [[name, *map(report.show, figures.values())] for name, figures in tenants.items()],
             )
     else:
-        yield from report.columns(_HEADING, [_row(point) for point in points])
+        judged = any("targets_met" in point for point in points)
+        heading = (*_HEADING, "targets") if judged else _HEADING
+        yield from report.columns(heading, [[*_row(point), *_verdict(point, judged=judged)] for point in points])
     if any("met_all_at_once" in point for point in points):
         yield "no largest rate: the targets are met with all requests at once; simulate more of them (--num-requests)"
     if any(point.get("largest_rate", 0) is None and "met_all_at_once" not in point for point in points):
@@ -210,6 +234,10 @@ def _row(point: Mapping[str, Any]) -> Sequence[str]:
     ttft, itl = point["ttft_ms"], point["itl_ms"]
     figures = (asked, point["requests_s"], point["output_tok_s"], ttft["p50"], ttft["p99"], itl["p50"], itl["p99"])
     return [variant, *map(report.show, figures), f"{100 * point['hit_rate']:.1f} %", f"{point['preemptions']:,}"]
+
+
+def _verdict(point: Mapping[str, Any], *, judged: bool) -> list[str]:
+    return ["met" if point.get("targets_met") else "missed"] if judged else []
 
 
 def _machines() -> list[str]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 KNOTS = (16, 64, 256)
@@ -190,6 +190,11 @@ class StepTimes:
         above = min(max(1, bisect_left(points, (rows, 0.0))), len(points) - 1)
         (low, at_low), (high, at_high) = points[above - 1], points[above]
         return max(0.0, at_low + (at_high - at_low) * (rows - low) / (high - low))
+
+    def slowed(self, factor: float) -> StepTimes:
+        """Return the times of steps that each take `factor` times as long."""
+        scaled = {entry.name: factor * getattr(self, entry.name) for entry in fields(self) if entry.name != "products"}
+        return StepTimes(**scaled, products=tuple((rows, factor * seconds) for rows, seconds in self.products))
 
     def with_kv_bytes(self, ratio: float) -> StepTimes:
         """Return the times for keys and values that take `ratio` times the bytes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,7 @@ class Plan:
         speed: the measured speed; None to estimate it from `machine`.
         kv_bits: bits per element of keys and values, scales included; None for those of `kv_cache_dtype`.
         num_devices: number of `machine`s that share the model by tensor parallelism.
+        slowdown: factor on all step times.
     """
 
     shape: ModelShape
@@ -53,6 +55,7 @@ class Plan:
     machine: Machine | None = None
     kv_bits: float | None = None
     num_devices: int = 1
+    slowdown: float = 1.0
 
     def __post_init__(self) -> None:
         if (self.speed is None) == (self.machine is None):
@@ -61,6 +64,8 @@ class Plan:
             raise ConfigError("disk and remote stores are not simulated yet: leave out --kv-disk and --kv-remote")
         if self.kv_bits is not None and not 0 < self.kv_bits <= 32:
             raise ConfigError(f"kv_bits must be above 0 and at most 32, got {self.kv_bits:g}")
+        if not 0 < self.slowdown < math.inf:
+            raise ConfigError(f"slowdown must be above 0, got {self.slowdown:g}")
         if self.max_model_len > (limit := self.shape.max_position_embeddings):
             raise ConfigError(f"max_model_len is {self.max_model_len}, but {self.shape.name} supports at most {limit}")
 
@@ -169,7 +174,15 @@ class Plan:
 
     @property
     def effective_speed(self) -> Speed:
-        """The speed, adjusted to the size of this plan's keys and values."""
+        """The speed, adjusted to the size of this plan's keys and values, and slowed down."""
+        speed = self._speed
+        if self.slowdown == 1:
+            return speed
+        origin = f"{speed.origin}; each step taken to last {self.slowdown:g} times as long"
+        return dataclasses.replace(speed, origin=origin, times=speed.times.slowed(self.slowdown))
+
+    @property
+    def _speed(self) -> Speed:
         if self.speed is None:
             assert self.machine is not None
             devices = f"{self.num_devices} × " if self.num_devices > 1 else ""
