@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from octavo.cli import main
-from octavo.commands.top_run import State, percentile
+from octavo.commands.top_run import State, percentile, shares
 from octavo.config import EngineConfig
 from octavo.engine import live
 from octavo.engine.live import ACTIVE, MOST_WAITING, LiveView, block_codes
@@ -367,15 +367,22 @@ def test_top_shows_the_same_in_a_terminal(real: RealServer, capsys: pytest.Captu
 
 def test_top_follows_a_request_from_its_events_alone() -> None:
     state = State()
-    nothing: dict[str, Any] = {"totals": [0] * 5, "ttft": [0, 0], "itl": [0, 0], "counters": [1, 0, 0, 2, 0, 0]}
+    nothing: dict[str, Any] = {"totals": [0] * 5, "ttft": [0, 0], "itl": [0, 0], "counters": [1, 0, 0, 2, 0, 0, 0]}
     nothing["tiers"] = [["disk", False, 7, 5]]
     state.take({"model": "m", "ttft_bounds": [1.0], "itl_bounds": [1.0]})
     request = {"id": "r", "tenant": "alice", "prompt": 9, "max": 5, "cache": None, "progress": [0, 0, 0, 0]}
     spec = {"num_blocks": 4, "block_bytes": 64, "host_blocks": 8}
     state.take({"at": 1.0, "spec": spec, "all": ["0013", "0000"], "came": [request], **nothing})
-    state.take({"at": 2.0, "blocks": [1, 5, 0], "moved": [["r", 1, 9, 3, 2, {"cached_tokens": 8}]], **nothing})
-    console = Console(width=160, record=True, file=io.StringIO())
-    console.print(state.shown(30))
+    state.take(
+        {
+            "at": 2.0,
+            "blocks": [1, 5, 0],
+            "moved": [["r", 1, 9, 3, 2, {"cached_tokens": 8, "reason": "cold"}]],
+            **nothing,
+        }
+    )
+    console = Console(width=160, height=30, record=True, file=io.StringIO())
+    console.print(state.shown(console))
     text = console.export_text()
     assert "running, preempted 2 ×" in text
     assert "3 of 5" in text
@@ -392,9 +399,49 @@ def test_top_shows_something_after_each_event_of_a_server(real: RealServer) -> N
     state, console = State(), Console(width=100, record=True, file=io.StringIO())
     for news in events(real, 2):
         state.take(news)
-        console.print(state.shown(24))
+        console.print(state.shown(console))
     assert "tiny: no figures yet" in (text := console.export_text())
     assert "KV cache in use %" in text
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 60), (60, 15), (40, 24)])
+def test_top_fits_its_terminal(width: int, height: int) -> None:
+    state = State()
+    nothing: dict[str, Any] = {"totals": [0] * 5, "ttft": [0, 0], "itl": [0, 0], "counters": [64, 9, 0, 2, 0, 0, 0]}
+    state.take({"model": "m", "ttft_bounds": [1.0], "itl_bounds": [1.0]})
+    requests = [
+        {"id": f"cmpl-{'0' * 30}{i}", "tenant": "", "prompt": 999, "max": 999, "cache": None, "progress": [1, 9, 5, 0]}
+        for i in range(73)
+    ]
+    spec = {"num_blocks": 2001, "block_bytes": 1 << 20, "host_blocks": 8}
+    codes = "0" + "0" * 3 + "1" * 1000 + "3" * 990 + "5" * 7
+    state.take({"at": 1.0, "spec": spec, "all": [codes, ""], "came": requests, "tiers": [], **nothing})
+    console = Console(width=width, height=height, record=True, file=io.StringIO(), no_color=True)
+    console.print(state.shown(console))
+    lines = console.export_text().rstrip("\n").split("\n")
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+    (bar,) = (line for line in lines if line.startswith("blocks"))
+    assert len(bar) == width - 1
+    assert bar.split()[1] == "".join(sorted(bar.split()[1], key="·░▒▓█".index))
+    assert {"·", "░", "▓", "█"} == set(bar.split()[1]), "told apart without colours, and none left out"
+    if (width, height) != (60, 15):  # where there is no room for any
+        assert lines[-1] == f"and {73 - sum('cmpl' in line for line in lines)} more"
+
+
+def test_a_bar_is_divided_in_proportion() -> None:
+    assert shares([0, 0], 10) == [0, 0]
+    assert shares([1, 1, 1], 10) in ([4, 3, 3], [3, 4, 3], [3, 3, 4])
+    assert shares([1, 10_000], 10) == [1, 9]
+    assert sum(shares([1] * 5, 3)) == 3
+
+
+def test_top_prints_rates_once_if_its_output_is_no_terminal(
+    real: RealServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["top", real.url]) == 0
+    assert "output tok/s 0.0" in (out := capsys.readouterr().out)
+    assert re.search(r", the last [12] s", out)
 
 
 def test_top_says_why_it_shows_nothing(real: RealServer, capsys: pytest.CaptureFixture[str]) -> None:

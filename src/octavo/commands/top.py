@@ -18,7 +18,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--admin-key", metavar="KEY", help="admin key, if the server has API keys (default: $OCTAVO_ADMIN_KEY)"
     )
-    parser.add_argument("--once", action="store_true", help="print the current state and exit")
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="print the current state and exit, as it does if the output is not a terminal",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
