@@ -150,12 +150,11 @@ struct RopeTask {
 };
 
 enum QuantFormat { kQ4_0, kQ4_1, kQ8_0, kNumQuantFormats };
-// Bytes of 16 outputs x 32 inputs, see quant.h.
-constexpr int quant_block_bytes(QuantFormat format) {
-    return format == kQ4_0 ? 32 + 256 : format == kQ4_1 ? 64 + 256 : 32 + 512;
-}
-
 constexpr int kPanelOutputs = 32;
+// Bytes of a panel's outputs x 32 inputs, see quant.h.
+constexpr int quant_block_bytes(QuantFormat format) {
+    return format == kQ4_0 ? 64 + 512 : format == kQ4_1 ? 128 + 512 : 64 + 1024;
+}
 
 // Consecutive logits of a row: as many as share one maximum, and as many as have their masses summed in float32.
 constexpr int kVocabBlock = 64, kVocabChunk = 256;
@@ -203,7 +202,6 @@ struct GemmTask {
     LinearOutput out;
     int64_t skipped;     // panels between the task's and those that its thread is likely to multiply next
     int units;
-    int64_t tiles;  // of sixteen outputs each, if the weight is quantised
     char* decoded;  // room for two panels of whole tile steps, to decode weights that are not bf16 panels
 };
 // Quantised activations, see quant.h. The R rows of a group are interleaved.
@@ -221,8 +219,7 @@ struct QuantTask {
     int64_t first_row;  // the row that x begins with
     RowGroups groups;
     LinearOutput out;
-    int64_t skipped;  // pairs of tiles between the task's and those that its thread is likely to multiply next
-    int64_t tiles;
+    int64_t skipped;  // panels between the task's and those that its thread is likely to multiply next
     int blocks;
 };
 
@@ -244,8 +241,8 @@ struct Kernels {
     float (*vocab_masses)(const float* x, int64_t count, float most, float scale, float* masses);
     int64_t (*count_above)(const float* x, int64_t count, float value);
     void (*quantise_rows[kNumStorages])(QuantFormat, const char* const* rows, int count, int width, const QuantRows&);
-    void (*quant_linear[kNumQuantFormats])(const QuantTask&, int64_t group_begin, int64_t group_end, int64_t pair_begin,
-                                           int64_t pair_end);
+    void (*quant_linear[kNumQuantFormats])(const QuantTask&, int64_t group_begin, int64_t group_end,
+                                           int64_t panel_begin, int64_t panel_end);
     void (*gemm[kNumStorages])(const GemmTask&, int64_t group_begin, int64_t group_end, int64_t panel_begin,
                                int64_t panel_end);
     void (*gemm_coded)(const GemmTask&, int64_t group_begin, int64_t group_end, int64_t panel_begin, int64_t panel_end);

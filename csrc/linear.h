@@ -17,7 +17,7 @@ inline QuantFormat quant_format(WeightFormat format) {
     return static_cast<QuantFormat>(static_cast<int>(format) - static_cast<int>(WeightFormat::q4_0));
 }
 
-// A matrix [outputs][inputs] in the kernels' layout: panels of 32 outputs (gemm.h, coded.h), or tiles of 16 (quant.h).
+// A matrix [outputs][inputs] in the kernels' layout: panels of 32 outputs, see gemm.h, coded.h and quant.h.
 struct Weight {
     char* packed;
     int64_t outputs, inputs;

@@ -17,7 +17,9 @@ constexpr int64_t kTasksPerThread = 8;                             // enough to 
 constexpr int kThreadsThatPackAlone = 4;
 constexpr int64_t kGroupsWorthAThread = 2;  // to quantise
 constexpr int64_t kBytesWorthAThread = 32 << 10;
-constexpr int64_t kWorkPerTask = 64 << 10;   // in bytes read by one row: about three microseconds
+// In bytes read by one row; a core reads 64 KiB in about three microseconds. To begin a task costs a third of one: the
+// first lines of its weights have not been prefetched, and threads wait for each other's tickets.
+constexpr int64_t kWorkWorthAThread = 64 << 10, kMostWorkPerTask = 512 << 10;
 constexpr int64_t kRowsThatCostNothing = 8;  // more than a core multiplies while it waits for the weights
 
 struct alignas(64) Line {
@@ -63,6 +65,20 @@ uint64_t next_call() {
 
 enum class Packing { copies, quantises };
 
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Into how many stretches of at most `most` panels to split a weight: the fewest with which threads that are equally
+// fast finish together, or as nearly as can be.
+int64_t even_stretches(int64_t panels, int64_t most, int64_t threads) {
+    const int64_t share = divide_up(panels, threads);
+    int64_t best = panels, shortest = panels + 1;
+    for (int64_t length = std::min(most, share); length >= 1 && shortest > share; --length) {
+        const int64_t stretches = divide_up(panels, length), longest = divide_up(stretches, threads) * length;
+        if (longest < shortest) shortest = longest, best = stretches;
+    }
+    return best;
+}
+
 // Splits a product into tasks, each a block of row groups times a stretch of panels: multiply(packed, its first row,
 // skipped, group_begin, group_end, panel_begin, panel_end), with rows packed by pack(group, to, its row); for `skipped`
 // see GemmTask. If there are only a few threads, each packs blocks for itself: fetching what another core has packed,
@@ -74,8 +90,8 @@ void multiply_packed(Packing packing, RowGroups groups, int64_t rows_per_block, 
     if (groups.count == 0 || panels == 0) return;
     const uint64_t call = next_call();
     const int64_t threads = num_threads();
-    int64_t blocks = std::min(groups.count, (groups.rows + rows_per_block - 1) / rows_per_block);
-    if (blocks > 1) blocks = std::min(groups.count, (blocks + threads - 1) / threads * threads);  // as many for each
+    int64_t blocks = std::min(groups.count, divide_up(groups.rows, rows_per_block));
+    if (blocks > 1) blocks = std::min(groups.count, divide_up(blocks, threads) * threads);  // as many for each
     const bool quantise_together =
         packing == Packing::quantises && blocks == 1 && groups.count >= kGroupsWorthAThread * threads;
     const bool alone = threads <= kThreadsThatPackAlone && !quantise_together;
@@ -90,8 +106,12 @@ void multiply_packed(Packing packing, RowGroups groups, int64_t rows_per_block, 
         });
     }
     const int64_t rows = std::max<int64_t>(1, groups.rows / blocks / kRowsThatCostNothing);
-    int64_t stretches = std::clamp<int64_t>(panels * panel_bytes * rows / kWorkPerTask, 1, panels);
-    if (alone && blocks > 1)  // with fewer stretches, fewer threads pack the same block
+    const int64_t panel_work = std::max<int64_t>(1, panel_bytes * rows);
+    int64_t stretches = std::clamp<int64_t>(panels * panel_work / kWorkWorthAThread, 1, panels);
+    if (blocks == 1)
+        stretches = even_stretches(panels, std::max<int64_t>(1, kMostWorkPerTask / panel_work),
+                                   std::min(stretches, threads));
+    else if (alone)  // with fewer stretches, fewer threads pack the same block
         stretches = std::clamp<int64_t>(kTasksPerThread * threads / blocks, 1, stretches);
     parallel_for(static_cast<int>(blocks * stretches), [&](int i) {
         const int64_t block = i / stretches, stretch = i % stretches;
@@ -109,6 +129,8 @@ void multiply_packed(Packing packing, RowGroups groups, int64_t rows_per_block, 
         multiply(packed, first_row, skipped, begin, end, panel, next);
     });
 }
+
+int64_t panels_of(const Weight& weight) { return divide_up(weight.outputs, kPanelOutputs); }
 
 constexpr int kMostGroupRows = 32;
 
@@ -143,8 +165,7 @@ void gemm(const Weight& weight, const Matrix& x, const LinearOutput& out) {
         panel_bytes = coded.panel_bytes();
         kernel = level.gemm_coded;
     } else if (quantised) {
-        task.tiles = (weight.outputs + 15) / 16;
-        panel_bytes = 2 * weight.inputs / 32 * quant_block_bytes(quant_format(weight.format));
+        panel_bytes = weight.inputs / 32 * quant_block_bytes(quant_format(weight.format));
         kernel = level.gemm_quant[quant_format(weight.format)];
     }
     if (tiles && (quantised || weight.format == WeightFormat::bf16_coded))
@@ -164,8 +185,7 @@ void gemm(const Weight& weight, const Matrix& x, const LinearOutput& out) {
     };
     const int64_t rows_per_block =
         tiles ? std::max<int64_t>(kBytesPerBlock / (packed_units * 4), level.gemm_rows[storage]) : kRowsPerBlock;
-    const int64_t panels = (weight.outputs + kPanelOutputs - 1) / kPanelOutputs;
-    multiply_packed(Packing::copies, task.groups, rows_per_block, packed_units, panels, panel_bytes, pack,
+    multiply_packed(Packing::copies, task.groups, rows_per_block, packed_units, panels_of(weight), panel_bytes, pack,
                     [&](PackedRows& packed, int64_t first_row, int64_t skipped, auto... range) {
                         GemmTask own = task;
                         own.skipped = skipped;
@@ -184,7 +204,6 @@ void quant_linear(const Weight& weight, Storage x_storage, const Matrix& x, cons
     task.weight = reinterpret_cast<const uint8_t*>(weight.packed);
     task.groups = RowGroups(x.rows, level.quant_rows);
     task.out = out;
-    task.tiles = (weight.outputs + 15) / 16;
     task.blocks = static_cast<int>(blocks);
     const auto parts = [&](PackedRows& packed) {
         uint32_t* units = packed.units();
@@ -198,8 +217,8 @@ void quant_linear(const Weight& weight, Storage x_storage, const Matrix& x, cons
         level.quantise_rows[x_storage](format, rows, static_cast<int>(count), static_cast<int>(x.width),
                                        parts(packed).at(row, blocks));
     };
-    multiply_packed(Packing::quantises, task.groups, kRowsPerBlock, blocks * 10, (task.tiles + 1) / 2,
-                    2 * blocks * quant_block_bytes(format), pack,
+    multiply_packed(Packing::quantises, task.groups, kRowsPerBlock, blocks * 10, panels_of(weight),
+                    blocks * quant_block_bytes(format), pack,
                     [&](PackedRows& packed, int64_t first_row, int64_t skipped, auto... range) {
                         QuantTask own = task;
                         own.skipped = skipped;

@@ -52,20 +52,20 @@ void pack_quants(const Weight& weight, const char* rows, int64_t row_stride, int
     const int header = format == kQ4_1 ? 4 : 2, quads = format == kQ8_0 ? 8 : 4;
     const uint32_t flip = format == kQ8_0 ? 0x80808080u : 0;  // signed to unsigned
     for (int64_t row = begin; row < end; ++row) {
-        const int64_t output = place.output(row), lane = output % 16;
+        const int64_t output = place.output(row), lane = output % kPanelOutputs;
         const char* from = rows + row * row_stride;
-        char* to = weight.packed + output / 16 * blocks * quant_block_bytes(format);
+        char* to = weight.packed + output / kPanelOutputs * blocks * quant_block_bytes(format);
         for (int64_t block = 0; block < blocks; ++block, from += from_bytes, to += quant_block_bytes(format)) {
             check_scale(from, row, block);
             if (format == kQ4_1) check_scale(from + 2, row, block);
             std::memcpy(to + lane * 2, from, 2);
-            if (format == kQ4_1) std::memcpy(to + 32 + lane * 2, from + 2, 2);
-            char* vectors = to + header * 16 + lane * 4;
+            if (format == kQ4_1) std::memcpy(to + kPanelOutputs * 2 + lane * 2, from + 2, 2);
+            char* vectors = to + header * kPanelOutputs + lane * 4;
             for (int quad = 0; quad < quads; ++quad) {
                 uint32_t bytes;
                 std::memcpy(&bytes, from + header + quad * 4, 4);
                 bytes ^= flip;
-                std::memcpy(vectors + quad * 64, &bytes, 4);
+                std::memcpy(vectors + quad * kPanelOutputs * 4, &bytes, 4);
             }
         }
     }
@@ -100,18 +100,18 @@ void store(float value, Storage storage, int64_t index, char* to) {
 
 void unpack_quants(const Weight& weight, int64_t output, Storage storage, char* to) {
     const QuantFormat format = quant_format(weight.format);
-    const int64_t blocks = weight.inputs / 32, lane = output % 16;
+    const int64_t blocks = weight.inputs / 32, lane = output % kPanelOutputs;
     const int header = format == kQ4_1 ? 4 : 2;
-    const char* from = weight.packed + output / 16 * blocks * quant_block_bytes(format);
+    const char* from = weight.packed + output / kPanelOutputs * blocks * quant_block_bytes(format);
     for (int64_t block = 0; block < blocks; ++block, from += quant_block_bytes(format)) {
         uint16_t halves[2] = {};
         std::memcpy(&halves[0], from + lane * 2, 2);
-        if (format == kQ4_1) std::memcpy(&halves[1], from + 32 + lane * 2, 2);
+        if (format == kQ4_1) std::memcpy(&halves[1], from + kPanelOutputs * 2 + lane * 2, 2);
         const float scale = half_to_float(halves[0]), minimum = half_to_float(halves[1]);
-        const auto* vectors = reinterpret_cast<const uint8_t*>(from + header * 16 + lane * 4);
+        const auto* vectors = reinterpret_cast<const uint8_t*>(from + header * kPanelOutputs + lane * 4);
         for (int i = 0; i < 32; ++i) {
             const int byte = format == kQ8_0 ? i : i % 16;
-            const int bits = vectors[byte / 4 * 64 + byte % 4];
+            const int bits = vectors[byte / 4 * kPanelOutputs * 4 + byte % 4];
             const int quant =
                 format == kQ8_0 ? bits - 128 : (i < 16 ? bits & 15 : bits >> 4) - (format == kQ4_0 ? 8 : 0);
             const float product = static_cast<float>(quant) * scale;
@@ -128,9 +128,10 @@ int64_t stored_row_bytes(WeightFormat format, int64_t inputs) {
 }
 
 int64_t packed_bytes(WeightFormat format, int64_t outputs, int64_t inputs) {
-    if (is_quantised(format)) return (outputs + 15) / 16 * (inputs / 32) * quant_block_bytes(quant_format(format));
+    const int64_t panels = (outputs + kPanelOutputs - 1) / kPanelOutputs;
+    if (is_quantised(format)) return panels * (inputs / 32) * quant_block_bytes(quant_format(format));
     const Weight weight{nullptr, outputs, inputs, format};
-    return (outputs + kPanelOutputs - 1) / kPanelOutputs * kPanelOutputs * units_per_output(weight) * 4;
+    return panels * kPanelOutputs * units_per_output(weight) * 4;
 }
 
 void pack_rows(const Weight& weight, const char* rows, int64_t row_stride, int64_t num_rows, Placement place) {

@@ -1,12 +1,14 @@
 // Matrix products with quantised weights, for any number of rows.
 //
-// GGUF's Q4_0, Q4_1 and Q8_0 (32 weights share a scale) are rearranged into tiles of 16 outputs, one lane each, so that
-// nothing is summed across lanes. One block of 32 inputs of a tile:
+// GGUF's Q4_0, Q4_1 and Q8_0 (32 weights share a scale) are rearranged into panels of 32 outputs, two vectors of 16
+// lanes, so that nothing is summed across lanes; the last panel is padded with zeros. One block of 32 inputs:
 //
-//     scales   16 x f16 | minimums 16 x f16 (Q4_1) | vectors of 16 lanes x 4 bytes
+//     | scales 32 x f16 | minimums 32 x f16 (Q4_1) | j = 0: outputs 0 .. 15 | outputs 16 .. 31 | j = 1: .. | ..
 //
 //     Q4   vector j, lane n: bytes 4j .. 4j+3 of output n; low nibbles are inputs 4j .., high ones 16 + 4j ..
 //     Q8   vector j, lane n: inputs 4j .. 4j+3 of output n, plus 128
+//
+// A block begins where a cache line does, no vector crosses one, and a panel is read from its beginning to its end.
 //
 // Activations are quantised to int8: a block of a row has the scale s, 1/127 of its largest magnitude, and is the
 // integers xq times s:
@@ -120,11 +122,11 @@ void quantise_rows(QuantFormat format, const char* const* rows, int count, int w
     with_constant<kQuantRows>(count, [&](auto constant) { quantise_group<S, constant>(format, rows, width, to); });
 }
 
-// Products of R rows with T tiles `stride` bytes apart. Each broadcast activation is used for all T tiles: one port
-// loads, one multiplies, and T = 2 keeps the first from holding up the second.
-template <QuantFormat F, int R, int T>
-inline void quant_tiles(const QuantTask& task, const uint8_t* tile, int64_t stride, int64_t row, Ahead ahead,
-                        F16 (*results)[2]) {
+// Products of R rows with both halves of a panel, 16 outputs each, or with the half `First`. A broadcast activation is
+// used for both: one port loads, one multiplies, and two halves keep the first from holding up the second.
+template <QuantFormat F, int R, int First, int T>
+inline void quant_halves(const QuantTask& task, const uint8_t* panel, int64_t row, Ahead ahead, F16 (*results)[2]) {
+    constexpr int kHeader = F == kQ4_1 ? 128 : 64;
     const U16 nibble = U16::set1(0x0f0f0f0f);
     const QuantRows group = task.x.at(row - task.first_row, task.blocks);
     const uint32_t *x = group.quants, *sums = group.sums;
@@ -140,17 +142,24 @@ inline void quant_tiles(const QuantTask& task, const uint8_t* tile, int64_t stri
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
             for (int t = 0; t < T; ++t) dots[r][t] = F == kQ4_1 ? U16::zero() : U16::set1(sums[r]);
-        const uint8_t* vector = tile + (F == kQ4_1 ? 64 : 32);
-        if constexpr (R > kQuantRowsThatWait) ahead.ask_l1();
+        const uint8_t* vector = panel + kHeader + First * 64;
+        if constexpr (R > kQuantRowsThatWait) {
+            ahead.ask_l1();
+        } else {
+            const uint8_t* later = panel + kQuantPrefetch;
+#pragma GCC unroll 2
+            for (int line = 0; First == 0 && line < kHeader; line += 64) __builtin_prefetch(later + line, 0, 3);
+#pragma GCC unroll 16
+            for (int j = 0; j < kQuantVectors<F> * T; ++j)
+                __builtin_prefetch(later + kHeader + First * 64 + j * (128 / T), 0, 3);
+        }
 #pragma GCC unroll 8
         for (int j = 0; j < 8; ++j) {
             // All low nibbles come before the high ones; when vectors are read for the second time, they are in L1.
             U16 weights[T];
 #pragma GCC unroll 2
             for (int t = 0; t < T; ++t) {
-                const uint8_t* from = vector + t * stride + j % kQuantVectors<F> * 64;
-                weights[t] = U16::load(from);
-                if (R <= kQuantRowsThatWait && j < kQuantVectors<F>) __builtin_prefetch(from + kQuantPrefetch, 0, 3);
+                weights[t] = U16::load(vector + t * 64 + j % kQuantVectors<F> * 128);
                 if constexpr (F != kQ8_0) weights[t] = (j < 4 ? weights[t] : shift_right<4>(weights[t])) & nibble;
             }
 #pragma GCC unroll 16
@@ -167,9 +176,9 @@ inline void quant_tiles(const QuantTask& task, const uint8_t* tile, int64_t stri
         F16 scale[T], minimum[T];
 #pragma GCC unroll 2
         for (int t = 0; t < T; ++t) {
-            scale[t] = F16::load_half(reinterpret_cast<const uint16_t*>(tile + t * stride));
-            if constexpr (F == kQ4_1)
-                minimum[t] = F16::load_half(reinterpret_cast<const uint16_t*>(tile + t * stride) + 16);
+            const auto* scales = reinterpret_cast<const uint16_t*>(panel) + (First + t) * 16;
+            scale[t] = F16::load_half(scales);
+            if constexpr (F == kQ4_1) minimum[t] = F16::load_half(scales + kPanelOutputs);
         }
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
@@ -180,44 +189,41 @@ inline void quant_tiles(const QuantTask& task, const uint8_t* tile, int64_t stri
                 if constexpr (F == kQ4_1) totals[r][t] = fma(minimum[t], as_float(U16::set1(sums[r])), totals[r][t]);
             }
         }
-        tile += quant_block_bytes(F);
+        panel += quant_block_bytes(F);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-        for (int t = 0; t < T; ++t) results[r][t] = totals[r][t];
+        for (int t = 0; t < T; ++t) results[r][First + t] = totals[r][t];
 }
 
-// 32 outputs of R rows. If there is no second tile, `stride` is 0 and the last 16 repeat the first.
+// 32 outputs of R rows.
 template <QuantFormat F, int R>
-inline void quant_pair(const QuantTask& task, const uint8_t* tile, int64_t stride, int64_t row, int64_t pair,
-                       const Ahead& ahead) {
-    ask_to_write_rows<R>(task.out, row, pair);
+inline void quant_panel(const QuantTask& task, const uint8_t* panel, int64_t row, int64_t index, const Ahead& ahead) {
+    ask_to_write_rows<R>(task.out, row, index);
     F16 results[R][2];
-    if constexpr (kQuantTiles == 2 && R > kQuantRowsThatWait) {
-        quant_tiles<F, R, 2>(task, tile, stride, row, ahead, results);
+    if constexpr (kQuantHalves == 2 || R == 1) {
+        quant_halves<F, R, 0, 2>(task, panel, row, ahead, results);
     } else {
-        quant_tiles<F, R, 1>(task, tile, 0, row, ahead, results);
-        F16 others[R][2];
-        quant_tiles<F, R, 1>(task, tile + stride, 0, row, ahead, others);
-        for (int r = 0; r < R; ++r) results[r][1] = others[r][0];
+        quant_halves<F, R, 0, 1>(task, panel, row, ahead, results);
+        quant_halves<F, R, 1, 1>(task, panel, row, ahead, results);
     }
-    store_rows(task.out, row, pair, results);
+    store_rows(task.out, row, index, results);
 }
 
-// Row groups [group_begin, group_end) times pairs of tiles [pair_begin, pair_end).
+// Row groups [group_begin, group_end) times panels [panel_begin, panel_end).
 template <QuantFormat F>
-void quant_linear(const QuantTask& task, int64_t group_begin, int64_t group_end, int64_t pair_begin, int64_t pair_end) {
-    const int64_t tile_bytes = int64_t{task.blocks} * quant_block_bytes(F);
-    const Ahead ahead(2 * tile_bytes, task.blocks, group_end - group_begin);
-    for (int64_t pair = pair_begin; pair < pair_end; ++pair) {
-        const uint8_t* weight = task.weight + pair * 2 * tile_bytes;
-        const int64_t stride = pair * 2 + 1 < task.tiles ? tile_bytes : 0;
-        const uint8_t* next = weight + (pair + 1 < pair_end ? 1 : 1 + task.skipped) * 2 * tile_bytes;
+void quant_linear(const QuantTask& task, int64_t group_begin, int64_t group_end, int64_t panel_begin,
+                  int64_t panel_end) {
+    const int64_t panel_bytes = int64_t{task.blocks} * quant_block_bytes(F);
+    const Ahead ahead(panel_bytes, task.blocks, group_end - group_begin);
+    for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
+        const uint8_t* weight = task.weight + panel * panel_bytes;
+        const uint8_t* next = weight + (panel + 1 < panel_end ? 1 : 1 + task.skipped) * panel_bytes;
         for (int64_t group = group_begin; group < group_end; ++group) {
             const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
             with_constant<kQuantRows>(static_cast<int>(rows), [&](auto count) {
-                quant_pair<F, count>(task, weight, stride, row, pair, ahead.of(next, group - group_begin));
+                quant_panel<F, count>(task, weight, row, panel, ahead.of(next, group - group_begin));
             });
         }
     }

@@ -1,6 +1,6 @@
 // Products of many rows with quantised weights, in bf16 tiles.
 //
-// A pair of the tiles of quant.h is dequantised into a bf16 panel, which all the groups of a task read; activations
+// A panel of quant.h is dequantised into a bf16 panel, which all the groups of a task read; activations
 // stay bf16. For few rows the integer products of quant.h are faster; their results are equal within rounding.
 //
 // Quants become floats without a conversion: the quant is put into the mantissa of a power of two, 2^7 + q or 2^15 + q,
@@ -40,37 +40,37 @@ inline void dequantise_bytes(U16 quads, F16 scale, F16 minimum, char* to, std::i
      ...);
 }
 
-// A block of 32 inputs of sixteen outputs -> 16 units of a panel
-template <QuantFormat F> inline void dequantise_block(const uint8_t* block, char* to) {
-    const F16 scale = F16::load_half(reinterpret_cast<const uint16_t*>(block));
+// A block of 32 inputs of a panel's outputs 16 `half` .. -> 16 units of a panel
+template <QuantFormat F> inline void dequantise_block(const uint8_t* block, int half, char* to) {
+    const auto* scales = reinterpret_cast<const uint16_t*>(block) + half * 16;
+    const F16 scale = F16::load_half(scales);
     const F16 whole = F16::set1(F == kQ8_0 ? -32768.0f - 128.0f : F == kQ4_0 ? -128.0f - 8.0f : -128.0f);
     const F16 minimum =
-        F == kQ4_1 ? fma(scale, whole, F16::load_half(reinterpret_cast<const uint16_t*>(block) + 16)) : scale * whole;
-    const uint8_t* vector = block + (F == kQ4_1 ? 64 : 32);
+        F == kQ4_1 ? fma(scale, whole, F16::load_half(scales + kPanelOutputs)) : scale * whole;
+    const uint8_t* vector = block + (F == kQ4_1 ? 128 : 64) + half * 64;
     constexpr std::integer_sequence<int, 0, 1> units;
     constexpr int64_t quad = 2 * kPanelOutputs * 4;  // two units
 #pragma GCC unroll 8
     for (int j = 0; j < kQuantVectors<F>; ++j) {
-        const U16 quads = U16::load(vector + j * 64);
+        const U16 quads = U16::load(vector + j * 128);
         dequantise_bytes<F, 0>(quads, scale, minimum, to + j * quad, units);
         if constexpr (F != kQ8_0) dequantise_bytes<F, 4>(quads, scale, minimum, to + (4 + j) * quad, units);
     }
 }
 
-// Dequantises a task's panels and multiplies them. `stride` leads to the panel's second tile; if there is none, the
-// first is repeated.
+// Dequantises a task's panels and multiplies them.
 template <QuantFormat F>
 void tile_gemm_quant(const GemmTask& task, int64_t group_begin, int64_t group_end, int64_t panel_begin,
                      int64_t panel_end) {
-    const int64_t blocks = task.units / kTileUnits, tile_bytes = blocks * quant_block_bytes(F);
+    const int64_t blocks = task.units / kTileUnits;
     char* const panels[2] = {task.decoded, task.decoded + blocks * kTileStepBytes};
     const auto* weight = reinterpret_cast<const uint8_t*>(task.weight);
     const auto dequantise = [&](int64_t panel, int64_t block, char* to) {
-        const uint8_t* tile = weight + panel * 2 * tile_bytes + block * quant_block_bytes(F);
-        const int64_t stride = panel * 2 + 1 < task.tiles ? tile_bytes : 0;
-        __builtin_prefetch(tile + kQuantPrefetch, 0, 2);
-        dequantise_block<F>(tile, to + block * kTileStepBytes);
-        dequantise_block<F>(tile + stride, to + block * kTileStepBytes + 64);
+        const uint8_t* from = weight + (panel * blocks + block) * quant_block_bytes(F);
+        __builtin_prefetch(from + kQuantPrefetch, 0, 2);
+        __builtin_prefetch(from + kQuantPrefetch + quant_block_bytes(F) / 128 * 64, 0, 2);
+        dequantise_block<F>(from, 0, to + block * kTileStepBytes);
+        dequantise_block<F>(from, 1, to + block * kTileStepBytes + 64);
     };
     TileSums sums;
     configure_tiles(most_rows(task.groups, group_begin, group_end));

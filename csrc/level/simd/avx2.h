@@ -217,6 +217,6 @@ inline void store(U16 x, void* p) {
 constexpr int kVectorsPerPass = 1;
 constexpr int kMaxRows = 4;
 constexpr int kGemmRows = 3;  // times two vectors of outputs
-constexpr int kQuantRows = 2, kQuantTiles = 1;
+constexpr int kQuantRows = 2, kQuantHalves = 1;
 
 }  // namespace octavo::OCTAVO_LEVEL

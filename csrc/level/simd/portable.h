@@ -267,6 +267,6 @@ constexpr int kMostRows = 4;
 #endif
 constexpr int kMaxRows = kMostRows;
 constexpr int kGemmRows = kMostRows;  // times two vectors of outputs
-constexpr int kQuantRows = kMostRows, kQuantTiles = 1;
+constexpr int kQuantRows = kMostRows, kQuantHalves = 1;
 
 }  // namespace octavo::OCTAVO_LEVEL

@@ -46,12 +46,12 @@ def _is_coded_later(format: WeightFormat) -> bool:
 class PackedWeight:
     """A matrix [outputs, inputs] in the kernels' order, and its product with any number of rows.
 
-    Quantised formats are GGUF's, byte for byte as large as in the file; activations are then quantised to int8 in
-    groups of 32, each with a scale of its own. A row's result has the same bits whatever the other rows and the
-    threads.
+    Quantised formats are GGUF's, as large as in the file but for outputs padded to a multiple of 32; activations are
+    then quantised to int8 in groups of 32, each with a scale of its own. A row's result has the same bits whatever the
+    other rows and the threads.
 
     Attributes:
-        packed: uint8; panels of 32 outputs or tiles of 16, drawn in `gemm.h`, `coded.h` and `quant.h` of `csrc/level/`.
+        packed: uint8; panels of 32 outputs, drawn in `gemm.h`, `coded.h` and `quant.h` of `csrc/level/`.
     """
 
     format: WeightFormat
