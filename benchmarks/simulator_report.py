@@ -140,7 +140,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             rows = [row for row in result["rows"] if "users" not in row]
             rates = [row["rate"] for row in rows]
             for index, (style, label) in enumerate(
-                (("o-", "real"), ("+:", "beforehand"), ("x--", "in between"), (".:", "speed of the moment"))
+                (("o-", "real"), ("+-.", "beforehand"), ("x--", "in between"), (".:", "speed of the moment"))
             ):
                 values = [row[name][p][index] for row in rows]
                 axes.plot(rates, values, style, color=colour, label=f"{p} {label}")
