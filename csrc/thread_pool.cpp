@@ -4,12 +4,12 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <deque>
 #include <exception>
 #include <mutex>
 #include <system_error>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #ifdef __linux__
 #include <sched.h>
@@ -17,6 +17,8 @@
 #ifndef _WIN32
 #include <pthread.h>
 #endif
+
+#include "cores.h"
 
 namespace octavo {
 namespace {
@@ -62,28 +64,37 @@ class DefaultRounding {
 #endif
 };
 
-// Spins until `done()`, for at most kSpin; returns whether it is done.
-template <class Done> bool spin_until(const Done& done) {
-    using Clock = std::chrono::steady_clock;
-    constexpr auto kSpin = std::chrono::microseconds(50);
+using Clock = std::chrono::steady_clock;
+
+// How long a thread spins before it sleeps, and how long the leader then watches whether others run.
+constexpr auto kSpin = std::chrono::microseconds(50), kWatch = std::chrono::microseconds(10);
+
+// Spins until `done()`, for at most `time`; returns whether it is done.
+template <class Done> bool spin_until(const Done& done, Clock::duration time) {
     constexpr int kPausesBetweenLooksAtTheClock = 16;
     for (const auto begin = Clock::now();;) {
         for (int i = 0; i < kPausesBetweenLooksAtTheClock; ++i) {
             if (done()) return true;
             pause();
         }
-        if (Clock::now() - begin > kSpin) return false;
+        if (Clock::now() - begin > time) return false;
     }
 }
 
 thread_local bool t_in_task = false;
+
+struct alignas(64) Worker {
+    std::thread thread;
+    std::atomic<bool> in_task{false};
+    std::chrono::nanoseconds ran{};  // when the leader began to watch
+};
 
 class Pool {
   public:
     ~Pool() {
         stop_.store(true);
         call_workers();
-        for (std::thread& worker : workers_) worker.join();
+        for (Worker& worker : workers_) worker.thread.join();
     }
 
     // Returns false, having done nothing, if another thread leads.
@@ -98,12 +109,11 @@ class Pool {
         constexpr int kThreadsThatTakeOne = 16;
         share_ = threads <= kThreadsThatTakeOne ? num_tasks : 4 * threads;
         unfinished_.store(num_tasks, std::memory_order_relaxed);
+        leader_core_.store(current_core(), std::memory_order_relaxed);
         ticket_.store(++round_ << 32 | static_cast<uint32_t>(num_tasks), std::memory_order_release);
         call_workers();
-        take_tasks();
-        const auto finished = [this] { return unfinished_.load(std::memory_order_acquire) == 0; };
-        if (!spin_until(finished))
-            for (int left; (left = unfinished_.load(std::memory_order_acquire)) != 0;) unfinished_.wait(left);
+        take_tasks(leads_);
+        wait_for_workers();
         if (failed_.load(std::memory_order_relaxed)) {
             failed_.store(false, std::memory_order_relaxed);
             std::rethrow_exception(std::exchange(thrown_, nullptr));
@@ -120,9 +130,12 @@ class Pool {
     void grow(int count) {
         active_.store(count, std::memory_order_relaxed);
         while (static_cast<int>(workers_.size()) < count) {
+            const int index = static_cast<int>(workers_.size());
+            Worker& worker = workers_.emplace_back();
             try {
-                workers_.emplace_back([this, index = static_cast<int>(workers_.size())] { work(index); });
+                worker.thread = std::thread([this, index, &worker] { work(index, worker.in_task); });
             } catch (const std::system_error&) {
+                workers_.pop_back();
                 return;
             }
         }
@@ -133,13 +146,34 @@ class Pool {
         if (sleepers_.load() > 0) epoch_.notify_all();
     }
 
-    void work(int index) {
+    void wait_for_workers() {
+        const auto finished = [this] { return unfinished_.load(std::memory_order_acquire) == 0; };
+        if (spin_until(finished, kSpin) || bring_preempted_here(finished)) return;
+        for (int left; (left = unfinished_.load(std::memory_order_acquire)) != 0;) unfinished_.wait(left);
+    }
+
+    // Workers that the system has preempted in the middle of a task continue on this core, which the leader is about
+    // to leave. Returns whether all has been finished meanwhile.
+    template <class Finished> bool bring_preempted_here(const Finished& finished) {
+        const auto begin = Clock::now();
+        for (Worker& worker : workers_)
+            if (worker.in_task.load(std::memory_order_relaxed)) worker.ran = run_time(worker.thread);
+        if (spin_until(finished, kWatch)) return true;
+        for (Worker& worker : workers_)
+            if (worker.in_task.load(std::memory_order_relaxed) &&
+                run_time(worker.thread) - worker.ran < (Clock::now() - begin) / 2)
+                move_to_core(worker.thread, current_core());
+        return finished();
+    }
+
+    void work(int index, std::atomic<bool>& in_task) {
         const DefaultRounding rounding;
         while (!stop_.load()) {
             const uint32_t epoch = epoch_.load();
             const bool active = index < active_.load(std::memory_order_relaxed);
-            if (active && take_tasks()) continue;
-            if (active && spin_until([&] { return epoch_.load(std::memory_order_relaxed) != epoch; })) continue;
+            if (active && has_tasks()) leave_the_leader_alone();
+            if (active && take_tasks(in_task)) continue;
+            if (active && spin_until([&] { return epoch_.load(std::memory_order_relaxed) != epoch; }, kSpin)) continue;
             // The caller advances the epoch first and then looks for sleepers; a sleeper does it the other way round,
             // so that no wake-up is lost.
             sleepers_.fetch_add(1);
@@ -148,7 +182,15 @@ class Pool {
         }
     }
 
-    bool take_tasks() {
+    bool has_tasks() const { return static_cast<uint32_t>(ticket_.load(std::memory_order_relaxed)) != 0; }
+
+    // Two threads of ours on one core are as slow as one, while another process has a core for itself.
+    void leave_the_leader_alone() {
+        const int core = current_core();
+        if (core >= 0 && core == leader_core_.load(std::memory_order_relaxed)) leave_core(core);
+    }
+
+    bool take_tasks(std::atomic<bool>& in_task) {
         bool any = false;
         uint64_t ticket = ticket_.load(std::memory_order_acquire);
         while (const auto left = static_cast<uint32_t>(ticket)) {
@@ -159,6 +201,7 @@ class Pool {
             // The round cannot end, nor its members change, before these tasks are done.
             const int first = num_tasks_ - static_cast<int>(left);
             t_in_task = true;
+            in_task.store(true, std::memory_order_relaxed);
             for (uint32_t i = 0; i < count; ++i) {
                 try {
                     task_(context_, first + static_cast<int>(i));
@@ -167,6 +210,7 @@ class Pool {
                 }
             }
             t_in_task = false;
+            in_task.store(false, std::memory_order_relaxed);
             any = true;
             if (unfinished_.fetch_sub(static_cast<int>(count), std::memory_order_acq_rel) == static_cast<int>(count))
                 unfinished_.notify_one();
@@ -183,12 +227,14 @@ class Pool {
     alignas(64) Task task_ = nullptr;
     void* context_ = nullptr;
     int num_tasks_ = 0;
+    std::atomic<int> leader_core_{-1};
+    std::atomic<bool> leads_{false};  // whether the leader is in a task
     std::atomic<int> share_{1};
     std::atomic<bool> failed_{false};
     std::exception_ptr thrown_;
     uint64_t round_ = 0;
     std::mutex leader_;
-    std::vector<std::thread> workers_;
+    std::deque<Worker> workers_;  // which do not move when it grows
 };
 
 std::atomic<int> g_num_threads{hardware_threads()};

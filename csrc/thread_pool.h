@@ -4,9 +4,11 @@
 //
 //     ticket   | round | tasks not yet taken |     one 64-bit word: taking a task proves that the round is still on
 //
-// The leader takes tasks too, and waits for the tasks that others have taken, never for the others themselves: a thread
-// that the system has preempted delays nobody unless it is in the middle of a task. A worker without work spins for
-// some tens of microseconds, longer than the time between two products, then sleeps and costs nothing.
+// The leader takes tasks too, and waits for the tasks that others have taken, never for the others themselves: a worker
+// that the system has preempted delays nobody unless it is in the middle of a task, and then it continues on the core
+// of the leader, which has nothing else to do. A worker that finds itself on the leader's core goes to another one. A
+// worker without work spins for some tens of microseconds, longer than the time between two products, then sleeps and
+// costs nothing.
 //
 // OpenMP is not used: its threads wait for each other at the end of every region, and spin for milliseconds after it.
 #pragma once

@@ -7,6 +7,7 @@
 #include <thread>
 #include <vector>
 
+#include "cores.h"
 #include "harness.h"
 #include "thread_pool.h"
 
@@ -109,6 +110,42 @@ TEST_ONCE(a_forked_child_begins_anew) {
         CHECK(status == 0);
     }
 }
+
+#ifdef __linux__
+TEST_ONCE(a_thread_that_is_moved_keeps_all_its_cores) {
+    const auto allowed = [](pthread_t thread) {
+        cpu_set_t cores;
+        CHECK(pthread_getaffinity_np(thread, sizeof cores, &cores) == 0);
+        std::vector<bool> out;
+        for (int core = 0; core < CPU_SETSIZE; ++core) out.push_back(CPU_ISSET(core, &cores));
+        return out;
+    };
+    const std::vector<bool> all = allowed(pthread_self());
+    std::atomic<bool> stop{false};
+    std::thread other([&] {
+        while (!stop.load()) std::this_thread::yield();
+    });
+    for (int core = 0; core < 70; ++core) {  // most of which do not exist
+        leave_core(core);
+        move_to_core(other, core);
+        CHECK(allowed(pthread_self()) == all);
+        CHECK(allowed(other.native_handle()) == all);
+    }
+    stop.store(true);
+    other.join();
+}
+
+TEST_ONCE(the_run_time_of_a_running_thread_grows) {
+    std::atomic<bool> stop{false};
+    std::thread thread([&] {
+        while (!stop.load()) {}
+    });
+    const auto begin = run_time(thread);
+    while (run_time(thread) <= begin) std::this_thread::yield();
+    stop.store(true);
+    thread.join();
+}
+#endif
 
 TEST_ONCE(sleeping_threads_wake_for_work) {
     set_num_threads(4);
