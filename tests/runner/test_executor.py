@@ -14,6 +14,7 @@ import pytest
 from octavo.errors import ExecutorError, LogitsError, ModelNotFoundError
 from octavo.runner.executor import ProcessExecutor
 from octavo.scheduler.plan import StepResult
+from octavo.structured_outputs import StructuredOutputsParams
 from tests.runner import scripted
 
 
@@ -97,6 +98,14 @@ def test_a_process_that_dies_while_it_loads_says_so_and_what_scripts_must_do() -
     executor = ProcessExecutor(scripted.build_and_die)
     with pytest.raises(ExecutorError, match=r"exit code 9 before its model was loaded: .*if __name__ == '__main__'"):
         executor.facts()
+
+
+def test_a_grammar_that_it_compiles_fails_when_it_dies(executor: ProcessExecutor[dict[str, int]]) -> None:
+    pid = executor.facts()["pid"]
+    compiling = executor.grammar_link.compile(StructuredOutputsParams(choice=["a"]))
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ExecutorError, match="has ended"):
+        compiling.result(60)
 
 
 def test_closing_ends_the_process_and_may_be_done_again(executor: ProcessExecutor[dict[str, int]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
@@ -23,10 +23,12 @@ from octavo.errors import ConfigError, ModelNotFoundError
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.kvcache.eviction import RecomputeCost
 from octavo.runner.executor import Executor, ProcessExecutor
+from octavo.runner.grammar_link import GrammarLink
 from octavo.runner.recording import RecordingExecutor
 from octavo.runner.runner import ModelRunner
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.plan_log import PlanLog
+from octavo.structured_outputs import StructuredOutputsParams
 from octavo.text.chat_template import check_template
 from octavo.text.tokenizer import Tokenizer
 from octavo.tiers.host import HostTier
@@ -124,15 +126,17 @@ def _start_runner(
         another process unless stores read and write it.
     """
 
-    def load_text(model: ModelConfig | RunnerFacts) -> _Text:
+    def load_text(model: ModelConfig | RunnerFacts, link: GrammarLink | None = None) -> _Text:
         tokenizer = _load_tokenizer(source, config)
-        return tokenizer, _grammar_compiler(config, model, lambda: tokenizer, prepare_grammars)
+        elsewhere = None if link is None else link.compile
+        return tokenizer, _grammar_compiler(config, model, lambda: tokenizer, prepare_grammars, elsewhere=elsewhere)
 
     if config.executor == "process":
         with closing(SharedFile()) if config.has_stores else nullcontext() as file:
             process = ProcessExecutor(partial(_build_runner_apart, config, file, prepare_grammars))
             try:
-                _, facts, text = _load_beside(source, lambda: (process, process.facts()), load_text)
+                load = partial(load_text, link=process.grammar_link)
+                _, facts, text = _load_beside(source, lambda: (process, process.facts()), load)
             except BaseException:
                 process.close()
                 raise
@@ -191,9 +195,15 @@ def _grammar_compiler(
     prepare: bool,
     *,
     on_trial: bool = True,
+    elsewhere: Callable[[StructuredOutputsParams], Future[None]] | None = None,
 ) -> GrammarCompiler:
     grammars = GrammarCompiler(
-        load_tokenizer, model.vocab_size, model.eos_token_ids, config.max_grammar_ms, on_trial=on_trial
+        load_tokenizer,
+        model.vocab_size,
+        model.eos_token_ids,
+        config.max_grammar_ms,
+        on_trial=on_trial,
+        elsewhere=elsewhere,
     )
     if prepare:
         grammars.prepare()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import signal
+import threading
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
 from octavo.errors import ExecutorError, OctavoError
+from octavo.grammar.compiler import GrammarCompiler
+from octavo.runner.grammar_link import GrammarLink, serve_grammars
 from octavo.scheduler.plan import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -41,6 +44,11 @@ class Executor(ABC):
     """
 
     is_computing = False
+
+    @property
+    def grammars(self) -> GrammarCompiler | None:
+        """The compiler of grammars for structured outputs; None if no plan may use one."""
+        return None
 
     @abstractmethod
     def execute(self, plan: StepPlan) -> StepResult:
@@ -78,19 +86,25 @@ class ProcessExecutor(Executor, Generic[T]):
 
     Args:
         build: called in the new process; returns the runner, and picklable facts about it for the engine.
+
+    Attributes:
+        grammar_link: lets the runner compile grammars.
     """
 
     def __init__(self, build: Callable[[], tuple[Executor, T]]) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
+        ours, of_grammars = context.Pipe()
+        self.grammar_link = GrammarLink(ours)
         self._process = context.Process(
             target=_serve,
-            args=(theirs, build, logging.getLogger().getEffectiveLevel()),
+            args=(theirs, of_grammars, build, logging.getLogger().getEffectiveLevel()),
             name="octavo-runner",
             daemon=True,
         )
         self._process.start()
         theirs.close()
+        of_grammars.close()
 
     @property
     def pid(self) -> int | None:
@@ -142,6 +156,7 @@ class ProcessExecutor(Executor, Generic[T]):
 
     def close(self) -> None:
         """End the process, by force if it does not exit by itself."""
+        self.grammar_link.close()
         self._pipe.close()
         self._process.join(_CLOSING_S)
         if self._process.is_alive():
@@ -166,7 +181,9 @@ class ProcessExecutor(Executor, Generic[T]):
         return ExecutorError(f"the process that computes steps has ended, exit code {self._process.exitcode}")
 
 
-def _serve(pipe: Connection, build: Callable[[], tuple[Executor, Any]], log_level: int) -> None:
+def _serve(
+    pipe: Connection, of_grammars: Connection, build: Callable[[], tuple[Executor, Any]], log_level: int
+) -> None:
     """The main function of the runner's process."""
     logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # Ctrl-C reaches every process of the terminal; ignore it here, because the engine's process closes the pipe.
@@ -176,6 +193,8 @@ def _serve(pipe: Connection, build: Callable[[], tuple[Executor, Any]], log_leve
     except Exception as error:
         _answer(pipe, None, None, error)
         return
+    if (compiler := runner.grammars) is not None:
+        threading.Thread(target=serve_grammars, args=(of_grammars, compiler), daemon=True).start()
     _answer(pipe, None, facts, None)
     try:
         while True:
