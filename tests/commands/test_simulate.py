@@ -210,6 +210,16 @@ def test_an_estimate_is_bound_by_bandwidth_for_few_rows_and_by_arithmetic_for_ma
     assert halves.base > times.base
 
 
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    octavo_command: OctavoCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.simulator.calibration.calibrate", lambda *_: pytest.fail("measured"))
+    for path in (tmp_path, tmp_path / "missing" / "speed.json"):
+        code, _, err = octavo_command("calibrate-speed", "--output", path)
+        assert code == 1
+        assert f"cannot write {path}" in err
+
+
 def test_plans_cannot_be_recorded_twice_at_once(octavo_command: OctavoCommand) -> None:
     code, _, err = octavo_command("calibrate-speed", "--record-plans", "x")
     assert code == 1

@@ -109,7 +109,7 @@ def test_nonnegative_least_squares_agrees_with_its_conditions_of_optimality() ->
 
 
 def test_too_few_steps_are_refused_with_their_number() -> None:
-    with pytest.raises(ConfigError, match=r"49 recorded steps: at least 50"):
+    with pytest.raises(ConfigError, match=r"49 steps: at least 50"):
         fit(steps(1, count=49))
 
 

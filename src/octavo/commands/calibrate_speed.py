@@ -42,10 +42,12 @@ def run(args: argparse.Namespace) -> int:
     from octavo.errors import ConfigError
     from octavo.planner.sources import find_shape
     from octavo.simulator.calibration import calibrate
+    from octavo.simulator.speed import require_writable
 
     options = engine_options(args)
     if "record_plans" in options:
         raise ConfigError("plans are recorded for the measurement itself: --keep-plans FILE keeps them")
+    require_writable(args.output)
     shape = find_shape(options.get("model", DEFAULT_MODEL))
     speed = calibrate(engine_argv(options), args.seconds, shape.vocab_size, args.keep_plans)
     speed.write(args.output)

@@ -120,7 +120,9 @@ def fit(steps: Sequence[MeasuredStep], *, seed: int = 0) -> Fit:
         ConfigError: there are fewer than `LEAST_STEPS` steps.
     """
     if len(steps) < LEAST_STEPS:
-        raise ConfigError(f"cannot fit step times to {len(steps)} recorded steps: at least {LEAST_STEPS} are needed")
+        raise ConfigError(
+            f"cannot fit step times to {len(steps)} steps: at least {LEAST_STEPS} are needed; record for longer"
+        )
     knots = _knots([step.load.rows for step in steps])
     relative, weights, solution, fastest = _solved_with_coldness(steps, knots)
     error = float(np.mean(np.abs(relative @ solution - 1)))

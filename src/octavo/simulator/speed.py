@@ -6,6 +6,7 @@ A speed file is one JSON object: the fields of `StepTimes`, where they come from
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -82,6 +83,15 @@ class Speed:
             return cls(times=StepTimes(**times), spread=Spread(**spread), **content)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{path} is damaged: {error}") from error
+
+
+def require_writable(path: str | Path) -> None:
+    """Raise `ConfigError` if a file cannot be written; called before anything is measured."""
+    folder = Path(path).absolute().parent
+    if Path(path).is_dir():
+        raise ConfigError(f"cannot write {path}: it is a folder")
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"cannot write {path}: {folder} is no folder that may be written to")
 
 
 def speed_of_plans(
