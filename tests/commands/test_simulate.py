@@ -69,7 +69,21 @@ def test_targets_without_a_question_are_judged(octavo_command: OctavoCommand) ->
     assert not crowded["targets_met"]
     assert 0 < crowded["ttft_within"] < 1
     code, out, _ = octavo_command("simulate", *ON_H100, *SHORT, *slo, "--rates", "1,2000")
-    assert [line.split()[-1] for line in out.splitlines()[1:]] == ["targets", "met", "missed"]
+    assert [line.split()[-1] for line in out.splitlines()[2:]] == ["True", "False"]
+
+
+def test_tokens_and_the_fleet_have_a_price(octavo_command: OctavoCommand) -> None:
+    price = ["--price-per-hour", "3.6"]
+    code, out, err = octavo_command("simulate", *ON_H100, *SHORT, *price, "--json")
+    assert code == 0, err
+    (point,) = last_line(out)["points"]
+    assert point["price_per_million_tokens"] == pytest.approx(1000 / point["output_tok_s"], abs=1e-4)
+    slo = ["--find-replicas", "--ttft-slo-ms", "40", "--max-num-seqs", "4", "--request-rate", "500"]
+    code, out, _ = octavo_command("simulate", *ON_H100, *SHORT, *price, *slo, "--json")
+    (point,) = last_line(out)["points"]
+    assert point["fleet_price_per_hour"] == pytest.approx(3.6 * point["replicas"])
+    code, out, _ = octavo_command("simulate", *ON_H100, *SHORT, *price, "--rates", "5,50")
+    assert "price of 1 M" in out
 
 
 def test_ten_rates_up_to_saturation_are_simulated(octavo_command: OctavoCommand) -> None:
@@ -160,6 +174,7 @@ def test_the_best_points_are_those_that_no_other_beats_in_both() -> None:
         ([*ON_H100, "--trace", "TRACE", "--output-len", "9"], "a --trace has its own"),
         ([*ON_H100, "--burstiness", "2"], "--burstiness goes with --request-rate, --rates or --find-rate"),
         ([*ON_H100, "--slo-percentile", "90"], "--slo-percentile goes with --ttft-slo-ms or --itl-slo-ms"),
+        ([*ON_H100, "--price-per-hour", "0"], "--price-per-hour must be above 0"),
         ([*ON_H100, "--slowdown", "0"], "slowdown must be above 0"),
         ([*ON_H100, "--trace", "TRACE", "--rate-scale", "2", "--rates", "1,2"], "leave out --request-rate and --rates"),
     ],

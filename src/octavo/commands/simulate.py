@@ -159,6 +159,12 @@ def _add_questions(group: argparse._ArgumentGroup) -> None:
         help="simulate each of these request rates; auto: ten of them, up to what is served with all requests at once",
     )
     group.add_argument(
+        "--price-per-hour",
+        type=float,
+        metavar="X",
+        help="what a server costs an hour, in any currency: adds the price of a million output tokens",
+    )
+    group.add_argument(
         "--plot",
         metavar="FILE.png",
         help="plot latency over throughput: a line for each variant of --sweep, a point for each of --rates "

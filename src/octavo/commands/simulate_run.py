@@ -40,11 +40,13 @@ def run(args: argparse.Namespace) -> int:
     targets = Targets(args.ttft_slo_ms, options.get("itl_slo_ms"), args.slo_percentile)
     if args.slo_percentile != Targets().percentile and not targets.given:
         raise ConfigError("--slo-percentile goes with --ttft-slo-ms or --itl-slo-ms, of which none is given")
+    if args.price_per_hour is not None and not 0 < args.price_per_hour < math.inf:
+        raise ConfigError(f"--price-per-hour must be above 0, got {args.price_per_hour:g}")
     if args.find_rate and args.find_replicas:
         raise ConfigError("--find-rate asks what one server serves, --find-replicas how many are needed: give one")
     if args.rates is not None and (args.find_rate or args.find_replicas or args.concurrency is not None):
         raise ConfigError("--rates gives the rates: leave out --find-rate, --find-replicas and --concurrency")
-    points = list(_points(args, plan, demand, targets))
+    points = [point | _price(point, args.price_per_hour) for point in _points(args, plan, demand, targets)]
     speed = plan.effective_speed
     result: dict[str, Any] = {
         "simulate": plan.shape.name,
@@ -160,6 +162,14 @@ def _within(targets: Targets, results: Results) -> dict[str, Any]:
     return found
 
 
+def _price(point: Mapping[str, Any], per_hour: float | None) -> dict[str, Any]:
+    """Return what a million output tokens cost, and all servers an hour, if it is known what one costs."""
+    if per_hour is None or not point.get("output_tok_s"):
+        return {}
+    fleet = {"fleet_price_per_hour": per_hour * point["replicas"]} if point.get("replicas") else {}
+    return {"price_per_million_tokens": round(per_hour / 3600 / point["output_tok_s"] * 1e6, 4), **fleet}
+
+
 def _rates(text: str, plan: Plan, demand: Demand) -> list[float]:
     if text == "auto":
         at_once = simulate(plan, replace(demand, rate=math.inf))
@@ -212,9 +222,10 @@ def _tables(result: Mapping[str, Any]) -> Iterator[str]:
                 [[name, *map(report.show, figures.values())] for name, figures in tenants.items()],
             )
     else:
-        judged = any("targets_met" in point for point in points)
-        heading = (*_HEADING, "targets") if judged else _HEADING
-        yield from report.columns(heading, [[*_row(point), *_verdict(point, judged=judged)] for point in points])
+        shown = [name for name in _OPTIONAL if any(name in point for point in points)]
+        heading = (*_HEADING, *(_OPTIONAL[name] for name in shown))
+        rows = [[*_row(point), *(report.show(point.get(name, "-")) for name in shown)] for point in points]
+        yield from report.columns(heading, rows)
     if any("met_all_at_once" in point for point in points):
         yield "no largest rate: the targets are met with all requests at once; simulate more of them (--num-requests)"
     if any(point.get("largest_rate", 0) is None and "met_all_at_once" not in point for point in points):
@@ -226,6 +237,14 @@ def _tables(result: Mapping[str, Any]) -> Iterator[str]:
 _HEADING = ("variant", "asked", "req/s", "out tok/s", "ttft p50", "p99 ms", "itl p50", "p99 ms", "hits", "preempted")
 
 
+# Columns of figures that not every table has.
+_OPTIONAL = {
+    "targets_met": "targets met",
+    "price_per_million_tokens": "price of 1 M",
+    "fleet_price_per_hour": "fleet / h",
+}
+
+
 def _row(point: Mapping[str, Any]) -> Sequence[str]:
     variant = ", ".join(f"{name} {report.show(value)}" for name, value in point["variant"].items()) or "-"
     asked = next((point[name] for name in ("largest_rate", "replicas", "rate") if name in point), None)
@@ -234,10 +253,6 @@ def _row(point: Mapping[str, Any]) -> Sequence[str]:
     ttft, itl = point["ttft_ms"], point["itl_ms"]
     figures = (asked, point["requests_s"], point["output_tok_s"], ttft["p50"], ttft["p99"], itl["p50"], itl["p99"])
     return [variant, *map(report.show, figures), f"{100 * point['hit_rate']:.1f} %", f"{point['preemptions']:,}"]
-
-
-def _verdict(point: Mapping[str, Any], *, judged: bool) -> list[str]:
-    return ["met" if point.get("targets_met") else "missed"] if judged else []
 
 
 def _machines() -> list[str]:
