@@ -41,8 +41,8 @@ def dashboard_queries() -> list[str]:
 
 
 def metric_names(query: str) -> set[str]:
-    """The metrics that a query selects: ours, the process's and `up`."""
-    return set(re.findall(r"(?<![\w:])(?:(?:vllm|octavo):\w+|process_\w+|up(?=\{))", query))
+    """The metrics that a query selects: ours, those of HTTP and of the process, and `up`."""
+    return set(re.findall(r"(?<![\w:])(?:(?:vllm|octavo):\w+|process_\w+|http_requests_total|up(?=\{))", query))
 
 
 def with_tiers(folder: Path) -> dict[str, Any]:

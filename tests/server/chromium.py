@@ -28,21 +28,21 @@ class Page:
         self._numbers = itertools.count(1)
         self._rest = b""
         self._session: str | None = None
-        target = self._call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        self._call("Page.enable")
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.call("Page.enable")
 
     def open(self, url: str, width: int = 1240, height: int = 1000) -> None:
-        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        self._call("Page.navigate", url=url)
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.call("Page.navigate", url=url)
 
     def prefer_dark(self, dark: bool) -> None:
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self._call("Emulation.setEmulatedMedia", features=[feature])
+        self.call("Emulation.setEmulatedMedia", features=[feature])
 
     def value(self, expression: str) -> Any:
         """What a JavaScript expression is on the page; a promise is awaited."""
-        answer = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
@@ -60,16 +60,17 @@ class Page:
         for kind in ("keyDown", "keyUp"):
             text = {"text": "\r"} if key == "Enter" and kind == "keyDown" else {}
             code = {"Enter": 13, "ArrowRight": 39}.get(key, 0)
-            self._call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
 
     def click(self, x: float, y: float) -> None:
         for kind in ("mousePressed", "mouseReleased"):
-            self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"]))
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
-    def _call(self, method: str, **params: Any) -> dict[str, Any]:
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """What a command of the protocol returns."""
         number = next(self._numbers)
         message: dict[str, Any] = {"id": number, "method": method, "params": params}
         if self._session is not None:

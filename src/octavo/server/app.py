@@ -17,6 +17,7 @@ from octavo.server.handling import Handling
 from octavo.server.http.connection import InFlight
 from octavo.server.http.logs import RequestLog
 from octavo.server.http.origin import RefuseWebPages
+from octavo.server.http.response_counts import ResponseCounts
 from octavo.server.live_page import LivePage
 from octavo.server.llamacpp_api import LlamaCppApi
 from octavo.server.ollama_api import OllamaApi
@@ -50,17 +51,19 @@ def create_app(
     handling = Handling(engine, config, in_flight)
     admin, name = AdminAccess(access.admins), handling.names[0]
     has_keys = access.needs_key or any(client.admin for client in access.admins.clients)
+    responses = ResponseCounts()
     endpoints = [
         *Api(engine, config, handling).endpoints(),
         *OllamaApi(engine, handling).endpoints(),
         *LlamaCppApi(engine, handling).endpoints(),
-        *Operations(engine, config, in_flight, admin, quotas, name).endpoints(),
+        *Operations(engine, config, in_flight, admin, quotas, responses, name).endpoints(),
         *LivePage(
             engine, in_flight, admin, name, open_to_all=not has_keys, shows_text=config.live_page_text
         ).endpoints(),
         *Description(Described(engine.limits, engine.max_model_len, engine.vocab_size, engine.hidden_size)).endpoints(),
     ]
-    middleware = [Middleware(RequestLog, writes=config.access_log), Middleware(LastResort)]
+    responses.expect(endpoints)
+    middleware = [Middleware(RequestLog, responses=responses, writes=config.access_log), Middleware(LastResort)]
     if config.allowed_origins:
         middleware.append(_cors(config))
     if access.needs_key:

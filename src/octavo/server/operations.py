@@ -15,6 +15,7 @@ from octavo.server.config import ServerConfig
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import ApiError
 from octavo.server.http.connection import InFlight
+from octavo.server.http.response_counts import ResponseCounts
 from octavo.server.route import Endpoint, json_response
 from octavo.server.tenants.auth import AdminAccess
 from octavo.server.tenants.quota import Quotas
@@ -33,6 +34,7 @@ class Operations:
         in_flight: InFlight,
         admin: AdminAccess,
         quotas: Quotas,
+        responses: ResponseCounts,
         model_name: str,
     ) -> None:
         self._engine = engine
@@ -40,6 +42,7 @@ class Operations:
         self._in_flight = in_flight
         self._admin = admin
         self._quotas = quotas
+        self._responses = responses
         self._model_name = model_name
         self._metrics: dict[bool, Any] = {}
 
@@ -97,11 +100,12 @@ class Operations:
         if with_tenants not in self._metrics:
             # Imported at the first scrape, because importing prometheus_client takes a tenth of a second.
             from octavo.observe.metrics import MetricsPage
+            from octavo.server.http.response_metrics import ResponseCollector
             from octavo.server.tenants.metrics import TenantCollector
 
             stats, name = self._engine.stats, self._model_name
             others = [TenantCollector(self._quotas, stats, name)] if with_tenants else []
-            self._metrics[with_tenants] = MetricsPage(stats, name, others)
+            self._metrics[with_tenants] = MetricsPage(stats, name, [*others, ResponseCollector(self._responses)])
         return self._metrics[with_tenants]
 
     async def debug_kv(self, request: Request) -> Response:

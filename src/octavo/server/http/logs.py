@@ -14,6 +14,8 @@ from octavo.server.paths import is_anthropic
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from octavo.server.http.response_counts import ResponseCounts
+
 access_logger = logging.getLogger("octavo.access")
 
 REQUEST_ID_HEADER = b"x-request-id"
@@ -59,11 +61,13 @@ class RequestLog:
     """Middleware that gives every request an id, the client's `X-Request-Id` or a new one, and logs how it ended.
 
     Args:
-        writes: whether to log requests; if False, they only get ids.
+        responses: counts how requests were answered.
+        writes: whether to log requests; if False, they only get ids and are counted.
     """
 
-    def __init__(self, app: ASGIApp, writes: bool = True) -> None:
+    def __init__(self, app: ASGIApp, responses: ResponseCounts, writes: bool = True) -> None:
         self._app = app
+        self._responses = responses
         self._writes = writes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,6 +91,7 @@ class RequestLog:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
+            self._responses.add(scope, status)
             if self._writes:
                 self._write(scope, request_id, status, time.perf_counter() - began)
 

@@ -100,7 +100,9 @@ _OTHERS = {
     ("/load", "get"): ("Load", "Requests in flight, running and waiting, and the share of the KV cache in use"),
     ("/version", "get"): ("Version", "The version of Octavo"),
     ("/", "get"): ("text/html", "A page that shows the KV cache and the requests as they are"),
-    ("/live/page.js", "get"): ("text/javascript", "Its script"),
+    ("/live/blocks.js", "get"): ("text/javascript", "Its script for the blocks"),
+    ("/live/details.js", "get"): ("text/javascript", "Its script for what is chosen and what has happened"),
+    ("/live/page.js", "get"): ("text/javascript", "Its main script"),
     ("/live/page.css", "get"): ("text/css", "Its style"),
     ("/live/events", "get"): (
         "text/event-stream",
