@@ -278,7 +278,6 @@ def main() -> None:
             name: {"steps": speed.fit["period"]["steps"], "error": speed.fit["period"]["mean_abs_error"]}
             for name, speed in (("beforehand", beforehand), ("in between", measured.speed))
         },
-        "left_out_s": measured.left_out_s,
         "at_once": run_at_once(measured.speed),
         "rows": sorted(rows, key=lambda row: ("users" in row, row["share"])),
     }

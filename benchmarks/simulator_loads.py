@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from octavo.bench.processor_time import ProcessorTime, ProcessorWatch, disturbed
+from octavo.bench.processor_time import ProcessorTime
 from octavo.bench.server_process import running_server
 from octavo.bench.serving import RequestRecord, Target
 from octavo.bench.workload import END_TOKEN_ID, FIRST_TOKEN_ID, BenchRequest, arrival_times, named_workload
 from octavo.scheduler.plan_log import RecordedStep, read_facts, read_plans
-from octavo.simulator.calibration import DISTURBED, RoundSender, run_load, warm_up
+from octavo.simulator.calibration import RoundSender, run_load, warm_up
 from octavo.simulator.overheads import Sent, overheads
 from octavo.simulator.speed import Speed, speed_of_plans
 from octavo.simulator.traffic import ClosedTraffic, OpenTraffic, Shape, Traffic
@@ -142,13 +142,11 @@ class Piece:
 class Measured:
     """All pieces, and the speed fitted to the calibration between them.
 
-    Attributes:
-        left_out_s: seconds of calibration that were left out, as others used the processors.
+    Seconds in which other programs used the processors are in the one as in the others.
     """
 
     pieces: list[Piece]
     speed: Speed
-    left_out_s: float
 
 
 def run_in_turn(loads: Sequence[Load], num_rounds: int, between_s: float, plans: Path) -> Measured:
@@ -162,23 +160,20 @@ def run_in_turn(loads: Sequence[Load], num_rounds: int, between_s: float, plans:
         options = read_facts(plans)
         warm_up(target, options["max_model_len"], END_TOKEN_ID)
         sender = RoundSender(target, options, END_TOKEN_ID)
-        with ProcessorWatch() as watch:
-            for number, load in itertools.product(range(num_rounds), loads):
-                began = time.perf_counter()
-                sent += sender.send_whole(between_s)
-                spans.append((began, time.perf_counter()))
-                pieces.append(run_piece(target, load, number))
-                print(f"round {number + 1} of {num_rounds}: {load.name}", flush=True)
+        for number, load in itertools.product(range(num_rounds), loads):
+            began = time.perf_counter()
+            sent += sender.send_whole(between_s)
+            spans.append((began, time.perf_counter()))
+            pieces.append(run_piece(target, load, number))
+            print(f"round {number + 1} of {num_rounds}: {load.name}", flush=True)
     steps = list(read_plans(plans))
     for piece in pieces:
         piece.steps = [step for step in steps if piece.zero <= step.at < piece.ended]
-    others = [(span.began, span.ended) for span in disturbed(watch.spans, DISTURBED)]
     calibrating = [step for step in steps if any(began <= step.at < ended for began, ended in spans)]
-    intake, reply = overheads(calibrating, sent, ENGINE["max_num_seqs"], others)
+    intake, reply = overheads(calibrating, sent, ENGINE["max_num_seqs"])
     loaded = [(piece.zero, piece.ended) for piece in pieces]
-    speed = speed_of_plans([str(plans)], since=spans[0][0], left_out=[*loaded, *others])
-    shared = (min(end, ended) - max(start, began) for start, end in others for began, ended in spans)
-    return Measured(pieces, replace(speed, intake_s=intake, reply_s=reply), sum(max(0.0, each) for each in shared))
+    speed = speed_of_plans([str(plans)], since=spans[0][0], left_out=loaded)
+    return Measured(pieces, replace(speed, intake_s=intake, reply_s=reply))
 
 
 def run_piece(target: Target, load: Load, number: int) -> Piece:

@@ -46,13 +46,17 @@ class Watched:
     def take(self) -> SimulatedRequest:
         self._taken += 1
         if self._taken % self._tenth == 0:
-            self.rows.append(
-                {
-                    "requests": self._taken,
-                    "seconds": time.perf_counter() - self._began,
-                    "cpu_seconds": time.process_time() - self._cpu,
-                    "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-                }
+            row = {
+                "requests": self._taken,
+                "seconds": time.perf_counter() - self._began,
+                "cpu_seconds": time.process_time() - self._cpu,
+                "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            }
+            self.rows.append(row)
+            print(
+                f"| {row['requests']:,} | {row['seconds']:.1f} | {row['cpu_seconds']:.1f} "
+                f"| {1e3 * row['cpu_seconds'] / row['requests']:.3f} | {row['peak_mib']:.1f} |",
+                flush=True,
             )
         return self._traffic.take()
 
@@ -72,17 +76,12 @@ def main() -> None:
         input_len=arguments.input_len,
         output_len=arguments.output_len,
     )
-    watched = Watched(demand.traffic(), arguments.requests)
-    results = Simulation(plan.server(), watched).run()
     machine = report.machine()
     print(f"{arguments.requests:,} requests of {arguments.input_len} tokens in, {arguments.output_len} out, ", end="")
     print(f"{arguments.rate:g} a second; one of {machine['cores']} cores of {machine['cpu']}\n")
-    print("| requests | seconds | CPU seconds | ms a request | peak MiB |\n|---|---|---|---|---|")
-    for row in watched.rows:
-        print(
-            f"| {row['requests']:,} | {row['seconds']:.1f} | {row['cpu_seconds']:.1f} "
-            f"| {1e3 * row['seconds'] / row['requests']:.2f} | {row['peak_mib']:.0f} |"
-        )
+    print("| requests | seconds | CPU seconds | ms of it a request | peak MiB |\n|---|---|---|---|---|", flush=True)
+    watched = Watched(demand.traffic(), arguments.requests)
+    results = Simulation(plan.server(), watched).run()
     print(f"\n{results.steps:,} steps, {results.mean_running:.1f} running on average, {results.evictions:,} evictions")
     print(json.dumps({"rows": watched.rows, "results": results.report()}))
 
