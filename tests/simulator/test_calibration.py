@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
+from octavo.bench.serving import RequestRecord, Target
+from octavo.bench.workload import BenchRequest
 from octavo.errors import ConfigError
 from octavo.scheduler.plan_log import RecordedStep
-from octavo.simulator.calibration import rounds
+from octavo.simulator import calibration
+from octavo.simulator.calibration import RoundSender, rounds
 from octavo.simulator.overheads import Sent, overheads
 
 
@@ -60,3 +65,53 @@ def test_every_round_fits_the_server_that_it_is_sent_to() -> None:
     for each in itertools.islice(rounds(max_num_seqs=6, max_model_len=100, max_step=64), 60):
         assert len(each.prompt_lens) <= 6 or each.rate is not None
         assert max(each.prompt_lens) + each.output_len <= 100
+
+
+class FakeServer:
+    """A server that takes a millisecond for each token, one after the other, on a clock of its own."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.prompts: list[int] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def run_load(
+        self, target: Target, requests: Sequence[BenchRequest], arrivals: Sequence[float]
+    ) -> tuple[float, list[RequestRecord]]:
+        began = self.now
+        self.prompts += [len(request.prompt_token_ids) for request in requests]
+        self.now += sum(len(request.prompt_token_ids) + request.max_tokens for request in requests) / 1000
+        return began, [RequestRecord(at, sent_s=at, chunk_times=[max(at, self.now - began)]) for at in arrivals]
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
+    fake = FakeServer()
+    monkeypatch.setattr(calibration, "time", SimpleNamespace(monotonic=fake.monotonic))
+    monkeypatch.setattr(calibration, "run_load", fake.run_load)
+    return fake
+
+
+def sender() -> RoundSender:
+    options = {"max_num_seqs": 8, "max_model_len": 1024, "max_num_batched_tokens": 512}
+    return RoundSender(Target("", ""), options, 1000)
+
+
+def test_rounds_are_sent_until_the_time_is_up_and_none_that_would_take_longer(server: FakeServer) -> None:
+    sent = sender().send_for(30.0)
+    assert 25 < server.now <= 30.0 + 0.1
+    assert len(sent) == len(server.prompts)
+    assert {each.kind for each in sent} >= {"streams", "prompt", "contexts"}
+    assert all(each.sent <= each.first_token for each in sent)
+
+
+def test_pieces_go_on_with_the_rounds_where_the_one_before_stopped(server: FakeServer) -> None:
+    whole, pieces = sender(), sender()
+    one = [each.kind for each in whole.send_whole(20.0)]
+    seconds, server.now = server.now, 0.0
+    parts: list[str] = []
+    while server.now < seconds:
+        parts += [each.kind for each in pieces.send_whole(1.0)]
+    assert parts[: len(one)] == one
