@@ -7,7 +7,7 @@ import random
 import pytest
 
 from octavo.scheduler.step_time import StepLoad, StepTimes
-from octavo.simulator.drift import Drift, floor
+from octavo.simulator.drift import VARIATION_S, Drift, floor, variation
 from octavo.simulator.fitting import MeasuredStep, mean_abs_error
 
 LAW = StepTimes(0.004, ((1.0, 0.0), (2.0, 0.001)))
@@ -54,3 +54,20 @@ def test_the_floor_is_what_equal_steps_differ_by() -> None:
     error, share = floor(equal + lone)
     assert error == pytest.approx(0.2, abs=0.03)
     assert share == pytest.approx(100 / 110)
+
+
+def test_a_machine_whose_speed_changes_every_few_seconds_is_said_to_vary() -> None:
+    """Every second span is a fifth slower; the law is a tenth off for one of the two kinds, which does not count."""
+    loads = StepLoad(1, 400, 0.0, 1), StepLoad(40, 16_000, 0.0, 40)
+
+    def steps(slower: float) -> list[MeasuredStep]:
+        found = []
+        for number in range(3000):
+            at, load = 0.02 * number, loads[number % 2]
+            factor = (slower if int(at // VARIATION_S) % 2 else 1.0) * (1.1 if number % 2 else 1.0)
+            found.append(MeasuredStep(load, LAW.predict(load) * factor, at))
+        return found
+
+    assert variation(LAW, steps(1.2)) == pytest.approx(0.1 / 1.1, rel=0.05)
+    assert variation(LAW, steps(1.0)) == pytest.approx(0.0, abs=1e-9)
+    assert variation(LAW, []) == 0.0

@@ -21,6 +21,9 @@ from octavo.scheduler.step_time import StepLoad, StepTimes
 from octavo.simulator.fitting import MeasuredStep
 from octavo.simulator.spread import Spread
 
+VARIATION_S = 5.0
+_LEAST_IN_SPAN = 20
+
 _SPAN_S = 1.5
 _NEAREST = {False: 12, True: 3}  # steps on either side of a step; steps with chunks are rarer
 _LEAST = 3  # steps needed for a median
@@ -76,6 +79,25 @@ class Drift:
         around = (*range(max(0, place - nearest), place), *range(place + left_out, min(len(times), place + nearest)))
         near = [ratios[i] for i in around if abs(times[i] - at) <= _SPAN_S]
         return statistics.median(near) if len(near) >= _LEAST else self._overall[kind]
+
+
+def variation(times: StepTimes, steps: Sequence[MeasuredStep]) -> float:
+    """Return the standard deviation of the machine's speed from one `VARIATION_S` to the next, relative to its mean.
+
+    It is that of the medians of measured / predicted time, each step beside the others of its kind, so that errors of
+    the model count as little as possible.
+    """
+    kinds: dict[tuple[bool, int], list[tuple[float, float]]] = defaultdict(list)
+    for step in steps:
+        kind = step.load.chunk_work > 0, step.load.rows.bit_length()
+        kinds[kind].append((step.at, step.seconds / times.predict(step.load)))
+    spans: dict[int, list[float]] = defaultdict(list)
+    for found in kinds.values():
+        usual = statistics.median(ratio for _, ratio in found)
+        for at, ratio in found:
+            spans[int(at // VARIATION_S)].append(ratio / usual)
+    medians = [statistics.median(ratios) for ratios in spans.values() if len(ratios) >= _LEAST_IN_SPAN]
+    return statistics.pstdev(medians) / statistics.fmean(medians) if medians else 0.0
 
 
 def floor(steps: Sequence[MeasuredStep]) -> tuple[float, float]:

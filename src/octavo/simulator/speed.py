@@ -15,6 +15,7 @@ from typing import Any
 from octavo.errors import ConfigError
 from octavo.scheduler.plan_log import read_facts, read_plans
 from octavo.scheduler.step_time import StepTimes
+from octavo.simulator.drift import variation
 from octavo.simulator.fitting import Fit, MeasuredStep, executions, fit, outside, periods, spread_of, with_coldness
 from octavo.simulator.spread import Spread
 
@@ -36,7 +37,7 @@ class Speed:
         reply_s: seconds from the end of the step that drew a first token until the client receives it.
         spread: how far single steps lie from `times`.
         facts: the engine's options, as `--record-plans` records them.
-        fit: number of steps, error and intervals of the fit.
+        fit: number of steps, error and intervals of the fit, and how much the machine's speed varied meanwhile.
     """
 
     origin: str
@@ -121,13 +122,18 @@ def speed_of_plans(
         measured += outside(_one_by_one(periods(steps)), left_out)
         executed += outside(_one_by_one(executions(steps)), left_out)
     fitted, device = fit(measured), fit(executed)
+    measured = with_coldness(fitted.times, measured)
     return Speed(
         origin=origin or f"fitted to {len(measured)} steps of {facts.get('model')} in {', '.join(paths)}",
         kind=MEASURED,
         times=fitted.times,
-        spread=spread_of(fitted.times, with_coldness(fitted.times, measured)),
+        spread=spread_of(fitted.times, measured),
         facts=facts,
-        fit={"period": _quality(fitted), "execution": _quality(device) | {"times": asdict(device.times)}},
+        fit={
+            "period": _quality(fitted),
+            "execution": _quality(device) | {"times": asdict(device.times)},
+            "variation": variation(fitted.times, measured),
+        },
     )
 
 
