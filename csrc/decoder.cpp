@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "attention.h"
+#include "level/simd/common.h"
 #include "thread_pool.h"
 
 namespace octavo {
@@ -66,11 +66,9 @@ void Decoder::hidden(int64_t first, int64_t count, float* out) const {
         return;
     }
     for (int64_t i = 0; i < elements; ++i) {
-        // A bf16 is the upper half of a float.
-        uint16_t half;
-        std::memcpy(&half, hidden_.data() + (begin + i) * 2, 2);
-        const uint32_t bits = static_cast<uint32_t>(half) << 16;
-        std::memcpy(out + i, &bits, 4);
+        portable::bf16 value;
+        std::memcpy(&value, hidden_.data() + (begin + i) * 2, sizeof value);
+        out[i] = portable::bf16_to_float(value);
     }
 }
 
@@ -88,14 +86,10 @@ void Decoder::embed(const DecoderStep& step, const Matrix& residual) {
     });
 }
 
-void Decoder::attend(const DecoderStep& step, std::size_t index, const Matrix& hidden, const Matrix& attended) {
+// `qkv` is rotated in place.
+RopeTask Decoder::rotation(const DecoderStep& step, std::size_t index, const Matrix& qkv) const {
     const DecoderLayer& layer = layers[index];
     const LayerCache& cache = caches[index];
-    const GroupTables& tables = step.groups[cache.group];
-    const int64_t element = element_bytes(shape.storage);
-    const Matrix qkv = rows(qkv_, step.num_tokens, layer.qkv.outputs());
-    multiply(layer.qkv, hidden, qkv, shape.storage, kPlain);
-
     RopeTask rope{};
     rope.qkv = qkv.base;
     rope.qkv_stride = qkv.stride;
@@ -103,7 +97,7 @@ void Decoder::attend(const DecoderStep& step, std::size_t index, const Matrix& h
     rope.cos = step.cos;
     rope.sin = step.sin;
     rope.positions = step.positions;
-    rope.slots = tables.slots;
+    rope.slots = step.groups[cache.group].slots;
     rope.query_norm = layer.query_norm;
     rope.key_norm = layer.key_norm;
     rope.norm_eps = shape.eps;
@@ -114,8 +108,14 @@ void Decoder::attend(const DecoderStep& step, std::size_t index, const Matrix& h
         rope.copies = &cache.copies;
         rope.copies_slots = step.groups[cache.copies_group].slots;
     }
-    rope_write(shape.storage, rope, step.num_tokens);
+    return rope;
+}
 
+AttentionCall Decoder::attention(const DecoderStep& step, std::size_t index, const Matrix& qkv,
+                                 const Matrix& attended) const {
+    const LayerCache& cache = caches[index];
+    const GroupTables& tables = step.groups[cache.group];
+    const int64_t element = element_bytes(shape.storage);
     AttentionCall call{};
     call.kv = cache.kv;
     call.query = qkv.base;
@@ -141,7 +141,15 @@ void Decoder::attend(const DecoderStep& step, std::size_t index, const Matrix& h
         call.copies = {cache.copies,      copies.block_tables, copies.stride, copies.max_blocks,
                        cache.first_blocks, cache.recent_blocks};
     }
-    octavo::attend(call);
+    return call;
+}
+
+void Decoder::attend(const DecoderStep& step, std::size_t index, const Matrix& hidden, const Matrix& attended) {
+    const Linear& projection = layers[index].qkv;
+    const Matrix qkv = rows(qkv_, step.num_tokens, projection.outputs());
+    multiply(projection, hidden, qkv, shape.storage, kPlain);
+    rope_write(shape.storage, rotation(step, index, qkv), step.num_tokens);
+    octavo::attend(attention(step, index, qkv, attended));
 }
 
 // Copies the rows that become logits to `spare`, whose contents are no longer needed, and points `matrix` to them.

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "attention.h"
 #include "buffer.h"
 #include "kernels.h"
 #include "linear.h"
@@ -101,6 +102,9 @@ class Decoder {
     void run(const DecoderStep& step);
     void embed(const DecoderStep& step, const Matrix& residual);
     void attend(const DecoderStep& step, std::size_t layer, const Matrix& hidden, const Matrix& attended);
+    RopeTask rotation(const DecoderStep& step, std::size_t layer, const Matrix& qkv) const;
+    AttentionCall attention(const DecoderStep& step, std::size_t layer, const Matrix& qkv,
+                            const Matrix& attended) const;
     void keep_rows(const DecoderStep& step, Matrix& matrix, Buffer& spare);
     void multiply(const Linear& linear, const Matrix& x, const Matrix& out, Storage storage, Epilogue epilogue);
 };

@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "level/simd/common.h"
 #include "linear.h"
 #include "thread_pool.h"
 
@@ -71,27 +72,8 @@ void pack_quants(const Weight& weight, const char* rows, int64_t row_stride, int
     }
 }
 
-float half_to_float(uint16_t half) {
-    const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, magnitude = half & 0x7fff;
-    uint32_t bits = magnitude << 13;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    value *= 0x1p112f;  // adjusts the exponent's bias, and makes subnormal halves normal
-    std::memcpy(&bits, &value, 4);
-    bits |= sign;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-
-uint16_t float_to_bf16(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>(bits >> 16 | 0x40);
-    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
 void store(float value, Storage storage, int64_t index, char* to) {
-    const uint16_t half = float_to_bf16(value);
+    const portable::bf16 half = portable::float_to_bf16(value);
     if (storage == kBf16)
         std::memcpy(to + index * 2, &half, 2);
     else
@@ -107,7 +89,7 @@ void unpack_quants(const Weight& weight, int64_t output, Storage storage, char* 
         uint16_t halves[2] = {};
         std::memcpy(&halves[0], from + lane * 2, 2);
         if (format == kQ4_1) std::memcpy(&halves[1], from + kPanelOutputs * 2 + lane * 2, 2);
-        const float scale = half_to_float(halves[0]), minimum = half_to_float(halves[1]);
+        const float scale = portable::half_to_float(halves[0]), minimum = portable::half_to_float(halves[1]);
         const auto* vectors = reinterpret_cast<const uint8_t*>(from + header * kPanelOutputs + lane * 4);
         for (int i = 0; i < 32; ++i) {
             const int byte = format == kQ8_0 ? i : i % 16;

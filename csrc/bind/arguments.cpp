@@ -25,6 +25,15 @@ void check_dense(const Tensor& tensor, const char* name, DType dtype, std::initi
     }
 }
 
+int check_rotation(const Tensor& cos, const Tensor& sin, int key_dim) {
+    check_shape(cos, "cos", {-1, -1});
+    check_dense(cos, "cos", DType::f32, {cos.shape[0], cos.shape[1]});
+    check_dense(sin, "sin", DType::f32, {cos.shape[0], cos.shape[1]});
+    require(cos.shape[1] * 2 <= key_dim, "cos has " + std::to_string(cos.shape[1]) + " frequencies, a head of " +
+                                             std::to_string(key_dim) + " dimensions rotates at most half as many");
+    return static_cast<int>(cos.shape[1]) * 2;
+}
+
 LayerKV layer_kv(const Tensor& key, const Tensor& value) {
     const Storage storage = storage_of(key, "key cache");
     const int64_t pair = storage == kBf16 ? 2 : 1;

@@ -16,6 +16,8 @@ namespace octavo {
 Storage storage_of(const Tensor& tensor, const char* name);
 Matrix matrix(const Tensor& tensor, const char* name, DType dtype);
 void check_dense(const Tensor& tensor, const char* name, DType dtype, std::initializer_list<int64_t> shape);
+// Frequencies of rotary embeddings, for heads of `key_dim`; returns how many dimensions rotate.
+int check_rotation(const Tensor& cos, const Tensor& sin, int key_dim);
 LayerKV layer_kv(const Tensor& key, const Tensor& value);
 // The keys or the values of a coded layer: (codec, codes, scales of vectors, zero points, scales of heads), with None
 // for what the codec does not have.

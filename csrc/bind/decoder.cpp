@@ -17,8 +17,8 @@ namespace {
 using PartArguments = std::tuple<std::string, nb::object, int64_t, int64_t, nb::object>;
 using LinearArguments = std::vector<PartArguments>;
 // Keys, values, group, and how many first and recent blocks are read in them.
-using CopiesArguments = std::tuple<nb::object, nb::object, int, int, int>;
-using CacheArguments = std::tuple<nb::object, nb::object, int, int, std::optional<CopiesArguments>>;
+using CacheCopies = std::tuple<nb::object, nb::object, int, int, int>;
+using CacheArguments = std::tuple<nb::object, nb::object, int, int, std::optional<CacheCopies>>;
 
 // A decoder, and the Python objects whose memory it refers to.
 class BoundDecoder {
@@ -136,14 +136,9 @@ class BoundDecoder {
         check_shape(token_ids, "token_ids", {-1});
         step.num_tokens = token_ids.shape[0];
         step.token_ids = indices(token_ids, "token_ids", step.num_tokens, s.vocab);
-        check_shape(cos, "cos", {-1, -1});
-        check_dense(cos, "cos", DType::f32, {cos.shape[0], cos.shape[1]});
-        check_dense(sin, "sin", DType::f32, {cos.shape[0], cos.shape[1]});
-        require(cos.shape[1] * 2 <= s.key_dim, "cos has " + std::to_string(cos.shape[1]) + " frequencies, a head of " +
-                                                   std::to_string(s.key_dim) + " rotates at most half as many");
+        step.rotary_dim = check_rotation(cos, sin, s.key_dim);
         step.cos = cos.data<float>();
         step.sin = sin.data<float>();
-        step.rotary_dim = static_cast<int>(cos.shape[1]) * 2;
         step.positions = indices(positions, "positions", step.num_tokens, cos.shape[0]);
         check_shape(context_lens, "context_lens", {-1});
         step.num_seqs = context_lens.shape[0];
@@ -153,23 +148,7 @@ class BoundDecoder {
         step.query_start = query_start.data<int32_t>();
         check_dense(table_rows, "table_rows", DType::i64, {step.num_seqs});
         step.table_rows = table_rows.data<int64_t>();
-        require(groups.size() >= num_groups_, "the caches have " + std::to_string(num_groups_) +
-                                                  " groups, got tables of " + std::to_string(groups.size()));
-        std::vector<GroupTables> tables;
-        for (const auto& [table, slots] : groups) {
-            check_rows(table, "block_tables", 2);
-            check_dtype(table, "block_tables", DType::i32);
-            check_range(step.table_rows, step.num_seqs, table.shape[0], "table_rows");
-            check_dense(slots, "slot_mapping", DType::i64, {step.num_tokens});
-            tables.push_back({table.data<int32_t>(), table.stride[0], table.shape[1], slots.data<int64_t>()});
-        }
-        for (const LayerCache& cache : decoder_.caches) {
-            const int64_t num_slots = cache.kv.num_blocks * cache.kv.block_size;
-            check_range(tables[cache.group].slots, step.num_tokens, num_slots, "slot_mapping");
-            if (cache.recent_blocks)
-                check_range(tables[cache.copies_group].slots, step.num_tokens,
-                            cache.copies.num_blocks * cache.copies.block_size, "slot_mapping");
-        }
+        const std::vector<GroupTables> tables = group_tables(step, groups);
         step.groups = tables.data();
         check_shape(logits_indices, "logits_indices", {-1});
         step.num_logits = logits_indices.shape[0];
@@ -207,6 +186,29 @@ class BoundDecoder {
         require(first >= 0 && first + out.shape[0] <= decoder_.num_kept(),
                 "rows " + std::to_string(first) + " to " + std::to_string(first + out.shape[0]) +
                     " of the last step's " + std::to_string(decoder_.num_kept()) + " are wanted");
+    }
+
+    // The groups' tables, once it is certain that every slot exists in every cache of its group.
+    std::vector<GroupTables> group_tables(const DecoderStep& step,
+                                          const std::vector<std::pair<Tensor, Tensor>>& groups) const {
+        require(groups.size() >= num_groups_, "the caches have " + std::to_string(num_groups_) +
+                                                  " groups, got tables of " + std::to_string(groups.size()));
+        std::vector<GroupTables> tables;
+        for (const auto& [table, slots] : groups) {
+            check_rows(table, "block_tables", 2);
+            check_dtype(table, "block_tables", DType::i32);
+            check_range(step.table_rows, step.num_seqs, table.shape[0], "table_rows");
+            check_dense(slots, "slot_mapping", DType::i64, {step.num_tokens});
+            tables.push_back({table.data<int32_t>(), table.stride[0], table.shape[1], slots.data<int64_t>()});
+        }
+        for (const LayerCache& cache : decoder_.caches) {
+            const int64_t num_slots = cache.kv.num_blocks * cache.kv.block_size;
+            check_range(tables[cache.group].slots, step.num_tokens, num_slots, "slot_mapping");
+            if (cache.recent_blocks)
+                check_range(tables[cache.copies_group].slots, step.num_tokens,
+                            cache.copies.num_blocks * cache.copies.block_size, "slot_mapping");
+        }
+        return tables;
     }
 
     LayerKV float_cache(const nb::object& key_object, const nb::object& value_object) const {

@@ -20,7 +20,7 @@ namespace octavo {
 namespace {
 
 // Keys, values, block tables, and how many first and recent blocks are read in them.
-using CopiesArguments = std::tuple<CodedArguments, CodedArguments, Tensor, int, int>;
+using CopiesToRead = std::tuple<CodedArguments, CodedArguments, Tensor, int, int>;
 // Keys, values and slots.
 using CopiesToWrite = std::tuple<CodedArguments, CodedArguments, Tensor>;
 
@@ -89,7 +89,7 @@ void py_attend(const Tensor& key, const Tensor& value, const Tensor& query, cons
 void py_attend_coded(const CodedArguments& keys, const CodedArguments& values, const Tensor& query, const Tensor& out,
                      const Tensor& block_tables, const Tensor& table_rows, const Tensor& query_start,
                      const Tensor& context_lens, float scale, int window, float softcap, const Tensor& sinks,
-                     bool exact, const std::optional<CopiesArguments>& copied) {
+                     bool exact, const std::optional<CopiesToRead>& copied) {
     storage_of(query, "query");
     const LayerKV kv = coded_layer_kv(keys, values, query.dtype);
     RecentCopies copies{};
@@ -117,11 +117,7 @@ void rope_write_layer(const LayerKV& kv, const Tensor& qkv, const Tensor& cos, c
             "qkv is " + std::to_string(rows.width) + " wide, which is no number of query heads of " +
                 std::to_string(key_dim) + " before " + std::to_string(kv.kv_heads) + " KV heads of " +
                 std::to_string(key_dim) + " + " + std::to_string(kv.value_dim));
-    check_shape(cos, "cos", {-1, -1});
-    check_dense(cos, "cos", DType::f32, {cos.shape[0], cos.shape[1]});
-    check_dense(sin, "sin", DType::f32, {cos.shape[0], cos.shape[1]});
-    require(cos.shape[1] * 2 <= key_dim, "cos has " + std::to_string(cos.shape[1]) + " frequencies, a head of " +
-                                             std::to_string(key_dim) + " dimensions rotates at most half as many");
+    const int rotary_dim = check_rotation(cos, sin, key_dim);
     check_dense(positions, "positions", DType::i64, {rows.rows});
     check_dense(slots, "slots", DType::i64, {rows.rows});
     check_range(positions.data<int64_t>(), rows.rows, cos.shape[0], "positions");
@@ -141,7 +137,7 @@ void rope_write_layer(const LayerKV& kv, const Tensor& qkv, const Tensor& cos, c
     task.norm_eps = eps;
     task.num_heads = static_cast<int>(query_width / key_dim);
     task.key_dim = key_dim;
-    task.rotary_dim = static_cast<int>(cos.shape[1]) * 2;
+    task.rotary_dim = rotary_dim;
     LayerKV copies{};
     if (copied) {
         const auto& [keys, values, copies_slots] = *copied;

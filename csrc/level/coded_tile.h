@@ -14,6 +14,17 @@ namespace octavo::OCTAVO_LEVEL {
 // The factor of a decoded code, besides its scale: e4m3 is decoded as the half whose exponent is 8 less.
 constexpr float code_unit(Code code) { return code == kCodeE4m3 ? 256.0f : 1.0f; }
 
+#ifndef OCTAVO_LOADS_FP8_IN_PAIRS
+inline void load_e5m2(const uint8_t* p, F16& low, F16& high) {
+    low = load_e5m2(p);
+    high = load_e5m2(p + 16);
+}
+inline void load_e4m3(const uint8_t* p, F16& low, F16& high) {
+    low = load_e4m3(p);
+    high = load_e4m3(p + 16);
+}
+#endif
+
 // 32 codes of fp8 -> two vectors, in the same order.
 template <Code C> inline void decode32(const char* p, F16& low, F16& high) {
     const auto* bytes = reinterpret_cast<const uint8_t*>(p);

@@ -7,14 +7,12 @@
 #include <vector>
 
 #include "attention.h"
+#include "block_tables.h"
 #include "harness.h"
 #include "thread_pool.h"
 
 namespace octavo::test {
 
-struct Sequence {
-    int context, queries;
-};
 struct Codes {
     Code key, value;
     const char* name;
@@ -205,9 +203,7 @@ class Batch {
                            std::to_string(kv_heads) + " group " + std::to_string(group) + " block " +
                            std::to_string(block_size) + " window " + std::to_string(window) + " softcap " +
                            std::to_string(softcap) + " threads " + std::to_string(num_threads());
-        for (const Sequence& s : sequences)
-            text += ", " + std::to_string(s.queries) + " of " + std::to_string(s.context);
-        return text;
+        return text + test::describe(sequences);
     }
 };
 
@@ -234,93 +230,49 @@ class Memory {
   public:
     explicit Memory(const Batch& batch)
         : batch_(batch),
-          start_(1, 0),
-          blocks_(count_blocks(batch)),
-          keys(batch.code.key, true, blocks_, batch.kv_heads, batch.key_dim, batch.block_size),
-          values(batch.code.value, false, blocks_, batch.kv_heads, batch.value_dim, batch.block_size),
-          query(count_queries(batch) * batch.heads() * batch.key_dim * element_bytes(batch.storage)),
-          out(count_queries(batch) * batch.heads() * batch.value_dim * element_bytes(batch.storage)) {
-        std::vector<int32_t> free;
-        for (int32_t block = 1; block < blocks_; ++block) free.push_back(block);
-        std::shuffle(free.begin(), free.end(), random_engine());
-        for (const Sequence& s : batch.sequences) stride_ = std::max(stride_, blocks_of(batch, s));
-        tables_.assign(batch.sequences.size() * static_cast<size_t>(stride_), 0);
-        for (size_t i = 0; i < batch.sequences.size(); ++i) {
-            const Sequence& s = batch.sequences[i];
-            rows_.push_back(static_cast<int64_t>(i));
-            start_.push_back(start_.back() + s.queries);
-            contexts_.push_back(s.context);
-            const int seen = batch.window ? std::max(0, s.context - s.queries - batch.window + 1) : 0;
-            for (int64_t block = seen / batch.block_size; block < blocks_of(batch, s); ++block) {
-                tables_[i * static_cast<size_t>(stride_) + static_cast<size_t>(block)] = free.back();
-                free.pop_back();
-            }
-            for (int token = seen; token < s.context; ++token)
+          tables_(batch.sequences, batch.block_size, batch.window),
+          keys(batch.code.key, true, tables_.num_blocks(), batch.kv_heads, batch.key_dim, batch.block_size),
+          values(batch.code.value, false, tables_.num_blocks(), batch.kv_heads, batch.value_dim, batch.block_size),
+          query(int64_t{tables_.num_queries()} * batch.heads() * batch.key_dim * element_bytes(batch.storage)),
+          out(int64_t{tables_.num_queries()} * batch.heads() * batch.value_dim * element_bytes(batch.storage)) {
+        for (size_t i = 0; i < batch.sequences.size(); ++i)
+            for (int token = tables_.first_seen(i); token < batch.sequences[i].context; ++token)
                 for (int head = 0; head < batch.kv_heads; ++head) {
                     keys.draw(block(i, token), head, token % batch.block_size);
                     values.draw(block(i, token), head, token % batch.block_size);
                 }
-        }
         fill_normal(query, batch.storage, 0.05f);
     }
-    int64_t block(size_t seq, int token) const {
-        return tables_[seq * static_cast<size_t>(stride_) + static_cast<size_t>(token / batch_.block_size)];
-    }
+    int64_t block(size_t seq, int token) const { return tables_.block(seq, token); }
     // The call for the first sequence's queries [first, first + count) alone, with the context that the last one sees.
     AttentionCall part(int first, int count) {
-        contexts_[0] = batch_.sequences[0].context - batch_.sequences[0].queries + first + count;
-        start_ = {0, count};
-        AttentionCall all = call();
-        all.num_seqs = 1;
-        all.query += first * all.query_token_stride;
-        all.out += first * all.out_token_stride;
-        all.num_tokens = count;
-        return all;
+        tables_.keep_part(first, count);
+        AttentionCall part = call();
+        part.query += first * part.query_token_stride;
+        part.out += first * part.out_token_stride;
+        return part;
     }
     AttentionCall call() const {
         AttentionCall call{};
-        call.kv = coded_layer(batch_, keys, values, blocks_);
+        call.kv = coded_layer(batch_, keys, values, tables_.num_blocks());
+        tables_.set(call);
         call.query = query.data();
         call.out = out.data();
         call.query_head_stride = batch_.key_dim * element_bytes(batch_.storage);
         call.query_token_stride = batch_.heads() * call.query_head_stride;
         call.out_head_stride = batch_.value_dim * element_bytes(batch_.storage);
         call.out_token_stride = batch_.heads() * call.out_head_stride;
-        call.block_tables = tables_.data();
-        call.table_rows = rows_.data();
-        call.query_start = start_.data();
-        call.context_lens = contexts_.data();
-        call.block_table_stride = call.max_blocks = stride_;
-        call.num_tokens = start_.back();
         call.scale = 1.0f / std::sqrt(static_cast<float>(batch_.key_dim));
         call.softcap = batch_.softcap;
-        call.num_seqs = static_cast<int>(batch_.sequences.size());
         call.num_heads = batch_.heads();
-        call.window = batch_.window;
         return call;
     }
     std::vector<char> output() const { return {out.data(), out.data() + out.size()}; }
-    int start(size_t seq) const { return start_[seq]; }
+    int start(size_t seq) const { return tables_.start(seq); }
 
   private:
-    static int64_t blocks_of(const Batch& batch, const Sequence& s) {
-        return (s.context + batch.block_size - 1) / batch.block_size;
-    }
-    static int64_t count_blocks(const Batch& batch) {
-        int64_t count = 2;  // the null block, and an unused one
-        for (const Sequence& s : batch.sequences) count += blocks_of(batch, s);
-        return count;
-    }
-    static int64_t count_queries(const Batch& batch) {
-        int64_t count = 0;
-        for (const Sequence& s : batch.sequences) count += s.queries;
-        return count;
-    }
-
     const Batch& batch_;
-    std::vector<int32_t> start_, contexts_, tables_;
-    std::vector<int64_t> rows_;
-    int64_t blocks_, stride_ = 0;
+    BlockTables tables_;
 
   public:
     Side keys, values;

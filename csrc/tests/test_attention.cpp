@@ -5,15 +5,12 @@
 #include <vector>
 
 #include "attention.h"
+#include "block_tables.h"
 #include "harness.h"
 #include "thread_pool.h"
 
 namespace octavo::test {
 namespace {
-
-struct Sequence {
-    int context, queries;
-};
 
 // A batch over a shuffled pool of blocks. What no sequence may read holds NaN or infinities: unused blocks, the null
 // block, tokens after a context, blocks that have slid out of a window.
@@ -42,9 +39,7 @@ class Batch {
                            std::to_string(group) + " block " + std::to_string(block_size) + " window " +
                            std::to_string(window) + " softcap " + std::to_string(softcap) + " sinks " +
                            std::to_string(with_sinks) + " threads " + std::to_string(num_threads());
-        for (const Sequence& s : sequences)
-            text += ", " + std::to_string(s.queries) + " of " + std::to_string(s.context);
-        return text;
+        return text + test::describe(sequences);
     }
 };
 
@@ -74,37 +69,22 @@ class Memory {
   public:
     explicit Memory(const Batch& batch)
         : batch_(batch),
-          start_(1, 0),
-          num_blocks_(count_blocks(batch)),
-          key(num_blocks_ * batch.kv_heads * batch.key_head()),
-          value(num_blocks_ * batch.kv_heads * batch.value_head()),
-          query(count_queries(batch) * batch.heads() * batch.key_dim * batch.element()),
-          out(count_queries(batch) * batch.heads() * batch.value_dim * batch.element()) {
-        std::vector<int32_t> free;
-        for (int32_t block = 1; block < num_blocks_; ++block) free.push_back(block);
-        std::shuffle(free.begin(), free.end(), random_engine());
+          tables_(batch.sequences, batch.block_size, batch.window),
+          key(tables_.num_blocks() * batch.kv_heads * batch.key_head()),
+          value(tables_.num_blocks() * batch.kv_heads * batch.value_head()),
+          query(int64_t{tables_.num_queries()} * batch.heads() * batch.key_dim * batch.element()),
+          out(int64_t{tables_.num_queries()} * batch.heads() * batch.value_dim * batch.element()) {
         // Infinities, or NaN (0xff everywhere), where nothing is written.
         if (random_bool())
             for (const Buffer* buffer : {&key, &value})
                 for (int64_t i = 0; i < buffer->size() / batch.element(); ++i)
                     store(random_bool() ? INFINITY : -INFINITY, buffer->data(), i, batch.storage);
-        for (const Sequence& s : batch.sequences) stride_ = std::max(stride_, blocks_of(batch, s));
-        tables_.assign(batch.sequences.size() * stride_, 0);
-        rows_.resize(batch.sequences.size());
-        for (size_t i = 0; i < rows_.size(); ++i) rows_[i] = static_cast<int64_t>(rows_.size() - 1 - i);
-        for (size_t i = 0; i < batch.sequences.size(); ++i) {
-            const Sequence& s = batch.sequences[i];
-            start_.push_back(start_.back() + s.queries);
-            contexts_.push_back(s.context);
-            const int seen = batch.window ? std::max(0, s.context - s.queries - batch.window + 1) : 0;
-            for (int64_t block = seen / batch.block_size; block < blocks_of(batch, s); ++block) {
-                table(i)[block] = free.back();
-                free.pop_back();
-            }
+        for (size_t seq = 0; seq < batch.sequences.size(); ++seq) {
             // Half the time, the first block's tokens before the window are not written either.
-            for (int token = random_bool() ? seen : seen / batch.block_size * batch.block_size; token < s.context;
-                 ++token)
-                write_token(i, token);
+            const int seen = tables_.first_seen(seq);
+            for (int token = random_bool() ? seen : seen / batch.block_size * batch.block_size;
+                 token < batch.sequences[seq].context; ++token)
+                write_token(seq, token);
         }
         fill_normal(query, batch.storage);
         for (int head = 0; head < batch.heads(); ++head) sinks_.push_back(random_normal());
@@ -140,7 +120,7 @@ class Memory {
                    batch_.key_head(),
                    batch_.kv_heads * batch_.value_head(),
                    batch_.value_head(),
-                   num_blocks_,
+                   tables_.num_blocks(),
                    batch_.kv_heads,
                    batch_.key_dim / batch_.pair(),
                    batch_.value_dim,
@@ -152,52 +132,28 @@ class Memory {
         call.query_token_stride = batch_.heads() * call.query_head_stride;
         call.out_head_stride = batch_.value_dim * element;
         call.out_token_stride = batch_.heads() * call.out_head_stride;
-        call.block_tables = tables_.data();
-        call.table_rows = rows_.data();
-        call.query_start = start_.data();
-        call.context_lens = contexts_.data();
-        call.block_table_stride = call.max_blocks = stride_;
-        call.num_tokens = start_.back();
+        tables_.set(call);
         call.sinks = batch_.with_sinks ? sinks_.data() : nullptr;
         call.scale = batch_.scale;
         call.softcap = batch_.softcap;
-        call.num_seqs = static_cast<int>(batch_.sequences.size());
         call.num_heads = batch_.heads();
-        call.window = batch_.window;
         return call;
     }
 
-    const int32_t* starts() const { return start_.data(); }
-    int32_t& table_entry(size_t seq, int64_t block) { return table(seq)[block]; }
+    int start(size_t seq) const { return tables_.start(seq); }
+    int32_t& table_entry(size_t seq, int64_t block) { return tables_.entry(seq, block); }
 
   private:
     const Batch& batch_;
-    std::vector<int32_t> start_, contexts_, tables_;
-    std::vector<int64_t> rows_;
+    BlockTables tables_;
     std::vector<float> sinks_;
-    int64_t num_blocks_, stride_ = 0;
 
   public:
     const Buffer key, value, query, out;
 
   private:
-    static int64_t blocks_of(const Batch& batch, const Sequence& s) {
-        return (s.context + batch.block_size - 1) / batch.block_size;
-    }
-    static int64_t count_blocks(const Batch& batch) {
-        int64_t count = 2;  // the null block, and an unused one
-        for (const Sequence& s : batch.sequences) count += blocks_of(batch, s);
-        return count;
-    }
-    static int64_t count_queries(const Batch& batch) {
-        int64_t count = 0;
-        for (const Sequence& s : batch.sequences) count += s.queries;
-        return count;
-    }
-    int32_t* table(size_t seq) { return &tables_[static_cast<size_t>(rows_[seq] * stride_)]; }
     int64_t block(size_t seq, int token, int head, int64_t head_bytes) const {
-        const int64_t id = tables_[static_cast<size_t>(rows_[seq] * stride_ + token / batch_.block_size)];
-        return (id * batch_.kv_heads + head) * head_bytes;
+        return (tables_.block(seq, token) * batch_.kv_heads + head) * head_bytes;
     }
     void write_token(size_t seq, int token) {
         for (int head = 0; head < batch_.kv_heads; ++head) {
@@ -221,7 +177,7 @@ void check_rows(const Batch& batch, Memory& memory) {
                 if (query != 0 && query + 1 != s.queries && random_int(0, 9)) continue;
                 const int position = s.context - s.queries + query, kv_head = head / batch.group;
                 const int low = batch.window ? std::max(0, position - batch.window + 1) : 0;
-                const int64_t row = int64_t{memory.starts()[seq] + query} * batch.heads() + head;
+                const int64_t row = int64_t{memory.start(seq) + query} * batch.heads() + head;
                 std::vector<double> weights;
                 double top = batch.with_sinks ? memory.sink(head) : -INFINITY, sum = 0;
                 for (int token = low; token <= position; ++token) {

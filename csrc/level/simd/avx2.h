@@ -199,15 +199,6 @@ inline F16 load_e4m3(const uint8_t* p) {
     return from_halves(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbf80))));
 }
 
-inline void load_e5m2(const uint8_t* p, F16& low, F16& high) {
-    low = load_e5m2(p);
-    high = load_e5m2(p + 16);
-}
-inline void load_e4m3(const uint8_t* p, F16& low, F16& high) {
-    low = load_e4m3(p);
-    high = load_e4m3(p + 16);
-}
-
 inline void store(U16 x, void* p) {
     auto* q = static_cast<__m256i*>(p);
     _mm256_storeu_si256(q, x.lo);

@@ -183,6 +183,7 @@ inline F16 load_e4m3(const uint8_t* p) {
     const __m256i mask = _mm256_set1_epi16(static_cast<int16_t>(0xbf80));
     return {_mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), mask))};
 }
+#define OCTAVO_LOADS_FP8_IN_PAIRS
 inline void load_e5m2(const uint8_t* p, F16& low, F16& high) {
     const __m512i wide = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     load_halves(_mm512_slli_epi16(wide, 8), low, high);

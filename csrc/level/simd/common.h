@@ -31,6 +31,13 @@ inline bf16 float_to_bf16(float x) {  // round to nearest, ties to even; NaN sta
     return static_cast<bf16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+inline float half_to_float(uint16_t x) {
+    const uint32_t sign = static_cast<uint32_t>(x & 0x8000) << 16, magnitude = x & 0x7fff;
+    if (magnitude >= 0x7c00) return bits_to_float(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
+    // Multiplying by 2^112 adjusts the exponent's bias and makes subnormal halves normal.
+    return bits_to_float(sign) + (sign ? -1.0f : 1.0f) * (bits_to_float(magnitude << 13) * 0x1p112f);
+}
+
 // Prefetches a line for writing. Other cores have usually read it since, and their copies must be invalidated first;
 // stores, which would wait for that one after the other, then find it done.
 inline void ask_to_write(const void* p) { __builtin_prefetch(p, 1, 3); }

@@ -264,15 +264,6 @@ inline F16 load_e4m3(const uint8_t* p) {
     return F16::load_half(halves);
 }
 
-inline void load_e5m2(const uint8_t* p, F16& low, F16& high) {
-    low = load_e5m2(p);
-    high = load_e5m2(p + 16);
-}
-inline void load_e4m3(const uint8_t* p, F16& low, F16& high) {
-    low = load_e4m3(p);
-    high = load_e4m3(p + 16);
-}
-
 inline void store(U16 x, void* p) {
     OCTAVO_QUARTERS vst1q_u8(static_cast<uint8_t*>(p) + i * 16, vreinterpretq_u8_u32(x.v[i]));
 }

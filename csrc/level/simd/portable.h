@@ -55,13 +55,6 @@ template <int N> inline U16 shift_right(U16 a) {
     return a;
 }
 
-inline float half_to_float(uint16_t x) {
-    const uint32_t sign = static_cast<uint32_t>(x & 0x8000) << 16, magnitude = x & 0x7fff;
-    if (magnitude >= 0x7c00) return bits_to_float(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
-    // Multiplying by 2^112 adjusts the exponent's bias and makes subnormal halves normal.
-    return bits_to_float(sign) + (sign ? -1.0f : 1.0f) * (bits_to_float(magnitude << 13) * 0x1p112f);
-}
-
 struct F16 {
     float v[16];
     static F16 load(const float* p) {
@@ -247,15 +240,6 @@ inline F16 load_e4m3(const uint8_t* p) {
 }
 
 #undef OCTAVO_LANES
-
-inline void load_e5m2(const uint8_t* p, F16& low, F16& high) {
-    low = load_e5m2(p);
-    high = load_e5m2(p + 16);
-}
-inline void load_e4m3(const uint8_t* p, F16& low, F16& high) {
-    low = load_e4m3(p);
-    high = load_e4m3(p + 16);
-}
 
 inline void store(U16 x, void* p) { __builtin_memcpy(p, x.v, 64); }
 
