@@ -174,6 +174,7 @@ def test_the_best_points_are_those_that_no_other_beats_in_both() -> None:
         ([*ON_H100, "--trace", "TRACE", "--output-len", "9"], "a --trace has its own"),
         ([*ON_H100, "--burstiness", "2"], "--burstiness goes with --request-rate, --rates or --find-rate"),
         ([*ON_H100, "--slo-percentile", "90"], "--slo-percentile goes with --ttft-slo-ms or --itl-slo-ms"),
+        ([*ON_H100, "--num-blocks", "9", "--sweep", "kv_cache_memory=1GiB,2GiB"], "--num-blocks overrides"),
         ([*ON_H100, "--price-per-hour", "0"], "--price-per-hour must be above 0"),
         ([*ON_H100, "--slowdown", "0"], "slowdown must be above 0"),
         ([*ON_H100, "--trace", "TRACE", "--rate-scale", "2", "--rates", "1,2"], "leave out --request-rate and --rates"),

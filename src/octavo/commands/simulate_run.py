@@ -128,6 +128,8 @@ def _refuse_what_has_no_effect(args: argparse.Namespace) -> None:
 def _points(args: argparse.Namespace, plan: Plan, demand: Demand, targets: Targets) -> Iterator[dict[str, Any]]:
     """Yield the results of each variant and rate, or the answer to the question for each variant."""
     sweeps = [parse_sweep(text) for text in args.sweep]
+    if plan.config.num_blocks is not None and any(name == "kv_cache_memory" for name, _ in sweeps):
+        raise ConfigError("--num-blocks overrides the memory that --sweep kv_cache_memory varies: leave it out")
     for changes, variant in variants(plan, sweeps):
         head = {"variant": changes, "num_blocks": variant.num_blocks}
         if args.find_rate:
