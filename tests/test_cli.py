@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,6 +132,18 @@ def test_the_entry_point_imports_nothing_before_ctrl_c_is_handled() -> None:
     code = "import sys; before = set(sys.modules); import octavo.__main__; print(*set(sys.modules) - before)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert {name for name in done.stdout.split() if name.startswith("octavo")} == {"octavo", "octavo.__main__"}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
+@pytest.mark.parametrize("printed", ["'x'", "'x' * 100000, flush=True"])
+def test_output_to_a_full_disk_is_an_error_in_one_line(printed: str) -> None:
+    code = "import sys\nfrom octavo import cli\n"
+    code += "class Parser:\n  def parse_args(self, argv):\n    return self\n"
+    code += f"  def run(self, args):\n    print({printed})\n    return 0\n"
+    code += "cli.build_parser = Parser\nsys.exit(cli.main())"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "octavo: error: cannot write: No space left on device\n")
 
 
 def test_a_reader_that_leaves_ends_the_command_without_a_traceback() -> None:

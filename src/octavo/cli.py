@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import os
 import re
 import sys
@@ -22,6 +23,9 @@ EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
+# A disk, or a user's part of it, has no room.
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
 _MOST_IN_USAGE = 12
 # What Ollama and vLLM call commands.
 _OTHER_COMMANDS = {"run": "chat", "pull": "serve", "ps": "top", "complete": "generate"}
@@ -33,15 +37,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code; wrong usage raises argparse's `SystemExit(2)`."""
     try:
         args = build_parser().parse_args(argv)
-        return int(args.run(args))
+        code = int(args.run(args))
+        if sys.stdout is not None:
+            sys.stdout.flush()  # so that an error in it is told below, and not when Python exits
+        return code
     except OctavoError as error:
         print(f"octavo: error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output has exited (`octavo generate … | head`). Python would report that again when it
-        # flushes stdout at exit, so redirect stdout to /dev/null first.
+    except OSError as error:
+        if error.errno in _FULL:
+            where = f" {error.filename}" if error.filename else ""
+            print(f"octavo: error: cannot write{where}: {error.strerror}", file=sys.stderr)
+        elif not isinstance(error, BrokenPipeError):
+            raise
+        # The disk is full, or the reader of our output has exited (`octavo generate … | head`). Python would report
+        # that again when it flushes stdout at exit, so redirect stdout to /dev/null first.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_ERROR
 

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 from octavo.errors import ConfigError
 from octavo.limits import RequestLimits
@@ -208,26 +208,20 @@ class EngineConfig(RequestLimits):
     def __post_init__(self) -> None:
         # Not super(): a dataclass with slots is a new class, for which super() without arguments does not work.
         RequestLimits.__post_init__(self)
-        for name, allowed in _literal_choices().items():
-            value = getattr(self, name)
-            if isinstance(value, str) and value not in allowed:
-                raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
         object.__setattr__(self, "dtype", {"half": "float16", "float": "float32"}.get(self.dtype, self.dtype))
         object.__setattr__(self, "kv_cache_dtype", checked_kv_cache_dtype(self.kv_cache_dtype))
         if self.kv_scales is not None and self.calculate_kv_scales:
             raise ConfigError("kv_scales and calculate_kv_scales contradict each other: give one of them")
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_threads", "block_size"):
             value = getattr(self, name)
-            if value is not None and value != "max" and (isinstance(value, bool) or not isinstance(value, int)):
-                raise ConfigError(f"{name} must be an integer, got {value!r}")
-            if isinstance(value, int) and value < 1:
+            if value is not None and value != "max" and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
         if self.num_blocks is not None and self.num_blocks < 2:
             raise ConfigError(f"num_blocks must be at least 2 (one is the null block), got {self.num_blocks}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         slo = self.itl_slo_ms
-        if slo is not None and (isinstance(slo, bool) or not isinstance(slo, (int, float)) or not 0 < slo < math.inf):
+        if slo is not None and not 0 < slo < math.inf:
             raise ConfigError(f"itl_slo_ms must be a positive number of milliseconds, got {slo!r}")
         if not 0.0 <= self.pin_budget <= 1.0:
             raise ConfigError(f"pin_budget must be in [0, 1], got {self.pin_budget}")
@@ -303,15 +297,6 @@ def checked_kv_cache_dtype(name: str) -> str:
         return KV_CACHE_ALIASES.get(name, name)
     known = ", ".join(KV_CACHE_DTYPES)
     raise ConfigError(f"kv_cache_dtype must be one of {known}, or a file that ends in {KV_CACHE_TABLE}, got {name!r}")
-
-
-def _literal_choices() -> dict[str, tuple[Any, ...]]:
-    choices: dict[str, tuple[Any, ...]] = {}
-    for name, hint in get_type_hints(EngineConfig).items():
-        literals = [a for a in (hint, *get_args(hint)) if get_origin(a) is Literal]
-        if literals:
-            choices[name] = tuple(value for a in literals for value in get_args(a))
-    return choices
 
 
 # A bare number below this is in GiB, as in vLLM, and not in bytes.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from octavo.errors import ConfigError, OverloadedError, RequestError, shown
-from octavo.option import flag, option
+from octavo.option import check_types, flag, option
 from octavo.structured_outputs import StructuredOutputsParams
 
 # The sampler remembers one token less than this of an output's end.
@@ -81,10 +81,9 @@ class RequestLimits:
     )
 
     def __post_init__(self) -> None:
+        check_types(self)
         for limit in fields(RequestLimits):
             value = getattr(self, limit.name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ConfigError(f"{limit.name} must be an integer, got {shown(value)}")
             least = 1 if limit.name in _AT_LEAST_ONE else 0
             if value < least:
                 raise ConfigError(f"{limit.name} must be at least {least}, got {value}")

@@ -142,6 +142,12 @@ def test_what_cannot_work_is_told_before_a_model_is_loaded(
     assert fake_llm.last is None
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
+def test_a_full_disk_is_told_in_one_line(octavo_command: OctavoCommand, fake_llm: type[FakeLLM]) -> None:
+    code, _, err = octavo_command("generate", "hi", "--output", "/dev/full")
+    assert (code, err) == (1, "octavo: error: cannot write /dev/full: No space left on device\n")
+
+
 def test_an_empty_file_and_a_binary_file_are_told(
     octavo_command: OctavoCommand, fake_llm: type[FakeLLM], tmp_path: Path
 ) -> None:

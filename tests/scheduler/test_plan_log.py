@@ -95,6 +95,9 @@ def test_a_file_that_is_not_a_recording_or_cannot_be_written_is_named(tmp_path: 
         list(read_plans(tmp_path / "other"))
     with pytest.raises(ConfigError, match="record_plans: cannot write"):
         PlanLog(tmp_path / "missing" / "plans", {})
+    if Path("/dev/full").exists():
+        with pytest.raises(ConfigError, match="record_plans: cannot write '/dev/full': No space left"):
+            PlanLog("/dev/full", {})
 
 
 def test_an_empty_result_has_no_samples() -> None:

@@ -107,8 +107,11 @@ def _open_output(path: str | None) -> Iterator[TextIO]:
         file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (closed below; only the opening may raise ConfigError)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-    with file:
-        yield file
+    try:
+        with file:
+            yield file
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _as_json(index: int, prompt: PromptInput, output: RequestOutput) -> dict[str, Any]:

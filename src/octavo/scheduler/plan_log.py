@@ -91,16 +91,15 @@ class PlanLog:
 
     def __init__(self, path: str | Path, facts: Mapping[str, Any], max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self._path, self._max_bytes = Path(path), max_bytes
-        try:
-            self._file: BinaryIO | None = self._path.open("wb")
-        except OSError as error:
-            raise ConfigError(f"record_plans: cannot write {str(path)!r}: {error.strerror}") from error
         self._buffer = bytearray()
         head = _MAGIC + json.dumps(dict(facts)).encode() + b"\n"
         self._num_bytes = len(head)
-        self._file.write(head)
-        # Flush, so that the facts can be read before the first step is computed.
-        self._file.flush()
+        try:
+            # The facts can be read before the first step is computed.
+            self._path.write_bytes(head)
+            self._file: BinaryIO | None = self._path.open("ab")
+        except OSError as error:
+            raise ConfigError(f"record_plans: cannot write {str(path)!r}: {error.strerror}") from error
 
     def record(self, plan: StepPlan, began: float, seconds: float) -> None:
         """Append a plan whose execution started at `began` (`time.perf_counter`), unless the file is full."""
