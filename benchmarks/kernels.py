@@ -1,4 +1,5 @@
-"""Speeds of the C++ kernels against oneDNN's and the machine's limits: matrix products and row-wise operations.
+"""Speeds of the C++ kernels against oneDNN's and the machine's limits: matrix products, with weights from cache and
+from memory, and row-wise operations.
 
     python benchmarks/kernels.py [--num-threads N] [--only products] [--seconds X] [--json]
 
@@ -8,7 +9,8 @@ Figures are medians of alternating calls. GB/s counts each byte of weights or ac
 multiply-add as two. Products cycle through more weights than second-level caches hold. `limit` is how close a row comes
 to the machine's limit: the least time that torch takes to read as many bytes, or to multiply as much in a matrix of
 2048 x 2048, whichever is longer; limits are the best of calls made just before each shape. Quantised weights are
-compared with int8 products, the machine's fastest, although AMX tiles multiply them as bf16.
+compared with int8 products, the machine's fastest, although AMX tiles multiply them as bf16. The limit of `from_memory`
+is torch's sum of the same weights, in turn with the products.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import torch
 
 from octavo import kernels
 from octavo.bench.limits import CACHE_BYTES, read_bandwidth
-from octavo.bench.timing import Call, interleaved, threads
+from octavo.bench.timing import Call, interleaved, paired_ratio, threads
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.storage.arena import KVArena
 
@@ -35,6 +37,7 @@ MODEL_SHAPES = ((576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152), 
 ROWS = (1, 4, 8, 16, 64, 256, 2048)
 MOST_LOGITS = 64  # rows that become logits in one step
 WEIGHT_BYTES = 128 << 20
+MEMORY_SHAPE, MEMORY_BYTES = (4096, 14336), 384 << 20  # far more than third-level caches hold
 PRODUCT_SIZE = 2048
 
 
@@ -114,10 +117,10 @@ def measure(calls: Mapping[str, tuple[Sequence[Call], Work]], limits: Limits, se
         )
 
 
-def copies(weight: kernels.PackedWeight) -> list[kernels.PackedWeight]:
+def copies(weight: kernels.PackedWeight, nbytes: int = WEIGHT_BYTES) -> list[kernels.PackedWeight]:
     """As many copies of the weight as products cycle through."""
     all_of_them = [weight]
-    for _ in range(WEIGHT_BYTES // weight.nbytes):
+    for _ in range(nbytes // weight.nbytes):
         another = kernels.PackedWeight.empty(weight.format, weight.outputs, weight.inputs)
         another.packed.copy_(weight.packed)
         all_of_them.append(another)
@@ -160,6 +163,31 @@ def products(count: int, seconds: float) -> Iterator[Figure]:
             yield from measure(calls, limits, seconds)
 
 
+def from_memory(count: int, seconds: float) -> Iterator[Figure]:
+    inputs, outputs = MEMORY_SHAPE
+    plain = torch.randn(outputs // 64, inputs)
+    packed = {"bf16": kernels.PackedWeight.pack(plain.bfloat16().repeat(64, 1))}
+    for quantised in QUANTISED:
+        raw = torch.from_numpy(gguf.quantize(plain.numpy(), gguf.GGMLQuantizationType[quantised]))
+        packed[quantised] = kernels.PackedWeight.pack_quantised(quantised, raw.repeat(64, 1), inputs)
+    for name, weight in packed.items():
+        weights = copies(weight, MEMORY_BYTES)
+        reads = [each.packed.view(torch.float32).sum for each in weights]
+        half = len(reads) // 2  # so that what one candidate reads has left the caches when the other does
+        for rows in (1, 2, 4):
+            x, out = torch.randn(rows, inputs).bfloat16(), torch.empty(rows, outputs).bfloat16()
+            products = [partial(each.linear, x, out=out, exact=False) for each in weights]
+            timings = interleaved({"read": reads[half:] + reads[:half], "product": products}, seconds=seconds)
+            median = timings["product"].median
+            yield Figure(
+                f"{name} {rows} x {inputs} -> {outputs} from memory",
+                median * 1e6,
+                weight.nbytes / median / 1e9,
+                2 * inputs * outputs * rows / median / 1e9,
+                paired_ratio(timings["read"], timings["product"]),
+            )
+
+
 def rowwise(count: int, seconds: float) -> Iterator[Figure]:
     limits = measure_limits(count, seconds)
     for rows in (1, 64, 2048):
@@ -192,13 +220,13 @@ def main() -> None:
     parser.add_argument("--num-threads", type=int, default=kernels.num_threads())
     parser.add_argument("--seconds", type=float, default=0.1, help="per row of the report (0.1), or three calls")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
-    parser.add_argument("--only", choices=["products", "rowwise"])
+    parser.add_argument("--only", choices=["products", "from_memory", "rowwise"])
     options = parser.parse_args()
     begin = time.perf_counter()
     figures = []
     with threads(options.num_threads):
         print(f"{kernels.isa()}, {options.num_threads} threads")
-        for part in (products, rowwise):
+        for part in (products, from_memory, rowwise):
             if options.only in (None, part.__name__):
                 for figure in part(options.num_threads, options.seconds):
                     figures.append(figure)
