@@ -134,22 +134,24 @@ void add_items(const AttentionCall& call, Plan& plan, int seq, bool much_context
         task.copies = &copies.kv;
         task.copies_table = copies.block_tables + call.table_rows[seq] * copies.block_table_stride;
     }
-    // The last tokens see the most context: begin with them, so that no thread is left with a long task at the end.
-    for (int end = query_len; end > 0; end -= shape.tokens) {
-        const int begin = std::max(0, end - shape.tokens);
-        task.num_tokens = end - begin;
-        task.first_position = context_len - query_len + begin;
-        task.set_splits();
-        for (task.kv_head = 0; task.kv_head < call.kv.kv_heads; task.kv_head += shape.kv_heads)
-            for (int member = 0; member < group; member += shape.members) {
-                const int64_t token = query_begin + begin, head = int64_t{task.kv_head} * group + member;
+    // A head's tasks follow each other, so that its keys and values are still in a cache; of these, the last tokens see
+    // the most context and come first, so that no thread is left with a long task at the end.
+    for (task.kv_head = 0; task.kv_head < call.kv.kv_heads; task.kv_head += shape.kv_heads)
+        for (int member = 0; member < group; member += shape.members) {
+            const int64_t head = int64_t{task.kv_head} * group + member;
+            task.sinks = call.sinks ? call.sinks + head : nullptr;
+            task.group_size = std::min(shape.members, group - member);
+            for (int end = query_len; end > 0; end -= shape.tokens) {
+                const int begin = std::max(0, end - shape.tokens);
+                const int64_t token = query_begin + begin;
+                task.num_tokens = end - begin;
+                task.first_position = context_len - query_len + begin;
+                task.set_splits();
                 task.query = call.query + token * call.query_token_stride + head * call.query_head_stride;
                 task.out = call.out + token * call.out_token_stride + head * call.out_head_stride;
-                task.sinks = call.sinks ? call.sinks + head : nullptr;
-                task.group_size = std::min(shape.members, group - member);
                 plan.items.push_back({task, -1, 1});
             }
-    }
+        }
 }
 
 int64_t state_lines(const AttendTask& task) {

@@ -31,13 +31,21 @@ struct Rows {
     // Adds the state of the same rows over a later part of the context: softmax is associative up to the rescaling of
     // sums to a common maximum. A part of which a row sees nothing leaves the row's bits unchanged.
     void merge(const Rows& later, int rows) const {
-        for (int r = 0; r < rows; ++r) {
-            const float new_max = later.max(r) > max(r) ? later.max(r) : max(r);
-            const float keep = exp2_scalar(max(r) - new_max), add = exp2_scalar(later.max(r) - new_max);
-            max(r) = new_max;
-            float *to = values(r), *from = later.values(r);
-            for (int d = 0; d < value_dim + 16; d += 16)  // the sum follows the values
-                fma(F16::load(from + d), F16::set1(add), F16::load(to + d) * F16::set1(keep)).store(to + d);
+        for (int first = 0; first < rows; first += 16) {
+            const int count = rows - first < 16 ? rows - first : 16;
+            alignas(64) float mine[16] = {}, theirs[16] = {};
+            for (int r = 0; r < count; ++r) mine[r] = max(first + r), theirs[r] = later.max(first + r);
+            const F16 before = F16::load(mine), after = F16::load(theirs), top = OCTAVO_LEVEL::max(before, after);
+            alignas(64) float tops[16], keep[16], add[16];
+            top.store(tops);
+            exp2(before - top).store(keep);
+            exp2(after - top).store(add);
+            for (int r = 0; r < count; ++r) {
+                max(first + r) = tops[r];
+                float *to = values(first + r), *from = later.values(first + r);
+                for (int d = 0; d < value_dim + 16; d += 16)  // the sum follows the values
+                    fma(F16::load(from + d), F16::set1(add[r]), F16::load(to + d) * F16::set1(keep[r])).store(to + d);
+            }
         }
     }
 };

@@ -14,27 +14,13 @@
 // same order whatever rows it shares a pass with, and a tile that is masked for a row leaves its bits unchanged.
 #pragma once
 
-#include "level/attention_state.h"
-#include "level/with_constant.h"
+#include "level/attention_softmax.h"
+#include "level/interleave.h"
 
 namespace octavo::OCTAVO_LEVEL {
 
-constexpr float kMasked = -1e33f;  // its weight is exactly zero against any maximum, at any scale
-constexpr int kVectors = kTile / 16;
 constexpr int kLinesAskedTwice = 16;  // cache lines per row, see TilePair
 
-// Weights are multiplied in the storage type, which determines how exact they need to be.
-template <Storage S> inline F16 exp2_weight(F16 x) {
-    if constexpr (S == kBf16)
-        return exp2_coarse(x);
-    else
-        return exp2_nonpositive(x);
-}
-
-inline F16 tanh16(F16 x) {
-    const F16 e = exp2(min(x, F16::set1(30.0f)) * F16::set1(2 * kLog2E));
-    return F16::set1(1.0f) - F16::set1(2.0f) / (e + F16::set1(1.0f));
-}
 struct Tile {
     const char* key[kVectors];    // of the 16 tokens' first unit
     const char* value[kVectors];  // of the 16 tokens' first pair
@@ -86,21 +72,27 @@ inline void score_pass(const LayerKV& kv, const TilePair& tiles, int first, cons
 }
 
 // values[r][d ..] = values[r][d ..] * rescale[r] + weights[r] . V over units [begin_unit, end_unit) of the tile. Every
-// row must see all of them.
+// row must see all of them. Without `rescale` all factors are 1.
 template <Storage S, int R, int N, bool Ask>
 inline void value_pass(const LayerKV& kv, const TilePair& tiles, int begin_unit, int end_unit, int dim,
                        const uint32_t* weights, const float* rescale, const Rows& rows, int first_row) {
     F16 acc[R][N];
+    const int64_t state_stride = rows.stride();
+    float* const state = rows.values(first_row) + dim;
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n)
-            acc[r][n] = F16::load(rows.values(first_row + r) + dim + n * 16) * F16::set1(rescale[r]);
+        for (int n = 0; n < N; ++n) acc[r][n] = F16::load(state + r * state_stride + n * 16);
+    if (rescale)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int n = 0; n < N; ++n) acc[r][n] = acc[r][n] * F16::set1(rescale[r]);
     const int64_t unit_stride = static_cast<int64_t>(kv.value_dim) * 4;
     for (int unit = begin_unit; unit < end_unit;) {
         constexpr int units_per_vector = 16 / kPair<S>;
         const int vector = unit / units_per_vector;
-        const int stop = end_unit < (vector + 1) * units_per_vector ? end_unit : (vector + 1) * units_per_vector;
+        const int stop = min(end_unit, (vector + 1) * units_per_vector);
         const int64_t offset = (unit - vector * units_per_vector) * unit_stride + dim * 4;
         const char *v = tiles.now.value[vector] + offset, *next = tiles.next.value[vector] + offset;
         for (; unit < stop; ++unit, v += unit_stride, next += unit_stride) {
@@ -121,15 +113,21 @@ inline void value_pass(const LayerKV& kv, const TilePair& tiles, int begin_unit,
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) acc[r][n].store(rows.values(first_row + r) + dim + n * 16);
+        for (int n = 0; n < N; ++n) acc[r][n].store(state + r * state_stride + n * 16);
 }
 
-struct TokenRange {
-    int low, high;  // within a tile
-};
-inline TokenRange tokens_seen(const AttendTask& task, int begin, int row) {
-    const int position = task.first_position + row / task.group_size;
-    return {max(task.first_read(position) - begin, 0), min(task.end_read(position) - begin, kTile)};
+// The same for all dimensions.
+template <Storage S, int R, bool Ask>
+inline void all_values(const LayerKV& kv, const TilePair& tiles, int begin_unit, int end_unit, const uint32_t* weights,
+                       const float* rescale, const Rows& rows, int first_row) {
+    const auto pass = [&]<int N>(int dim) {
+        value_pass<S, R, N, Ask>(kv, tiles, begin_unit, end_unit, dim, weights, rescale, rows, first_row);
+    };
+    int dim = 0;
+    if constexpr (kVectorsPerPass > 1)
+        for (; dim + kVectorsPerPass * 16 <= kv.value_dim; dim += kVectorsPerPass * 16)
+            pass.template operator()<kVectorsPerPass>(dim);
+    for (; dim < kv.value_dim; dim += 16) pass.template operator()<1>(dim);
 }
 
 // The same for one row and tokens [low, high) that not all rows of its pass see. A token outside the range, of another
@@ -152,119 +150,48 @@ template <Storage S>
     }
 }
 
-// The tokens [low, high) of a tile that some of its rows see, and the vectors that hold them.
-struct Visible {
-    int low, high, first_vector, end_vector;
-    bool all;    // every row sees every token, as in most tiles of a long context
-    bool whole;  // and scores are not capped
-    bool nothing() const { return high <= 0 || low >= kTile || low >= high; }
-};
-inline Visible visible_tokens(const AttendTask& task, int begin, int first_row, int count) {
-    const int first = task.first_position + first_row / task.group_size;
-    const int last = task.first_position + (first_row + count - 1) / task.group_size;
-    Visible visible;
-    visible.high = min(task.end_read(last) - begin, kTile);
-    visible.low = max(task.first_read(first) - begin, 0);
-    visible.first_vector = visible.low / 16;
-    visible.end_vector = (visible.high + 15) / 16;
-    visible.all = task.end_read(first) - begin >= kTile && task.first_read(last) <= begin;
-    visible.whole = visible.all && task.softcap == 0.0f;
-    return visible;
+// Scores of rows [0, R) over a tile.
+template <Storage S, int R, bool Ask>
+inline void score_rows(const LayerKV& kv, const TilePair& tiles, const Visible& visible, const uint32_t* query,
+                       float* scores) {
+    // One vector takes half as long as all four: its sums wait for each other.
+    if (kVectorsPerPass == kVectors && visible.end_vector - visible.first_vector > 1)
+        return score_pass<S, R, kVectors, Ask>(kv, tiles, 0, query, scores);
+    for (int v = visible.first_vector; v < visible.end_vector; ++v)
+        score_pass<S, R, 1, Ask>(kv, tiles, v, query, scores);
 }
 
-// The softmax of rows [first_row, first_row + count) over a tile: takes score(r, vector) and passes the weights, two
-// vectors at a time, to weigh(r, vector, low, high). Updates the rows' maxima and sets `rescale` to the factors by
-// which their state must then be multiplied. Calls `meanwhile(r)` in between.
-template <Storage S, class Score, class Meanwhile, class Weigh>
-[[gnu::always_inline]] inline void soften_rows(const AttendTask& task, int begin, const Visible& visible, int first_row,
-                                               int count, const Rows& rows, float* rescale, const Score& score,
-                                               const Meanwhile& meanwhile, const Weigh& weigh) {
-    // Without a cap, scores are scaled together with the subtraction of the maximum: scaling and rounding keep their
-    // order, so the maximum can be found first.
-    const float cap = task.softcap * kLog2E, into_cap = task.scale / task.softcap;
-    const F16 factor = F16::set1(task.softcap != 0.0f ? 1.0f : task.scale * kLog2E);
-    for (int r = 0; r < count; ++r) {
-        F16 s[kVectors], top = F16::set1(kNoScore);
-        if (visible.whole) {
-#pragma GCC unroll 4
-            for (int v = 0; v < kVectors; ++v) {
-                s[v] = score(r, v);
-                top = max(top, s[v]);
-            }
-        } else {
-            const TokenRange seen = tokens_seen(task, begin, first_row + r);
-#pragma GCC unroll 4
-            for (int v = 0; v < kVectors; ++v) {
-                s[v] = F16::set1(kMasked);
-                if (v < visible.first_vector || v >= visible.end_vector) continue;
-                s[v] = score(r, v);
-                if (task.softcap != 0.0f) s[v] = tanh16(s[v] * F16::set1(into_cap)) * F16::set1(cap);
-                if (seen.low > v * 16 || seen.high < v * 16 + 16)
-                    s[v] = keep_lanes(s[v], seen.low - v * 16, seen.high - v * 16, F16::set1(kMasked));
-                top = max(top, s[v]);
-            }
-        }
-        meanwhile(r);
-        // The maximum seldom changes after the first tiles: checking that is cheaper than finding the tile's maximum,
-        // and nothing has to wait for a factor of 1.
-        top = top * factor;
-        float& row_max = rows.max(first_row + r);
-        rescale[r] = 1.0f;
-        if (any_greater(top, F16::set1(row_max))) {
-            const float new_max = reduce_max(top);
-            rescale[r] = exp2_scalar(row_max - new_max);
-            row_max = new_max;
-        }
-        const F16 less = F16::set1(-row_max);
-#pragma GCC unroll 2
-        for (int v = 0; v < kVectors; v += 2)
-            weigh(r, v, exp2_weight<S>(fma(s[v], factor, less)), exp2_weight<S>(fma(s[v + 1], factor, less)));
-    }
-}
-
-// The same, from scratch.scores to scratch.weights.
-template <Storage S, bool Ask>
-[[gnu::always_inline]] inline void weigh_rows(const AttendTask& task, const TilePair& tiles, const Visible& visible,
-                                              int first_row, int count, const Rows& rows, AttendScratch& scratch,
-                                              float* rescale) {
+// From scratch.scores to scratch.weights; adds the weights as rounded to the rows' sums. Returns what soften_rows does.
+template <Storage S, int R, bool Ask>
+[[gnu::noinline]] bool weigh_rows(const AttendTask& task, const TilePair& tiles, const Visible& visible, int first_row,
+                                  const Rows& rows, AttendScratch& scratch, float* rescales) {
+    const U16 ones = U16::set1(S == kBf16 ? 0x3f803f80 : 0x3f800000);
+    F16 sum;
     const auto score = [&](int r, int v) { return F16::load(scratch.scores + r * kTile + v * 16); };
     const auto ask = [&](int r) {
         if constexpr (Ask)
             for (int line = 0; line < kLinesAskedTwice; ++line)
                 __builtin_prefetch(tiles.next.value[line % kVectors] + (r * 4 + line / kVectors) * 64, 0, 2);
     };
-    const auto weigh = [&](int r, int v, F16 low, F16 high) {
-        store_both(low, high, reinterpret_cast<Element<S>*>(scratch.weights + r * kTile) + v * 16);
+    const auto weigh = [&](int r, int v, F16 low, F16 high, float rescale) {
+        uint32_t* to = scratch.weights + r * kTile + v * 16 / kPair<S>;
+        store_both(low, high, reinterpret_cast<Element<S>*>(to));
+        if (v == 0) sum = F16::zero();
+#pragma GCC unroll 2
+        for (int u = 0; u < 32 / kPair<S>; u += 16) sum = mac<S>(sum, U16::load(to + u), ones);
+        if (v + 2 < kVectors) return;
+        float* row_sum = rows.sum(first_row + r);
+        fma(F16::load(row_sum), F16::set1(rescale), sum).store(row_sum);
     };
-    soften_rows<S>(task, tiles.now.begin, visible, first_row, count, rows, rescale, score, ask, weigh);
+    return soften_rows<S>(task, tiles.now.begin, visible, first_row, R, rows, rescales, score, ask, weigh);
 }
 
-// One tile for rows [first_row, first_row + R): scores, new maximum, weights, weighted values.
+// Adds the weighted values of a tile that not all rows see: units that all of them see together, and what a row sees
+// before and after these row by row.
 template <Storage S, int R, bool Ask>
-void tile_rows(const AttendTask& task, const TilePair& tiles, int first_row, const uint32_t* query, const Rows& rows,
-               AttendScratch& scratch) {
+[[gnu::noinline]] void add_visible_values(const AttendTask& task, const TilePair& tiles, int first_row,
+                                          const Rows& rows, const uint32_t* weights, float* rescale) {
     const LayerKV& kv = *task.kv;
-    const Visible visible = visible_tokens(task, tiles.now.begin, first_row, R);
-    if (visible.nothing()) return;
-    float* scores = scratch.scores;
-    if (kVectorsPerPass == kVectors && visible.first_vector == 0 && visible.end_vector == kVectors)
-        score_pass<S, R, kVectors, Ask>(kv, tiles, 0, query, scores);
-    else
-        for (int v = visible.first_vector; v < visible.end_vector; ++v)
-            score_pass<S, R, 1, Ask>(kv, tiles, v, query, scores);
-
-    float rescale[R];
-    weigh_rows<S, Ask>(task, tiles, visible, first_row, R, rows, scratch, rescale);
-    const U16 ones = U16::set1(S == kBf16 ? 0x3f803f80 : 0x3f800000);
-    for (int r = 0; r < R; ++r) {
-        F16 sum = F16::zero();
-        for (int u = 0; u < kTile / kPair<S>; u += 16)
-            sum = mac<S>(sum, U16::load(scratch.weights + r * kTile + u), ones);
-        float* row_sum = rows.sum(first_row + r);
-        fma(F16::load(row_sum), F16::set1(rescale[r]), sum).store(row_sum);
-    }
-
-    // First and last of the units that every row sees whole; what a row sees before and after them is added row by row.
     constexpr int pair = kPair<S>;
     TokenRange seen[R];  // non-decreasing from row to row, as positions are
     for (int r = 0; r < R; ++r) seen[r] = tokens_seen(task, tiles.now.begin, first_row + r);
@@ -272,26 +199,27 @@ void tile_rows(const AttendTask& task, const TilePair& tiles, int first_row, con
     if (begin_unit >= end_unit) begin_unit = end_unit = kTile / pair;
     const auto edge = [&](int r, TokenRange tokens) {
         if (tokens.low >= tokens.high) return;
-        value_edge<S>(kv, tiles.now, tokens, scratch.weights + r * kTile, rescale[r], rows.values(first_row + r));
+        value_edge<S>(kv, tiles.now, tokens, weights + r * kTile, rescale[r], rows.values(first_row + r));
         rescale[r] = 1.0f;
     };
     for (int r = 0; r < R; ++r) edge(r, {seen[r].low, min(seen[r].high, begin_unit * pair)});
-    int dim = 0;
-    if constexpr (kVectorsPerPass > 1)
-        for (; dim + kVectorsPerPass * 16 <= kv.value_dim; dim += kVectorsPerPass * 16)
-            value_pass<S, R, kVectorsPerPass, Ask>(kv, tiles, begin_unit, end_unit, dim, scratch.weights, rescale, rows,
-                                                   first_row);
-    for (; dim < kv.value_dim; dim += 16)
-        value_pass<S, R, 1, Ask>(kv, tiles, begin_unit, end_unit, dim, scratch.weights, rescale, rows, first_row);
+    all_values<S, R, Ask>(kv, tiles, begin_unit, end_unit, weights, rescale, rows, first_row);
     for (int r = 0; r < R; ++r) rescale[r] = 1.0f;
     for (int r = 0; r < R; ++r) edge(r, {max(seen[r].low, end_unit * pair), seen[r].high});
 }
 
-template <Storage S, bool Ask>
-inline void dispatch_rows(int count, const AttendTask& task, const TilePair& tiles, int first_row,
-                          const uint32_t* query, const Rows& rows, AttendScratch& scratch) {
-    with_constant<kMaxRows>(
-        count, [&](auto constant) { tile_rows<S, constant, Ask>(task, tiles, first_row, query, rows, scratch); });
+// One tile for rows [first_row, first_row + R): scores, new maximum, weights, weighted values.
+template <Storage S, int R, bool Ask>
+void tile_rows(const AttendTask& task, const TilePair& tiles, const Visible& visible, int first_row,
+               const uint32_t* query, const Rows& rows, AttendScratch& scratch) {
+    float rescale[R];
+    score_rows<S, R, Ask>(*task.kv, tiles, visible, query, scratch.scores);
+    const bool rescales = weigh_rows<S, R, Ask>(task, tiles, visible, first_row, rows, scratch, rescale);
+    if (visible.all)
+        all_values<S, R, Ask>(*task.kv, tiles, 0, kTile / kPair<S>, scratch.weights, rescales ? rescale : nullptr, rows,
+                              first_row);
+    else
+        add_visible_values<S, R, Ask>(task, tiles, first_row, rows, scratch.weights, rescale);
 }
 
 // All rows of one KV head over one tile of the context, in vectors.
@@ -301,12 +229,20 @@ template <Storage S> class RowPasses {
     void operator()(const AttendTask& task, const TilePair& tiles, const uint32_t* query, const Rows& rows,
                     AttendScratch& scratch) const {
         const int num_rows = task.rows_per_head();
-        if (num_rows <= kMaxRows) return dispatch_rows<S, true>(num_rows, task, tiles, 0, query, rows, scratch);
+        const Visible visible = visible_tokens(task, tiles.now.begin, 0, num_rows);
+        if (visible.nothing()) return;
+        if (num_rows <= kMaxRows) return pass<true>(num_rows, task, tiles, visible, 0, query, rows, scratch);
         for (int first = 0; first < num_rows; first += kMaxRows) {
-            const int count = num_rows - first < kMaxRows ? num_rows - first : kMaxRows;
-            dispatch_rows<S, false>(count, task, tiles, first, query, rows, scratch);
+            const int count = min(num_rows - first, kMaxRows);
+            const Visible of_group = visible.all ? visible : visible_tokens(task, tiles.now.begin, first, count);
+            if (!of_group.nothing()) pass<false>(count, task, tiles, of_group, first, query, rows, scratch);
             query += task.kv->key_units * count;
         }
+    }
+
+  private:
+    template <bool Ask, class... Arguments> static void pass(int count, Arguments&&... arguments) {
+        with_constant<kMaxRows>(count, [&](auto constant) { tile_rows<S, constant, Ask>(arguments...); });
     }
 };
 
@@ -324,12 +260,13 @@ template <bool Packed> void pack_query(const AttendTask& task, int head, uint32_
             __builtin_memcpy(packed + r * units, query_row(task, head, r), units * sizeof(uint32_t));
         return;
     }
+    for (int r = 0; r < num_rows; ++r)  // the hardware does not prefetch rows that are far apart
+        for (int at = 0; at < units * 4; at += 64) __builtin_prefetch(query_row(task, head, r) + at);
     for (int first = 0; first < num_rows; first += kMaxRows) {
-        const int count = num_rows - first < kMaxRows ? num_rows - first : kMaxRows;
-        for (int r = 0; r < count; ++r) {
-            const char* row = query_row(task, head, first + r);
-            for (int u = 0; u < units; ++u) __builtin_memcpy(&packed[u * count + r], row + u * 4, 4);
-        }
+        const int count = min(num_rows - first, kMaxRows);
+        const char* from[kMaxRows];
+        for (int r = 0; r < count; ++r) from[r] = query_row(task, head, first + r);
+        with_constant<kMaxRows>(count, [&](auto constant) { interleave_rows<constant>(from, units, packed); });
         packed += units * count;
     }
 }

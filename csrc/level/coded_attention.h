@@ -20,9 +20,8 @@ void coded_rows(const AttendTask& task, const CodedTilePair& tiles, int head, in
     float rescale[R];
     const TileScores<K, R> scores(task, tiles.now, visible, head, first_row, scratch);
     TileWeights<V, R> weights(task, tiles.now, visible, head, first_row, rows, scratch);
-    weights.rescale = rescale;
     soften_rows<kF32>(task, tiles.now.begin, visible, first_row, R, rows, rescale, scores, [](int) {},
-                      [&](int r, int v, F16 low, F16 high) { weights.add(r, v, low, high); });
+                      [&](int r, int v, F16 low, F16 high, float rescale) { weights.add(r, v, low, high, rescale); });
     if constexpr (is_fp8(V)) {
         all_float_values<V, R>(kv, tiles, visible, reinterpret_cast<const float*>(scratch.weights), rescale, rows,
                                first_row);

@@ -159,13 +159,12 @@ template <Code V, int R> class TileWeights {
         }
     }
     // Adds vectors v and v + 1 of row r; the first pair comes before the second.
-    void add(int r, int v, F16 low, F16 high) {
+    void add(int r, int v, F16 low, F16 high, float rescale) {
         add_vector(r, v, low);
         add_vector(r, v + 1, high);
-        if (v + 2 == kVectors) finish(r);
+        if (v + 2 == kVectors) finish(r, rescale);
     }
     Digits<R> digits;
-    float* rescale;  // [row]; must be set before the first `add`
 
   private:
     void add_vector(int r, int v, F16 weight) {
@@ -184,9 +183,9 @@ template <Code V, int R> class TileWeights {
         // If it sees such a token, the result must be NaN: a sum of integers would hide it.
         sum_ = fma(scaled_[v], F16::zero(), sum_);
     }
-    void finish(int r) {
+    void finish(int r, float rescale) {
         float* row_sum = rows_.sum(first_row_ + r);
-        fma(F16::load(row_sum), F16::set1(rescale[r]), sum_).store(row_sum);
+        fma(F16::load(row_sum), F16::set1(rescale), sum_).store(row_sum);
         uint32_t* row = scratch_.weights + r * kTile;
         if constexpr (is_fp8(V)) {
             for (int v = 0; v < kVectors; ++v) scaled_[v].store(reinterpret_cast<float*>(row) + v * 16);

@@ -16,23 +16,12 @@ template <int R>
                                     const uint32_t* query, const Rows& rows, AttendScratch& scratch) {
     const Visible visible = visible_tokens(task, tiles.now.begin, first_row, R);
     if (visible.nothing()) return;
-    if (kVectorsPerPass == kVectors && visible.first_vector == 0 && visible.end_vector == kVectors)
-        score_pass<kBf16, R, kVectors, false>(kv, tiles, 0, query, scratch.scores);
-    else
-        for (int v = visible.first_vector; v < visible.end_vector; ++v)
-            score_pass<kBf16, R, 1, false>(kv, tiles, v, query, scratch.scores);
+    score_rows<kBf16, R, false>(kv, tiles, visible, query, scratch.scores);
     float rescale[R];
     weigh_decoded_rows(task, tiles.now.begin, visible, scratch.factors, first_row, R, rows, scratch, rescale);
     // What a row does not see has weight zero, and decoded values are finite.
     const int begin_unit = visible.low / 2, end_unit = (visible.high + 1) / 2;
-    const auto add = [&]<int N>(int dim) {
-        value_pass<kBf16, R, N, false>(kv, tiles, begin_unit, end_unit, dim, scratch.weights, rescale, rows, first_row);
-    };
-    int dim = 0;
-    if constexpr (kVectorsPerPass > 1)
-        for (; dim + kVectorsPerPass * 16 <= kv.value_dim; dim += kVectorsPerPass * 16)
-            add.template operator()<kVectorsPerPass>(dim);
-    for (; dim < kv.value_dim; dim += 16) add.template operator()<1>(dim);
+    all_values<kBf16, R, false>(kv, tiles, begin_unit, end_unit, scratch.weights, rescale, rows, first_row);
 }
 
 template <Code K, Code V> class DecodedRowPasses {

@@ -50,7 +50,7 @@ inline void weigh_decoded_rows(const AttendTask& task, int begin, const Visible&
     };
     F16 sums[16];
     for (int r = 0; r < count; ++r) sums[r] = F16::zero();
-    const auto weigh_two = [&](int r, int v, F16 low, F16 high) {
+    const auto weigh_two = [&](int r, int v, F16 low, F16 high, float) {
         sums[r] = sums[r] + low + high;
         low = low * factor(kValueScale, v), high = high * factor(kValueScale, v + 1);
         if (!visible.all) {

@@ -2,7 +2,7 @@
 //
 //     scores     up to 16 rows x 64 tokens     tiles 0 .. 3 += queries (4) . keys (5), 16 units at a time; if a head
 //                                              has eight units more, half a step at the end, in tiles 6 and 7
-//     weights    in vectors, by weigh_rows
+//     weights    in vectors
 //     values     up to 16 rows x 64 dims       tiles 0 .. 3 += weights (4) . values (5), 32 tokens at a time
 //
 // Keys are tiles as stored in a block, 16 units x 16 tokens. Values of 32 tokens may lie in two blocks of 16, and some
@@ -74,7 +74,12 @@ class TilePasses {
             else
                 score<false>(*task.kv, tiles, visible, group_query, scratch.scores);
             float rescale[kTileRows];
-            weigh_rows<kBf16, false>(task, tiles, visible, first, num_rows, rows, scratch, rescale);
+            soften_rows<kBf16>(
+                task, tiles.now.begin, visible, first, num_rows, rows, rescale,
+                [&](int r, int v) { return F16::load(scratch.scores + r * kTile + v * 16); }, [](int) {},
+                [&](int r, int v, F16 low, F16 high, float) {
+                    store_both(low, high, reinterpret_cast<bf16*>(scratch.weights + r * kTile) + v * 16);
+                });
             for (int r = 0; r < num_rows; ++r) {
                 if (rescale[r] == 1.0f) continue;
                 float* values = rows.values(first + r);
