@@ -27,6 +27,16 @@ def test_health_and_version(server: Running) -> None:
     assert server.client.get("/version").json() == {"version": octavo.__version__}
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/api/chat", "/tokenize"])
+def test_a_compressed_body_is_refused_as_such(server: Running, path: str) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    refused = server.client.post(path, content=b"\x1f\x8b", headers=headers)
+    assert refused.status_code == 415
+    assert "Content-Encoding 'gzip': send the body as it is" in refused.text
+    plain = {"Content-Type": "application/json", "Content-Encoding": "identity"}
+    assert server.client.post("/tokenize", content=b'{"prompt": "a"}', headers=plain).status_code == 200
+
+
 def test_health_and_metrics_tell_of_a_failed_audit(start_server: Callable[..., Running]) -> None:
     server = start_server()
     stats = server.engine.stats

@@ -18,6 +18,7 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
+from octavo.errors import shown
 from octavo.server.errors import RETRY_AFTER_SECONDS, ApiError, BodyTooLargeError
 from octavo.server.http.connection import ClientLeftError
 from octavo.server.tenants.auth import client_of
@@ -106,7 +107,11 @@ class BodyIntake:
             TooManyBodiesError, TooManyTenantBodiesError: the body was cut off to make room for others, or there is no
                 room for it.
             ClientLeftError: the client closed the connection.
+            ApiError: the body is compressed.
         """
+        if (encoding := request.headers.get("content-encoding", "").strip().lower()) not in ("", "identity"):
+            message = f"Content-Encoding {shown(encoding)}: send the body as it is, not compressed."
+            raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_content_encoding")
         task = asyncio.current_task()
         assert task is not None  # handlers run in tasks
         body = _Body(client_of(request.scope).tenant, task)

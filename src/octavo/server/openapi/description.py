@@ -147,7 +147,7 @@ _REFUSALS = {
     "403": "The key, or the web page, may not do this",
     "404": "There is no such model, response, item or pin",
     "413": "The body is too large",
-    "415": "Without API keys, bodies must be of the type application/json",
+    "415": "Bodies must not be compressed, and without API keys be of the type application/json",
     "429": "The tenant is over a limit",
     "503": "The server has no room, stops, or its engine does not run",
 }
