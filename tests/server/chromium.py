@@ -66,8 +66,11 @@ class Page:
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
-    def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+    def screenshot(self, path: Path, top: str = "0", bottom: str = "innerHeight") -> None:
+        """Write what is seen between two expressions of the page, in pixels from its upper edge."""
+        first, width, last = self.value(f"[Math.floor({top}), innerWidth, Math.ceil({bottom})]")
+        clip = {"x": 0, "y": first, "width": width, "height": last - first, "scale": 1}
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png", clip=clip)["data"]))
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """What a command of the protocol returns."""

@@ -477,6 +477,9 @@ def test_a_browser_draws_the_page_and_follows_a_run(real: RealServer, page: Page
         page.wait_for("document.getElementById('log').textContent.includes('prefix hit')")
     thread.join()
     page.wait_for("document.getElementById('details').textContent.includes('It has ended')")
+    # A block that then holds other tokens is struck out.
+    assert page.value("(([block]) => (lose(block), !ofChosen.has(block)))(ofChosen)")
+    assert page.value("document.querySelectorAll('#details .lost').length") > 0
     page.wait_for("document.querySelectorAll('#requests tr').length === 0")
     colours = page.value(
         "((blocks) => { const {width, height} = blocks, context = blocks.getContext('2d');"

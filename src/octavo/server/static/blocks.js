@@ -76,7 +76,10 @@ function paint() {
     if (painted[block] !== pixel) fill(block, pixel);
   }
   mark(performance.now());
-  const bytes = (count) => show((count * spec.block_bytes) / 2 ** 20, 1) + " MiB";
+  const bytes = (count) => {
+    const mebibytes = (count * spec.block_bytes) / 2 ** 20;
+    return mebibytes < 10_000 ? show(mebibytes, 1) + " MiB" : show(mebibytes / 1024, 1) + " GiB";
+  };
   $("usage").textContent = `${show(tally[3])} active (${bytes(tally[3])}), ${show(tally[1])} cached, ${show(tally[2])} pinned, `
     + `${show(tally[0])} free` + (spec.host_blocks ? `; host memory: ${show(counters[3])} of ${show(spec.host_blocks)} blocks` : "")
     + tiers.map(([name, open, stored, loaded]) => `; ${name}: ${show(stored)} blocks written, ${show(loaded)} read`

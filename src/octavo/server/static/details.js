@@ -45,8 +45,15 @@ async function refresh() {
 function ended(id) {
   const title = $("details").querySelector("h2");
   // Its blocks stay in view: they turn cached.
+  picked.ended = true;
   if (title.dataset.id !== id) put(`Request ${id}`, element("p", "It has ended."));
-  else title.nextSibling.textContent = "It has ended. What its blocks are now:";
+  else title.nextSibling.textContent = "It has ended. What has become of its blocks (struck out: they hold other tokens):";
+  for (const block of ofChosen) if (!codes[block]) lose(block);
+}
+// A block of a request that has ended holds other tokens, or none.
+function lose(block) {
+  if (!picked || !picked.ended || !ofChosen.delete(block)) return;
+  for (const button of $("details").querySelectorAll(`[data-block="${block}"]`)) button.classList.add("lost");
 }
 function put(title, ...content) {
   const heading = element("h2", title);

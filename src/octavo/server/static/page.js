@@ -80,9 +80,13 @@ function take(news) {
     if (codes[block] !== changes[i + 1]) flash.set(block, now);
     codes[block] = changes[i + 1];
     owners[block] = changes[i + 2];
+    if (!codes[block]) lose(block);
     if (picked && picked.kind === "blocks" && picked.id === block) picked.due = true;
   }
-  for (const block of news.evicted || []) crosses.set(block, now);
+  for (const block of news.evicted || []) {
+    crosses.set(block, now);
+    lose(block);
+  }
   for (const [, from, to] of news.copied || []) arrows.push({ from, to, since: now });
   const done = followRequests(news);
   if (history.length) {
