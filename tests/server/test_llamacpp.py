@@ -188,6 +188,16 @@ def test_properties_tell_the_template_and_the_length(server: Running) -> None:
     assert "#tools" in told["chat_template"]
 
 
+def test_properties_tell_the_defaults_that_completions_are_drawn_with(start_server: Callable[..., Running]) -> None:
+    engine = FakeEngine()
+    engine.default_sampling = {"top_k": 7}
+    server = start_server(engine)
+    told = server.client.get("/props").json()["default_generation_settings"]["params"]
+    drawn_with = server.post("/completion", {"prompt": "x"}).json()["generation_settings"]
+    assert told == drawn_with
+    assert (told["temperature"], told["top_k"], told["min_p"]) == (0.8, 7, 0.05)
+
+
 def test_tokenize_and_detokenize_take_llamacpps_fields(start_server: Callable[..., Running]) -> None:
     server = start_server()
     assert server.post("/tokenize", {"content": "ab"}).json()["tokens"] == [97, 98]

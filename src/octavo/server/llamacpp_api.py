@@ -64,4 +64,5 @@ class LlamaCppApi:
         except RequestError:  # no tokenizer
             template = ""
         names, length = self._handling.names, self._engine.max_model_len
-        return json_response(properties(names, length, template, octavo.__version__))
+        defaults = self._engine.default_sampling
+        return json_response(properties(names, length, template, octavo.__version__, defaults))

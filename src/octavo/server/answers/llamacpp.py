@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,7 @@ from octavo.server.answer_json import (
 )
 from octavo.server.answers.generation import Job, Usage, seconds_of
 from octavo.server.answers.logprobs import TokenTexts, chat_logprobs
+from octavo.server.bodies.foreign_fields import LLAMACPP_DEFAULTS
 from octavo.server.bodies.llamacpp_body import LlamaCppBody
 from octavo.server.bodies.reading import CompletionRequest
 from octavo.server.engine_client import EngineClient
@@ -193,10 +194,13 @@ def slots(count: int, running: int, max_model_len: int) -> bytes:
     return json_bytes([{"id": i, "n_ctx": max_model_len, "is_processing": i < running} for i in range(count)])
 
 
-def properties(names: tuple[str, ...], max_model_len: int, template: str, version: str) -> bytes:
-    """Return the answer of `GET /props`."""
+def properties(
+    names: tuple[str, ...], max_model_len: int, template: str, version: str, default_sampling: Mapping[str, Any]
+) -> bytes:
+    """Return the answer of `GET /props`; `default_sampling` is what the model's authors recommend."""
+    defaults = SamplingParams(**{**LLAMACPP_DEFAULTS, **default_sampling, "max_tokens": None})
     told = {
-        "default_generation_settings": {"n_ctx": max_model_len, "params": settings(SamplingParams(max_tokens=None))},
+        "default_generation_settings": {"n_ctx": max_model_len, "params": settings(defaults)},
         "model_alias": names[0],
         "chat_template": template,
         "modalities": {"vision": False, "audio": False},
