@@ -71,10 +71,10 @@ test-native: $(BIN)/cmake
 # The tests' buffers are exactly as long as they must be, so that AddressSanitizer sees any access beyond the last byte.
 sanitize: $(BIN)/cmake
 	$(CONFIGURE) -B build/sanitize-address -DOCTAVO_SANITIZE=address,undefined,float-cast-overflow
-	$(BIN)/cmake --build build/sanitize-address
+	$(BIN)/cmake --build build/sanitize-address --target native_tests
 	build/sanitize-address/native_tests --scale 0.5 $(ARGS)
 	$(CONFIGURE) -B build/sanitize-thread -DOCTAVO_SANITIZE=thread
-	$(BIN)/cmake --build build/sanitize-thread
+	$(BIN)/cmake --build build/sanitize-thread --target native_tests
 	build/sanitize-thread/native_tests --scale 0.5 $(ARGS)
 
 bench-native: $(BIN)/cmake
