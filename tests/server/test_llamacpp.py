@@ -188,6 +188,14 @@ def test_properties_tell_the_template_and_the_length(server: Running) -> None:
     assert "#tools" in told["chat_template"]
 
 
+def test_a_schema_allows_the_listed_properties_only(server: Running) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    server.post(PATH, {"prompt": "x", "json_schema": schema})
+    assert server.engine.received[-1]["params"].structured_outputs.disable_additional_properties
+    server.post("/v1/completions", {"prompt": "x", "guided_json": schema})
+    assert not server.engine.received[-1]["params"].structured_outputs.disable_additional_properties
+
+
 def test_properties_tell_the_defaults_that_completions_are_drawn_with(start_server: Callable[..., Running]) -> None:
     engine = FakeEngine()
     engine.default_sampling = {"top_k": 7}

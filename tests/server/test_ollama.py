@@ -150,7 +150,9 @@ def test_a_body_without_a_prompt_loads_nothing(server: Running, path: str, reaso
 def test_the_format_of_an_answer_is_that_of_a_structured_output(server: Running) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     server.post(CHAT, {"messages": [USER], "format": schema})
-    assert server.engine.received[-1]["params"].structured_outputs.json == json.dumps(schema, separators=(",", ":"))
+    wanted = server.engine.received[-1]["params"].structured_outputs
+    assert wanted.json == json.dumps(schema, separators=(",", ":"))
+    assert wanted.disable_additional_properties, "as in Ollama"
     assert error_of(server, CHAT, {"messages": [USER], "format": "xml"}, 400).startswith("format must be")
 
 

@@ -62,7 +62,7 @@ class NativeReader(BodyReader):
         if not body.messages:
             return self._loaded(body, model, fields)
         read = self._with_latest_messages(body, model, fields)
-        return replace(read, params=self._cut_to_fit(read.params, [read.prompt]))
+        return replace(read, params=self._as_there(read.params, [read.prompt]))
 
     def _with_latest_messages(self, body: OllamaChatBody, model: str, fields: dict[str, Any]) -> ChatRequest:
         """Read a chat; if it exceeds the context, without its oldest messages, as Ollama does.
@@ -108,7 +108,7 @@ class NativeReader(BodyReader):
             check_token_ids(body.context, self._vocab_size, "context")
             prompt = self._prompts.encode([*body.context, *read.prompt.token_ids], add_special_tokens=False)
             read = replace(read, prompt=prompt)
-        return replace(read, params=self._cut_to_fit(read.params, [read.prompt]))
+        return replace(read, params=self._as_there(read.params, [read.prompt]))
 
     def _ollama_fields(self, body: OllamaGenerationBody, fields: dict[str, Any]) -> dict[str, Any]:
         """Return the chat's fields with Ollama's names translated."""
@@ -175,7 +175,7 @@ class NativeReader(BodyReader):
             fields = body.completion()
             self._default(fields, LLAMACPP_DEFAULTS)
             read = self._read_completion(validated(CompletionBody, fields), model, keeps_text=True)
-        return replace(read, origin=without_bulk(body), params=self._cut_to_fit(read.params, read.prompts))
+        return replace(read, origin=without_bulk(body), params=self._as_there(read.params, read.prompts))
 
     def llamacpp_infill(self, raw: bytes) -> CompletionRequest:
         body, model = self._parse(InfillBody, raw)
@@ -190,10 +190,17 @@ class NativeReader(BodyReader):
             fields["stop_token_ids"] = list(tokens.ends)
             self._default(fields, LLAMACPP_DEFAULTS)
             read = self._read_completion(validated(CompletionBody, fields), model, keeps_text=False)
-        return replace(read, origin=without_bulk(body), params=self._cut_to_fit(read.params, read.prompts))
+        return replace(read, origin=without_bulk(body), params=self._as_there(read.params, read.prompts))
 
-    def _cut_to_fit(self, params: SamplingParams, prompts: Sequence[EncodedPrompt]) -> SamplingParams:
-        """Cut the length of an answer to what the context has room for, as these servers do, instead of refusing it."""
+    def _as_there(self, params: SamplingParams, prompts: Sequence[EncodedPrompt]) -> SamplingParams:
+        """Change what these servers do otherwise than OpenAI's and vLLM's.
+
+        The length of an answer is cut to what the context has room for, instead of refused. The objects of a JSON
+        Schema have the listed properties only, unless `additionalProperties` says otherwise.
+        """
+        wanted = params.structured_outputs
+        if wanted is not None and wanted.json is not None:
+            params = replace(params, structured_outputs=replace(wanted, disable_additional_properties=True))
         room = max(1, self._max_model_len - max(len(prompt.token_ids) for prompt in prompts))
         if params.max_tokens is None or params.max_tokens <= room:
             return params
