@@ -124,7 +124,7 @@ def calibrate(argv: Sequence[str], seconds: float, vocab_size: int, plans: str |
             left_out=left_out,
         )
         steps = [step for step in read_plans(path) if step.at >= began]
-        intake, reply = overheads(steps, sent, recorded["max_num_seqs"], left_out)
+        intake, reply = overheads(steps, sent, recorded, left_out)
     taken = {"others": None, "stolen": None} if shares is None else asdict(shares)
     seconds_left_out = sum(end - start for start, end in left_out)
     facts = {**speed.facts, "machine": machine, **taken, "left_out_s": seconds_left_out}

@@ -9,9 +9,9 @@ the next step's kernels, so that a request may miss the step that began just the
 from __future__ import annotations
 
 import statistics
-from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from octavo.errors import ConfigError
 from octavo.scheduler.plan_log import RecordedStep
@@ -46,17 +46,18 @@ class _Way:
 def overheads(
     steps: Sequence[RecordedStep],
     requests: Sequence[Sent],
-    max_num_seqs: int,
+    recorded: Mapping[str, Any],
     left_out: Sequence[tuple[float, float]] = (),
 ) -> tuple[float, float]:
     """Return two times in seconds: from sending until a step can have the request, and from the end of the step that
     drew the first token to its arrival.
 
-    Both are means over the requests beside others or, if there are none, medians over those that were alone.
+    Both are those of the requests beside others or, if there are none, of those that were alone.
 
     Args:
         steps: those since the first request was sent.
         requests: all that were sent since, one sequence each.
+        recorded: the facts of the recording, with `max_num_seqs` and `max_num_batched_tokens`.
         left_out: spans of time whose requests are not counted.
 
     Raises:
@@ -70,12 +71,13 @@ def overheads(
     alone = [way for way in ways if way.request.kind == "prompt"]
     if not alone:
         raise ConfigError("the time was too short to send a prompt alone: give more --seconds")
-    intake = statistics.median(steps[way.first].at - way.request.sent for way in alone)
     beside = [way for way in ways if way.request.kind == "mixed"]
-    late = [seconds for way in beside if (seconds := _late(steps, way, intake, max_num_seqs)) is not None]
+    spans = [_intake_span(steps, way, recorded) for way in beside]
+    if all(span is None for span in spans):
+        spans = [_intake_span(steps, way, recorded) for way in alone]
     replies = [way.request.first_token - steps[way.drew + 1].at for way in beside or alone]
     reply = statistics.fmean(replies) if beside else statistics.median(replies)
-    return max(0.0, intake + (statistics.fmean(late) if late else 0.0)), max(0.0, reply)
+    return max(0.0, _best_fit([span for span in spans if span is not None])), max(0.0, reply)
 
 
 def _ways(steps: Sequence[RecordedStep], requests: Sequence[Sent]) -> list[_Way]:
@@ -97,15 +99,27 @@ def _ways(steps: Sequence[RecordedStep], requests: Sequence[Sent]) -> list[_Way]
     ]
 
 
-def _late(steps: Sequence[RecordedStep], way: _Way, intake: float, max_num_seqs: int) -> float | None:
-    """Return how many seconds later a request's first step began than if it had come in within `intake` seconds.
+def _intake_span(steps: Sequence[RecordedStep], way: _Way, recorded: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Return the shortest and the longest time that a request may have taken to come in, by the steps' beginnings.
 
-    None if it may have waited for a place.
+    A step that began while others ran tells only that the request came in after the one before. None if there was no
+    place for it in that step.
     """
-    in_time, began = way.request.sent + intake, steps[way.first].at
-    if way.first == 0 or set(steps[way.first - 1].seq_ids).isdisjoint(steps[way.first].seq_ids):
-        return began - in_time  # nothing ran before: its coming in began the step
-    could = bisect_left(steps, in_time, key=lambda step: step.at)
-    if could >= len(steps) or len(steps[could].seq_ids) >= max_num_seqs:
+    latest = steps[way.first].at - way.request.sent
+    if way.first == 0:
+        return latest, latest
+    before = steps[way.first - 1]
+    if set(before.seq_ids).isdisjoint(steps[way.first].seq_ids):
+        return latest, latest  # nothing ran before: its coming in began the step
+    if len(before.seq_ids) >= recorded["max_num_seqs"] or before.num_tokens >= recorded["max_num_batched_tokens"]:
         return None
-    return began - steps[could].at
+    return before.at - way.request.sent, latest
+
+
+def _best_fit(spans: Sequence[tuple[float, float]]) -> float:
+    """Return the time whose distances to the spans that do not hold it have the least sum: the median of their ends.
+
+    A mean of waiting times is no substitute: who just misses a step waits for the whole of it, and in a simulation
+    requests miss steps too.
+    """
+    return statistics.median(end for span in spans for end in span)
