@@ -14,7 +14,7 @@ template <Storage S> inline F16 exp2_weight(F16 x) {
     if constexpr (S == kBf16)
         return exp2_coarse(x);
     else
-        return exp2_nonpositive(x);
+        return exp2_bounded(x);
 }
 
 inline F16 tanh16(F16 x) {

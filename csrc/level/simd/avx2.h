@@ -125,7 +125,7 @@ inline __m256 exp2_8(__m256 x) {
 }
 inline F16 exp2(F16 x) { return {exp2_8(x.lo), exp2_8(x.hi)}; }
 
-inline F16 exp2_nonpositive(F16 x) { return exp2(x); }
+inline F16 exp2_bounded(F16 x) { return exp2(x); }
 inline F16 exp2_coarse(F16 x) { return exp2(x); }
 
 inline __m256 mac_bf16_8(__m256 acc, __m256i a, __m256i b) {

@@ -90,10 +90,10 @@ template <int N> inline F16 exp2_by(const float (&poly)[N], F16 x) {
     for (int i = N - 2; i >= 0; --i) p = fma(p, f, F16::set1(poly[i]));
     return {_mm512_scalef_ps(p.v, n)};
 }
-// For x <= 0 and finite, however small; 2^0 is exactly 1.
-inline F16 exp2_nonpositive(F16 x) { return exp2_by(kExp2Poly, x); }
+// For finite x up to 200, however small; 2^0 is exactly 1.
+inline F16 exp2_bounded(F16 x) { return exp2_by(kExp2Poly, x); }
 inline F16 exp2_coarse(F16 x) { return exp2_by(kExp2CoarsePoly, x); }
-inline F16 exp2(F16 x) { return exp2_nonpositive(max(F16::set1(-200.0f), min(F16::set1(200.0f), x))); }
+inline F16 exp2(F16 x) { return exp2_bounded(max(F16::set1(-200.0f), min(F16::set1(200.0f), x))); }
 
 // acc + a.lo * b.lo + a.hi * b.hi for pairs of bf16.
 inline F16 mac_bf16(F16 acc, U16 a, U16 b) {

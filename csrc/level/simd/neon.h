@@ -179,7 +179,7 @@ inline F16 exp2(F16 x) {
     }
     return x;
 }
-inline F16 exp2_nonpositive(F16 x) { return exp2(x); }
+inline F16 exp2_bounded(F16 x) { return exp2(x); }
 inline F16 exp2_coarse(F16 x) { return exp2(x); }
 
 // acc + a.lo * b.lo + a.hi * b.hi for pairs of bf16.

@@ -163,9 +163,9 @@ template <int N> inline F16 exp2_by(const float (&poly)[N], F16 x) {
     }
     return p;
 }
-inline F16 exp2_nonpositive(F16 x) { return exp2_by(kExp2Poly, x); }
+inline F16 exp2_bounded(F16 x) { return exp2_by(kExp2Poly, x); }
 inline F16 exp2_coarse(F16 x) { return exp2_by(kExp2CoarsePoly, x); }
-inline F16 exp2(F16 x) { return exp2_nonpositive(max(F16::set1(-200.0f), min(F16::set1(200.0f), x))); }
+inline F16 exp2(F16 x) { return exp2_bounded(max(F16::set1(-200.0f), min(F16::set1(200.0f), x))); }
 #else
 inline F16 exp2(F16 x) {
     OCTAVO_LANES {
@@ -181,7 +181,7 @@ inline F16 exp2(F16 x) {
     return x;
 }
 
-inline F16 exp2_nonpositive(F16 x) { return exp2(x); }
+inline F16 exp2_bounded(F16 x) { return exp2(x); }
 inline F16 exp2_coarse(F16 x) { return exp2(x); }
 #endif
 
