@@ -100,8 +100,14 @@ def test_a_process_that_dies_while_it_loads_says_so_and_what_scripts_must_do() -
         executor.facts()
 
 
+def test_a_grammar_does_not_wait_for_a_runner_that_has_no_compiler(executor: ProcessExecutor[dict[str, int]]) -> None:
+    executor.facts()
+    executor.grammar_link.compile(StructuredOutputsParams(choice=["a"])).result(60)
+
+
 def test_a_grammar_that_it_compiles_fails_when_it_dies(executor: ProcessExecutor[dict[str, int]]) -> None:
     pid = executor.facts()["pid"]
+    os.kill(pid, signal.SIGSTOP)
     compiling = executor.grammar_link.compile(StructuredOutputsParams(choice=["a"]))
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ExecutorError, match="has ended"):

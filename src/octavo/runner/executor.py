@@ -193,8 +193,7 @@ def _serve(
     except Exception as error:
         _answer(pipe, None, None, error)
         return
-    if (compiler := runner.grammars) is not None:
-        threading.Thread(target=serve_grammars, args=(of_grammars, compiler), daemon=True).start()
+    threading.Thread(target=serve_grammars, args=(of_grammars, runner.grammars), daemon=True).start()
     _answer(pipe, None, facts, None)
     try:
         while True:

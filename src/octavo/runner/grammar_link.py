@@ -77,10 +77,11 @@ class GrammarLink:
             future.set_exception(ExecutorError("the process that computes steps has ended"))
 
 
-def serve_grammars(pipe: Connection, compiler: GrammarCompiler) -> None:
+def serve_grammars(pipe: Connection, compiler: GrammarCompiler | None) -> None:
     """The runner's end, in a thread of its own: compile what is sent until the pipe is closed.
 
-    What cannot be compiled is answered too: the engine's process compiles the same, and says why.
+    Everything is answered, because a request waits for it. What cannot be compiled: the engine's process compiles the
+    same, and says why. What a runner without a compiler of its own is sent: it is compiled with the first plan.
     """
     answering = threading.Lock()
 
@@ -91,4 +92,7 @@ def serve_grammars(pipe: Connection, compiler: GrammarCompiler) -> None:
     with pipe, suppress(EOFError, OSError):
         while (sent := pipe.recv()) is not None:
             number, wanted = sent
-            compiler.begin(wanted).add_done_callback(partial(answer, number))
+            if compiler is None:
+                pipe.send(number)
+            else:
+                compiler.begin(wanted).add_done_callback(partial(answer, number))
