@@ -19,6 +19,7 @@
 #endif
 
 #include "cores.h"
+#include "parking.h"
 
 namespace octavo {
 namespace {
@@ -108,7 +109,7 @@ class Pool {
         // Many threads take several tasks at a time, to reduce contention for the ticket.
         constexpr int kThreadsThatTakeOne = 16;
         share_ = threads <= kThreadsThatTakeOne ? num_tasks : 4 * threads;
-        unfinished_.store(num_tasks, std::memory_order_relaxed);
+        unfinished_.store(static_cast<uint32_t>(num_tasks), std::memory_order_relaxed);
         leader_core_.store(current_core(), std::memory_order_relaxed);
         ticket_.store(++round_ << 32 | static_cast<uint32_t>(num_tasks), std::memory_order_release);
         call_workers();
@@ -143,13 +144,17 @@ class Pool {
 
     void call_workers() {
         epoch_.fetch_add(1);
-        if (sleepers_.load() > 0) epoch_.notify_all();
+        if (sleepers_.load() > 0) unpark_all(epoch_);
     }
 
     void wait_for_workers() {
         const auto finished = [this] { return unfinished_.load(std::memory_order_acquire) == 0; };
         if (spin_until(finished, kSpin) || bring_preempted_here(finished)) return;
-        for (int left; (left = unfinished_.load(std::memory_order_acquire)) != 0;) unfinished_.wait(left);
+        // Whoever finishes the last task does so first and then looks for the leader; the leader does it the other way
+        // round, so that no wake-up is lost.
+        leader_parks_.store(true);
+        for (uint32_t left; (left = unfinished_.load()) != 0;) park(unfinished_, left);
+        leader_parks_.store(false, std::memory_order_relaxed);
     }
 
     // Workers that the system has preempted in the middle of a task continue on this core, which the leader is about
@@ -177,7 +182,7 @@ class Pool {
             // The caller advances the epoch first and then looks for sleepers; a sleeper does it the other way round,
             // so that no wake-up is lost.
             sleepers_.fetch_add(1);
-            if (!stop_.load()) epoch_.wait(epoch);
+            if (!stop_.load()) park(epoch_, epoch);
             sleepers_.fetch_sub(1);
         }
     }
@@ -212,15 +217,15 @@ class Pool {
             t_in_task = false;
             in_task.store(false, std::memory_order_relaxed);
             any = true;
-            if (unfinished_.fetch_sub(static_cast<int>(count), std::memory_order_acq_rel) == static_cast<int>(count))
-                unfinished_.notify_one();
+            if (unfinished_.fetch_sub(count) == count && leader_parks_.load()) unpark_all(unfinished_);
             ticket = ticket_.load(std::memory_order_acquire);
         }
         return any;
     }
 
     alignas(64) std::atomic<uint64_t> ticket_{0};
-    alignas(64) std::atomic<int> unfinished_{0};
+    alignas(64) std::atomic<uint32_t> unfinished_{0};
+    std::atomic<bool> leader_parks_{false};
     alignas(64) std::atomic<uint32_t> epoch_{0};
     std::atomic<int> sleepers_{0}, active_{0};
     std::atomic<bool> stop_{false};

@@ -155,5 +155,20 @@ TEST_ONCE(sleeping_threads_wake_for_work) {
     }
 }
 
+TEST_ONCE(a_caller_that_sleeps_wakes_when_the_last_task_ends) {
+    set_num_threads(4);
+    const std::thread::id caller = std::this_thread::get_id();
+    for (int i = cases(200); i > 0; --i) {
+        // About as long as the caller watches before it sleeps, so that the end often comes just before or after.
+        const auto time = std::chrono::microseconds(random_int(20, 120));
+        std::vector<int> counts(8);
+        parallel_for(8, [&](int task) {
+            if (std::this_thread::get_id() != caller) std::this_thread::sleep_for(time);
+            ++counts[static_cast<size_t>(task)];
+        });
+        CHECK(counts == std::vector<int>(8, 1));
+    }
+}
+
 }  // namespace
 }  // namespace octavo::test

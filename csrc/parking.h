@@ -1,0 +1,32 @@
+// Sleeping until an atomic number changes. On Linux by a futex and nothing else: std::atomic::wait of libstdc++ yields
+// before it sleeps, which beside other busy processes gives up a time slice that is short as it is.
+#pragma once
+
+#include <atomic>
+#include <climits>
+#include <cstdint>
+
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace octavo {
+
+#ifdef __linux__
+static_assert(sizeof(std::atomic<uint32_t>) == 4 && std::atomic<uint32_t>::is_always_lock_free);
+
+// Sleeps while `number` is `value`; may return earlier.
+inline void park(std::atomic<uint32_t>& number, uint32_t value) {
+    syscall(SYS_futex, &number, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+inline void unpark_all(std::atomic<uint32_t>& number) {
+    syscall(SYS_futex, &number, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+}
+#else
+inline void park(std::atomic<uint32_t>& number, uint32_t value) { number.wait(value); }
+inline void unpark_all(std::atomic<uint32_t>& number) { number.notify_all(); }
+#endif
+
+}  // namespace octavo
