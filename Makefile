@@ -13,7 +13,7 @@ MODULES := $(VENV)/.modules
 NATIVE_SOURCES := $(wildcard CMakeLists.txt) $(shell find csrc -type f 2>/dev/null)
 
 .DEFAULT_GOAL := install
-.PHONY: install serve test test-native sanitize bench-native coverage check lint format bench clean distclean FORCE
+.PHONY: install serve test test-native test-arm sanitize bench-native coverage check lint format bench clean distclean FORCE
 .NOTPARALLEL:
 
 install: $(INSTALLED)
@@ -76,6 +76,14 @@ sanitize: $(BIN)/cmake
 	$(CONFIGURE) -B build/sanitize-thread -DOCTAVO_SANITIZE=thread
 	$(BIN)/cmake --build build/sanitize-thread --target native_tests
 	build/sanitize-thread/native_tests --scale 0.5 $(ARGS)
+
+# The same for 64-bit Arm on a machine that is none: Debian's g++-aarch64-linux-gnu and qemu-user. QEMU cannot fork a
+# process that has threads.
+test-arm: $(BIN)/cmake
+	$(CONFIGURE) -B build/arm -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+	    -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DCMAKE_EXE_LINKER_FLAGS=-static
+	$(BIN)/cmake --build build/arm --target native_tests
+	qemu-aarch64 -cpu max build/arm/native_tests --scale 0.1 --except forked $(ARGS)
 
 bench-native: $(BIN)/cmake
 	$(CONFIGURE) -B build/native

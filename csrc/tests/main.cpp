@@ -1,4 +1,4 @@
-// Runs the tests: native_tests [--level NAME] [--only PART_OF_A_NAME] [--scale X] [--seed N]
+// Runs the tests: native_tests [--level NAME] [--only PART_OF_A_NAME] [--except PART_OF_A_NAME] [--scale X] [--seed N]
 #include <chrono>
 #include <cmath>
 #include <vector>
@@ -69,13 +69,15 @@ void check_near(double actual, double expected, double tolerance, const char* fi
 int main(int argc, char** argv) {
     using namespace octavo;
     using namespace octavo::test;
-    std::string level, only;
+    std::string level, only, except;
     for (int i = 1; i + 1 < argc; i += 2) {
         const std::string option = argv[i];
         if (option == "--level")
             level = argv[i + 1];
         else if (option == "--only")
             only = argv[i + 1];
+        else if (option == "--except")
+            except = argv[i + 1];
         else if (option == "--scale")
             g_scale = std::atof(argv[i + 1]);
         else if (option == "--seed")
@@ -84,7 +86,8 @@ int main(int argc, char** argv) {
             argc = 0;
     }
     if (argc % 2 == 0 || (!level.empty() && isa_from_name(level.c_str()) == kNumIsas)) {
-        std::fprintf(stderr, "usage: native_tests [--level NAME] [--only PART_OF_A_NAME] [--scale X] [--seed N]\n");
+        std::fprintf(stderr, "usage: native_tests [--level NAME] [--only PART_OF_A_NAME] [--except PART_OF_A_NAME] "
+                             "[--scale X] [--seed N]\n");
         return 2;
     }
     const auto seconds_since = [](auto begin) {
@@ -101,7 +104,9 @@ int main(int argc, char** argv) {
         const auto begin = std::chrono::steady_clock::now();
         int64_t count = 0, tests = 0;
         for (const Test* test = first_test(); test; test = test->next) {
-            if ((test->runs == kOnce) != once || std::string(test->name).find(only) == std::string::npos) continue;
+            const std::string name = test->name;
+            if ((test->runs == kOnce) != once || name.find(only) == std::string::npos) continue;
+            if (!except.empty() && name.find(except) != std::string::npos) continue;
             count += run(*test, once ? best : static_cast<Isa>(isa));
             ++tests;
         }
