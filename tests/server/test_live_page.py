@@ -496,6 +496,28 @@ def test_a_browser_draws_the_page_and_follows_a_run(real: RealServer, page: Page
 
 
 @pytest.mark.skipif(EXECUTABLE is None, reason=HOW_TO_GET_IT)
+def test_a_copy_and_an_eviction_are_seen_to_happen(real: RealServer, page: Page) -> None:
+    page.open(real.url)
+    page.wait_for("typeof spec === 'object' && spec !== null && codes.length === 65")
+    log = "document.getElementById('log').textContent"
+    for name in ("point", "cross"):  # what draws an arrow and a cross
+        page.value(f"window.drew_{name} = 0; ((draws) => {name} = (...a) => (drew_{name}++, draws(...a)))({name}); 0")
+    with slowed_down(real):
+        thread = threading.Thread(target=lambda: real.complete(STORY, n=2, temperature=1, seed=3, max_tokens=200))
+        thread.start()
+        page.wait_for("document.querySelectorAll('#requests button').length === 1")
+        page.value("document.querySelector('#requests button').click()")
+        page.wait_for("document.querySelectorAll('#details .table button').length > 2")
+        page.wait_for(f"{log}.includes('copy-on-write: block ') && drew_point > 0")
+    thread.join()
+    page.wait_for("document.getElementById('details').textContent.includes('It has ended')")
+    for number in range(8):  # twice what the cache holds
+        real.complete(f"{number} {STORY}", max_tokens=1)
+    page.wait_for(f"/evicted: [0-9]+ cached block/.test({log}) && drew_cross > 0")
+    page.wait_for("document.querySelectorAll('#details .lost').length > 2")
+
+
+@pytest.mark.skipif(EXECUTABLE is None, reason=HOW_TO_GET_IT)
 def test_free_blocks_are_dark_where_the_browser_is(real: RealServer, page: Page) -> None:
     page.prefer_dark(True)
     try:
