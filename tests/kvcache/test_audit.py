@@ -78,6 +78,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[KVCacheManager], Any], str]] = {
     "a lost key": (_lose_a_key, "is not found by its key"),
     "a key of nobody": (lambda kv: kv.prefix_cache._published.__setitem__(1, 0), "has a key, but is not published"),  # type: ignore[attr-defined]
     "a broken ring": (lambda kv: kv.pool._eviction._next.__setitem__(0, 0), "eviction policy: False|stands twice"),  # type: ignore[attr-defined]
+    "a miscounted block": (lambda kv: setattr(kv.pool, "num_cached", 5), "blocks, but 5 are counted"),
     "a lost host block": (lambda kv: kv.hierarchy.host._states.__setitem__(0, Slot.FREE), "free list: False"),
     "a hold of nobody": (
         lambda kv: kv.hierarchy.host.hold(HostBlockId(0)),

@@ -41,6 +41,33 @@ def test_a_running_sequence_that_cannot_grow_changes_nothing() -> None:
     manager.audit()
 
 
+def test_full_sequences_get_a_block_each_at_once_or_none_does() -> None:
+    manager = make_manager(num_blocks=7, block_size=4, layers=(FULL, sliding(5)))
+    seqs = [make_sequence([1, 2, 3, 4], salt) for salt in "ab"]
+    for seq in seqs:
+        admit_and_compute(manager, seq)
+        seq.append_token(9)
+    assert manager.extend_all([])
+    assert not manager.extend_all(seqs), "four blocks are needed, two are left"
+    assert manager.extend_all(seqs[:1])
+    assert [list(map(len, manager.tables(seq))) for seq in seqs] == [[2, 2], [1, 1]]
+    assert manager.extend(seqs[0], 4) == ()
+    assert not manager.extend_all(seqs[:1]), "its last block is not full"
+    manager.forget(seqs[1])
+    manager.audit()
+
+
+def test_blocks_counted_by_tenant_are_not_given_out_at_once() -> None:
+    manager = make_manager(block_size=4)
+    seq = make_sequence([1, 2, 3, 4], tenant="x")
+    admit_and_compute(manager, seq)
+    manager.count_owners([seq.request])
+    assert not manager.extend_all([seq])
+    assert manager.extend(seq, 1) == []
+    assert manager.pool.owners is not None
+    assert manager.pool.owners.held("x") == 2
+
+
 def test_a_common_prefix_is_found_in_full_blocks_and_never_covers_the_last_token() -> None:
     manager = make_manager(block_size=4)
     admit_and_compute(manager, make_sequence(list(range(10))))
@@ -187,6 +214,7 @@ def test_a_hit_ends_where_a_windows_block_is_missing() -> None:
     block = manager.tables(seq)[1][4]
     manager.forget(seq)
     manager.pool._eviction.remove(block)
+    manager.pool.num_cached -= 1
     manager.pool._published[block] = 0
     manager._on_evict([block])
     manager.pool._free.append(block)

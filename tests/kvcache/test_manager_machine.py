@@ -183,6 +183,22 @@ class CacheMachine(RuleBasedStateMachine):
             self.write(seq, chunk)
 
     @precondition(lambda self: self.live)
+    @rule(token=st.integers(0, 1), only_full=st.booleans())
+    def step_at_once(self, token: int, only_full: bool) -> None:
+        """The live sequences that need a block get one together, if all of them may: none may need a copy."""
+        manager = self.manager
+        lengths = {seq.seq_id: len(manager.tables(seq)[0]) for seq in self.live}
+        full = [seq for seq in self.live if seq.num_computed == lengths[seq.seq_id] * self.block_size]
+        some = full if only_full else self.live
+        enough = len(some) * len(manager.spec.groups) <= manager.pool.num_available
+        assert manager.extend_all(some) == (enough and len(some) == len(full))
+        for seq in self.live:
+            has_grown = enough and seq in full and len(some) == len(full)
+            assert {len(table) for table in manager.tables(seq)} == {lengths[seq.seq_id] + has_grown}
+            if has_grown:
+                self.compute(seq, token, 1)
+
+    @precondition(lambda self: self.live)
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         parent = data.draw(st.sampled_from(self.live))

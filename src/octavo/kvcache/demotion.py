@@ -12,13 +12,13 @@ from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from octavo.kvcache.block import BlockId
-from octavo.kvcache.eviction.ghosts import Ghost, GhostList
+from octavo.kvcache.eviction.ghosts import GhostList
 from octavo.kvcache.hashing import DIGEST_BYTES, TokenChain, group_key, key_prefix
 from octavo.kvcache.host_memory import Slot
 from octavo.kvcache.host_transfers import HostTransfers
 from octavo.kvcache.label import Label, label_of
 
-_UNDATED = Ghost(0, 0)
+_UNDATED = 0
 
 
 class Demotion(Protocol):

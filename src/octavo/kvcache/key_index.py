@@ -11,6 +11,7 @@ a random secret of the process, so that clients cannot choose keys that collide.
 from __future__ import annotations
 
 import secrets
+import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
@@ -23,6 +24,7 @@ from octavo.kvcache.block import BlockIds
 from octavo.kvcache.hashing import DIGEST_BYTES, PREFIX_BYTES, Keys, key_prefix
 
 _MASK64 = (1 << 64) - 1
+_FIRST_HALF, _BOTH_HALVES = struct.Struct("<Q").unpack_from, struct.Struct("<QQ").unpack_from
 # Keys looked up at once: few at first, because most prompts miss early, then a growing number, up to what stays in the
 # processor's cache.
 _FIRST_PIECE = 128
@@ -60,7 +62,7 @@ class KeyIndex:
 
     def get(self, key: bytes) -> int | None:
         """Return the id of a key, or None."""
-        first = int.from_bytes(key[:8], "little")
+        first = _FIRST_HALF(key)[0]
         entry = self._heads[((first * self._factor & _MASK64) >> 32) * self._capacity >> 32]
         if not entry:
             return None
@@ -69,7 +71,7 @@ class KeyIndex:
             while entry and keys[entry] != first:
                 entry = after[entry]
         else:
-            second = int.from_bytes(key[8:16], "little")
+            second = _BOTH_HALVES(key)[1]
             while entry and (keys[2 * entry] != first or keys[2 * entry + 1] != second):
                 entry = after[entry]
         return entry - 1 if entry else None
@@ -91,7 +93,7 @@ class KeyIndex:
         if entry_id >= self._capacity:
             self._grow(entry_id + 1)
         heads, keys, halves, entry = self._heads, self._keys, self._halves, entry_id + 1
-        first, second = int.from_bytes(key[:8], "little"), int.from_bytes(key[8:16], "little")
+        first, second = _BOTH_HALVES(key) if halves == 2 else (_FIRST_HALF(key)[0], 0)
         home = ((first * self._factor & _MASK64) >> 32) * self._capacity >> 32
         other = heads[home]
         while other and (keys[halves * other] != first or (halves == 2 and keys[2 * other + 1] != second)):

@@ -284,6 +284,26 @@ class KVCacheManager:
         holding.room = total * size
         return copies
 
+    def extend_all(self, seqs: Seq[Sequence]) -> bool:
+        """Make room for the next token of each sequence, whose tables are full: `extend` for many at once.
+
+        Returns:
+            Whether it was done; if not, nothing has changed: a block is shared and must be copied first, there are too
+            few blocks, or tenants' blocks are counted, so that each sequence may take a number of its own.
+        """
+        pool, size, num_groups = self.pool, self.spec.block_size, len(self.spec.groups)
+        if pool.owners is not None or len(seqs) * num_groups > pool.num_available:
+            return False
+        growing = [(self.holdings[seq], seq.num_computed // size) for seq in seqs]
+        if any(len(table) != length for holding, length in growing for table in holding.tables):
+            return False
+        blocks = iter(pool.allocate(len(seqs) * num_groups))
+        for holding, length in growing:
+            for table in holding.tables:
+                table.append(next(blocks))
+            holding.room = (length + 1) * size
+        return True
+
     def commit(self, seq: Sequence) -> None:
         """Publish the blocks that `num_computed` now fills and release those outside the window, after a step."""
         holding = self.holdings[seq]

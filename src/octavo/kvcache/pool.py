@@ -34,6 +34,7 @@ class BlockPool:
 
     Attributes:
         owners: counts of blocks in use by tenant, if enabled by `count_owners`; else None.
+        num_cached: number of unreferenced, unpinned blocks that a prefix hit could use.
         num_with_pins: number of blocks with a pin, referenced or not.
         num_freed: how often a block became available since the start.
         num_published_ever: how often a block was published since the start.
@@ -49,6 +50,7 @@ class BlockPool:
         self.owners: BlockOwners | None = None
         self.num_freed = 0
         self.num_published_ever = 0
+        self.num_cached = 0
         self.num_with_pins = 0
         self._num_pinned = 0
         self._pins = array("i", [0]) * num_blocks
@@ -78,14 +80,9 @@ class BlockPool:
         return len(self._free)
 
     @property
-    def num_cached(self) -> int:
-        """The number of unreferenced, unpinned blocks that a prefix hit could use."""
-        return len(self._eviction)
-
-    @property
     def num_available(self) -> int:
         """The number of blocks that `allocate` can hand out: free ones, and cached ones by eviction."""
-        return len(self._free) + len(self._eviction)
+        return len(self._free) + self.num_cached
 
     @property
     def num_pinned(self) -> int:
@@ -144,6 +141,7 @@ class BlockPool:
                 self._num_pinned -= 1
             else:
                 self._eviction.remove(block_id)
+                self.num_cached -= 1
             if self.owners is not None:
                 self.owners.took((block_id,), tenant)
         self.ref_counts[block_id] = count + 1
@@ -166,6 +164,7 @@ class BlockPool:
         unpinned = self._unpinned(unused)
         self._num_pinned -= len(unused) - len(unpinned)
         self._eviction.remove_all(unpinned)
+        self.num_cached -= len(unpinned)
         if self.owners is not None:
             self.owners.took(unused.tolist(), tenant)
         self._count_of[ids] = counts + 1
@@ -193,6 +192,7 @@ class BlockPool:
                     self._num_pinned += 1
                 else:
                     self._eviction.add(block_id)
+                    self.num_cached += 1
         self.num_freed += self.num_available - available
 
     def release_table(self, block_ids: Sequence[BlockId]) -> None:
@@ -215,6 +215,7 @@ class BlockPool:
         cached = self._unpinned(published_ids)
         self._num_pinned += len(published_ids) - len(cached)
         self._eviction.add_all(cached)
+        self.num_cached += len(cached)
         self.num_freed += len(unpublished) + len(cached)
 
     def pin(self, block_ids: Sequence[BlockId]) -> None:
@@ -232,6 +233,7 @@ class BlockPool:
         pins = self._pins_of.take(ids)
         unused = ids[(self._count_of.take(ids) == 0) & (pins == 0)]
         self._eviction.remove_all(unused)
+        self.num_cached -= len(unused)
         self._num_pinned += len(unused)
         self.num_with_pins += int((pins == 0).sum())
         self._pins_of[ids] = pins + 1
@@ -255,6 +257,7 @@ class BlockPool:
         self._num_pinned -= len(cached)
         self.num_freed += len(cached)
         self._eviction.add_all(cached)
+        self.num_cached += len(cached)
 
     def mark_published(self, block_id: BlockId, position: int = 0, priority: int = 0, key: bytes = b"") -> None:
         """Mark an active block as published in the prefix cache: once unreferenced it is cached rather than free.
@@ -276,7 +279,7 @@ class BlockPool:
 
     def evict_all_cached(self) -> int:
         """Turn every cached block into a free one, and return their number."""
-        count = len(self._eviction)
+        count = self.num_cached
         if count:
             self._free.extend(self._evict(count))
         return count
@@ -337,6 +340,8 @@ class BlockPool:
             yield None
         if len(with_pins) != self.num_with_pins:
             yield f"{len(with_pins)} blocks have pins, {self.num_with_pins} are counted"
+        if len(self._eviction) != self.num_cached:
+            yield f"the eviction policy holds {len(self._eviction)} blocks, but {self.num_cached} are counted"
         if num_pinned != self._num_pinned:
             yield f"{num_pinned} blocks are pinned, but {self._num_pinned} are counted"
         for numbers in in_slices(range(1, self.num_blocks)):
@@ -358,6 +363,7 @@ class BlockPool:
 
     def _evict(self, count: int) -> list[BlockId]:
         victims = self._eviction.evict_many(count)
+        self.num_cached -= count
         for block_id in victims:
             self._published[block_id] = 0
         self._on_evict(victims)

@@ -224,6 +224,12 @@ class Service:
         """Give each stream one token, in order of service; returns whether blocks ran out."""
         places, running = self._running.places, SequenceStatus.RUNNING
         served, short = shares.streams, False
+        full = [seq for seq in streams if seq.num_computed >= places[seq.seq_id].capacity]
+        if not full or self._kv.extend_all(full):
+            for seq in full:
+                self._running.grew(seq)
+            served.extend(streams)
+            return False
         for seq in streams:
             if short and seq.status is not running:
                 continue

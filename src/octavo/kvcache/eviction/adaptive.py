@@ -9,7 +9,7 @@ from itertools import islice, takewhile
 import numpy as np
 
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds, as_indices, where
-from octavo.kvcache.eviction.ghosts import Ghost, GhostList
+from octavo.kvcache.eviction.ghosts import GhostList
 from octavo.kvcache.eviction.recency import SPARE, LruEviction
 from octavo.kvcache.eviction.return_rates import Ages, Kinds, ReturnRates
 from octavo.kvcache.hashing import PREFIX_BYTES
@@ -71,8 +71,8 @@ class AdaptiveEviction:
         if self._clock >= _LATEST:
             self._keep_time()
         ghost = self._ghosts.take(key) if key and self._ghosts is not None else None
-        if ghost is not None:
-            self._note(ghost, returned=True)
+        if ghost is not None and self._model is not None:
+            self._model.note_return(ghost & 1, self._clock - (ghost >> 1))
         self._prefixes[block_id] = int.from_bytes(key[:PREFIX_BYTES], "little")
         self._kinds[block_id] = _ONCE if ghost is None else _AGAIN
         self._clock += 1
@@ -87,7 +87,7 @@ class AdaptiveEviction:
         for block_id in block_ids:
             if block_id != NULL_BLOCK:
                 if self._model is not None:
-                    self._note(Ghost(stamps[block_id], kinds[block_id]), returned=True)
+                    self._model.note_return(kinds[block_id], self._clock - stamps[block_id])
                 kinds[block_id] = _AGAIN
                 self._clock += 1
                 stamps[block_id] = self._clock
@@ -201,15 +201,11 @@ class AdaptiveEviction:
         stamps, kinds, prefixes = self._stamps, self._kinds, self._prefixes
         forgotten = ghosts.add_all(
             [prefixes[block_id] for block_id in victims],
-            [Ghost(stamps[block_id], kinds[block_id]) for block_id in victims],
+            [stamps[block_id] << 1 | kinds[block_id] for block_id in victims],
         )
-        if len(forgotten) < _MANY:
-            for ghost in forgotten:
-                self._note(ghost, returned=False)
-        else:
+        if forgotten:
             assert self._model is not None
-            used, classes = np.array(forgotten).T
-            self._model.note_ends(classes, self._clock - used)
+            self._model.note_lost(forgotten, self._clock)
 
     def _begin(self) -> GhostList:
         """Start without observations, for a pool of the size known now."""
@@ -222,10 +218,6 @@ class AdaptiveEviction:
     @property
     def _period(self) -> int:
         return max(_SHORTEST_PERIOD, self._highest)
-
-    def _note(self, ghost: Ghost, *, returned: bool) -> None:
-        assert self._model is not None
-        self._model.note(ghost.kind, self._clock - ghost.stamp, returned=returned)
 
     def _learn(self) -> None:
         assert self._model is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -15,17 +15,14 @@ from octavo.kvcache.key_index import LatestKeys
 _NONE = (1 << 32) - 1
 
 
-class Ghost(NamedTuple):
-    """An evicted block: when it was last used, and its class (0 or 1)."""
-
-    stamp: int
-    kind: int
-
-
 class GhostList:
-    """A ring of evicted blocks in flat memory: the oldest makes room for the newest. O(1) per operation."""
+    """A ring of evicted blocks in flat memory: the oldest makes room for the newest. O(1) per operation.
 
-    # A key's prefix, two entries of 4 bytes in the index, and a stamp whose lowest bit is the class.
+    Of each block it knows the last use: when it was, times two, plus the block's class (0 or 1). A number rather than a
+    pair, because a pair takes as long to make as all the rest.
+    """
+
+    # A key's prefix, two entries of 4 bytes in the index, and the last use.
     BYTES_EACH = PREFIX_BYTES + 8 + 4
 
     def __init__(self, capacity: int) -> None:
@@ -36,35 +33,37 @@ class GhostList:
     def __len__(self) -> int:
         return len(self._keys.index)
 
-    def add(self, key: bytes, ghost: Ghost) -> Ghost | None:
-        """Remember an evicted block; returns a ghost that it displaced, if any."""
-        displaced = self.add_all((key_prefix(key),), (ghost,))
+    def add(self, key: bytes, use: int) -> int | None:
+        """Remember an evicted block; returns the last use of one that it displaced, if any."""
+        displaced = self.add_all((key_prefix(key),), (use,))
         return displaced[-1] if displaced else None
 
-    def add_all(self, prefixes: Sequence[int], ghosts: Sequence[Ghost]) -> list[Ghost]:
-        """Remember evicted blocks by the prefixes of their keys; returns the ghosts that they displaced."""
+    def add_all(self, prefixes: Sequence[int], uses: Sequence[int]) -> list[int]:
+        """Remember evicted blocks by the prefixes of their keys; returns the last uses of those that they displaced."""
         if len(prefixes) > self.capacity:
             half = len(prefixes) // 2
-            return self.add_all(prefixes[:half], ghosts[:half]) + self.add_all(prefixes[half:], ghosts[half:])
+            return self.add_all(prefixes[:half], uses[:half]) + self.add_all(prefixes[half:], uses[half:])
         used, displaced = self._used, list[int]()
         places, twins = self._keys.add_all(prefixes)
-        for place, (stamp, kind) in zip(places, ghosts, strict=True):
-            displaced.append(used[place])
-            used[place] = stamp << 1 | kind
+        for place, use in zip(places, uses, strict=True):
+            if (before := used[place]) != _NONE:
+                displaced.append(before)
+            used[place] = use
         for twin in twins:
-            displaced.append(used[twin])
+            if (before := used[twin]) != _NONE:
+                displaced.append(before)
             used[twin] = _NONE
-        return [Ghost(number >> 1, number & 1) for number in displaced if number != _NONE]
+        return displaced
 
-    def take(self, key: bytes) -> Ghost | None:
-        """Find and forget a block; None if it is not remembered."""
+    def take(self, key: bytes) -> int | None:
+        """Find and forget a block; returns its last use, or None if it is not remembered."""
         place = self._keys.index.get(key)
         if place is None:
             return None
-        used = self._used[place]
+        use = self._used[place]
         self._keys.index.remove(place)
         self._used[place] = _NONE
-        return Ghost(used >> 1, used & 1)
+        return use
 
     def set_back(self, uses: int) -> None:
         """Reduce all stamps by `uses`, but not below 0."""

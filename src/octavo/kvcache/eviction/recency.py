@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import numpy as np
 
@@ -104,15 +105,15 @@ class LruEviction:
     def evict_many(self, count: int) -> list[BlockId]:
         if count > self._length:
             raise KeyError(f"{count} blocks requested, {self._length} held")
-        following, block_id, victims = self._next, self._next[NULL_BLOCK], list[BlockId]()
+        following, block_id, victims = self._next, self._next[NULL_BLOCK], list[int]()
         for _ in range(count):
-            victims.append(BlockId(block_id))
+            victims.append(block_id)
             after = following[block_id]
             following[block_id] = _ABSENT
             block_id = after
         following[NULL_BLOCK], self._previous[block_id] = block_id, NULL_BLOCK
         self._length -= count
-        return victims
+        return cast(list[BlockId], victims)
 
     def restore(self, block_id: BlockId) -> None:
         self._insert(NULL_BLOCK, block_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy.typing as npt
 _PER_OCTAVE = 3
 _YOUNGEST = 32  # ages below pool / 32 are one bucket
 _FORGETTING = 0.95  # factor on all counts after each fit
+_COUNTED_AT_ONCE = 1024  # ends of rests
 _ASSUMED = 4  # prior returns of each class, one per `num_blocks` uses, so that few observations have little effect
 
 Ages = npt.NDArray[np.int64]
@@ -47,6 +48,9 @@ class ReturnRates:
             self._edges.append(youngest * 2 ** ((len(self._edges) - 1) / _PER_OCTAVE))
         self.returns, self.ends = np.zeros((2, len(self._edges))), np.zeros((2, len(self._edges)))
         self._rates: list[list[float]] = []
+        # Rests that are not counted yet, each as twice the age less the class: many are counted faster together.
+        self._returned: list[int] = []
+        self._lost: list[int] = []
 
     @property
     def is_fitted(self) -> bool:
@@ -61,15 +65,21 @@ class ReturnRates:
         step = (age - edges[bucket]) / (edges[bucket + 1] - edges[bucket])
         return rates[bucket] + step * (rates[bucket + 1] - rates[bucket])
 
-    def note(self, kind: int, age: int, *, returned: bool) -> None:
-        """Record that a block's time at rest has ended."""
-        bucket = self._bucket(age)
-        self.ends[kind, bucket] += 1
-        if returned:
-            self.returns[kind, bucket] += 1
+    def note_return(self, kind: int, age: int) -> None:
+        """Record that a block of this class and age has returned."""
+        self._returned.append(2 * age - kind)
+        if len(self._returned) >= _COUNTED_AT_ONCE:
+            self._count_noted()
+
+    def note_lost(self, uses: Sequence[int], now: int) -> None:
+        """Record that blocks will not return, by their last uses: when each was, times two, plus the block's class."""
+        twice = 2 * now
+        self._lost += [twice - use for use in uses]
+        if len(self._lost) >= _COUNTED_AT_ONCE:
+            self._count_noted()
 
     def note_returns(self, kinds: npt.NDArray[np.uint8], ages: Ages) -> None:
-        """Call `note` for many blocks that returned."""
+        """Call `note_return` for many blocks."""
         if not ages.size:
             return
         youngest, oldest = self._bucket(int(ages.min())), self._bucket(int(ages.max()))
@@ -81,16 +91,13 @@ class ReturnRates:
         self.ends += counts
         self.returns += counts
 
-    def note_ends(self, kinds: Kinds, ages: Ages) -> None:
-        """Call `note` for many blocks that did not return."""
-        self.ends += self._count(kinds, ages)
-
     def fit(self, waiting: Iterable[tuple[Kinds, Ages, float]]) -> None:
         """Fit the rates to times at rest that have ended, and to those that continue.
 
         Args:
             waiting: samples of the blocks still at rest: classes, ages, and how many blocks each entry stands for.
         """
+        self._count_noted()
         ends = self.ends.copy()
         for kinds, ages, weight in waiting:
             ends += weight * self._count(kinds, ages)
@@ -108,6 +115,14 @@ class ReturnRates:
         ]
         self.returns *= _FORGETTING
         self.ends *= _FORGETTING
+
+    def _count_noted(self) -> None:
+        returned, lost = (np.array(noted, np.int64) for noted in (self._returned, self._lost))
+        returns = self._count(returned & 1, (returned + 1) >> 1)
+        self.returns += returns
+        self.ends += returns + self._count(lost & 1, (lost + 1) >> 1)
+        self._returned.clear()
+        self._lost.clear()
 
     def _count(self, kinds: npt.NDArray[np.integer[Any]], ages: Ages) -> npt.NDArray[Any]:
         """Return the number of blocks of each class and age."""
