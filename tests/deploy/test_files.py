@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import re
 import shutil
 import subprocess
 import sys
@@ -55,6 +56,15 @@ def test_the_dashboard_uses_metrics_that_exist(exported: set[str]) -> None:
     for query in dashboard_queries():
         assert (used := metric_names(query)), query
         assert used <= exported, query
+
+
+def test_the_panel_of_requests_counts_every_endpoint_that_computes() -> None:
+    (query,) = (query for query in dashboard_queries() if 'handler=~"' in query and 'method="POST"' in query)
+    handlers = re.compile(query.split('handler=~"')[1].split('"')[0])
+    with real_server({}) as server:
+        paths = server.client.get("/openapi.json").json()["paths"]
+    missed = {path for path, methods in paths.items() if "post" in methods and not handlers.fullmatch(path)}
+    assert missed == {"/api/pull", "/api/show", "/detokenize", "/reset_prefix_cache", "/tokenize"}
 
 
 def test_every_alert_says_what_to_do_and_has_a_test_in_which_it_fires_and_one_in_which_it_does_not() -> None:

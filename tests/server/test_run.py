@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -98,12 +99,12 @@ class Streaming:
 def start() -> Iterator[Callable[..., ServerProcess]]:
     with ExitStack() as stack:
 
-        def start(shutdown_timeout: float = 30, **options: Any) -> ServerProcess:
+        def start(shutdown_timeout: float = 30, stdin: Any = subprocess.PIPE, **options: Any) -> ServerProcess:
             command = [sys.executable, "-W", "error", "-m", "tests.server.fake_server", "0", str(STEP)]
             process = subprocess.Popen(
                 [*command, str(shutdown_timeout), *([json.dumps(options)] if options else [])],
                 cwd=ROOT,
-                stdin=subprocess.PIPE,
+                stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -233,10 +234,22 @@ def test_a_hangup_while_the_model_is_loaded_rereads_the_keys_once_it_is(tmp_path
     assert statuses == [401, 200]
 
 
-def test_without_a_keys_file_a_hangup_ends_the_process(start: Callable[..., ServerProcess]) -> None:
+def test_a_service_without_a_keys_file_survives_a_hangup(start: Callable[..., ServerProcess]) -> None:
     server = start()
+    url = server.url
     server.stop(signal.SIGHUP)
-    assert server.process.wait(60) == -signal.SIGHUP
+    server.errors_up_to("there is no --keys-file to reread")
+    assert httpx.get(f"{url}/health").status_code == 200
+    server.stop(signal.SIGTERM)
+    assert server.process.wait(60) == 0
+
+
+def test_without_a_keys_file_the_end_of_its_terminal_ends_the_process(start: Callable[..., ServerProcess]) -> None:
+    terminal, theirs = os.openpty()
+    with open(terminal, "wb"), open(theirs, "rb") as stdin:
+        server = start(stdin=stdin)
+        server.stop(signal.SIGHUP)
+        assert server.process.wait(60) == -signal.SIGHUP
 
 
 def test_an_idle_server_leaves_quickly(start: Callable[..., ServerProcess]) -> None:

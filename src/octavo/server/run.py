@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -26,6 +27,8 @@ from octavo.server.http.connection import InFlight
 from octavo.server.http.listening import bound, listen, require_keys_beyond_loopback, shown_address
 from octavo.server.http.transport import MAX_HEADER_BYTES, ConnectionCounters, guarded_protocol
 from octavo.server.memory import return_free_memory, settle_interpreter
+
+logger = logging.getLogger(__name__)
 
 # Number of connections that are accepted before other callbacks of the event loop run, and that may wait for that.
 _ACCEPTED_AT_ONCE = 16
@@ -69,7 +72,7 @@ def serve(
 def _hangups_noted(config: ServerConfig) -> Generator[list[int], None, None]:
     """Record SIGHUPs that arrive before the server handles them, while the model is loaded, which may take minutes."""
     noted: list[int] = []
-    if config.keys_file is None or threading.current_thread() is not threading.main_thread():
+    if not _survives_hangups(config) or threading.current_thread() is not threading.main_thread():
         yield noted
         return
     before = signal.signal(signal.SIGHUP, lambda number, _: noted.append(number))
@@ -77,6 +80,14 @@ def _hangups_noted(config: ServerConfig) -> Generator[list[int], None, None]:
         yield noted
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def _survives_hangups(config: ServerConfig) -> bool:
+    """Whether a SIGHUP is not the end: there are keys to reread, or there is no terminal whose end it could tell.
+
+    A service that is told to reload although it has no keys file goes on.
+    """
+    return config.keys_file is not None or sys.stdin is None or not sys.stdin.isatty()
 
 
 def check_certificate(config: ServerConfig) -> None:
@@ -101,7 +112,7 @@ async def serve_on(
     """Serve like `serve`, on a bound socket and with an engine that is not yet started.
 
     Args:
-        hangups: SIGHUPs that arrived before the call; if there are any, the keys are reread once.
+        hangups: SIGHUPs that arrived before the call; if there are any, they are handled once.
 
     Raises:
         ConfigError: another process has started to listen on the same port, or the tenants' floors and caps do not fit
@@ -115,8 +126,7 @@ async def serve_on(
     server.has_engine = lambda: engine.is_alive
     server.is_engine_planning = lambda: engine.is_planning
     server.is_engine_stepping = lambda: engine.is_stepping
-    # Without a file to reread, a SIGHUP ends the process, as by default.
-    server.on_hangup = None if config.keys_file is None else partial(_reread, access, engine)
+    server.on_hangup = partial(_reread, config, access, engine) if _survives_hangups(config) else None
     await engine.set_kv_limits(engine.resolve_kv_limits(access.kv_amounts))
     with server.handled_signals():
         check_interrupt()
@@ -133,9 +143,11 @@ async def serve_on(
             await engine.shutdown(0)
 
 
-def _reread(access: Access, engine: EngineClient) -> None:
+def _reread(config: ServerConfig, access: Access, engine: EngineClient) -> None:
     """Reread the keys, and pass the tenants' floors and caps to the engine."""
-    if access.reread(engine.resolve_kv_limits):
+    if config.keys_file is None:
+        logger.warning("SIGHUP: there is no --keys-file to reread; the server goes on")
+    elif access.reread(engine.resolve_kv_limits):
         limits = engine.resolve_kv_limits(access.kv_amounts)
         _tellings.add(task := asyncio.ensure_future(engine.set_kv_limits(limits)))
         task.add_done_callback(_tellings.discard)
@@ -180,7 +192,8 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def handled_signals(self) -> Generator[None, None, None]:
-        """Handle signals within the context: SIGINT and SIGTERM end this server, and SIGHUP calls `on_hangup`.
+        """Handle signals within the context: SIGINT and SIGTERM end this server; SIGHUP calls `on_hangup`, or ends
+        the process if that is None.
 
         Does nothing outside the main thread, which alone may install handlers.
         """
