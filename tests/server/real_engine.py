@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.core import EngineCore
-from tests.engine.tiny_engine import assert_drained, is_drained, tiny_core
+from tests.engine.tiny_engine import assert_drained, is_drained, slow_down, tiny_core
 from tests.server.conftest import Running, running_server, wait_until
 
 MODEL = "tiny"
@@ -60,6 +60,16 @@ def real_server(server_options: dict[str, Any] | None = None, **options: Any) ->
         engine = AsyncEngine(core, MODEL, idle_audit_seconds=0.2)
         with running_server(engine, **{"shutdown_timeout": 0, **(server_options or {})}) as running:
             yield RealServer(running.url, running.port, engine, running.client, running.server)
+
+
+@contextmanager
+def slowed_down(real: RealServer) -> Iterator[None]:
+    """Steps take a tenth of a second longer meanwhile."""
+    hurry = slow_down(real.core, 0.1)
+    try:
+        yield
+    finally:
+        hurry()
 
 
 def sse_objects(events: list[str]) -> list[dict[str, Any]]:

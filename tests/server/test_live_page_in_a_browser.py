@@ -1,0 +1,136 @@
+"""The page at `/` in a real browser: what it draws of the cache, and what it does when something goes wrong."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ports import free_port
+from tests.server.chromium import EXECUTABLE, HOW_TO_GET_IT, Page, chromium
+from tests.server.real_engine import RealServer, real_server, slowed_down
+
+STORY = "There was an old man with a beard, who said: it is just as I feared. " * 3
+
+pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason=HOW_TO_GET_IT)
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[RealServer]:
+    with real_server(num_blocks=65) as running:
+        yield running
+        running.assert_nothing_runs()
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    """One browser for all; each test opens what it looks at."""
+    with chromium() as page:
+        yield page
+
+
+def test_a_browser_draws_the_page_and_follows_a_run(real: RealServer, page: Page) -> None:
+    real.complete(STORY, max_tokens=1)
+    page.open(real.url)
+    page.wait_for("typeof spec === 'object' && spec !== null && codes.length === 65")
+    with slowed_down(real):
+        thread = threading.Thread(target=lambda: real.complete([STORY, STORY], max_tokens=300))
+        thread.start()
+        page.wait_for("document.querySelectorAll('#requests tr').length === 2")
+        page.wait_for("codes.some((code) => code > 3)")  # shared
+        page.wait_for("[...document.querySelectorAll('#requests meter')].some((meter) => meter.value > 3)")
+        page.value("document.querySelector('#requests button').click()")
+        page.wait_for("document.querySelectorAll('#details .table button').length > 2")
+        page.wait_for("ofChosen.size > 2 && [...ofChosen].every((block) => codes[block] >= 3)")
+        # Its block table grows with it.
+        page.wait_for(f"ofChosen.size > {page.value('ofChosen.size')}")
+        page.wait_for("document.getElementById('log').textContent.includes('prefix hit')")
+    thread.join()
+    page.wait_for("document.getElementById('details').textContent.includes('It has ended')")
+    # A block that then holds other tokens is struck out.
+    assert page.value("(([block]) => (lose(block), !ofChosen.has(block)))(ofChosen)")
+    assert page.value("document.querySelectorAll('#details .lost').length") > 0
+    page.wait_for("document.querySelectorAll('#requests tr').length === 0")
+    colours = page.value(
+        "((blocks) => { const {width, height} = blocks, context = blocks.getContext('2d');"
+        "return new Set(new Uint32Array(context.getImageData(0, 0, width, height).data.buffer)).size; })($('blocks'))"
+    )
+    assert colours >= 3, "free, cached and what is between the cells"
+    left, top = page.value("(({left, top}) => [left, top])(document.getElementById('blocks').getBoundingClientRect())")
+    page.click(left + page.value("3 * cell") - 2, top + 2)
+    page.wait_for("document.getElementById('details').textContent.includes('Block 3')")
+    page.value("chosen = 1; document.getElementById('blocks').focus()")
+    page.press("ArrowRight")
+    page.press("Enter")
+    page.wait_for("document.getElementById('details').textContent.includes('Block 2')")
+
+
+def test_a_copy_and_an_eviction_are_seen_to_happen(real: RealServer, page: Page) -> None:
+    page.open(real.url)
+    page.wait_for("typeof spec === 'object' && spec !== null && codes.length === 65")
+    log = "document.getElementById('log').textContent"
+    for name in ("point", "cross"):  # what draws an arrow and a cross
+        page.value(f"window.drew_{name} = 0; ((draws) => {name} = (...a) => (drew_{name}++, draws(...a)))({name}); 0")
+    with slowed_down(real):
+        thread = threading.Thread(target=lambda: real.complete(STORY, n=2, temperature=1, seed=3, max_tokens=200))
+        thread.start()
+        page.wait_for("document.querySelectorAll('#requests button').length === 1")
+        page.value("document.querySelector('#requests button').click()")
+        page.wait_for("document.querySelectorAll('#details .table button').length > 2")
+        page.wait_for(f"{log}.includes('copy-on-write: block ') && drew_point > 0")
+    thread.join()
+    page.wait_for("document.getElementById('details').textContent.includes('It has ended')")
+    for number in range(8):  # twice what the cache holds
+        real.complete(f"{number} {STORY}", max_tokens=1)
+    page.wait_for(f"/evicted: [0-9]+ cached block/.test({log}) && drew_cross > 0")
+    page.wait_for("document.querySelectorAll('#details .lost').length > 2")
+
+
+def test_free_blocks_are_dark_where_the_browser_is(real: RealServer, page: Page) -> None:
+    page.prefer_dark(True)
+    try:
+        page.open(real.url)
+        page.wait_for("typeof spec === 'object' && spec !== null && codes.length === 65")
+        page.value("codes.fill(0); paint()")
+        assert page.value("painted[1] === pixelOf(DARK_FREE)")
+        page.prefer_dark(False)
+        page.wait_for("(paint(), painted[1] === STATE_PIXELS[codes[1]])")
+    finally:
+        page.prefer_dark(False)
+
+
+def test_the_share_of_the_cache_in_use_counts_what_requests_hold(real: RealServer, page: Page) -> None:
+    page.open(real.url)
+    page.wait_for("typeof take === 'function'")
+    assert page.value("share([0, 0, 1, 2, 3])") == 0.25, "free, cached, pinned and active, without the null block"
+
+
+def test_a_page_survives_a_restart_of_the_server(page: Page) -> None:
+    with real_server({"port": free_port()}, num_blocks=65) as first:
+        page.open(first.url)
+        page.wait_for("typeof spec === 'object' && spec !== null && codes.length === 65")
+    page.wait_for("document.getElementById('status').textContent.includes('trying again')")
+    with real_server({"port": first.port}, num_blocks=33) as second:
+        page.wait_for("codes.length === 33 && document.getElementById('status').textContent === 'live'")
+        second.complete(STORY, max_tokens=4)
+        page.wait_for("codes.some((code) => code === 1)")  # what was computed is cached
+
+
+def test_a_hundred_thousand_blocks_have_each_its_colour(real: RealServer, page: Page) -> None:
+    page.open(real.url)
+    page.wait_for("typeof take === 'function'")
+    page.value(
+        "take = () => 0; spec = {num_blocks: 100001, block_size: 16, block_bytes: 1024, host_blocks: 0}; layOut();"
+        "counters = [0, 0, 0, 0, 0, 0]; owners = new Uint16Array(100001);"
+        "codes = Uint8Array.from({length: 100001}, (_, block) => block % 11); paint()"
+    )
+    assert page.value("cell") == 2
+    at = "const x = (block - 1) % columns * cell, y = Math.floor((block - 1) / columns) * cell"
+    pixel = "new Uint32Array(context.getImageData(x, y, 1, 1).data.buffer)[0]"
+    wrong = page.value(
+        "(() => { const context = document.getElementById('blocks').getContext('2d'); let wrong = 0;"
+        f"for (let block = 1; block < 100001; block += 997) {{ {at}; "
+        f"if ({pixel} !== STATE_PIXELS[block % 11]) wrong++; }} return wrong; }})()"
+    )
+    assert wrong == 0
