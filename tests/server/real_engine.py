@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.core import EngineCore
+from octavo.server.access import Access
+from octavo.server.config import ServerConfig
 from tests.engine.tiny_engine import assert_drained, is_drained, slow_down, tiny_core
 from tests.server.conftest import Running, running_server, wait_until
 
@@ -70,6 +74,28 @@ def slowed_down(real: RealServer) -> Iterator[None]:
         yield
     finally:
         hurry()
+
+
+@contextmanager
+def revocable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RealServer, Callable[[], object]]]:
+    """A server whose key `admin-key`, an admin's, is revoked by a call of the second value."""
+    file, made = folder / "keys.toml", list[Access]()
+
+    def access(config: ServerConfig) -> Access:
+        made.append(Access(config))
+        return made[-1]
+
+    def revoke() -> None:
+        file.write_text(text.replace("admin-key", "another-key"))
+        assert made[0].reread()
+
+    text = '[tenants.operations]\nkeys = ["admin-key"]\nadmin = true\n'
+    file.write_text(text)
+    file.chmod(0o600)
+    with monkeypatch.context() as patched:
+        patched.setattr("octavo.server.app.Access", access)
+        with real_server({"keys_file": str(file)}, num_blocks=65) as server:
+            yield server, revoke
 
 
 def sse_objects(events: list[str]) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ from octavo.scheduler.scheduler import Scheduler
 from octavo.server import live_page
 from octavo.server.live_page import MOST_PAGES, pause
 from tests.server.conftest import wait_until
-from tests.server.real_engine import RealServer, real_server, slowed_down
+from tests.server.real_engine import RealServer, real_server, revocable, slowed_down
 
 ADMIN = {"Authorization": "Bearer admin-key"}
 STORY = "There was an old man with a beard, who said: it is just as I feared. " * 3
@@ -297,6 +297,17 @@ def test_only_an_admin_sees_the_data_of_a_server_with_keys() -> None:
     with real_server({"api_key": ["client"]}, num_blocks=33) as keyless:
         answer = keyless.client.get("/live/events", headers=client)
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "no_admin_key")
+
+
+def test_a_stream_ends_when_its_key_is_revoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_page, "_QUIET_S", 0.0)
+    with revocable(tmp_path, monkeypatch) as (server, revoke):
+        with httpx.stream("GET", f"{server.url}/live/events", headers=ADMIN) as response:
+            lines = response.iter_lines()
+            assert '"model"' in next(lines)
+            revoke()
+            assert len(list(itertools.islice(lines, 200))) < 100, "it goes on"
+        assert server.client.get("/live/events", headers=ADMIN).status_code == 401
 
 
 @pytest.mark.parametrize("took", [1e-5, 1e-3, 0.05])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from octavo.server import live_page
 from tests.ports import free_port
 from tests.server.chromium import EXECUTABLE, HOW_TO_GET_IT, Page, chromium
-from tests.server.real_engine import RealServer, real_server, slowed_down
+from tests.server.conftest import wait_until
+from tests.server.real_engine import RealServer, real_server, revocable, slowed_down
 
 STORY = "There was an old man with a beard, who said: it is just as I feared. " * 3
 
@@ -134,3 +138,58 @@ def test_a_hundred_thousand_blocks_have_each_its_colour(real: RealServer, page: 
         f"if ({pixel} !== STATE_PIXELS[block % 11]) wrong++; }} return wrong; }})()"
     )
     assert wrong == 0
+
+
+FORM = "document.getElementById('key-form')"
+STATUS = "document.getElementById('status').textContent"
+
+
+def submit(page: Page, key: str, times: int = 1) -> None:
+    page.value(f"$('key').value = {json.dumps(key)}; for (let i = 0; i < {times}; i++) {FORM}.requestSubmit(); 0")
+
+
+def test_a_key_that_no_header_can_carry_is_an_incorrect_one(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+
+    def pause(took: float, num_pages: int) -> float:
+        counted.append(num_pages)
+        return 0.01
+
+    monkeypatch.setattr(live_page, "_QUIET_S", 0.0)
+    monkeypatch.setattr(live_page, "pause", pause)
+    with real_server({"admin_key": "admin-key", "api_key": ["client"]}, num_blocks=65) as guarded:
+        page.open(guarded.url)
+        page.wait_for(f"typeof follow === 'function' && !{FORM}.hidden")
+        for wrong in ("admin-key€", "admin\u200b-key", "client"):
+            page.value("say('')")
+            submit(page, wrong)
+            page.wait_for(f"{STATUS}.includes('Incorrect API key') && !{FORM}.hidden")
+        page.value("sessionStorage.setItem('octavo-admin-key', 'admin-key€')")
+        page.open(f"{guarded.url}/?again")
+        page.wait_for(f"typeof follow === 'function' && !{FORM}.hidden && {STATUS}.includes('API key')")
+        submit(page, "admin-key€")
+        submit(page, " admin-key ", times=2)
+        page.wait_for(f"{STATUS} === 'live' && {FORM}.hidden && codes.length === 65")
+        wait_until(lambda: counted[-20:] == [1] * 20)  # one stream, and it stays one
+        page.open("about:blank")
+
+
+def test_a_page_asks_for_no_key_where_none_would_do(page: Page) -> None:
+    with real_server({"api_key": ["client"]}, num_blocks=33) as keyless:
+        page.open(keyless.url)
+        page.wait_for(f"typeof follow === 'function' && {STATUS}.includes('no admin key')")
+        assert page.value(f"{FORM}.hidden")
+
+
+def test_a_page_whose_key_is_revoked_asks_for_another(
+    page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with revocable(tmp_path, monkeypatch) as (server, revoke):
+        page.open(server.url)
+        page.wait_for(f"typeof follow === 'function' && !{FORM}.hidden")
+        submit(page, "admin-key")
+        page.wait_for(f"{STATUS} === 'live' && {FORM}.hidden")
+        revoke()
+        page.wait_for(f"{STATUS}.includes('Incorrect API key') && !{FORM}.hidden")
+        submit(page, "another-key")
+        page.wait_for(f"{STATUS} === 'live' && {FORM}.hidden")

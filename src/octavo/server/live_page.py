@@ -94,7 +94,7 @@ class LivePage:
         self._check(request)
         if len(self._pages) >= MOST_PAGES:
             raise ApiError(429, f"{MOST_PAGES} live pages are open: close one.", code="too_many_pages")
-        return EventStream(self._changes(), self._pages)
+        return EventStream(self._changes(request), self._pages)
 
     async def request(self, request: Request) -> Response:
         self._check(request)
@@ -119,12 +119,16 @@ class LivePage:
         if not self._open_to_all:
             self._admin.check(request)
 
-    async def _changes(self) -> AsyncGenerator[bytes, None]:
+    def _admits(self, request: Request) -> bool:
+        return self._open_to_all or self._admin.admits(request)
+
+    async def _changes(self, request: Request) -> AsyncGenerator[bytes, None]:
         view, stats = LiveView(), self._engine.stats
         seen: tuple[int, ...] | None = None
         yield _event({"model": self._model_name, "itl_bounds": stats.inter_token_latency.bounds} | _ttft_bounds(stats))
         looked_at = 0.0
-        while not self._server.draining and self._engine.is_alive:
+        # A key can be revoked meanwhile, by a change of the keys file.
+        while not self._server.draining and self._engine.is_alive and self._admits(request):
             now = time.monotonic()
             if (marks := _marks(stats)) == seen and now - looked_at < _QUIET_S:
                 await asyncio.sleep(INTERVAL_S)

@@ -5,7 +5,12 @@ const MINUTES = 2, MOST_ROWS = 100;
 let spec = null, codes = [], owners = [], tenants = [""], requests = new Map();
 let counters = [], tiers = [], bounds = {}, history = [];
 
-function key() { return sessionStorage.getItem("octavo-admin-key") || ""; }
+// No key has other characters, and fetch() throws if a header has: a key is often pasted with what cannot be seen.
+const KEY = /^[!-~]+$/;
+function key() {
+  const kept = sessionStorage.getItem("octavo-admin-key") || "";
+  return KEY.test(kept) ? kept : "";
+}
 function headers() { return key() ? { Authorization: "Bearer " + key() } : {}; }
 function say(text, lost = false) {
   $("status").textContent = text;
@@ -16,28 +21,31 @@ function show(number, digits = 0) {
   return number === null || !isFinite(number) ? "–" : number.toLocaleString("en", { maximumFractionDigits: digits });
 }
 
+let following = null; // aborts what follows the server, of which there is only one
 async function follow() {
-  for (;;) {
+  if (following) following.abort();
+  const { signal } = (following = new AbortController());
+  while (!signal.aborted) {
+    let wait = 1000;
     try {
-      const answer = await fetch("live/events", { headers: headers() });
-      if (!answer.ok) {
-        const refused = answer.status === 401 || answer.status === 403, { message } = (await answer.json()).error;
+      const answer = await fetch("live/events", { headers: headers(), signal });
+      const refused = answer.status === 401;
+      $("key-form").hidden = !refused;
+      if (answer.ok) {
+        say("live");
+        await read(answer.body.getReader());
+        say("the server closed the connection; trying again …", true);
+      } else {
+        const { message } = (await answer.json()).error;
         say(message + (refused ? "" : " Trying again …"), true);
-        if (refused) {
-          $("key-form").hidden = false;
-          return;
-        }
-        await new Promise((done) => setTimeout(done, 5000));
-        continue;
+        if (refused) return;
+        wait = 5000;
       }
-      $("key-form").hidden = true;
-      say("live");
-      await read(answer.body.getReader());
-      say("the server closed the connection; trying again …", true);
     } catch (error) {
+      if (signal.aborted) return;
       say("no connection; trying again …", true);
     }
-    await new Promise((done) => setTimeout(done, 1000));
+    await new Promise((done) => setTimeout(done, wait));
   }
 }
 
@@ -264,7 +272,13 @@ function plots() {
 
 $("key-form").onsubmit = (event) => {
   event.preventDefault();
-  sessionStorage.setItem("octavo-admin-key", $("key").value);
+  const typed = $("key").value.trim();
+  if (typed && !KEY.test(typed)) {
+    following.abort();
+    say("Incorrect API key: it has a character that no key has, perhaps one that cannot be seen.", true);
+    return;
+  }
+  sessionStorage.setItem("octavo-admin-key", typed);
   follow();
 };
 follow();
