@@ -95,6 +95,7 @@ class Pool {
     ~Pool() {
         stop_.store(true);
         call_workers();
+        call_back();
         for (Worker& worker : workers_) worker.thread.join();
     }
 
@@ -129,7 +130,9 @@ class Pool {
   private:
     // Called by the leader. If the system refuses more threads, the existing ones do the work.
     void grow(int count) {
-        active_.store(count, std::memory_order_relaxed);
+        const int before = active_.load(std::memory_order_relaxed);
+        if (count != before) active_.store(count, std::memory_order_relaxed);
+        if (count > before) call_back();
         while (static_cast<int>(workers_.size()) < count) {
             const int index = static_cast<int>(workers_.size());
             Worker& worker = workers_.emplace_back();
@@ -140,6 +143,12 @@ class Pool {
                 return;
             }
         }
+    }
+
+    // Wakes the workers that were not wanted before.
+    void call_back() {
+        grown_.fetch_add(1);
+        unpark_all(grown_);
     }
 
     void call_workers() {
@@ -174,11 +183,16 @@ class Pool {
     void work(int index, std::atomic<bool>& in_task) {
         const DefaultRounding rounding;
         while (!stop_.load()) {
-            const uint32_t epoch = epoch_.load();
-            const bool active = index < active_.load(std::memory_order_relaxed);
-            if (active && has_tasks()) leave_the_leader_alone();
-            if (active && take_tasks(in_task)) continue;
-            if (active && spin_until([&] { return epoch_.load(std::memory_order_relaxed) != epoch; }, kSpin)) continue;
+            // Read before `active_`: a worker that finds itself unwanted does not fall asleep if that changes meanwhile.
+            const uint32_t epoch = epoch_.load(), grown = grown_.load();
+            if (index >= active_.load(std::memory_order_relaxed)) {
+                // Not among the sleepers: those are woken in every round.
+                if (!stop_.load()) park(grown_, grown);
+                continue;
+            }
+            if (has_tasks()) leave_the_leader_alone();
+            if (take_tasks(in_task)) continue;
+            if (spin_until([&] { return epoch_.load(std::memory_order_relaxed) != epoch; }, kSpin)) continue;
             // The caller advances the epoch first and then looks for sleepers; a sleeper does it the other way round,
             // so that no wake-up is lost.
             sleepers_.fetch_add(1);
@@ -227,7 +241,8 @@ class Pool {
     alignas(64) std::atomic<uint32_t> unfinished_{0};
     std::atomic<bool> leader_parks_{false};
     alignas(64) std::atomic<uint32_t> epoch_{0};
-    std::atomic<int> sleepers_{0}, active_{0};
+    std::atomic<uint32_t> grown_{0};            // advances when `active_` grows
+    std::atomic<int> sleepers_{0}, active_{0};  // workers that sleep until the next round; workers that are wanted
     std::atomic<bool> stop_{false};
     alignas(64) Task task_ = nullptr;
     void* context_ = nullptr;

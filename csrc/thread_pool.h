@@ -8,7 +8,7 @@
 // that the system has preempted delays nobody unless it is in the middle of a task, and then it continues on the core
 // of the leader, which has nothing else to do. A worker that finds itself on the leader's core goes to another one. A
 // worker without work spins for some tens of microseconds, longer than the time between two products, then sleeps and
-// costs nothing.
+// costs nothing. Workers beyond the number of threads that is set sleep until it grows: no round wakes them.
 //
 // OpenMP is not used: its threads wait for each other at the end of every region, and spin for milliseconds after it.
 #pragma once

@@ -1,9 +1,15 @@
 // The thread pool: every task runs exactly once, whatever happens around it.
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <filesystem>
+#include <fstream>
+#include <map>
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -42,6 +48,16 @@ TEST_ONCE(every_task_runs_once_on_any_number_of_threads) {
         if (random_int(0, 20) == 0) std::this_thread::sleep_for(std::chrono::microseconds(random_int(1, 300)));
         CHECK(Round(random_int(0, random_int(0, 9) ? 50 : 3000)).each_once());
     }
+}
+
+// Whether as many threads as tasks take one each: every task waits for all others.
+bool everyone_comes(int threads) {
+    std::atomic<int> came{0};
+    parallel_for(threads, [&](int) {
+        came.fetch_add(1);
+        while (came.load() < threads) std::this_thread::yield();
+    });
+    return came.load() == threads;
 }
 
 TEST_ONCE(callers_at_the_same_time_do_not_meet) {
@@ -112,6 +128,40 @@ TEST_ONCE(a_forked_child_begins_anew) {
 }
 
 #ifdef __linux__
+// How often each other thread of this process has gone to sleep.
+std::map<std::string, int64_t> sleeps_of_other_threads() {
+    const std::string self = std::to_string(syscall(SYS_gettid));
+    std::map<std::string, int64_t> sleeps;
+    for (const auto& folder : std::filesystem::directory_iterator("/proc/self/task")) {
+        const std::string thread = folder.path().filename();
+        std::ifstream status(folder.path() / "status");
+        for (std::string name; thread != self && status >> name;)
+            if (name == "voluntary_ctxt_switches:") status >> sleeps[thread];
+    }
+    return sleeps;
+}
+
+TEST_ONCE(threads_that_are_no_longer_wanted_sleep_on) {
+    set_num_threads(9);
+    CHECK(Round(9).each_once());
+    set_num_threads(2);
+    CHECK(Round(9).each_once());
+    const auto before = sleeps_of_other_threads();
+    constexpr int kRounds = 500;
+    for (int i = 0; i < kRounds; ++i) CHECK(everyone_comes(2));
+    int64_t all = 0, most = 0;
+    for (const auto& [thread, count] : sleeps_of_other_threads()) {
+        const int64_t sleeps = before.contains(thread) ? count - before.at(thread) : 0;
+        all += sleeps;
+        most = std::max(most, sleeps);
+    }
+    // All but the one that is wanted. When every round woke them, each slept once a round.
+    describe_case(std::to_string(all - most) + " times asleep in " + std::to_string(kRounds) + " rounds");
+    CHECK(all - most < kRounds);
+    set_num_threads(9);  // and they come when they are wanted again
+    for (int i = 0; i < 20; ++i) CHECK(everyone_comes(9));
+}
+
 TEST_ONCE(a_thread_that_is_moved_keeps_all_its_cores) {
     const auto allowed = [](pthread_t thread) {
         cpu_set_t cores;
