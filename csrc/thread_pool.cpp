@@ -303,7 +303,17 @@ void run_tasks(int num_tasks, Task task, void* context) {
     const DefaultRounding rounding;
     const int threads = num_threads();
     if (num_tasks > 1 && threads > 1 && !t_in_task && pool().try_run(num_tasks, task, context, threads)) return;
-    for (int index = 0; index < num_tasks; ++index) task(context, index);
+    const bool within_a_task = std::exchange(t_in_task, true);
+    std::exception_ptr thrown;
+    for (int index = 0; index < num_tasks; ++index) {
+        try {
+            task(context, index);
+        } catch (...) {
+            if (!thrown) thrown = std::current_exception();
+        }
+    }
+    t_in_task = within_a_task;
+    if (thrown) std::rethrow_exception(thrown);
 }
 
 }  // namespace detail

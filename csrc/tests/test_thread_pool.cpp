@@ -92,6 +92,42 @@ TEST_ONCE(a_task_within_a_task_does_its_own_alone) {
     }
 }
 
+// Whether the calling thread does the tasks alone, while others would have the time to take some.
+bool does_its_own_alone() {
+    const auto self = std::this_thread::get_id();
+    std::atomic<bool> alone{true};
+    parallel_for(8, [&](int) {
+        for (int i = 0; i < 200 && alone.load(); ++i) std::this_thread::yield();
+        if (std::this_thread::get_id() != self) alone = false;
+    });
+    return alone.load();
+}
+
+TEST_ONCE(a_task_does_its_own_alone_however_it_came_to_run) {
+    for (int i = cases(20); i > 0; --i) {
+        set_num_threads(4);
+        bool alone = true;
+        parallel_for(1, [&](int) { alone = alone && does_its_own_alone(); });
+        CHECK(alone);
+        // Another thread leads until this one, which therefore does its tasks itself, is in the first of them.
+        std::atomic<bool> leads{false}, go{false};
+        std::thread other([&] {
+            parallel_for(2, [&](int) {
+                leads = true;
+                while (!go.load()) std::this_thread::yield();
+            });
+        });
+        while (!leads.load()) std::this_thread::yield();
+        parallel_for(2, [&](int task) {
+            go = true;
+            if (task == 0) other.join();
+            alone = alone && does_its_own_alone();
+        });
+        CHECK(alone);
+        CHECK(everyone_comes(4));  // a thread that has ended its tasks shares the next ones again
+    }
+}
+
 TEST_ONCE(what_a_task_throws_comes_out_when_all_have_ended) {
     for (int i = cases(200); i > 0; --i) {
         const int threads = random_int(1, 5), tasks = random_int(2, 60), culprits = random_int(1, 3);
@@ -107,9 +143,7 @@ TEST_ONCE(what_a_task_throws_comes_out_when_all_have_ended) {
             caught = std::string(error.what()).starts_with("task ");
         }
         CHECK(caught);
-        // With several threads all tasks ran; with one, those before the one that threw.
-        if (threads > 1)
-            for (const int count : counts) CHECK(count == 1);
+        for (const int count : counts) CHECK(count == 1);
         CHECK(Round(tasks).each_once());
     }
 }
