@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import re
@@ -15,10 +14,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from rich.console import Console
 
-from octavo.cli import main
-from octavo.commands.top_run import State, percentile, shares
 from octavo.config import EngineConfig
 from octavo.engine import live
 from octavo.engine.live import ACTIVE, MOST_WAITING, LiveView, block_codes
@@ -346,105 +342,3 @@ def test_pages_are_few_and_hold_up_no_shutdown() -> None:
         assert server.client.get("/load").json()["server_load"] == 0
         server.server.should_exit = True
         wait_until(lambda: server.server.server_state.tasks == set())
-
-
-def test_top_shows_the_same_in_a_terminal(real: RealServer, capsys: pytest.CaptureFixture[str]) -> None:
-    real.complete(STORY, max_tokens=2)
-    assert main(["top", real.url, "--once"]) == 0
-    out = capsys.readouterr().out
-    assert "running" in out
-    cached = real.core.scheduler.kv.pool.num_cached
-    assert f"cached {cached}" in out
-
-
-def test_top_follows_a_request_from_its_events_alone() -> None:
-    state = State()
-    nothing: dict[str, Any] = {"totals": [0] * 5, "ttft": [0, 0], "itl": [0, 0], "counters": [1, 0, 0, 2, 0, 0, 0]}
-    nothing["tiers"] = [["disk", False, 7, 5]]
-    state.take({"model": "m", "ttft_bounds": [1.0], "itl_bounds": [1.0]})
-    request = {"id": "r", "tenant": "alice", "prompt": 9, "max": 5, "cache": None, "progress": [0, 0, 0, 0]}
-    spec = {"num_blocks": 4, "block_bytes": 64, "host_blocks": 8}
-    state.take({"at": 1.0, "spec": spec, "all": ["0013", "0000"], "came": [request], **nothing})
-    state.take(
-        {
-            "at": 2.0,
-            "blocks": [1, 5, 0],
-            "moved": [["r", 1, 9, 3, 2, {"cached_tokens": 8, "reason": "cold"}]],
-            **nothing,
-        }
-    )
-    console = Console(width=160, height=30, record=True, file=io.StringIO())
-    console.print(state.shown(console))
-    text = console.export_text()
-    assert "running, preempted 2 ×" in text
-    assert "3 of 5" in text
-    assert "shared 1 (64 B)" in text
-    assert "KV cache in use % 66.7" in text
-    assert "2 of 8 blocks (128 B)" in text
-    assert "7 blocks written, 5 read (closed after errors)" in text
-    state.take({"at": 3.0, "gone": ["r"], **nothing})
-    assert not state.requests
-
-
-def test_top_shows_something_after_each_event_of_a_server(real: RealServer) -> None:
-    """The first one only describes the server, which once ended `octavo top` with an IndexError."""
-    state, console = State(), Console(width=100, record=True, file=io.StringIO())
-    for news in events(real, 2):
-        state.take(news)
-        console.print(state.shown(console))
-    assert "tiny: no figures yet" in (text := console.export_text())
-    assert "KV cache in use %" in text
-
-
-@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 60), (60, 15), (40, 24)])
-def test_top_fits_its_terminal(width: int, height: int) -> None:
-    state = State()
-    nothing: dict[str, Any] = {"totals": [0] * 5, "ttft": [0, 0], "itl": [0, 0], "counters": [64, 9, 0, 2, 0, 0, 0]}
-    state.take({"model": "m", "ttft_bounds": [1.0], "itl_bounds": [1.0]})
-    requests = [
-        {"id": f"cmpl-{'0' * 30}{i}", "tenant": "", "prompt": 999, "max": 999, "cache": None, "progress": [1, 9, 5, 0]}
-        for i in range(73)
-    ]
-    spec = {"num_blocks": 2001, "block_bytes": 1 << 20, "host_blocks": 8}
-    codes = "0" + "0" * 3 + "1" * 1000 + "3" * 990 + "5" * 7
-    state.take({"at": 1.0, "spec": spec, "all": [codes, ""], "came": requests, "tiers": [], **nothing})
-    console = Console(width=width, height=height, record=True, file=io.StringIO(), no_color=True)
-    console.print(state.shown(console))
-    lines = console.export_text().rstrip("\n").split("\n")
-    assert len(lines) <= height
-    assert max(map(len, lines)) <= width
-    (bar,) = (line for line in lines if line.startswith("blocks"))
-    assert len(bar) == width - 1
-    assert bar.split()[1] == "".join(sorted(bar.split()[1], key="·░▒▓█".index))
-    assert {"·", "░", "▓", "█"} == set(bar.split()[1]), "told apart without colours, and none left out"
-    if (width, height) != (60, 15):  # where there is no room for any
-        assert lines[-1] == f"and {73 - sum('cmpl' in line for line in lines)} more"
-
-
-def test_a_bar_is_divided_in_proportion() -> None:
-    assert shares([0, 0], 10) == [0, 0]
-    assert shares([1, 1, 1], 10) in ([4, 3, 3], [3, 4, 3], [3, 3, 4])
-    assert shares([1, 10_000], 10) == [1, 9]
-    assert sum(shares([1] * 5, 3)) == 3
-
-
-def test_top_prints_rates_once_if_its_output_is_no_terminal(
-    real: RealServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["top", real.url]) == 0
-    assert "output tok/s 0.0" in (out := capsys.readouterr().out)
-    assert re.search(r", the last [12] s", out)
-
-
-def test_top_says_why_it_shows_nothing(real: RealServer, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["top", "127.0.0.1:8000"]) == 1
-    assert "write http://127.0.0.1:8000" in capsys.readouterr().err
-    assert main(["top", f"{real.url}/elsewhere", "--once"]) == 1
-    assert "answers 404" in capsys.readouterr().err
-
-
-def test_a_quantile_is_linear_within_its_bucket() -> None:
-    counts, bounds = [0, 2, 2, 0], [1.0, 2.0, 4.0]
-    assert percentile(counts, bounds, 0.25) == 1.5
-    assert percentile(counts, bounds, 0.75) == 3.0
-    assert percentile([0] * 4, bounds, 0.5) is None
