@@ -62,6 +62,10 @@ def test_the_format_is_read_from_the_content_not_the_name(tmp_path: Path) -> Non
         ("arrival_s,client,prompt_tokens,output_tokens\n0,1,2,3\n0,1,x,3\n", "line 3: "),
         ("arrival_s,client,prompt_tokens,output_tokens\n0,1\n", "line 2: "),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n", "line 2: "),
+        ("arrival_s,client,prompt_tokens,output_tokens\n0,a,2,3\nnan,b,2,3\n", "line 3: an arrival must be finite"),
+        ('{"timestamp": Infinity, "input_length": 1, "output_length": 1, "hash_ids": [0]}', "line 1: an arrival must"),
+        ('[{"prompt_token_ids": [5], "max_tokens": 1, "arrival_s": NaN}]', "entry 0: an arrival must be finite"),
+        ('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [Infinity]}', "line 1: cannot convert"),
     ],
 )
 def test_a_bad_trace_is_refused_with_the_place(tmp_path: Path, content: str, message: str) -> None:

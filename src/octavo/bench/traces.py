@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -100,8 +101,10 @@ def _parse_entries(name: str, unit: str, entries: Any, from_entry: Callable[[Any
             request = from_entry(entry)
         except KeyError as error:
             raise ConfigError(f"{name}, {unit} {number}: {error.args[0]!r} is missing") from error
-        except (AttributeError, TypeError, ValueError) as error:
+        except (AttributeError, OverflowError, TypeError, ValueError) as error:
             raise ConfigError(f"{name}, {unit} {number}: {error}") from error
+        if request.arrival_s is not None and not math.isfinite(request.arrival_s):
+            raise ConfigError(f"{name}, {unit} {number}: an arrival must be finite, got {request.arrival_s:g}")
         if request.prompt_tokens < 1 or request.output_tokens < 1:
             lengths = f"{request.prompt_tokens} in and {request.output_tokens} out"
             raise ConfigError(f"{name}, {unit} {number}: both lengths must be at least 1, got {lengths}")

@@ -25,10 +25,9 @@ from octavo.bench.traces import TOKENS_PER_HASH, TraceRequest
 from octavo.bench.workload import Lengths
 from octavo.errors import ConfigError
 
-# Token ids below are shared prefixes, ids above are unshared parts of prompts. Each repetition of a trace shifts its
-# prefixes' ids by _REPEAT.
+# Token ids below are shared prefixes, ids above are unshared parts of prompts; all of them fit an int32. Each
+# repetition of a trace takes new ids for its prefixes, and when none are left, those of repetitions long ago.
 _OWN = 1 << 30
-_REPEAT = 1 << 24
 
 
 class Shape(NamedTuple):
@@ -120,7 +119,10 @@ def trace_shapes(
     last = max((at for at in times if at is not None), default=0.0)
     period = last * len(trace) / max(1, len(trace) - 1)
     numbers = itertools.count(_OWN)
+    # A trace's hash ids may be any numbers: they are counted through, so that few ids are taken.
+    order = {h: i for i, h in enumerate(dict.fromkeys(h for request in trace for h in request.hash_ids or ()))}
     for repetition in itertools.count():
+        taken = repetition * len(order)
         for request in trace:
             # The last hash may stand for fewer tokens: it is scaled separately, so that the ones before stay aligned.
             whole, rest = divmod(request.prompt_tokens, TOKENS_PER_HASH)
@@ -129,7 +131,7 @@ def trace_shapes(
                 runs: tuple[tuple[int, int], ...] = ((next(numbers), length),)
             else:
                 length = max(1, whole * size + round(rest * scale_lengths))
-                runs = _cut([(1 + h + repetition * _REPEAT, size) for h in request.hash_ids], length)
+                runs = _cut([(1 + (taken + order[h]) % (_OWN - 1), size) for h in request.hash_ids], length)
             tenant = tenants.draw(rng) if request.client is None else request.client
             arrival = repetition * period + (request.arrival_s or 0.0) if timed else None
             yield Shape(runs, length, max(1, round(request.output_tokens * scale_lengths)), tenant, arrival)
