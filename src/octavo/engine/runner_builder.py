@@ -91,7 +91,8 @@ def build_runner(config: EngineConfig, file: SharedFile | None = None) -> tuple[
     source = resolve_model(config.model)
     model_config = load_model_config(source)
     sizing = size_before_loading(config, source, model_config, _dtype(config, device), device)
-    model = _load_with_threads(config, source, model_config, device)
+    num_threads = config.num_threads or default_num_threads()
+    model = _load_with_threads(config, source, model_config, device, num_threads)
     sizing = size_loaded(sizing, config, model)
     max_model_len, spec, pool = sizing.max_model_len, sizing.spec, sizing.pool()
     sizing.warn_if_short(pool)
@@ -110,6 +111,7 @@ def build_runner(config: EngineConfig, file: SharedFile | None = None) -> tuple[
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
         host=host,
+        num_threads=num_threads,
         capture=_capture(config, attention, arena, device),
     )
     if device.type == "cuda":
@@ -164,10 +166,11 @@ def _device(config: EngineConfig) -> torch.device:
 
 
 def _load_with_threads(
-    config: EngineConfig, source: ModelSource, model_config: ModelConfig, device: torch.device
+    config: EngineConfig, source: ModelSource, model_config: ModelConfig, device: torch.device, num_threads: int
 ) -> CausalLM:
     """Load the model, and set the numbers of threads that loading it and running it take."""
-    num_threads = config.num_threads or default_num_threads()
+    if kernels.available():
+        kernels.set_num_threads(num_threads)  # loading packs weights in these threads too
     # Loading consists of thousands of short operations. With several threads each waits for the slowest, which took
     # four times as long on a busy machine.
     torch.set_num_threads(1)
@@ -175,8 +178,6 @@ def _load_with_threads(
         model = _load(config, source, model_config, device)
     finally:
         torch.set_num_threads(num_threads)
-    if kernels.available():
-        kernels.set_num_threads(num_threads)
     if isinstance(model, NativeDecoder):
         # Torch's threads spin after each of its short operations, on cores that the kernels' threads need.
         torch.set_num_threads(1)

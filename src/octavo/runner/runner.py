@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from octavo import kernels
 from octavo.attention.base import AttentionBackend
 from octavo.attention.reference import ReferenceAttention
 from octavo.errors import ExecutorError
@@ -37,6 +38,7 @@ class ModelRunner(Executor):
         max_num_seqs: maximum number of sequences in a step.
         max_model_len: maximum sequence length in tokens, which determines the length of block tables.
         host: host memory for swapped blocks; None if no plan swaps.
+        num_threads: threads of the kernels in each step; if None, as many as they have then.
         capture: records decode steps of a `LlamaDecoder`, to be replayed; if None, or for other models, each step is
             launched kernel by kernel.
     """
@@ -50,6 +52,7 @@ class ModelRunner(Executor):
         max_num_seqs: int,
         max_model_len: int,
         host: BlockTier | None = None,
+        num_threads: int | None = None,
         capture: Capture | None = None,
     ) -> None:
         self.model = model
@@ -57,6 +60,7 @@ class ModelRunner(Executor):
         self._calibrated = list(arena.calibrated_layers.values())
         self.attention = attention
         self.host = host
+        self._num_threads = num_threads if kernels.available() else None
         self.max_model_len = max_model_len
         spec = arena.spec
         self._batches = BatchBuilder(
@@ -139,6 +143,8 @@ class ModelRunner(Executor):
             self._mover.finish()
 
     def _compute(self, plan: StepPlan) -> Collect:
+        if self._num_threads is not None and kernels.num_threads() != self._num_threads:
+            kernels.set_num_threads(self._num_threads)  # another engine of this process has set its own
         batch = self._batches.build(plan)
         attention = self.attention
         if self._calibrated and any(layer.finds_scales for layer in self._calibrated):
