@@ -7,8 +7,10 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from octavo import kernels
 from octavo.attention import BACKENDS
-from octavo.config import KV_CACHE_ALIASES, KV_CACHE_DTYPES, EngineConfig, parse_count
+from octavo.config import KV_CACHE_ALIASES, KV_CACHE_DTYPES, MOST_THREADS, EngineConfig, parse_count
+from octavo.errors import ConfigError
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.kvcache.formats import KV_FORMATS
 from octavo.kvcache.prefix import make_prefix_cache
@@ -45,6 +47,15 @@ def test_the_kv_cache_dtypes_offered_are_the_codecs_and_their_other_names() -> N
     assert set(KV_CACHE_DTYPES) == {"auto", *KV_FORMATS, *KV_CACHE_ALIASES}
     assert tuple(CODECS) == tuple(KV_FORMATS)
     assert EngineConfig(kv_cache_dtype="fp8").kv_cache_dtype == "fp8_e4m3"
+
+
+@pytest.mark.parametrize("count", [0, -1, MOST_THREADS + 1])
+def test_a_number_of_threads_that_the_kernels_refuse_is_an_error_of_the_option(count: int) -> None:
+    with pytest.raises(ConfigError, match=f"num_threads must be between 1 and 1024, got {count}"):
+        EngineConfig(num_threads=count)
+    if kernels.available():
+        with pytest.raises(ValueError, match=f"num_threads must be between 1 and 1024, got {count}"):
+            kernels.set_num_threads(count)
 
 
 def test_each_prefix_cache_that_is_offered_can_be_made() -> None:

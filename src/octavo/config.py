@@ -26,6 +26,8 @@ KV_CACHE_TABLE = ".toml"
 # Read at the package's first import, before torch is imported: its OpenMP may bind the importing thread to one CPU.
 ALLOWED_CPUS = frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
+MOST_THREADS = 1024
+"""Threads that the kernels can use."""
 
 DISK_SIZE = "20GiB"
 """Default of `kv_disk_size`."""
@@ -212,10 +214,12 @@ class EngineConfig(RequestLimits):
         object.__setattr__(self, "kv_cache_dtype", checked_kv_cache_dtype(self.kv_cache_dtype))
         if self.kv_scales is not None and self.calculate_kv_scales:
             raise ConfigError("kv_scales and calculate_kv_scales contradict each other: give one of them")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_threads", "block_size"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size"):
             value = getattr(self, name)
             if value is not None and value != "max" and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.num_threads is not None and not 1 <= self.num_threads <= MOST_THREADS:
+            raise ConfigError(f"num_threads must be between 1 and {MOST_THREADS}, got {self.num_threads}")
         if self.num_blocks is not None and self.num_blocks < 2:
             raise ConfigError(f"num_blocks must be at least 2 (one is the null block), got {self.num_blocks}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

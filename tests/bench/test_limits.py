@@ -35,8 +35,15 @@ def test_without_json_there_is_a_table(octavo_command: OctavoCommand) -> None:
     assert "read from DRAM" in out
 
 
-@pytest.mark.parametrize("argv", [["--num-threads", 0], ["--product", "x"]])
-def test_bad_settings_are_usage_errors(octavo_command: OctavoCommand, argv: list[Any]) -> None:
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        (["--num-threads", 0], "must be at least 1"),
+        (["--num-threads", 1025], "must be at most 1024"),
+        (["--product", "x"], "must be at least 1"),
+    ],
+)
+def test_bad_settings_are_usage_errors(octavo_command: OctavoCommand, argv: list[Any], error: str) -> None:
     code, _, err = octavo_command("bench", "limits", *argv)
     assert code == 2
-    assert "must be at least 1" in err
+    assert error in err

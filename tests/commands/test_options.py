@@ -20,7 +20,7 @@ from octavo.commands.options import (
     given_options,
 )
 from octavo.commands.serve import SERVER_GROUPS
-from octavo.config import EngineConfig
+from octavo.config import MOST_THREADS, EngineConfig
 from octavo.errors import ConfigError
 from octavo.option import flag
 from octavo.sampling_params import SamplingParams
@@ -59,7 +59,7 @@ ENGINE_CONFIGS = st.builds(
     enable_prefix_caching=st.booleans(),
     attention_backend=st.sampled_from(["auto", "native", "reference"]),
     deterministic=st.booleans(),
-    num_threads=optional_counts,
+    num_threads=st.none() | st.integers(1, MOST_THREADS),
     seed=st.integers(-(2**31), 2**31),
 )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from octavo.config import MOST_THREADS, EngineConfig
 from octavo.planner import machine
 from octavo.planner.machine import cgroup_cpus, cgroup_memory, default_num_threads, usable_cpus
 
@@ -108,6 +109,12 @@ def test_omp_num_threads_is_respected(monkeypatch: pytest.MonkeyPatch, stated: s
     monkeypatch.setattr(machine, "usable_cpus", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", stated)
     assert default_num_threads() == threads
+
+
+def test_no_more_threads_than_the_kernels_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 1536)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert EngineConfig(num_threads=default_num_threads()).num_threads == MOST_THREADS
 
 
 def test_this_machine_has_a_cpu() -> None:

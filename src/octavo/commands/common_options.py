@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Literal
 
-from octavo.config import parse_count
+from octavo.config import MOST_THREADS, parse_count
 
 
 def add_json_option(parser: argparse.ArgumentParser, instead_of: str = "a table") -> None:
@@ -71,6 +71,13 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text!r}")
     return int(text)
+
+
+def thread_count(text: str) -> int:
+    """Parse a number of threads; an argparse type."""
+    if (count := positive(text)) > MOST_THREADS:
+        raise argparse.ArgumentTypeError(f"must be at most {MOST_THREADS}, got {text!r}")
+    return count
 
 
 def positives(text: str) -> list[int]:

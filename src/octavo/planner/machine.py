@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from octavo.config import ALLOWED_CPUS, parse_bytes
+from octavo.config import ALLOWED_CPUS, MOST_THREADS, parse_bytes
 
 # Most of the RAM that the weights leave which the KV cache takes by itself. Pages are taken only as blocks are first
 # written.
@@ -50,9 +50,9 @@ def usable_cpus() -> int:
 
 
 def default_num_threads() -> int:
-    """`usable_cpus`, but no more than the environment variable OMP_NUM_THREADS allows."""
+    """`usable_cpus`, but no more than the environment variable OMP_NUM_THREADS allows, and the kernels can use."""
     stated = os.environ.get(THREADS_VARIABLE, "").split(",")[0].strip()
-    cpus = usable_cpus()
+    cpus = min(usable_cpus(), MOST_THREADS)
     return min(cpus, int(stated)) if stated.isdecimal() and int(stated) > 0 else cpus
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.bench import report
 from octavo.commands.base import Command
-from octavo.commands.common_options import add_json_option, block_sizes, positive, positives
+from octavo.commands.common_options import add_json_option, block_sizes, positive, positives, thread_count
 from octavo.errors import ConfigError
 from octavo.kvcache.formats import KV_FORMATS
 from octavo.planner.machine import default_num_threads
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="size of the working set that is cycled through, in MiB (default: 256, which is read from DRAM)",
     )
     parser.add_argument("--seconds", type=float, default=1.0, metavar="X", help="seconds per measurement (default: 1)")
-    parser.add_argument("--num-threads", type=positive, metavar="N", help="number of threads (default: all cores)")
+    parser.add_argument("--num-threads", type=thread_count, metavar="N", help="number of threads (default: all cores)")
     add_json_option(parser)
 
 

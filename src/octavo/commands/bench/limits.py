@@ -7,12 +7,15 @@ from dataclasses import asdict
 
 from octavo.bench import report
 from octavo.commands.base import Command
-from octavo.commands.common_options import add_json_option, positive
+from octavo.commands.common_options import add_json_option, positive, thread_count
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--num-threads", type=positive, metavar="N", help="number of threads to compare with one (default: all cores)"
+        "--num-threads",
+        type=thread_count,
+        metavar="N",
+        help="number of threads to compare with one (default: all cores)",
     )
     parser.add_argument(
         "--seconds", type=float, default=0.5, metavar="X", help="seconds per measurement (default: 0.5)"
