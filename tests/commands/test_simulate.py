@@ -72,6 +72,34 @@ def test_targets_without_a_question_are_judged(octavo_command: OctavoCommand) ->
     assert [line.split()[-1] for line in out.splitlines()[2:]] == ["True", "False"]
 
 
+def test_requests_that_do_not_fit_the_cache_miss_the_targets_and_are_told(octavo_command: OctavoCommand) -> None:
+    argv = [*ON_H100, "--num-requests", "20", "--input-len", "uniform:16-1000", "--output-len", "4"]
+    slo = ["--ttft-slo-ms", "5000"]
+    cramped, sweep = ["--kv-cache-memory", "40MiB"], ["--sweep", "kv_cache_memory=40MiB,1GiB"]
+    code, out, err = octavo_command("simulate", *argv, *slo, *sweep, "--json")
+    assert code == 0, err
+    small, large = last_line(out)["points"]
+    assert (large["targets_met"], large["ttft_within"], large["refused"]) == (True, 1.0, 0)
+    assert not small["targets_met"]
+    assert small["ttft_within"] == pytest.approx(1 - small["refused"] / 20)
+    assert 0 < small["refused"] < 20
+    code, out, _ = octavo_command("simulate", *argv, *slo, *sweep)
+    assert [line.split()[-2:] for line in out.splitlines()[2:4]] == [[str(small["refused"]), "False"], ["0", "True"]]
+    assert f"up to {small['refused']} of 20 requests do not fit the KV cache" in out
+    for question in (["--find-rate"], ["--find-replicas", "--request-rate", "5"]):
+        code, out, err = octavo_command("simulate", *argv, *slo, *cramped, *question)
+        assert code == 0, err
+        assert out.splitlines()[-1] == f"{small['refused']} of 20 requests do not fit the KV cache: they are refused"
+
+
+def test_the_table_counts_requests_that_were_cut_to_the_models_length(octavo_command: OctavoCommand) -> None:
+    argv = ["llama-3.1-8b", "--machine", "h100", "--num-requests", "3", "--input-len", "900", "--output-len", "2"]
+    code, out, err = octavo_command("simulate", *argv, "--sweep", "max_model_len=512,1024")
+    assert code == 0, err
+    heading, cut, whole = out.splitlines()[1:]
+    assert [line.split()[-1] for line in (heading, cut, whole)] == ["clipped", "3", "0"]
+
+
 def test_tokens_and_the_fleet_have_a_price(octavo_command: OctavoCommand) -> None:
     price = ["--price-per-hour", "3.6"]
     code, out, err = octavo_command("simulate", *ON_H100, *SHORT, *price, "--json")

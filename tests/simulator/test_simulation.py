@@ -16,7 +16,7 @@ from octavo.planner.sources import find_shape
 from octavo.request import Request
 from octavo.scheduler.plan_builder import PlanBuilder
 from octavo.scheduler.step_time import StepTimes
-from octavo.simulator.questions import Demand, Targets, find_rate, find_replicas, simulate, variants
+from octavo.simulator.questions import Demand, Targets, find_rate, find_replicas, num_refused, simulate, variants
 from octavo.simulator.setup import Plan
 from octavo.simulator.simulation import Simulation
 from octavo.simulator.speed import MEASURED, Speed
@@ -149,6 +149,18 @@ def test_a_request_that_can_never_be_served_is_counted_and_the_rest_goes_on() ->
     trace = tuple(TraceRequest(0.0, length, 4) for length in (100, 1500, 100))
     results = simulate(plan(num_blocks=33), Demand(trace=trace))
     assert (results.refused, results.completed) == (1, 2)
+    assert num_refused(plan(num_blocks=33), Demand(trace=trace)) == 1
+    assert num_refused(plan(num_blocks=33), Demand(trace=trace, count=9)) == 3
+    assert num_refused(plan(), Demand(trace=trace)) == 0
+
+
+def test_a_request_that_can_never_be_served_misses_the_targets_at_any_rate_and_on_any_number_of_replicas() -> None:
+    trace = tuple(TraceRequest(float(i), 1500 if i == 99 else 100, 4) for i in range(100))
+    small, targets, demand = plan(num_blocks=33), Targets(ttft_ms=1000.0), Demand(trace=trace)
+    assert not targets.met(simulate(small, demand))
+    assert find_rate(small, demand, targets) is None
+    assert find_replicas(small, demand, targets) is None
+    assert targets.met(simulate(plan(), demand))
 
 
 def test_a_request_over_the_models_length_is_cut_and_counted() -> None:

@@ -19,7 +19,7 @@ from octavo.option import flag
 from octavo.planner.roofline import MACHINES, find_machine
 from octavo.planner.sources import find_shape
 from octavo.simulator.pareto import draw, require_matplotlib
-from octavo.simulator.questions import Demand, Targets, find_rate, find_replicas, simulate, variants
+from octavo.simulator.questions import Demand, Targets, find_rate, find_replicas, num_refused, simulate, variants
 from octavo.simulator.setup import Plan
 from octavo.simulator.simulation import Results
 from octavo.simulator.speed import Speed, speed_of_plans
@@ -138,29 +138,36 @@ def _points(args: argparse.Namespace, plan: Plan, demand: Demand, targets: Targe
             answer: dict[str, Any] = {"largest_rate": round(found.value, 4) if found and not unbounded else None}
             answer["missed_at"] = round(found.missed_at, 4) if found and found.missed_at is not None else None
             answer |= {"met_all_at_once": True} if unbounded else {}
-            yield head | answer | _report(None if found is None else found.results)
+            yield head | answer | (_refused(variant, demand) if found is None else found.results.report())
         elif args.find_replicas:
             replicas = find_replicas(variant, demand, targets)
-            yield head | {"replicas": replicas and replicas[0]} | _report(replicas and replicas[1])
+            figures = _refused(variant, demand) if replicas is None else replicas[1].report()
+            yield head | {"replicas": replicas and replicas[0]} | figures
         elif args.rates is None:
             results = simulate(variant, demand)
-            yield head | _within(targets, results) | _report(results)
+            yield head | _within(targets, results) | results.report()
         else:
             for rate in _rates(args.rates, variant, demand):
                 results = simulate(variant, replace(demand, rate=rate))
-                yield head | {"rate": rate} | _within(targets, results) | _report(results)
+                yield head | {"rate": rate} | _within(targets, results) | results.report()
 
 
-def _report(results: Results | None) -> dict[str, Any]:
-    return {} if results is None else results.report()
+def _refused(plan: Plan, demand: Demand) -> dict[str, Any]:
+    """Return how many requests are the reason why there is no answer, if they are, because they do not fit."""
+    refused = num_refused(plan, demand)
+    return {"requests": demand.num_requests, "refused": refused} if refused else {}
 
 
 def _within(targets: Targets, results: Results) -> dict[str, Any]:
     """Return whether the targets are met, and the shares of requests and of tokens that are within them."""
     found: dict[str, Any] = {"targets_met": targets.met(results)} if targets.given else {}
-    for name, limit, sketch in (("ttft", targets.ttft_ms, results.ttft), ("itl", targets.itl_ms, results.itl)):
-        if limit is not None and sketch.count:
-            found[f"{name}_within"] = round(1 - sketch.share_above(limit / 1e3), 4)
+    latencies = (
+        ("ttft", targets.ttft_ms, results.ttft, results.refused),
+        ("itl", targets.itl_ms, results.itl, 0),
+    )
+    for name, limit, sketch, missing in latencies:
+        if limit is not None and (count := sketch.count + missing):
+            found[f"{name}_within"] = round((1 - sketch.share_above(limit / 1e3)) * sketch.count / count, 4)
     return found
 
 
@@ -224,15 +231,29 @@ def _tables(result: Mapping[str, Any]) -> Iterator[str]:
                 [[name, *map(report.show, figures.values())] for name, figures in tenants.items()],
             )
     else:
-        shown = [name for name in _OPTIONAL if any(name in point for point in points)]
+        shown = [
+            name
+            for name in _OPTIONAL
+            if any(point.get(name) if name in _IF_NOT_ZERO else name in point for point in points)
+        ]
         heading = (*_HEADING, *(_OPTIONAL[name] for name in shown))
         rows = [[*_row(point), *(report.show(point.get(name, "-")) for name in shown)] for point in points]
         yield from report.columns(heading, rows)
+    yield from _notes(points)
+
+
+def _notes(points: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield what the tables do not say: why there is no answer, and what makes it doubtful."""
+    if refusing := [point for point in points if point.get("refused")]:
+        worst = max(refusing, key=lambda point: point["refused"])
+        most = "" if len(points) == 1 else "up to "
+        yield f"{most}{worst['refused']:,} of {worst['requests']:,} requests do not fit the KV cache: they are refused"
     if any("met_all_at_once" in point for point in points):
         yield "no largest rate: the targets are met with all requests at once; simulate more of them (--num-requests)"
-    if any(point.get("largest_rate", 0) is None and "met_all_at_once" not in point for point in points):
+    missed = [point for point in points if not point.get("refused")]
+    if any(point.get("largest_rate", 0) is None and "met_all_at_once" not in point for point in missed):
         yield "the targets are not met at any rate: even a request alone takes longer"
-    if any("replicas" in point and point["replicas"] is None for point in points):
+    if any("replicas" in point and point["replicas"] is None for point in missed):
         yield "no number of replicas meets the targets: even a request alone takes longer"
 
 
@@ -241,10 +262,13 @@ _HEADING = ("variant", "asked", "req/s", "out tok/s", "ttft p50", "p99 ms", "itl
 
 # Columns of figures that not every table has.
 _OPTIONAL = {
+    "refused": "refused",
+    "clipped": "clipped",
     "targets_met": "targets met",
     "price_per_million_tokens": "price of 1 M",
     "fleet_price_per_hour": "fleet / h",
 }
+_IF_NOT_ZERO = ("refused", "clipped")
 
 
 def _row(point: Mapping[str, Any]) -> Sequence[str]:

@@ -20,6 +20,7 @@ from octavo.simulator.traffic import (
     Tenants,
     Traffic,
     arrivals,
+    clip,
     drawn_shapes,
     trace_shapes,
 )
@@ -151,8 +152,8 @@ class Targets:
         return _PATIENCE_MS if self.ttft_ms is None else self.ttft_ms
 
     def met(self, results: Results) -> bool:
-        """Whether a run met the targets and served every request that it could."""
-        if results.unstable or not results.completed:
+        """Whether a run met the targets and served every request; one that can never be served misses them."""
+        if results.unstable or results.refused or not results.completed:
             return False
         pairs = ((self.most_ttft_ms, results.ttft), (self.itl_ms, results.itl))
         return all(
@@ -179,6 +180,15 @@ def simulate(plan: Plan, demand: Demand, targets: Targets | None = None) -> Resu
     """Run one simulation; with `targets`, stop it as soon as it can no longer meet them."""
     give_up = None if targets is None else targets.gives_up(demand.num_requests // demand.replicas)
     return Simulation(plan.server(), demand.traffic(), demand.tenants, give_up).run()
+
+
+def num_refused(plan: Plan, demand: Demand) -> int:
+    """Return how many requests can never be served, on however many servers, because the KV cache is too small."""
+    longest = plan.server().scheduler.capacity.max_sequence_tokens()
+    if longest >= plan.max_model_len:
+        return 0
+    shapes = (clip(shape, plan.max_model_len) for shape in itertools.islice(demand.shapes(), demand.num_requests))
+    return sum(shape.prompt_tokens + shape.output_tokens > longest for shape in shapes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,10 +232,15 @@ def find_largest(simulate_at: Simulate, targets: Targets, first: float) -> Large
 def find_rate(plan: Plan, demand: Demand, targets: Targets) -> LargestValue | None:
     """Find the largest rate (requests per second) that one replica serves within the targets.
 
+    Returns:
+        None if no rate meets the targets: a request alone takes longer, or some can never be served.
+
     Raises:
         ConfigError: there is no target, or the traffic is a closed loop.
     """
     _check_search(demand, targets)
+    if num_refused(plan, demand):
+        return None
 
     def simulate_at(rate: float) -> Results:
         return simulate(plan, _at_rate(demand, rate), targets)
@@ -243,7 +258,7 @@ def find_replicas(plan: Plan, demand: Demand, targets: Targets, most: int = 1 <<
     All replicas see traffic of the same kind, so only the first is simulated.
 
     Returns:
-        None if `most` replicas do not suffice.
+        None if `most` replicas do not suffice, or some requests can never be served.
 
     Raises:
         ConfigError: there is no target or no rate.
@@ -253,6 +268,8 @@ def find_replicas(plan: Plan, demand: Demand, targets: Targets, most: int = 1 <<
         raise ConfigError(
             "how many replicas a load needs depends on its rate: give --request-rate or a trace with times"
         )
+    if num_refused(plan, demand):
+        return None
 
     def with_replicas(count: int) -> Results:
         return simulate(plan, _with(demand, replicas=count), targets)
