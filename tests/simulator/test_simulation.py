@@ -19,6 +19,7 @@ from octavo.scheduler.step_time import StepTimes
 from octavo.simulator.questions import Demand, Targets, find_rate, find_replicas, num_refused, simulate, variants
 from octavo.simulator.setup import Plan
 from octavo.simulator.simulation import Simulation
+from octavo.simulator.sketch import Sketch
 from octavo.simulator.speed import MEASURED, Speed
 from octavo.simulator.spread import Spread
 from octavo.simulator.traffic import Tenants
@@ -83,6 +84,16 @@ def test_a_step_after_a_pause_is_slow_and_a_series_becomes_fast() -> None:
     assert results.ttft.greatest == pytest.approx(2 * STEP)
     assert results.itl.percentile(5) == pytest.approx(STEP, rel=0.05)
     assert results.itl.greatest < 2 * STEP
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 100, 101])
+def test_a_percentile_is_a_value_that_as_many_as_it_says_do_not_exceed(count: int) -> None:
+    sketch, values = Sketch(), [1.1**i for i in range(count)]
+    for value in values:
+        sketch.add(value)
+    for q in (0, 1, 50, 90, 95, 99, 99.9, 100):
+        exact = next(value for i, value in enumerate(values, start=1) if 100 * i >= q * count)
+        assert sketch.percentile(q) == pytest.approx(exact, rel=0.005)
 
 
 def test_percentiles_hold_what_single_steps_differ_by_and_are_the_same_in_every_run() -> None:
@@ -199,6 +210,21 @@ def test_replicas_are_the_fewest_that_keep_the_targets() -> None:
     assert count > 1
     assert targets.met(results)
     assert results.requests == -(-120 // count)
+
+
+def test_a_replica_for_each_request_is_tried_before_no_number_is_said_to_suffice() -> None:
+    trace = tuple(TraceRequest(0.001 * i, 50, 2) for i in range(5))
+    answer = find_replicas(plan(), Demand(trace=trace), Targets(ttft_ms=65.0))
+    assert answer is not None
+    assert answer[0] == 5, "of two on one replica, the second waits for the first"
+    assert find_replicas(plan(), Demand(trace=trace), Targets(ttft_ms=65.0), most=4) is None
+
+
+def test_a_run_of_one_of_several_replicas_is_not_stopped_while_it_can_meet_the_targets() -> None:
+    trace = tuple(TraceRequest(0.0, 10, 1500) for _ in range(3))
+    targets = Targets(ttft_ms=1000.0, percentile=50.0)
+    results = simulate(plan(max_num_seqs=1), Demand(trace=trace, replicas=2), targets)
+    assert (results.completed, targets.met(results)) == (2, True), "one of two is in time"
 
 
 def test_a_larger_cache_preempts_less_and_smaller_elements_hold_more() -> None:

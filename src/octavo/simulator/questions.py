@@ -178,7 +178,7 @@ class Targets:
 
 def simulate(plan: Plan, demand: Demand, targets: Targets | None = None) -> Results:
     """Run one simulation; with `targets`, stop it as soon as it can no longer meet them."""
-    give_up = None if targets is None else targets.gives_up(demand.num_requests // demand.replicas)
+    give_up = None if targets is None else targets.gives_up(-(-demand.num_requests // demand.replicas))
     return Simulation(plan.server(), demand.traffic(), demand.tenants, give_up).run()
 
 
@@ -274,11 +274,12 @@ def find_replicas(plan: Plan, demand: Demand, targets: Targets, most: int = 1 <<
     def with_replicas(count: int) -> Results:
         return simulate(plan, _with(demand, replicas=count), targets)
 
+    most = min(most, demand.num_requests)
     too_few, count = 0, 1
     while not targets.met(results := with_replicas(count)):
-        too_few, count = count, count * 2
-        if count > min(most, demand.num_requests):
+        if count == most:
             return None
+        too_few, count = count, min(2 * count, most)
     while count - too_few > 1:
         middle = (count + too_few) // 2
         if targets.met(tried := with_replicas(middle)):

@@ -48,13 +48,16 @@ class Sketch:
         return self._greatest if self.count else math.nan
 
     def percentile(self, q: float) -> float:
-        """Return the q-th percentile, q from 0 to 100; NaN if there are no values."""
+        """Return the smallest value that at least `q` % of the values do not exceed (nearest rank); NaN without values.
+
+        So it is within a limit exactly if at least `q` % of the values are.
+        """
         if not self.count:
             return math.nan
-        rank, seen = q / 100 * (self.count - 1), 0
+        rank, seen = max(1, math.ceil(q * self.count / 100)), 0
         for bucket in sorted(self._buckets):
             seen += self._buckets[bucket]
-            if seen > rank:
+            if seen >= rank:
                 return 0.0 if bucket < -(10**5) else min(math.exp((bucket + 0.5) * _GROWTH), self._greatest)
         return self._greatest
 
