@@ -332,6 +332,24 @@ def test_chat_renders_the_template_and_answers(llm: LLM) -> None:
     assert len(several[1].prompt_token_ids) > len(several[0].prompt_token_ids)
 
 
+def test_a_closed_llm_says_so(make_llm: MakeLLM, tiny_llama: Path) -> None:
+    llm = make_llm(tiny_llama)
+    stream = llm.stream_chat(MESSAGES, GREEDY)
+    next(stream)
+    llm.close()
+    llm.close()
+    assert all(delta.finished for delta in stream)
+    for use in (
+        lambda: llm.generate(IDS, use_tqdm=False),
+        lambda: llm.chat(MESSAGES, use_tqdm=False),
+        lambda: next(llm.stream_chat(MESSAGES)),
+        lambda: llm.embed(IDS, use_tqdm=False),
+        lambda: llm.pin_prefix(IDS, 10),
+    ):
+        with pytest.raises(RuntimeError, match="this LLM is closed"):
+            use()
+
+
 def test_a_streamed_answer_adds_up_to_the_whole_one(llm: LLM) -> None:
     (whole,) = llm.chat(MESSAGES, GREEDY, use_tqdm=False)
     deltas = list(llm.stream_chat(MESSAGES, GREEDY))

@@ -45,6 +45,7 @@ class LLM:
         self.core = build_engine(EngineConfig.from_options({"model": model, **options}))
         # A step computes all open calls, including streams; each output is delivered to the call it belongs to.
         self._receivers: dict[RequestId, Callable[[RequestOutput], None]] = {}
+        self._is_closed = False
 
     @property
     def config(self) -> EngineConfig:
@@ -196,8 +197,10 @@ class LLM:
         return self.core.kv_report()
 
     def close(self) -> None:
-        """Abort unfinished requests. The object must not be used afterwards."""
-        self.core.close()
+        """Abort unfinished requests. Later calls that compute raise `RuntimeError`; closing again does nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.core.close()
 
     def __enter__(self) -> Self:
         return self
@@ -222,6 +225,8 @@ class LLM:
             params = [params or SamplingParams(**self.core.default_sampling)] * len(prompts)
         if len(params) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts, but {len(params)} sampling_params", param="sampling_params")
+        if self._is_closed:
+            raise RuntimeError("this LLM is closed")
         requests = []
         for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
             with _naming(index, len(prompts)):

@@ -35,6 +35,18 @@ def test_prompts_as_arguments_come_back_as_json_lines_in_order(
     assert fake_llm.last.closed
 
 
+def test_logprobs_come_as_lists(octavo_command: OctavoCommand, tiny_llama: Path) -> None:
+    options = ("--model", tiny_llama, "--max-tokens", 3, "--ignore-eos", "--logprobs", 2, "--prompt-logprobs", 1)
+    code, out, _ = octavo_command("generate", "a block", *options)
+    assert code == 0
+    (result,) = lines(out)
+    assert [len(entry["top"]) for entry in result["logprobs"]] == [2, 2, 2]
+    assert result["prompt_logprobs"][0] is None
+    ((token_id, logprob),) = result["prompt_logprobs"][1]["top"]
+    assert isinstance(token_id, int)
+    assert logprob <= 0
+
+
 def test_a_text_file_holds_one_prompt_a_line_and_empty_lines_are_skipped(
     octavo_command: OctavoCommand, fake_llm: type[FakeLLM], tmp_path: Path
 ) -> None:

@@ -112,6 +112,20 @@ async def test_deltas_add_up_to_the_final_output(core: EngineCore) -> None:
     assert [output.finished for output in deltas] == [False] * (len(deltas) - 1) + [True]
 
 
+async def test_each_of_several_completions_ends_once(core: EngineCore) -> None:
+    async with started(core) as engine:
+        params = tokens(40, n=3, seed=3, temperature=1.0)
+        (whole,) = [o async for o in engine.generate(PROMPT, params, output_kind=OutputKind.FINAL)]
+        last, first, _ = whole.outputs
+        early = next(token_id for token_id in first.token_ids if token_id not in last.token_ids)
+        params = tokens(40, n=3, seed=3, temperature=1.0, stop_token_ids=[early])
+        parts = [part async for output in engine.generate(PROMPT, params) for part in output.outputs]
+    ends = [(part.index, part.finish_reason) for part in parts if part.finish_reason is not None]
+    assert sorted(index for index, _ in ends) == [0, 1, 2]
+    assert (1, FinishReason.STOP) in ends
+    assert ends[-1][0] != 1, "another went on after it"
+
+
 async def test_a_stop_string_ends_a_stream_in_the_step_that_completes_it(core: EngineCore) -> None:
     async with started(core) as engine:
         (whole,) = [o async for o in engine.generate(PROMPT, tokens(40), output_kind=OutputKind.FINAL)]

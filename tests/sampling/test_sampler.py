@@ -505,6 +505,21 @@ def test_beams_are_ranked_after_penalties_and_report_what_the_model_said(choice:
             assert candidate.logprobs.logprob == pytest.approx(known.logprob, abs=1e-4)
 
 
+@each_choice
+@pytest.mark.parametrize("neighbour", [{"logit_bias": {5: 1.0}}, {"repetition_penalty": 1.5}, {"min_tokens": 20}])
+def test_a_beams_candidates_do_not_depend_on_adjusted_neighbours(choice: Choice, neighbour: dict[str, Any]) -> None:
+    logits = torch.randn(2, 5000, generator=torch.Generator().manual_seed(3)) * 3
+    states = []
+    for adjustments in ({}, neighbour):
+        params = SamplingParams(use_beam_search=True, n=4, temperature=0.0, max_tokens=40, logprobs=3, **adjustments)
+        snapshot = SamplingSnapshot(RequestId("r"), params, 0, 0, eos_token_ids=frozenset({1}), num_candidates=8)
+        states.append(SamplingState.of(snapshot, np.array([5, 6])))
+    sampler = Sampler(choice)
+    alone = [sampler.sample(logits[i : i + 1], SamplingBatch.of([states[i]], [2])) for i in range(2)]
+    together = sampler.sample(logits, SamplingBatch.of(states, [2, 2]))
+    assert [together.sample(i) for i in range(2)] == [result.sample(0) for result in alone]
+
+
 def test_bad_words_are_found_by_the_token_before_their_last() -> None:
     words = BadWords.of([(7,), *((i, 100 + i, 3) for i in range(128)), (5, 6)])
     assert words.forbidden([]) == [7]

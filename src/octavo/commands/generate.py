@@ -21,6 +21,7 @@ from octavo.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from octavo.engine.outputs import CompletionOutput, RequestOutput
     from octavo.llm import LLM
+    from octavo.request import TokenLogprobs
 
 # The engine's --seed applies to every request without a seed; a second flag of that name would only confuse.
 _OMITTED = ("seed",)
@@ -121,7 +122,7 @@ def _as_json(index: int, prompt: PromptInput, output: RequestOutput) -> dict[str
     result["num_prompt_tokens"] = len(output.prompt_token_ids)
     result["num_cached_tokens"] = output.num_cached_tokens
     if output.prompt_logprobs is not None:
-        result["prompt_logprobs"] = [entry and asdict(entry) for entry in output.prompt_logprobs]
+        result["prompt_logprobs"] = [entry and _as_fields(entry) for entry in output.prompt_logprobs]
     if len(output.outputs) > 1:
         result["outputs"] = [{"index": one.index, **_completion(one)} for one in output.outputs]
     return result
@@ -130,8 +131,12 @@ def _as_json(index: int, prompt: PromptInput, output: RequestOutput) -> dict[str
 def _completion(one: CompletionOutput) -> dict[str, Any]:
     fields: dict[str, Any] = {"text": one.text, "token_ids": one.token_ids, "finish_reason": one.finish_reason}
     if one.logprobs is not None:
-        fields["logprobs"] = [asdict(entry) for entry in one.logprobs]
+        fields["logprobs"] = [_as_fields(entry) for entry in one.logprobs]
     return fields
+
+
+def _as_fields(entry: TokenLogprobs) -> dict[str, Any]:
+    return {**asdict(entry), "top": [list(pair) for pair in entry.top]}
 
 
 COMMAND = Command("generate", "complete prompts offline; results as JSON lines", add_arguments, run)

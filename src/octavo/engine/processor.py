@@ -160,7 +160,7 @@ class OutputProcessor:
             return None
         news = []
         for index, completion in enumerate(_best(tracked) if tracked.chooses else tracked.completions):
-            if finished or completion.token_ids or (completion.finish_reason and not completion.delivered_end):
+            if completion.token_ids or (not completion.delivered_end and (finished or completion.finish_reason)):
                 news.append(completion.take(index))
         # Positional arguments, as in `take`.
         output = RequestOutput(

@@ -91,9 +91,12 @@ class Sampler:
         is_beam = batch.records["beam"]
         if not is_beam.any():
             return self._draw(logits, batch, own, spoil=spoil)
-        beams, others = np.flatnonzero(is_beam), np.flatnonzero(~is_beam)
-        parts = [(beams, self._candidates(select(logits, beams), batch.select(beams)))]
-        if len(others):
+        parts = []
+        # Apart, because the two ways of finding candidates round differently, and neighbours must not matter.
+        for beams in (np.flatnonzero(is_beam & ~batch.adjusted), np.flatnonzero(is_beam & batch.adjusted)):
+            if len(beams):
+                parts.append((beams, self._candidates(select(logits, beams), batch.select(beams))))
+        if len(others := np.flatnonzero(~is_beam)):
             parts.append((others, self._draw(select(logits, others), batch.select(others), own[others], spoil=True)))
         return _merged(parts, len(batch))
 
@@ -153,7 +156,10 @@ class Sampler:
         return StepResult(tuple(drawn), logprobs, forced=forced)
 
     def _candidates(self, logits: torch.Tensor, batch: SamplingBatch) -> StepResult:
-        """Return each beam's likeliest tokens; biases and penalties change log-probabilities, as in transformers."""
+        """Return each beam's likeliest tokens; biases and penalties change log-probabilities, as in transformers.
+
+        Either all of these beams are adjusted, or none is.
+        """
         snapshots = [state.snapshot for state in batch.states]
         most = min(max(snapshot.num_candidates for snapshot in snapshots), logits.shape[1])
         is_adjusted = batch.adjusted.any()
