@@ -41,6 +41,7 @@ HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
         ({"prompt": "x", "n": 0}, "n", "at least 1, got 0"),
         ({"prompt": "x", "n": 1.5}, "n", "valid integer"),
         ({"prompt": "x", "n": True}, "n", "valid integer"),
+        ({"prompt": "x", "n": 1e300}, "n", "valid integer"),
         ({"prompt": "x", "max_tokens": 0}, "max_tokens", "at least 1, got 0"),
         ({"prompt": "x", "max_tokens": "5"}, "max_tokens", "valid integer"),
         ({"prompt": "x", "min_tokens": 17}, "min_tokens", "must not exceed max_tokens"),

@@ -139,6 +139,32 @@ def test_each_field_is_logged_once_and_never_more_than_some(caplog: pytest.LogCa
     assert "further ones are not logged" in caplog.records[-1].getMessage()
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (PATH, {"prompt": "x", "max_tokens": 3.0, "seed": 7.0, "top_k": 40.0}),
+        (PATH, {"prompt": "x", "options": {"num_predict": 3.0, "seed": 7.0, "top_k": 40.0}}),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3.0, "seed": 7.0, "top_k": 40.0}),
+        ("/completion", {"prompt": "x", "n_predict": 3.0, "seed": 7.0, "top_k": 40.0}),
+        ("/api/generate", {"prompt": "x", "options": {"num_predict": 3.0, "seed": 7.0, "top_k": 40.0}}),
+    ],
+)
+def test_whole_numbers_may_be_written_as_floats(server: Running, path: str, body: dict[str, Any]) -> None:
+    assert server.post(path, body).status_code == 200
+    params = server.engine.received[-1]["params"]
+    assert [(value, type(value)) for value in (params.max_tokens, params.seed, params.top_k)] == [
+        (3, int),
+        (7, int),
+        (40, int),
+    ]
+
+
+@pytest.mark.parametrize("limit", [0, -1, -2, -5, 0.0, -1.0])
+def test_ollamas_limit_of_0_and_below_is_none(server: Running, limit: float) -> None:
+    answer = server.post(PATH, {"prompt": "x", "options": {"num_predict": limit}})
+    assert answer.json()["usage"]["total_tokens"] == 4096
+
+
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 OPTIONS = {
     "num_predict": 3,

@@ -31,9 +31,6 @@ LLAMACPP_DEFAULTS: dict[str, float] = {"temperature": 0.8, "top_k": 40, "top_p":
 # Values by which llama.cpp and vLLM mean "not set".
 _UNSET = {"max_tokens": -1, "max_completion_tokens": -1, "seed": -1}
 
-# Ollama's value of `num_predict` for as many tokens as the context has room for.
-_FILL_CONTEXT = -2
-
 # Fields that have no effect at these values, and would change the answer at others.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # llama.cpp's samplers that Octavo does not have.
@@ -103,8 +100,9 @@ def _translate_ollama(given: dict[str, Any], known: frozenset[str]) -> None:
         for option, name in OLLAMA_OPTIONS.items():
             if options.get(option) is not None and given.get(name) is None:
                 given[name] = options[option]
-        if given.get("max_tokens") == _FILL_CONTEXT:
-            given["max_tokens"] = None
+        limit = options.get("num_predict")
+        if isinstance(limit, int | float) and limit <= 0 and given.get("max_tokens") == limit:
+            given["max_tokens"] = None  # as in Ollama, where -1 and -2 say so
     if "response_format" in known and "format" in given:
         _translate_format(given, given.pop("format"))
     if "chat_template_kwargs" in known and "think" in given and "think" not in known:

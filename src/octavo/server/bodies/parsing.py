@@ -25,6 +25,8 @@ from octavo.server.errors import ApiError
 _DICTIONARY, _LIST = re.compile(r"a valid dictionary( or instance of \w+)?"), re.compile(r"\ba valid list\b")
 # The levels of nested objects and arrays that pydantic's JSON parser accepts.
 MOST_NESTED = 201
+# Larger integers may have been rounded when they became floats.
+_LARGEST_EXACT = 2**53
 # Maximum number of ignored fields that are noted per body.
 MOST_NOTED = 64
 
@@ -70,6 +72,10 @@ def drop_unknown(body_type: type[BaseModel], given: dict[str, Any], *, strict: b
 
 def validated(body_type: type[Body], given: dict[str, Any]) -> Body:
     """Return the fields as a body; raise `ApiError` for one of the wrong type."""
+    for name in _integer_fields(body_type) & given.keys():
+        # JSON has one kind of number, and so have some clients' languages: 5.0 is an integer, by JSON Schema too.
+        if isinstance(value := given[name], float) and value.is_integer() and abs(value) <= _LARGEST_EXACT:
+            given[name] = int(value)
     try:
         return body_type.model_validate(given)
     except ValidationError as error:
@@ -104,6 +110,13 @@ def _drop_unknown(body_type: type[BaseModel], given: dict[str, Any], prefix: str
     for name, inner_type in _inner_types(body_type):
         if isinstance(inner := given.get(name), dict):
             yield from _drop_unknown(inner_type, inner, f"{name}.")
+
+
+@cache
+def _integer_fields(body_type: type[BaseModel]) -> frozenset[str]:
+    """Return the fields that may be integers, but no other numbers."""
+    types = {name: get_args(field.annotation) or (field.annotation,) for name, field in body_type.model_fields.items()}
+    return frozenset(name for name, alternatives in types.items() if int in alternatives and float not in alternatives)
 
 
 @cache
