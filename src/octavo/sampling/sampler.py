@@ -91,11 +91,9 @@ class Sampler:
         is_beam = batch.records["beam"]
         if not is_beam.any():
             return self._draw(logits, batch, own, spoil=spoil)
-        parts = []
         # Apart, because the two ways of finding candidates round differently, and neighbours must not matter.
-        for beams in (np.flatnonzero(is_beam & ~batch.adjusted), np.flatnonzero(is_beam & batch.adjusted)):
-            if len(beams):
-                parts.append((beams, self._candidates(select(logits, beams), batch.select(beams))))
+        kinds = (np.flatnonzero(is_beam & ~batch.adjusted), np.flatnonzero(is_beam & batch.adjusted))
+        parts = [(rows, self._candidates(select(logits, rows), batch.select(rows))) for rows in kinds if len(rows)]
         if len(others := np.flatnonzero(~is_beam)):
             parts.append((others, self._draw(select(logits, others), batch.select(others), own[others], spoil=True)))
         return _merged(parts, len(batch))
