@@ -151,6 +151,21 @@ def test_the_largest_rate_and_the_number_of_replicas_are_found(octavo_command: O
     assert "not met at any rate" not in out
 
 
+def test_a_largest_rate_of_a_trace_is_also_told_as_a_factor(octavo_command: OctavoCommand, tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    rows = [f"{at},a,200,4\n" for at in (*range(20), *(19 + i / 100 for i in range(20)))]
+    trace.write_text("arrival_s,client,prompt_tokens,output_tokens\n" + "".join(rows))
+    argv = [*ON_H100, "--trace", trace, "--num-requests", "20", "--ttft-slo-ms", "40", "--max-num-seqs", "2", "--json"]
+    code, out, err = octavo_command("simulate", *argv, "--find-rate")
+    assert code == 0, err
+    (point,) = last_line(out)["points"]
+    assert point["rate_scale"] == pytest.approx(point["largest_rate"], rel=1e-3), "one a second, as far as it is taken"
+    code, out, err = octavo_command("simulate", *argv, "--rate-scale", point["rate_scale"])
+    (run,) = last_line(out)["points"]
+    assert run["targets_met"]
+    assert run["requests_s"] == pytest.approx(point["requests_s"], rel=0.01)
+
+
 def test_a_plot_is_drawn_of_all_rates(octavo_command: OctavoCommand, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot = tmp_path / "deep" / "p.png"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,6 +35,12 @@ def plan(**options: Any) -> Plan:
     options = {"num_blocks": 513, "max_model_len": 2048, "swap_space": 0, **options}
     times = StepTimes(STEP, ((1.0, 0.0), (2.0, TOKEN)))
     return Plan(SHAPE, EngineConfig(**options), Speed("made up", MEASURED, times))
+
+
+def arrivals_of(demand: Demand) -> Iterator[float]:
+    traffic = demand.traffic()
+    while traffic.due() is not None:
+        yield traffic.take().arrival_s
 
 
 def test_a_request_alone_waits_for_its_prompt_and_then_a_step_a_token() -> None:
@@ -188,6 +195,27 @@ def test_the_largest_rate_keeps_the_targets_and_a_little_more_does_not() -> None
     assert found.missed_at is not None
     assert found.value < found.missed_at <= 1.031 * found.value
     assert targets.met(found.results)
+
+
+def test_the_largest_rate_of_a_trace_is_that_of_the_requests_which_are_simulated() -> None:
+    trace = tuple(TraceRequest(at, 20, 20) for at in (*map(float, range(40)), *(39 + i / 100 for i in range(1, 41))))
+    assert Demand(trace=trace).mean_rate == pytest.approx(79 / 39.4)
+    assert Demand(trace=trace, count=40, rate_scale=3.0).mean_rate == pytest.approx(3.0)
+    assert Demand(trace=trace, count=120).mean_rate == pytest.approx(119 / (39.4 * 80 / 79 + 39))
+    demand, server = Demand(trace=trace, count=40), plan(max_num_seqs=2)
+    found = find_rate(server, demand, Targets(ttft_ms=200.0))
+    assert found is not None
+    *_, last = arrivals_of(demand.at_rate(found.value))
+    assert found.value == pytest.approx(39 / last)
+    assert found.results.duration_s == pytest.approx(last, abs=1.0)
+
+
+def test_requests_of_a_trace_that_all_come_at_once_are_spread_to_find_a_rate() -> None:
+    demand = Demand(trace=tuple(TraceRequest(0.0, 20, 20) for _ in range(40)))
+    assert demand.mean_rate == math.inf
+    found = find_rate(plan(max_num_seqs=2), demand, Targets(ttft_ms=200.0))
+    assert found is not None
+    assert 0 < found.value < math.inf
 
 
 def test_too_few_requests_to_find_a_largest_rate_are_said_to_be() -> None:

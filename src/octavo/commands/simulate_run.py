@@ -138,6 +138,8 @@ def _points(args: argparse.Namespace, plan: Plan, demand: Demand, targets: Targe
             answer: dict[str, Any] = {"largest_rate": round(found.value, 4) if found and not unbounded else None}
             answer["missed_at"] = round(found.missed_at, 4) if found and found.missed_at is not None else None
             answer |= {"met_all_at_once": True} if unbounded else {}
+            if found and not unbounded and demand.follows_trace:
+                answer["rate_scale"] = float(f"{demand.at_rate(found.value).rate_scale:.6g}")
             yield head | answer | (_refused(variant, demand) if found is None else found.results.report())
         elif args.find_replicas:
             replicas = find_replicas(variant, demand, targets)

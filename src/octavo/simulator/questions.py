@@ -91,11 +91,18 @@ class Demand:
 
     @property
     def mean_rate(self) -> float:
-        """Requests per second; infinite if all arrive at once."""
+        """Requests per second of those that are simulated; infinite if all arrive at once."""
         if not self.follows_trace:
             return math.inf if self.rate is None else self.rate
-        last = max(request.arrival_s or 0.0 for request in self.trace)
-        return self.rate_scale * (len(self.trace) - 1) / last if last else math.inf
+        # A part of a trace may be slower or faster than the whole.
+        last = next(itertools.islice(self.shapes(), self.num_requests - 1, None)).arrival_s
+        return self.rate_scale * (self.num_requests - 1) / last if last else math.inf
+
+    def at_rate(self, rate: float) -> Demand:
+        """Return the same requests at another mean rate: with a trace's times, all are scaled."""
+        if self.follows_trace and math.isfinite(mean := self.mean_rate):
+            return replace(self, rate_scale=self.rate_scale * rate / mean)
+        return replace(self, rate=rate)
 
     def shapes(self) -> Iterator[Shape]:
         """Return an endless stream of requests, without arrival times."""
@@ -243,7 +250,7 @@ def find_rate(plan: Plan, demand: Demand, targets: Targets) -> LargestValue | No
         return None
 
     def simulate_at(rate: float) -> Results:
-        return simulate(plan, _at_rate(demand, rate), targets)
+        return simulate(plan, demand.at_rate(rate), targets)
 
     at_once = simulate(plan, _with(demand, rate=math.inf), targets)
     if targets.met(at_once):
@@ -294,12 +301,6 @@ def _check_search(demand: Demand, targets: Targets) -> None:
         raise ConfigError("give a latency target: --ttft-slo-ms, --itl-slo-ms or both")
     if demand.users is not None:
         raise ConfigError("a closed loop (--concurrency) slows down with its server: it has no largest rate")
-
-
-def _at_rate(demand: Demand, rate: float) -> Demand:
-    if demand.follows_trace:
-        return _with(demand, rate_scale=demand.rate_scale * rate / demand.mean_rate)
-    return _with(demand, rate=rate)
 
 
 def _with(demand: Demand, **changes: Any) -> Demand:
