@@ -50,7 +50,7 @@ from octavo.scheduler.step_time import StepLoad, StepTimes
 from octavo.simulator.calibration import calibrate
 from octavo.simulator.drift import Drift, floor
 from octavo.simulator.fitting import executions, mean_abs_error, periods, with_coldness
-from octavo.simulator.pareto import require_matplotlib
+from octavo.simulator.pareto import require_plot
 from octavo.simulator.setup import Plan
 from octavo.simulator.simulation import Results, Simulation, VirtualClock
 from octavo.simulator.sketch import Sketch
@@ -251,7 +251,7 @@ def main() -> None:
     parser.add_argument("--output", help="write OUTPUT.json, OUTPUT.md and OUTPUT.png")
     arguments = parser.parse_args()
     if arguments.output:
-        require_matplotlib()
+        require_plot(Path(arguments.output).with_suffix(".png"))
     if arguments.speed:
         beforehand = Speed.read(arguments.speed)
     else:

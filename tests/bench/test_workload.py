@@ -139,6 +139,8 @@ def test_an_infinite_rate_sends_all_at_once() -> None:
 def test_rates_must_be_positive(rate: float, burstiness: int) -> None:
     with pytest.raises(ConfigError, match="above 0"):
         arrival_times(3, rate, burstiness)
+    with pytest.raises(ConfigError, match="burstiness must be finite"):
+        arrival_times(3, 1.0, math.inf)
 
 
 @pytest.mark.parametrize(("name", "prompt_mean", "output_mean"), [("sharegpt4000", 161, 338), ("alpaca4000", 19, 58)])

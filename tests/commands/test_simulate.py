@@ -13,8 +13,10 @@ from octavo.commands.simulate_run import parse_sweep
 from octavo.errors import ConfigError
 from octavo.planner.roofline import BANDWIDTH_REACHED, MACHINES, RATE_REACHED, find_machine, roofline
 from octavo.planner.sources import find_shape
+from octavo.scheduler.step_time import StepTimes
 from octavo.simulator.pareto import best
 from octavo.simulator.setup import Plan
+from octavo.simulator.speed import MEASURED, Speed
 from tests.commands.conftest import OctavoCommand
 
 ON_H100 = ["llama-3.1-8b", "--machine", "h100", "--max-model-len", "4096"]
@@ -178,9 +180,67 @@ def test_a_missing_matplotlib_is_told_before_anything_is_simulated(
     octavo_command: OctavoCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
     code, _, err = octavo_command("simulate", *ON_H100, "--plot", "x.png")
     assert code == 1
     assert "pip install 'octavo[plot]'" in err
+
+
+def test_a_plot_of_answers_of_one_token_has_no_inter_token_latency(
+    octavo_command: OctavoCommand, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "p.png"
+    one_token = ["--num-requests", "5", "--output-len", "1", "--rates", "5,50"]
+    code, _, err = octavo_command("simulate", *ON_H100, *one_token, "--plot", plot)
+    assert code == 0, err
+    assert plot.exists()
+
+
+def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_simulated(
+    octavo_command: OctavoCommand, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").touch()
+    for name, message in (("p.txt", "its name must end in"), ("", "it is a folder"), ("file/p.png", "cannot write")):
+        code, out, err = octavo_command("simulate", *ON_H100, *SHORT, "--plot", tmp_path / name)
+        assert (code, out) == (1, ""), err
+        assert message in err
+
+
+def test_the_figures_are_printed_even_if_drawing_them_fails(
+    octavo_command: OctavoCommand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails(result: Any, path: str) -> None:
+        raise ConfigError("cannot write: the disk is full")
+
+    monkeypatch.setattr("octavo.commands.simulate_run.require_plot", lambda path: None)
+    monkeypatch.setattr("octavo.commands.simulate_run.draw", fails)
+    code, out, err = octavo_command("simulate", *ON_H100, *SHORT, "--json", "--plot", tmp_path / "p.png")
+    assert code == 1
+    assert "the disk is full" in err
+    assert last_line(out)["points"][0]["completed"] == 30
+
+
+def test_a_speeds_server_gives_the_options_that_are_not_given(octavo_command: OctavoCommand, tmp_path: Path) -> None:
+    measured = {"model": "llama-2-7b", "num_blocks": 999, "block_bytes": 1 << 23, "max_model_len": 2048}
+    facts = {**measured, "block_size": 32, "max_num_seqs": 2, "max_num_batched_tokens": 64}
+    Speed("made up", MEASURED, StepTimes(0.01, ()), facts=facts).write(tmp_path / "speed.json")
+    speed = ["simulate", "--speed", tmp_path / "speed.json", *SHORT, "--json"]
+    code, out, err = octavo_command(*speed)
+    assert code == 0, err
+    result = last_line(out)
+    assert {name: result["options"][name] for name in facts if name in result["options"]} == {
+        "model": "llama-2-7b",
+        "block_size": 32,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 64,
+    }
+    (point,) = result["points"]
+    assert point["peak_running"] == 2
+    assert point["steps"] > 30 * 200 / 64
+    code, out, _ = octavo_command(*speed, "--max-num-seqs", "3")
+    assert last_line(out)["points"][0]["peak_running"] == 3
 
 
 def test_the_best_points_are_those_that_no_other_beats_in_both() -> None:
@@ -203,6 +263,8 @@ def test_the_best_points_are_those_that_no_other_beats_in_both() -> None:
         ([*ON_H100, "--rates", "0"], "must be above 0"),
         ([*ON_H100, "--rates", "1", "--find-rate"], "leave out --find-rate"),
         ([*ON_H100, "--request-rate", "0"], "must be above 0"),
+        ([*ON_H100, "--request-rate", "1", "--burstiness", "inf"], "burstiness must be finite"),
+        (["--plans", "/nowhere/x.plans"], "cannot read /nowhere/x.plans: No such file"),
         ([*ON_H100, "--scale-lengths", "0", "--trace", "TRACE"], "scale_lengths must be above 0, got 0"),
         ([*ON_H100, "--kv-bits", "0"], "kv_bits must be above 0"),
         (["llama-3.1-8b", "--machine", "l4", "--num-devices", "2"], "no figure is known for links"),

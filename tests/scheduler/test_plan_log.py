@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import struct
+import zlib
 from pathlib import Path
 
 import pytest
@@ -98,6 +100,32 @@ def test_a_file_that_is_not_a_recording_or_cannot_be_written_is_named(tmp_path: 
     if Path("/dev/full").exists():
         with pytest.raises(ConfigError, match="record_plans: cannot write '/dev/full': No space left"):
             PlanLog("/dev/full", {})
+
+
+def test_a_recording_that_is_damaged_or_cannot_be_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "plans"
+    log = PlanLog(path, {"block_size": 4})
+    log.record(StepPlan(1, (7,), (0,), (1,), (1,), (5,)), 0.0, 0.5)  # type: ignore[arg-type]
+    log.close()
+    magic, facts, chunks = path.read_bytes().split(b"\n", 2)
+    flipped = chunks[:-1] + bytes([chunks[-1] ^ 1])
+    short = zlib.compress(b"no step")
+    for content, message in (
+        (b"", "^[^ ]*/plans' is not a recording"),
+        (magic + b"\n", "^[^ ]*/plans' is a damaged recording of plans: its second line has no facts"),
+        (magic + b"\n[]\n", "its second line has no facts"),
+        (magic + b"\n{\n", "damaged recording of plans: Expecting"),
+        (b"\n".join((magic, facts, flipped)), "damaged recording of plans: Error"),
+        (b"\n".join((magic, facts, struct.pack("<I", len(short)) + short)), "damaged recording of plans: unpack_from"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=message):
+            list(read_plans(path))
+    for read in (read_facts, lambda path: list(read_plans(path))):
+        with pytest.raises(ConfigError, match=r"cannot read .*: No such file"):
+            read(tmp_path / "missing")
+        with pytest.raises(ConfigError, match=r"cannot read .*: Is a directory"):
+            read(tmp_path)
 
 
 def test_an_empty_result_has_no_samples() -> None:

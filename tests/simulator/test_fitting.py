@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +29,7 @@ from octavo.simulator.fitting import (
     with_coldness,
 )
 from octavo.simulator.sketch import Sketch
-from octavo.simulator.speed import Speed, speed_of_plans
+from octavo.simulator.speed import MEASURED, Speed, speed_of_plans
 
 LAW = StepTimes(
     base=0.002,
@@ -256,3 +258,31 @@ def test_files_that_are_no_speed_are_refused(tmp_path: Path) -> None:
     one, other = recording(tmp_path / "a", 60), recording(tmp_path / "b", 60, num_blocks=9)
     with pytest.raises(ConfigError, match="are recordings of different engines"):
         speed_of_plans([one, other])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"times": {"base": "x"}}, "base must be a number, finite and not below 0, got 'x'"),
+        ({"times": {"base": -1.0}}, "base must be a number, finite and not below 0, got -1"),
+        ({"times": {"per_seq": math.nan}}, "per_seq must be a number, finite"),
+        ({"times": {"products": [[1, 0], [1, 1]]}}, "not by ascending rows"),
+        ({"times": {"products": [[1, 0], [2, -1]]}}, "products must be a number"),
+        ({"times": {"base": 0, "products": []}}, "a step takes no time"),
+        ({"intake_s": None}, "intake_s must be a number"),
+        ({"reply_s": -1}, "reply_s must be"),
+        ({"spread": {"decodes": [math.inf]}}, "spread must be"),
+        ({"facts": []}, "facts must be an object"),
+        ({"facts": {"max_model_len": "x"}}, "max_model_len must be a positive integer, got 'x'"),
+    ],
+)
+def test_a_speed_file_that_could_not_be_simulated_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "speed.json"
+    Speed("made up", MEASURED, StepTimes(0.01, ())).write(path)
+    content = json.loads(path.read_text())
+    content["times"] |= changes.pop("times", {})
+    path.write_text(json.dumps(content | changes))
+    with pytest.raises(ConfigError, match=message):
+        Speed.read(path)

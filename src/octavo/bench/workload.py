@@ -182,10 +182,12 @@ def arrival_times(count: int, rate: float, burstiness: float = 1.0, seed: int = 
     higher values more even (as in vLLM's serving benchmark).
 
     Raises:
-        ConfigError: the rate or the burstiness is not positive.
+        ConfigError: the rate or the burstiness is not positive, or the burstiness is infinite.
     """
     if not rate > 0 or not burstiness > 0:
         raise ConfigError(f"request rate and burstiness must be above 0, got {rate:g} and {burstiness:g}")
+    if burstiness == math.inf:
+        raise ConfigError("burstiness must be finite: 1000 makes nearly even gaps")
     if rate == math.inf:
         return [0.0] * count
     rng = random.Random(seed)

@@ -31,12 +31,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_speed(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--speed", metavar="FILE", help="step times that `octavo calibrate-speed` wrote")
+    group.add_argument(
+        "--speed",
+        metavar="FILE",
+        help="step times that `octavo calibrate-speed` wrote; model, --max-model-len, --block-size, --max-num-seqs, "
+        "--max-num-batched-tokens and the size of the cache are the measured server's unless they are given",
+    )
     group.add_argument(
         "--plans",
         metavar="FILE",
         action="append",
-        help="fit step times to plans that `octavo serve --record-plans` wrote; repeatable",
+        help="fit step times to plans that `octavo serve --record-plans` wrote, and take the same options from them as "
+        "from --speed; repeatable",
     )
     group.add_argument(
         "--machine", metavar="NAME", help="estimate step times from a machine's data sheet; --list-machines names them"

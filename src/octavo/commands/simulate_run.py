@@ -18,7 +18,7 @@ from octavo.errors import ConfigError
 from octavo.option import flag
 from octavo.planner.roofline import MACHINES, find_machine
 from octavo.planner.sources import find_shape
-from octavo.simulator.pareto import draw, require_matplotlib
+from octavo.simulator.pareto import draw, require_plot
 from octavo.simulator.questions import Demand, Targets, find_rate, find_replicas, num_refused, simulate, variants
 from octavo.simulator.setup import Plan
 from octavo.simulator.simulation import Results
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(_machines()))
         return 0
     if args.plot:
-        require_matplotlib()
+        require_plot(args.plot)
     options = engine_options(args)
     plan, demand = _plan(args, options), _demand(args)
     targets = Targets(args.ttft_slo_ms, options.get("itl_slo_ms"), args.slo_percentile)
@@ -57,9 +57,9 @@ def run(args: argparse.Namespace) -> int:
         "targets": asdict(targets) if targets.given else None,
         "points": points,
     }
+    print(report.as_json_line(result) if args.json else "\n".join(_tables(result)))
     if args.plot:
         draw(result, args.plot)
-    print(report.as_json_line(result) if args.json else "\n".join(_tables(result)))
     return 0
 
 
@@ -74,8 +74,9 @@ def _plan(args: argparse.Namespace, options: dict[str, Any]) -> Plan:
     if speed is not None and args.num_devices != 1:
         raise ConfigError("--num-devices goes with --machine: a measured speed is that of the server that was measured")
     machine = find_machine(args.machine) if args.machine else None
-    if speed is not None and "model" in speed.facts:
-        options.setdefault("model", speed.facts["model"])
+    for name in ("model", "block_size", "max_num_seqs", "max_num_batched_tokens"):
+        if speed is not None and name in speed.facts:
+            options.setdefault(name, speed.facts[name])
     config = EngineConfig.from_options(options)
     plan = Plan(find_shape(config.model), config, speed, machine, args.kv_bits, args.num_devices, args.slowdown)
     measured = {} if speed is None else speed.facts

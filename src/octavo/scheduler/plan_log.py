@@ -26,6 +26,7 @@ import sys
 import zlib
 from array import array
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -154,9 +155,9 @@ def read_facts(path: str | Path) -> dict[str, Any]:
     """Return the facts about the engine from a recording.
 
     Raises:
-        ConfigError: the file is not a recording of this version.
+        ConfigError: the file cannot be read, or is not a recording of this version.
     """
-    with Path(path).open("rb") as file:
+    with _opened(path) as file:
         return _read_head(file, path)
 
 
@@ -164,9 +165,9 @@ def read_plans(path: str | Path) -> Iterator[RecordedStep]:
     """Yield the steps of a recording in order.
 
     Raises:
-        ConfigError: the file is not a recording of this version.
+        ConfigError: the file cannot be read, is not a recording of this version, or is damaged.
     """
-    with Path(path).open("rb") as file:
+    with _opened(path) as file:
         _read_head(file, path)
         while len(prefix := file.read(_LENGTH.size)) == _LENGTH.size:
             (length,) = _LENGTH.unpack(prefix)
@@ -180,11 +181,28 @@ def read_plans(path: str | Path) -> Iterator[RecordedStep]:
                 yield step
 
 
+@contextmanager
+def _opened(path: str | Path) -> Iterator[BinaryIO]:
+    """Open a recording, and turn what may go wrong in reading it into `ConfigError`s."""
+    try:
+        with Path(path).open("rb") as file:
+            yield file
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (struct.error, ValueError, zlib.error) as error:
+        raise ConfigError(f"{str(path)!r} is a damaged recording of plans: {error}") from error
+
+
 def _read_head(file: BinaryIO, path: str | Path) -> dict[str, Any]:
     magic = file.read(len(_MAGIC))
     if magic != _MAGIC:
         raise ConfigError(f"{str(path)!r} is not a recording of plans of version {VERSION}: it begins with {magic!r}")
-    facts: dict[str, Any] = json.loads(file.readline())
+    line = file.readline()
+    facts = json.loads(line) if line else None
+    if not isinstance(facts, dict):
+        raise ConfigError(f"{str(path)!r} is a damaged recording of plans: its second line has no facts")
     return facts
 
 

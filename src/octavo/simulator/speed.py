@@ -6,21 +6,32 @@ A speed file is one JSON object: the fields of `StepTimes`, where they come from
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from octavo.errors import ConfigError
 from octavo.scheduler.plan_log import read_facts, read_plans
-from octavo.scheduler.step_time import StepTimes
+from octavo.scheduler.step_time import StepLoad, StepTimes
 from octavo.simulator.drift import variation
 from octavo.simulator.fitting import Fit, MeasuredStep, executions, fit, outside, periods, spread_of, with_coldness
 from octavo.simulator.spread import Spread
 
 VERSION = 1
 _MOST_AT_ONCE = 2  # requests that come or end with one step; those of a burst share what they cost
+_POSITIVE = (  # facts that are sizes
+    "block_size",
+    "block_bytes",
+    "bytes_per_token",
+    "num_blocks",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+)
 MEASURED = "measured"
 ESTIMATED = "estimated"
 
@@ -81,9 +92,31 @@ class Speed:
             times = content.pop("times")
             times["products"] = tuple((float(rows), float(seconds)) for rows, seconds in times["products"])
             spread = {kind: tuple(map(float, ratios)) for kind, ratios in content.pop("spread", {}).items()}
-            return cls(times=StepTimes(**times), spread=Spread(**spread), **content)
+            speed = cls(times=StepTimes(**times), spread=Spread(**spread), **content)
+            _check(speed)
+            return speed
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{path} is damaged: {error}") from error
+
+
+def _check(speed: Speed) -> None:
+    """Raise `ValueError` or `TypeError` if a speed could not be simulated: times below 0, or steps that take none."""
+    times = {**asdict(speed.times), "intake_s": speed.intake_s, "reply_s": speed.reply_s}
+    rows, products = zip(*times.pop("products") or [(0.0, 0.0)], strict=True)
+    if any(low >= high for low, high in pairwise(rows)):
+        raise ValueError(f"products are not by ascending rows: {list(rows)}")
+    named = [*times.items(), *(("products", value) for value in (*rows, *products))]
+    named += [("spread", ratio) for ratio in (*speed.spread.decodes, *speed.spread.chunks)]
+    for name, value in named:
+        if not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be a number, finite and not below 0, got {value!r}")
+    if not speed.times.predict(StepLoad(rows=1, context=1, num_seqs=1)) > 0:
+        raise ValueError("a step takes no time")
+    if not isinstance(speed.facts, dict):
+        raise TypeError(f"facts must be an object, got {speed.facts!r}")
+    for name in _POSITIVE:
+        if name in speed.facts and (type(speed.facts[name]) is not int or speed.facts[name] < 1):
+            raise ValueError(f"{name} must be a positive integer, got {speed.facts[name]!r}")
 
 
 def require_writable(path: str | Path) -> None:

@@ -264,10 +264,12 @@ def arrivals(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) ->
     """Yield the arrival times of `bench.workload.arrival_times` one by one.
 
     Raises:
-        ConfigError: `rate` or `burstiness` is not positive.
+        ConfigError: `rate` or `burstiness` is not positive, or `burstiness` is infinite.
     """
     if not rate > 0 or not burstiness > 0:
         raise ConfigError(f"request rate and burstiness must be above 0, got {rate:g} and {burstiness:g}")
+    if burstiness == math.inf:
+        raise ConfigError("burstiness must be finite: 1000 makes nearly even gaps")
     if rate == math.inf:
         return itertools.repeat(0.0, count)
     rng = random.Random(seed)
