@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,3 +53,48 @@ def test_each_engine_of_a_process_keeps_its_number_of_threads(
             patch.setattr(llm.core.runner.model, "forward", counting_threads(llm.core.runner.model.forward, seen))
             llm.generate(["Once"], params)
         assert set(seen) == {threads}
+
+
+# Prints the CPUs that may be used, and those of each thread, the pool's among them.
+CPUS_OF_THREADS = """
+import os, sys
+from octavo.config import ALLOWED_CPUS
+
+if sys.argv[1:]:
+    os.sched_setaffinity(0, {int(sys.argv[1])})
+import torch
+from octavo import kernels
+
+kernels.set_num_threads(3)
+kernels.PackedWeight.pack(torch.ones(1024, 512)).linear(torch.ones(8, 512))
+threads = [sorted(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")]
+assert len(threads) >= 3, threads
+print([sorted(ALLOWED_CPUS), *threads])
+"""
+
+with_affinity = pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs Linux and two CPUs"
+)
+
+
+def cpus_of_threads(*arguments: str, **environment: str) -> tuple[list[int], list[list[int]]]:
+    command = [sys.executable, "-c", CPUS_OF_THREADS, *arguments]
+    outside = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
+    # Torch's own threads are bound, so there are none.
+    environment = {**outside, "OMP_NUM_THREADS": "1", **environment}
+    allowed, *threads = json.loads(subprocess.check_output(command, env=environment, timeout=600))
+    return allowed, threads
+
+
+@with_affinity
+def test_threads_do_not_share_the_one_cpu_that_openmp_binds_the_first_to() -> None:
+    allowed, threads = cpus_of_threads(OMP_PROC_BIND="true")
+    assert len(allowed) >= 2
+    assert all(cpus == allowed for cpus in threads)
+
+
+@with_affinity
+def test_an_affinity_that_the_program_sets_itself_stays() -> None:
+    own = min(os.sched_getaffinity(0))
+    _, threads = cpus_of_threads(str(own))
+    assert all(cpus == [own] for cpus in threads)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+from contextlib import suppress
 from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from octavo.config import ALLOWED_CPUS
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,9 +20,23 @@ __all__ = ["available", "force_isa", "isa", "native", "num_threads", "set_num_th
 
 logger = logging.getLogger(__name__)
 
+# They make OpenMP, which torch brings, bind the thread that imports torch to one CPU.
+_BINDING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+
+
+def _undo_binding() -> None:
+    """Let this thread use all CPUs again if OpenMP has bound it: every thread that it starts would share that one."""
+    if not hasattr(os, "sched_setaffinity") or not any(os.environ.get(name) for name in _BINDING_VARIABLES):
+        return
+    if os.sched_getaffinity(0) < ALLOWED_CPUS:
+        with suppress(OSError):  # those CPUs may have been taken away since
+            os.sched_setaffinity(0, ALLOWED_CPUS)
+
 
 @cache
 def _load() -> ModuleType | None:
+    importlib.import_module("torch")
+    _undo_binding()
     try:
         library = importlib.import_module("octavo._native")
     except ImportError as error:
