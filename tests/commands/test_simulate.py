@@ -102,6 +102,48 @@ def test_the_table_counts_requests_that_were_cut_to_the_models_length(octavo_com
     assert [line.split()[-1] for line in (heading, cut, whole)] == ["clipped", "3", "0"]
 
 
+def test_a_swept_target_is_the_one_that_is_checked(octavo_command: OctavoCommand) -> None:
+    argv = [*ON_H100, *SHORT, "--sweep", "itl_slo_ms=1,1000", "--slo-percentile", "90", "--json"]
+    code, out, err = octavo_command("simulate", *argv, "--request-rate", "5")
+    assert code == 0, err
+    assert [point["targets_met"] for point in last_line(out)["points"]] == [False, True]
+    code, out, err = octavo_command("simulate", *argv, "--find-rate")
+    assert code == 0, err
+    strict, loose = last_line(out)["points"]
+    assert strict["largest_rate"] is None
+    assert "met_all_at_once" not in strict
+    assert loose["met_all_at_once"]
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        ["--sweep", "max_model_len=4096,1000000"],
+        ["--sweep", "num_devices=1,3"],
+        ["--sweep", "kv_cache_memory=1GiB,1MiB", "--max-num-seqs", "4"],
+        ["--rates", "5,0"],
+    ],
+)
+def test_every_variant_is_checked_before_the_first_is_simulated(
+    octavo_command: OctavoCommand, monkeypatch: pytest.MonkeyPatch, last: list[str]
+) -> None:
+    monkeypatch.setattr("octavo.commands.simulate_run.simulate", lambda *_: pytest.fail("simulated"))
+    code, _, err = octavo_command("simulate", *ON_H100, *last)
+    assert code == 1
+    assert err.startswith("octavo")
+
+
+def test_a_sweep_of_devices_needs_a_machine_to_have_several_of(octavo_command: OctavoCommand, tmp_path: Path) -> None:
+    path = tmp_path / "speed.json"
+    Speed("made up", MEASURED, StepTimes(0.01, ())).write(path)
+    argv = ["llama-3.1-8b", "--speed", path, "--num-blocks", "99", "--max-model-len", "512", "--num-requests", "2"]
+    assert octavo_command("simulate", *argv)[0] == 0
+    for option in (["--num-devices", "3"], ["--sweep", "num_devices=1,3"]):
+        code, _, err = octavo_command("simulate", *argv, *option)
+        assert code == 1
+        assert "num-devices goes with --machine" in err.replace("_", "-")
+
+
 def test_tokens_and_the_fleet_have_a_price(octavo_command: OctavoCommand) -> None:
     price = ["--price-per-hour", "3.6"]
     code, out, err = octavo_command("simulate", *ON_H100, *SHORT, *price, "--json")
@@ -280,6 +322,9 @@ def test_the_best_points_are_those_that_no_other_beats_in_both() -> None:
         ([*ON_H100, "--burstiness", "2"], "--burstiness goes with --request-rate, --rates or --find-rate"),
         ([*ON_H100, "--slo-percentile", "90"], "--slo-percentile goes with --ttft-slo-ms or --itl-slo-ms"),
         ([*ON_H100, "--num-blocks", "9", "--sweep", "kv_cache_memory=1GiB,2GiB"], "--num-blocks overrides"),
+        ([*ON_H100, "--sweep", "num_blocks=9,99", "--sweep", "kv_cache_memory=1GiB,2GiB"], "--num-blocks overrides"),
+        ([*ON_H100, "--sweep", "max_num_seqs=1", "--sweep", "max-num-seqs=2"], "max_num_seqs is given twice"),
+        ([*ON_H100, "--sweep", "model=llama-3.2-1b"], "--sweep model: a report is of one model"),
         ([*ON_H100, "--price-per-hour", "0"], "--price-per-hour must be above 0"),
         ([*ON_H100, "--slowdown", "0"], "slowdown must be above 0"),
         ([*ON_H100, "--trace", "TRACE", "--rate-scale", "2", "--rates", "1,2"], "leave out --request-rate and --rates"),

@@ -37,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
         require_plot(args.plot)
     options = engine_options(args)
     plan, demand = _plan(args, options), _demand(args)
-    targets = Targets(args.ttft_slo_ms, options.get("itl_slo_ms"), args.slo_percentile)
-    if args.slo_percentile != Targets().percentile and not targets.given:
+    plans, targets = _variants(args, plan), _targets(args, plan)
+    if args.slo_percentile != Targets().percentile and not any(_targets(args, each).given for _, each in plans):
         raise ConfigError("--slo-percentile goes with --ttft-slo-ms or --itl-slo-ms, of which none is given")
     if args.price_per_hour is not None and not 0 < args.price_per_hour < math.inf:
         raise ConfigError(f"--price-per-hour must be above 0, got {args.price_per_hour:g}")
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--find-rate asks what one server serves, --find-replicas how many are needed: give one")
     if args.rates is not None and (args.find_rate or args.find_replicas or args.concurrency is not None):
         raise ConfigError("--rates gives the rates: leave out --find-rate, --find-replicas and --concurrency")
-    points = [point | _price(point, args.price_per_hour) for point in _points(args, plan, demand, targets)]
+    points = [point | _price(point, args.price_per_hour) for point in _points(args, plans, demand)]
     speed = plan.effective_speed
     result: dict[str, Any] = {
         "simulate": plan.shape.name,
@@ -126,12 +126,36 @@ def _refuse_what_has_no_effect(args: argparse.Namespace) -> None:
         raise ConfigError("--rate-scale multiplies a trace's own rate: leave out --request-rate and --rates")
 
 
-def _points(args: argparse.Namespace, plan: Plan, demand: Demand, targets: Targets) -> Iterator[dict[str, Any]]:
-    """Yield the results of each variant and rate, or the answer to the question for each variant."""
+def _targets(args: argparse.Namespace, plan: Plan) -> Targets:
+    return Targets(args.ttft_slo_ms, plan.config.itl_slo_ms, args.slo_percentile)
+
+
+def _variants(args: argparse.Namespace, plan: Plan) -> list[tuple[dict[str, Any], Plan]]:
+    """Return the swept options' values and the plan of each variant, all checked before the first is simulated."""
     sweeps = [parse_sweep(text) for text in args.sweep]
-    if plan.config.num_blocks is not None and any(name == "kv_cache_memory" for name, _ in sweeps):
+    names = [name for name, _ in sweeps]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"--sweep {name} is given twice: write all its values in one, {name}=V,V,…")
+    if "model" in names:
+        raise ConfigError("--sweep model: a report is of one model; simulate each with a command of its own")
+    if "num_devices" in names and plan.machine is None:
+        raise ConfigError("--sweep num_devices goes with --machine: a measured speed is that of the measured server")
+    if "kv_cache_memory" in names and (plan.config.num_blocks is not None or "num_blocks" in names):
         raise ConfigError("--num-blocks overrides the memory that --sweep kv_cache_memory varies: leave it out")
-    for changes, variant in variants(plan, sweeps):
+    found = list(variants(plan, sweeps))
+    for _, variant in found:
+        # Raises `ConfigError` if the variant is impossible.
+        _ = variant.num_blocks, variant.effective_speed
+    return found
+
+
+def _points(
+    args: argparse.Namespace, plans: Sequence[tuple[dict[str, Any], Plan]], demand: Demand
+) -> Iterator[dict[str, Any]]:
+    """Yield the results of each variant and rate, or the answer to the question for each variant."""
+    for changes, variant in plans:
+        targets = _targets(args, variant)
         head = {"variant": changes, "num_blocks": variant.num_blocks}
         if args.find_rate:
             found = find_rate(variant, demand, targets)
@@ -188,9 +212,13 @@ def _rates(text: str, plan: Plan, demand: Demand) -> list[float]:
         most = at_once.per_second(at_once.completed)
         return [float(f"{most * part / _NUM_RATES:.3g}") for part in range(1, _NUM_RATES + 1)] if most else []
     try:
-        return [float(part) for part in text.split(",")]
+        rates = [float(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(f"cannot read {text!r} as rates: write 1,2,4 or auto") from None
+    for rate in rates:
+        if not rate > 0:
+            raise ConfigError(f"each of --rates must be above 0, got {rate:g}")
+    return rates
 
 
 def parse_sweep(text: str) -> tuple[str, list[Any]]:
