@@ -313,5 +313,9 @@ def _row(point: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _machines() -> list[str]:
-    rows = [[m.name, f"{m.gb_s:g}", f"{m.tflop_s:g}", f"{m.memory / 1e9:g}", m.source] for m in MACHINES.values()]
-    return report.columns(["machine", "GB/s", "bf16 TFLOP/s", "GB", "source"], rows)
+    rows = [
+        [m.name, *(f"{figure:g}" if figure else "-" for figure in (m.gb_s, m.tflop_s, m.memory / 1e9, m.host_gb_s))]
+        for m in MACHINES.values()
+    ]
+    heading = ["machine", "GB/s", "bf16 TFLOP/s", "GB", "GB/s to host", "source"]
+    return report.columns(heading, [[*row, m.source] for row, m in zip(rows, MACHINES.values(), strict=True)])

@@ -4,6 +4,7 @@
       + bytes of keys and values / bandwidth                                  attention of streams
       + 4 · heads · head_dim · layers · Σ query · context / rate              attention of chunks
       + 2 · layers all-reduces, where several devices share the model
+      + bytes of blocks swapped, stored or loaded / bandwidth to the host
 
 The share of a data sheet's figure that kernels reach is an assumption (`BANDWIDTH_REACHED`, `RATE_REACHED`), so results
 are labelled as estimates wherever they are shown. `octavo calibrate-speed` measures instead.
@@ -35,6 +36,8 @@ class Machine:
         memory: bytes.
         launch_us: host work and kernel launches per layer and step, in microseconds; assumed to be 5 with CUDA graphs.
         link_gb_s: bandwidth to the other devices of a group, one direction, 1e9 bytes per second.
+        host_gb_s: bandwidth to the host's memory, one direction, 1e9 bytes per second: that of PCI Express; 0 if the
+            device's memory is the host's.
         source: where the figures come from.
     """
 
@@ -45,6 +48,7 @@ class Machine:
     source: str
     launch_us: float = 5.0
     link_gb_s: float = 0.0
+    host_gb_s: float = 0.0
     on_cpu: bool = False
 
 
@@ -54,15 +58,48 @@ MACHINES: Mapping[str, Machine] = {
     machine.name: machine
     for machine in (
         Machine(
-            "a100-40gb", 1555, 312, 40 * _GB, "NVIDIA A100 Tensor Core GPU data sheet (2021), SXM4 40GB", link_gb_s=300
+            "a100-40gb",
+            1555,
+            312,
+            40 * _GB,
+            "NVIDIA A100 Tensor Core GPU data sheet (2021), SXM4 40GB, PCIe Gen4 x16",
+            link_gb_s=300,
+            host_gb_s=32,
         ),
         Machine(
-            "a100-80gb", 2039, 312, 80 * _GB, "NVIDIA A100 Tensor Core GPU data sheet (2021), SXM4 80GB", link_gb_s=300
+            "a100-80gb",
+            2039,
+            312,
+            80 * _GB,
+            "NVIDIA A100 Tensor Core GPU data sheet (2021), SXM4 80GB, PCIe Gen4 x16",
+            link_gb_s=300,
+            host_gb_s=32,
         ),
-        Machine("h100", 3350, 989, 80 * _GB, "NVIDIA H100 Tensor Core GPU data sheet (2023), SXM5", link_gb_s=450),
-        Machine("h200", 4800, 989, 141 * _GB, "NVIDIA H200 Tensor Core GPU data sheet (2023), SXM", link_gb_s=450),
         Machine(
-            "l4", 300, 121, 24 * _GB, "NVIDIA L4 Tensor Core GPU data sheet (2023); half of the rate with sparsity"
+            "h100",
+            3350,
+            989,
+            80 * _GB,
+            "NVIDIA H100 Tensor Core GPU data sheet (2023), SXM5, PCIe Gen5 x16",
+            link_gb_s=450,
+            host_gb_s=64,
+        ),
+        Machine(
+            "h200",
+            4800,
+            989,
+            141 * _GB,
+            "NVIDIA H200 Tensor Core GPU data sheet (2023), SXM, PCIe Gen5 x16",
+            link_gb_s=450,
+            host_gb_s=64,
+        ),
+        Machine(
+            "l4",
+            300,
+            121,
+            24 * _GB,
+            "NVIDIA L4 Tensor Core GPU data sheet (2023), PCIe Gen4 x16; half of the rate with sparsity",
+            host_gb_s=32,
         ),
         Machine(
             "xeon-8480+",
@@ -133,6 +170,9 @@ def roofline(
         base += 2 * shape.num_layers * 10e-6
         sent = 2 * (num_devices - 1) / num_devices * shape.hidden_size * 2
         per_row_beyond = 2 * shape.num_layers * sent / (machine.link_gb_s * 1e9)
+    # On a GPU, blocks go to the host and back; on a CPU they are read here and written there. A GPU's own copies, which
+    # a step's load does not tell apart, are quicker.
+    host_s = 1 / (machine.host_gb_s * 1e9 * BANDWIDTH_REACHED) if machine.host_gb_s else 2 * byte_s
     hidden_rows = weights / per_row
     attended = sum(2 * shape.num_heads * (layer.key_dim + layer.value_dim) for layer in spec.layers)
     return StepTimes(
@@ -146,8 +186,7 @@ def roofline(
         per_chunk_work=attended * flop_s,
         # Sampling reads the logits a few times in fp32.
         per_seq=5 * 4 * shape.vocab_size * byte_s,
-        # Read here, written there.
-        per_moved_block=2 * spec.block_bytes * byte_s,
+        per_moved_block=spec.block_bytes * host_s,
     )
 
 
