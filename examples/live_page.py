@@ -4,8 +4,11 @@ A small pool shows the most, because its cells are large and evictions begin soo
 
     octavo serve --num-blocks 257 --max-model-len 512
     python examples/live_page.py [URL] [PAUSE]        PAUSE: seconds before each scene, to read what to look for
+
+If the server has API keys, set OCTAVO_API_KEY to one of them.
 """
 
+import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +18,13 @@ import httpx
 
 
 def main(url: str = "http://127.0.0.1:8000", pause: str = "8") -> None:
-    with httpx.Client(base_url=url, timeout=600) as client:
-        model = client.get("/v1/models").json()["data"][0]["id"]
+    # The server takes several keys from the same variable, split at commas.
+    key = os.environ.get("OCTAVO_API_KEY", "").split(",")[0].strip()
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with httpx.Client(base_url=url, timeout=600, headers=headers) as client:
+        models = client.get("/v1/models")
+        models.raise_for_status()
+        model = models.json()["data"][0]["id"]
 
         def scene(title: str, what_to_see: str, requests: list[dict[str, Any]]) -> None:
             print(f"\n{title}\n    {what_to_see}")
@@ -80,7 +88,9 @@ def complete(client: httpx.Client, model: str, fields: dict[str, Any]) -> dict[s
 
 
 def evictions(client: httpx.Client) -> int:
-    lines = client.get("/metrics").text.splitlines()
+    metrics = client.get("/metrics")
+    metrics.raise_for_status()
+    lines = metrics.text.splitlines()
     return int(sum(float(line.split()[-1]) for line in lines if line.startswith("octavo:evicted_blocks_total")))
 
 

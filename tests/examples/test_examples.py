@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.server.conftest import running_server
@@ -53,8 +54,10 @@ def test_samples_and_beams_runs(example: Callable[..., str], tiny_llama: Path) -
     assert example("samples_and_beams", tiny_llama).count("log-probability") == 4 + 2 + 2
 
 
-def test_live_page_runs(example: Callable[..., str]) -> None:
+def test_live_page_runs(example: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_API_KEY", "client, another")
     with real_server(num_blocks=257) as server:
+        assert server.client.get("/v1/models").status_code == 401
         printed = example("live_page", server.url, 0)
         server.assert_nothing_runs()
     figures = re.findall(r"(\d+) of (\d+) prompt tokens came from the cache, (\d+) evictions", printed)
@@ -66,6 +69,15 @@ def test_live_page_runs(example: Callable[..., str]) -> None:
     assert others[2] > 100
     assert too_late[0] == 0
     assert preempted[:2] == (0, 3000)
+
+
+def test_live_page_says_that_it_has_no_key(example: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OCTAVO_API_KEY", raising=False)
+    with (
+        running_server(FakeEngine(), shutdown_timeout=0, api_key=["client"]) as server,
+        pytest.raises(httpx.HTTPStatusError, match="401 Unauthorized"),
+    ):
+        example("live_page", server.url, 0)
 
 
 def test_pins_runs(example: Callable[..., str]) -> None:
