@@ -204,7 +204,9 @@ class EngineConfig(RequestLimits):
         "write each step's plan (numbers only) and its seconds to this file, for `octavo simulate --plans`",
         metavar="FILE",
     )
-    num_threads: int | None = option(None, "CPU threads; default: what affinity, cgroups and OMP_NUM_THREADS allow")
+    num_threads: int | None = option(
+        None, "CPU threads; default: one for each core that affinity, cgroups and OMP_NUM_THREADS allow"
+    )
     seed: int = option(0, "seed for requests without one of their own")
 
     def __post_init__(self) -> None:

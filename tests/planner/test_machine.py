@@ -10,7 +10,7 @@ import pytest
 
 from octavo.config import MOST_THREADS, EngineConfig
 from octavo.planner import machine
-from octavo.planner.machine import cgroup_cpus, cgroup_memory, default_num_threads, usable_cpus
+from octavo.planner.machine import cgroup_cores, cgroup_memory, default_num_threads, usable_cores
 
 EIGHT = frozenset(range(8))
 GIB = 1 << 30
@@ -39,7 +39,7 @@ def v1(root: Path, own: str, files: Mapping[str, object]) -> Path:
 
 
 def test_without_cgroups_everything_is_allowed(tmp_path: Path) -> None:
-    assert cgroup_cpus(tmp_path, EIGHT) == 8
+    assert cgroup_cores(tmp_path, EIGHT) == 8
     assert cgroup_memory(tmp_path, 5 * GIB) == 5 * GIB
 
 
@@ -47,18 +47,18 @@ def test_without_cgroups_everything_is_allowed(tmp_path: Path) -> None:
     ("quota", "cpus"), [("max 100000", 8), ("200000 100000", 2), ("150000 100000", 2), ("5000 100000", 1), ("", 8)]
 )
 def test_a_quota_of_version_2_limits_the_cpus(tmp_path: Path, quota: str, cpus: int) -> None:
-    assert cgroup_cpus(v2(tmp_path, "/", {"cpu.max": quota}), EIGHT) == cpus
+    assert cgroup_cores(v2(tmp_path, "/", {"cpu.max": quota}), EIGHT) == cpus
 
 
 @pytest.mark.parametrize(("quota", "cpus"), [(-1, 8), (300000, 3), (20000, 1)])
 def test_a_quota_of_version_1_limits_the_cpus(tmp_path: Path, quota: int, cpus: int) -> None:
     files = {"cpu,cpuacct/box/cpu.cfs_quota_us": quota, "cpu,cpuacct/box/cpu.cfs_period_us": 100000}
-    assert cgroup_cpus(v1(tmp_path, "/box", files), EIGHT) == cpus
+    assert cgroup_cores(v1(tmp_path, "/box", files), EIGHT) == cpus
 
 
 def test_the_least_on_the_way_to_the_root_counts(tmp_path: Path) -> None:
     files = {"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000", "a/b/c/cpu.max": "600000 100000"}
-    assert cgroup_cpus(v2(tmp_path, "/a/b/c", files), EIGHT) == 3
+    assert cgroup_cores(v2(tmp_path, "/a/b/c", files), EIGHT) == 3
     limits: dict[str, object] = {
         "a/memory.max": 4 * GIB,
         "a/memory.current": 3 * GIB,
@@ -72,14 +72,14 @@ def test_the_least_on_the_way_to_the_root_counts(tmp_path: Path) -> None:
 
 def test_cpusets_of_both_versions_limit_the_cpus(tmp_path: Path) -> None:
     second = v2(tmp_path / "v2", "/box", {"cpuset.cpus.effective": "0-7", "box/cpuset.cpus.effective": "0-1,5"})
-    assert cgroup_cpus(second, EIGHT) == 3
+    assert cgroup_cores(second, EIGHT) == 3
     first = v1(tmp_path / "v1", "/box", {"cpuset/cpuset.cpus": "0-15", "cpuset/box/cpuset.cpus": "2-3"})
-    assert cgroup_cpus(first, EIGHT) == 2
-    assert cgroup_cpus(first, frozenset({3, 4})) == 1, "and the affinity"
+    assert cgroup_cores(first, EIGHT) == 2
+    assert cgroup_cores(first, frozenset({3, 4})) == 1, "and the affinity"
 
 
 def test_a_quota_counts_beside_a_cpuset(tmp_path: Path) -> None:
-    assert cgroup_cpus(v2(tmp_path, "/", {"cpuset.cpus.effective": "0-5", "cpu.max": "400000 100000"}), EIGHT) == 4
+    assert cgroup_cores(v2(tmp_path, "/", {"cpuset.cpus.effective": "0-5", "cpu.max": "400000 100000"}), EIGHT) == 4
 
 
 @pytest.mark.parametrize(("limit", "available"), [(3 * GIB, GIB), (9223372036854771712, 16 * GIB), (GIB, 0)])
@@ -95,27 +95,52 @@ def test_idle_cached_files_count_as_available(tmp_path: Path) -> None:
 
 def test_a_path_of_the_host_that_the_container_does_not_see_leads_to_its_root(tmp_path: Path) -> None:
     write(tmp_path, {"proc/self/cgroup": "0::/kubepods/pod7/box", "sys/fs/cgroup/cpu.max": "250000 100000"})
-    assert cgroup_cpus(tmp_path, EIGHT) == 3
+    assert cgroup_cores(tmp_path, EIGHT) == 3
 
 
 def test_damaged_files_limit_nothing(tmp_path: Path) -> None:
     files = {"cpu.max": "lots of", "cpuset.cpus.effective": "0-", "memory.max": "much", "memory.current": "little"}
     root = v2(tmp_path, "/", files)
-    assert (cgroup_cpus(root, EIGHT), cgroup_memory(root, GIB)) == (8, GIB)
+    assert (cgroup_cores(root, EIGHT), cgroup_memory(root, GIB)) == (8, GIB)
+
+
+def with_siblings(root: Path, *cores: str) -> Path:
+    """Adds the topology of CPUs, each core given as the list of its CPUs: "0,4"."""
+    topology = {cpu: core for core in cores for cpu in core.split(",")}
+    return write(
+        root, {f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": at for n, at in topology.items()}
+    )
+
+
+def test_cpus_of_one_core_count_once(tmp_path: Path) -> None:
+    root = with_siblings(tmp_path, "0,4", "1,5", "2,6", "3,7")
+    assert cgroup_cores(root, EIGHT) == 4
+    assert cgroup_cores(root, frozenset({0, 1, 4, 5})) == 2
+    assert cgroup_cores(root, frozenset({4, 5, 6})) == 3
+    assert cgroup_cores(v2(root, "/", {"cpu.max": "800000 100000"}), EIGHT) == 4
+    assert cgroup_cores(v2(root, "/", {"cpu.max": "300000 100000"}), EIGHT) == 3
+    assert cgroup_cores(v2(root, "/", {"cpu.max": "max 1", "cpuset.cpus.effective": "0,4-5"}), EIGHT) == 2
+
+
+def test_a_cpu_whose_core_is_not_known_counts_as_one(tmp_path: Path) -> None:
+    root = with_siblings(tmp_path, "0,4", "1,5")
+    assert cgroup_cores(root, EIGHT) == 6
+    write(root, {"sys/devices/system/cpu/cpu0/topology/thread_siblings_list": "-"})
+    assert cgroup_cores(root, frozenset({0, 1, 5})) == 2
 
 
 @pytest.mark.parametrize(("stated", "threads"), [("1", 1), ("3,2", 3), ("64", 8), ("", 8), ("0", 8), ("all", 8)])
 def test_omp_num_threads_is_respected(monkeypatch: pytest.MonkeyPatch, stated: str, threads: int) -> None:
-    monkeypatch.setattr(machine, "usable_cpus", lambda: 8)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", stated)
     assert default_num_threads() == threads
 
 
 def test_no_more_threads_than_the_kernels_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "usable_cpus", lambda: 1536)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 1536)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert EngineConfig(num_threads=default_num_threads()).num_threads == MOST_THREADS
 
 
-def test_this_machine_has_a_cpu() -> None:
-    assert 1 <= usable_cpus() <= (os.cpu_count() or 1)
+def test_this_machine_has_a_core() -> None:
+    assert 1 <= usable_cores() <= (os.cpu_count() or 1)

@@ -44,16 +44,16 @@ def gpu_memory() -> int | None:
         return None
 
 
-def usable_cpus() -> int:
-    """Return how many CPUs this process can keep busy: those it may run on, limited by its containers' quotas."""
-    return cgroup_cpus(Path("/"), ALLOWED_CPUS)
+def usable_cores() -> int:
+    """Return how many cores this process can keep busy: those it may run on, limited by its containers' quotas."""
+    return cgroup_cores(Path("/"), ALLOWED_CPUS)
 
 
 def default_num_threads() -> int:
-    """`usable_cpus`, but no more than the environment variable OMP_NUM_THREADS allows, and the kernels can use."""
+    """`usable_cores`, but no more than the environment variable OMP_NUM_THREADS allows, and the kernels can use."""
     stated = os.environ.get(THREADS_VARIABLE, "").split(",")[0].strip()
-    cpus = min(usable_cpus(), MOST_THREADS)
-    return min(cpus, int(stated)) if stated.isdecimal() and int(stated) > 0 else cpus
+    cores = min(usable_cores(), MOST_THREADS)
+    return min(cores, int(stated)) if stated.isdecimal() and int(stated) > 0 else cores
 
 
 def cgroup_memory(root: Path, available: int) -> int:
@@ -75,10 +75,11 @@ def cgroup_memory(root: Path, available: int) -> int:
     return available
 
 
-def cgroup_cpus(root: Path, allowed: frozenset[int]) -> int:
-    """Return how many of the `allowed` CPUs the cgroups from this process's up to the root let it keep busy.
+def cgroup_cores(root: Path, allowed: frozenset[int]) -> int:
+    """Return how many cores of the `allowed` CPUs the cgroups from this process's up to the root let it keep busy.
 
-    A quota of 1.5 CPUs counts as two: one thread would never use a third of it.
+    CPUs of one core (SMT, hyper-threading) share its arithmetic units, caches and path to memory: one thread uses them
+    up. A quota of 1.5 CPUs counts as two: one thread would never use a third of it.
 
     Args:
         root: folder that holds /proc and /sys.
@@ -89,11 +90,17 @@ def cgroup_cpus(root: Path, allowed: frozenset[int]) -> int:
             if found := _read_cpus(folder / name):
                 cpus = cpus & found or cpus
                 break
-    count = float(len(cpus))
+    count = float(_num_cores(root, cpus))
     for folder in _cgroup_folders(root, "cpu"):
         if (quota := _cpu_quota(folder)) is not None:
             count = min(count, quota)
     return max(1, math.ceil(count))
+
+
+def _num_cores(root: Path, cpus: frozenset[int]) -> int:
+    """Return how many cores the CPUs belong to; one whose core is not known counts as a core."""
+    folder = root / "sys/devices/system/cpu"
+    return len({_read_cpus(folder / f"cpu{cpu}/topology/thread_siblings_list") or frozenset({cpu}) for cpu in cpus})
 
 
 def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
