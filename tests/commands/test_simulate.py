@@ -71,7 +71,7 @@ def test_targets_without_a_question_are_judged(octavo_command: OctavoCommand) ->
     assert not crowded["targets_met"]
     assert 0 < crowded["ttft_within"] < 1
     code, out, _ = octavo_command("simulate", *ON_H100, *SHORT, *slo, "--rates", "1,2000")
-    assert [line.split()[-1] for line in out.splitlines()[2:]] == ["True", "False"]
+    assert [line.split()[-1] for line in out.splitlines()[2:4]] == ["True", "False"]
 
 
 def test_requests_that_do_not_fit_the_cache_miss_the_targets_and_are_told(octavo_command: OctavoCommand) -> None:
@@ -208,6 +208,39 @@ def test_a_largest_rate_of_a_trace_is_also_told_as_a_factor(octavo_command: Octa
     (run,) = last_line(out)["points"]
     assert run["targets_met"]
     assert run["requests_s"] == pytest.approx(point["requests_s"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "question",
+    [["--find-rate"], ["--find-replicas", "--request-rate", "500"], ["--rates", "500"], ["--request-rate", "5"]],
+)
+def test_arrivals_for_too_short_a_time_are_told(octavo_command: OctavoCommand, question: list[str]) -> None:
+    argv = [
+        *ON_H100,
+        "--input-len",
+        "200",
+        "--output-len",
+        "300",
+        "--num-requests",
+        "8",
+        "--ttft-slo-ms",
+        "40",
+        *question,
+    ]
+    code, out, err = octavo_command("simulate", *argv, "--max-num-seqs", "6", "--json")
+    assert code == 0, err
+    (point,) = last_line(out)["points"]
+    assert "too short for a queue to form" in point["note"]
+    code, out, _ = octavo_command("simulate", *argv, "--max-num-seqs", "6")
+    assert out.splitlines()[-1] == f"note: {point['note']}"
+
+
+def test_of_many_short_runs_the_table_names_the_shortest(octavo_command: OctavoCommand) -> None:
+    argv = [*ON_H100, "--num-requests", "8", "--input-len", "200", "--output-len", "300"]
+    code, out, err = octavo_command("simulate", *argv, "--rates", "0.01,500,inf")
+    assert code == 0, err
+    assert out.splitlines()[-1].startswith("note on 1 of 3 rows: arrivals last 0.0")
+    assert "note" not in octavo_command("simulate", *argv)[1], "all at once is what was asked for"
 
 
 def test_a_plot_is_drawn_of_all_rates(octavo_command: OctavoCommand, tmp_path: Path) -> None:

@@ -17,7 +17,16 @@ from octavo.planner.sources import find_shape
 from octavo.request import Request
 from octavo.scheduler.plan_builder import PlanBuilder
 from octavo.scheduler.step_time import StepTimes
-from octavo.simulator.questions import Demand, Targets, find_rate, find_replicas, num_refused, simulate, variants
+from octavo.simulator.questions import (
+    Demand,
+    Targets,
+    find_rate,
+    find_replicas,
+    num_refused,
+    simulate,
+    too_short,
+    variants,
+)
 from octavo.simulator.setup import Plan
 from octavo.simulator.simulation import Simulation
 from octavo.simulator.sketch import Sketch
@@ -238,6 +247,18 @@ def test_replicas_are_the_fewest_that_keep_the_targets() -> None:
     assert count > 1
     assert targets.met(results)
     assert results.requests == -(-120 // count)
+
+
+def test_arrivals_are_too_short_if_they_last_less_than_three_requests_without_a_queue() -> None:
+    def lasting(seconds: float, **options: Any) -> str | None:
+        trace = tuple(TraceRequest(i * seconds / 20, 1, 20) for i in range(21))
+        return too_short(simulate(plan(**options), Demand(trace=trace)))
+
+    assert lasting(1.5) is None
+    warning = lasting(0.5)
+    assert warning is not None
+    assert warning.startswith("arrivals last 0.5 s, a request 0.")
+    assert lasting(1.5, max_num_seqs=2) is None, "a queue makes answers late, but no longer"
 
 
 def test_a_replica_for_each_request_is_tried_before_no_number_is_said_to_suffice() -> None:

@@ -19,7 +19,16 @@ from octavo.option import flag
 from octavo.planner.roofline import MACHINES, find_machine
 from octavo.planner.sources import find_shape
 from octavo.simulator.pareto import draw, require_plot
-from octavo.simulator.questions import Demand, Targets, find_rate, find_replicas, num_refused, simulate, variants
+from octavo.simulator.questions import (
+    Demand,
+    Targets,
+    find_rate,
+    find_replicas,
+    num_refused,
+    simulate,
+    too_short,
+    variants,
+)
 from octavo.simulator.setup import Plan
 from octavo.simulator.simulation import Results
 from octavo.simulator.speed import Speed, speed_of_plans
@@ -165,18 +174,25 @@ def _points(
             answer |= {"met_all_at_once": True} if unbounded else {}
             if found and not unbounded and demand.follows_trace:
                 answer["rate_scale"] = float(f"{demand.at_rate(found.value).rate_scale:.6g}")
-            yield head | answer | (_refused(variant, demand) if found is None else found.results.report())
+            figures = _refused(variant, demand) if found is None else found.results.report()
+            yield head | answer | figures | (_note(found.results) if found and not unbounded else {})
         elif args.find_replicas:
             replicas = find_replicas(variant, demand, targets)
-            figures = _refused(variant, demand) if replicas is None else replicas[1].report()
+            figures = _refused(variant, demand) if replicas is None else replicas[1].report() | _note(replicas[1])
             yield head | {"replicas": replicas and replicas[0]} | figures
         elif args.rates is None:
             results = simulate(variant, demand)
-            yield head | _within(targets, results) | results.report()
+            note = _note(results) if targets.given and math.isfinite(demand.mean_rate) else {}
+            yield head | _within(targets, results) | results.report() | note
         else:
             for rate in _rates(args.rates, variant, demand):
                 results = simulate(variant, replace(demand, rate=rate))
-                yield head | {"rate": rate} | _within(targets, results) | results.report()
+                note = _note(results) if math.isfinite(rate) else {}
+                yield head | {"rate": rate} | _within(targets, results) | results.report() | note
+
+
+def _note(results: Results) -> dict[str, Any]:
+    return {"note": note} if (note := too_short(results)) else {}
 
 
 def _refused(plan: Plan, demand: Demand) -> dict[str, Any]:
@@ -254,7 +270,7 @@ def _tables(result: Mapping[str, Any]) -> Iterator[str]:
     yield f"{result['simulate']}: step times {result['speed']['origin']}"
     points = result["points"]
     if len(points) == 1:
-        point = {name: value for name, value in points[0].items() if name not in ("variant", "tenants")}
+        point = {name: value for name, value in points[0].items() if name not in ("variant", "tenants", "note")}
         yield report.as_table(point)
         if tenants := points[0].get("tenants"):
             yield from report.columns(
@@ -279,6 +295,9 @@ def _notes(points: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         worst = max(refusing, key=lambda point: point["refused"])
         most = "" if len(points) == 1 else "up to "
         yield f"{most}{worst['refused']:,} of {worst['requests']:,} requests do not fit the KV cache: they are refused"
+    if noted := [point for point in points if "note" in point]:
+        shortest = min(noted, key=lambda point: point["arrivals_s"])
+        yield f"note{'' if len(points) == 1 else f' on {len(noted)} of {len(points)} rows'}: {shortest['note']}"
     if any("met_all_at_once" in point for point in points):
         yield "no largest rate: the targets are met with all requests at once; simulate more of them (--num-requests)"
     missed = [point for point in points if not point.get("refused")]

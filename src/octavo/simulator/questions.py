@@ -28,6 +28,8 @@ from octavo.simulator.traffic import (
 Simulate = Callable[[float], Results]
 
 _CLOSE_ENOUGH = 1.03
+# Arrivals for a shorter time than this many requests take one after the other show no queue.
+_ENOUGH = 3
 _MOST_TRIES = 40
 _PATIENCE_MS = 10_000.0
 _ANYBODY = Tenants()
@@ -187,6 +189,16 @@ def simulate(plan: Plan, demand: Demand, targets: Targets | None = None) -> Resu
     """Run one simulation; with `targets`, stop it as soon as it can no longer meet them."""
     give_up = None if targets is None else targets.gives_up(-(-demand.num_requests // demand.replicas))
     return Simulation(plan.server(), demand.traffic(), demand.tenants, give_up).run()
+
+
+def too_short(results: Results) -> str | None:
+    """Return a warning if the requests of a run with a rate came within too short a time to show what it leads to."""
+    if not results.arrivals_s < _ENOUGH * results.unqueued_s:
+        return None
+    return (
+        f"arrivals last {results.arrivals_s:.3g} s, a request {results.unqueued_s:.3g} s: too short for a queue to "
+        "form as under lasting load; give more --num-requests"
+    )
 
 
 def num_refused(plan: Plan, demand: Demand) -> int:

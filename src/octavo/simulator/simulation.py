@@ -87,6 +87,7 @@ class Results:
         refused: requests that this server can never serve.
         clipped: requests cut to max_model_len.
         unstable: the run was stopped early because it could no longer meet its targets.
+        arrivals_s: time from the start to the arrival of the last request.
         duration_s: time from the start to the end of the last request.
         busy_s: time spent in steps.
         mean_running: running requests, averaged over `busy_s`.
@@ -99,6 +100,7 @@ class Results:
     refused: int = 0
     clipped: int = 0
     unstable: bool = False
+    arrivals_s: float = 0.0
     duration_s: float = 0.0
     busy_s: float = 0.0
     steps: int = 0
@@ -124,6 +126,11 @@ class Results:
         """Share of the admitted prompts' tokens that were found in the prefix cache."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
+    @property
+    def unqueued_s(self) -> float:
+        """About what a request takes without a queue: the shortest time to first token, and the mean time after it."""
+        return self.ttft.percentile(0) + self.e2e.mean - self.ttft.mean
+
     def per_second(self, count: float) -> float:
         return count / self.duration_s if self.duration_s else 0.0
 
@@ -135,6 +142,7 @@ class Results:
             "refused": self.refused,
             "clipped": self.clipped,
             "unstable": self.unstable,
+            "arrivals_s": round(self.arrivals_s, 3),
             "duration_s": round(self.duration_s, 3),
             "busy_share": round(self.per_second(self.busy_s), 4),
             "steps": self.steps,
@@ -268,6 +276,7 @@ class Simulation:
     def _arrive(self, sent: SimulatedRequest) -> None:
         results, scheduler = self.results, self._server.scheduler
         results.requests += 1
+        results.arrivals_s = max(results.arrivals_s, sent.arrival_s)
         if (shape := clip(sent.shape, scheduler.config.max_model_len)) is not sent.shape:
             sent = SimulatedRequest(sent.arrival_s, shape, sent.user)
             results.clipped += 1
