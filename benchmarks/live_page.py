@@ -2,12 +2,14 @@
 
     python benchmarks/live_page.py                          # half a minute; the browser's part needs chromium
     python benchmarks/live_page.py --part server            # four minutes; a quiet machine
+    python benchmarks/live_page.py --part top               # half a minute
 
 - engine: the engine's thread takes a look between two steps, and the event loop, which shares the interpreter with
   it, serialises what it found. Both are timed with a scheduler of 64 running sequences in a full pool and ten steps
   from one look to the next, and given as shares of the time between two looks (`octavo.server.live_page`). With no
   page open, none of this is done (tests/server/test_live_page.py).
 - server: tokens a second of `octavo serve` with 16 streams, in rounds without and with a page open by turns.
+- top: processor time of `octavo top` in a terminal of 120 x 40, with ten events a second of 64 requests that move.
 - browser: milliseconds of a frame, and memory after the events of some hours, replayed as fast as the page takes them.
 """
 
@@ -15,10 +17,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
+import io
 import json
+import os
+import pty
+import socket
 import statistics
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -144,6 +153,56 @@ def reading(url: str) -> Iterator[None]:
             process.terminate()
 
 
+def top_cost(num_blocks: int, num_requests: int, seconds: float) -> dict[str, float]:
+    """The share of a core that `octavo top` takes, without its start."""
+    controller, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    with socket.create_server(("127.0.0.1", 0)) as listener, open(controller, "rb", buffering=0) as drawn:
+        command = [sys.executable, "-m", "octavo", "top", f"http://127.0.0.1:{listener.getsockname()[1]}"]
+        environment = {**os.environ, "TERM": "xterm-256color"}
+        with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment) as process:
+            os.close(terminal)
+            threading.Thread(target=discard, args=(drawn,), daemon=True).start()
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65_536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n")
+                used, began = 0.0, time.perf_counter()
+                for number, event in enumerate(events_for_top(num_blocks, num_requests, round(10 * (seconds + 2)))):
+                    connection.sendall(_event(event))
+                    if number == 20:
+                        used, began = processor_seconds(process.pid), time.perf_counter()
+                    time.sleep(0.1)
+                share = (processor_seconds(process.pid) - used) / (time.perf_counter() - began)
+                process.terminate()
+    return {"blocks": num_blocks - 1, "top_share": share}
+
+
+def events_for_top(num_blocks: int, num_requests: int, count: int) -> Iterator[dict[str, Any]]:
+    nothing = {"ttft": [0] * 23, "itl": [0] * 26, "counters": [num_requests, 0, 0, 0, 0, 0, 0], "tiers": []}
+    yield {"model": "m", "ttft_bounds": [1.0] * 22, "itl_bounds": [1.0] * 25}
+    ids = [f"cmpl-{number:032}" for number in range(num_requests)]
+    facts = {"tenant": "", "prompt": 500, "max": 4000, "n": 1, "cache": None, "progress": [1, 500, 1, 0]}
+    spec = {"num_blocks": num_blocks, "block_bytes": 1 << 20, "host_blocks": 0}
+    first = {"spec": spec, "all": ["3" * num_blocks, ""], "came": [{"id": name, **facts} for name in ids]}
+    yield {"at": 0.0, "totals": [0] * 5, **first, **nothing}
+    for number in range(1, count):
+        changed = [value for block in range(60) for value in (1 + (number * 31 + block) % (num_blocks - 1), 1, 0)]
+        moved = [[name, 1, 500 + number, number, 0] for name in ids]
+        yield {"at": number / 10, "totals": [number] * 5, "blocks": changed, "moved": moved, **nothing}
+
+
+def discard(drawn: io.RawIOBase) -> None:
+    with contextlib.suppress(OSError):  # the terminal is gone
+        while drawn.read(65_536):
+            pass
+
+
+def processor_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
 FRAMES = """(() => {
   spec = {num_blocks: %(blocks)d + 1, block_size: 16, block_bytes: 1024, host_blocks: 0};
   layOut();
@@ -247,7 +306,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--looks", type=int, default=50)
     parser.add_argument(
-        "--part", choices=("engine", "server", "browser"), action="append", help="default: engine, browser"
+        "--part", choices=("engine", "server", "top", "browser"), action="append", help="default: engine, browser"
     )
     parser.add_argument("--hours", type=float, default=1.0, help="of events that the browser takes")
     parser.add_argument("--rounds", type=int, default=60, help="of the server, without and with a page each")
@@ -262,6 +321,8 @@ def main() -> None:
         ]
     if "server" in parts:
         result["server"] = server_cost(arguments.rounds, arguments.round_s, arguments.streams)
+    if "top" in parts:
+        result["top"] = [top_cost(blocks + 1, arguments.sequences, 10) for blocks in (256, arguments.blocks)]
     if "browser" in parts:
         result["frames"] = frame_times(arguments.blocks)
         result["memory"] = memory_over_time(arguments.hours)
