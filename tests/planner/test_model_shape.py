@@ -66,6 +66,10 @@ def test_a_family_is_counted_as_transformers_builds_it(family: str, tmp_path: Pa
     shape = model_shape("tiny", hf_model_config(raw, tmp_path / "config.json"), raw)
     balance = [tensor for name, tensor in model.named_buffers() if name.endswith("correction_bias")]
     assert shape.parameters.total == model.num_parameters() + sum(tensor.numel() for tensor in balance)
+    routed = sum(tensor.numel() for name, tensor in model.named_parameters() if ".experts." in name)
+    assert (shape.experts.parameters if shape.experts else 0) == routed
+    if shape.experts:
+        assert shape.experts.num_used == model.config.num_experts_per_tok
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.config import EngineConfig
-from octavo.planner.roofline import BANDWIDTH_REACHED, MACHINES, find_machine
+from octavo.planner.roofline import BANDWIDTH_REACHED, MACHINES, RATE_REACHED, find_machine, without_overlap
 from octavo.planner.sources import find_shape
 from octavo.scheduler.step_time import StepTimes
 from octavo.simulator.setup import Plan
@@ -31,3 +31,36 @@ def test_a_cpus_blocks_are_read_and_written_in_its_memory() -> None:
 
 def test_all_gpus_have_a_link_to_their_host() -> None:
     assert all(bool(machine.host_gb_s) != machine.on_cpu for machine in MACHINES.values())
+
+
+def test_a_mixture_reads_the_experts_that_its_rows_use_and_computes_those_of_each_row() -> None:
+    shape, times = find_shape("qwen3-30b-a3b"), estimated("qwen3-30b-a3b", "h200")
+    assert shape.experts is not None
+    assert shape.active_parameters == pytest.approx(3.35e9, rel=0.01)
+    byte_s = 1 / (4.8e12 * BANDWIDTH_REACHED)
+    dense, routed = shape.parameters.total - shape.experts.parameters, shape.experts.parameters
+    assert times.product_seconds(1) == pytest.approx(2 * (dense + routed * 8 / 128) * byte_s)
+    assert times.product_seconds(2) == pytest.approx(2 * (dense + routed * (1 - (120 / 128) ** 2)) * byte_s)
+    assert times.product_seconds(256) == pytest.approx(2 * (dense + routed) * byte_s, rel=1e-4)
+    assert times.product_seconds(9000) == pytest.approx(9000 * 2 * shape.active_parameters / (989e12 * RATE_REACHED))
+    seconds = [times.product_seconds(rows) for rows in range(1, 6000, 7)]
+    assert seconds == sorted(seconds)
+    plan = Plan(shape, EngineConfig(max_model_len=4096), machine=find_machine("h200"))
+    added = without_overlap(shape, plan.spec, "bfloat16", 100.0, 1000.0)
+    assert added.product_seconds(1) == pytest.approx(2 * shape.active_parameters / 1e12)
+
+
+def test_devices_that_share_a_mixture_read_their_parts_of_its_experts() -> None:
+    alone, halves = (estimated("mixtral-8x7b", "h200", devices).product_seconds(1) for devices in (1, 2))
+    assert halves == pytest.approx(alone / 2, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("model", "max_model_len", "said"),
+    [("mistral-7b-v0.1", 8192, "32 of 32"), ("mistral-7b-v0.1", 4096, ""), ("llama-3.1-8b", 8192, "")],
+)
+def test_an_estimate_says_if_it_is_an_upper_bound_because_of_windows(model: str, max_model_len: int, said: str) -> None:
+    plan = Plan(find_shape(model), EngineConfig(max_model_len=max_model_len), machine=find_machine("h100"))
+    origin = plan.effective_speed.origin
+    assert ("upper bound" in origin) == bool(said)
+    assert said in origin

@@ -43,6 +43,25 @@ class ParameterCount:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedExperts:
+    """The experts of a mixture of which each token uses some; experts that all tokens share are not among them.
+
+    Attributes:
+        parameters: of all experts of all layers; they are among the `divided` ones of the `ParameterCount`.
+        num_experts: in a layer.
+        num_used: by a token, in a layer.
+    """
+
+    parameters: int
+    num_experts: int
+    num_used: int
+
+    def share_unused(self, num_tokens: float) -> float:
+        """Return the expected share of experts that none of so many tokens uses, if each token draws its own evenly."""
+        return float((1 - self.num_used / self.num_experts) ** num_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """The sizes of one model that memory depends on.
 
@@ -55,6 +74,7 @@ class ModelShape:
         kv_cache_dtype: the codec that the checkpoint asks for, if any.
         packed_bytes: size of a GGUF file's weights once loaded on a CPU, where they stay quantised; None for other
             checkpoints.
+        experts: those that not all tokens use; None without a mixture of experts.
         notes: remarks on anything that a reader might expect to be counted differently.
     """
 
@@ -72,11 +92,18 @@ class ModelShape:
     latent_elements_per_token: int | None = None
     kv_cache_dtype: str | None = None
     packed_bytes: int | None = None
+    experts: RoutedExperts | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def num_kv_heads(self) -> int:
         return self.kv_layers[0].num_kv_heads
+
+    @property
+    def active_parameters(self) -> float:
+        """The number of parameters that one token is multiplied with, the embedding included."""
+        unused = 0.0 if self.experts is None else self.experts.parameters * self.experts.share_unused(1)
+        return self.parameters.total - unused
 
     def kv_dtype(self, option: str, dtype: str) -> str:
         """Return the cache's dtype for a `kv_cache_dtype` option; `dtype` is that of activations.
@@ -165,6 +192,7 @@ def model_shape(name: str, config: ModelConfig, raw: Mapping[str, Any] | None = 
         mlp_width=3 * counter.active_inner_size(),
         latent_elements_per_token=latent,
         kv_cache_dtype=config.kv_cache_dtype,
+        experts=counter.experts(),
         notes=tuple(notes),
     )
 
@@ -218,7 +246,7 @@ def divide(shape: ModelShape, num_devices: int) -> ModelShape:
             f"possible: {', '.join(map(str, possible))}"
         )
     own_kv_heads = max(1, kv_heads // num_devices)
-    count = shape.parameters
+    count, experts = shape.parameters, shape.experts
     return replace(
         shape,
         num_heads=heads // num_devices,
@@ -232,6 +260,7 @@ def divide(shape: ModelShape, num_devices: int) -> ModelShape:
         ),
         attention_width=-(-shape.attention_width // num_devices),
         mlp_width=-(-shape.mlp_width // num_devices),
+        experts=experts and replace(experts, parameters=-(-experts.parameters // num_devices)),
     )
 
 
@@ -277,6 +306,14 @@ class _Counter:
         if not self.family.expert_width:
             return dense
         return max(dense, self._experts_inner_size(self._fields.size("num_experts_per_tok")))
+
+    def experts(self) -> RoutedExperts | None:
+        sparse = self._num_sparse_layers()
+        if not sparse:
+            return None
+        count, used = self._num_experts(), self._fields.size("num_experts_per_tok")
+        each = 3 * self._config.hidden_size * self._fields.size(self.family.expert_width)
+        return RoutedExperts(parameters=sparse * count * each, num_experts=count, num_used=min(used, count))
 
     def _attended(self) -> int:
         return self._config.num_heads * self._config.value_dim

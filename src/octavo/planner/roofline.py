@@ -6,12 +6,16 @@
       + 2 · layers all-reduces, where several devices share the model
       + bytes of blocks swapped, stored or loaded / bandwidth to the host
 
+Of a mixture of experts, the weights are those of the experts that at least one row is expected to use, and the
+parameters those that one row uses. Sliding windows are not counted: all layers attend to the whole context.
+
 The share of a data sheet's figure that kernels reach is an assumption (`BANDWIDTH_REACHED`, `RATE_REACHED`), so results
 are labelled as estimates wherever they are shown. `octavo calibrate-speed` measures instead.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -160,8 +164,6 @@ def roofline(
     """Estimate the step times of `num_devices` together; `shape` and `spec` describe one device's part of the model."""
     byte_s = 1 / (machine.gb_s * 1e9 * BANDWIDTH_REACHED)
     flop_s = 1 / (machine.tflop_s * 1e12 * RATE_REACHED)
-    weights = weight_bytes(shape, dtype, tied_head_copied=False) * byte_s
-    per_row = 2 * shape.parameters.total * flop_s
     base, per_row_beyond = shape.num_layers * machine.launch_us * 1e-6, 0.0
     if num_devices > 1:
         if not machine.link_gb_s:
@@ -173,15 +175,10 @@ def roofline(
     # On a GPU, blocks go to the host and back; on a CPU they are read here and written there. A GPU's own copies, which
     # a step's load does not tell apart, are quicker.
     host_s = 1 / (machine.host_gb_s * 1e9 * BANDWIDTH_REACHED) if machine.host_gb_s else 2 * byte_s
-    hidden_rows = weights / per_row
     attended = sum(2 * shape.num_heads * (layer.key_dim + layer.value_dim) for layer in spec.layers)
     return StepTimes(
         base=base,
-        products=(
-            (0.0, weights),
-            (hidden_rows, weights + hidden_rows * per_row_beyond),
-            (2 * hidden_rows, 2 * weights + 2 * hidden_rows * per_row_beyond),
-        ),
+        products=_products(shape, weight_bytes(shape, dtype, tied_head_copied=False) * byte_s, flop_s, per_row_beyond),
         per_context_token=spec.bytes_per_token * byte_s,
         per_chunk_work=attended * flop_s,
         # Sampling reads the logits a few times in fp32.
@@ -190,11 +187,29 @@ def roofline(
     )
 
 
+def _products(
+    shape: ModelShape, weights: float, flop_s: float, per_row_beyond: float
+) -> tuple[tuple[float, float], ...]:
+    """Return the seconds of a step's matrix products, by rows, from the seconds that reading all weights takes."""
+    per_row = 2 * shape.active_parameters * flop_s
+    hidden_rows = weights / per_row
+    rows, experts = [0.0, hidden_rows, 2 * hidden_rows], shape.experts
+    if experts is None:
+        return tuple((count, max(weights, count * per_row) + count * per_row_beyond) for count in rows)
+    # With few rows only some of the experts are read, with some dozens of rows nearly all.
+    routed = weights * experts.parameters / shape.parameters.total
+    powers = itertools.takewhile(lambda power: power < hidden_rows, (2.0**exponent for exponent in itertools.count()))
+    return tuple(
+        (count, max(weights - routed * experts.share_unused(count), count * per_row) + count * per_row_beyond)
+        for count in sorted({*rows, *powers})
+    )
+
+
 def without_overlap(shape: ModelShape, spec: KVCacheSpec, dtype: str, gb_s: float, gflop_s: float) -> StepTimes:
     """Estimate step times as the sum of all terms; hardware overlaps some, so this is up to twice too slow.
 
-    The terms are reading the weights, two operations per parameter and token, and reading each byte of context once.
-    The arithmetic of attention is left out. Moving a block costs as much as reading its bytes.
+    The terms are reading all weights, two operations per parameter that a token uses, and reading each byte of context
+    once. The arithmetic of attention is left out. Moving a block costs as much as reading its bytes.
 
     Raises:
         ConfigError: a speed is not positive.
@@ -204,7 +219,7 @@ def without_overlap(shape: ModelShape, spec: KVCacheSpec, dtype: str, gb_s: floa
     byte_s = 1 / gb_s / 1e9
     return StepTimes(
         base=weight_bytes(shape, dtype, tied_head_copied=False) * byte_s,
-        products=((0.0, 0.0), (1.0, 2 * shape.parameters.total / gflop_s / 1e9)),
+        products=((0.0, 0.0), (1.0, 2 * shape.active_parameters / gflop_s / 1e9)),
         per_context_token=spec.bytes_per_token * byte_s,
         per_moved_block=spec.block_bytes * byte_s,
     )

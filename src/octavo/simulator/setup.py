@@ -188,14 +188,22 @@ class Plan:
             devices = f"{self.num_devices} × " if self.num_devices > 1 else ""
             times = roofline(self.part, self._plain_spec, self.machine, self.dtype, self.num_devices)
             times = times.with_kv_bytes(self._bits_ratio)
-            return Speed(
-                f"ESTIMATED by a roofline of {devices}{self.machine.name}, not measured: {self.machine.source}",
-                ESTIMATED,
-                times,
-            )
+            origin = f"ESTIMATED by a roofline of {devices}{self.machine.name}, not measured: {self.machine.source}"
+            return Speed(origin + self._windows_not_counted, ESTIMATED, times)
         measured = self._facts.get("bytes_per_token")
         ratio = self._plain_spec.bytes_per_token * self._bits_ratio / measured if measured else self._bits_ratio
         return dataclasses.replace(self.speed, times=self.speed.times.with_kv_bytes(ratio))
+
+    @property
+    def _windows_not_counted(self) -> str:
+        windows = [layer.sliding_window for layer in self.shape.kv_layers]
+        count = sum(window is not None and window < self.max_model_len for window in windows)
+        if not count:
+            return ""
+        return (
+            f"; an upper bound for long contexts, which all layers are taken to attend to, although {count} of "
+            f"{len(windows)} have sliding windows"
+        )
 
     @property
     def _plain_spec(self) -> KVCacheSpec:
