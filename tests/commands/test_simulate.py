@@ -355,6 +355,15 @@ def test_the_best_points_are_those_that_no_other_beats_in_both() -> None:
         ([*ON_H100, "--burstiness", "2"], "--burstiness goes with --request-rate, --rates or --find-rate"),
         ([*ON_H100, "--slo-percentile", "90"], "--slo-percentile goes with --ttft-slo-ms or --itl-slo-ms"),
         ([*ON_H100, "--num-blocks", "9", "--sweep", "kv_cache_memory=1GiB,2GiB"], "--num-blocks overrides"),
+        ([*ON_H100, "--request-rate", "30", "--rates", "5,10"], "give one of them"),
+        ([*ON_H100, "--request-rate", "inf", "--burstiness", "2"], "all come at once"),
+        (
+            [*ON_H100, "--trace", "TRACE", "--find-rate", "--ttft-slo-ms", "9", "--burstiness", "2"],
+            "has its own, unless",
+        ),
+        ([*ON_H100, "--trace", "TRACE", "--tenants", "a:4,gold:2"], "no request of this --trace is from gold"),
+        ([*ON_H100, "--trace", "TRACE", "--tenants", "a:4:2"], "give weights alone"),
+        ([*ON_H100, "--trace", "UNTIMED", "--rate-scale", "2"], "this --trace has no arrival times"),
         ([*ON_H100, "--sweep", "num_blocks=9,99", "--sweep", "kv_cache_memory=1GiB,2GiB"], "--num-blocks overrides"),
         ([*ON_H100, "--sweep", "max_num_seqs=1", "--sweep", "max-num-seqs=2"], "max_num_seqs is given twice"),
         ([*ON_H100, "--sweep", "model=llama-3.2-1b"], "--sweep model: a report is of one model"),
@@ -368,9 +377,26 @@ def test_a_question_without_an_answer_is_refused(
 ) -> None:
     trace = tmp_path / "t.csv"
     trace.write_text("arrival_s,client,prompt_tokens,output_tokens\n0,a,10,2\n")
-    code, _, err = octavo_command("simulate", *(str(trace) if word == "TRACE" else word for word in argv))
+    untimed = tmp_path / "t.json"
+    untimed.write_text('[{"prompt_token_ids": [1, 2], "max_tokens": 3}]')
+    files = {"TRACE": str(trace), "UNTIMED": str(untimed)}
+    code, _, err = octavo_command("simulate", *(files.get(word, word) for word in argv))
     assert code == 1
     assert message in err
+
+
+def test_tenants_of_a_trace_have_weights(octavo_command: OctavoCommand, tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    rows = [f"0,{'ab'[i % 2]},100,20\n" for i in range(40)]
+    trace.write_text("arrival_s,client,prompt_tokens,output_tokens\n" + "".join(rows))
+    argv = [*ON_H100, "--trace", trace, "--scheduling-policy", "vtc", "--max-num-seqs", "2", "--json"]
+    code, out, err = octavo_command("simulate", *argv, "--tenants", "b:8")
+    assert code == 0, err
+    tenants = last_line(out)["points"][0]["tenants"]
+    assert tenants["b"]["ttft_p50_ms"] < 0.7 * tenants["a"]["ttft_p50_ms"]
+    argv = [*argv, "--request-rate", "50"]
+    uneven, even = (octavo_command("simulate", *argv, "--burstiness", each)[1] for each in ("0.1", "1"))
+    assert last_line(uneven)["points"][0]["ttft_ms"] != last_line(even)["points"][0]["ttft_ms"]
 
 
 def test_sweeps_take_values_as_their_flags_do() -> None:

@@ -121,7 +121,7 @@ def _add_traffic(group: argparse._ArgumentGroup) -> None:
         "--tenants",
         metavar="NAME:WEIGHT:SHARE,…",
         help="tenants that send the requests: each one's weight for fairness, and its relative share of the requests "
-        "(default: 1 and 1)",
+        "(default: 1 and 1); of a trace that names its clients, weights alone",
     )
     add_seed_option(group, "lengths and arrivals")
 

@@ -14,7 +14,7 @@ from octavo.bench.traces import read_trace
 from octavo.commands.common_options import integer
 from octavo.commands.options import add_engine_options, engine_options
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, shortened
 from octavo.option import flag
 from octavo.planner.roofline import MACHINES, find_machine
 from octavo.planner.sources import find_shape
@@ -96,7 +96,7 @@ def _plan(args: argparse.Namespace, options: dict[str, Any]) -> Plan:
 
 def _demand(args: argparse.Namespace) -> Demand:
     _refuse_what_has_no_effect(args)
-    return Demand(
+    demand = Demand(
         trace=tuple(read_trace(args.trace)) if args.trace else (),
         count=args.num_requests,
         rate=args.request_rate,
@@ -112,6 +112,8 @@ def _demand(args: argparse.Namespace) -> Demand:
         tenants=Tenants.parse(args.tenants) if args.tenants else Tenants(),
         seed=args.workload_seed,
     )
+    _refuse_what_the_trace_says(args, demand)
+    return demand
 
 
 def _refuse_what_has_no_effect(args: argparse.Namespace) -> None:
@@ -133,6 +135,30 @@ def _refuse_what_has_no_effect(args: argparse.Namespace) -> None:
         raise ConfigError("--burstiness goes with --request-rate, --rates or --find-rate, of which none is given")
     if args.rate_scale != 1 and (args.request_rate is not None or args.rates is not None):
         raise ConfigError("--rate-scale multiplies a trace's own rate: leave out --request-rate and --rates")
+    if args.request_rate is not None and args.rates is not None:
+        raise ConfigError("--request-rate gives one rate, --rates several: give one of them")
+    if args.burstiness != 1 and args.request_rate == math.inf and args.rates is None and not args.find_rate:
+        raise ConfigError("--burstiness needs a rate that is finite: with --request-rate inf, all come at once")
+
+
+def _refuse_what_the_trace_says(args: argparse.Namespace, demand: Demand) -> None:
+    """Refuse an option for what the trace has, or lacks, itself."""
+    if not demand.trace:
+        return
+    if args.burstiness != 1 and demand.follows_trace and args.rates is None:
+        raise ConfigError("--burstiness draws arrival times: this --trace has its own, unless --request-rate is given")
+    if args.rate_scale != 1 and not demand.follows_trace:
+        raise ConfigError("--rate-scale multiplies a trace's own rate: this --trace has no arrival times")
+    clients = {request.client for request in demand.trace}
+    if args.tenants is None or None in clients:
+        return
+    if unknown := [name for name in demand.tenants.names if name not in clients]:
+        raise ConfigError(
+            f"--tenants: no request of this --trace is from {', '.join(unknown)}; it names its own tenants: "
+            f"{shortened(', '.join(sorted(map(str, clients))))}"
+        )
+    if set(demand.tenants.shares) != {1.0}:
+        raise ConfigError("--tenants: this --trace says who sends each request; give weights alone, as NAME:WEIGHT")
 
 
 def _targets(args: argparse.Namespace, plan: Plan) -> Targets:
