@@ -220,6 +220,18 @@ def test_a_request_and_a_block_say_who_they_are(real: RealServer) -> None:
     assert real.client.get("/live/blocks/0").status_code == 404
 
 
+def test_blocks_say_which_request_computed_them(real: RealServer) -> None:
+    request_id = real.complete(f"computed {STORY}", max_tokens=2)["id"]
+    pool = real.core.scheduler.kv.pool
+    pairs = real.client.get("/live/blocks", params={"ids": ",".join(map(str, range(66)))}).json()["computed_by"]
+    assert [block for block, _ in pairs] == list(range(66))
+    assert [block for block, owner in pairs if owner is not None] == np.flatnonzero(pool.published_marks).tolist()
+    assert sum(owner is not None and owner in request_id for _, owner in pairs) > 2
+    for wrong in ("", "x", "1,", "1,-2", "1.5", "9" * 10, ",".join(["1"] * 257)):
+        answer = real.client.get("/live/blocks", params={"ids": wrong})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "ids")
+
+
 def test_a_page_is_sent_what_each_tier_holds(tmp_path: Path) -> None:
     with real_server(num_blocks=33, kv_disk=str(tmp_path), kv_host_memory=1 << 20) as server:
         server.complete(STORY, max_tokens=2)
@@ -281,7 +293,7 @@ def test_only_an_admin_sees_the_data_of_a_server_with_keys() -> None:
     options = {"admin_key": "admin-key", "api_key": ["client"], "live_page_text": True}
     with real_server(options, num_blocks=33) as guarded:
         assert guarded.client.get("/").status_code == 200
-        for path in ("/live/events", "/live/requests/x", "/live/blocks/1"):
+        for path in ("/live/events", "/live/requests/x", "/live/blocks?ids=1", "/live/blocks/1"):
             assert guarded.client.get(path).status_code == 401
             assert guarded.client.get(path, headers={"Authorization": "Bearer client"}).status_code == 401
         assert events(guarded, 2, ADMIN)[1]["spec"]

@@ -70,6 +70,49 @@ def test_a_browser_draws_the_page_and_follows_a_run(real: RealServer, page: Page
     page.wait_for("document.getElementById('details').textContent.includes('Block 2')")
 
 
+def test_blocks_of_an_ended_request_are_struck_out_once_others_take_them(page: Page) -> None:
+    """The block that was not full is free at once, and taken again before anybody looks; of the full ones, some are."""
+    with real_server(num_blocks=33) as server:
+        chosen, next_one = [5 + i % 40 for i in range(8 * 16 + 3)], [50 + i % 41 for i in range(26 * 16)]
+        server.complete([chosen[:40]], max_tokens=1)  # computes two of its blocks
+        page.open(server.url)
+        page.wait_for("typeof spec === 'object' && spec !== null && codes.length === 33")
+        with slowed_down(server):
+            body = {"prompt": chosen, "max_tokens": 280, "stream": True, "ignore_eos": True}
+            with server.client.stream("POST", "/v1/completions", json=body):
+                page.wait_for("requests.size === 1 && [...requests.values()][0].progress[2] > 2")
+                request_id = page.value("[...requests.keys()][0]")
+                page.value("document.querySelector('#requests button').click()")
+                page.wait_for("ofChosen.size > 8")
+                thread = threading.Thread(target=lambda: server.complete([next_one], max_tokens=20))
+                thread.start()
+                page.wait_for("requests.size === 2")
+            page.wait_for("document.getElementById('details').textContent.includes('It has ended')")
+        thread.join()
+
+        def computed_by(block: int) -> str:
+            return server.client.get(f"/live/blocks/{block}").json()["computed_by"]
+
+        cells = "[...document.querySelectorAll('#details .table button')]"
+        blocks = page.value(f"{cells}.map((cell) => +cell.dataset.block)")
+        lost = [block for block in blocks[:2] if computed_by(block) == request_id]
+        lost += [block for block in blocks[2:] if computed_by(block) != request_id]
+        assert 4 < len(lost) <= len(blocks) - 4
+        struck = f"{cells}.filter((cell) => cell.className === 'lost').map((cell) => +cell.dataset.block)"
+        page.wait_for(f"String({struck}) === '{','.join(map(str, lost))}'")
+        assert page.value("[...ofChosen]") == [block for block in blocks if block not in lost]
+        assert "What has become of its blocks" in page.value("document.getElementById('details').textContent")
+
+
+def test_a_request_that_had_ended_when_it_was_clicked_has_no_blocks(real: RealServer, page: Page) -> None:
+    page.open(real.url)
+    page.wait_for("typeof spec === 'object' && spec !== null && codes.length === 65")
+    page.value("describe('requests', 'gone')")
+    for _ in range(2):
+        assert page.value("document.getElementById('details').textContent") == "Request goneIt has ended."
+        page.value("(Object.assign(picked, { due: true, at: 0 }), refresh())")
+
+
 def test_a_copy_and_an_eviction_are_seen_to_happen(real: RealServer, page: Page) -> None:
     page.open(real.url)
     page.wait_for("typeof spec === 'object' && spec !== null && codes.length === 65")

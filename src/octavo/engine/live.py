@@ -8,7 +8,8 @@ microseconds each, and of the waiting ones only `MOST_WAITING` are looked at.
 
 from __future__ import annotations
 
-from itertools import islice
+from collections.abc import Iterable
+from itertools import chain, islice
 from typing import Any, cast
 
 import numpy as np
@@ -137,12 +138,23 @@ class LiveView:
 
 
 def describe_request(scheduler: Scheduler, request_id: str) -> dict[str, Any] | None:
-    """Describe a request and the block tables of its sequences; None if it has ended."""
+    """Describe a request and the block tables of its sequences; None if it has ended.
+
+    `reused` has the blocks that other requests computed, by request: once this one has ended, a block holds its tokens
+    as long as the same request is the one that computed it, which `computed_by` tells.
+    """
     request = scheduler.request(RequestId(request_id))
     if request is None:
         return None
+    reused: dict[str, list[int]] = {}
+    for seq in request.sequences:
+        for block in chain.from_iterable(scheduler.kv.tables(seq)) if _holds(seq) else ():
+            owner = scheduler.kv.ledger.owner(block)
+            if owner is not None and owner != request_id:
+                reused.setdefault(owner, []).append(block)
     return {
         "id": request_id,
+        "reused": reused,
         **_facts(request),
         "cache": _cache(request),
         "sequences": [
@@ -157,6 +169,15 @@ def describe_request(scheduler: Scheduler, request_id: str) -> dict[str, Any] | 
             for seq in request.sequences
         ],
     }
+
+
+def computed_by(scheduler: Scheduler, block_ids: Iterable[int]) -> list[tuple[int, str | None]]:
+    """Return blocks with the request that computed each; None for one that is not published, or does not exist."""
+    kv = scheduler.kv
+    return [
+        (block_id, kv.ledger.owner(BlockId(block_id)) if 0 < block_id < kv.pool.num_blocks else None)
+        for block_id in block_ids
+    ]
 
 
 def describe_block(scheduler: Scheduler, block_id: int) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@
     GET /live/events              changes, at most ten times a second
     GET /live/requests/{id}       a request's block tables
     GET /live/blocks/{block}      a block's holders and contents
+    GET /live/blocks?ids=1,2      which request computed each of these blocks
 
 If the server has keys, the data needs an admin key; without keys, a server listens on loopback by default, and the data
 is open. Taking a look costs the engine's thread a fraction of a millisecond; looks are taken only when something has
@@ -15,6 +16,7 @@ open, nothing is done.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncGenerator
 from functools import partial
@@ -24,7 +26,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.engine.live import LiveView, describe_block, describe_request
+from octavo.engine.live import LiveView, computed_by, describe_block, describe_request
 from octavo.errors import shortened
 from octavo.observe.stats import EngineStats, Histogram
 from octavo.scheduler.scheduler import Scheduler
@@ -42,6 +44,9 @@ MOST_PAGES = 8
 _SHARE = 0.009
 _QUIET_S = 2.0
 _LOADED = dict.fromkeys(("blocks.js", "details.js", "page.js"), "text/javascript") | {"page.css": "text/css"}
+# As many as the page draws of a request's block tables.
+_MOST_IDS = 256
+_IDS = re.compile(rf"\d{{1,9}}(,\d{{1,9}}){{0,{_MOST_IDS - 1}}}", re.ASCII)
 _FOLDER = Path(__file__).with_name("static")
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -84,6 +89,7 @@ class LivePage:
             *(Endpoint("GET", f"/live/{name}", partial(_served, name, kind)) for name, kind in _LOADED.items()),
             Endpoint("GET", "/live/events", self.events),
             Endpoint("GET", "/live/requests/{request_id}", self.request),
+            Endpoint("GET", "/live/blocks", self.blocks),
             Endpoint("GET", "/live/blocks/{block_id:int}", self.block),
         ]
 
@@ -103,6 +109,15 @@ class LivePage:
         if found is None:
             raise ApiError(404, f"The request `{shortened(request_id)}` has ended.", code="no_such_request")
         return json_response(json_bytes(found))
+
+    async def blocks(self, request: Request) -> Response:
+        self._check(request)
+        asked = request.query_params.get("ids", "")
+        if not _IDS.fullmatch(asked):
+            raise ApiError(400, f"ids must be 1 to {_MOST_IDS} numbers of blocks, divided by commas.", param="ids")
+        block_ids = [int(number) for number in asked.split(",")]
+        found = await self._engine.inspect(lambda scheduler: computed_by(scheduler, block_ids))
+        return json_response(json_bytes({"computed_by": found}))
 
     async def block(self, request: Request) -> Response:
         self._check(request)

@@ -112,6 +112,10 @@ _OTHERS = {
         "application/json",
         "The block tables of a request (admin key, where the server has keys)",
     ),
+    ("/live/blocks", "get"): (
+        "application/json",
+        "Which request computed each of some blocks (admin key, where the server has keys)",
+    ),
     ("/live/blocks/{block_id}", "get"): (
         "application/json",
         "Who holds a block, and what it is (admin key, where the server has keys)",
@@ -133,7 +137,8 @@ _QUERIES = {
         "limit": {"type": "integer", "minimum": 1, "maximum": LARGEST_PAGE, "default": PAGE},
         "order": {"enum": ["asc", "desc"], "default": "desc"},
         "after": {"type": "string"},
-    }
+    },
+    "/live/blocks": {"ids": {"type": "string", "pattern": r"^\d{1,9}(,\d{1,9}){0,255}$"}},
 }
 _STREAMS = {
     **dict.fromkeys(("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"), EVENTS),

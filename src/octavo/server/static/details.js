@@ -1,7 +1,7 @@
 "use strict";
 // The details of a chosen block or request, which are asked for, and the list of what has just happened.
 const MOST_CELLS = 256, MOST_HAPPENED = 60, EVERY = 1000;
-let picked = null, later = null; // picked: {kind, id, at, due}
+let picked = null, later = null; // picked: {kind, id, at, due}; of a request also {computedBy, ended}
 
 function element(name, ...content) {
   const made = document.createElement(name);
@@ -21,7 +21,7 @@ function describe(kind, id) {
   picked = { kind, id, at: 0, due: true };
   return refresh();
 }
-// Ask again, at most once a second, while the chosen one changes.
+// Ask again, at most once a second, while the chosen one changes. Of a request that has ended, its blocks are asked for.
 async function refresh() {
   const now = performance.now(), mine = picked;
   if (!mine || !mine.due) return;
@@ -31,34 +31,43 @@ async function refresh() {
   }
   mine.at = now;
   mine.due = false;
-  const answer = await fetch(`live/${mine.kind}/${encodeURIComponent(mine.id)}`, { headers: headers() }).catch(() => null);
+  const { ended } = mine, path = ended ? `blocks?ids=${[...ofChosen]}` : `${mine.kind}/${encodeURIComponent(mine.id)}`;
+  const answer = await fetch("live/" + path, { headers: headers() }).catch(() => null);
   if (!answer) {
     mine.due = true; // the connection is lost, as follow() says; asked again after the next event
     return;
   }
   const found = await answer.json();
-  if (picked !== mine) return; // another was clicked meanwhile
-  if (answer.ok) (mine.kind === "blocks" ? showBlock : showRequest)(found);
-  else if (answer.status === 404 && mine.kind === "requests") ended(mine.id);
-  else put(found.error.message);
+  if (picked !== mine || mine.ended !== ended) return; // another was clicked meanwhile, or a later answer came before
+  if (answer.ok) (ended ? strike : mine.kind === "blocks" ? showBlock : showRequest)(found);
+  else if (answer.status === 404 && mine.kind === "requests") end(mine);
+  else if (!ended) put(found.error.message);
 }
-function ended(id) {
-  const title = $("details").querySelector("h2");
-  // Its blocks stay in view: they turn cached.
-  picked.ended = true;
-  if (title.dataset.id !== id) put(`Request ${id}`, element("p", "It has ended."));
-  else title.nextSibling.textContent = "It has ended. What has become of its blocks (struck out: they hold other tokens):";
-  for (const block of ofChosen) if (!codes[block]) lose(block);
+function end(mine) {
+  mine.ended = true;
+  if (!mine.computedBy) put(`Request ${mine.id}`, element("p", "It has ended."));
+  else $("details").querySelector("p").textContent = "It has ended.";
+  if (!ofChosen.size) return;
+  Object.assign(mine, { due: true, at: 0 });
+  refresh();
 }
-// A block of a request that has ended holds other tokens, or none.
+// The blocks of a request that has ended stay in view as long as they hold its tokens. Whether they do is asked again
+// when blocks were evicted or freed.
+function watchBlocks(evicted) {
+  if (!picked || !picked.ended || !ofChosen.size) return;
+  if (evicted || [...ofChosen].some((block) => !codes[block])) picked.due = true;
+}
+function strike(found) {
+  $("details").querySelector("p").textContent = "It has ended. What has become of its blocks (struck out: they hold other tokens):";
+  for (const [block, id] of found.computed_by) if (id !== (picked.computedBy.get(block) || picked.id)) lose(block);
+  draw();
+}
 function lose(block) {
-  if (!picked || !picked.ended || !ofChosen.delete(block)) return;
+  ofChosen.delete(block);
   for (const button of $("details").querySelectorAll(`[data-block="${block}"]`)) button.classList.add("lost");
 }
 function put(title, ...content) {
-  const heading = element("h2", title);
-  if (picked && picked.kind === "requests") heading.dataset.id = picked.id;
-  $("details").replaceChildren(heading, ...content);
+  $("details").replaceChildren(element("h2", title), ...content);
   ofChosen = new Set([...$("details").querySelectorAll(".table button")].map((button) => +button.dataset.block));
   colourTables();
   draw();
@@ -74,6 +83,8 @@ function showBlock(found) {
 }
 
 function showRequest(found) {
+  // Of the blocks that others computed, by whom.
+  picked.computedBy = new Map(Object.entries(found.reused).flatMap(([id, blocks]) => blocks.map((block) => [block, id])));
   let left = MOST_CELLS;
   const parts = [];
   for (const one of found.sequences) {

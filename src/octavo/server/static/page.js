@@ -88,13 +88,10 @@ function take(news) {
     if (codes[block] !== changes[i + 1]) flash.set(block, now);
     codes[block] = changes[i + 1];
     owners[block] = changes[i + 2];
-    if (!codes[block]) lose(block);
     if (picked && picked.kind === "blocks" && picked.id === block) picked.due = true;
   }
-  for (const block of news.evicted || []) {
-    crosses.set(block, now);
-    lose(block);
-  }
+  for (const block of news.evicted || []) crosses.set(block, now);
+  watchBlocks(news.counters[4] !== counters[4]);
   for (const [, from, to] of news.copied || []) arrows.push({ from, to, since: now });
   const done = followRequests(news);
   if (history.length) {
@@ -130,7 +127,7 @@ function followRequests(news) {
   }
   for (const id of news.gone || []) {
     requests.delete(id);
-    if (picked && picked.id === id) picked.due = true;
+    if (picked && picked.id === id) Object.assign(picked, { due: true, at: 0 }); // at once: others take its blocks
   }
   return done;
 }
