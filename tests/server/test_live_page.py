@@ -341,16 +341,35 @@ def test_a_page_counts_the_others_that_are_open(real: RealServer, monkeypatch: p
         wait_until(lambda: 2 in counted)
 
 
-def test_pages_are_few_and_hold_up_no_shutdown() -> None:
+def test_one_page_too_many_takes_the_place_of_the_first_and_none_holds_up_a_shutdown() -> None:
     with ExitStack() as pages, real_server({"shutdown_timeout": 60}, num_blocks=33) as server:
         kept = []
-        for _ in range(MOST_PAGES):
+        for _ in range(MOST_PAGES + 2):
             response = pages.enter_context(httpx.stream("GET", server.url + "/live/events"))
-            lines = response.iter_lines()
-            assert next(lines)
+            lines = (line for line in response.iter_lines() if line)
+            assert '"model"' in next(lines)
             kept.append(lines)  # else it would close the response now
-        answer = server.client.get("/live/events")
-        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "too_many_pages")
+        for first in kept[:2]:
+            *_, last = first
+            assert last == 'data: {"displaced":true}'
+        server.complete(STORY, max_tokens=1)
+        for lines in kept[2:]:
+            finished = 0
+            while not finished:
+                news = json.loads(next(lines).removeprefix("data: "))
+                assert "displaced" not in news
+                finished = news["totals"][4]
         assert server.client.get("/load").json()["server_load"] == 0
         server.server.should_exit = True
         wait_until(lambda: server.server.server_state.tasks == set())
+
+
+def test_a_closed_page_makes_room_for_another() -> None:
+    with ExitStack() as pages, real_server(num_blocks=33) as server:
+        first = pages.enter_context(httpx.stream("GET", server.url + "/live/events")).iter_lines()
+        assert next(first)
+        for _ in range(2 * MOST_PAGES):
+            events(server, 2)
+            wait_until(lambda: len(server.server.server_state.tasks) == 1)
+        server.server.should_exit = True
+        assert not any("displaced" in line for line in first)

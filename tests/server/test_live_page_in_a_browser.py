@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from octavo.server import live_page
@@ -196,7 +197,7 @@ def test_a_key_that_no_header_can_carry_is_an_incorrect_one(page: Page, monkeypa
 
     def pause(took: float, num_pages: int) -> float:
         counted.append(num_pages)
-        return 0.01
+        return 0.05
 
     monkeypatch.setattr(live_page, "_QUIET_S", 0.0)
     monkeypatch.setattr(live_page, "pause", pause)
@@ -213,7 +214,7 @@ def test_a_key_that_no_header_can_carry_is_an_incorrect_one(page: Page, monkeypa
         submit(page, "admin-key€")
         submit(page, " admin-key ", times=2)
         page.wait_for(f"{STATUS} === 'live' && {FORM}.hidden && codes.length === 65")
-        wait_until(lambda: counted[-20:] == [1] * 20)  # one stream, and it stays one
+        wait_until(lambda: counted[-10:] == [1] * 10)  # one stream, and it stays one
         page.open("about:blank")
 
 
@@ -236,3 +237,19 @@ def test_a_page_whose_key_is_revoked_asks_for_another(
         page.wait_for(f"{STATUS}.includes('Incorrect API key') && !{FORM}.hidden")
         submit(page, "another-key")
         page.wait_for(f"{STATUS} === 'live' && {FORM}.hidden")
+
+
+def test_a_displaced_page_says_so_and_opens_again_by_a_click(
+    real: RealServer, page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_page, "MOST_PAGES", 1)
+    again = "document.getElementById('again')"
+    page.open(real.url)
+    page.wait_for(f"typeof follow === 'function' && {STATUS} === 'live' && {again}.hidden")
+    with httpx.stream("GET", f"{real.url}/live/events") as other:
+        lines = other.iter_lines()
+        assert next(lines)
+        page.wait_for(f"{STATUS}.includes('Another page was opened') && !{again}.hidden")
+        page.value(f"{again}.click()")
+        page.wait_for(f"{STATUS} === 'live' && {again}.hidden")
+        assert any("displaced" in line for line in lines)

@@ -19,6 +19,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,8 @@ class LivePage:
         self._server = in_flight
         # Separate from clients' requests, because open pages do not delay a shutdown and do not count as load.
         self._pages = InFlight()
+        # Those that are sent changes, the first opened first.
+        self._shown: list[_OpenPage] = []
         self._admin = admin
         self._model_name = model_name
         self._open_to_all = open_to_all
@@ -98,8 +101,6 @@ class LivePage:
 
     async def events(self, request: Request) -> Response:
         self._check(request)
-        if len(self._pages) >= MOST_PAGES:
-            raise ApiError(429, f"{MOST_PAGES} live pages are open: close one.", code="too_many_pages")
         return EventStream(self._changes(request), self._pages)
 
     async def request(self, request: Request) -> Response:
@@ -138,23 +139,54 @@ class LivePage:
         return self._open_to_all or self._admin.admits(request)
 
     async def _changes(self, request: Request) -> AsyncGenerator[bytes, None]:
-        view, stats = LiveView(), self._engine.stats
-        seen: tuple[int, ...] | None = None
-        yield _event({"model": self._model_name, "itl_bounds": stats.inter_token_latency.bounds} | _ttft_bounds(stats))
-        looked_at = 0.0
-        # A key can be revoked meanwhile, by a change of the keys file.
-        while not self._server.draining and self._engine.is_alive and self._admits(request):
-            now = time.monotonic()
-            if (marks := _marks(stats)) == seen and now - looked_at < _QUIET_S:
-                await asyncio.sleep(INTERVAL_S)
-                continue
-            seen, looked_at = marks, now
-            changes, took = await self._engine.inspect(lambda scheduler: _timed_look(view, scheduler))
-            began = time.perf_counter()
-            event = _event(changes | _totals(stats))
-            took += time.perf_counter() - began
-            yield event
-            await asyncio.sleep(pause(took, len(self._pages)))
+        shown = _OpenPage(LiveView())
+        self._shown.append(shown)
+        # One that is not read any more, such as a suspended `octavo top`, cannot be told from others: it takes minutes
+        # or hours until the operating system's buffers are full.
+        for oldest in self._shown[:-MOST_PAGES]:
+            self._shown.remove(oldest)
+        try:
+            yield _event({"model": self._model_name, **_bounds(self._engine.stats)})
+            # A key can be revoked meanwhile, by a change of the keys file.
+            while not self._server.draining and self._engine.is_alive and self._admits(request):
+                if shown not in self._shown:
+                    yield _event({"displaced": True})
+                    return
+                if (event := await self._look(shown)) is not None:
+                    yield event
+                await asyncio.sleep(shown.pause)
+        finally:
+            if shown in self._shown:
+                self._shown.remove(shown)
+
+    async def _look(self, shown: _OpenPage) -> bytes | None:
+        """Return what has changed since the page's last look; None if there is nothing to look at."""
+        stats, now = self._engine.stats, time.monotonic()
+        shown.pause = INTERVAL_S
+        if (marks := _marks(stats)) == shown.marks and now - shown.looked_at < _QUIET_S:
+            return None
+        shown.marks, shown.looked_at = marks, now
+        changes, took = await self._engine.inspect(lambda scheduler: _timed_look(shown.view, scheduler))
+        began = time.perf_counter()
+        event = _event(changes | _totals(stats))
+        shown.pause = pause(took + time.perf_counter() - began, len(self._shown))
+        return event
+
+
+@dataclass(slots=True, eq=False)
+class _OpenPage:
+    """A page that is sent changes.
+
+    Attributes:
+        marks: what `_marks` returned at its last look.
+        looked_at: when that was.
+        pause: the seconds until the next look.
+    """
+
+    view: LiveView
+    marks: tuple[int, ...] | None = None
+    looked_at: float = 0.0
+    pause: float = INTERVAL_S
 
 
 def pause(took: float, num_pages: int) -> float:
@@ -172,8 +204,8 @@ def _marks(stats: EngineStats) -> tuple[int, ...]:
     return (stats.num_steps, stats.num_running, stats.num_waiting, stats.prompt_tokens, stats.num_preemptions)
 
 
-def _ttft_bounds(stats: EngineStats) -> dict[str, Any]:
-    return {"ttft_bounds": stats.time_to_first_token.bounds}
+def _bounds(stats: EngineStats) -> dict[str, Any]:
+    return {"ttft_bounds": stats.time_to_first_token.bounds, "itl_bounds": stats.inter_token_latency.bounds}
 
 
 def _totals(stats: EngineStats) -> dict[str, Any]:

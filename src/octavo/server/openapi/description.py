@@ -132,7 +132,7 @@ _OTHERS = {
     ("/docs", "get"): ("text/html", "A page that shows it"),
 }
 # The fields of a query, by path.
-_QUERIES = {
+_QUERIES: dict[str, dict[str, dict[str, Any]]] = {
     "/v1/responses/{response_id}/input_items": {
         "limit": {"type": "integer", "minimum": 1, "maximum": LARGEST_PAGE, "default": PAGE},
         "order": {"enum": ["asc", "desc"], "default": "desc"},

@@ -22,9 +22,12 @@ function show(number, digits = 0) {
 }
 
 let following = null; // aborts what follows the server, of which there is only one
+let displaced = false; // whether the server ended it for another page; two that open again by themselves would alternate
 async function follow() {
   if (following) following.abort();
   const { signal } = (following = new AbortController());
+  $("again").hidden = true;
+  displaced = false;
   while (!signal.aborted) {
     let wait = 1000;
     try {
@@ -34,6 +37,11 @@ async function follow() {
       if (answer.ok) {
         say("live");
         await read(answer.body.getReader());
+        if (displaced) {
+          $("again").hidden = false;
+          say("Another page was opened, and took the place of this one.", true);
+          return;
+        }
         say("the server closed the connection; trying again …", true);
       } else {
         const { message } = (await answer.json()).error;
@@ -62,6 +70,10 @@ async function read(reader) {
 }
 
 function take(news) {
+  if (news.displaced) {
+    displaced = true;
+    return;
+  }
   if (news.model !== undefined) {
     $("model").textContent = news.model;
     bounds = { ttft: news.ttft_bounds, itl: news.itl_bounds };
@@ -278,4 +290,5 @@ $("key-form").onsubmit = (event) => {
   sessionStorage.setItem("octavo-admin-key", typed);
   follow();
 };
+$("again").onclick = follow;
 follow();
