@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from octavo.bench.traces import TraceRequest
+from octavo.errors import ConfigError
 from octavo.simulator import traffic
-from octavo.simulator.traffic import Tenants, trace_shapes
+from octavo.simulator.traffic import SimulatedRequest, Tenants, trace_shapes
 
 ANYBODY = Tenants()
 
@@ -35,3 +39,35 @@ def test_ids_of_prefixes_are_used_again_when_none_are_left(monkeypatch: pytest.M
     requests = prefix_ids(trace, 10)
     assert requests[:6] == [[1, 2], [1, 3], [4, 5], [4, 6], [7, 1], [7, 2]]
     assert all(token < 8 for tokens in requests for token in tokens)
+
+
+def prompts_of(trace: list[TraceRequest], count: int, scale_lengths: float = 1.0) -> list[list[int]]:
+    shapes = itertools.islice(trace_shapes(trace, ANYBODY, scale_lengths=scale_lengths), count)
+    return [SimulatedRequest(0.0, shape).prompt_token_ids() for shape in shapes]
+
+
+def num_alike(one: Sequence[int], other: Sequence[int]) -> int:
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
+
+
+def workload(prompts: list[tuple[int, ...]]) -> list[TraceRequest]:
+    return [TraceRequest(None, len(prompt), 2, token_ids=prompt) for prompt in prompts]
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8).map(tuple), min_size=1, max_size=8))
+def test_prompts_of_a_workload_begin_alike_for_as_long_as_they_do(prompts: list[tuple[int, ...]]) -> None:
+    count = len(prompts)
+    simulated = prompts_of(workload(prompts), 2 * count)
+    for i, j in itertools.product(range(count), repeat=2):
+        assert num_alike(simulated[i], simulated[j]) == num_alike(prompts[i], prompts[j])
+        assert simulated[i][0] != simulated[count + j][0], "a repetition stands for other people"
+    assert [len(prompt) for prompt in simulated[:count]] == [len(prompt) for prompt in prompts]
+
+
+def test_prompts_of_a_workload_are_truncated_but_do_not_grow() -> None:
+    trace = workload([(1, 2, 3, 4), (1, 2, 5, 6)])
+    first, second = prompts_of(trace, 2, scale_lengths=0.5)
+    assert first == second
+    assert len(first) == 2
+    with pytest.raises(ConfigError, match="scaled down, not up"):
+        prompts_of(trace, 1, scale_lengths=2.0)

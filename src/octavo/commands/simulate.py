@@ -76,7 +76,8 @@ def _add_traffic(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--trace",
         metavar="FILE",
-        help="a Mooncake (JSONL), Azure (CSV) or VTC (CSV) trace; repeated if --num-requests exceeds it",
+        help="a Mooncake (JSONL), Azure (CSV) or VTC (CSV) trace, or prompts in a JSON array; repeated if "
+        "--num-requests exceeds it",
     )
     group.add_argument(
         "--num-requests",

@@ -106,13 +106,14 @@ def trace_shapes(
     """Yield the requests of a trace endlessly; its repetitions follow one another in time and share no prefixes.
 
     Args:
-        scale_lengths: factor on the lengths of prompts and outputs.
+        scale_lengths: factor on the lengths of prompts and outputs; prompts that the trace holds are truncated.
 
     Raises:
-        ConfigError: `scale_lengths` is not positive.
+        ConfigError: `scale_lengths` is not positive, or is above 1 for a trace that holds the prompts themselves.
     """
     if not 0 < scale_lengths < math.inf:
         raise ConfigError(f"scale_lengths must be above 0, got {scale_lengths:g}")
+    prompts = _as_runs(_own_prompts(trace, scale_lengths))
     rng, size = random.Random(seed), max(1, round(TOKENS_PER_HASH * scale_lengths))
     times = [request.arrival_s for request in trace]
     timed = None not in times
@@ -121,14 +122,19 @@ def trace_shapes(
     numbers = itertools.count(_OWN)
     # A trace's hash ids may be any numbers: they are counted through, so that few ids are taken.
     order = {h: i for i, h in enumerate(dict.fromkeys(h for request in trace for h in request.hash_ids or ()))}
+    ids_each = len(order) + len({i for prompt in prompts for i, _ in prompt})
     for repetition in itertools.count():
-        taken = repetition * len(order)
-        for request in trace:
+        taken = repetition * ids_each
+        for request, prompt in zip(trace, prompts, strict=True):
             # The last hash may stand for fewer tokens: it is scaled separately, so that the ones before stay aligned.
             whole, rest = divmod(request.prompt_tokens, TOKENS_PER_HASH)
-            if request.hash_ids is None:
+            runs: tuple[tuple[int, int], ...]
+            if prompt:
+                length = sum(count for _, count in prompt)
+                runs = tuple((1 + (taken + len(order) + i) % (_OWN - 1), count) for i, count in prompt)
+            elif request.hash_ids is None:
                 length = max(1, round(request.prompt_tokens * scale_lengths))
-                runs: tuple[tuple[int, int], ...] = ((next(numbers), length),)
+                runs = ((next(numbers), length),)
             else:
                 length = max(1, whole * size + round(rest * scale_lengths))
                 runs = _cut([(1 + (taken + order[h]) % (_OWN - 1), size) for h in request.hash_ids], length)
@@ -137,6 +143,25 @@ def trace_shapes(
             yield Shape(runs, length, max(1, round(request.output_tokens * scale_lengths)), tenant, arrival)
         if not timed or not last:
             period = 0.0
+
+
+def _own_prompts(trace: Sequence[TraceRequest], scale: float) -> list[tuple[int, ...]]:
+    """Return the prompts that a trace holds, truncated; empty ones where it holds none."""
+    if scale > 1 and any(request.token_ids is not None for request in trace):
+        raise ConfigError("a workload that holds its prompts can be scaled down, not up")
+    return [(request.token_ids or ())[: max(1, round(request.prompt_tokens * scale))] for request in trace]
+
+
+def _as_runs(prompts: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, int], ...]]:
+    """Return prompts as runs of fewer than `len(prompts)` ids that begin alike for as long as the prompts do."""
+    found: dict[tuple[int, ...], tuple[tuple[int, int], ...]] = {(): ()}
+    before: tuple[int, ...] = ()
+    for prompt in sorted(set(prompts) - {()}):
+        # In this order, no earlier prompt shares more than the one before.
+        alike = next((i for i, (a, b) in enumerate(zip(before, prompt, strict=False)) if a != b), len(before))
+        found[prompt] = (*_cut(found[before], alike), (len(found) - 1, len(prompt) - alike))
+        before = prompt
+    return [found[prompt] for prompt in prompts]
 
 
 def _cut(runs: Sequence[tuple[int, int]], length: int) -> tuple[tuple[int, int], ...]:
