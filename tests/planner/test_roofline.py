@@ -53,14 +53,3 @@ def test_a_mixture_reads_the_experts_that_its_rows_use_and_computes_those_of_eac
 def test_devices_that_share_a_mixture_read_their_parts_of_its_experts() -> None:
     alone, halves = (estimated("mixtral-8x7b", "h200", devices).product_seconds(1) for devices in (1, 2))
     assert halves == pytest.approx(alone / 2, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("model", "max_model_len", "said"),
-    [("mistral-7b-v0.1", 8192, "32 of 32"), ("mistral-7b-v0.1", 4096, ""), ("llama-3.1-8b", 8192, "")],
-)
-def test_an_estimate_says_if_it_is_an_upper_bound_because_of_windows(model: str, max_model_len: int, said: str) -> None:
-    plan = Plan(find_shape(model), EngineConfig(max_model_len=max_model_len), machine=find_machine("h100"))
-    origin = plan.effective_speed.origin
-    assert ("upper bound" in origin) == bool(said)
-    assert said in origin

@@ -7,7 +7,8 @@
       + bytes of blocks swapped, stored or loaded / bandwidth to the host
 
 Of a mixture of experts, the weights are those of the experts that at least one row is expected to use, and the
-parameters those that one row uses. Sliding windows are not counted: all layers attend to the whole context.
+parameters those that one row uses. All layers attend to the whole context here; `simulator/windows.py`
+subtracts what sliding windows save.
 
 The share of a data sheet's figure that kernels reach is an assumption (`BANDWIDTH_REACHED`, `RATE_REACHED`), so results
 are labelled as estimates wherever they are shown. `octavo calibrate-speed` measures instead.

@@ -33,6 +33,7 @@ from octavo.simulator.lean import LoadBuilder
 from octavo.simulator.simulation import SimulatedServer, VirtualClock
 from octavo.simulator.speed import ESTIMATED, Speed
 from octavo.simulator.spread import Draws
+from octavo.simulator.windows import windows_of
 
 # Rows of the step from which the cost of recomputing a token is taken, as in the engine.
 _RESTORED = 64
@@ -188,22 +189,14 @@ class Plan:
             devices = f"{self.num_devices} × " if self.num_devices > 1 else ""
             times = roofline(self.part, self._plain_spec, self.machine, self.dtype, self.num_devices)
             times = times.with_kv_bytes(self._bits_ratio)
-            origin = f"ESTIMATED by a roofline of {devices}{self.machine.name}, not measured: {self.machine.source}"
-            return Speed(origin + self._windows_not_counted, ESTIMATED, times)
+            return Speed(
+                f"ESTIMATED by a roofline of {devices}{self.machine.name}, not measured: {self.machine.source}",
+                ESTIMATED,
+                times,
+            )
         measured = self._facts.get("bytes_per_token")
         ratio = self._plain_spec.bytes_per_token * self._bits_ratio / measured if measured else self._bits_ratio
         return dataclasses.replace(self.speed, times=self.speed.times.with_kv_bytes(ratio))
-
-    @property
-    def _windows_not_counted(self) -> str:
-        windows = [layer.sliding_window for layer in self.shape.kv_layers]
-        count = sum(window is not None and window < self.max_model_len for window in windows)
-        if not count:
-            return ""
-        return (
-            f"; an upper bound for long contexts, which all layers are taken to attend to, although {count} of "
-            f"{len(windows)} have sliding windows"
-        )
 
     @property
     def _plain_spec(self) -> KVCacheSpec:
@@ -242,6 +235,7 @@ class Plan:
             times.per_arrival,
             Coldness(times.fastest),
             Draws(speed.spread),
+            windows_of(times, spec, self.max_model_len) if self.speed is None else (),
         )
 
 

@@ -29,6 +29,7 @@ from octavo.simulator.coldness import Coldness
 from octavo.simulator.sketch import Sketch
 from octavo.simulator.spread import Draws, Spread
 from octavo.simulator.traffic import SimulatedRequest, Tenants, Traffic, clip
+from octavo.simulator.windows import WindowedLayers
 
 # The token id of every simulated output token.
 _TOKEN = 1
@@ -54,6 +55,7 @@ class SimulatedServer:
         reply_s: seconds from the end of a step until clients receive its tokens.
         coldness: the state of caches and memory.
         draws: how far single steps lie from `times`.
+        windowed: layers that attend to less than `times` assumes.
     """
 
     scheduler: Scheduler
@@ -64,6 +66,7 @@ class SimulatedServer:
     arrival_s: float = 0.0
     coldness: Coldness = field(default_factory=lambda: Coldness(0.0))
     draws: Draws = field(default_factory=lambda: Draws(Spread()))
+    windowed: tuple[WindowedLayers, ...] = ()
 
     @property
     def kv(self) -> KVCacheManager:
@@ -312,6 +315,8 @@ class Simulation:
         load = StepLoad.of(plan.starts, plan.lengths, num_streams=plan.num_streams, num_moved=moved)
         cold = server.coldness.before(clock.now)
         predicted = server.times.predict(load._replace(num_ended=self._num_ended, cold=cold))
+        for layers in server.windowed:
+            predicted -= layers.saved(plan.starts, plan.lengths)
         seconds = predicted * server.draws.ratio(load)
         if server.arrival_s:
             seconds += server.arrival_s * self._take_until(clock.now + seconds - server.intake_s)
