@@ -28,7 +28,7 @@ from octavo.simulator.questions import (
     variants,
 )
 from octavo.simulator.setup import Plan
-from octavo.simulator.simulation import Simulation
+from octavo.simulator.simulation import Results, Simulation
 from octavo.simulator.sketch import Sketch
 from octavo.simulator.speed import MEASURED, Speed
 from octavo.simulator.spread import Spread
@@ -249,16 +249,17 @@ def test_replicas_are_the_fewest_that_keep_the_targets() -> None:
     assert results.requests == -(-120 // count)
 
 
-def test_arrivals_are_too_short_if_they_last_less_than_three_requests_without_a_queue() -> None:
-    def lasting(seconds: float, **options: Any) -> str | None:
-        trace = tuple(TraceRequest(i * seconds / 20, 1, 20) for i in range(21))
-        return too_short(simulate(plan(**options), Demand(trace=trace)))
+def test_arrivals_are_too_short_if_they_last_less_than_ten_requests() -> None:
+    def run(count: int, **options: Any) -> Results:
+        return simulate(plan(**options), Demand(trace=tuple(TraceRequest(i / 20, 1, 20) for i in range(count))))
 
-    assert lasting(1.5) is None
-    warning = lasting(0.5)
+    assert too_short(run(101)) is None
+    warning = too_short(run(21))
     assert warning is not None
-    assert warning.startswith("arrivals last 0.5 s, a request 0.")
-    assert lasting(1.5, max_num_seqs=2) is None, "a queue makes answers late, but no longer"
+    assert warning.startswith("arrivals last 1 s, a request 0.")
+    overloaded = run(101, max_num_seqs=2)
+    assert too_short(overloaded) is None, "a queue forms"
+    assert too_short(overloaded, met=True) is not None, "and would grow out of any target"
 
 
 def test_a_replica_for_each_request_is_tried_before_no_number_is_said_to_suffice() -> None:

@@ -201,24 +201,27 @@ def _points(
             if found and not unbounded and demand.follows_trace:
                 answer["rate_scale"] = float(f"{demand.at_rate(found.value).rate_scale:.6g}")
             figures = _refused(variant, demand) if found is None else found.results.report()
-            yield head | answer | figures | (_note(found.results) if found and not unbounded else {})
+            yield head | answer | figures | (_note(found.results, targets) if found and not unbounded else {})
         elif args.find_replicas:
             replicas = find_replicas(variant, demand, targets)
-            figures = _refused(variant, demand) if replicas is None else replicas[1].report() | _note(replicas[1])
+            figures = (
+                _refused(variant, demand) if replicas is None else replicas[1].report() | _note(replicas[1], targets)
+            )
             yield head | {"replicas": replicas and replicas[0]} | figures
         elif args.rates is None:
             results = simulate(variant, demand)
-            note = _note(results) if targets.given and math.isfinite(demand.mean_rate) else {}
+            note = _note(results, targets) if targets.given and math.isfinite(demand.mean_rate) else {}
             yield head | _within(targets, results) | results.report() | note
         else:
             for rate in _rates(args.rates, variant, demand):
                 results = simulate(variant, replace(demand, rate=rate))
-                note = _note(results) if math.isfinite(rate) else {}
+                note = _note(results, targets) if math.isfinite(rate) else {}
                 yield head | {"rate": rate} | _within(targets, results) | results.report() | note
 
 
-def _note(results: Results) -> dict[str, Any]:
-    return {"note": note} if (note := too_short(results)) else {}
+def _note(results: Results, targets: Targets) -> dict[str, Any]:
+    note = too_short(results, met=targets.given and targets.met(results))
+    return {"note": note} if note else {}
 
 
 def _refused(plan: Plan, demand: Demand) -> dict[str, Any]:
