@@ -253,3 +253,38 @@ def test_a_displaced_page_says_so_and_opens_again_by_a_click(
         page.value(f"{again}.click()")
         page.wait_for(f"{STATUS} === 'live' && {again}.hidden")
         assert any("displaced" in line for line in lines)
+
+
+def test_what_has_the_focus_keeps_it_while_the_page_changes(real: RealServer, page: Page) -> None:
+    page.open(real.url)
+    page.wait_for("typeof spec === 'object' && spec !== null && codes.length === 65")
+    with slowed_down(real):
+        thread = threading.Thread(target=lambda: real.complete(f"focus {STORY}", max_tokens=200))
+        thread.start()
+        page.wait_for("document.querySelectorAll('#requests button').length === 1")
+        page.value("document.querySelector('#requests button').focus()")
+        page.press("Enter")
+        page.wait_for("ofChosen.size > 2")
+        page.value("window.focused = document.querySelectorAll('#details .table button')[2]; focused.focus()")
+        text = page.value("document.querySelector('#details .table').textContent")
+        page.wait_for(f"document.querySelector('#details .table').textContent !== {json.dumps(text)}")
+        assert page.value("document.activeElement === focused && focused.isConnected")
+        page.press("Enter")
+        page.wait_for("document.querySelector('#details h2').textContent.startsWith('Block ')")
+        assert page.value("document.activeElement.textContent").startswith("Block "), "what was pressed is gone"
+    thread.join()
+
+
+def test_a_link_in_the_log_and_a_row_that_moves_keep_the_focus(real: RealServer, page: Page) -> None:
+    page.open(real.url)
+    page.wait_for("typeof spec === 'object' && spec !== null && codes.length === 65")
+    page.value("take = () => 0; happen('copied', [['first', 3, 4]])")
+    page.value("document.querySelector('#log button').focus(); happen('copied', [['first', 5, 6]])")
+    assert page.value("document.querySelector('#log').textContent").endswith("block 3 → 4, block 5 → 6 for first")
+    assert page.value("document.activeElement.textContent") == "first"
+    one = "{tenant: '', prompt: 9, max: 9, cache: null, "
+    page.value(f"requests = new Map(['a', 'b'].map((id) => [id, {one} id, progress: [RUNNING, 0, 0, 0]}}])); list()")
+    page.value("document.querySelectorAll('#requests button')[1].focus()")
+    page.value("requests.get('a').progress = [WAITING, 0, 0, 1]; list()")
+    assert page.value("document.querySelector('#requests').textContent").startswith("b")
+    assert page.value("document.activeElement.textContent") == "b"

@@ -66,8 +66,27 @@ function lose(block) {
   ofChosen.delete(block);
   for (const button of $("details").querySelectorAll(`[data-block="${block}"]`)) button.classList.add("lost");
 }
+// Give a node these children. Those that are there already stay: a button keeps the focus, and a press that has begun
+// before becomes a click.
+function update(node, children) {
+  children.forEach((child, at) => {
+    const old = node.childNodes[at], made = typeof child === "string" ? document.createTextNode(child) : child;
+    const isWhole = made.nodeName === "#text" || made.nodeName === "BUTTON";
+    if (!old) node.append(made);
+    else if (old.nodeName !== made.nodeName || old.className !== made.className) old.replaceWith(made);
+    else if (!isWhole) update(old, [...made.childNodes]);
+    else if (old.textContent !== made.textContent || old.title !== made.title) old.replaceWith(made);
+  });
+  while (node.childNodes.length > children.length) node.lastChild.remove();
+}
 function put(title, ...content) {
-  $("details").replaceChildren(element("h2", title), ...content);
+  const details = $("details"), hadFocus = details.contains(document.activeElement);
+  update(details, [element("h2", title), ...content]);
+  if (hadFocus && !details.contains(document.activeElement)) {
+    // What was pressed is not there any more; Tab goes on from the new title.
+    details.firstChild.tabIndex = -1;
+    details.firstChild.focus();
+  }
   ofChosen = new Set([...$("details").querySelectorAll(".table button")].map((button) => +button.dataset.block));
   colourTables();
   draw();
@@ -146,5 +165,5 @@ function happen(kind, items, count = items.length) {
     $("log").prepend(entry.line);
     while (happened.length > MOST_HAPPENED) happened.pop().line.remove();
   }
-  entry.line.replaceChildren(entry.time, ...SENTENCES[kind](entry.count, entry.items));
+  update(entry.line, [entry.time, ...SENTENCES[kind](entry.count, entry.items)]);
 }

@@ -175,11 +175,13 @@ function list() {
   const shown = [...all.filter(runs), ...all.filter((one) => !runs(one))].slice(0, MOST_ROWS), body = $("requests");
   const ids = new Set(shown.map((one) => one.id));
   for (const [id, row] of rows) if (!ids.has(id)) { row.remove(); rows.delete(id); }
+  const focused = document.activeElement;
   shown.forEach((one, at) => {
     const row = rows.get(one.id) || newRow(one);
     if (body.children[at] !== row) body.insertBefore(row, body.children[at] || null);
     fillRow(row, one);
   });
+  if (body.contains(focused)) focused.focus({ preventScroll: true }); // a row that is moved loses it
   if (shown.some((one) => one.tenant)) body.parentNode.className = "";
   const left = requests.size - shown.length;
   $("others").textContent = left ? `and ${show(left)} more` : shown.length ? "" : "No request runs or waits.";
