@@ -151,6 +151,7 @@ def test_of_many_waiting_requests_few_are_looked_at(real: RealServer, monkeypatc
     shown = LiveView().look(scheduler)
     assert len(looked_at) == MOST_WAITING + 2
     assert [one["progress"][0] for one in shown["came"]] == [1] * 2 + [0] * MOST_WAITING
+    assert shown["unlisted"] == 500 - 2 - MOST_WAITING
 
 
 def test_a_cached_block_has_the_tenant_of_a_request_that_nobody_saw_run(real: RealServer) -> None:

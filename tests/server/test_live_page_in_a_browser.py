@@ -288,3 +288,27 @@ def test_a_link_in_the_log_and_a_row_that_moves_keep_the_focus(real: RealServer,
     page.value("requests.get('a').progress = [WAITING, 0, 0, 1]; list()")
     assert page.value("document.querySelector('#requests').textContent").startswith("b")
     assert page.value("document.activeElement.textContent") == "b"
+
+
+def test_requests_that_are_not_listed_are_counted(page: Page) -> None:
+    with real_server(num_blocks=33, max_num_seqs=2) as server:
+        page.open(server.url)
+        page.wait_for("typeof spec === 'object' && spec !== null && codes.length === 33")
+        with slowed_down(server):
+            body = {"prompt": [[5, 6, 7]] * 350, "max_tokens": 300, "stream": True, "ignore_eos": True}
+            with server.client.stream("POST", "/v1/completions", json=body):
+                page.wait_for("counters[0] + counters[1] === 350")
+                others = "document.getElementById('others').textContent"
+                page.wait_for(f"{others} === `and ${{350 - document.querySelectorAll('#requests tr').length}} more`")
+        page.wait_for(f"{others} === 'No request runs or waits.'")
+
+
+def test_a_hidden_tab_keeps_no_old_arrows(real: RealServer, page: Page) -> None:
+    page.open(real.url)
+    page.wait_for("typeof spec === 'object' && spec !== null && codes.length === 65 && history.length > 0")
+    page.value("requestAnimationFrame = () => 0; window.clock = performance.now(); performance.now = () => clock; 0")
+    page.value(
+        "window.look = (copied) => take({ ...history.at(-1), tiers, copied });"
+        "for (let i = 0; i < 90; i++) { clock += 100; look([['r', 1, 2], ['r', 1, 3]]); }"
+    )
+    assert 0 < page.value("arrows.length") <= 2 * (3000 / 100 + 1)

@@ -64,7 +64,7 @@ class LiveView:
         `blocks` is a flat list of (block, code, tenant's number) triples. If that would be longer, `all` holds two
         strings instead, with one character per block for its code and for its tenant. `evicted` lists the blocks whose
         contents were evicted, and `copied` the copies on a write, as [request, source, destination]; of both, the
-        latest.
+        latest. `unlisted` is the number of waiting requests beyond `MOST_WAITING`.
         """
         shown: dict[str, Any] = {}
         known = len(self._tenants)
@@ -118,10 +118,11 @@ class LiveView:
         return self._tenants.setdefault(tenant, len(self._tenants))
 
     def _requests_of(self, scheduler: Scheduler) -> dict[str, Any]:
-        """Return new requests with their constant fields, the progress of moved ones, and the ids of those gone."""
+        """Return new requests, the progress of moved ones, the ids of those gone, and the number of all others."""
         came, moved, now = [], [], dict[str, list[int]]()
         running = {seq.request.request_id: seq.request for seq in scheduler.running}
-        waiting = (request for request in scheduler.requests if request.request_id not in running)
+        requests = scheduler.requests
+        waiting = (request for request in requests if request.request_id not in running)
         for request in (*running.values(), *islice(waiting, MOST_WAITING)):
             progress = _progress(request, scheduler.kv, runs=request.request_id in running)
             now[request.request_id] = progress
@@ -134,7 +135,8 @@ class LiveView:
                 moved.append(fields)
         gone = [request_id for request_id in self._requests if request_id not in now]
         self._requests = now
-        return {name: value for name, value in (("came", came), ("moved", moved), ("gone", gone)) if value}
+        shown = {"came": came, "moved": moved, "gone": gone, "unlisted": len(requests) - len(now)}
+        return {name: value for name, value in shown.items() if value}
 
 
 def describe_request(scheduler: Scheduler, request_id: str) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 // once a frame. Text from the server is only ever set as text.
 const MINUTES = 2, MOST_ROWS = 100;
 let spec = null, codes = [], owners = [], tenants = [""], requests = new Map();
-let counters = [], tiers = [], bounds = {}, history = [];
+let counters = [], unlisted = 0, tiers = [], bounds = {}, history = [];
 
 // No key has other characters, and fetch() throws if a header has: a key is often pasted with what cannot be seen.
 const KEY = /^[!-~]+$/;
@@ -105,6 +105,7 @@ function take(news) {
   for (const block of news.evicted || []) crosses.set(block, now);
   watchBlocks(news.counters[4] !== counters[4]);
   for (const [, from, to] of news.copied || []) arrows.push({ from, to, since: now });
+  arrows = arrows.filter((arrow) => now - arrow.since <= ARROW); // a hidden tab draws nothing
   const done = followRequests(news);
   if (history.length) {
     happen("evicted", news.evicted || [], news.counters[4] - counters[4]);
@@ -112,6 +113,7 @@ function take(news) {
     for (const [kind, ones] of Object.entries(done)) happen(kind, ones);
   }
   counters = news.counters;
+  unlisted = news.unlisted || 0;
   tiers = news.tiers;
   history.push({ at: news.at, totals: news.totals, ttft: news.ttft, itl: news.itl, counters, used: share(codes) });
   while (history.length > 2 && news.at - history[0].at > 60 * MINUTES) history.shift();
@@ -183,7 +185,7 @@ function list() {
   });
   if (body.contains(focused)) focused.focus({ preventScroll: true }); // a row that is moved loses it
   if (shown.some((one) => one.tenant)) body.parentNode.className = "";
-  const left = requests.size - shown.length;
+  const left = requests.size - shown.length + unlisted;
   $("others").textContent = left ? `and ${show(left)} more` : shown.length ? "" : "No request runs or waits.";
 }
 function newRow(one) {
