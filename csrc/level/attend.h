@@ -14,7 +14,7 @@ namespace octavo::OCTAVO_LEVEL {
 template <Storage S> void attend(const AttendTask& task, AttendScratch& scratch) {
 #ifdef OCTAVO_TILES
     if constexpr (S == kBf16)
-        if (task.exact || task.num_tokens > 1)
+        if (keys_fill_tiles(*task.kv) && (task.exact || task.num_tokens > 1))
             return attend_by<S>(task, scratch, TilePasses(task.kv->value_dim, scratch));
 #endif
     attend_by<S>(task, scratch, RowPasses<S>{});

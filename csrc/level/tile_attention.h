@@ -1,7 +1,8 @@
 // Attention in bf16 tiles: for prompts, and for decodes too if a token's bits must be the same in both.
 //
 //     scores     up to 16 rows x 64 tokens     tiles 0 .. 3 += queries (4) . keys (5), 16 units at a time; if a head
-//                                              has eight units more, half a step at the end, in tiles 6 and 7
+//                                              has eight units more, half a step at the end, in tiles 6 and 7 (heads
+//                                              of no multiple of eight units are not multiplied in tiles)
 //     weights    in vectors
 //     values     up to 16 rows x 64 dims       tiles 0 .. 3 += weights (4) . values (5), 32 tokens at a time
 //
@@ -22,6 +23,9 @@ namespace octavo::OCTAVO_LEVEL {
 
 constexpr int kTileRows = 16;
 constexpr int kTileTokens = 32;  // in one step of values
+
+// Key heads of other sizes are left to vectors, for prompts and lone tokens alike, so that both have the same bits.
+inline bool keys_fill_tiles(const LayerKV& kv) { return kv.key_units % 8 == 0; }
 
 class TilePasses {
   public:

@@ -44,7 +44,8 @@ class Batch {
 };
 
 Batch draw_batch() {
-    constexpr int kKeyDims[] = {16, 32, 48, 64, 80, 128, 256}, kValueDims[] = {16, 32, 64, 64, 80, 96, 128, 256};
+    constexpr int kKeyDims[] = {16, 24, 32, 48, 64, 72, 80, 128, 256},
+                  kValueDims[] = {16, 32, 64, 64, 80, 96, 128, 256};
     constexpr int kGroups[] = {1, 2, 3, 4, 5, 7, 8, 50}, kBlocks[] = {16, 16, 16, 32, 48, 128},
                   kWindows[] = {0, 0, 0, 1, 7, 64, 100, 300};
     Batch batch{};

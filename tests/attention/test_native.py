@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ def fill(sequences: PagedSequences, batch: AttentionBatch, heads: int, seed: int
 @pytest.mark.parametrize("level", LEVELS)
 @settings(max_examples=12, deadline=None)
 @given(
-    key_dim=st.sampled_from([32, 48, 64, 80, 128, 256]),
+    key_dim=st.sampled_from([24, 32, 48, 64, 72, 80, 120, 128, 256]),
     value_dim=st.sampled_from([None, 16, 64, 96]),
     kv_heads=st.integers(1, 3),
     share=st.sampled_from([1, 2, 3, 4, 5, 7, 8, 50]),
@@ -88,7 +89,7 @@ def test_every_level_agrees_with_float64(
     seed: int,
 ) -> None:
     kernels.force_isa(level)
-    layer = LayerKVSpec(kv_heads, key_dim, value_dim or key_dim, window)
+    layer = LayerKVSpec(kv_heads, key_dim, value_dim or -(-key_dim // 16) * 16, window)
     sequences = PagedSequences([layer], block_size, len(first), max(first) + more, dtype=dtype, seed=seed)
     heads = kv_heads * share
     sinks = torch.randn(heads) if with_sinks else None
@@ -115,6 +116,21 @@ def test_a_context_of_several_splits_agrees_with_float64(level: str, dtype: str,
         query = fill(sequences, batch, 6, seed=count)
         actual = NativeAttention().attend(sequences.kv[0], query, batch, scale=0.125)
         assert relative_error(actual, exact(sequences.kv[0], query, batch, scale=0.125)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("key_dim", [2, 20, 24, 66, 72, 120])
+def test_key_heads_of_any_even_size_are_multiplied_whole_and_have_the_same_bits_by_any_step(
+    level: str, key_dim: int
+) -> None:
+    kernels.force_isa(level)
+    sequences = PagedSequences([LayerKVSpec(2, key_dim, 64)], 16, 1, 41, dtype="bfloat16")
+    batch, kv = sequences.step({0: 40}), sequences.kv[0]
+    query = fill(sequences, batch, 6)
+    whole = NativeAttention().attend(kv, query, batch, scale=key_dim**-0.5)
+    assert relative_error(whole, exact(kv, query, batch, scale=key_dim**-0.5)) < TOLERANCE["bfloat16"]
+    last = replace(batch, query_start=torch.tensor([0, 1], dtype=torch.int32))
+    assert torch.equal(NativeAttention().attend(kv, query[39:], last, scale=key_dim**-0.5), whole[39:])
 
 
 def attend_in_steps(
