@@ -46,16 +46,19 @@ constexpr int kNoWindow = 1 << 30;
 constexpr int kTasksPerThread = 8;  // enough to balance the load, few enough that taking one costs nothing
 constexpr int kItemsPerThread = 4;  // when fewer items mean less work in total
 
-void check_sequence(const AttentionCall& call, int seq, int query_len, int context_len) {
+// Returns the sequence's number of new tokens.
+int check_sequence(const AttentionCall& call, int seq) {
+    const int begin = call.query_start[seq], end = call.query_start[seq + 1], context_len = call.context_lens[seq];
     const auto fail = [&](const std::string& what) {
         throw std::invalid_argument("attention: sequence " + std::to_string(seq) + " " + what);
     };
-    if (query_len < 0 || call.query_start[seq] < 0 || call.query_start[seq + 1] > call.num_tokens)
-        fail("has tokens " + std::to_string(call.query_start[seq]) + " to " +
-             std::to_string(call.query_start[seq + 1]) + " of " + std::to_string(call.num_tokens));
+    if (begin < 0 || end < begin || end > call.num_tokens)  // before any difference, which could wrap around
+        fail("has tokens " + std::to_string(begin) + " to " + std::to_string(end) + " of " +
+             std::to_string(call.num_tokens));
+    const int query_len = end - begin;
     if (context_len < query_len)
         fail("has " + std::to_string(query_len) + " new tokens but a context of " + std::to_string(context_len));
-    if (query_len == 0) return;
+    if (query_len == 0) return 0;
     const int64_t blocks = (int64_t{context_len} + call.kv.block_size - 1) / call.kv.block_size;
     const auto check_table = [&](const int32_t* tables, int64_t stride, int64_t max_blocks, int64_t num_blocks) {
         if (blocks > max_blocks)
@@ -72,6 +75,7 @@ void check_sequence(const AttentionCall& call, int seq, int query_len, int conte
     const RecentCopies& copies = call.copies;
     if (copies.recent_blocks)
         check_table(copies.block_tables, copies.block_table_stride, copies.max_blocks, copies.kv.num_blocks);
+    return query_len;
 }
 
 // How a sequence's queries are divided into items.
@@ -96,7 +100,7 @@ Shape choose_shape(const AttentionCall& call, int query_len, int context_len, bo
     // are adjacent in memory, unless that would leave threads without work, or a head's part of a block is so long
     // that the hardware prefetches more of it than we do.
     const bool long_runs = call.kv.block_size > kTile && context_len >= 2 * kSplit;
-    if (parts == 1 && much_context && !long_runs && query_len * call.num_heads <= kMaxTaskRows)
+    if (parts == 1 && much_context && !long_runs && int64_t{query_len} * call.num_heads <= kMaxTaskRows)
         return {query_len, call.kv.kv_heads, members};
     return {std::max(1, static_cast<int>(item_rows(call)) / members), 1, members};
 }
@@ -109,9 +113,8 @@ bool has_much_context(const AttentionCall& call) {
 }
 
 void add_items(const AttentionCall& call, Plan& plan, int seq, bool much_context) {
-    const int query_begin = call.query_start[seq], query_len = call.query_start[seq + 1] - query_begin;
+    const int query_len = check_sequence(call, seq), query_begin = call.query_start[seq];
     const int context_len = call.context_lens[seq];
-    check_sequence(call, seq, query_len, context_len);
     const int group = call.num_heads / call.kv.kv_heads;
     const Shape shape = choose_shape(call, query_len, context_len, much_context);
     AttendTask task{};

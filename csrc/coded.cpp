@@ -13,6 +13,7 @@ namespace octavo {
 namespace {
 
 constexpr int kCodes = 16, kUnitElements = 2 * kPanelOutputs;
+static_assert(kMostCodingBase + kCodes == 256);
 constexpr uint32_t kNoUnit = ~0u;
 
 int exponent_of(uint16_t bits) { return bits >> 7 & 255; }
@@ -65,7 +66,7 @@ CodingPlan plan_coding(const Weight& weight) {
     for (const Histogram& counts : each)
         for (int exponent = 0; exponent < 256; ++exponent) all[exponent] += counts[exponent];
     CodingPlan best{0, -1};
-    for (int base = 0; base + kCodes <= 256; ++base) {
+    for (int base = 0; base <= kMostCodingBase; ++base) {
         int64_t escapes = 0;
         for (int exponent = 1; exponent < 256; ++exponent)
             if (exponent <= base || exponent >= base + kCodes) escapes += all[exponent];

@@ -47,8 +47,9 @@ struct CodedWeight {
 };
 // How a packed bf16 weight would be coded: the 15 consecutive exponents that cover most of it, and the number of
 // elements outside them.
+constexpr int kMostCodingBase = 240;
 struct CodingPlan {
-    int base;  // code c is exponent base + c
+    int base;  // code c is exponent base + c; at most kMostCodingBase
     int64_t num_escapes;
 };
 CodingPlan plan_coding(const Weight& weight);

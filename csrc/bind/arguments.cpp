@@ -1,5 +1,7 @@
 #include "bind/arguments.h"
 
+#include <limits>
+
 namespace octavo {
 
 Storage storage_of(const Tensor& tensor, const char* name) {
@@ -29,7 +31,7 @@ int check_rotation(const Tensor& cos, const Tensor& sin, int key_dim) {
     check_shape(cos, "cos", {-1, -1});
     check_dense(cos, "cos", DType::f32, {cos.shape[0], cos.shape[1]});
     check_dense(sin, "sin", DType::f32, {cos.shape[0], cos.shape[1]});
-    require(cos.shape[1] * 2 <= key_dim, "cos has " + std::to_string(cos.shape[1]) + " frequencies, a head of " +
+    require(cos.shape[1] <= key_dim / 2, "cos has " + std::to_string(cos.shape[1]) + " frequencies, a head of " +
                                              std::to_string(key_dim) + " dimensions rotates at most half as many");
     return static_cast<int>(cos.shape[1]) * 2;
 }
@@ -160,6 +162,9 @@ void check_copies(const LayerKV& kv, const LayerKV& copies, int first_blocks, in
                 copies.value_dim == kv.value_dim && copies.block_size == kv.block_size,
             "copies must have the heads and the block size of their layer, which must be coded");
     constexpr int kMost = 1 << 20;
+    require(int64_t{first_blocks} * kv.block_size <= std::numeric_limits<int>::max(),
+            std::to_string(first_blocks) + " first blocks of " + std::to_string(kv.block_size) +
+                " tokens are too many");
     require(first_blocks >= 0 && first_blocks <= kMost && recent_blocks > 0 && recent_blocks <= kMost,
             "copies are of 0 to " + std::to_string(kMost) + " first blocks and 1 to " + std::to_string(kMost) +
                 " recent ones, got " + std::to_string(first_blocks) + " and " + std::to_string(recent_blocks));

@@ -104,7 +104,7 @@ class BoundDecoder {
                         std::to_string(s.key_dim) + " and " + std::to_string(s.value_dim));
             require(group >= 0 && window >= 0, "group and window must not be negative");
             LayerCache cache{kv, group, window};
-            num_groups = std::max<size_t>(num_groups, group + 1);
+            num_groups = std::max(num_groups, static_cast<size_t>(group) + 1);
             if (copied) {
                 const auto& [keys, values, copies_group, first_blocks, recent_blocks] = *copied;
                 kept.push_back(keys);
@@ -115,7 +115,7 @@ class BoundDecoder {
                 cache.copies_group = copies_group;
                 cache.first_blocks = first_blocks;
                 cache.recent_blocks = recent_blocks;
-                num_groups = std::max<size_t>(num_groups, copies_group + 1);
+                num_groups = std::max(num_groups, static_cast<size_t>(copies_group) + 1);
             }
             bound.push_back(cache);
         }
@@ -183,9 +183,13 @@ class BoundDecoder {
     void check_kept(int64_t first, const Tensor& out, const char* name, int64_t width) const {
         check_shape(out, name, {-1, width});
         check_dense(out, name, DType::f32, {out.shape[0], width});
-        require(first >= 0 && first + out.shape[0] <= decoder_.num_kept(),
-                "rows " + std::to_string(first) + " to " + std::to_string(first + out.shape[0]) +
-                    " of the last step's " + std::to_string(decoder_.num_kept()) + " are wanted");
+        // `first` plus the rows could wrap around.
+        const int64_t rows = out.shape[0], kept = decoder_.num_kept();
+        require(first >= 0 && first <= kept,
+                std::to_string(rows) + " rows from " + std::to_string(first) + " of the last step's " +
+                    std::to_string(kept) + " are wanted");
+        require(rows <= kept - first, "rows " + std::to_string(first) + " to " + std::to_string(first + rows) +
+                                          " of the last step's " + std::to_string(kept) + " are wanted");
     }
 
     // The groups' tables, once it is certain that every slot exists in every cache of its group.

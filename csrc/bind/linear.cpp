@@ -45,6 +45,10 @@ void py_pack_rows(const std::string& format, const Tensor& packed, int64_t outpu
     require(
         step >= 1 && step <= 64 && first_output >= 0 && (step == 1 || first_output % 16 == 0),
         "rows cannot be placed from output " + std::to_string(first_output) + " in steps of " + std::to_string(step));
+    // Bounded one by one, since their sum could wrap around.
+    require(first_output <= outputs && stored.rows <= outputs,
+            std::to_string(stored.rows) + " rows from output " + std::to_string(first_output) + " do not fit " +
+                std::to_string(outputs) + " outputs");
     const Placement place{first_output, step};
     require(stored.rows == 0 || place.output(stored.rows - 1) < outputs,
             "rows end at output " + std::to_string(place.output(stored.rows - 1)) + " of " + std::to_string(outputs));
@@ -63,7 +67,10 @@ std::tuple<int, int64_t, int64_t> py_plan_coding(const Tensor& packed, int64_t o
 void py_encode(const Tensor& packed, int64_t outputs, int64_t inputs, int base, int64_t num_escapes,
                const Tensor& out) {
     const Weight weight = weight_of("bfloat16", packed, outputs, inputs);
-    require(num_escapes >= 0, "a weight cannot have " + std::to_string(num_escapes) + " escapes");
+    require(base >= 0 && base <= kMostCodingBase && num_escapes >= 0 && num_escapes <= outputs * inputs,
+            "a weight of " + std::to_string(outputs) + " x " + std::to_string(inputs) +
+                " cannot be coded from exponent " + std::to_string(base) + " with " + std::to_string(num_escapes) +
+                " escapes");
     check_dense(out, "out", DType::u8, {CodedWeight(weight).bytes(num_escapes)});
     nb::gil_scoped_release release;
     encode(weight, {base, num_escapes}, out.base);

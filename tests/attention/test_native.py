@@ -295,6 +295,8 @@ def native_arguments() -> dict:
         ({"context_lens": torch.tensor([2], dtype=torch.int32)}, "has 3 new tokens but a context of 2"),
         ({"context_lens": torch.tensor([20])}, "context_lens must be int32, got int64"),
         ({"query_start": torch.tensor([0, 4], dtype=torch.int32)}, "has tokens 0 to 4 of 3"),
+        ({"query_start": torch.tensor([2**31 - 1, -(2**31)], dtype=torch.int32)}, "tokens 2147483647 to -2147483648"),
+        ({"query_start": torch.tensor([-(2**31), 2**31 - 1], dtype=torch.int32)}, "tokens -2147483648 to 2147483647"),
         ({"sinks": torch.zeros(3)}, r"sinks must have shape \[4\]"),
         ({"value": torch.zeros(5, 2, 8, 40, 2, dtype=torch.bfloat16)}, "value_dim must be a multiple of 16"),
         ({"window": -1}, "window must be positive"),

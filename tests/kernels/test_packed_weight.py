@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from octavo import kernels
 from octavo.kernels import PackedWeight
+from octavo.kernels.library import native
 
 pytestmark = [
     pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled"),
@@ -246,6 +247,9 @@ def bf16(*shape: int) -> torch.Tensor:
         (lambda: PackedWeight.pack(bf16(32, 4)).linear(bf16(1, 4), activation="relu"), "'relu' is not one of silu"),  # type: ignore[arg-type]
         (lambda: PackedWeight.pack(bf16(8, 4)).rows(torch.tensor([8]), torch.bfloat16), r"ids\[0\] is 8, must be in"),
         (lambda: PackedWeight.pack(bf16(8, 4)).put(bf16(3, 4), 6), "rows end at output 8 of 8"),
+        (lambda: PackedWeight.pack(bf16(8, 4)).put(bf16(2, 4), 2**63 - 1), "2 rows from output 9223372036854775807"),
+        (lambda: PackedWeight.pack(bf16(64, 4)).put(bf16(32, 4), 2**63 - 32, 2), "32 rows from output 92233720368"),
+        (lambda: PackedWeight.pack(bf16(8, 1)).put(bf16(1, 1).expand(2**58, 1), 0, 64), "rows from output 0 do not"),
         (lambda: PackedWeight.pack(bf16(8, 4)).put(bf16(1, 4), 3, 2), "cannot be placed from output 3 in steps of 2"),
         (lambda: PackedWeight.pack(bf16(8, 4).half()), "must be bfloat16 or float32, got torch.float16"),
         (lambda: PackedWeight.pack_quantised("Q4_0", torch.zeros(2, 35).byte(), 64), "rows must have shape"),
@@ -256,6 +260,16 @@ def bf16(*shape: int) -> torch.Tensor:
 def test_a_bad_argument_is_a_value_error_with_the_numbers(call: Callable[..., Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(("base", "num_escapes"), [(-1, 0), (241, 0), (120, -1), (120, 2**61 - 8), (120, 8 * 4 + 1)])
+def test_a_plan_of_coding_that_no_weight_can_have_is_refused(base: int, num_escapes: int) -> None:
+    weight = PackedWeight.pack(bf16(8, 4))
+    _, _, nbytes = native.plan_coding(weight.packed, 8, 4)
+    # The bytes that the plan asks for, in 64 bits that wrap around.
+    out = torch.zeros((nbytes + num_escapes * 8) % 2**64, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=f"cannot be coded from exponent {base} with {num_escapes} escapes"):
+        native.encode(weight.packed, 8, 4, base, num_escapes, out)
 
 
 tiles = pytest.mark.parametrize("level", [level for level in LEVELS if level.startswith("amx")])

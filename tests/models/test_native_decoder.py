@@ -268,6 +268,9 @@ def test_logits_in_parts_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch,
         assert torch.equal(torch.cat((now, later.logits(1, 6))), whole)
         with pytest.raises(ValueError, match="rows 4 to 7 of the last step's 6"):
             later.logits(4, 7)
+        for first in (2**62, 2**63 - 1):
+            with pytest.raises(ValueError, match=f"1 rows from {first} of the last step's 6 are wanted"):
+                ours._native.logits(first, torch.zeros(1, VOCAB))
         with pytest.raises(ValueError, match="logits has 7 rows for 6 logits_indices"):
             ours.forward_in_part(ids, batch, paged.kv, backend(), rows, 7, 7)
 
