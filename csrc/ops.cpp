@@ -59,19 +59,22 @@ void argmax(Storage storage, const Matrix& logits, int64_t* out) {
         const int64_t begin = logits.width * segment / segments, end = logits.width * (segment + 1) / segments;
         best[i].index = begin + kernel(logits.row(row) + begin * element, end - begin, &best[i].value);
     };
-    const int tasks = static_cast<int>(best.size());
-    if (logits.rows * logits.width < 2 * kElementsWorthAThread)
-        for (int i = 0; i < tasks; ++i) find(i);
-    else
-        parallel_for(tasks, find);
-    for (int64_t row = 0; row < logits.rows; ++row) {
+    const auto choose = [&](int64_t row) {
         Best winner = best[row * segments];
         for (int64_t segment = 1; segment < segments; ++segment) {
             const Best& other = best[row * segments + segment];
             if (!(other.value <= winner.value) && winner.value == winner.value) winner = other;
         }
         out[row] = winner.index;
-    }
+    };
+    const int tasks = static_cast<int>(best.size());
+    const bool worth_threads = logits.rows * logits.width >= 2 * kElementsWorthAThread;
+    if (worth_threads) parallel_for(tasks, find);
+    // One task wakes nobody, but what it compares are subnormal numbers as they are, even if its thread flushes them.
+    parallel_for(1, [&](int) {
+        for (int i = 0; !worth_threads && i < tasks; ++i) find(i);
+        for (int64_t row = 0; row < logits.rows; ++row) choose(row);
+    });
 }
 
 }  // namespace octavo

@@ -2,6 +2,7 @@
 #include <nanobind/stl/tuple.h>
 
 #include "bind/arguments.h"
+#include "thread_pool.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -87,7 +88,10 @@ void py_unpack_rows(const std::string& format, const Tensor& packed, int64_t out
     check_dense(ids, "ids", DType::i64, {rows.rows});
     check_range(ids.data<int64_t>(), rows.rows, outputs, "ids");
     nb::gil_scoped_release release;
-    for (int64_t i = 0; i < rows.rows; ++i) unpack_row(weight, ids.data<int64_t>()[i], storage, rows.row(i));
+    // One task wakes nobody, but computes with subnormal numbers, even if its thread flushes them.
+    parallel_for(1, [&](int) {
+        for (int64_t i = 0; i < rows.rows; ++i) unpack_row(weight, ids.data<int64_t>()[i], storage, rows.row(i));
+    });
 }
 
 void py_linear(const std::string& format, const Tensor& packed, int64_t outputs, const Tensor& x, const Tensor& bias,

@@ -145,6 +145,26 @@ def test_argmax_is_the_first_nan(level: str, threads: int) -> None:
     assert kernels.argmax(logits[1:2]).tolist() == [33_001]
 
 
+@compiled
+@every_level
+@pytest.mark.parametrize("width", [100, 100_000])
+@pytest.mark.parametrize("largest", [5, -1])
+def test_argmax_finds_a_subnormal_number_where_the_calling_thread_flushes_them(
+    level: str, width: int, largest: int
+) -> None:
+    kernels.force_isa(level)
+    kernels.set_num_threads(2)
+    logits = torch.zeros(1, width)
+    logits[0, largest] = 1e-40
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush them")
+    try:
+        found = kernels.argmax(logits).item()
+    finally:
+        torch.set_flush_denormal(False)
+    assert found == largest % width
+
+
 def layer_cache(dtype: torch.dtype, kv_heads: int, key_dim: int, value_dim: int, block_size: int = 16) -> KVArena:
     spec = KVCacheSpec.build([LayerKVSpec(kv_heads, key_dim, value_dim)], block_size, str(dtype).removeprefix("torch."))
     return KVArena(spec, num_blocks=9)

@@ -344,6 +344,19 @@ def test_flushing_subnormals_in_the_calling_thread_changes_no_bits(level: str) -
     assert torch.equal(got, expected)
 
 
+def test_flushing_subnormals_in_the_calling_thread_leaves_rows_with_a_subnormal_scale() -> None:
+    blocks = torch.ones(8, 34, dtype=torch.uint8)
+    blocks[:, :2] = torch.tensor([1, 0], dtype=torch.uint8)  # a scale of 2^-24 in float16
+    weight = PackedWeight.pack_quantised("Q8_0", blocks, 32)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush them")
+    try:
+        rows = weight.rows(torch.tensor([3]), torch.float32)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(rows, torch.full((1, 32), 2.0**-24))
+
+
 def test_a_product_never_takes_the_activations_of_another_kind_of_weight() -> None:
     # In a process of its own, where both kinds of product have been called equally often.
     program = """
