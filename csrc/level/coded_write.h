@@ -21,7 +21,8 @@ template <Code C> inline U16 encode_fp8(F16 x) {
     constexpr float kMost = C == kCodeE4m3 ? 448.0f : 57344.0f;
     constexpr float kLeastNormal = C == kCodeE4m3 ? 0x1p-6f : 0x1p-14f;
     constexpr float kMagic = kLeastNormal * static_cast<float>(1 << (23 - kMantissa));
-    const U16 bits = as_bits(x), sign = shift_right<24>(bits) & U16::set1(0x80);
+    const U16 bits = as_bits(min(x, F16::set1(kMost)));  // kMost where x is NaN, of either sign
+    const U16 sign = shift_right<24>(bits) & U16::set1(0x80);
     const F16 size = min(as_float(bits & U16::set1(0x7fffffff)), F16::set1(kMost));
     constexpr int kDropped = 23 - kMantissa;
     const U16 exact = as_bits(size);

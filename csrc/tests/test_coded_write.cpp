@@ -52,5 +52,43 @@ TEST(what_is_written_in_codes_is_within_half_a_step) {
     }
 }
 
+// A NaN of either sign, as operations give them, is the largest number of fp8; integers have no codes for what is not
+// finite, but a scale.
+TEST(what_is_not_finite_is_stored_alike_at_every_level) {
+    constexpr float kOdd[] = {NAN, -NAN, INFINITY, -INFINITY};
+    for (const Code code : {kCodeE4m3, kCodeE5m2, kCodeInt8})
+        for (const float odd : kOdd) {
+            constexpr int kDim = 32;
+            Batch batch;
+            batch.code = {code, code, "not finite"};
+            batch.storage = kF32;
+            batch.key_dim = batch.value_dim = kDim;
+            batch.kv_heads = 1;
+            batch.block_size = 16;
+            const Side keys(code, true, 1, 1, kDim, 16), values(code, false, 1, 1, kDim, 16);
+            const Buffer qkv(int64_t{3} * kDim * 4);
+            fill_normal(qkv, kF32);
+            store(odd, qkv.data(), 2 * kDim + 5, kF32);
+            const LayerKV kv = coded_layer(batch, keys, values, 1);
+            const int64_t slot = 3, position = 0;
+            RopeTask task{};
+            task.qkv = qkv.data();
+            task.qkv_stride = 3 * kDim * 4;
+            task.kv = &kv;
+            task.positions = &position;
+            task.slots = &slot;
+            task.num_heads = 1;
+            task.key_dim = kDim;
+            rope_write(kF32, task, 1);
+            const std::vector<double> found = values.decode(0, 0, static_cast<int>(slot));
+            if (code == kCodeInt8) {
+                for (const double x : found) CHECK(std::isnan(x));  // zero, times a scale that is not finite
+                continue;
+            }
+            const double most = code == kCodeE4m3 ? 448.0 : 57344.0;
+            CHECK(found[5] == (odd == -INFINITY ? -most : most) * kv.value_side.scale(0));
+        }
+}
+
 }  // namespace
 }  // namespace octavo::test

@@ -78,6 +78,28 @@ def test_keys_and_values_are_encoded_on_the_way_to_the_bit(level: str, codec: st
     assert torch.equal(found._bytes, expected._bytes)
 
 
+@pytest.mark.parametrize("codec", ["fp8_e4m3", "fp8_e5m2", "int8"])
+def test_what_is_not_finite_has_the_references_codes(level: str, codec: str) -> None:
+    spec = KVCacheSpec.build([LayerKVSpec(1, 16, 32)], 16, codec)
+    found, expected = (KVArena(spec, 2) for _ in range(2))
+    # bf16 has a NaN of either sign, and an operation in torch may give the negative one.
+    odd = torch.tensor([0x7FC0, -1, 0x7F80, -0x80], dtype=torch.int16).view(torch.bfloat16)
+    assert odd.isnan().tolist() == [True, True, False, False]
+    qkv = torch.randn(4, 16 + 16 + 32).bfloat16()
+    qkv[range(4), [32, 40, 50, 63]] = odd
+    layer, slots = found.coded_layers[0], torch.arange(4) + 16
+    for arena in (found, expected):
+        arena.coded_layers[0].set_scales(torch.tensor([0.5]), torch.tensor([0.1]))
+    kernels.rope_write_coded(
+        qkv, layer.keys.for_kernels, layer.values.for_kernels, torch.ones(1, 8), torch.zeros(1, 8),
+        torch.zeros(4).long(), slots,
+    )  # fmt: skip
+    expected.layers[0].write(qkv[:, None, 16:32], qkv[:, None, 32:], slots)
+    assert torch.equal(layer.values.codes, expected.coded_layers[0].values.codes)
+    read, wanted = (arena.layers[0].gather(torch.tensor([1]), 4)[1] for arena in (found, expected))
+    assert torch.allclose(read, wanted, rtol=0, atol=0, equal_nan=True)
+
+
 def test_what_no_kernel_reads_goes_to_the_reference() -> None:
     for codec, layer, size in (
         ("nvfp4", LayerKVSpec(2, 64, 64), 16),

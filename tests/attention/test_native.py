@@ -179,6 +179,20 @@ def test_an_infinite_token_does_not_reach_the_queries_that_do_not_see_it(
     assert not spoilt[21:behind].isfinite().any()
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_token_whose_score_is_minus_infinity_has_no_weight(level: str, dtype: str) -> None:
+    kernels.force_isa(level)
+    sequences = PagedSequences([LayerKVSpec(1, 64, 64)], 16, 1, 80, dtype=dtype)
+    batch, kv = sequences.step({0: 70}), sequences.kv[0]
+    query = fill(sequences, batch, 3).abs()
+    key = torch.randn(1, 1, 64)
+    key[..., 7] = -torch.inf
+    kv.write(key, torch.ones(1, 1, 64), batch.groups[0].slot_mapping[20:21])
+    actual = NativeAttention().attend(kv, query, batch, scale=0.125)
+    assert relative_error(actual[21:], exact(kv, query, batch, scale=0.125)[21:]) < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("level", QUICK_LEVELS)
 @pytest.mark.parametrize(("dtype", "window"), [("bfloat16", None), ("bfloat16", 130), ("float32", None)])
 def test_a_tokens_bits_do_not_depend_on_batch_chunks_or_threads(level: str, dtype: str, window: int | None) -> None:

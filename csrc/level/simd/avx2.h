@@ -162,9 +162,12 @@ inline U16 dot_bytes(U16 acc, U16 a, U16 b) {
     return dot_small(sum, a & mask, b);
 }
 
-// Rounds to the nearest integers, which are in [-128, 127].
+// Rounds to the nearest integers, which are in [-128, 127]; NaN becomes zero.
+inline __m256i round8(__m256 x) {
+    return _mm256_cvtps_epi32(_mm256_and_ps(x, _mm256_cmp_ps(x, x, _CMP_ORD_Q)));
+}
 inline void round_to_int8(F16 x, int8_t* p) {
-    const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi));
+    const __m256i words = _mm256_packs_epi32(round8(x.lo), round8(x.hi));
     const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);
     const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);

@@ -132,9 +132,10 @@ inline U16 dot_bytes(U16 acc, U16 a, U16 b) {
 #endif
 }
 
-// Rounds to the nearest integers, which are in [-128, 127].
+// Rounds to the nearest integers, which are in [-128, 127]; NaN becomes zero.
 inline void round_to_int8(F16 x, int8_t* p) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x.v)));
+    const __m512i whole = _mm512_maskz_cvtps_epi32(_mm512_cmp_ps_mask(x.v, x.v, _CMP_ORD_Q), x.v);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(whole));
 }
 
 // Sixteen bytes to 32-bit integers, and back.

@@ -159,7 +159,10 @@ template <int N> inline F16 exp2_by(const float (&poly)[N], F16 x) {
     for (int i = N - 2; i >= 0; --i) p = fma(p, f, F16::set1(poly[i]));
     OCTAVO_LANES {
         const float exponent = n.v[i] < -300.0f ? -300.0f : n.v[i] > 300.0f ? 300.0f : n.v[i];
-        p.v[i] = exponent == exponent ? __builtin_ldexpf(p.v[i], static_cast<int>(exponent)) : exponent;
+        if (__builtin_isinf(n.v[i]))  // f is NaN
+            p.v[i] = n.v[i] > 0.0f ? n.v[i] : 0.0f;
+        else
+            p.v[i] = exponent == exponent ? __builtin_ldexpf(p.v[i], static_cast<int>(exponent)) : exponent;
     }
     return p;
 }
