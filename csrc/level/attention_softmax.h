@@ -7,6 +7,9 @@ namespace octavo::OCTAVO_LEVEL {
 
 constexpr float kMasked = -1e33f;  // its weight is exactly zero against any maximum, at any scale
 constexpr float kGrowth = 8.0f;    // how far scores may exceed a row's maximum, in powers of two
+// A maximum is a rounded product; the scores' products are not rounded before it is subtracted. Above this maximum they
+// are: rounding would leave them more than a float holds as a power of two (2^26: the last place counts kGrowth).
+constexpr float kExactMax = 0x1p26f;
 constexpr int kVectors = kTile / 16;
 
 // Weights are multiplied in the storage type, which determines how exact they need to be.
@@ -100,10 +103,15 @@ template <Storage S, class Score, class Meanwhile, class Weigh>
             }
             row_max = new_max;
         }
+        F16 still = factor;
+        if (__builtin_fabsf(row_max) > kExactMax) [[unlikely]] {
+            for (int v = 0; v < kVectors; ++v) s[v] = s[v] * factor;
+            still = F16::set1(1.0f);
+        }
         const F16 less = F16::set1(-row_max);
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; v += 2)
-            weigh(r, v, exp2_weight<S>(fma(s[v], factor, less)), exp2_weight<S>(fma(s[v + 1], factor, less)),
+            weigh(r, v, exp2_weight<S>(fma(s[v], still, less)), exp2_weight<S>(fma(s[v + 1], still, less)),
                   rescales[r]);
     }
     return any;

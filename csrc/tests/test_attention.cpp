@@ -225,6 +225,23 @@ TEST(attention_agrees_with_float64) {
     }
 }
 
+// The last place of a maximum then counts for more than what a float can hold as a power of two.
+TEST(scores_of_any_size_have_finite_weights) {
+    for (int i = cases(20); i > 0; --i) {
+        Batch batch = draw_batch();
+        batch.scale = std::ldexp(1.0f, random_int(20, 70));
+        batch.softcap = 0.0f;
+        set_num_threads(random_int(1, 3));
+        describe_case(batch.describe() + ", scale " + std::to_string(batch.scale));
+        const Memory memory(batch);
+        AttentionCall call = memory.call();
+        call.exact = i % 2 == 0;
+        attend(call);
+        for (int64_t at = 0; at < memory.out.size() / batch.element(); ++at)
+            CHECK(std::isfinite(load(memory.out.data(), at, batch.storage)));
+    }
+}
+
 TEST(attention_has_the_same_bits_on_any_number_of_threads) {
     for (int i = cases(8); i > 0; --i) {
         Batch batch = draw_batch();

@@ -247,6 +247,26 @@ def test_emulated_tiles_attend_with_the_bits_of_the_processors(
         assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_scores_of_any_size_have_finite_weights(level: str, dtype: str, sign: int) -> None:
+    """Even where a maximum's last place counts for more than what float32 can hold as a power of two."""
+    kernels.force_isa(level)
+    for size in (1e3, 3e4, 1e5, 1e8, 1e11):
+        sequences = PagedSequences([LayerKVSpec(1, 64, 64)], 16, 1, 700, dtype=dtype)
+        batch, kv = sequences.step({0: 650}), sequences.kv[0]
+        # One dimension alone, so that a score is a product, and no two of them are near to each other.
+        query, key = torch.zeros(650, 3, 64, dtype=kv.key.dtype), torch.zeros(650, 1, 64)
+        query[..., 5], key[:, 0, 5] = size, (torch.randperm(650) % 128 + 128) * sign * size
+        value = torch.randn(650, 1, 64).to(kv.key.dtype)
+        kv.write(key, value, batch.groups[0].slot_mapping)
+        scores = (query[:, 0].double() @ kv.gather(batch.groups[0].block_tables[0].long(), 650)[0][:, 0].double().T) / 8
+        weights = scores.masked_fill(torch.ones(650, 650).triu(1).bool(), -torch.inf).softmax(-1)
+        expected = (weights @ value[:, 0].double())[:, None].expand(650, 3, 64)
+        assert relative_error(NativeAttention().attend(kv, query, batch, scale=0.125), expected) < TOLERANCE[dtype]
+
+
 def test_a_block_of_any_size_gives_the_same_bits() -> None:
     results = []
     for block_size in (16, 64, 1024):
