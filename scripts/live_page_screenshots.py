@@ -23,7 +23,7 @@ from tests.server.chromium import Page, chromium  # noqa: E402
 
 LIVE = "document.getElementById('status')?.textContent === 'live'"
 CHOOSE = "document.querySelector('#requests button').click()"
-CHOSEN = "document.querySelector('#details h2').dataset.id === picked.id && ofChosen.size"
+CHOSEN = "picked.computedBy && ofChosen.size"
 FROM_BLOCKS = "document.querySelector('.bar').getBoundingClientRect().top - 4"
 TO_BLOCKS = "document.querySelector('#blocks').getBoundingClientRect().bottom + 40"
 TO_DETAILS = "document.querySelector('#below').getBoundingClientRect().bottom + 8"
