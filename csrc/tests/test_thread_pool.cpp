@@ -55,7 +55,8 @@ bool everyone_comes(int threads) {
     std::atomic<int> came{0};
     parallel_for(threads, [&](int) {
         came.fetch_add(1);
-        while (came.load() < threads) std::this_thread::yield();
+        came.notify_all();
+        for (int now; (now = came.load()) < threads;) came.wait(now);
     });
     return came.load() == threads;
 }
@@ -97,14 +98,14 @@ bool does_its_own_alone() {
     const auto self = std::this_thread::get_id();
     std::atomic<bool> alone{true};
     parallel_for(8, [&](int) {
-        for (int i = 0; i < 200 && alone.load(); ++i) std::this_thread::yield();
+        for (int i = 0; i < 50'000 && alone.load(); ++i) {}
         if (std::this_thread::get_id() != self) alone = false;
     });
     return alone.load();
 }
 
 TEST_ONCE(a_task_does_its_own_alone_however_it_came_to_run) {
-    for (int i = cases(20); i > 0; --i) {
+    for (int i = cases(10); i > 0; --i) {
         set_num_threads(4);
         bool alone = true;
         parallel_for(1, [&](int) { alone = alone && does_its_own_alone(); });
@@ -114,12 +115,14 @@ TEST_ONCE(a_task_does_its_own_alone_however_it_came_to_run) {
         std::thread other([&] {
             parallel_for(2, [&](int) {
                 leads = true;
-                while (!go.load()) std::this_thread::yield();
+                leads.notify_all();
+                go.wait(false);
             });
         });
-        while (!leads.load()) std::this_thread::yield();
+        leads.wait(false);
         parallel_for(2, [&](int task) {
             go = true;
+            go.notify_all();
             if (task == 0) other.join();
             alone = alone && does_its_own_alone();
         });
@@ -181,7 +184,7 @@ TEST_ONCE(threads_that_are_no_longer_wanted_sleep_on) {
     set_num_threads(2);
     CHECK(Round(9).each_once());
     const auto before = sleeps_of_other_threads();
-    constexpr int kRounds = 500;
+    constexpr int kRounds = 100;
     for (int i = 0; i < kRounds; ++i) CHECK(everyone_comes(2));
     int64_t all = 0, most = 0;
     for (const auto& [thread, count] : sleeps_of_other_threads()) {
@@ -193,7 +196,7 @@ TEST_ONCE(threads_that_are_no_longer_wanted_sleep_on) {
     describe_case(std::to_string(all - most) + " times asleep in " + std::to_string(kRounds) + " rounds");
     CHECK(all - most < kRounds);
     set_num_threads(9);  // and they come when they are wanted again
-    for (int i = 0; i < 20; ++i) CHECK(everyone_comes(9));
+    for (int i = 0; i < 5; ++i) CHECK(everyone_comes(9));
 }
 
 TEST_ONCE(a_thread_that_is_moved_keeps_all_its_cores) {
