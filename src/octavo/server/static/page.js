@@ -31,7 +31,7 @@ async function follow() {
   while (!signal.aborted) {
     let wait = 1000;
     try {
-      const answer = await fetch("live/events", { headers: headers(), signal });
+      const answer = await fetch("live/events", { headers: headers(), signal, cache: "no-store" });
       const refused = answer.status === 401;
       $("key-form").hidden = !refused;
       if (answer.ok) {
