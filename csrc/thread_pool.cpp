@@ -183,7 +183,7 @@ class Pool {
     void work(int index, std::atomic<bool>& in_task) {
         const DefaultRounding rounding;
         while (!stop_.load()) {
-            // Read before `active_`: a worker that finds itself unwanted does not fall asleep if that changes meanwhile.
+            // Read before `active_`: an unwanted worker does not fall asleep if that changes meanwhile.
             const uint32_t epoch = epoch_.load(), grown = grown_.load();
             if (index >= active_.load(std::memory_order_relaxed)) {
                 // Not among the sleepers: those are woken in every round.

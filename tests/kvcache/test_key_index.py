@@ -89,3 +89,12 @@ def test_a_damaged_table_is_reported() -> None:
     index.put(KEYS[3], 2)
     index._keys[2 * 3] = int.from_bytes(KEYS[4][:8], "little")
     assert problems(index.check()) == ["id 2 is not found by its key"]
+
+
+@pytest.mark.parametrize("width", [8, 16])
+def test_an_id_beyond_the_capacity_has_the_empty_key_which_no_id_has(width: int) -> None:
+    index = KeyIndex(4, width)
+    assert index.key(9) == b""
+    assert index.get(b"") is None
+    index.put(bytes(16), 0)
+    assert index.get(b"") is None

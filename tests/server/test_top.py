@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -322,7 +323,7 @@ def test_top_draws_once_for_all_events_that_come_during_a_pause(monkeypatch: pyt
         return real_shown(self, *args, **kwargs)
 
     monkeypatch.setattr(State, "shown", shown)
-    monkeypatch.setattr(top_run, "sleep", sleep)
+    monkeypatch.setattr(top_run, "time", SimpleNamespace(sleep=sleep))
     live = Live(console=Console(file=io.StringIO(), width=80, height=24), auto_refresh=False)
     with pytest.raises(OctavoError, match="over"):
         top_run._watch(Busy(), live)  # type: ignore[arg-type]

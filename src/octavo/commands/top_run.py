@@ -6,8 +6,8 @@ import argparse
 import os
 import queue
 import threading
+import time
 from collections.abc import Iterable, Iterator
-from time import sleep
 from typing import Any
 
 from rich.console import Console, Group
@@ -46,13 +46,13 @@ def _watch(server: LiveServer, live: Live) -> None:
                     state.take(news)
                 live.update(state.shown(live.console), refresh=True)
                 if state.history:
-                    sleep(_REDRAW_S)
+                    time.sleep(_REDRAW_S)
             problem = "the server closed the connection"
         except OSError as error:
             problem = _no_connection(server, error)
         message = Text(f"{problem}; trying again …", style="bold red", overflow="ellipsis", no_wrap=True)
         live.update(Group(message, state.shown(live.console, lines_above=1)), refresh=True)
-        sleep(_RETRY_S)
+        time.sleep(_RETRY_S)
 
 
 def bursts(events: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:

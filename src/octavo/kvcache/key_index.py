@@ -62,6 +62,8 @@ class KeyIndex:
 
     def get(self, key: bytes) -> int | None:
         """Return the id of a key, or None."""
+        if not key:
+            return None  # an id beyond the capacity has no key
         first = _FIRST_HALF(key)[0]
         entry = self._heads[((first * self._factor & _MASK64) >> 32) * self._capacity >> 32]
         if not entry:
