@@ -72,7 +72,8 @@ void argmax(Storage storage, const Matrix& logits, int64_t* out) {
     if (worth_threads) parallel_for(tasks, find);
     // One task wakes nobody, but what it compares are subnormal numbers as they are, even if its thread flushes them.
     parallel_for(1, [&](int) {
-        for (int i = 0; !worth_threads && i < tasks; ++i) find(i);
+        if (!worth_threads)
+            for (int i = 0; i < tasks; ++i) find(i);
         for (int64_t row = 0; row < logits.rows; ++row) choose(row);
     });
 }

@@ -183,13 +183,11 @@ class BoundDecoder {
     void check_kept(int64_t first, const Tensor& out, const char* name, int64_t width) const {
         check_shape(out, name, {-1, width});
         check_dense(out, name, DType::f32, {out.shape[0], width});
-        // `first` plus the rows could wrap around.
         const int64_t rows = out.shape[0], kept = decoder_.num_kept();
-        require(first >= 0 && first <= kept,
+        // Not `first + rows`, which could wrap around.
+        require(first >= 0 && first <= kept && rows <= kept - first,
                 std::to_string(rows) + " rows from " + std::to_string(first) + " of the last step's " +
                     std::to_string(kept) + " are wanted");
-        require(rows <= kept - first, "rows " + std::to_string(first) + " to " + std::to_string(first + rows) +
-                                          " of the last step's " + std::to_string(kept) + " are wanted");
     }
 
     // The groups' tables, once it is certain that every slot exists in every cache of its group.

@@ -370,9 +370,9 @@ def test_adaptive_counts_many_hits_at_once_as_it_does_one_by_one() -> None:
     assert alone._model is not None
     for model in (together._model, alone._model):
         model._count_noted()
-    assert together._model.returns.sum() == 100
-    assert (together._model.returns == alone._model.returns).all()
-    assert (together._model.ends == alone._model.ends).all()
+    assert together._model._returns.sum() == 100
+    assert (together._model._returns == alone._model._returns).all()
+    assert (together._model._ends == alone._model._ends).all()
     assert together._stamps == alone._stamps
     assert together._kinds == alone._kinds
 

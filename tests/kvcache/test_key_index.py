@@ -92,9 +92,11 @@ def test_a_damaged_table_is_reported() -> None:
 
 
 @pytest.mark.parametrize("width", [8, 16])
-def test_an_id_beyond_the_capacity_has_the_empty_key_which_no_id_has(width: int) -> None:
+def test_an_id_is_in_the_index_as_long_as_it_has_a_key(width: int) -> None:
     index = KeyIndex(4, width)
-    assert index.key(9) == b""
-    assert index.get(b"") is None
-    index.put(bytes(16), 0)
-    assert index.get(b"") is None
+    assert 0 not in index
+    assert 9 not in index, "beyond the capacity"
+    index.put(KEYS[3], 2)
+    assert 2 in index
+    index.remove(2)
+    assert 2 not in index

@@ -266,7 +266,7 @@ def test_logits_in_parts_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch,
     assert later.logits(2, 2).shape == (0, VOCAB)
     if backend is NativeAttention:
         assert torch.equal(torch.cat((now, later.logits(1, 6))), whole)
-        with pytest.raises(ValueError, match="rows 4 to 7 of the last step's 6"):
+        with pytest.raises(ValueError, match="3 rows from 4 of the last step's 6"):
             later.logits(4, 7)
         for first in (2**62, 2**63 - 1):
             with pytest.raises(ValueError, match=f"1 rows from {first} of the last step's 6 are wanted"):
@@ -287,7 +287,7 @@ def test_hidden_states_are_what_the_head_reads(monkeypatch: pytest.MonkeyPatch, 
     assert found[0].dtype is torch.float32
     torch.testing.assert_close(found[0], found[1], atol=1e-4 if dtype is torch.float32 else 0.06, rtol=0)
     _, later = ours.forward_in_part(ids, batch, paged.kv, NativeAttention(), rows, 1, 1)
-    with pytest.raises(ValueError, match="rows 2 to 4 of the last step's 3"):
+    with pytest.raises(ValueError, match="2 rows from 2 of the last step's 3"):
         later.hidden(2, 4)
 
 

@@ -175,6 +175,14 @@ def clip(
     return clipped, num_cut
 
 
+def check_rate(rate: float, burstiness: float) -> None:
+    """Raise `ConfigError` if the rate or the burstiness is not positive, or the burstiness is infinite."""
+    if not rate > 0 or not burstiness > 0:
+        raise ConfigError(f"request rate and burstiness must be above 0, got {rate:g} and {burstiness:g}")
+    if burstiness == math.inf:
+        raise ConfigError("burstiness must be finite: 1000 makes nearly even gaps")
+
+
 def arrival_times(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) -> list[float]:
     """Return arrival times of `count` requests in seconds from 0, at `rate` per second on average; all 0 if infinite.
 
@@ -184,10 +192,7 @@ def arrival_times(count: int, rate: float, burstiness: float = 1.0, seed: int = 
     Raises:
         ConfigError: the rate or the burstiness is not positive, or the burstiness is infinite.
     """
-    if not rate > 0 or not burstiness > 0:
-        raise ConfigError(f"request rate and burstiness must be above 0, got {rate:g} and {burstiness:g}")
-    if burstiness == math.inf:
-        raise ConfigError("burstiness must be finite: 1000 makes nearly even gaps")
+    check_rate(rate, burstiness)
     if rate == math.inf:
         return [0.0] * count
     rng = random.Random(seed)

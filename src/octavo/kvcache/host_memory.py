@@ -360,7 +360,7 @@ class HostMemory:
         """Make a ready slot that is no longer held evictable if it can be found by its key; otherwise free it."""
         if self._holds[slot] or self._states[slot] is not Slot.READY:
             return
-        if self._index.get(self._index.key(slot)) != slot:
+        if slot not in self._index:
             self._free_slot(slot)
         elif self._keeps_prefixes:
             self._eviction.add(BlockId(slot + 1))

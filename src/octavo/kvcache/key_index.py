@@ -62,8 +62,6 @@ class KeyIndex:
 
     def get(self, key: bytes) -> int | None:
         """Return the id of a key, or None."""
-        if not key:
-            return None  # an id beyond the capacity has no key
         first = _FIRST_HALF(key)[0]
         entry = self._heads[((first * self._factor & _MASK64) >> 32) * self._capacity >> 32]
         if not entry:
@@ -77,6 +75,10 @@ class KeyIndex:
             while entry and (keys[2 * entry] != first or keys[2 * entry + 1] != second):
                 entry = after[entry]
         return entry - 1 if entry else None
+
+    def __contains__(self, entry_id: object) -> bool:
+        """Whether an id has a key."""
+        return isinstance(entry_id, int) and entry_id < self._capacity and self.get(self.key(entry_id)) == entry_id
 
     def key(self, entry_id: int) -> bytes:
         """Return the stored part of the key last put for an id."""
@@ -227,7 +229,7 @@ class KeyIndex:
             for entry in heads:
                 while entry and length <= self._capacity:
                     length += 1
-                    if self.get(self.key(entry - 1)) != entry - 1:
+                    if entry - 1 not in self:
                         yield f"id {entry - 1} is not found by its key"
                     entry = self._after[entry]
             yield None

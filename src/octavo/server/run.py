@@ -83,9 +83,9 @@ def _hangups_noted(config: ServerConfig) -> Generator[list[int], None, None]:
 
 
 def _survives_hangups(config: ServerConfig) -> bool:
-    """Whether a SIGHUP is not the end: there are keys to reread, or there is no terminal whose end it could tell.
+    """Whether the server goes on after a SIGHUP: it has keys to reread, or was not started from a terminal.
 
-    A service that is told to reload although it has no keys file goes on.
+    A closed terminal sends one, and so does a service manager that reloads a server without a keys file.
     """
     return config.keys_file is not None or sys.stdin is None or not sys.stdin.isatty()
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from octavo.bench.traces import TOKENS_PER_HASH, TraceRequest
-from octavo.bench.workload import Lengths
+from octavo.bench.workload import Lengths, check_rate
 from octavo.errors import ConfigError
 
 # Token ids below are shared prefixes, ids above are unshared parts of prompts; all of them fit an int32. Each
@@ -291,10 +291,7 @@ def arrivals(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) ->
     Raises:
         ConfigError: `rate` or `burstiness` is not positive, or `burstiness` is infinite.
     """
-    if not rate > 0 or not burstiness > 0:
-        raise ConfigError(f"request rate and burstiness must be above 0, got {rate:g} and {burstiness:g}")
-    if burstiness == math.inf:
-        raise ConfigError("burstiness must be finite: 1000 makes nearly even gaps")
+    check_rate(rate, burstiness)
     if rate == math.inf:
         return itertools.repeat(0.0, count)
     rng = random.Random(seed)

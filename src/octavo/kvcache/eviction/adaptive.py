@@ -72,7 +72,7 @@ class AdaptiveEviction:
             self._keep_time()
         ghost = self._ghosts.take(key) if key and self._ghosts is not None else None
         if ghost is not None and self._model is not None:
-            self._model.note_return(ghost & 1, self._clock - (ghost >> 1))
+            self._model.note_returned(ghost, self._clock)
         self._prefixes[block_id] = int.from_bytes(key[:PREFIX_BYTES], "little")
         self._kinds[block_id] = _ONCE if ghost is None else _AGAIN
         self._clock += 1
@@ -87,7 +87,7 @@ class AdaptiveEviction:
         for block_id in block_ids:
             if block_id != NULL_BLOCK:
                 if self._model is not None:
-                    self._model.note_return(kinds[block_id], self._clock - stamps[block_id])
+                    self._model.note_returned(stamps[block_id] << 1 | kinds[block_id], self._clock)
                 kinds[block_id] = _AGAIN
                 self._clock += 1
                 stamps[block_id] = self._clock

@@ -46,7 +46,7 @@ class ReturnRates:
         self._edges = [0.0]
         while self._edges[-1] < oldest:
             self._edges.append(youngest * 2 ** ((len(self._edges) - 1) / _PER_OCTAVE))
-        self.returns, self.ends = np.zeros((2, len(self._edges))), np.zeros((2, len(self._edges)))
+        self._returns, self._ends = np.zeros((2, len(self._edges))), np.zeros((2, len(self._edges)))
         self._rates: list[list[float]] = []
         # Rests that are not counted yet, each as twice the age less the class: many are counted faster together.
         self._returned: list[int] = []
@@ -65,31 +65,31 @@ class ReturnRates:
         step = (age - edges[bucket]) / (edges[bucket + 1] - edges[bucket])
         return rates[bucket] + step * (rates[bucket + 1] - rates[bucket])
 
-    def note_return(self, kind: int, age: int) -> None:
-        """Record that a block of this class and age has returned."""
-        self._returned.append(2 * age - kind)
+    def note_returned(self, use: int, now: int) -> None:
+        """Record that a block has returned, by its last use: when that was, times two, plus the block's class."""
+        self._returned.append(2 * now - use)
         if len(self._returned) >= _COUNTED_AT_ONCE:
             self._count_noted()
 
     def note_lost(self, uses: Sequence[int], now: int) -> None:
-        """Record that blocks will not return, by their last uses: when each was, times two, plus the block's class."""
+        """Record that blocks will not return, by their last uses."""
         twice = 2 * now
         self._lost += [twice - use for use in uses]
         if len(self._lost) >= _COUNTED_AT_ONCE:
             self._count_noted()
 
     def note_returns(self, kinds: npt.NDArray[np.uint8], ages: Ages) -> None:
-        """Call `note_return` for many blocks."""
+        """Call `note_returned` for many blocks, by their classes and ages."""
         if not ages.size:
             return
         youngest, oldest = self._bucket(int(ages.min())), self._bucket(int(ages.max()))
         if youngest == oldest:  # the usual case: they were used together
-            counts = np.zeros(self.ends.shape, np.int64)
+            counts = np.zeros(self._ends.shape, np.int64)
             counts[:, youngest] = np.bincount(kinds, minlength=2)
         else:
             counts = self._count(kinds, ages)
-        self.ends += counts
-        self.returns += counts
+        self._ends += counts
+        self._returns += counts
 
     def fit(self, waiting: Iterable[tuple[Kinds, Ages, float]]) -> None:
         """Fit the rates to times at rest that have ended, and to those that continue.
@@ -98,7 +98,7 @@ class ReturnRates:
             waiting: samples of the blocks still at rest: classes, ages, and how many blocks each entry stands for.
         """
         self._count_noted()
-        ends = self.ends.copy()
+        ends = self._ends.copy()
         for kinds, ages, weight in waiting:
             ends += weight * self._count(kinds, ages)
         widths = np.diff(self._edges, append=2 * self._edges[-1])
@@ -111,24 +111,24 @@ class ReturnRates:
                 float(((np.cumsum(returns[b:]) + _ASSUMED) / (np.cumsum(time[b:]) + assumed_time)).max())
                 for b in range(len(widths))
             ]
-            for returns, time in zip(self.returns, spent, strict=True)
+            for returns, time in zip(self._returns, spent, strict=True)
         ]
-        self.returns *= _FORGETTING
-        self.ends *= _FORGETTING
+        self._returns *= _FORGETTING
+        self._ends *= _FORGETTING
 
     def _count_noted(self) -> None:
         returned, lost = (np.array(noted, np.int64) for noted in (self._returned, self._lost))
         returns = self._count(returned & 1, (returned + 1) >> 1)
-        self.returns += returns
-        self.ends += returns + self._count(lost & 1, (lost + 1) >> 1)
+        self._returns += returns
+        self._ends += returns + self._count(lost & 1, (lost + 1) >> 1)
         self._returned.clear()
         self._lost.clear()
 
     def _count(self, kinds: npt.NDArray[np.integer[Any]], ages: Ages) -> npt.NDArray[Any]:
         """Return the number of blocks of each class and age."""
         buckets = np.searchsorted(self._edges, ages, side="right") - 1
-        counts = np.bincount(kinds.astype(np.int64) * len(self._edges) + buckets, minlength=self.ends.size)
-        return counts.reshape(self.ends.shape)
+        counts = np.bincount(kinds.astype(np.int64) * len(self._edges) + buckets, minlength=self._ends.size)
+        return counts.reshape(self._ends.shape)
 
     def _bucket(self, age: int) -> int:
         return bisect_right(self._edges, age) - 1
