@@ -25,7 +25,7 @@ import this_machine
 from octavo.bench.traces import TOKENS_PER_HASH, read_trace
 from octavo.config import EngineConfig
 from octavo.kvcache.block import BlockId, BlockIds
-from octavo.kvcache.eviction import EVICTION_POLICIES, EvictionPolicy, RecomputeCost, make_eviction_policy
+from octavo.kvcache.eviction import EVICTION_POLICIES, EvictionPolicy, make_eviction_policy
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.request import Request, RequestId
@@ -38,8 +38,6 @@ IMPORTANT_EVERY = 10
 HOST_PER_BLOCK = 4
 
 SPEC = KVCacheSpec.build([LayerKVSpec(num_kv_heads=1, key_dim=1, value_dim=1)], block_size=1, dtype="float32")
-# The policy must weigh the trace's tokens, not the replay's.
-COST = RecomputeCost(block_size=TOKENS_PER_HASH)
 
 Prompt = tuple[int, ...]
 Operation = tuple[str, tuple[Any, ...]]
@@ -59,7 +57,7 @@ class Result:
 
 
 def make_manager(cache: str, policy: str, pool_blocks: int) -> KVCacheManager:
-    return assemble_cache(options(cache, policy), SPEC, pool_blocks + 1, cost=COST)
+    return assemble_cache(options(cache, policy), SPEC, pool_blocks + 1)
 
 
 def options(cache: str, policy: str) -> EngineConfig:
@@ -135,7 +133,7 @@ def measure_two_tiers(policy: str, pool_blocks: int, host_blocks: int, prompts: 
     Both tiers evict by the policy.
     """
     config = replace(options("hashed", policy), kv_demotion="on_evict")
-    manager = assemble_cache(config, SPEC, pool_blocks + 1, num_prefix_blocks=host_blocks, cost=COST)
+    manager = assemble_cache(config, SPEC, pool_blocks + 1, num_prefix_blocks=host_blocks)
     transfers = manager.hierarchy.transfers
     on_device = in_host = 0
     for request in make_requests(prompts, False):
@@ -221,9 +219,9 @@ def us_per_operation(policy: str, pool_blocks: int, prompts: Sequence[Prompt]) -
         return recorders[0]
 
     config = options("hashed", policy)
-    manager = assemble_cache(config, SPEC, pool_blocks + 1, cost=COST, wrap_eviction=record)
+    manager = assemble_cache(config, SPEC, pool_blocks + 1, wrap_eviction=record)
     replay(manager, make_requests(prompts, False))
-    fresh = make_eviction_policy(policy, COST)
+    fresh = make_eviction_policy(policy)
     calls = [(getattr(fresh, name), arguments) for name, arguments in recorders[0].operations]
     # Collecting garbage among a million recorded tuples is not the policy's work.
     gc.disable()
@@ -325,7 +323,7 @@ def table(report: dict[str, Any], trace: str) -> str:
     lines += [
         "",
         f"Two tiers (hashed, `--kv-demotion on_evict`): {device:,} blocks on the device and {host:,} in host memory, "
-        "both evicting by the same policy (host memory by `lru` for `cost`, and without priorities).",
+        "both evicting by the same policy (host memory without priorities).",
         "",
         "| policy | device | host memory | together |",
         "|---|---:|---:|---:|",

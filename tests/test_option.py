@@ -25,6 +25,7 @@ from octavo.errors import ConfigError
         ("kv_cache_memory", 1.5, "kv_cache_memory must be an integer or a text, got 1.5"),
         ("block_size", "most", "block_size must be an integer or 'max', got 'most'"),
         ("eviction_policy", True, "eviction_policy must be one of 'lru', 'fifo'"),
+        ("eviction_policy", "lfu", "eviction_policy: 'lfu' was removed; use 'adaptive'"),
         ("dtype", ["auto"], "dtype must be one of 'auto', 'bfloat16'"),
         ("model", 5, "model must be a text, got 5"),
         ("max_n", 2.0, "max_n must be an integer, got 2.0"),

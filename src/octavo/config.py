@@ -120,11 +120,10 @@ class EngineConfig(RequestLimits):
     prefix_cache: Literal["hashed", "radix"] = option(
         "hashed", "how cached prefixes are found; radix also admits requests with the longest cached prefix first"
     )
-    eviction_policy: Literal["lru", "fifo", "lfu", "priority", "cost", "adaptive"] = option(
+    eviction_policy: Literal["lru", "fifo", "priority", "adaptive"] = option(
         DEFAULT_EVICTION_POLICY,
         "which cached block is evicted first, on every tier; adaptive: the one least likely to be used again, "
-        "learned from which evicted blocks were; priority: one of the request with the lowest priority; cost: the "
-        "quickest to recompute",
+        "learned from which evicted blocks were; priority: one of the request with the lowest priority",
     )
     pin_budget: float = option(0.25, "largest fraction of the KV cache that pinned prefixes may take, 0 to 1")
     pin_tenant_share: float | None = option(

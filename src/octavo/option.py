@@ -23,6 +23,18 @@ def option(default: Any, help: str, *, metavar: str | None = None, secret: bool 
     return field(default=default, repr=not secret, metadata={"help": help, "metavar": metavar, "secret": secret})
 
 
+REMOVED_VALUES: dict[str, dict[str, str]] = {
+    "eviction_policy": {"lfu": "adaptive", "cost": "adaptive"},
+}
+"""By option, the values that earlier versions accepted, and what to use instead."""
+
+
+def replacement_of(name: str, value: object) -> str | None:
+    """Return the end of an error about a value that an option no longer accepts; None if it never did."""
+    replacement = REMOVED_VALUES.get(name, {}).get(value) if isinstance(value, str) else None
+    return replacement and f"{value!r} was removed; use {replacement!r}"
+
+
 def flag(name: str) -> str:
     """Return the flag of an option: 'max_num_seqs' -> '--max-num-seqs'."""
     return "--" + name.replace("_", "-")
@@ -44,6 +56,8 @@ def check_types(config: Any) -> None:
     options = _types_of(config.__class__)
     for name, (hints, words) in options.items():
         if not any(_fits(value := getattr(config, name), hint) for hint in hints):
+            if says := replacement_of(name, value):
+                raise ConfigError(f"{name}: {says}")
             raise ConfigError(f"{name} must be {words}, got {shown(value)}")
 
 

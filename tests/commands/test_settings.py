@@ -96,6 +96,7 @@ def test_every_kind_of_option_is_read_alike_from_the_environment_and_the_file(tm
         ("host = 7", "host must be a text, got 7"),
         ('block_size = "min"', "block_size must be an integer or max, got 'min'"),
         ('prefix_cache = "tree"', "prefix_cache must be one of hashed, radix, got 'tree'"),
+        ('eviction_policy = "cost"', "eviction_policy: 'cost' was removed; use 'adaptive'"),
         ("deterministic = 1", "deterministic must be true or false, got 1"),
         ("api_key = []", "api_key is an empty list"),
         ("api_key = [7]", "api_key must be a text or a list of texts"),

@@ -15,14 +15,14 @@ from tests.traced import measured
 
 # What does not grow with the pool: among it the 256 blocks evicted last (kvcache/recent.py), with their numbers.
 FIXED_BYTES = 36_000
-CACHES = [*product(["hashed"], sorted(EVICTION_POLICIES)), ("radix", "lru"), ("radix", "cost")]
+CACHES = [*product(["hashed"], sorted(EVICTION_POLICIES)), ("radix", "lru"), ("radix", "fifo")]
 ODD_SIZES = (1500, 2900, 3001, 4096)
 
 
 # The fixed part counts most in small pools. The other sizes are those after which lists and tables would have grown.
 @pytest.mark.parametrize(
     ("prefix_cache", "eviction", "num_blocks"),
-    [*((*cache, 2049) for cache in CACHES), ("radix", "cost", 3000), *(("hashed", "adaptive", n) for n in ODD_SIZES)],
+    [*((*cache, 2049) for cache in CACHES), ("radix", "fifo", 3000), *(("hashed", "adaptive", n) for n in ODD_SIZES)],
 )
 def test_a_full_pools_books_take_no_more_than_the_plan_says(prefix_cache: str, eviction: str, num_blocks: int) -> None:
     caching: dict[str, Any] = {"prefix_cache": prefix_cache, "eviction": eviction}

@@ -18,13 +18,10 @@ from octavo.kvcache.block import NULL_BLOCK, BlockId
 from octavo.kvcache.eviction import (
     EVICTION_POLICIES,
     AdaptiveEviction,
-    CostEviction,
     EvictionPolicy,
     FifoEviction,
-    LfuEviction,
     LruEviction,
     PriorityEviction,
-    RecomputeCost,
     make_eviction_policy,
 )
 from octavo.kvcache.eviction.ghosts import GhostList
@@ -186,7 +183,7 @@ def test_many_blocks_come_and_go_as_they_would_one_by_one(policy: EvictionPolicy
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="lru, fifo, lfu, priority, cost, adaptive, got 'mru'"):
+    with pytest.raises(ConfigError, match="lru, fifo, priority, adaptive, got 'mru'"):
         make_eviction_policy("mru")
 
 
@@ -207,17 +204,6 @@ def test_fifo_gives_up_what_was_published_first_however_often_it_is_used() -> No
     assert evict_all(policy) == [1, 2]
 
 
-def test_lfu_gives_up_what_was_hit_least_and_among_equals_what_was_used_longest_ago() -> None:
-    policy = LfuEviction()
-    for block in (1, 2, 3):
-        hold(policy, block)
-    use(policy, 1)
-    use(policy, 1)
-    use(policy, 3)
-    use(policy, 2)
-    assert evict_all(policy) == [3, 2, 1]
-
-
 def test_priority_protects_the_blocks_of_important_requests() -> None:
     policy = PriorityEviction()
     hold(policy, 1, priority=-1)
@@ -234,43 +220,6 @@ def test_a_hit_by_an_important_request_protects_a_block_from_then_on() -> None:
     use(policy, 1, priority=-1)
     use(policy, 1, priority=9)
     assert evict_all(policy) == [2, 1]
-
-
-def test_cost_keeps_blocks_that_are_expensive_to_recompute_or_often_used() -> None:
-    policy = CostEviction(RecomputeCost(block_size=16, hidden_size=16))
-    for block, position in ((1, 0), (2, 50)):
-        policy.publish(BlockId(block), position, 0)
-        policy.add(BlockId(block))
-    assert evict_all(policy) == [1, 2]
-    hold(policy, 3)
-    hold(policy, 4)
-    use(policy, 3)
-    assert evict_all(policy) == [4, 3]
-
-
-def test_cost_forgets_old_popularity_as_others_come_and_go() -> None:
-    policy = CostEviction(RecomputeCost())
-    hold(policy, 1)
-    for _ in range(3):
-        use(policy, 1)
-    hold(policy, 2)
-    evicted = []
-    for block in range(3, 13):
-        hold(policy, block)
-        evicted.append(policy.evict())
-    assert 1 in evicted[2:]
-
-
-def test_cost_does_not_give_up_a_head_before_the_dearer_tail_that_needs_it() -> None:
-    policy = CostEviction(RecomputeCost(block_size=16, hidden_size=1))
-    hold(policy, 1, 2, 3, 4)
-    assert evict_all(policy) == [4, 3, 2, 1]
-
-
-def test_recompute_cost_doubles_where_attention_is_as_dear_as_the_matrix_products() -> None:
-    cost = RecomputeCost(block_size=2, hidden_size=4096)
-    assert cost.of(0) == pytest.approx(1.0, abs=1e-3)
-    assert cost.of(6 * 4096 // 2) == pytest.approx(2.0, abs=1e-3)
 
 
 def replay(policy: EvictionPolicy, references: Iterable[int], pool: int) -> float:
@@ -485,15 +434,12 @@ def test_the_order_is_that_of_a_list_sorted_by_rank_and_age(name: str) -> None:
     """Against an oracle that knows nothing of heaps."""
     policy, rng = make_eviction_policy(name), random.Random(0)
     published: dict[int, int] = {}
-    uses: dict[int, int] = {}
     priority: dict[int, int] = {}
     last: dict[int, int] = {}
     rank = {
         "lru": lambda b: last[b],
         "fifo": lambda b: published[b],
-        "lfu": lambda b: (uses[b], last[b]),
         "priority": lambda b: (-priority[b], last[b]),
-        "cost": lambda b: (uses[b], last[b]),  # before the first eviction, at one position
         "adaptive": lambda b: last[b],  # before it has seen anything come back
     }[name]
     for now in range(400):
@@ -501,10 +447,9 @@ def test_the_order_is_that_of_a_list_sorted_by_rank_and_age(name: str) -> None:
         if block in published:
             importance = rng.randrange(-3, 3)
             use(policy, block, priority=importance)
-            uses[block] += 1
             priority[block] = min(priority[block], importance)
         else:
             hold(policy, block)
-            published[block], uses[block], priority[block] = now, 1, 0
+            published[block], priority[block] = now, 0
         last[block] = now
     assert evict_all(policy) == sorted(published, key=rank)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import octavo
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kvcache.demotion import DemoteAll
-from octavo.kvcache.eviction import EvictionPolicy, FifoEviction, RecomputeCost
+from octavo.kvcache.eviction import EvictionPolicy, FifoEviction
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import HashedPrefixCache, NullPrefixCache, RadixPrefixCache
 from octavo.kvcache.spec import KVCacheSpec
@@ -103,22 +103,19 @@ def test_every_option_is_either_shown_to_arrive_or_not_the_schedulers() -> None:
     assert shown | ELSEWHERE == {field.name for field in fields(EngineConfig)}
 
 
-def test_sizes_identity_cost_and_clock_arrive() -> None:
+def test_sizes_identity_policy_and_clock_arrive() -> None:
     clock, wrapped = Clock(), []
 
     def wrap(policy: EvictionPolicy) -> EvictionPolicy:
         wrapped.append(policy)
         return policy
 
-    config = EngineConfig(eviction_policy="cost")
-    cost = RecomputeCost(4, 64)
-    kv = assemble_cache(
-        config, SPEC, 33, num_host_blocks=9, identity=("m", "bf16"), cost=cost, wrap_eviction=wrap, clock=clock
-    )
+    config = EngineConfig(eviction_policy="fifo")
+    kv = assemble_cache(config, SPEC, 33, num_host_blocks=9, identity=("m", "bf16"), wrap_eviction=wrap, clock=clock)
     assert (kv.pool.num_blocks, kv.hierarchy.host.num_swap_slots, kv.pins.clock) == (33, 9, clock)
     assert kv.prefix_cache._identity == ("m", "bf16", "4")  # type: ignore[attr-defined]
     assert wrapped == [kv.pool._eviction]
-    assert wrapped[0]._cost is cost  # type: ignore[attr-defined]
+    assert isinstance(wrapped[0], FifoEviction)
 
 
 def test_without_host_memory_everything_is_recomputed() -> None:

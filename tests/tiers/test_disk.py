@@ -17,7 +17,7 @@ import pytest
 from octavo.config import EngineConfig
 from octavo.engine.tiers import _open_stores
 from octavo.errors import ConfigError
-from octavo.kvcache.eviction import AdaptiveEviction, FifoEviction, LruEviction, make_lower_eviction
+from octavo.kvcache.eviction import AdaptiveEviction, FifoEviction, LruEviction, make_eviction_policy
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec, eviction_bytes
 from octavo.tiers import disk as disk_module
 from octavo.tiers import slabs
@@ -306,7 +306,7 @@ def test_a_size_without_a_directory_is_refused() -> None:
 
 def test_the_disk_gives_up_slots_by_the_policy_of_the_options(tmp_path: Path) -> None:
     spec = KVCacheSpec.build([LayerKVSpec(num_kv_heads=1, key_dim=8, value_dim=8)], block_size=16, dtype="float32")
-    for name, policy in (("adaptive", AdaptiveEviction), ("fifo", FifoEviction), ("cost", LruEviction)):
+    for name, policy in (("adaptive", AdaptiveEviction), ("fifo", FifoEviction), ("lru", LruEviction)):
         config = EngineConfig(kv_disk=str(tmp_path / name), eviction_policy=name)  # type: ignore[arg-type]
         (store,) = _open_stores(config, spec, ("weights",))
         try:
@@ -390,7 +390,7 @@ def test_the_index_of_a_full_disk_takes_no_more_memory_than_the_plan_says(
 ) -> None:
     def index(folder: str) -> DiskMedium:
         size = SlabLayout(64, num_slots).slab_bytes
-        eviction = make_lower_eviction(policy)
+        eviction = make_eviction_policy(policy)
         medium = DiskMedium(tmp_path / folder, size, FINGERPRINT, 64, eviction=eviction, slab_bytes=size)
         for number in range(num_slots * 3):
             medium.write(label(number), memoryview(bytes(64)), "ada")

@@ -17,7 +17,7 @@ from octavo.commands.common_options import integer
 from octavo.config import EngineConfig, parse_count
 from octavo.errors import ConfigError
 from octavo.limits import RequestLimits
-from octavo.option import flag
+from octavo.option import REMOVED_VALUES, flag, replacement_of
 from octavo.sampling_params import SamplingParams
 from octavo.structured_outputs import StructuredOutputsParams
 
@@ -155,12 +155,23 @@ def _add_field(
     keywords = value_keywords(hint)
     if metavar is not None:
         keywords["metavar"] = metavar
+    if option.name in REMOVED_VALUES:
+        keywords["type"] = _still_accepted(option.name)
     if "default" not in help and not (default is MISSING or default is None or default in ("", ())):
         shown = {True: "on", False: "off"}[default] if isinstance(default, bool) else default
         help = f"{help} (default: {shown})"
     group.add_argument(
         flag(option.name), dest=option.name, default=argparse.SUPPRESS, help=help.replace("%", "%%"), **keywords
     )
+
+
+def _still_accepted(name: str) -> Callable[[str], str]:
+    def still_accepted(text: str) -> str:
+        if says := replacement_of(name, text):
+            raise argparse.ArgumentTypeError(says)
+        return text
+
+    return still_accepted
 
 
 def value_keywords(hint: object) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any, get_type_hints
 from octavo.commands.common_options import integer
 from octavo.commands.options import value_keywords
 from octavo.errors import ConfigError, shown
-from octavo.option import nearest
+from octavo.option import nearest, replacement_of
 from octavo.toml_file import read_toml
 
 logger = logging.getLogger("octavo.serve")
@@ -164,6 +164,8 @@ class Settings:
                 )
             return texts
         if (choices := kind.get("choices")) and text not in choices:
+            if says := replacement_of(name, text):
+                raise ConfigError(f"{where}: {says}")
             raise ConfigError(f"{where} must be one of {', '.join(choices)}, got {shown(text)}")
         try:
             return kind.get("type", str)(text)

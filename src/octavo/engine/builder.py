@@ -21,7 +21,6 @@ from octavo.engine.runner_builder import RunnerFacts, build_runner
 from octavo.engine.tiers import join_stores, tier_identity
 from octavo.errors import ConfigError, ModelNotFoundError
 from octavo.grammar.compiler import GrammarCompiler
-from octavo.kvcache.eviction import RecomputeCost
 from octavo.runner.executor import Executor, ProcessExecutor
 from octavo.runner.grammar_link import GrammarLink
 from octavo.runner.recording import RecordingExecutor
@@ -79,7 +78,6 @@ def build_engine(config: EngineConfig, *, prepare_grammars: bool = False) -> Eng
             num_host_blocks=facts.num_host_blocks,
             num_prefix_blocks=facts.num_prefix_blocks,
             identity=identity,
-            cost=RecomputeCost(facts.spec.block_size, facts.hidden_size),
         )
         scheduler = assemble_scheduler(config, kv, facts.max_model_len, restore_speed=facts.restore_speed)
         tiers = join_stores(config, scheduler, kv, host, identity, facts.restore_speed)

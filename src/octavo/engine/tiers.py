@@ -11,7 +11,7 @@ from pathlib import Path
 from octavo import kernels
 from octavo.config import EngineConfig, format_bytes
 from octavo.errors import ConfigError
-from octavo.kvcache.eviction import make_lower_eviction
+from octavo.kvcache.eviction import make_eviction_policy
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.planner.calculator import REMOTE_THREADS
@@ -111,7 +111,7 @@ def _open_stores(
             fingerprint,
             spec.block_bytes,
             describe=describe,
-            eviction=make_lower_eviction(config.eviction_policy),
+            eviction=make_eviction_policy(config.eviction_policy),
         )
         stores.append(Store(medium, most_write_bytes=most_write_bytes))
     if config.kv_remote is not None:

@@ -16,7 +16,7 @@ from typing import Literal
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.kvcache.eviction import EvictionPolicy, RecomputeCost, make_lower_eviction
+from octavo.kvcache.eviction import EvictionPolicy, make_eviction_policy
 from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import make_prefix_cache
@@ -52,7 +52,6 @@ def assemble_cache(
     num_host_blocks: int = 0,
     num_prefix_blocks: int = 0,
     identity: tuple[str, ...] = (),
-    cost: RecomputeCost | None = None,
     wrap_eviction: Callable[[EvictionPolicy], EvictionPolicy] | None = None,
     clock: Callable[[], float] = time.monotonic,
     explains: bool = True,
@@ -64,7 +63,6 @@ def assemble_cache(
         num_host_blocks: blocks of host memory for swapped sequences.
         num_prefix_blocks: additional blocks of host memory for prefixes.
         identity: what keys and values depend on besides the tokens: model fingerprint, dtype, codec, …
-        cost: cost of recomputing a block, for the eviction policy "cost"; by default that of an 8B model.
         wrap_eviction: wraps the eviction policy in an observer.
         clock: a monotonic clock, in seconds.
         explains: whether the ledger records who computed what, so that it can say why a prompt was not cached.
@@ -74,7 +72,6 @@ def assemble_cache(
         config.eviction_policy,
         spec=spec,
         identity=identity,
-        cost=cost or RecomputeCost(spec.block_size),
     )
     return KVCacheManager(
         spec,
@@ -93,7 +90,7 @@ def assemble_cache(
 def _host_memory(config: EngineConfig, spec: KVCacheSpec, num_host_blocks: int, num_prefix_blocks: int) -> HostMemory:
     if not config.enable_prefix_caching:
         num_prefix_blocks = 0
-    eviction = make_lower_eviction(config.eviction_policy)
+    eviction = make_eviction_policy(config.eviction_policy)
     return HostMemory(num_host_blocks + num_prefix_blocks, num_host_blocks, spec.block_size, eviction)
 
 

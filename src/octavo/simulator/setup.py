@@ -10,7 +10,6 @@ from typing import Any
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.kvcache.eviction import RecomputeCost
 from octavo.kvcache.formats import layer_formats
 from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.spec import KVCacheSpec, eviction_bytes
@@ -211,7 +210,6 @@ class Plan:
             self.num_blocks,
             num_host_blocks=self.num_host_blocks,
             num_prefix_blocks=self.num_prefix_blocks,
-            cost=RecomputeCost(spec.block_size, self.shape.hidden_size),
             clock=clock,
             explains=False,
         )

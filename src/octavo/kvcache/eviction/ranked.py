@@ -1,4 +1,4 @@
-"""Policies that rank blocks by a number: first in first out, least frequently used, least important.
+"""Policies that rank blocks by a number: first in first out, and least important first.
 
 Each keeps a binary heap in flat arrays, with a few tens of bytes per block and no objects for the garbage collector.
 """
@@ -199,29 +199,6 @@ class FifoEviction(RankedEviction):
 
     def rank(self, block_id: BlockId) -> float:
         return self._published[block_id]
-
-
-class LfuEviction(RankedEviction):
-    """Least frequently used first: the fewest hits since it was published (in-cache LFU: eviction forgets).
-
-    A hit takes a whole prefix, so a block is never used more often than those before it, and tails go first.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._uses = BlockNumbers()
-
-    def publish(self, block_id: BlockId, position: int, priority: int, key: bytes = b"") -> None:
-        self._uses[block_id] = 1
-
-    def hit(self, block_ids: Sequence[BlockId], priority: int) -> None:
-        uses = self._uses
-        for block_id in block_ids:
-            if block_id != NULL_BLOCK:
-                uses[block_id] += 1
-
-    def rank(self, block_id: BlockId) -> float:
-        return self._uses[block_id]
 
 
 class PriorityEviction(RankedEviction):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.errors import ConfigError
-from octavo.kvcache.eviction import EvictionPolicy, LeafFirstEviction, RecomputeCost, make_eviction_policy
+from octavo.kvcache.eviction import EvictionPolicy, LeafFirstEviction, make_eviction_policy
 from octavo.kvcache.prefix.base import NullPrefixCache, PrefixCache
 from octavo.kvcache.prefix.hashed import HashedPrefixCache
 from octavo.kvcache.prefix.radix import RadixPrefixCache
@@ -20,7 +20,6 @@ def make_prefix_cache(
     *,
     spec: KVCacheSpec,
     identity: tuple[str, ...] = (),
-    cost: RecomputeCost | None = None,
 ) -> tuple[PrefixCache[Any], EvictionPolicy]:
     """Return the prefix cache with the given name (None for no caching), and an eviction policy for it.
 
@@ -30,7 +29,7 @@ def make_prefix_cache(
     Raises:
         ConfigError: a name is unknown; the message lists the known ones.
     """
-    policy = make_eviction_policy(eviction, cost)
+    policy = make_eviction_policy(eviction)
     if name is None:
         return NullPrefixCache(), policy
     if name == "hashed":
