@@ -44,7 +44,7 @@ from octavo.scheduler.plan import StepResult
 from octavo.scheduler.step_time import StepLoad
 from octavo.simulator.speed import Speed
 
-POLICIES = ("fcfs", "vtc", "dlpm")
+POLICIES = ("fcfs", "vtc")
 QUIET, FLOOD = "quiet", "flood"
 MAX_MODEL_LEN = 4096
 

@@ -5,7 +5,7 @@ length. A runner that draws token 7 replaces the model, and a virtual clock coun
 fixed part (weights are read once per step), a part per computed token, a part per context token read, and a part per
 block moved. Every token that is computed again is counted, exactly.
 
-The first row is the baseline of issue 4: the latest arrival is preempted and recomputed, and no block is held back.
+The first row is the baseline: preempted sequences are recomputed, and no block is held back.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class Setup:
     """One row of the table; with a watermark and a headroom of 0, nothing is held back."""
 
     name: str
-    victim: Literal["latest", "lowest_priority", "cheapest"] = "lowest_priority"
     mode: Literal["auto", "recompute", "swap"] = "recompute"
     watermark: float = DEFAULT_WATERMARK
     headroom: int = DEFAULT_HEADROOM_TOKENS
@@ -76,7 +75,6 @@ def measure(setup: Setup, arguments: argparse.Namespace, cost: StepCost) -> Resu
     num_blocks = 1 + int(arguments.num_seqs * full / arguments.oversubscription)
     config = EngineConfig(
         max_num_seqs=arguments.num_seqs,
-        preemption_victim=setup.victim,
         preemption_mode=setup.mode,
         enable_prefix_caching=setup.prefix_caching,
     )
@@ -128,20 +126,16 @@ def play_runner(drawing: list[Sequence], lengths: dict[RequestId, int]) -> StepR
     return StepResult(tuple(8 if end else 7 for end in ends))
 
 
-BASELINE = Setup("latest, no watermark", victim="latest", watermark=0.0, headroom=0)
+BASELINE = Setup("recompute, no watermark", watermark=0.0, headroom=0)
 SETUPS = (
     BASELINE,
-    Setup("latest, watermark 1 %", victim="latest", headroom=0),
-    Setup("latest, watermark and headroom", victim="latest"),
-    Setup("lowest_priority"),
-    Setup("cheapest"),
-    Setup("cheapest, no watermark", victim="cheapest", watermark=0.0, headroom=0),
-    Setup("latest, prefix cache", victim="latest", prefix_caching=True),
-    Setup("latest, swap, no watermark", victim="latest", mode="swap", watermark=0.0, headroom=0),
-    Setup("latest, swap", victim="latest", mode="swap"),
+    Setup("recompute, watermark 1 %", headroom=0),
+    Setup("recompute, watermark and headroom"),
+    Setup("recompute, prefix cache", prefix_caching=True),
+    Setup("swap, no watermark", mode="swap", watermark=0.0, headroom=0),
+    Setup("swap", mode="swap"),
     Setup("auto (the default)", mode="auto"),
     Setup("auto, prefix cache (the default)", mode="auto", prefix_caching=True),
-    Setup("cheapest, auto, prefix cache", victim="cheapest", mode="auto", prefix_caching=True),
 )
 
 
@@ -156,7 +150,7 @@ def main() -> None:
     arguments = parser.parse_args()
     results = {setup.name: measure(setup, arguments, StepCost()) for setup in SETUPS}
     base = results[BASELINE.name]
-    print("| victim, mode | preemptions | recomputed tokens | of the first | blocks moved | running | tokens/s | of |")
+    print("| mode | preemptions | recomputed tokens | of the first | blocks moved | running | tokens/s | of |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for name, r in results.items():
         share = r.recomputed / max(1, base.recomputed)

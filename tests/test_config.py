@@ -16,7 +16,6 @@ from octavo.kvcache.formats import KV_FORMATS
 from octavo.kvcache.prefix import make_prefix_cache
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.planner.calculator import DTYPE_BYTES
-from octavo.scheduler.preemption import VICTIM_POLICIES, make_victim_policy
 from octavo.storage.codec import CODECS
 
 SPEC = KVCacheSpec.build((LayerKVSpec(1, 8, 8),), 16, "float32")
@@ -30,7 +29,6 @@ def choices(option: str) -> tuple[Any, ...]:
     ("option", "offered"),
     [
         ("eviction_policy", tuple(EVICTION_POLICIES)),
-        ("preemption_victim", VICTIM_POLICIES),
         ("attention_backend", BACKENDS),
     ],
 )
@@ -63,9 +61,11 @@ def test_each_prefix_cache_that_is_offered_can_be_made() -> None:
     assert len(set(made)) == len(made) == 2
 
 
-def test_each_victim_that_is_offered_can_be_made() -> None:
-    made = [type(make_victim_policy(name, lambda seq: None)) for name in choices("preemption_victim")]  # type: ignore[arg-type, return-value]
-    assert len(set(made)) == len(made)
+def test_an_option_that_was_removed_is_refused_with_what_there_is_instead() -> None:
+    with pytest.raises(ConfigError, match="unknown option 'preemption_victim'; it was removed: the last running"):
+        EngineConfig.from_options({"preemption_victim": "latest"})
+    with pytest.raises(ConfigError, match="scheduling_policy: 'dlpm' was removed; use 'vtc'"):
+        EngineConfig(scheduling_policy="dlpm")  # type: ignore[arg-type]
 
 
 def test_the_package_is_marked_as_typed() -> None:

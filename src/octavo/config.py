@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from octavo.errors import ConfigError
 from octavo.limits import RequestLimits
-from octavo.option import option
+from octavo.option import option, removed_option
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_EVICTION_POLICY: Literal["adaptive"] = "adaptive"
@@ -136,17 +136,14 @@ class EngineConfig(RequestLimits):
         "largest fraction of --max-waiting-requests and --max-waiting-tokens that one tenant may take, up to 1, unless "
         "its entry in the keys file says otherwise; default: 0.5 where a server has several tenants, else 1",
     )
-    scheduling_policy: Literal["fcfs", "priority", "vtc", "dlpm"] = option(
+    scheduling_policy: Literal["fcfs", "priority", "vtc"] = option(
         "fcfs",
         "which waiting request is admitted next; fcfs: by priority, then arrival; priority: the same with ageing, and "
         "an urgent request preempts others; vtc: one of the tenant (API key) that has received the least service for "
-        "its weight; dlpm: tenants in turn, and of each the request with the longest cached prefix (docs/fairness.md)",
+        "its weight (docs/fairness.md)",
     )
     preemption_mode: Literal["auto", "recompute", "swap"] = option(
         "auto", "how a preempted sequence gets its blocks back; auto: whichever is faster, as measured at start-up"
-    )
-    preemption_victim: Literal["latest", "lowest_priority", "cheapest"] = option(
-        "lowest_priority", "which sequence is preempted; cheapest: the one with the fewest tokens to recompute"
     )
     swap_space: int | str | None = option(
         None,
@@ -285,7 +282,8 @@ class EngineConfig(RequestLimits):
         """Build from keywords; raises `ConfigError` for an unknown one, naming the known ones."""
         known = [f.name for f in fields(cls)]
         if unknown := sorted(set(options) - set(known)):
-            raise ConfigError(f"unknown option {unknown[0]!r}; known: {', '.join(known)}")
+            hint = removed_option(unknown[0]) or f"; known: {', '.join(known)}"
+            raise ConfigError(f"unknown option {unknown[0]!r}{hint}")
         return cls(**options)
 
     def replace(self, **changes: Any) -> EngineConfig:

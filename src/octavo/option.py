@@ -25,14 +25,26 @@ def option(default: Any, help: str, *, metavar: str | None = None, secret: bool 
 
 REMOVED_VALUES: dict[str, dict[str, str]] = {
     "eviction_policy": {"lfu": "adaptive", "cost": "adaptive"},
+    "scheduling_policy": {"dlpm": "vtc"},
 }
 """By option, the values that earlier versions accepted, and what to use instead."""
+
+REMOVED_OPTIONS = {
+    "preemption_victim": "the last running sequence in order of service is preempted",
+}
+"""By name of an option that earlier versions had, what there is instead."""
 
 
 def replacement_of(name: str, value: object) -> str | None:
     """Return the end of an error about a value that an option no longer accepts; None if it never did."""
     replacement = REMOVED_VALUES.get(name, {}).get(value) if isinstance(value, str) else None
     return replacement and f"{value!r} was removed; use {replacement!r}"
+
+
+def removed_option(name: str) -> str:
+    """Return the end of an error about an unknown option, if there once was one of this name; else ''."""
+    instead = REMOVED_OPTIONS.get(name.replace("-", "_"))
+    return "" if instead is None else f"; it was removed: {instead}"
 
 
 def flag(name: str) -> str:

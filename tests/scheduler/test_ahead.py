@@ -48,7 +48,7 @@ def test_a_sequence_that_reaches_its_maximum_length_is_left_out() -> None:
 
 def test_tokens_computed_for_an_ended_request_are_dropped_and_not_charged() -> None:
     engine = Engine()
-    turns = engine.scheduler.turns = make_turns("vtc", engine.kv)
+    turns = engine.scheduler.turns = make_turns("vtc")
     assert turns is not None
     leaving, staying = engine.add(3, tenant="leaving"), engine.add(3, tenant="staying")
     engine.step()
@@ -156,7 +156,6 @@ def test_any_course_of_steps_ahead_reads_what_was_computed_and_leaks_nothing(
         pin_tenant_share=1.0,
         num_host_blocks=4,
         policy="fcfs",
-        victim="latest",
         headroom=0,
         itl_slo_ms=None,
         kv_shares=None,

@@ -20,16 +20,8 @@ from octavo.kvcache.spec import KVCacheSpec
 from octavo.limits import RequestLimits
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler, needs_restore_speed
 from octavo.scheduler.claims import ByPriority
-from octavo.scheduler.fairness import DeficitRound, MostServed, VirtualTokenCounter
-from octavo.scheduler.preemption import (
-    CheaperWay,
-    Cheapest,
-    LatestArrival,
-    LowestPriority,
-    Recompute,
-    RestoreSpeed,
-    Swap,
-)
+from octavo.scheduler.fairness import VirtualTokenCounter
+from octavo.scheduler.preemption import CheaperWay, Recompute, RestoreSpeed, Swap
 from octavo.scheduler.queue import ArrivalOrder, LongestPrefixFirst
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.tenant_queue import TenantQueue
@@ -59,20 +51,13 @@ REACHED: dict[tuple[str, Any], Any] = {
     ("eviction_policy", "fifo"): lambda s: isinstance(s.kv.pool._eviction, FifoEviction),
     ("pin_budget", 0.5): lambda s: s.kv.pins.budget_blocks == 50,
     ("scheduling_policy", "vtc"): lambda s: (
-        type(s.turns) is VirtualTokenCounter
-        and isinstance(s.queue, TenantQueue)
-        and isinstance(s.victims, MostServed)
-        and isinstance(s.victims.within, LowestPriority)
+        isinstance(s.turns, VirtualTokenCounter) and isinstance(s.queue, TenantQueue)
     ),
     ("scheduling_policy", "priority"): lambda s: (
         isinstance(s.claims, ByPriority) and s.config.priority_seconds == 60.0 and not s.queue.short_may_pass
     ),
-    ("scheduling_policy", "dlpm"): lambda s: isinstance(s.turns, DeficitRound) and s.queue.turns is s.turns,
     ("kv_demotion", "all"): lambda s: isinstance(s.kv.hierarchy._demotion, DemoteAll),
     ("pin_tenant_share", 0.2): lambda s: s.kv.pins.tenant_blocks == 5,
-    ("preemption_victim", "latest"): lambda s: isinstance(s.victims, LatestArrival),
-    ("preemption_victim", "lowest_priority"): lambda s: isinstance(s.victims, LowestPriority),
-    ("preemption_victim", "cheapest"): lambda s: isinstance(s.victims, Cheapest),
     ("preemption_mode", "recompute"): lambda s: isinstance(s.preemption, Recompute),
     ("preemption_mode", "swap"): lambda s: isinstance(s.preemption, Swap),
     ("preemption_mode", "auto"): lambda s: isinstance(s.preemption, CheaperWay) and s.preemption.speed is SPEED,
@@ -137,9 +122,9 @@ def test_limits_beyond_the_options_can_be_given() -> None:
 
 
 def test_more_headroom_is_held_where_tenants_take_turns() -> None:
-    configs = [EngineConfig(scheduling_policy=policy) for policy in ("fcfs", "vtc", "dlpm")]
+    configs = [EngineConfig(scheduling_policy=policy) for policy in ("fcfs", "vtc")]
     found = [assemble_scheduler(config, cache(), 64) for config in configs]
-    assert [scheduler.config.headroom_tokens for scheduler in found] == [32, 96, 96]
+    assert [scheduler.config.headroom_tokens for scheduler in found] == [32, 96]
 
 
 def test_only_assembly_joins_a_cache_and_a_scheduler() -> None:
@@ -152,6 +137,6 @@ def test_only_assembly_joins_a_cache_and_a_scheduler() -> None:
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
-        and node.func.id in ("Scheduler", "KVCacheManager", "make_prefix_cache", "make_victim_policy")
+        and node.func.id in ("Scheduler", "KVCacheManager", "make_prefix_cache")
     }
     assert joining == {"assembly.py"}

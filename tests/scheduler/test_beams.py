@@ -14,7 +14,6 @@ from octavo.request import FinishReason, Request, SequenceStatus
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.beam import Beam, BeamSearch
 from octavo.scheduler.plan import Candidate, SampleResult, StepPlan, StepResult
-from octavo.scheduler.preemption import VICTIM_POLICIES, make_victim_policy
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.scheduler_config import DEFAULT_HEADROOM_TOKENS, SchedulerConfig
 from tests.kvcache.caches import make_manager, make_request, sliding
@@ -32,7 +31,6 @@ class Engine:
         *,
         block_size: int = 4,
         headroom_tokens: int = DEFAULT_HEADROOM_TOKENS,
-        victim: str = "lowest_priority",
         **cache: Any,
     ) -> None:
         self.kv = make_manager(num_blocks, block_size, **cache)
@@ -43,7 +41,7 @@ class Engine:
             watermark=0.0,
             headroom_tokens=headroom_tokens,
         )
-        self.scheduler = Scheduler(limits, self.kv, victims=make_victim_policy(victim, self.kv.holdings.restore_cost))
+        self.scheduler = Scheduler(limits, self.kv)
 
     def add(self, prompt: list[int], width: int = 4, **params: Any) -> Request:
         params = {"max_tokens": 10, "n": width, **params}
@@ -126,12 +124,9 @@ def test_little_room_changes_no_search(num_blocks: int, prefix_caching: bool, bu
         assert engine.scheduler.counters.num_preemptions > 0
 
 
-@pytest.mark.parametrize("victim", VICTIM_POLICIES)
 @pytest.mark.parametrize("num_blocks", [8, 12])
 @pytest.mark.parametrize("num_others", [0, 2])
-def test_beams_that_wait_never_keep_their_siblings_from_being_computed(
-    victim: str, num_blocks: int, num_others: int
-) -> None:
+def test_beams_that_wait_never_keep_their_siblings_from_being_computed(num_blocks: int, num_others: int) -> None:
     # Those that have their candidates hold most of a pool in which the last of them must be computed anew, one token
     # a step. It was preempted for want of a block after each of its first tokens, for ever.
     engine = Engine(
@@ -140,7 +135,6 @@ def test_beams_that_wait_never_keep_their_siblings_from_being_computed(
         1,
         block_size=1,
         headroom_tokens=0,
-        victim=victim,
         layers=(sliding(5),),
         prefix_caching=False,
     )

@@ -147,7 +147,7 @@ def test_a_tenants_only_place_is_never_taken() -> None:
     server.drain()
 
 
-@pytest.mark.parametrize("policy", ["priority", "vtc", "dlpm"])
+@pytest.mark.parametrize("policy", ["priority", "vtc"])
 def test_everybody_ends_however_often_places_are_taken(policy: str) -> None:
     options: dict[str, Any] = {"num_blocks": 24, "seqs": 3, "headroom": 0}
     server = Server(policy, **options)

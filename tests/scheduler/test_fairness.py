@@ -14,9 +14,8 @@ from octavo.config import EngineConfig
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.request import Request, Sequence, SequenceStatus
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
-from octavo.scheduler.fairness import OUTPUT_TOKEN, RECENT_HALF_LIFE, DeficitRound, MostServed, VirtualTokenCounter
+from octavo.scheduler.fairness import OUTPUT_TOKEN, RECENT_HALF_LIFE, VirtualTokenCounter
 from octavo.scheduler.plan import StepPlan, StepResult
-from octavo.scheduler.preemption import LowestPriority
 from octavo.scheduler.tenant_queue import TenantQueue
 from tests.kvcache.caches import FULL, make_request
 
@@ -32,7 +31,6 @@ class Server:
     seqs: int = 4
     budget: int = 32
     headroom: int = 32
-    quantum: float = 4096.0
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -45,8 +43,6 @@ class Server:
         )
         self.kv = assemble_cache(config, KVCacheSpec.build((FULL,), 4, "float32"), self.num_blocks)
         self.scheduler = assemble_scheduler(config, self.kv, MAX_LEN, watermark=0.0, headroom_tokens=self.headroom)
-        if isinstance(self.scheduler.turns, DeficitRound):
-            self.scheduler.turns.quantum = self.quantum
         self.arrivals = itertools.count()
         self.plan: StepPlan | None = None
 
@@ -96,20 +92,19 @@ WEIGHTS = st.sampled_from([0.5, 1.0, 2.0, 3.0])
 
 @settings(max_examples=40, deadline=None)
 @given(
-    policy=st.sampled_from(["vtc", "dlpm"]),
     tenants=st.lists(st.tuples(WEIGHTS, SHAPES), min_size=2, max_size=4),
     seqs=st.integers(1, 6),
     num_blocks=st.sampled_from([18, 24, 40, 400]),  # one request nearly fills the first, all fit into the last
 )
 def test_tenants_that_always_wait_differ_by_a_bound_that_does_not_grow(
-    policy: str, tenants: list[tuple[float, list[tuple[int, int]]]], seqs: int, num_blocks: int
+    tenants: list[tuple[float, list[tuple[int, int]]]], seqs: int, num_blocks: int
 ) -> None:
-    server = Server(policy, num_blocks, seqs, quantum=50.0)
+    server = Server("vtc", num_blocks, seqs)
     shapes = {f"t{i}": (weight, itertools.cycle(work)) for i, (weight, work) in enumerate(tenants)}
     # Of one admission, and of all that runs for one tenant while another has its turn (OSDI 2024, theorem 4.4).
     bound = (MAX_LEN + 2 * seqs * OUTPUT_TOKEN * 20) / min(weight for weight, _ in tenants)
     # Where requests wait for blocks, others pass them by a bound too (`VirtualTokenCounter.may_pass`).
-    bound = 2 * bound + 2 * MAX_LEN / min(weight for weight, _ in tenants) + (150 if policy == "dlpm" else 0)
+    bound = 2 * bound + 2 * MAX_LEN / min(weight for weight, _ in tenants)
     for _ in range(300):
         for tenant, (weight, work) in shapes.items():
             while sum(request.tenant == tenant for request in server.scheduler.requests) <= seqs:
@@ -123,7 +118,7 @@ def test_tenants_that_always_wait_differ_by_a_bound_that_does_not_grow(
 
 
 def test_large_requests_get_their_share_of_a_pool_that_one_of_them_nearly_fills() -> None:
-    server = Server("vtc", num_blocks=20, seqs=6, quantum=50.0)
+    server = Server("vtc", num_blocks=20, seqs=6)
     small, large = (1, 1), (40, 11)
     works = {"a": (0.5, [small, large]), "b": (1.0, [small, (10, 5), large, small])}
     works |= {"c": (0.5, [small]), "d": (0.5, [small])}
@@ -139,14 +134,13 @@ def test_large_requests_get_their_share_of_a_pool_that_one_of_them_nearly_fills(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    policy=st.sampled_from(["vtc", "dlpm"]),
     work=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=25),
     seqs=st.integers(1, 6),
 )
 def test_nothing_idles_while_a_request_waits_and_every_request_ends(
-    policy: str, work: list[tuple[str, int, int]], seqs: int
+    work: list[tuple[str, int, int]], seqs: int
 ) -> None:
-    server = Server(policy, seqs=seqs)
+    server = Server(seqs=seqs)
     requests = [server.add(*job) for job in work]
     for _ in range(2000):
         if not server.scheduler.has_work:
@@ -160,9 +154,8 @@ def test_nothing_idles_while_a_request_waits_and_every_request_ends(
     server.kv.audit()
 
 
-@pytest.mark.parametrize("policy", ["vtc", "dlpm"])
-def test_a_pause_gives_no_credit(policy: str) -> None:
-    server = Server(policy, seqs=2, quantum=50.0)
+def test_a_pause_gives_no_credit() -> None:
+    server = Server(seqs=2)
 
     def keep_busy(*tenants: str) -> None:
         for tenant in tenants:
@@ -272,9 +265,8 @@ def test_cached_tokens_of_a_prompt_are_not_charged_and_neither_is_recomputation(
     assert server.received("a") == 20 + 4 + 9 * OUTPUT_TOKEN
 
 
-@pytest.mark.parametrize("policy", ["vtc", "dlpm"])
-def test_what_was_charged_of_a_prompt_that_is_aborted_before_it_is_computed_is_given_back(policy: str) -> None:
-    server = Server(policy, budget=8)
+def test_what_was_charged_of_a_prompt_that_is_aborted_before_it_is_computed_is_given_back() -> None:
+    server = Server(budget=8)
     request = server.add("a", 40, 4)
     server.step()
     assert server.received("a") == 40
@@ -318,7 +310,6 @@ def test_a_weight_of_three_is_served_three_times_as_much() -> None:
 
 def test_the_tenant_that_received_most_yields_its_blocks() -> None:
     counter = VirtualTokenCounter()
-    policy = MostServed(counter, LowestPriority())
 
     def running(tenant: str) -> Sequence:
         return make_request([1], tenant=tenant).sequences[0]
@@ -326,8 +317,8 @@ def test_the_tenant_that_received_most_yields_its_blocks() -> None:
     sequences = [running("much"), running("little"), running("much"), running("little")]
     counter.charge("much", 100)
     counter.charge("little", 10)
-    assert policy.choose(sequences) is sequences[2]
-    assert policy.choose(sequences[3:]) is sequences[3]
+    assert counter.most_served(sequences) is sequences[2]
+    assert counter.most_served(sequences[3:]) is sequences[3]
 
 
 def test_where_blocks_run_out_streams_of_the_least_served_keep_theirs() -> None:
@@ -346,19 +337,19 @@ def test_where_blocks_run_out_streams_of_the_least_served_keep_theirs() -> None:
     server.kv.audit()
 
 
-def test_a_round_serves_the_longest_cached_prefix_among_tenants_with_quantum_left() -> None:
-    server = Server("dlpm", seqs=1, budget=64)
+def test_with_a_radix_tree_the_longest_cached_prefix_of_the_tenant_in_turn_is_first() -> None:
+    server = Server(seqs=1, budget=64, options={"prefix_cache": "radix"})
     shared = list(range(40))
     server.add("a", shared, 1)
     server.step()
-    later = [server.add("b", 20, 1), server.add("a", [*shared, 1], 1)]
+    later = [server.add("a", 20, 1), server.add("a", [*shared, 1], 1), server.add("b", 20, 1)]
+    assert server.scheduler.turns is not None
+    server.scheduler.turns.charge("a", 10)
+    server.step()
+    assert later[2].finished, "its tenant has received less"
     server.step()
     assert later[1].finished
-    # It has spent its quantum when the other has not.
-    server.scheduler.turns.charge("a", 10_000)
-    server.add("a", [*shared, 2], 1)
-    server.step()
-    assert later[0].finished
+    server.drain()
 
 
 def test_tenants_that_come_and_go_are_forgotten() -> None:

@@ -5,67 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from octavo.errors import ConfigError
 from octavo.kvcache.holdings import RestoreCost
-from octavo.request import Request, Sequence, SequenceStatus
-from octavo.scheduler.preemption import (
-    VICTIM_POLICIES,
-    CheaperWay,
-    RestoreSpeed,
-    Swap,
-    make_victim_policy,
-)
+from octavo.request import Request, SequenceStatus
+from octavo.scheduler.preemption import CheaperWay, RestoreSpeed, Swap
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.scheduler_config import SchedulerConfig
-from tests.kvcache.caches import make_request
 from tests.scheduler.test_scheduler import Engine, shares, status  # type: ignore[attr-defined]
-
-
-def sequences(described: list[tuple[int, int, int, int]]) -> tuple[list[Sequence], dict[int, RestoreCost]]:
-    """(priority, arrival, tokens, blocks) of each -> sequences in order of service, and their costs by id."""
-    seqs, costs = [], {}
-    for priority, arrival, tokens, blocks in described:
-        request = make_request([1])
-        request.priority, request.arrival_time = priority, float(arrival)
-        seqs.append(request.sequences[0])
-        costs[seqs[-1].seq_id] = RestoreCost(tokens, blocks)
-    return sorted(seqs, key=lambda seq: seq.order), costs  # type: ignore[return-value]
-
-
-small = st.integers(0, 3)
-
-
-@pytest.mark.parametrize("name", VICTIM_POLICIES)
-@given(st.lists(st.tuples(small, small, small, small), min_size=1, max_size=6))
-def test_every_policy_chooses_one_of_those_offered_and_always_the_same(name: str, described: list) -> None:
-    running, costs = sequences(described)
-    policy = make_victim_policy(name, lambda seq: costs[seq.seq_id])
-    before = list(running)
-    victim = policy.choose(running)
-    assert victim in running
-    assert policy.choose(running) is victim
-    assert running == before
-
-
-def chosen(name: str, described: list[tuple[int, int, int, int]]) -> tuple[int, float]:
-    running, costs = sequences(described)
-    victim = make_victim_policy(name, lambda seq: costs[seq.seq_id]).choose(running)
-    return victim.request.priority, victim.request.arrival_time
-
-
-def test_each_policy_prefers_what_it_is_named_for() -> None:
-    described = [(0, 3, 50, 4), (1, 1, 90, 6), (0, 2, 10, 1), (0, 1, 0, 0)]
-    assert chosen("latest", described) == (0, 3)
-    assert chosen("lowest_priority", described) == (1, 1)
-    assert chosen("cheapest", described) == (0, 2), "who frees no block is no use, however cheap"
-
-
-def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="latest, lowest_priority, cheapest, got 'luckiest'"):
-        make_victim_policy("luckiest", lambda seq: RestoreCost(0, 0))
 
 
 def test_swapping_is_chosen_where_two_copies_of_the_blocks_cost_less_than_the_tokens() -> None:
@@ -143,8 +89,6 @@ def test_auto_takes_the_cheaper_way(per_token: float, swapped: int) -> None:
 
 def test_the_first_in_service_is_never_the_victim_while_it_has_company() -> None:
     engine = Engine(num_blocks=1 + 6, prefix_caching=False)
-    cheapest = make_victim_policy("cheapest", lambda seq: RestoreCost(seq.index, 1))
-    engine.scheduler = Scheduler(engine.scheduler.config, engine.kv, victims=cheapest)
     first, _second = engine.add(11), engine.add(11)
     while not first.finished:
         engine.step()

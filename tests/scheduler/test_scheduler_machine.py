@@ -22,17 +22,9 @@ from octavo.request import CacheOutcome, FinishReason, PinRequest, Request, Sequ
 from octavo.scheduler.assembly import make_claims, make_queue, make_turns
 from octavo.scheduler.cached_prefixes import CachedPrefixes
 from octavo.scheduler.decoding import BeamDecoding, Sampling
-from octavo.scheduler.fairness import MostServed
 from octavo.scheduler.kv_limits import KVLimits
 from octavo.scheduler.plan import SampleResult, StepPlan, StepResult
-from octavo.scheduler.preemption import (
-    VICTIM_POLICIES,
-    CheaperWay,
-    Recompute,
-    RestoreSpeed,
-    Swap,
-    make_victim_policy,
-)
+from octavo.scheduler.preemption import CheaperWay, Recompute, RestoreSpeed, Swap
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.scheduler_config import SchedulerConfig
 from tests.kvcache.caches import COPIES, FULL, Clock, make_manager, make_request, positions_seen, sliding
@@ -55,7 +47,6 @@ LIMITS: dict[str, Any] = {
     "num_host_blocks": st.sampled_from([0, 1, 4, 100]),
     "num_prefix_blocks": st.sampled_from([0, 0, 3, 20]),
     "demotion": st.sampled_from(["on_evict", "on_second_use", "all"]),
-    "victim": st.sampled_from(VICTIM_POLICIES),
     "headroom": st.sampled_from([0, 0, 3]),
     # At 6 ms, streams of both tenants take turns.
     "itl_slo_ms": st.sampled_from([None, None, 20.0, 6.0]),
@@ -67,7 +58,7 @@ POLICIES: dict[str, Any] = {
     "prefix_cache": st.sampled_from(["hashed", "radix", None]),
     "eviction": st.sampled_from(sorted(EVICTION_POLICIES)),
     "mode": st.sampled_from(["swap", "auto", "recompute"]),
-    "policy": st.sampled_from(["fcfs", "fcfs", "priority", "vtc", "dlpm"]),
+    "policy": st.sampled_from(["fcfs", "fcfs", "priority", "vtc"]),
 }
 TENANTS = ("", "ada")
 
@@ -125,8 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pin_tenant_share: float,
         num_host_blocks: int,
         mode: str,
-        policy: Literal["fcfs", "priority", "vtc", "dlpm"],
-        victim: str,
+        policy: Literal["fcfs", "priority", "vtc"],
         headroom: int,
         itl_slo_ms: float | None,
         kv_shares: tuple[float, float | None, float] | None,
@@ -156,8 +146,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         auto = CheaperWay(kv.holdings.restore_cost, RestoreSpeed(seconds_per_token=1.0, seconds_per_block=1.5))
         modes = {"recompute": Recompute(), "swap": Swap(), "auto": auto}
         by_prefix = prefix_cache == "radix"
-        turns = make_turns(policy, kv)
-        victims = make_victim_policy(victim, kv.holdings.restore_cost)
+        turns = make_turns(policy)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs,
@@ -168,7 +157,6 @@ class SchedulerMachine(RuleBasedStateMachine):
                 priority_seconds=3.0 if policy == "priority" else None,
             ),
             kv,
-            victims=victims if turns is None else MostServed(turns, victims),
             waiting=make_queue(turns, CachedPrefixes(kv) if by_prefix else None, by_age=policy == "priority"),
             preemption=modes[mode],  # type: ignore[arg-type]
             turns=turns,
@@ -622,8 +610,7 @@ def make_machine(num_blocks: int, block_size: int, layers: tuple, budget: int, h
         pin_tenant_share=0.5,
         num_host_blocks=0,
         mode="recompute",
-        policy="dlpm",
-        victim="latest",
+        policy="vtc",
         headroom=headroom,
         itl_slo_ms=None,
         kv_shares=None,

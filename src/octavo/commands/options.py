@@ -36,7 +36,7 @@ ENGINE_GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "scheduling options": (
         *("max_num_seqs", "max_num_batched_tokens", "itl_slo_ms", "scheduling_policy", "queue_tenant_share"),
-        *("preemption_mode", "preemption_victim", "async_scheduling"),
+        *("preemption_mode", "async_scheduling"),
     ),
     "execution options": (
         *("device", "num_threads", "attention_backend", "deterministic", "seed"),

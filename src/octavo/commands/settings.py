@@ -18,7 +18,7 @@ from typing import Any, get_type_hints
 from octavo.commands.common_options import integer
 from octavo.commands.options import value_keywords
 from octavo.errors import ConfigError, shown
-from octavo.option import nearest, replacement_of
+from octavo.option import nearest, removed_option, replacement_of
 from octavo.toml_file import read_toml
 
 logger = logging.getLogger("octavo.serve")
@@ -120,7 +120,8 @@ class Settings:
             name = variable.removeprefix(PREFIX).lower()
             if name not in self._fields or variable != variable.upper():
                 known = [*_OTHER_VARIABLES, *(PREFIX + known.upper() for known in self._fields)]
-                raise ConfigError(f"unknown environment variable {shown(variable)}{nearest(variable.upper(), known)}")
+                hint = removed_option(name) or nearest(variable.upper(), known)
+                raise ConfigError(f"unknown environment variable {shown(variable)}{hint}")
             text = environment[variable].strip()
             if variable == "OCTAVO_PORT" and "://" in text:
                 raise ConfigError(
@@ -140,7 +141,7 @@ class Settings:
             if name in given:
                 raise ConfigError(f"{path} gives {name} twice")
             if name not in self._fields:
-                hint = nearest(name, self._fields)
+                hint = removed_option(name) or nearest(name, self._fields)
                 if isinstance(value, dict):
                     hint = "; options stand at the top of the file, in no table"
                 raise ConfigError(f"{path} has an unknown option {shown(key)}{hint}")

@@ -23,7 +23,7 @@ from octavo.kvcache.prefix import make_prefix_cache
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.scheduler.cached_prefixes import CachedPrefixes
 from octavo.scheduler.claims import ByPriority, ByService, Claims
-from octavo.scheduler.fairness import DeficitRound, MostServed, VirtualTokenCounter
+from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.plan_builder import PlanBuilder
 from octavo.scheduler.preemption import (
     CheaperWay,
@@ -31,7 +31,6 @@ from octavo.scheduler.preemption import (
     Recompute,
     RestoreSpeed,
     Swap,
-    make_victim_policy,
 )
 from octavo.scheduler.queue import ArrivalOrder, LongestPrefixFirst, WaitingQueue
 from octavo.scheduler.scheduler import Scheduler
@@ -116,10 +115,9 @@ def assemble_scheduler(
     Raises:
         ConfigError: `restore_speed` is required but None.
     """
-    turns = make_turns(config.scheduling_policy, kv)
+    turns = make_turns(config.scheduling_policy)
     if headroom_tokens is None:
         headroom_tokens = DEFAULT_HEADROOM_TOKENS if turns is None else HEADROOM_TOKENS_IN_TURNS
-    victims = make_victim_policy(config.preemption_victim, kv.holdings.restore_cost)
     return Scheduler(
         SchedulerConfig(
             config.max_num_seqs,
@@ -131,7 +129,6 @@ def assemble_scheduler(
             priority_seconds=PRIORITY_SECONDS if config.scheduling_policy == "priority" else None,
         ),
         kv,
-        victims=victims if turns is None else MostServed(turns, victims),
         waiting=make_queue(turns, _prefixes(config, kv), by_age=config.scheduling_policy == "priority"),
         preemption=_preemption_mode(config, kv, restore_speed),
         turns=turns,
@@ -149,7 +146,7 @@ def needs_restore_speed(config: EngineConfig, num_host_blocks: int) -> bool:
 PRIORITY_SECONDS = 60.0
 """Seconds of waiting that outweigh one level of priority under the policy "priority"."""
 
-Policy = Literal["fcfs", "priority", "vtc", "dlpm"]
+Policy = Literal["fcfs", "priority", "vtc"]
 
 
 def make_claims(policy: Policy, turns: VirtualTokenCounter | None) -> Claims | None:
@@ -159,11 +156,9 @@ def make_claims(policy: Policy, turns: VirtualTokenCounter | None) -> Claims | N
     return None if turns is None else ByService(turns)
 
 
-def make_turns(policy: Policy, kv: KVCacheManager) -> VirtualTokenCounter | None:
+def make_turns(policy: Policy) -> VirtualTokenCounter | None:
     """Return the policy of turns between tenants; None if requests are served in order of arrival."""
-    if policy == "vtc":
-        return VirtualTokenCounter()
-    return DeficitRound(CachedPrefixes(kv)) if policy == "dlpm" else None
+    return VirtualTokenCounter() if policy == "vtc" else None
 
 
 def make_queue(
@@ -186,8 +181,7 @@ def make_queue(
 
 def _prefixes(config: EngineConfig, kv: KVCacheManager) -> CachedPrefixes | None:
     """Return the cached lengths for ordering the queue: the radix tree looks up a prefix without hashing it."""
-    looks = config.prefix_cache == "radix" or config.scheduling_policy == "dlpm"
-    return CachedPrefixes(kv) if looks and config.enable_prefix_caching else None
+    return CachedPrefixes(kv) if config.prefix_cache == "radix" and config.enable_prefix_caching else None
 
 
 def _preemption_mode(config: EngineConfig, kv: KVCacheManager, restore_speed: RestoreSpeed | None) -> PreemptionMode:

@@ -7,10 +7,6 @@ weight 1. Recomputation after a preemption is not charged.
 `VirtualTokenCounter` (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024): the tenant with the least
 service is next. A tenant that returns after a pause starts at the level of the least served waiting tenant: it gets no
 credit for the time in which it requested nothing.
-
-`DeficitRound` (Cao et al., Locality-aware Fair Scheduling in LLM Serving, arXiv 2501.14312): each tenant may spend a
-quantum of service per round, and among tenants with some quantum left the longest cached prefix is next. A larger
-quantum keeps more requests with the same prefix together, and lets tenants drift further apart.
 """
 
 from __future__ import annotations
@@ -21,8 +17,6 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 
 from octavo.request import Request, RequestId, Sequence
-from octavo.scheduler.cached_prefixes import CachedPrefixes
-from octavo.scheduler.preemption import VictimPolicy
 
 PROMPT_TOKEN = 1.0
 OUTPUT_TOKEN = 2.0
@@ -69,12 +63,8 @@ class VirtualTokenCounter:
         if len(self._received) > _MOST_IDLE:
             self._forget_idle({tenant, *waiting}, level)
 
-    def choose(self, heads: Mapping[str, Sequence]) -> str:
-        """Return the tenant whose turn it is, given the first sequence of each tenant's line."""
-        return self.ranked(heads)[0]
-
     def ranked(self, heads: Mapping[str, Sequence]) -> list[str]:
-        """Return the tenants in the order of their turns.
+        """Return the tenants in the order of their turns, given the first sequence of each tenant's line.
 
         If a tenant's next sequence was preempted, the cost of computing it again is subtracted from its service, so
         that it returns while more of its blocks are still cached. Twice the cost would grow as fast as the service of
@@ -155,75 +145,17 @@ class VirtualTokenCounter:
         received = self._received
         return sorted(sequences, key=lambda seq: (received.get(seq.request.tenant, 0.0), *seq.order))
 
+    def most_served(self, sequences: Seq[Sequence]) -> Sequence:
+        """Return the sequence to preempt: of the most served tenant, the last in order of service.
+
+        Args:
+            sequences: in order of service, and not empty.
+        """
+        most = max({seq.request.tenant for seq in sequences}, key=lambda tenant: (self.received(tenant), tenant))
+        return next(seq for seq in reversed(sequences) if seq.request.tenant == most)
+
     def _forget_idle(self, waiting: set[str], level: float) -> None:
         """Forget idle tenants at or below the level: they would be raised to it when they return."""
         for tenant in [t for t, had in self._received.items() if had <= level and t not in waiting]:
             del self._received[tenant], self._weights[tenant]
             self._recent.pop(tenant, None)
-
-
-class DeficitRound(VirtualTokenCounter):
-    """Deficit round robin: longest cached prefix first, among tenants with some of this round's quantum left.
-
-    Args:
-        prefixes: lengths of cached prefixes.
-        quantum: service per weight and round.
-    """
-
-    def __init__(self, prefixes: CachedPrefixes, quantum: float = 1024.0) -> None:
-        super().__init__()
-        self._prefixes = prefixes
-        self.quantum = quantum
-        self._left: dict[str, float] = {}  # quantum left in this round, per weight; negative if more was spent
-
-    def arrive(self, tenant: str, weight: float, waiting: Iterable[str]) -> None:
-        super().arrive(tenant, weight, waiting)
-        # A pause cancels what was left of the quantum, but not a debt.
-        self._left[tenant] = min(0.0, self._left.get(tenant, 0.0))
-
-    def choose(self, heads: Mapping[str, Sequence]) -> str:
-        if all(self._left.get(tenant, 0.0) <= 0 for tenant in heads):
-            self._begin_round(heads)
-        return self.ranked(heads)[0]
-
-    def ranked(self, heads: Mapping[str, Sequence]) -> list[str]:
-        def key(tenant: str) -> tuple[bool, int, tuple[int, float, int]]:
-            seq = heads[tenant]
-            return (self._left.get(tenant, 0.0) <= 0, -self._prefixes.num_tokens(seq), seq.order)
-
-        return sorted(heads, key=key)
-
-    def is_far_ahead(self, seq: Sequence, head: Sequence) -> bool:
-        """Return False: cached prefixes decide who is next, and a sequence just preempted has the longest."""
-        return False
-
-    def _allowance(self, head: Sequence) -> float:
-        return super()._allowance(head) + self.quantum
-
-    def charge(self, tenant: str, service: float) -> None:
-        super().charge(tenant, service)
-        self._left[tenant] = self._left.get(tenant, 0.0) - service / self._weights.get(tenant, 1.0)
-
-    def _begin_round(self, heads: Mapping[str, Sequence]) -> None:
-        """Begin as many rounds as it takes for one waiting tenant to have some quantum left."""
-        least_debt = min(-self._left.get(tenant, 0.0) for tenant in heads)
-        added = self.quantum * (least_debt // self.quantum + 1)
-        for tenant in heads:
-            self._left[tenant] = self._left.get(tenant, 0.0) + added
-
-    def _forget_idle(self, waiting: set[str], level: float) -> None:
-        super()._forget_idle(waiting, level)
-        self._left = {tenant: left for tenant, left in self._left.items() if tenant in self._received}
-
-
-class MostServed:
-    """A victim policy: the most served tenant yields the sequence that `within` chooses among its own."""
-
-    def __init__(self, counter: VirtualTokenCounter, within: VictimPolicy) -> None:
-        self._counter = counter
-        self.within = within
-
-    def choose(self, running: Seq[Sequence]) -> Sequence:
-        received = self._counter.received
-        most = max({seq.request.tenant for seq in running}, key=lambda tenant: (received(tenant), tenant))
-        return self.within.choose([seq for seq in running if seq.request.tenant == most])

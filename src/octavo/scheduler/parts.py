@@ -18,7 +18,7 @@ from octavo.scheduler.claims import Claims
 from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.kv_limits import KVLimits
 from octavo.scheduler.latency_target import LatencyTarget
-from octavo.scheduler.preemption import PreemptionMode, VictimPolicy
+from octavo.scheduler.preemption import PreemptionMode
 from octavo.scheduler.queue import WaitingQueue
 from octavo.scheduler.running import RunningSet
 from octavo.scheduler.scheduler_config import SchedulerConfig
@@ -45,7 +45,6 @@ def compose(
     config: SchedulerConfig,
     kv: KVCacheManager,
     queue: WaitingQueue,
-    victims: VictimPolicy,
     mode: PreemptionMode,
     *,
     limits: Mapping[str, KVLimits],
@@ -65,7 +64,7 @@ def compose(
     running = RunningSet(kv, config.headroom_tokens, on_leave=on_leave)
     tenants = TenantShares(kv, running, limits)
     waiting = WaitingLine(queue, tenants.is_capped)
-    yielding = Yielding(kv, running, waiting, victims, mode)
+    yielding = Yielding(kv, running, waiting, mode, turns)
     admission = Admission(
         kv,
         running,

@@ -1,80 +1,15 @@
-"""Preemption: which sequence yields its blocks, and whether they are swapped or recomputed."""
+"""Preemption modes: whether a preempted sequence is swapped or recomputed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from octavo.errors import ConfigError
 from octavo.kvcache.holdings import RestoreCost
 from octavo.request import Sequence
 
 CostOf = Callable[[Sequence], RestoreCost]
-
-
-class VictimPolicy(Protocol):
-    """Chooses a victim among running sequences.
-
-    The scheduler never offers the first sequence in order of service that has tokens to compute, unless it runs alone.
-    So that one always progresses, whatever the policy prefers.
-    """
-
-    def choose(self, running: Seq[Sequence]) -> Sequence:
-        """Choose one of `running`, which is in order of service and never empty."""
-
-
-class LatestArrival:
-    """Chooses the sequence that arrived last, regardless of priority."""
-
-    def choose(self, running: Seq[Sequence]) -> Sequence:
-        return max(running, key=lambda seq: (seq.request.arrival_time, seq.seq_id))
-
-
-class LowestPriority:
-    """Chooses the last sequence in order of service: of those with the lowest priority, the latest arrival."""
-
-    def choose(self, running: Seq[Sequence]) -> Sequence:
-        return running[-1]
-
-
-class Cheapest:
-    """Chooses the sequence with the fewest tokens to recompute, not counting those in shared blocks.
-
-    Sequences that would free no block come last; among equals the last in order of service yields.
-
-    Args:
-        cost: the cost of restoring a sequence (`Holdings.restore_cost`).
-    """
-
-    def __init__(self, cost: CostOf) -> None:
-        self._cost = cost
-
-    def choose(self, running: Seq[Sequence]) -> Sequence:
-        def key(seq: Sequence) -> tuple[bool, int]:
-            cost = self._cost(seq)
-            return (cost.blocks == 0, cost.tokens)
-
-        return min(reversed(running), key=key)
-
-
-VICTIM_POLICIES = ("latest", "lowest_priority", "cheapest")
-
-
-def make_victim_policy(name: str, cost: CostOf) -> VictimPolicy:
-    """Return the victim policy with the given name.
-
-    Raises:
-        ConfigError: the name is unknown; the message lists the known ones.
-    """
-    if name == "latest":
-        return LatestArrival()
-    if name == "lowest_priority":
-        return LowestPriority()
-    if name == "cheapest":
-        return Cheapest(cost)
-    raise ConfigError(f"preemption_victim must be one of {', '.join(VICTIM_POLICIES)}, got {name!r}")
 
 
 class PreemptionMode(Protocol):

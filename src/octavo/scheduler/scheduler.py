@@ -27,7 +27,7 @@ from octavo.scheduler.parts import compose
 from octavo.scheduler.pinning import Pinning
 from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
 from octavo.scheduler.plan_builder import PlanBuilder
-from octavo.scheduler.preemption import LowestPriority, PreemptionMode, Recompute, VictimPolicy
+from octavo.scheduler.preemption import PreemptionMode, Recompute
 from octavo.scheduler.queue import ArrivalOrder, WaitingQueue
 from octavo.scheduler.restart import HeldBack, MayRun
 from octavo.scheduler.scheduler_config import SchedulerConfig
@@ -57,7 +57,6 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         kv: KVCacheManager,
-        victims: VictimPolicy | None = None,
         waiting: WaitingQueue | None = None,
         preemption: PreemptionMode | None = None,
         turns: VirtualTokenCounter | None = None,
@@ -76,7 +75,7 @@ class Scheduler:
         self._limits: Mapping[str, KVLimits] = {}
         self._lifecycle = lifecycle = Lifecycle(kv, self._builder, config.max_num_seqs, self._on_finish)
         self._requests = lifecycle.requests
-        self._compose(queue, victims or LowestPriority(), preemption or Recompute())
+        self._compose(queue, preemption or Recompute())
         self._pinning = Pinning(kv, lifecycle.fail)
         self._held_back = HeldBack()
         self._advancing = Advancing(kv, lifecycle, turns, config.max_model_len, lifecycle.fail, tells_all=tells_all)
@@ -91,13 +90,12 @@ class Scheduler:
             max_step=config.max_num_batched_tokens,
         )
 
-    def _compose(self, queue: WaitingQueue, victims: VictimPolicy, mode: PreemptionMode) -> None:
+    def _compose(self, queue: WaitingQueue, mode: PreemptionMode) -> None:
         """Replace the parts by new ones, with nothing running or waiting."""
         parts = compose(
             self.config,
             self.kv,
             queue,
-            victims,
             mode,
             limits=self._limits,
             turns=self.turns,
@@ -113,11 +111,6 @@ class Scheduler:
     @property
     def counters(self) -> SchedulerCounters:
         return self._yielding.counters
-
-    @property
-    def victims(self) -> VictimPolicy:
-        """The policy that chooses which sequence yields its blocks."""
-        return self._yielding.victims
 
     @property
     def preemption(self) -> PreemptionMode:
@@ -329,7 +322,7 @@ class Scheduler:
         queue, counters = self.queue, self.counters
         while queue.peek() is not None:
             queue.pop()
-        self._compose(queue, self.victims, self.preemption)
+        self._compose(queue, self.preemption)
         self._yielding.counters = counters
         for request in self._requests.values():
             if request.sequences[0].status is SequenceStatus.RUNNING:

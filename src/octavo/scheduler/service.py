@@ -19,7 +19,7 @@ ageing: as requests before it end, each prompt becomes the first in order of ser
 others costs it at most three quarters of its speed. Equal shares (processor sharing) would bound both as well, but
 delay the first of k long prompts k times for nothing.
 
-Blocks may run out. A stream then takes those of a sequence behind it, which `VictimPolicy` chooses; a prompt takes what
+Blocks may run out. A stream then takes those of the last sequence behind it; a prompt takes what
 is available, then the blocks of prompts behind it, and otherwise waits.
 
 Every request ends eventually, because the first in order of service among those with tokens to compute yields to no

@@ -44,7 +44,7 @@ class TenantQueue:
     def peek(self) -> Sequence | None:
         if self._version != self.turns.version:
             heads = self.heads()
-            self._next = heads[self.turns.choose(heads)] if heads else None
+            self._next = heads[self.turns.ranked(heads)[0]] if heads else None
             self._version = self.turns.version
         return self._next
 
@@ -62,11 +62,7 @@ class TenantQueue:
 
     def first(self, count: int) -> list[Sequence]:
         """Return the first of each line in the order of turns, then the second of each, and so on."""
-        heads = self.heads()
-        # `peek` may begin a round, which must happen before the ranking.
-        if heads and self.peek() is None:
-            return []
-        lines = [self._lines[tenant].first(count) for tenant in self.turns.ranked(heads)[:count]]
+        lines = [self._lines[tenant].first(count) for tenant in self.turns.ranked(self.heads())[:count]]
         rows = chain.from_iterable(zip_longest(*lines))
         return [seq for seq in rows if seq is not None][:count]
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence, SequenceStatus
-from octavo.scheduler.preemption import PreemptionMode, VictimPolicy
+from octavo.scheduler.fairness import VirtualTokenCounter
+from octavo.scheduler.preemption import PreemptionMode
 from octavo.scheduler.running import RunningSet
 from octavo.scheduler.waiting import WaitingLine
 
@@ -28,26 +29,33 @@ class SchedulerCounters:
 
 
 class Yielding:
-    """Reclaims the blocks of sequences."""
+    """Reclaims the blocks of sequences.
+
+    Args:
+        turns: if tenants take turns, the most served one yields; if None, the last sequence in order of service.
+    """
 
     def __init__(
         self,
         kv: KVCacheManager,
         running: RunningSet,
         waiting: WaitingLine,
-        victims: VictimPolicy,
         mode: PreemptionMode,
+        turns: VirtualTokenCounter | None,
     ) -> None:
         self.counters = SchedulerCounters()
         self._kv = kv
         self._running = running
         self._waiting = waiting
-        self.victims = victims
         self.mode = mode
+        self._turns = turns
 
     def preempt_one_of(self, candidates: list[Sequence]) -> Sequence:
-        """Preempt the sequence that the policy chooses among `candidates`, a non-empty list in order of service."""
-        victim = self.victims.choose(candidates)
+        """Preempt one of `candidates`, a non-empty list in order of service.
+
+        The first sequence in order of service that has tokens to compute is never among them, unless it runs alone.
+        """
+        victim = candidates[-1] if self._turns is None else self._turns.most_served(candidates)
         self.preempt(victim)
         return victim
 

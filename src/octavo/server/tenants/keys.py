@@ -58,7 +58,7 @@ class Client:
         cache_group: tenants of the same group share cached prefixes; None if this tenant shares them with nobody.
         min_priority, max_priority: range of the `priority` that a request may give (lower is served first); None for
             the server's own limit. In the file `priority = [min, max]`; by default a tenant may not go before others.
-        weight: share of service relative to other tenants, if `scheduling_policy` is "vtc" or "dlpm".
+        weight: share of service relative to other tenants, if `scheduling_policy` is "vtc".
         requests_per_minute: rate limit of all keys together; None for no limit.
         tokens_per_minute: rate limit of prompt and output tokens of all keys together; None for no limit.
         max_concurrency: maximum number of requests being served at once, including waiting ones; None for no limit.
