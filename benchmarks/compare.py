@@ -1,7 +1,7 @@
 """Compare Octavo with its peers on the same work: alternating engines, several rounds, medians, a table and a plot.
 
     benchmarks/peers/setup.sh openvino; benchmarks/peers/setup.sh llamacpp     # once; also: vllm, transformers
-    .venv/bin/python benchmarks/compare.py --workload single uniform64 mixed64 --engine octavo openvino llamacpp
+    .venv/bin/python -m benchmarks.compare --workload single uniform64 mixed64 --engine octavo openvino llamacpp
 
 Each engine runs in its own process and environment: two requests to warm up, then the whole workload. Greedy,
 end-of-sequence ignored, prefix caching off, two threads, 2 GiB of KV cache, at most 64 sequences. An engine's name may
@@ -23,8 +23,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
-import this_machine
+from benchmarks import this_machine
 from octavo.bench.workload import named_workload
 
 HERE = Path(__file__).parent
@@ -70,7 +71,7 @@ def measure(workload: str, engines: list[str], rounds: int, timeout: int) -> dic
     return rates
 
 
-def run(engine: str, workload_file: str, timeout: int) -> dict | None:
+def run(engine: str, workload_file: str, timeout: int) -> dict[str, Any] | None:
     """One run's JSON line; None, with a message on standard error, if the engine is missing or fails."""
     name, _, weights = engine.partition(":")
     python = Path(sys.executable) if name == "octavo" else PEERS_HOME / name / "bin" / "python"
@@ -82,9 +83,10 @@ def run(engine: str, workload_file: str, timeout: int) -> dict | None:
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=True)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        print(f"{engine}: {error}\n{(error.stderr or '')[-2000:]}", file=sys.stderr)
+        print(f"{engine}: {error}\n{str(error.stderr or '')[-2000:]}", file=sys.stderr)
         return None
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
 
 
 def table(results: dict[str, dict[str, list[float]]]) -> str:

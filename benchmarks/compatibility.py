@@ -1,8 +1,8 @@
 """Run third-party clients against a server, each in its own environment; writes benchmarks/results/compatibility.md.
 
-    python benchmarks/compatibility.py                   # all of them, in environments that are removed at the end
-    python benchmarks/compatibility.py openai anthropic  # some
-    python benchmarks/compatibility.py --home DIR        # environments that are kept for the next time
+    python -m benchmarks.compatibility                   # all of them, in environments that are removed at the end
+    python -m benchmarks.compatibility openai anthropic  # some
+    python -m benchmarks.compatibility --home DIR        # environments that are kept for the next time
 
 The clients' scripts are in benchmarks/clients/. The packaged model serves them: what it answers matters little, the
 format of its answers is what is tested.
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import octavo
-import this_machine
+from benchmarks import this_machine
 from octavo.bench.server_process import ServerStartError, running_server
 
 HERE = Path(__file__).parent
@@ -152,7 +152,7 @@ def _environment(client: Client, home: Path) -> Path:
         for package in client.packages:
             # One by one, naming the earlier ones again, so that a later one cannot replace them.
             before = client.packages[: client.packages.index(package)]
-            install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *before, package]
+            install = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *before, package]
             subprocess.run(install, check=True)
         if client.without:
             subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", *client.without], check=True)
@@ -201,7 +201,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Clients of others",
         "",
-        f"`python benchmarks/compatibility.py --report {REPORT.relative_to(HERE.parent)}`: Octavo {octavo.__version__} "
+        f"`python -m benchmarks.compatibility --report {REPORT.relative_to(HERE.parent)}`: Octavo {octavo.__version__} "
         f"with {MODEL}, for Schemathesis with a tiny random Llama, each client in an environment of its own. "
         f"{passed} of {len(rows)} checks passed.",
         "",

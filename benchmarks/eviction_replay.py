@@ -1,6 +1,6 @@
 """Compare eviction policies and prefix caches on a recorded hour of a chat service.
 
-    python benchmarks/eviction_replay.py TRACE.jsonl [--pools 1000 4000 ...] [--out benchmarks/results]
+    python -m benchmarks.eviction_replay TRACE.jsonl [--pools 1000 4000 ...] [--out benchmarks/results]
 
 Replays a Mooncake trace through the real `KVCacheManager`, one request after the other: match, admit, commit, forget.
 One hash id of the trace stands for one block, so a block here is 512 tokens of the trace and one token of the replay.
@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import this_machine
+from benchmarks import this_machine
 from octavo.bench.traces import TOKENS_PER_HASH, read_trace
 from octavo.config import EngineConfig
 from octavo.kvcache.block import BlockId, BlockIds
@@ -241,7 +241,8 @@ def belady(prompts: Sequence[Prompt], pool_blocks: int) -> float:
     """
     references = [block for prompt in prompts for block in prompt]
     never = len(references)
-    next_use, seen = [never] * never, {}
+    next_use = [never] * never
+    seen: dict[Any, int] = {}
     for time_ in range(never - 1, -1, -1):
         next_use[time_] = seen.get(references[time_], never)
         seen[references[time_]] = time_
@@ -303,7 +304,7 @@ def table(report: dict[str, Any], trace: str) -> str:
     lines = [
         "# Eviction policies on a recorded hour of chat",
         "",
-        f"`python benchmarks/eviction_replay.py {trace}`, Python {report['python']}, one core. "
+        f"`python -m benchmarks.eviction_replay {trace}`, Python {report['python']}, one core. "
         f"{report['requests']:,} requests, {report['block_references']:,} block references, "
         f"{report['unique_blocks']:,} different blocks of {report['tokens_per_block']} tokens, one request at a time.",
         "",

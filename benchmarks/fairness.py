@@ -1,8 +1,8 @@
 """Tenants that share one server, under each scheduling policy. The real scheduler and KV cache, no model.
 
     octavo calibrate-speed --out SPEED
-    python benchmarks/fairness.py TRACE --device SPEED [--speed 4] [--out FOLDER]
-    python benchmarks/fairness.py TRACE --seeds 5       the flood and the weights again, under vtc, by random seed
+    python -m benchmarks.fairness TRACE --device SPEED [--speed 4] [--out FOLDER]
+    python -m benchmarks.fairness TRACE --seeds 5       the flood and the weights again, under vtc, by random seed
 
 TRACE is a CSV file with the columns arrival_s, client, prompt_tokens and output_tokens. A virtual clock counts the time
 that the steps would take: by the step times that `octavo calibrate-speed` measured or, without them, by the law that
@@ -34,7 +34,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import this_machine
+from benchmarks import this_machine
 from octavo.config import EngineConfig
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.request import Request, RequestId, SequenceId
@@ -341,7 +341,7 @@ def main() -> None:
     lines = [
         "# Tenants that share one server",
         "",
-        "`python benchmarks/fairness.py`, the real scheduler on a clock that follows the step times of "
+        "`python -m benchmarks.fairness`, the real scheduler on a clock that follows the step times of "
         f"{device_of(arguments)}. "
         f"{arguments.num_seqs} places, {arguments.num_blocks:,} blocks of 16, "
         f"`--itl-slo-ms {arguments.itl_slo_ms:g}`. Service: uncached prompt tokens and twice the tokens drawn, per "

@@ -1,8 +1,8 @@
-"""How the engine's own work grows with streams, waiters and lengths: `python benchmarks/growth.py`, about two minutes.
+"""How the engine's own work grows with streams, waiters and lengths: `python -m benchmarks.growth`, about two minutes.
 
 Each row is one scenario at the size at which it used to be slow; growth.md in `benchmarks/results/`
 shows what they took before and take now. Only `step` and `host` run more than bookkeeping: `host` runs SmolLM2 (GGUF),
-the default model, and `step` uses its tokenizer. To run only some rows, name them: `python benchmarks/growth.py step
+the default model, and `step` uses its tokenizer. To run only some rows, name them: `python -m benchmarks.growth step
 fork`. Prints one JSON object on the last line of standard output.
 """
 
@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.timed_sampler import SamplerTime
 from octavo.checkpoint.model_source import resolve_model
 from octavo.config import EngineConfig
 from octavo.engine.async_engine import AsyncEngine
@@ -45,7 +46,6 @@ from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.scheduler.scheduler import Scheduler
 from octavo.server.memory import SWITCH_SECONDS, settle_garbage_collection
 from octavo.text.tokenizer import Tokenizer
-from timed_sampler import SamplerTime
 
 MILLION = 1_000_000
 BLOCK = 16

@@ -1,6 +1,6 @@
 """Running streams beside one long prompt, with and without `--itl-slo-ms`.
 
-    python benchmarks/itl_slo.py [--slo off 50 100] [--out benchmarks/results]
+    python -m benchmarks.itl_slo [--slo off 50 100] [--out benchmarks/results]
 
 Eight streams decode; then a prompt of 8,000 tokens arrives. From then until its first token, the time between two
 tokens of each stream is measured as the thread that steps the engine sees it: scheduling, the model, sampling and
@@ -20,7 +20,7 @@ import random
 import time
 from dataclasses import asdict, dataclass
 
-import this_machine
+from benchmarks import this_machine
 from octavo import LLM, SamplingParams
 from octavo.engine.outputs import OutputKind
 from octavo.request import Request
@@ -98,7 +98,7 @@ def table(results: list[Result], arguments: argparse.Namespace) -> str:
     lines = [
         "# Streams beside a long prompt",
         "",
-        f"`python benchmarks/itl_slo.py`, {arguments.model}, {this_machine.name()}. "
+        f"`python -m benchmarks.itl_slo`, {arguments.model}, {this_machine.name()}. "
         f"{arguments.streams} streams decode when a prompt of {arguments.prompt_tokens:,} tokens arrives, "
         f"{_times(arguments.runs)}. Milliseconds between two tokens of a stream until that prompt has its first token; "
         "of the prompt itself the best run.",

@@ -1,7 +1,7 @@
 """Speeds of the C++ kernels against oneDNN's and the machine's limits: matrix products, with weights from cache and
 from memory, and row-wise operations.
 
-    python benchmarks/kernels.py [--num-threads N] [--only products] [--seconds X] [--json]
+    python -m benchmarks.kernels [--num-threads N] [--only products] [--seconds X] [--json]
 
 For attention see `octavo bench attention`, for the limits alone `octavo bench limits`.
 
@@ -139,7 +139,7 @@ def products(count: int, seconds: float) -> Iterator[Figure]:
         plain = torch.randn(outputs, inputs).bfloat16()
         reordered = torch.ops.mkldnn._reorder_linear_weight
         theirs = [reordered(plain) for _ in range(1 + WEIGHT_BYTES // (2 * plain.numel()))]
-        ours = {"bf16": copies(kernels.PackedWeight.pack(plain))}
+        ours: dict[str, list[kernels.PackedWeight]] = {"bf16": copies(kernels.PackedWeight.pack(plain))}
         for name in QUANTISED:
             raw = torch.from_numpy(gguf.quantize(plain.float().numpy(), gguf.GGMLQuantizationType[name]))
             ours[name] = copies(kernels.PackedWeight.pack_quantised(name, raw, inputs))
@@ -155,10 +155,10 @@ def products(count: int, seconds: float) -> Iterator[Figure]:
                     Work(2 * plain.numel(), flops),
                 )
             }
-            for name, weights in ours.items():
-                calls[f"{name} {shape}"] = (
+            for label, weights in ours.items():
+                calls[f"{label} {shape}"] = (
                     [partial(weight.linear, x, out=out, exact=False) for weight in weights],
-                    Work(weights[0].nbytes, flops, "bfloat16" if name == "bf16" else "int8"),
+                    Work(weights[0].nbytes, flops, "bfloat16" if label == "bf16" else "int8"),
                 )
             yield from measure(calls, limits, seconds)
 
@@ -201,7 +201,7 @@ def rowwise(count: int, seconds: float) -> Iterator[Figure]:
         weight, out = torch.ones(576).bfloat16(), torch.empty_like(x)
         gate_up, half = torch.randn(rows, 3072).bfloat16(), torch.empty(rows, 1536).bfloat16()
         qkv = torch.randn(rows, 15 * 64).bfloat16()
-        kv = KVArena(KVCacheSpec.build([LayerKVSpec(3, 64, 64)], 16, "bfloat16"), rows // 16 + 2).layers[0]
+        kv = KVArena(KVCacheSpec.build([LayerKVSpec(3, 64, 64)], 16, "bfloat16"), rows // 16 + 2).float_layers[0]
         cos, sin = torch.rand(2, 4096, 32)
         places = torch.arange(rows)
         logits = torch.randn(min(rows, MOST_LOGITS), 49152)

@@ -1,4 +1,4 @@
-"""Speed of every KV-cache codec against bfloat16: `python benchmarks/kv_codecs.py [--only decode|prefill|engine]`.
+"""Speed of every KV-cache codec against bfloat16: `python -m benchmarks.kv_codecs [--only decode|prefill|engine]`.
 
 Three parts, under five minutes together on two cores. Codecs alternate, so that a busy minute affects all alike:
 

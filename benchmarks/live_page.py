@@ -1,8 +1,8 @@
 """Measure what an open live page costs the engine, and a browser that draws 100,000 blocks and stays open for hours.
 
-    python benchmarks/live_page.py                          # half a minute; the browser's part needs chromium
-    python benchmarks/live_page.py --part server            # four minutes; a quiet machine
-    python benchmarks/live_page.py --part top               # half a minute
+    python -m benchmarks.live_page                          # half a minute; the browser's part needs chromium
+    python -m benchmarks.live_page --part server            # four minutes; a quiet machine
+    python -m benchmarks.live_page --part top               # half a minute
 
 - engine: the engine's thread takes a look between two steps, and the event loop, which shares the interpreter with
   it, serialises what it found. Both are timed with a scheduler of 64 running sequences in a full pool and ten steps

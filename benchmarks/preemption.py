@@ -1,4 +1,4 @@
-"""Thrash under oversubscription: `python benchmarks/preemption.py`. The real scheduler and KV cache, no model.
+"""Thrash under oversubscription: `python -m benchmarks.preemption`. The real scheduler and KV cache, no model.
 
 All requests wait from the start, and `--oversubscription` times as many run at once as the pool can hold at their full
 length. A runner that draws token 7 replaces the model, and a virtual clock counts the time that the steps would take: a

@@ -1,4 +1,4 @@
-"""The cost of prefix caching if nothing is shared: `python benchmarks/prefix_overhead.py [--out benchmarks/results]`.
+"""The cost of prefix caching if nothing is shared: `python -m benchmarks.prefix_overhead [--out benchmarks/results]`.
 
 Unique prompts go through the real scheduler and KV cache, arriving as others end, in a pool small enough that blocks
 are evicted all the time. A runner that always draws token 7 replaces the model, so that only bookkeeping is timed. The
@@ -14,7 +14,7 @@ import platform
 import random
 import time
 
-import this_machine
+from benchmarks import this_machine
 from octavo.config import EngineConfig
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.request import Request, RequestId
@@ -91,7 +91,7 @@ def main() -> None:
     lines = [
         "# What prefix caching costs where nothing is shared",
         "",
-        f"`python benchmarks/prefix_overhead.py`, Python {platform.python_version()}, one core, processor time, best "
+        f"`python -m benchmarks.prefix_overhead`, Python {platform.python_version()}, one core, processor time, best "
         f"of {arguments.runs} runs. {arguments.requests} unique prompts of {arguments.prompt_tokens:,} tokens, "
         f"{arguments.output_tokens} tokens out, {arguments.num_seqs} sequences at a time, blocks of 16, every block "
         "evicted in the end. A step here is `add`, `schedule` and `update` of the real scheduler and cache, nothing "

@@ -1,7 +1,7 @@
 """Measure what drawing a step's tokens costs with the C++ library and with torch's operations, alternating.
 
-    python benchmarks/sampling.py [--streams 64 256] [--tokens 16]
-    python benchmarks/sampling.py --rows 64      without a model: changes of a row of logits, and beams, on one thread
+    python -m benchmarks.sampling [--streams 64 256] [--tokens 16]
+    python -m benchmarks.sampling --rows 64      without a model: changes of a row of logits, and beams, on one thread
 
 Every stream decodes with the same parameters. Beside the steps, a thread sleeps for a millisecond over and over: how
 late it wakes is how long a server's event loop would wait for the interpreter's lock, or for a processor.
@@ -20,15 +20,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.timed_sampler import SamplerTime, in_process
 from octavo import LLM, SamplingParams, kernels
 from octavo.request import RequestId
 from octavo.sampling.batch import SamplingBatch, SamplingState
-from octavo.sampling.choice import TorchChoice
+from octavo.sampling.choice import Choice, TorchChoice
 from octavo.sampling.native_choice import NativeChoice
 from octavo.sampling.penalties import adjust
 from octavo.sampling.sampler import Sampler
 from octavo.scheduler.plan import SamplingSnapshot
-from timed_sampler import SamplerTime
 
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -76,7 +76,7 @@ def measure(llm: LLM, sampler: Sampler, streams: int, tokens: int, way: dict[str
     """Measure steps in which all streams draw a token and nothing else is computed."""
     core, sampler_time = llm.core, SamplerTime(sampler)
     sampling, steps = [], []
-    core.runner._sampler = sampler
+    in_process(core.runner)._sampler = sampler
     for i in range(streams):
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=i, **way)
         core.add(core.make_request([100 + i, *range(200, 232)], params))
@@ -159,7 +159,7 @@ def main() -> None:
     if args.rows is not None:
         measure_rows(args.rows)
         return
-    choices = {"library": NativeChoice(), "torch": TorchChoice(kernels.argmax)}
+    choices: dict[str, Choice] = {"library": NativeChoice(), "torch": TorchChoice(kernels.argmax)}
     with LLM(args.model, max_model_len=1024, max_num_seqs=max(args.streams), kv_cache_memory="2GiB") as llm:
         for streams in args.streams:
             # One way is enough for more streams: the ways differ in the cost of a row.

@@ -1,6 +1,6 @@
 """Compare `octavo simulate` with the server that it simulates, on work that its step times were not fitted to.
 
-    python benchmarks/simulator.py --output benchmarks/results/simulator    # seven minutes; the machine must be idle
+    python -m benchmarks.simulator --output benchmarks/results/simulator    # seven minutes; the machine must be idle
 
 Three layers, each reported whatever it shows:
 
@@ -42,6 +42,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.simulator_loads import (
+    ENGINE,
+    MODEL,
+    ClosedLoad,
+    Load,
+    Measured,
+    OpenLoad,
+    Piece,
+    open_traffic,
+    run_in_turn,
+)
+from benchmarks.simulator_report import HIGHEST_SHARE, PERCENTILES, as_markdown, draw
 from octavo import LLM, EngineConfig, SamplingParams
 from octavo.bench import report, serving
 from octavo.bench.workload import named_workload
@@ -57,8 +69,6 @@ from octavo.simulator.sketch import Sketch
 from octavo.simulator.speed import Speed
 from octavo.simulator.spread import Draws
 from octavo.simulator.traffic import Traffic
-from simulator_loads import ENGINE, MODEL, ClosedLoad, Load, Measured, OpenLoad, Piece, open_traffic, run_in_turn
-from simulator_report import HIGHEST_SHARE, PERCENTILES, as_markdown, draw
 
 SHARES = "0.6,0.8,0.95,closed"
 CRAMPED = {**ENGINE, "num_blocks": 257, "swap_space": 0}

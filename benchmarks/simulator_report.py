@@ -20,7 +20,7 @@ def as_markdown(result: dict[str, Any]) -> str:
     lines = [
         "# The simulator against the server",
         "",
-        f"`python benchmarks/simulator.py`, {machine}; {result['model']}.",
+        f"`python -m benchmarks.simulator`, {machine}; {result['model']}.",
         f"{result['rounds']} rounds, in which each load ran {result['run_seconds']:g} s after a piece of calibration.",
         f"Saturation: {result['saturation']:.2f} requests a second, by simulation.",
         "",

@@ -1,7 +1,7 @@
 """Measure how fast `octavo simulate` is, and whether its memory grows with the number of requests.
 
-    python benchmarks/simulator_speed.py                            # 100,000 requests, about a minute
-    python benchmarks/simulator_speed.py --requests 1000000         # about ten
+    python -m benchmarks.simulator_speed                            # 100,000 requests, about a minute
+    python -m benchmarks.simulator_speed --requests 1000000         # about ten
 
 Requests of 64 input and 32 output tokens arrive at 200 per second at an estimated H100 with Llama 3.1 8B.
 `--input-len` and `--output-len` take the values that `octavo simulate` takes. The table has a row for each tenth of the

@@ -1,6 +1,6 @@
 """Measure how well step times can be predicted: the machine's own repeatability, and the error of the fitted law.
 
-    python benchmarks/step_times.py --output benchmarks/results/step_times      # two minutes; the machine must be idle
+    python -m benchmarks.step_times --output benchmarks/results/step_times      # two minutes; the machine must be idle
 
 An engine computes the same rounds of requests again and again, with different tokens of the same lengths, so that the
 n-th step of a round is the same work each time. Four figures separate noise from a wrong law, the first three of them
@@ -14,8 +14,8 @@ as mean |a / b - 1|:
 Repetitions alternate between the rounds, so that a slow spell of the machine does not fall on all of one round's. Where
 a machine is idle for shorter, recordings are taken one by one and judged together:
 
-    python benchmarks/step_times.py --seconds 40 --plans A
-    python benchmarks/step_times.py --seconds 40 --plans B --with A --output OUT
+    python -m benchmarks.step_times --seconds 40 --plans A
+    python -m benchmarks.step_times --seconds 40 --plans B --with A --output OUT
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def as_markdown(result: dict[str, Any]) -> str:
     lines = [
         "# How far step times can be predicted",
         "",
-        f"`python benchmarks/step_times.py`, {machine['cores']} cores of {machine['cpu']}; {MODEL}, "
+        f"`python -m benchmarks.step_times`, {machine['cores']} cores of {machine['cpu']}; {MODEL}, "
         f"{result['repetitions']} repetitions of {result['rounds']} rounds. Mean |a / b - 1|; the law was fitted to "
         "the medians of one half of the rounds and is judged on the other.",
         "",

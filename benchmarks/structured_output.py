@@ -1,9 +1,9 @@
 """Measure how often structured outputs are valid, and what they cost.
 
-    python benchmarks/structured_output.py valid [--runs 20]     50 schemas x 20 runs at temperature 1, each validated
-    python benchmarks/structured_output.py formats [--runs 64]  strings of every format that is enforced, validated
-    python benchmarks/structured_output.py compile               how long compiling takes
-    python benchmarks/structured_output.py cost [--streams 64]   steps with and without grammars, alternating
+    python -m benchmarks.structured_output valid [--runs 20]     50 schemas x 20 runs at temperature 1, each validated
+    python -m benchmarks.structured_output formats [--runs 64]  strings of every format that is enforced, validated
+    python -m benchmarks.structured_output compile               how long compiling takes
+    python -m benchmarks.structured_output cost [--streams 64]   steps with and without grammars, alternating
 
 The schemas are in structured_output_schemas.json, each with its source. Those of the test suite do not restrict most
 values: a small model at temperature 1 continues a string, or nests objects, for thousands of tokens. In such cases
@@ -20,19 +20,20 @@ import random
 import statistics
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 
+from benchmarks.timed_sampler import SamplerTime, in_process
 from octavo import LLM, SamplingParams, StructuredOutputsParams
 from octavo.grammar.compiler import CompiledGrammar
 from octavo.grammar.limits import first_error
 from octavo.grammar.source import to_lark
 from octavo.grammar.trial import try_compiling
 from octavo.request import FinishReason
-from timed_sampler import SamplerTime
 
 SCHEMAS = Path(__file__).with_name("structured_output_schemas.json")
 MAX_TOKENS = 512
@@ -184,7 +185,7 @@ class Steps:
 
 def timed_steps(llm: LLM, wanted: list[StructuredOutputsParams | None], tokens: int) -> Steps:
     core = llm.core
-    sampler_time = SamplerTime(core.runner._sampler)
+    sampler_time = SamplerTime(in_process(core.runner)._sampler)
     for i, description in enumerate(wanted):
         params = SamplingParams(
             max_tokens=tokens, ignore_eos=True, seed=i, structured_outputs=description, logprobs=None
@@ -210,7 +211,7 @@ def endless_schema(seed: int) -> dict[str, Any]:
     The objects in them have three to six properties of random names and types.
     """
     drawn = random.Random(seed)
-    kinds = [
+    kinds: list[Callable[[], Any]] = [
         lambda: {"type": "string", "minLength": 2, "maxLength": drawn.randint(20, 60)},
         lambda: {"type": "integer", "minimum": drawn.randint(-9, 9), "maximum": drawn.randint(99, 99_999)},
         lambda: {"type": "number"},

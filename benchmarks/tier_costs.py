@@ -1,9 +1,9 @@
 """Measure what tiers cost: four measurements, each a separate command of at most three minutes.
 
-    python benchmarks/tier_costs.py verification      its share of a cold load (goal: under 5 %)
-    python benchmarks/tier_costs.py bandwidth         loads against plain reads of the same disk (goal: 80 %)
-    python benchmarks/tier_costs.py start             a start with a full store of 10 GiB (goal: at most 1 s more)
-    python benchmarks/tier_costs.py restart           blocks that a clean restart restores (goal: 95 %)
+    python -m benchmarks.tier_costs verification      its share of a cold load (goal: under 5 %)
+    python -m benchmarks.tier_costs bandwidth         loads against plain reads of the same disk (goal: 80 %)
+    python -m benchmarks.tier_costs start             a start with a full store of 10 GiB (goal: at most 1 s more)
+    python -m benchmarks.tier_costs restart           blocks that a clean restart restores (goal: 95 %)
 
 `--out benchmarks/results` adds the figures to tier_costs.json, from which tier_costs.md is generated. Cold means that
 the system was told to drop the files from its cache (POSIX_FADV_DONTNEED after a sync); caches below it, such as a
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import this_machine
+from benchmarks import this_machine
 from octavo import LLM, SamplingParams
 from octavo.bench.workload import random_token_ids
 from octavo.engine.outputs import RequestOutput
@@ -116,7 +116,7 @@ class Loads:
 
     def seconds(self) -> float:
         began = time.perf_counter()
-        under_way = []
+        under_way: list[Any] = []
         for index, start in enumerate(range(0, len(self._labels), PER_TRANSFER)):
             if len(under_way) == UNDER_WAY:
                 self._await(under_way.pop(0))
@@ -310,7 +310,7 @@ def table(figures: Sequence[Figure], machine: str) -> str:
     lines = [
         "# What tiers cost",
         "",
-        f"`python benchmarks/tier_costs.py {{{','.join(MEASUREMENTS)}}}`, {machine}. SmolLM2-135M in bfloat16: blocks "
+        f"`python -m benchmarks.tier_costs {{{','.join(MEASUREMENTS)}}}`, {machine}. SmolLM2-135M in bfloat16: blocks "
         f"of 16 tokens, {BLOCK_BYTES:,} bytes.",
         "",
         "| | measured | goal | |",

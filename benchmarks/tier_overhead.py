@@ -1,6 +1,6 @@
 """Measure what tiers cost where nothing is found in them, with a control: without tiers against the same once more.
 
-    python benchmarks/tier_overhead.py [--demotion on_second_use] [--seconds 150] [--out benchmarks/results/amd_zen5]
+    python -m benchmarks.tier_overhead [--demotion on_second_use] [--seconds 150] [--out benchmarks/results/amd_zen5]
 
 An engine with host memory, disk and Redis below its KV cache, all of them full, serves unique prompts in turns. Between
 these its tiers are detached and attached: two engines would differ by how memory happens to lie in each, which alone
@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import this_machine
+from benchmarks import this_machine
 from octavo import LLM, SamplingParams
 from octavo.bench.workload import random_token_ids
 from octavo.kvcache.block import BlockId
@@ -34,7 +34,7 @@ from octavo.kvcache.demotion import DemoteEvicted, Demotion, NoDemotion
 from octavo.kvcache.hashing import TokenChain
 from octavo.kvcache.matching import PrefixMatcher
 from octavo.scheduler.plan import StepPlan, StepResult
-from redis_process import redis_url
+from tests.redis_server import redis_server
 
 ORDERS = ["AOBBOA", "OABBAO", "ABOOBA"]
 POOL = {"num_blocks": 600, "max_num_seqs": 8}
@@ -124,9 +124,10 @@ class Switch:
 
 def measure(model: str, demotion: str, seconds: float, seed: int) -> list[Round]:
     """Return as many rounds as begin within `seconds`."""
-    load, rounds = Load(seed), []
-    with tempfile.TemporaryDirectory(prefix="octavo-disk-") as folder, redis_url("512mb") as redis:
-        tiers = tier_options(folder, redis)
+    load = Load(seed)
+    rounds: list[Round] = []
+    with tempfile.TemporaryDirectory(prefix="octavo-disk-") as folder, redis_server("512mb") as redis:
+        tiers = tier_options(folder, redis.url)
         fill(model, tiers, load)
         with LLM(model, **POOL, **tiers, kv_demotion=demotion) as llm:
             load.watch(llm)
@@ -198,7 +199,7 @@ def table(known: dict[str, list[Round]]) -> str:
     lines = [
         "# What tiers cost where nothing is found in them",
         "",
-        f"`python benchmarks/tier_overhead.py`, SmolLM2-135M, {this_machine.name()}. {PROMPTS} unique prompts of "
+        f"`python -m benchmarks.tier_overhead`, SmolLM2-135M, {this_machine.name()}. {PROMPTS} unique prompts of "
         f"{PROMPT_TOKENS} tokens at once, {ANSWER_TOKENS} tokens out; host memory, disk and Redis, all full, on the "
         "same cores. "
         "Throughput of one engine with its tiers attached against that with them detached, and of the latter against "

@@ -1,6 +1,6 @@
 """Measure what the tiers below the KV cache gain for conversations and documents that return to a pool of 5 %.
 
-    python benchmarks/tiers.py --trace mooncake_conversation.jsonl [--scale 1.0] [--out benchmarks/results]
+    python -m benchmarks.tiers --trace mooncake_conversation.jsonl [--scale 1.0] [--out benchmarks/results]
 
 Two workloads, each of about 70,000 prompt tokens at scale 1 (some six minutes on two cores):
 
@@ -25,18 +25,19 @@ import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import this_machine
+from benchmarks import this_machine
 from octavo import LLM, SamplingParams
 from octavo.bench.report import percentile
 from octavo.bench.traces import TOKENS_PER_HASH, read_trace
 from octavo.bench.workload import BenchRequest, random_token_ids
 from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.spec import eviction_bytes
-from redis_process import redis_url
+from tests.redis_server import PROGRAM, redis_server
 
 BLOCK_SIZE = 16
 TOKENS = 70_000
@@ -222,7 +223,7 @@ def table(rows: Sequence[Row], sizes: dict[str, str], arguments: argparse.Namesp
     lines = [
         "# What the tiers below the KV cache are worth",
         "",
-        f"`python benchmarks/tiers.py --scale {arguments.scale:g}`, {arguments.model}, {this_machine.name()}. "
+        f"`python -m benchmarks.tiers --scale {arguments.scale:g}`, {arguments.model}, {this_machine.name()}. "
         f"{arguments.concurrency} requests under way at any time. The pool holds {ON_DEVICE:.0%} of a workload's "
         f"blocks or its longest request, host memory {IN_HOST:.0%}, disk and Redis all. `--kv-demotion all` except "
         "where a row says otherwise. Each row is the fastest of "
@@ -309,8 +310,8 @@ def main() -> None:
     rows: list[Row] = []
     for name, requests in workloads.items():
         if arguments.only in (None, name):
-            with redis_url() as redis:
-                rows += run(name, requests, arguments, redis)
+            with redis_server() if PROGRAM else nullcontext() as redis:
+                rows += run(name, requests, arguments, None if redis is None else redis.url)
     file = None if arguments.out is None else arguments.out / "tiers.json"
     if file is not None and file.exists():
         rows = least_disturbed([Row(**each) for each in json.loads(file.read_text())] + rows)

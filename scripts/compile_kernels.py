@@ -27,9 +27,9 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)  # before anything imports triton
-    sys.path[:0] = [str(ROOT / "src")]
-    from octavo.bench.gpu_cases import cases
-    from octavo.bench.gpu_compile import SHARED_MEMORY, compile_all
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+    from benchmarks.gpu.cases import cases
+    from benchmarks.gpu.compile import SHARED_MEMORY, compile_all
 
     wrong: list[str] = []
     rows: list[dict[str, object]] = []

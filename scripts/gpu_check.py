@@ -76,7 +76,7 @@ def main() -> int:
     started = time.perf_counter()
     if args.interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
-    sys.path[:0] = [str(ROOT / "src")]
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
     if args.part:
         for found in measure(args.part, args.limits, args.interpret):
             print(ROW + json.dumps(found), flush=True)
@@ -326,7 +326,7 @@ def measure(part: str, limits: dict[str, float] | None, interpreted: bool) -> It
     """Measure one part, and print its table."""
     import torch
 
-    from octavo.bench import gpu_kernels
+    from benchmarks.gpu import kernels as gpu_kernels
 
     device = torch.device("cpu" if interpreted else "cuda")
     sizes, repeats = (gpu_kernels.SMALL, 1) if interpreted else (gpu_kernels.FULL, 20)
@@ -361,7 +361,7 @@ def measure(part: str, limits: dict[str, float] | None, interpreted: bool) -> It
 def decode(name: str, device: Any, bandwidth: float, interpreted: bool) -> Iterator[Found]:
     import torch
 
-    from octavo.bench.gpu_decode import DecodeBench
+    from benchmarks.gpu.decode import DecodeBench
     from octavo.runner.graphs import CudaCapture
 
     counts, context, steps = ([1, 2], 20, 2) if interpreted else ([1, 32, 128, 256], 500, 32)
@@ -388,7 +388,7 @@ def generate(kind: str, name: str, device: Any, interpreted: bool) -> Iterator[F
     """Measure transformers' `generate`, or, for `transformers-batching`, its continuous batching."""
     import torch
 
-    from octavo.bench.gpu_peers import measure_generate, measure_generate_batch, transformers_model
+    from benchmarks.gpu.peers import measure_generate, measure_generate_batch, transformers_model
 
     model = transformers_model(name, device, torch.float32 if interpreted else torch.bfloat16)
     context, steps = (20, 2) if interpreted else (500, 16)

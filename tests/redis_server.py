@@ -1,66 +1,86 @@
-"""A Redis server of the tests' own, on a socket in a folder of its own."""
+"""A private Redis server on a socket in a temporary folder, without persistence; it can be killed and suspended."""
 
 from __future__ import annotations
 
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-
-import pytest
 
 PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
 HOW = "apt-get install redis-server (or valkey-server)"
 
 
 class RedisServer:
-    """A server without persistence; it can be killed and started again."""
+    """A running server, which must be closed.
 
-    def __init__(self) -> None:
+    Args:
+        memory: maximum memory, such as "512mb", above which it evicts; unlimited by default.
+        timeout_s: how long clients that connect by `url` wait for it, in seconds; by default as long as redis-py does.
+
+    Raises:
+        FileNotFoundError: neither Redis nor Valkey is installed.
+    """
+
+    def __init__(self, memory: str | None = None, timeout_s: float | None = None) -> None:
         if PROGRAM is None:
-            pytest.skip(f"prefixes in Redis (--kv-remote) are not tested: no redis-server here; to test them: {HOW}")
-        # Not pytest's folder: a socket's path must be short.
+            raise FileNotFoundError(f"neither redis-server nor valkey-server is installed: {HOW}")
+        # In /tmp, because a socket's path must be short.
         self._folder = Path(tempfile.mkdtemp(prefix="octavo-redis-"))
-        self.socket = self._folder / "socket"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._socket = self._folder / "socket"
+        waits = "" if timeout_s is None else f"&socket_timeout={timeout_s:g}&socket_connect_timeout={timeout_s:g}"
+        self.url = f"unix://{self._socket}?db=0{waits}"
+        options = ["--port", "0", "--unixsocket", str(self._socket), "--save", "", "--appendonly", "no"]
+        if memory is not None:
+            options += ["--maxmemory", memory, "--maxmemory-policy", "allkeys-lru"]
+        self._command = [PROGRAM, *options, "--dir", str(self._folder)]
         self.start()
 
-    @property
-    def url(self) -> str:
-        # A busy machine may be slower than the default allows.
-        return f"unix://{self.socket}?db=0&socket_timeout=60&socket_connect_timeout=60"
-
     def start(self) -> None:
-        assert PROGRAM is not None
-        options = ["--port", "0", "--unixsocket", str(self.socket), "--save", "", "--appendonly", "no"]
-        self._process = subprocess.Popen(
-            [PROGRAM, *options, "--dir", str(self._folder)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        """Start the server, again after `kill`, and wait until it accepts connections."""
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         until = time.monotonic() + 60
-        while not self.socket.exists():
-            assert self._process.poll() is None, "redis-server ended at once"
-            assert time.monotonic() < until, "redis-server does not start"
-            time.sleep(0.01)
+        while not self._accepts():
+            if self._process.poll() is not None or time.monotonic() > until:
+                raise RuntimeError(f"{PROGRAM} did not start (exit code {self._process.poll()})")
+            time.sleep(0.005)
+
+    def _accepts(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as connection:
+            try:
+                connection.connect(str(self._socket))
+            except OSError:
+                return False
+        return True
 
     def kill(self) -> None:
-        """As by `kill -9`; what it held is lost."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-        self.socket.unlink(missing_ok=True)
+        """Kill the server as `kill -9` does; its data is lost."""
+        self._process.kill()
+        self._process.wait()
+        self._socket.unlink(missing_ok=True)
 
     def stand_still(self) -> None:
-        """It keeps its connections and answers nothing, until `go_on`."""
-        assert self._process is not None
+        """Suspend the server until `go_on`: it keeps its connections but does not answer."""
         self._process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         self.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextmanager
+def redis_server(memory: str | None = None) -> Iterator[RedisServer]:
+    """Run a server for the duration of a `with`; `memory` as for `RedisServer`."""
+    server = RedisServer(memory)
+    try:
+        yield server
+    finally:
+        server.close()

@@ -2,7 +2,7 @@
 
     benchmarks/peers/setup.sh llamacpp                                  # once: llama-quantize, and a tokenizer
     .venv/bin/python benchmarks/peers/random_llama.py [--layers 8] [--types Q4_0 Q8_0] [--keep-f16]
-    .venv/bin/python benchmarks/compare.py --model llama8b-8 --workload single uniform16 prefill1024 \
+    .venv/bin/python -m benchmarks.compare --model llama8b-8 --workload single uniform16 prefill1024 \
         --engine octavo:Q4_0 llamacpp:Q4_0 octavo:Q8_0 llamacpp:Q8_0
 
 Files are named llama8b-LAYERS-TYPE.gguf, in PEERS_HOME. Every layer is as in the model: hidden size 4096, 32 heads of

@@ -38,7 +38,7 @@ def test_where_triton_interprets_nothing_is_compiled() -> None:
 
     if ON_GPU:
         pytest.skip("needs the interpreter")
-    from octavo.bench.gpu_compile import compile_all
+    from benchmarks.gpu.compile import compile_all
 
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET is set"):
         next(iter(compile_all([("nothing", lambda: None)])))

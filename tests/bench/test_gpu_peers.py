@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from octavo.bench.gpu_peers import flashinfer_attention, measure_generate_batch, torch_attention
+from benchmarks.gpu.peers import flashinfer_attention, measure_generate_batch, torch_attention
 
 
 class _Wrapper:

@@ -1,5 +1,5 @@
 """Everything at once, for a second: who stays gets what the same request gets alone. For longer:
-benchmarks/endurance.py."""
+tests/campaigns/endurance.py."""
 
 from __future__ import annotations
 

@@ -6,13 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "disk_faults.py"
+ROOT = Path(__file__).parents[2]
 
 
 def test_killed_and_damaged_stores_give_no_wrong_block_and_no_wrong_answer() -> None:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--cycles", "16"], capture_output=True, text=True, timeout=600, check=False
-    )
+    command = [sys.executable, "-m", "tests.campaigns.disk_faults", "--cycles", "16"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| wrong blocks given | 0 |" in done.stdout
     assert "| wrong answers given | 0 |" in done.stdout

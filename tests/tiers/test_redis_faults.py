@@ -10,7 +10,7 @@ import pytest
 
 from tests.redis_server import HOW, PROGRAM
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "redis_faults.py"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(PROGRAM is None, reason=f"cycles of faults in Redis are not tested: no redis-server here: {HOW}")
@@ -18,8 +18,8 @@ def test_killed_servers_and_damaged_values_give_no_wrong_block_and_no_wrong_answ
     found: set[str] = set()
     # Redis has 50 ms for each answer: on a busy machine that may be too little, and all blocks are misses.
     for seed in range(5):
-        command = [sys.executable, str(SCRIPT), "--cycles", "12", "--seed", str(seed)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        command = [sys.executable, "-m", "tests.campaigns.redis_faults", "--cycles", "12", "--seed", str(seed)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "| wrong blocks given | 0 |" in done.stdout
         assert "| wrong answers given | 0 |" in done.stdout

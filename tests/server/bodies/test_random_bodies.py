@@ -1,12 +1,8 @@
-"""Reading never fails but with an error for the client; the same bodies on a real server: benchmarks/fuzz_bodies.py."""
+"""Random bodies are read or refused with a client error. tests/campaigns/fuzz_bodies.py sends them to a real server."""
 
 from __future__ import annotations
 
-import importlib
 import random
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,6 +13,8 @@ from octavo.server.bodies.reading import FollowUp, frame
 from octavo.server.errors import ApiError
 from octavo.server.openapi.description import describe
 from octavo.server.openapi.schema_ranges import Described
+from tests.campaigns.fuzz_fields import WEIGHTS, make_body
+from tests.campaigns.fuzz_values import MAX_MODEL_LEN
 from tests.server.fake_engine import VOCAB_SIZE, InfillTokenizer
 
 BODIES = 150
@@ -42,33 +40,27 @@ METHODS = {
 }
 
 
-@pytest.fixture
-def fuzz(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[3] / "benchmarks"), *sys.path])
-    return importlib.import_module("fuzz_fields")
-
-
-def reader_of(fuzz: Any) -> NativeReader:
+def reader() -> NativeReader:
     return NativeReader(
         tokenizer=InfillTokenizer(),
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
-        max_model_len=fuzz.MAX_MODEL_LEN,
+        max_model_len=MAX_MODEL_LEN,
         limits=DEFAULT_LIMITS,
         names=("fake",),
     )
 
 
 @pytest.mark.parametrize("path", METHODS)
-def test_a_random_body_is_read_or_refused(path: str, fuzz: Any) -> None:
-    reader = reader_of(fuzz)
+def test_a_random_body_is_read_or_refused(path: str) -> None:
+    reads = reader()
     num_read = 0
     for seed in range(BODIES):
-        body = fuzz.make_body(random.Random(f"{path}-{seed}"), path)
+        body = make_body(random.Random(f"{path}-{seed}"), path)
         try:
-            read = getattr(reader, METHODS[path])(body)
+            read = getattr(reads, METHODS[path])(body)
             if isinstance(read, FollowUp):
-                reader.next_response(b"".join(frame(b'{"role": "user", "content": "x", "id": "a"}', b"", body)))
+                reads.next_response(b"".join(frame(b'{"role": "user", "content": "x", "id": "a"}', b"", body)))
             num_read += 1
         except (ApiError, RequestError):
             pass  # any other exception would be a 500
@@ -76,6 +68,6 @@ def test_a_random_body_is_read_or_refused(path: str, fuzz: Any) -> None:
     assert num_read > BODIES / 10
 
 
-def test_every_body_is_fuzzed(fuzz: Any) -> None:
+def test_every_body_is_fuzzed() -> None:
     paths = describe("", Described(DEFAULT_LIMITS, 512, 256, 64))["paths"]
-    assert set(fuzz.WEIGHTS) == set(METHODS) == {path for path in paths if "requestBody" in paths[path].get("post", {})}
+    assert set(WEIGHTS) == set(METHODS) == {path for path in paths if "requestBody" in paths[path].get("post", {})}

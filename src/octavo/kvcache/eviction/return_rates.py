@@ -31,8 +31,7 @@ class ReturnRates:
     which is the most hits per time that keeping it can bring (the hit density of LHD, Beckmann 2018, has b = infinity).
     Ages are counted in buckets, three per octave, and rates are interpolated linearly between them.
 
-    Other features of a block (turn, think time, depth, lengths) did not help on requests outside the training set:
-    benchmarks/results/return_signals.md.
+    Other features of a block (turn, think time, depth, lengths) did not help on requests outside the training set.
 
     Args:
         num_blocks: size of the pool. Ages are measured in uses of blocks, so all blocks could be used once in this

@@ -1,6 +1,6 @@
 """Run `octavo serve` with steps that raise now and then, for `endurance.py`.
 
-    python benchmarks/faulty_server.py LOG COUNTERS SHARE serve …
+    python -m tests.campaigns.faulty_server LOG COUNTERS SHARE serve …
 
 It raises before and after planning and computing a step, with probability SHARE each and sometimes twice in a row, and
 when a sequence's blocks are published, with a hundredth of that. A prompt that contains `CURSE` cannot be computed at
@@ -116,9 +116,9 @@ def main() -> int:
     faults.remember(Scheduler)
     faults.around(Scheduler, "schedule")
     faults.before(KVCacheManager, "commit", 0.01)
-    Admission._reserve = lambda *_: 0  # type: ignore[method-assign]
+    Admission._reserve = lambda *_: 0
     code = cli.main(sys.argv[4:])
-    found = {"faults": faults.counts}
+    found: dict[str, Any] = {"faults": faults.counts}
     if faults.scheduler is not None:
         found["scheduler"] = asdict(faults.scheduler.counters)
         hierarchy = faults.scheduler.kv.hierarchy

@@ -1,8 +1,8 @@
 """Measure what the worst permitted value of each body field costs the event loop and the engine's thread.
 
-    python benchmarks/worst_bodies.py            writes worst_bodies.md in the folder of this machine's results
-    python benchmarks/worst_bodies.py --profile  prints what the worst iteration and the worst step spent their time on
-    python benchmarks/worst_bodies.py --only beams --only prompts --out rows.md     selected rows
+    python -m tests.campaigns.worst_bodies            writes worst_bodies.md in the folder of this machine's results
+    python -m tests.campaigns.worst_bodies --profile  prints what the worst iteration and step spent their time on
+    python -m tests.campaigns.worst_bodies --only beams --only prompts --out rows.md     selected rows
 
 A server with SmolLM2 runs in this process; bodies are sent by another. While each is served, another client's stream is
 decoding, and the maximum of four figures is taken:
@@ -36,7 +36,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import this_machine
+from benchmarks import this_machine
+from benchmarks.timed_sampler import SamplerTime, in_process
 from octavo.config import EngineConfig
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.builder import build_engine
@@ -50,7 +51,6 @@ from octavo.server.http.connection import InFlight
 from octavo.server.http.listening import bind
 from octavo.server.memory import settle_interpreter
 from octavo.server.run import Server
-from timed_sampler import SamplerTime
 
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -141,7 +141,8 @@ class Meter:
             self.lag = max(self.lag, time.perf_counter() - began - 0.001)
 
     def watch(self, engine: AsyncEngine) -> None:
-        core, sampler = engine.core, engine.core.runner._sampler
+        core = engine.core
+        sampler = in_process(core.runner)._sampler
         sampler_time = SamplerTime(sampler, time.thread_time)
         in_runner = 0.0
 
@@ -155,7 +156,7 @@ class Meter:
             finally:
                 in_runner += time.thread_time() - began
 
-        core.runner.execute = executed  # type: ignore[method-assign]
+        core.runner.execute = executed
 
         def watched() -> bool:
             nonlocal in_runner
@@ -171,7 +172,7 @@ class Meter:
             self.steps += 1
             return goes_on
 
-        engine._step = watched  # type: ignore[method-assign]
+        engine._step = watched
 
 
 @contextmanager
@@ -523,7 +524,7 @@ def main() -> None:
 
 HEAD = """# The worst permitted value of each field
 
-`python benchmarks/worst_bodies.py`, on {machine},
+`python -m tests.campaigns.worst_bodies`, on {machine},
 SmolLM2-135M, 256 sequences at most, one stream of somebody else's decoding meanwhile. Event loop: CPU time of its
 thread in one iteration, the most of any. Its lag: how late a task that sleeps for a millisecond wakes at worst, which
 also holds what other threads, the interpreter's lock and the operating system do: compare it with the baseline's.

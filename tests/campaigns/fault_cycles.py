@@ -19,11 +19,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-import this_machine
+from benchmarks import this_machine
 from octavo import LLM
 from octavo.tiers.base import Reason
 from octavo.tiers.store import Store
-from tiny_models import WRONG_ANSWERS, TinyModel
+from tests.campaigns.tiny_models import WRONG_ANSWERS, TinyModel
 
 WRONG_BLOCKS = "wrong blocks given"
 # Share of all cycles in which an engine is killed rather than just a store.
@@ -67,7 +67,8 @@ def _serving(model: TinyModel, open_engine: Callable[[], LLM]) -> Work:
     def work(rng: random.Random) -> Iterator[object]:
         llm = open_engine()
         while True:
-            yield model.serve(llm, rng, Counter())
+            model.serve(llm, rng, Counter())
+            yield None
 
     return work
 

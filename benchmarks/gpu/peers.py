@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from octavo.bench.gpu_shapes import SHAPES, WARM_UP_STEPS
+from benchmarks.gpu.shapes import SHAPES, WARM_UP_STEPS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
-from watched_server import ATTACKER_KEY, Answer, as_json, head, post
+from tests.campaigns.watched_server import ATTACKER_KEY, Answer, as_json, head, post
 
 RESPONSES = "/v1/responses"
 
@@ -108,7 +109,7 @@ async def leaving_at_every_phase(port: int) -> list[Answer]:
     return [Answer(-1)] * (len(bodies) * len(delays))
 
 
-def wire_attacks() -> Iterator[tuple[str, Callable[[int], Awaitable[list[Answer]]]]]:
+def wire_attacks() -> Iterator[tuple[str, Callable[[int], Coroutine[Any, Any, list[Answer]]]]]:
     """Yield (name, attack)."""
     yield "3 bodies in 200,000 chunks of a byte", chunks_of_a_byte
     yield "200 bodies in 1,300 chunks of a byte", many_in_chunks_of_a_byte

@@ -1,6 +1,6 @@
 """Kill, damage, restart, load: a disk store must never lead to a wrong token, whatever happens to it.
 
-    python benchmarks/disk_faults.py [--cycles 10000] [--seed 0] [--out benchmarks/results]
+    python -m tests.campaigns.disk_faults [--cycles 10000] [--seed 0] [--out benchmarks/results]
 
 Each cycle forks a process that stores blocks, or an engine that serves and stores, and kills it with SIGKILL at a
 random moment. Then a bit may be flipped, a slab truncated, two slots or two headers swapped, a block half overwritten,
@@ -24,20 +24,20 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from fault_cycles import (
-    count_blocks,
-    count_faults,
-    count_misses,
-    kill_one,
-    tiny_models,
-)
 from octavo import LLM
 from octavo.tiers.base import LAYOUT_VERSION
 from octavo.tiers.disk import DiskMedium
 from octavo.tiers.header import HEADER_BYTES
 from octavo.tiers.slabs import ALIGNMENT
 from octavo.tiers.store import Store
-from tiny_models import BLOCK_BYTES, TinyModel
+from tests.campaigns.fault_cycles import (
+    count_blocks,
+    count_faults,
+    count_misses,
+    kill_one,
+    tiny_models,
+)
+from tests.campaigns.tiny_models import BLOCK_BYTES, TinyModel
 
 SLAB_BYTES = 256 << 10
 SIZE = 1 << 20

@@ -1,8 +1,8 @@
 """Run everything at once on a real server for ten minutes: answers must equal those of the same requests alone.
 
-    python benchmarks/endurance.py [--seconds 600] [--modes swap/hashed,recompute/radix] [--streams 256]
-    python benchmarks/endurance.py --seconds 180 --model smollm2 --streams 32 --questions 40
-    python benchmarks/endurance.py --join FILE
+    python -m tests.campaigns.endurance [--seconds 600] [--modes swap/hashed,recompute/radix] [--streams 256]
+    python -m tests.campaigns.endurance --seconds 180 --model smollm2 --streams 32 --questions 40
+    python -m tests.campaigns.endurance --join FILE
 
 Writes endurance.md in the folder of this machine's results. `octavo serve --deterministic` runs in a separate
 process with a pool so small that sequences are preempted all the time, and with faults in its steps
@@ -34,12 +34,12 @@ from typing import Any
 
 import httpx
 
-import this_machine
-from attacks import write_model
-from endurance_clients import CHATML, LONG, Client, Manner, Question, Reply, questions
-from faulty_server import CURSE
+from benchmarks import this_machine
 from octavo.bench.server_process import running_server
-from watched_server import resident
+from tests.campaigns.attacks import write_model
+from tests.campaigns.endurance_clients import CHATML, LONG, Client, Manner, Question, Reply, questions
+from tests.campaigns.faulty_server import CURSE
+from tests.campaigns.watched_server import resident
 
 ADMIN = "a-key-of-the-admin"
 TENANTS = ("ada", "ben", "cleo", "dan")
@@ -393,7 +393,7 @@ def _section(row: dict[str, Any]) -> str:
 
 HEAD = """# Endurance: everything at once
 
-`python benchmarks/endurance.py` on {machine}; clients and server shared one core,
+`python -m tests.campaigns.endurance` on {machine}; clients and server shared one core,
 beside other work. `octavo serve --deterministic` has a pool of 320 blocks of 16 tokens, where its clients would hold
 several times that. A third of them leave at a random moment, some read slowly or not at all, every ten seconds 300 more
 come at once, and steps raise at random before and after planning and computing, and while blocks are published. So that

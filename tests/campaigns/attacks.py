@@ -1,6 +1,6 @@
 """Attack a real server with one valid key, and measure what another tenant notices.
 
-    python benchmarks/attacks.py [--only PART] [--out FILE]
+    python -m tests.campaigns.attacks [--only PART] [--out FILE]
 
 Writes attacks.md in the folder of this machine's results; takes about 20 minutes. `octavo serve` runs in a
 separate process; another tenant's stream decodes all the time, and /health is requested every 20 ms
@@ -22,17 +22,17 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import this_machine
-from attacks_by_strangers import stranger_attacks
-from attacks_on_grammars import grammar_attacks
-from attacks_on_the_wire import wire_attacks
-from watched_server import Answer, Stalls, Watched, as_json, head, post, stolen, watched_server
+from benchmarks import this_machine
+from tests.campaigns.attacks_by_strangers import stranger_attacks
+from tests.campaigns.attacks_on_grammars import grammar_attacks
+from tests.campaigns.attacks_on_the_wire import wire_attacks
+from tests.campaigns.watched_server import Answer, Stalls, Watched, as_json, head, post, stolen, watched_server
 
 COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
 SECONDS = 3.0
@@ -43,7 +43,7 @@ SERVER = ["--max-num-seqs", "65", "--kv-cache-memory", "1GiB", "--itl-slo-ms", "
 # Short, so that attacks on timeouts do not take half a minute.
 TIMEOUTS = ["--header-timeout", "3", "--body-timeout", "3", "--write-timeout", "3"]
 
-Attack = Callable[[int], Awaitable[list[Answer]]]
+Attack = Callable[[int], Coroutine[Any, Any, list[Answer]]]
 
 
 def bodies(*given: tuple[str, Any], at_once: int = 1) -> Attack:
@@ -382,8 +382,9 @@ NOTES = "\n## What took over 100 ms\n"
 
 HEAD = """# Attacks with one valid key
 
-`python benchmarks/attacks.py` on {machine}: SmolLM2-135M behind `octavo serve --max-num-seqs 65 --kv-cache-memory 1GiB
---itl-slo-ms 50`, attacker, watcher and server on the same two cores. Another tenant's stream decodes all the time.
+`python -m tests.campaigns.attacks` on {machine}: SmolLM2-135M behind `octavo serve --max-num-seqs 65
+--kv-cache-memory 1GiB --itl-slo-ms 50`, attacker, watcher and server on the same two cores. Another tenant's stream
+decodes all the time.
 
 - answer: status codes; "given up": the client left after 3 s, while its request was served; "closed": by the server.
 - stream, /health: the longest time that the other tenant waited between two tokens, and for an answer of /health. Where

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
-from watched_server import Answer, as_json, post
+from tests.campaigns.watched_server import Answer, as_json, post
 
 COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
 USER = [{"role": "user", "content": "x"}]
 
 
-def sent(path: str, *bodies: Any) -> Callable[[int], Awaitable[list[Answer]]]:
+def sent(path: str, *bodies: Any) -> Callable[[int], Coroutine[Any, Any, list[Answer]]]:
     """Send bodies to a path, all at once."""
 
     async def run(port: int) -> list[Answer]:
@@ -45,7 +45,7 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
-def grammar_attacks() -> Iterator[tuple[str, Callable[[int], Awaitable[list[Answer]]]]]:
+def grammar_attacks() -> Iterator[tuple[str, Callable[[int], Coroutine[Any, Any, list[Answer]]]]]:
     """Yield (name, attack)."""
     ambiguous = 'start: a+\na: "x" | "xx" | "xxx" | a a'
     words = [f"word {i} of many" for i in range(3500)]

@@ -1,6 +1,6 @@
 """Kill, slow down, damage, plant, load: a store in Redis must never lead to a wrong token, whatever happens to it.
 
-    python benchmarks/redis_faults.py [--cycles 10000] [--seed 0] [--out benchmarks/results]
+    python -m tests.campaigns.redis_faults [--cycles 10000] [--seed 0] [--out benchmarks/results]
 
 Each cycle forks a process that stores blocks in a private Redis, or an engine that serves and stores, and kills it with
 SIGKILL at a random moment. Then a value may be damaged, swapped with another, half overwritten, or planted by someone
@@ -23,20 +23,20 @@ from typing import Any
 import redis
 from blake3 import blake3
 
-from fault_cycles import (
+from octavo import LLM
+from octavo.tiers.base import LAYOUT_VERSION
+from octavo.tiers.header import HEADER_BYTES, make_header
+from octavo.tiers.remote import RemoteMedium, signing_key
+from octavo.tiers.store import Store
+from tests.campaigns.fault_cycles import (
     count_blocks,
     count_faults,
     count_misses,
     kill_one,
     tiny_models,
 )
-from octavo import LLM
-from octavo.tiers.base import LAYOUT_VERSION
-from octavo.tiers.header import HEADER_BYTES, make_header
-from octavo.tiers.remote import RemoteMedium, signing_key
-from octavo.tiers.store import Store
-from redis_process import RedisProcess, redis_process
-from tiny_models import BLOCK_BYTES, TinyModel
+from tests.campaigns.tiny_models import BLOCK_BYTES, TinyModel
+from tests.redis_server import RedisServer, redis_server
 
 SECRET = "only the servers know it"
 DAMAGE = ["bit", "cut", "longer", "swap", "half a value", "unsigned", "another secret", "list", "fingerprint", "layout"]
@@ -46,19 +46,19 @@ SECONDS = 10.0
 MOST_SECONDS = 1800.0
 
 
-def address(server: RedisProcess) -> str:
+def address(server: RedisServer) -> str:
     return f"{server.url}&socket_timeout=0.05&socket_connect_timeout=0.05"
 
 
-def open_remote(server: RedisProcess, model: TinyModel) -> RemoteMedium:
+def open_remote(server: RedisServer, model: TinyModel) -> RemoteMedium:
     return RemoteMedium(address(server), model.fingerprint, BLOCK_BYTES, secret=SECRET)
 
 
-def open_engine(server: RedisProcess, model: TinyModel) -> LLM:
+def open_engine(server: RedisServer, model: TinyModel) -> LLM:
     return model.engine(kv_remote=address(server), kv_remote_secret=SECRET)
 
 
-def damage(client: Any, fault: str, server: RedisProcess, models: list[TinyModel], rng: random.Random) -> None:
+def damage(client: Any, fault: str, server: RedisServer, models: list[TinyModel], rng: random.Random) -> None:
     """Change values as anyone can who may write to Redis."""
     names = sorted(client.scan_iter("octavo:*", _type="string"))
     if not names:
@@ -85,7 +85,7 @@ def damage(client: Any, fault: str, server: RedisProcess, models: list[TinyModel
         plant(client, fault, server, models, rng)
 
 
-def plant(client: Any, fault: str, server: RedisProcess, models: list[TinyModel], rng: random.Random) -> None:
+def plant(client: Any, fault: str, server: RedisServer, models: list[TinyModel], rng: random.Random) -> None:
     """Plant a whole block with a correct header where one of the servers looks for it."""
     model, other = rng.sample(models, 2)
     label, _ = rng.choice(model.blocks)
@@ -102,7 +102,7 @@ def plant(client: Any, fault: str, server: RedisProcess, models: list[TinyModel]
 
 
 @contextmanager
-def trouble(server: RedisProcess, client: Any, fault: str, rng: random.Random) -> Iterator[None]:
+def trouble(server: RedisServer, client: Any, fault: str, rng: random.Random) -> Iterator[None]:
     """Let the fault happen while blocks are loaded."""
     if fault == "dies":
         timer = threading.Timer(rng.uniform(0, 0.003), server.kill)
@@ -123,7 +123,7 @@ def trouble(server: RedisProcess, client: Any, fault: str, rng: random.Random) -
 
 
 def cycle(
-    server: RedisProcess, client: Any, models: list[TinyModel], rng: random.Random, served: float, totals: Counter[str]
+    server: RedisServer, client: Any, models: list[TinyModel], rng: random.Random, served: float, totals: Counter[str]
 ) -> None:
     model, fault = rng.choice(models), rng.choice(FAULTS)
     totals[f"fault: {fault}"] += 1
@@ -164,7 +164,7 @@ def read_all(store: Store, model: TinyModel, fault: str, totals: Counter[str]) -
 def run(cycles: int, seed: int, served: float) -> Counter[str]:
     """Run the cycles; returns counts of what happened."""
     rng, totals = random.Random(seed), Counter[str]()
-    with tiny_models(0, 1) as models, redis_process() as server, redis.Redis.from_url(server.url) as client:
+    with tiny_models(0, 1) as models, redis_server() as server, redis.Redis.from_url(server.url) as client:
         for _ in range(cycles):
             cycle(server, client, models, rng, served, totals)
             if rng.random() < 0.02:

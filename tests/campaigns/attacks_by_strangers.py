@@ -6,14 +6,14 @@ import asyncio
 import gzip
 import json
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
-from attacks_on_grammars import CHAT, COMPLETIONS, MESSAGES, USER, called, sent, structured, tool
-from attacks_on_the_wire import RESPONSES, header, send
-from watched_server import Answer, as_json, head, post
+from tests.campaigns.attacks_on_grammars import CHAT, COMPLETIONS, MESSAGES, USER, called, sent, structured, tool
+from tests.campaigns.attacks_on_the_wire import RESPONSES, header, send
+from tests.campaigns.watched_server import Answer, as_json, head, post
 
-Attack = Callable[[int], Awaitable[list[Answer]]]
+Attack = Callable[[int], Coroutine[Any, Any, list[Answer]]]
 JSON = "Content-Type: application/json"
 EMBEDDINGS, TOKENIZE = "/v1/embeddings", "/tokenize"
 SMALL = as_json({"prompt": [5], "max_tokens": 1})
@@ -147,7 +147,7 @@ FIELDS = {
     "/completion": ["prompt", "n_predict", "n_probs", "logit_bias", "seed", "stop", "grammar", "json_schema", "top_k"],
 }
 # fmt: on
-LEAST = {
+LEAST: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": [5], "max_tokens": 1},
     CHAT: {"messages": USER, "max_tokens": 1},
     RESPONSES: {"input": "x", "max_output_tokens": 1},
@@ -471,7 +471,7 @@ def odd_chats() -> Iterator[tuple[str, Any]]:
     many = [{"type": "text", "text": f"{i}", "cache_control": {"type": "ephemeral"}} for i in range(500)]
     yield MESSAGES, {"messages": [{"role": "user", "content": many}], "max_tokens": 1}
     loop = {"$ref": "#/$defs/a", "$defs": {"a": {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}}}}
-    for parameters in (
+    schemas: tuple[Any, ...] = (
         loop,
         {"$ref": "#"},
         {"type": "string"},
@@ -479,7 +479,8 @@ def odd_chats() -> Iterator[tuple[str, Any]]:
         5,
         {"type": "object", "properties": 5},
         {"type": []},
-    ):
+    )
+    for parameters in schemas:
         for name in ("t", "", "a" * 5000, "t\n", "日本", "start", "octavo_answer", "x y", "</tool_call>"):
             yield CHAT, called([tool(name, parameters)])
     yield CHAT, called([tool("same", {})] * 128)

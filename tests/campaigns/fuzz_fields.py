@@ -9,9 +9,18 @@ import json
 import random
 from typing import Any
 
-from fuzz_values import MAX_MODEL_LEN, VOCAB_SIZE, Maker, Values, as_body, body_schema, damaged, is_unsupported
 from octavo.limits import DEFAULT_LIMITS as LIMITS
 from octavo.server.bodies.foreign_fields import HARMLESS, NEUTRAL, OTHER_NAMES
+from tests.campaigns.fuzz_values import (
+    MAX_MODEL_LEN,
+    VOCAB_SIZE,
+    Maker,
+    Values,
+    as_body,
+    body_schema,
+    damaged,
+    is_unsupported,
+)
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 INPUT_TOKENS = "/v1/responses/input_tokens"

@@ -1,6 +1,6 @@
 """Test whether a tenant can find out, from `cached_tokens` or by timing, what another tenant has sent.
 
-    python benchmarks/isolation.py --store hashed      and radix, host, disk, redis; each writes its part of the results
+    python -m tests.campaigns.isolation --store hashed    or radix, host, disk, redis; each adds its part to the results
 
 Over HTTP, with two keys. With `host`, the device's cache is so small that what a trial looks for has been evicted to
 host memory; with `disk` and `redis`, the server is restarted before the trials. In each trial the victim sends a random
@@ -29,10 +29,10 @@ from typing import Any
 
 import numpy as np
 
-import this_machine
+from benchmarks import this_machine
 from octavo.bench.server_process import running_server
 from octavo.request import cache_scope
-from redis_process import RedisProcess
+from tests.redis_server import RedisServer
 
 STORES = ("hashed", "radix", "host", "disk", "redis")
 PROMPT_TOKENS = 256
@@ -185,8 +185,8 @@ def probe_store(store: str, trials: int, model: str) -> Findings:
         if store == "disk":
             place = ["--kv-disk", folder, "--kv-disk-size", "8GiB"]
         else:
-            redis = RedisProcess(Path(folder))
-            stack.callback(redis.kill)
+            redis = RedisServer()
+            stack.callback(redis.close)
             place = ["--kv-remote", redis.url]
         options = [model, "--num-blocks", str(SMALL_POOL), "--kv-host-memory", "256MiB", "--kv-demotion", "all", *place]
         secrets = [random_prompt(rng) for _ in range(trials)]
@@ -261,7 +261,7 @@ def write(summaries: dict[str, Any], folder: Path) -> None:
     others = ", ".join(f"`{store}`" for store in STORES[1:])
     text = f"""# What one tenant learns of another's cache
 
-`python benchmarks/isolation.py --store hashed` (and {others}); SmolLM2-135M, prompts of {PROMPT_TOKENS} random
+`python -m tests.campaigns.isolation --store hashed` (and {others}); SmolLM2-135M, prompts of {PROMPT_TOKENS} random
 tokens; {this_machine.name()}. The script says how each number comes about.
 
 Cached tokens, of {PROMPT_TOKENS}, that the same tenant and another were told, and that another was told with forged

@@ -1,7 +1,7 @@
 """Send random bodies to every endpoint of a real server: valid ones, invalid ones, and some at the limits.
 
-    python benchmarks/fuzz_bodies.py --seed 1 --count 10000 [--rows FILE]
-    python benchmarks/fuzz_bodies.py --join FILE            writes benchmarks/results/fuzz_bodies.md
+    python -m tests.campaigns.fuzz_bodies --seed 1 --count 10000 [--rows FILE]
+    python -m tests.campaigns.fuzz_bodies --join FILE            writes benchmarks/results/fuzz_bodies.md
 
 The server runs a tiny random model, so that most of the time is spent on requests and not in the model. A body depends
 only on the seed and its index (`fuzz_values.py`, `fuzz_fields.py`); `--show I` prints it. Some clients leave before the
@@ -28,11 +28,11 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
-import this_machine
-from attacks import write_model
-from fuzz_fields import STORED_ITEM, STORED_RESPONSE, WEIGHTS, make_body
-from fuzz_values import MAX_MODEL_LEN, description
-from watched_server import Watched, head, watched_server
+from benchmarks import this_machine
+from tests.campaigns.attacks import write_model
+from tests.campaigns.fuzz_fields import STORED_ITEM, STORED_RESPONSE, WEIGHTS, make_body
+from tests.campaigns.fuzz_values import MAX_MODEL_LEN, description
+from tests.campaigns.watched_server import Watched, head, watched_server
 
 RESULTS = Path(__file__).parent / "results" / "fuzz_bodies.md"
 CONNECTIONS = 12
@@ -201,8 +201,8 @@ def _fault_of_stream(answer: bytes) -> str:
             return f"no JSON in a stream: {error}: {content[:100]!r}"
         if (given.get("error") or {}).get("type") in ("server_error", "api_error"):
             return f"an error of the server's in a stream: {given}"
-    ends = (b"[DONE]", b'"stop":true', b'"type":"message_stop"')
-    ends += (b'"type":"response.completed"', b'"type":"response.incomplete"')
+    openai, others = (b"[DONE]", b'"type":"response.completed"', b'"type":"response.incomplete"'), (b'"stop":true',)
+    ends = (*openai, *others, b'"type":"message_stop"')
     last = answer.rstrip().rpartition(b"\n\n")[2]
     return "" if any(end in last for end in ends) or b'"error"' in last else f"a stream without an end: {last[:100]!r}"
 
@@ -282,7 +282,7 @@ def report(rows: list[dict[str, Any]]) -> str:
 
 HEAD = """# Random bodies
 
-`python benchmarks/fuzz_bodies.py --seed S --count N` on {machine}, server, fuzzer and watcher on one core: a tiny
+`python -m tests.campaigns.fuzz_bodies --seed S --count N` on {machine}, server, fuzzer and watcher on one core: a tiny
 random model behind `octavo serve --itl-slo-ms 50`, 12 connections. Another tenant's stream decodes all the time. Wrong:
 a 5xx, an error of the server's in a stream or a stream without its end, an answer or error that is not as /openapi.json
 describes, a message that shows Python's insides, a connection that was dropped, no answer within 60 s, and blocks that

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.gpu.peers import flashinfer_attention, has_flashinfer, torch_attention
 from octavo.attention import make_backend
 from octavo.attention.base import AttentionBatch, GroupBatch
-from octavo.bench.gpu_peers import flashinfer_attention, has_flashinfer, torch_attention
 from octavo.kvcache.formats import KV_FORMATS
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.models.ops import Heads

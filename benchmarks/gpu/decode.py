@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.gpu.shapes import SHAPES, WARM_UP_STEPS
 from octavo.attention import make_backend
-from octavo.bench.gpu_shapes import SHAPES, WARM_UP_STEPS
 from octavo.checkpoint.hf_config import hf_model_config
 from octavo.checkpoint.model_config import ModelConfig
 from octavo.kvcache.block import BlockId
