@@ -107,7 +107,7 @@ def test_swapped_preempted_and_cached_sequences_have_their_tokens(apart: LLM, ma
         assert_same(apart.generate(prompts, params, use_tqdm=False), expected)
     # In the first round. How many are preempted in the second depends on which have to wait for the disk.
     assert apart.core.scheduler.counters.num_preemptions > 0
-    assert apart.core.scheduler.kv.hierarchy.host.claims.counters.blocks_in > 0
+    assert apart.core.scheduler.kv.hierarchy.host.swapped.blocks_in > 0
 
 
 @pytest.mark.parametrize(

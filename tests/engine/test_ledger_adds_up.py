@@ -53,7 +53,7 @@ def where(core: EngineCore, request: Request) -> str:
     if seq.status is SequenceStatus.RUNNING:
         return "running"
     # A swapped one may have all its blocks still on the device, in the prefix cache.
-    return "swapped" if core.scheduler.kv.hierarchy.preempted.host_blocks(seq.seq_id) else "waiting"
+    return "swapped" if core.scheduler.kv.hierarchy.host_blocks(seq.seq_id) else "waiting"
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_swapping_changes_no_token(
     llm = make_llm(folder, preemption_mode="swap", **tight(**cache))
     thrash(llm.core)
     outputs = llm.generate(*workload(), use_tqdm=False)
-    swapped = llm.core.scheduler.kv.hierarchy.host.claims.counters
+    swapped = llm.core.scheduler.kv.hierarchy.host.swapped
     assert swapped.blocks_in > 0
     assert llm.core.scheduler.counters.recomputed_tokens == 0
     assert llm.core.stats.swapped_in_bytes == swapped.blocks_in * block_bytes(llm.core)
@@ -97,7 +97,7 @@ def test_auto_changes_no_token_where_it_recomputes_some_and_swaps_others(make_ll
     mode.speed = RestoreSpeed(seconds_per_token=1.0, seconds_per_block=1.7)
     outputs = llm.generate(*workload(), use_tqdm=False)
     assert llm.core.scheduler.counters.recomputed_tokens > 0
-    assert llm.core.scheduler.kv.hierarchy.host.claims.counters.blocks_in > 0
+    assert llm.core.scheduler.kv.hierarchy.host.swapped.blocks_in > 0
     assert_same(outputs, alone(make_llm, tiny_llama))
 
 
@@ -110,7 +110,7 @@ def test_parallel_samples_are_the_same_when_they_are_swapped(
     params = SamplingParams(n=5, seed=70, temperature=temperature, max_tokens=20, ignore_eos=True)
     llm = make_llm(tiny_llama, block_size=4, num_blocks=20, max_num_batched_tokens=16, preemption_mode="swap", **cache)
     (together,) = llm.generate(prompt, params, use_tqdm=False)
-    assert llm.core.scheduler.kv.hierarchy.preempted.counters.sequences_in > 0
+    assert llm.core.scheduler.kv.hierarchy.host.swapped.sequences_in > 0
     (free,) = make_llm(tiny_llama, enable_prefix_caching=False).generate(prompt, params, use_tqdm=False)
     assert [c.token_ids for c in together.outputs] == [c.token_ids for c in free.outputs]
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from octavo.kvcache.audit import problems
 from octavo.kvcache.block import BlockId
 from octavo.kvcache.eviction import make_eviction_policy
-from octavo.kvcache.host_memory import HostMemory
+from octavo.kvcache.hierarchy import CacheHierarchy
+from octavo.kvcache.host_memory import HostBlockId, HostMemory
 from octavo.kvcache.host_transfers import HostTransfers
-from octavo.kvcache.label import Label
+from octavo.kvcache.label import Label, private_label
+from octavo.request import SequenceId
 
 
 def memory(num_swap_slots: int, num_prefix_slots: int) -> HostTransfers:
@@ -19,14 +21,24 @@ def label(number: int) -> Label:
     return Label(number.to_bytes(16, "big"), b"parent", number.to_bytes(4, "little"))
 
 
+def private(number: int) -> Label:
+    return private_label(SequenceId(number), 0, 0)
+
+
+def keep(transfers: HostTransfers, wanted: Label, block: int = 5) -> HostBlockId | None:
+    """Keep a block of the device for a preempted sequence; returns its slot, if there is room."""
+    kept = transfers.keep([(BlockId(block), wanted)], "")
+    return transfers.host.kept(wanted.key) if kept else None
+
+
 def faults(transfers: HostTransfers) -> list[str]:
     return problems(transfers.host.check()) + problems(transfers.check())
 
 
-def step(transfers: HostTransfers) -> None:
+def step(transfers: HostTransfers | CacheHierarchy) -> None:
     transfers.take()
     transfers.complete()
-    assert faults(transfers) == []
+    assert problems(transfers.check()) + problems(transfers.host.check()) == []
 
 
 def store(transfers: HostTransfers, *numbers: int) -> None:

@@ -27,7 +27,7 @@ def busy_manager() -> KVCacheManager:
     admit_and_compute(manager, away)
     assert manager.demote(away)
     admit_and_compute(manager, running)
-    manager.hierarchy.transfers.take()
+    manager.hierarchy.take()
     manager.audit()
     return manager
 
@@ -38,12 +38,11 @@ def _drop_a_note(kv: KVCacheManager) -> None:
 
 
 def _forget_a_place(kv: KVCacheManager) -> None:
-    next(iter(kv.hierarchy.preempted._hoped_for.values())).clear()
+    next(iter(kv.hierarchy._wanted_by.values())).clear()
 
 
 def _forget_a_sequence(kv: KVCacheManager) -> None:
-    for left in kv.hierarchy.preempted._left.values():
-        left.host.clear()
+    kv.hierarchy._left.clear()
 
 
 def _remember_what_is_gone(kv: KVCacheManager) -> None:
@@ -82,14 +81,14 @@ CORRUPTIONS: dict[str, tuple[Callable[[KVCacheManager], Any], str]] = {
     "a lost host block": (lambda kv: kv.hierarchy.host._states.__setitem__(0, Slot.FREE), "free list: False"),
     "a hold of nobody": (
         lambda kv: kv.hierarchy.host.hold(HostBlockId(0)),
-        "2 holds: 1 claims, 0 known to others",
+        "has 2 holds, 1 are known",
     ),
     "a store that nobody makes": (_forget_a_store, "is storing, and nobody writes it"),
     "a host block that comes and is not found": (_lose_a_host_key, "with a key that the index does not have"),
-    "a host block of nobody": (_forget_a_sequence, "0 host blocks, 1 are claimed"),
+    "a host block of nobody": (_forget_a_sequence, "need 0 slots of host memory, 1 are kept"),
     "a lost hope": (_forget_a_place, "and is not noted there"),
     "a miscounted transfer": (
-        lambda kv: setattr(kv.hierarchy.host.claims.counters, "blocks_in", 5),
+        lambda kv: setattr(kv.hierarchy.host.swapped, "blocks_in", 5),
         "blocks were moved out",
     ),
 }

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.kvcache.block import BlockId
 from octavo.kvcache.manager import KVCacheManager
 from tests.kvcache.caches import FULL, admit_and_compute, make_manager, make_sequence, resume, sliding
-from tests.kvcache.host_transfers import label, memory, step, store
+from tests.kvcache.host_transfers import keep, label, memory, private, step, store
 
 
-def test_prefixes_take_the_swap_space_that_is_not_claimed_and_yield_it() -> None:
+def test_prefixes_take_the_swap_space_that_is_not_in_use_and_yield_it() -> None:
     transfers = memory(2, 1)
     store(transfers, 1, 2, 3)
     assert (transfers.host.num_ready, transfers.host.num_free) == (3, 0)
-    slots = [transfers.store_claimed(BlockId(n), None, "") for n in (7, 8)]
-    assert None not in slots
+    assert None not in [keep(transfers, private(n)) for n in (7, 8)]
     step(transfers)
     assert [transfers.host.find(label(n)) is not None for n in (1, 2, 3)] == [False, False, True]
-    assert transfers.store_claimed(BlockId(9), None, "") is None, "the swap space bounds what is claimed"
+    assert keep(transfers, private(9)) is None, "the swap space limits what is kept"
     assert transfers.host.find(label(3)) is not None
 
 
-def test_without_slots_for_prefixes_only_claimed_blocks_stay() -> None:
+def test_without_slots_for_prefixes_only_kept_blocks_stay() -> None:
     transfers = memory(2, 0)
-    slot = transfers.store_claimed(BlockId(1), label(1), "")
+    slot = keep(transfers, label(1))
     assert slot is not None
     step(transfers)
     assert transfers.host.find(label(1)) == slot
-    transfers.unclaim(slot)
+    transfers.let_go(label(1).key, is_private=False)
     assert (transfers.host.find(label(1)), transfers.host.num_free) == (None, 2)
 
 
@@ -38,7 +36,7 @@ def test_a_reset_forgets_what_it_evicts_too() -> None:
     admit_and_compute(manager, seq)
     manager.forget(seq)
     manager.reset_prefix_cache()
-    step(manager.hierarchy.transfers)
+    step(manager.hierarchy)
     assert manager.match(make_sequence([*range(9)])).num_tokens == 0
     assert manager.hierarchy.host.num_free == 8
 
@@ -49,9 +47,9 @@ def preempt_and_evict(manager: KVCacheManager) -> None:
     seq.append_token(9)
     assert manager.demote(seq)
     manager.pool.evict_all_cached()
-    step(manager.hierarchy.transfers)
+    step(manager.hierarchy)
     assert resume(manager, seq)
-    step(manager.hierarchy.transfers)
+    step(manager.hierarchy)
     manager.forget(seq)
     manager.pool.evict_all_cached()
     manager.audit()
@@ -75,7 +73,7 @@ def test_a_block_that_groups_have_in_different_tiers_counts_for_the_lowest(full:
     admit_and_compute(manager, seq)
     manager.forget(seq)
     manager.pool.evict_all_cached()
-    step(manager.hierarchy.transfers)
+    step(manager.hierarchy)
     again = make_sequence([*range(9)])
     hit, host = manager.match(again), manager.hierarchy.host
     for group, index, slot in hit.loads:

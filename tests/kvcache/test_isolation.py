@@ -86,7 +86,7 @@ def test_a_swapped_sequence_is_found_by_its_own_tenant_alone(manager: KVCacheMan
     assert manager.demote(seq)
     assert (cached(manager, "ada"), cached(manager, "bob", "ada")) == (16, 0)
     manager.reset_prefix_cache()
-    assert list(manager.hierarchy.preempted.host_blocks(seq.seq_id))
+    assert list(manager.hierarchy.host_blocks(seq.seq_id))
     assert (cached(manager, "ada"), cached(manager, "bob", "ada")) == (0, 0), "host memory is nobody's prefix cache"
     assert resume(manager, seq)
     manager.audit()

@@ -103,7 +103,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def move(self, copies: Iterable[BlockCopy] = ()) -> None:
         """What the runner does first in a step: blocks to the host, copies, blocks from the host."""
-        out, into = self.manager.hierarchy.transfers.take()
+        out, into = self.manager.hierarchy.take()
         assert len({swap.host for swap in out}) == len(out)
         for swap in out:
             for offset in range(self.block_size):
@@ -125,7 +125,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.step_ends()
 
     def step_ends(self) -> None:
-        self.manager.hierarchy.transfers.complete()
+        self.manager.hierarchy.complete()
 
     def write(self, seq: Sequence, count: int) -> None:
         """What the runner does then: store each new token, with all before it, at its slot."""
@@ -258,7 +258,7 @@ class CacheMachine(RuleBasedStateMachine):
         if seq.num_computed == seq.num_tokens:
             seq.append_token(token)
         chunk = min(chunk, seq.num_tokens - seq.num_computed)
-        num_there = len(list(self.manager.hierarchy.preempted.host_blocks(seq.seq_id)))
+        num_there = len(list(self.manager.hierarchy.host_blocks(seq.seq_id)))
         half = 0 < num_there < self.manager.spec.blocks_for_tokens(seq.num_computed)
         available, hit = self.manager.pool.num_available, self.manager.match(seq)
         assert hit.num_tokens == seq.num_computed
@@ -318,7 +318,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(moved=st.booleans())
     def a_step_fails(self, moved: bool) -> None:
         """Nobody knows whether it moved anything; everybody starts over."""
-        transfers = self.manager.hierarchy.transfers
+        transfers = self.manager.hierarchy
         if moved:
             self.step_ends, ends = transfers.fail, self.step_ends
             self.move()

@@ -24,8 +24,8 @@ def host_of(manager: KVCacheManager) -> HostMemory:
 
 def step(manager: KVCacheManager) -> tuple[list[int], list[int]]:
     """The device blocks that the next step stores and loads; that step is over on return."""
-    stores, loads = manager.hierarchy.transfers.take()
-    manager.hierarchy.transfers.complete()
+    stores, loads = manager.hierarchy.take()
+    manager.hierarchy.complete()
     manager.audit()
     return [block for block, _ in stores], [block for block, _ in loads]
 
@@ -107,7 +107,7 @@ def test_a_sequence_restarts_from_its_cached_blocks_when_an_evicted_one_finds_no
     other = running(manager, 11, first=50)
     assert not manager.can_resume(seq)
     assert manager.audit().num_host == 0
-    assert manager.hierarchy.preempted.counters.sequences_lost == 1
+    assert manager.hierarchy.host.swapped.sequences_lost == 1
     manager.forget(other)
     assert manager.match(seq).num_tokens == 4
     assert resume(manager, seq, 7)
@@ -122,11 +122,11 @@ def test_an_evicted_block_that_two_preempted_sequences_want_is_stored_once_for_b
     step(manager)
     manager.reset_prefix_cache()
     assert len(step(manager)[0]) == 2
-    assert manager.audit().num_host == 4, "two of its own, and two that both claim"
+    assert manager.audit().num_host == 4, "two of its own, and two that both need"
     for seq in both:
         assert resume(manager, seq)
         assert len(step(manager)[1]) == 3
-    counters = host_of(manager).claims.counters
+    counters = host_of(manager).swapped
     assert (counters.blocks_out, counters.blocks_in, counters.blocks_dropped) == (4, 4, 0)
     assert host_of(manager).num_free == 8
 
@@ -150,7 +150,7 @@ def test_a_sequence_that_shares_a_half_filled_block_leaves_a_copy_and_keeps_noth
     manager.audit()
 
 
-def test_what_was_to_come_back_with_the_same_step_is_claimed_again_without_being_read() -> None:
+def test_what_was_to_come_back_with_the_same_step_is_kept_without_being_read() -> None:
     manager = make_manager(num_blocks=8, num_host_blocks=3, prefix_caching=False)
     seq = running(manager, 10)
     manager.demote(seq)
@@ -159,7 +159,7 @@ def test_what_was_to_come_back_with_the_same_step_is_claimed_again_without_being
     assert manager.demote(seq)
     assert step(manager) == ([], [])
     assert manager.match(seq).num_tokens == 10
-    assert host_of(manager).claims.counters.blocks_out == 3
+    assert host_of(manager).swapped.blocks_out == 3
 
 
 def test_blocks_outside_a_window_stay_null() -> None:
@@ -207,3 +207,66 @@ def test_shared_blocks_at_the_beginning_cost_nothing_to_restore() -> None:
     child.num_computed = 11
     assert manager.holdings.restore_cost(parent) == RestoreCost(tokens=0, blocks=0)
     assert manager.holdings.restore_cost(child) == RestoreCost(tokens=3, blocks=1)
+
+
+def test_what_a_preempted_sequence_had_published_counts_as_used_twice() -> None:
+    manager = make_manager(num_blocks=8, num_host_blocks=1, num_prefix_blocks=4, demotion="on_second_use")
+    seq = running(manager, 8)
+    manager.demote(seq)
+    manager.forget(seq)
+    manager.pool.evict_all_cached()
+    step(manager)
+    assert manager.match(make_sequence([*range(9)])).num_tokens == 8
+
+
+def test_a_reset_of_the_prefix_cache_leaves_what_a_preempted_sequence_needs() -> None:
+    manager = make_manager(num_blocks=8, num_host_blocks=4, num_prefix_blocks=4, demotion="on_evict")
+    away, gone = running(manager, 10), running(manager, 8, first=50)
+    manager.demote(away)
+    manager.forget(gone)
+    manager.reset_prefix_cache()
+    step(manager)
+    assert manager.match(make_sequence([*range(50, 59)])).num_tokens == 0
+    assert manager.match(away).num_tokens == 10
+    assert resume(manager, away)
+    assert len(step(manager)[1]) == 3
+
+
+def test_a_sequence_whose_blocks_a_failed_step_was_to_store_cannot_resume() -> None:
+    manager = make_manager(num_blocks=8, num_host_blocks=5)
+    lost, kept = running(manager, 10), running(manager, 8, first=50)
+    for seq in (lost, kept):
+        manager.demote(seq)
+    manager.hierarchy.take()
+    manager.hierarchy.fail()
+    manager.audit()
+    assert (manager.can_resume(lost), manager.can_resume(kept)) == (False, True)
+    assert host_of(manager).swapped.sequences_lost == 1
+    assert manager.match(lost).num_tokens == 8, "what the prefix cache has is found as by any other"
+
+
+def test_a_sequence_that_is_preempted_again_before_a_step_takes_its_loads_leaves_everything_where_it_was() -> None:
+    manager = make_manager(num_blocks=8, num_host_blocks=3)
+    seq = running(manager, 10)
+    manager.demote(seq)
+    manager.reset_prefix_cache()
+    step(manager)
+    for _ in range(3):
+        assert resume(manager, seq)
+        assert manager.demote(seq)
+        manager.audit()
+    assert (manager.match(seq).num_tokens, host_of(manager).swapped.sequences_out) == (10, 1)
+    manager.forget(seq)
+    assert host_of(manager).num_free == 3
+    assert not manager.hierarchy.transfers.are_planned
+
+
+def test_preempted_sequences_of_one_tenant_do_not_displace_those_of_another() -> None:
+    manager = make_manager(num_blocks=9, num_host_blocks=3, num_prefix_blocks=2, prefix_caching=False)
+    first, second = (make_sequence([*range(10)], tenant=name) for name in ("ada", "bob"))
+    for seq in (first, second):
+        admit_and_compute(manager, seq)
+        seq.append_token(99)
+    assert manager.demote(first)
+    assert not manager.demote(second)
+    assert (manager.can_resume(first), host_of(manager).by_tenant()) == (True, {"ada": 3})

@@ -506,7 +506,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             kv = self.scheduler.kv
             stock = kv.stock(self.scheduler.requests)
             assert {state: count * kv.spec.block_bytes for state, count in stock.states.items()} == kv.bytes_by_state()
-            assert sum(stock.swapped.values()) == kv.hierarchy.host.claims.num_slots
+            assert sum(stock.swapped.values()) == kv.hierarchy.host.num_kept
             for state, count in stock.states.items():
                 owned = sum(of_tenant.get(state, 0) for of_tenant in stock.tenants.values())
                 assert owned == (0 if state is BlockState.FREE else count)
@@ -565,7 +565,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.flushed(done=True)
             self.scheduler.kv.audit()
         host = self.scheduler.kv.hierarchy.host
-        assert (host.num_held, host.claims.num_slots, host.num_free + host.num_ready) == (0, 0, host.num_slots)
+        assert (host.num_held, host.num_kept, host.num_free + host.num_ready) == (0, 0, host.num_slots)
         assert (self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler.num_promised_places) == (0, 0, 0)
 
 

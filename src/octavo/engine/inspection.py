@@ -88,10 +88,10 @@ def kv_report(scheduler: Scheduler) -> dict[str, Any]:
         },
         "swap": {
             "space_bytes": host.num_swap_slots * size,
-            "free_bytes": (host.num_swap_slots - host.claims.num_slots) * size,
-            "out_bytes": host.claims.counters.blocks_out * size,
-            "in_bytes": host.claims.counters.blocks_in * size,
-            "dropped_bytes": host.claims.counters.blocks_dropped * size,
+            "free_bytes": (host.num_swap_slots - host.num_kept) * size,
+            "out_bytes": host.swapped.blocks_out * size,
+            "in_bytes": host.swapped.blocks_in * size,
+            "dropped_bytes": host.swapped.blocks_dropped * size,
         },
         "prefix_cache": _totals(totals),
         "tenants": {

@@ -116,8 +116,8 @@ class StatsRecorder:
     def _on_cache(self) -> None:
         kv = self._scheduler.kv
         pool, host = kv.pool, kv.hierarchy.host
-        moved = host.claims.counters
-        in_host = (moved.blocks_out, moved.blocks_in, host.claims.num_slots)
+        moved = host.swapped
+        in_host = (moved.blocks_out, moved.blocks_in, host.num_kept)
         seen = (pool.num_free, pool.num_cached, pool.num_pinned, kv.num_evicted, *in_host)
         if seen == self._seen:
             return  # the usual case: a stream takes a block only every `block_size` tokens
@@ -126,7 +126,7 @@ class StatsRecorder:
         self._stats.on_swapped(
             bytes_out=moved.blocks_out * size,
             bytes_in=moved.blocks_in * size,
-            bytes_held=host.claims.num_slots * size,
+            bytes_held=host.num_kept * size,
         )
 
     def _queues(self) -> _Queues:

@@ -1,11 +1,16 @@
 """The tiers below the device, as the cache manager sees them: evicting demotes blocks, resuming matches them.
 
-    manager ── published, hit, evicted ──> demotion ──store_prefix──┐
-            ── leave, evicted ───────────> preempted ─store_claimed─┴─> transfers of the next step <─┐
+    manager ── published, hit, evicted ──> demotion ──store_prefix──> transfers of the next step <─┐
+            ── leave, evicted ────────────────────────────keep──────>                              │
             ── match ────────────────────> what a sequence left, else the device's blocks, then the host's
-            ── load ─────────────────────────────────────────────────────────────────────────────────┘
+            ── load ───────────────────────────────────────────────────────────────────────────────┘
 
     transfers ──> host memory <── stores (tiers/lower.py)
+
+A sequence that is preempted gives back all its blocks. Those that the prefix cache has stay there, and are kept in host
+memory if they are evicted; the others are copied to host memory at once. Full blocks have the key of their prefix,
+wherever they are. A half-filled block, and every block without prefix caching, has a private key. The sequence resumes
+like a prefix hit. If the swap space has no room for one of its blocks, it is given up, and matched like any other.
 
 A hierarchy without host memory has zero slots, so no code needs a special case for it.
 """
@@ -15,18 +20,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any
 
-from octavo.kvcache.audit import Findings
-from octavo.kvcache.block import BlockId, BlockTable
+from octavo.kvcache.audit import Findings, in_slices
+from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockTable, new_table
 from octavo.kvcache.demotion import Demotion, make_demotion
 from octavo.kvcache.hashing import TokenChain
-from octavo.kvcache.host_memory import HostMemory
-from octavo.kvcache.host_transfers import HostTransfers
-from octavo.kvcache.label import Label, label_of
+from octavo.kvcache.host_memory import HostBlockId, HostMemory
+from octavo.kvcache.host_transfers import BlockTransfer, HostTransfers
+from octavo.kvcache.label import Label, label_of, private_label
 from octavo.kvcache.matching import PrefixHit, PrefixMatcher, TieredIndex, split_tiers
 from octavo.kvcache.pool import BlockPool
-from octavo.kvcache.preempted import Preempted
 from octavo.kvcache.prefix.base import PrefixCache
 from octavo.kvcache.spec import Window
 from octavo.request import Sequence, SequenceId
@@ -34,8 +39,26 @@ from octavo.request import Sequence, SequenceId
 _TIERS = ("device", "host", "disk", "remote")  # in the order in which they are asked
 
 
+@dataclass(slots=True)
+class _Left:
+    """What a preempted sequence had computed, and the keys by which it finds it.
+
+    Attributes:
+        num_full: leading blocks that have the key of their prefix.
+        lengths: lengths of its tables.
+        keys: key of each block by group and index, without null blocks.
+    """
+
+    chain: TokenChain
+    tenant: str
+    num_tokens: int
+    num_full: int
+    lengths: list[int]
+    keys: dict[tuple[int, int], bytes]
+
+
 class CacheHierarchy:
-    """Host memory, the policy for copying the device's blocks there, and the blocks that preempted sequences left.
+    """Host memory, the policy for copying the device's blocks there, and the preempted sequences that can resume.
 
     Args:
         pool, prefix_cache: those of the device.
@@ -54,14 +77,18 @@ class CacheHierarchy:
     ) -> None:
         self.host = host
         self.transfers = transfers = HostTransfers(host)
-        self.preempted = Preempted(pool, prefix_cache, transfers)
         self._pool = pool
+        self._prefix_cache = prefix_cache
         self._block_size = block_size
         self._num_groups = len(windows)
         self._demotion: Demotion = make_demotion(demotion, transfers, pool.num_blocks, prefix_cache.tokens)
         # Without slots for prefixes, a sequence must not find blocks that others have left there.
         index = TieredIndex(prefix_cache, host) if host.num_prefix_slots else prefix_cache
         self._matcher = PrefixMatcher(index, block_size, windows)
+        self._left: dict[SequenceId, _Left] = {}
+        self._wanted_by: dict[bytes, set[SequenceId]] = {}  # by key
+        self._wanted_on_device: dict[BlockId, Label] = {}  # cached blocks with such a key
+        self._resuming: list[SequenceId] = []  # their loads are planned
 
     # What happens to the device's blocks
 
@@ -75,15 +102,113 @@ class CacheHierarchy:
 
     def evicted(self, block_ids: Seq[BlockId]) -> None:
         """Called when cached blocks are evicted; their memory does not change before the next step."""
+        if self._wanted_on_device:
+            for block_id in block_ids:
+                if (label := self._wanted_on_device.pop(block_id, None)) is not None:
+                    self._keep_evicted(block_id, label)
         self._demotion.evicted(block_ids)
-        self.preempted.evicted(block_ids)
+
+    def _keep_evicted(self, block_id: BlockId, label: Label) -> None:
+        owners = self._wanted_by[label.key]
+        if not self.transfers.keep([(block_id, label)], self._left[min(owners)].tenant):
+            for seq_id in list(owners):
+                self.host.swapped.sequences_lost += 1
+                self._give_up(seq_id)
+
+    # Preempted sequences
+
+    @property
+    def num_preempted(self) -> int:
+        """The number of preempted sequences that can resume."""
+        return len(self._left)
+
+    def can_resume(self, seq_id: SequenceId) -> bool:
+        """Whether `match` finds everything that a preempted sequence had computed."""
+        return seq_id in self._left
+
+    def host_blocks(self, seq_id: SequenceId) -> list[HostBlockId]:
+        """Return the slots that are kept for a preempted sequence, perhaps for others too."""
+        left = self._left.get(seq_id)
+        slots = () if left is None else map(self.host.kept, left.keys.values())
+        return [slot for slot in slots if slot is not None]
+
+    def leave(self, seq: Sequence, tables: list[BlockTable], chain: TokenChain) -> bool:
+        """Keep the blocks of a sequence that is about to release them, so that it can resume.
+
+        Returns:
+            Whether the swap space has room for those that would be lost; if not, nothing has changed.
+        """
+        if seq.seq_id in self._left:
+            # It was to resume with the step that is being planned, so everything is still where it was.
+            self._resuming.remove(seq.seq_id)
+            self.transfers.cancel_loads(seq.seq_id)
+            return True
+        if not self.host.num_swap_slots:
+            return False
+        num_full = min(len(chain), seq.num_computed // self._block_size)
+        lengths = [len(table) for table in tables]
+        left = _Left(chain, seq.request.tenant, seq.num_computed, num_full, lengths, {})
+        cached: dict[BlockId, Label] = {}
+        moved: list[tuple[BlockId, Label]] = []
+        for group, table in enumerate(tables):
+            for index, block in enumerate(table):
+                if block == NULL_BLOCK:
+                    continue
+                is_full = index < num_full
+                label = label_of(group, chain, index) if is_full else private_label(seq.seq_id, group, index)
+                left.keys[group, index] = label.key
+                if is_full and (published := self._prefix_cache.get(group, chain, index)) is not None:
+                    cached[published] = label
+                else:
+                    moved.append((block, label))
+        if not self.transfers.keep(moved, left.tenant):
+            return False
+        self.transfers.cancel_loads(seq.seq_id)
+        self._demotion.hit(new_table(cached))
+        self._wanted_on_device |= cached
+        for key in left.keys.values():
+            self._wanted_by.setdefault(key, set()).add(seq.seq_id)
+        self._left[seq.seq_id] = left
+        self.host.swapped.sequences_out += 1
+        return True
+
+    def _find(self, left: _Left) -> PrefixHit | None:
+        """Return everything that a preempted sequence had computed, as a hit; None if a failed step has lost some."""
+        tables = tuple(new_table([NULL_BLOCK] * length) for length in left.lengths)
+        loads: list[tuple[int, int, HostBlockId]] = []
+        for (group, index), key in left.keys.items():
+            block = self._prefix_cache.get(group, left.chain, index) if index < left.num_full else None
+            if block is not None:
+                tables[group][index] = block
+            elif (slot := self.host.kept(key)) is not None:
+                loads.append((group, index, slot))
+            else:
+                return None
+        return PrefixHit(left.num_tokens, tables, tuple(loads))
+
+    def _give_up(self, seq_id: SequenceId) -> None:
+        """Forget what a preempted sequence left, and keep nothing for it any longer."""
+        if (left := self._left.pop(seq_id, None)) is None:
+            return
+        if seq_id in self._resuming:
+            self._resuming.remove(seq_id)
+        for (group, index), key in left.keys.items():
+            owners = self._wanted_by[key]
+            owners.remove(seq_id)
+            if owners:
+                continue
+            del self._wanted_by[key]
+            self.transfers.let_go(key, is_private=index >= left.num_full)
+            if index < left.num_full and (block := self._prefix_cache.get(group, left.chain, index)) is not None:
+                self._wanted_on_device.pop(block, None)
 
     # Finding and loading blocks
 
     def match(self, seq: Sequence, chain: TokenChain, most: int) -> PrefixHit:
         """Return what a preempted sequence left, or the longest prefix of at most `most` blocks on device and host."""
-        left = self.preempted.find(seq.seq_id)
-        return split_tiers(self._matcher.longest(chain, most), self._block_size) if left is None else left
+        left = self._left.get(seq.seq_id)
+        hit = None if left is None else self._find(left)
+        return split_tiers(self._matcher.longest(chain, most), self._block_size) if hit is None else hit
 
     def missing(self, seq: Sequence, chain: TokenChain, most: int) -> Iterator[Label]:
         """Yield the labels of those of the first `most` blocks that neither device nor host has, in order."""
@@ -107,25 +232,76 @@ class CacheHierarchy:
 
     def load(self, seq: Sequence, tables: list[BlockTable], hit: PrefixHit) -> None:
         """Allocate blocks in a sequence's tables for those blocks of a hit that the next step must load."""
-        host, returns = self.host, seq.seq_id in self.preempted
+        host, resumes = self.host, seq.seq_id in self._left
         # Hold the slots first, because allocating evicts blocks, which may take any slot that is not held.
         for _, _, slot in hit.loads:
             host.hold(slot)
         blocks = self._pool.allocate(len(hit.loads), seq.request.tenant)
         for (group, index, slot), block in zip(hit.loads, blocks, strict=True):
             tables[group][index] = block
-            self.transfers.plan_load(slot, block, seq.seq_id, returns=returns)
+            self.transfers.plan_load(slot, block, seq.seq_id, resumes=resumes)
             host.release(slot)
-        if returns:
-            self.preempted.came_back(seq.seq_id)
+        if resumes:
+            self._resuming.append(seq.seq_id)
+            if not hit.loads:
+                self._resume()
 
     def forget(self, seq_id: SequenceId) -> None:
         """Give up a sequence's blocks, including those it left behind, and cancel loads that no step has taken."""
-        self.preempted.give_up(seq_id)
+        self._give_up(seq_id)
         self.transfers.cancel_loads(seq_id)
+
+    # With steps
+
+    def take(self) -> tuple[list[BlockTransfer], list[BlockTransfer]]:
+        """Return the next step's stores and loads, which are in flight until `complete` or `fail`."""
+        moved = self.transfers.take()
+        self._resume()
+        return moved
+
+    def complete(self) -> None:
+        """Note that the step is done and all its transfers have arrived."""
+        self.transfers.complete()
+
+    def fail(self) -> None:
+        """Note that the step failed: what it was to store is lost, and so are preempted sequences that need it."""
+        if self.transfers.fail():
+            for seq_id, left in list(self._left.items()):
+                if self._find(left) is None:
+                    self.host.swapped.sequences_lost += 1
+                    self._give_up(seq_id)
+
+    def _resume(self) -> None:
+        """Forget what sequences left that have it back."""
+        resumed, self._resuming = self._resuming, []
+        for seq_id in resumed:
+            self.host.swapped.sequences_in += 1
+            self._give_up(seq_id)
 
     def check(self) -> Findings:
         """Check all invariants. O(slots ever used + blocks of preempted sequences)."""
         yield from self.host.check()
         yield from self.transfers.check()
-        yield from self.preempted.check()
+        yield from self._check_preempted()
+
+    def _check_preempted(self) -> Findings:
+        num_wants, kept = 0, set[HostBlockId]()
+        for seq_id, left in self._left.items():
+            for places in in_slices(left.keys.items()):
+                for (group, index), key in places:
+                    num_wants += 1
+                    if seq_id not in self._wanted_by.get(key, ()):
+                        yield f"sequence {seq_id} needs block {index} of group {group}, and is not noted there"
+                    published = self._prefix_cache.get(group, left.chain, index) if index < left.num_full else None
+                    if (slot := self.host.kept(key)) is not None:
+                        kept.add(slot)
+                    elif published not in self._wanted_on_device:
+                        yield f"sequence {seq_id} needs block {index} of group {group}, which is nowhere"
+                yield None
+        if num_wants != (num_noted := sum(map(len, self._wanted_by.values()))):
+            yield f"{num_noted} needs of preempted sequences are noted, they have {num_wants}"
+        for block, label in self._wanted_on_device.items():
+            if label.key not in self._wanted_by or not self._pool.is_published(block):
+                yield f"block {block} is cached for preempted sequences, but not published or not needed"
+        if len(kept) != self.host.num_kept:
+            yield f"preempted sequences need {len(kept)} slots of host memory, {self.host.num_kept} are kept"

@@ -5,13 +5,14 @@ One pool of slots serves two uses: prefixes that the device evicted, and blocks 
     free ──reserve──> storing ──stored──> ready ──evict──> free     a step writes it (`host_transfers.py`)
       └────reserve──> filling ──filled──────^                       a store below does: disk, remote
 
-One index maps the key of a full block to its slot from the moment the slot is reserved, and the slot's state says
-whether the block is coming or there: nobody brings a block that is, and it can be used once it is ready. A slot without
-a key, with a partial block or without prefix caching, is known only to its claimant, and free once that releases it.
+One index maps the key of a block to its slot from the moment the slot is reserved, and the slot's state says whether
+the block is coming or there: a block that is already here or in transfer is not fetched again. The key is that of the
+prefix that the block ends; or, for a half-filled block or without prefix caching, a private key of the preempted
+sequence that it belongs to.
 
-A slot is held while a step copies it to the device, a store writes it out, a request waits for it or a preempted
-sequence claims it. Held slots are not evicted, because the eviction policy knows only the others. Claims are limited by
-the swap space; prefixes take all remaining slots, and yield them to claims.
+A slot is held while a step copies it to the device, a store writes it out, a request waits for it or it is kept for
+preempted sequences. Held slots are not evicted, because the eviction policy knows only the others. The swap space
+limits how many slots are kept; prefixes take all remaining ones, and yield them to preempted sequences.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from octavo.kvcache.block import BlockId
 from octavo.kvcache.eviction.base import EvictionPolicy
 from octavo.kvcache.eviction.ghosts import GhostList
 from octavo.kvcache.hashing import DIGEST_BYTES, TOKEN_BYTES
-from octavo.kvcache.host_claims import HostClaims
 from octavo.kvcache.key_index import KeyIndex
 from octavo.kvcache.label import Label
 
@@ -57,6 +57,21 @@ class HostCounters:
     slots: Counter[str] = field(default_factory=Counter)  # in use, by tenant
 
 
+@dataclass(slots=True)
+class SwapCounters:
+    """Totals of preempted sequences since the start, and of the blocks kept for them in host memory.
+
+    `blocks_out` is exactly `blocks_in` + `blocks_dropped` + the blocks that are still kept.
+    """
+
+    blocks_out: int = 0
+    blocks_in: int = 0  # loaded back
+    blocks_dropped: int = 0  # never loaded back: their sequence ended, was given up, or found the block on the device
+    sequences_out: int = 0
+    sequences_in: int = 0
+    sequences_lost: int = 0  # given up, because there was no room for a block that the device evicted
+
+
 class HostMemory:
     """Slots for blocks in host memory, and an index by key of those that are there or coming. O(1) per operation.
 
@@ -64,12 +79,12 @@ class HostMemory:
 
     Args:
         num_slots: number of slots; 0 disables host memory.
-        num_swap_slots: how many of them preempted sequences may claim at once. If it is all of them, prefixes are kept
-            only while a sequence claims them.
+        num_swap_slots: how many of them may be kept for preempted sequences at once. If it is all of them, there are
+            no others in use.
         eviction: policy that chooses which prefix to evict.
 
     Attributes:
-        claims: the claims of preempted sequences on slots.
+        swapped: what was kept for preempted sequences so far.
         on_ready: called with each slot that a step has just filled with a prefix, and its label.
         holders: each returns the slots that it holds, once for each time; audits compare them with the holds.
         writers: each returns the slots that it has reserved and not yet made ready, for audits.
@@ -79,8 +94,9 @@ class HostMemory:
         if not 0 <= num_swap_slots <= num_slots:
             raise CacheError(f"of {num_slots} slots of host memory {num_swap_slots} cannot be for swapping")
         self.num_slots = num_slots
-        self.claims = HostClaims(num_swap_slots)
+        self.num_swap_slots = num_swap_slots
         self.counters = HostCounters()
+        self.swapped = SwapCounters()
         self.on_ready: Callable[[HostBlockId, Label], None] = lambda slot, label: None
         self.holders: list[Callable[[], Iterable[HostBlockId]]] = []
         self.writers: dict[Slot, Callable[[], Iterable[HostBlockId]]] = {}
@@ -94,7 +110,8 @@ class HostMemory:
         self._tenants: list[str] = []
         self._origins: list[str] = []
         self._tokens = bytearray()
-        self._holds = array("i")  # including claims
+        self._holds = array("i")
+        self._kept: dict[HostBlockId, bool] = {}  # for preempted sequences; whether one has loaded it back
         # By slot that is being written: the label by which it will be found, if any. Its key is in the index.
         self._labels: dict[HostBlockId, Label | None] = {}
 
@@ -104,13 +121,8 @@ class HostMemory:
         return 4 * KeyIndex.BYTES_PER_ID + 8 * DIGEST_BYTES + TOKEN_BYTES * block_size + 4 * GhostList.BYTES_EACH
 
     @property
-    def num_swap_slots(self) -> int:
-        """The number of slots that preempted sequences may claim at once."""
-        return self.claims.most
-
-    @property
     def num_prefix_slots(self) -> int:
-        """The number of slots left for prefixes even if all swap slots are claimed."""
+        """The number of slots left for prefixes even if the whole swap space is in use."""
         return self.num_slots - self.num_swap_slots
 
     @property
@@ -128,9 +140,14 @@ class HostMemory:
         return len(self._index) - sum(label is not None for label in self._labels.values())
 
     @property
+    def num_kept(self) -> int:
+        """The number of slots that are kept for preempted sequences."""
+        return len(self._kept)
+
+    @property
     def num_held(self) -> int:
-        """The number of holds other than claims; 0 if no request waits and no transfer is in progress."""
-        return sum(self._holds) - self.claims.total()
+        """The number of holds by requests that wait and by transfers in progress."""
+        return sum(self._holds) - len(self._kept)
 
     @property
     def being_written(self) -> KeysView[HostBlockId]:
@@ -148,7 +165,7 @@ class HostMemory:
         slot = self._index.get(label.key)
         if slot is None or self._states[slot] is not Slot.READY:
             return None
-        same = self._tokens[slot * self._width : (slot + 1) * self._width] == label.tokens
+        same = label.is_private or self._tokens[slot * self._width : (slot + 1) * self._width] == label.tokens
         return HostBlockId(slot) if same else None
 
     def where(self, key: bytes) -> tuple[HostBlockId, Slot] | None:
@@ -194,14 +211,47 @@ class HostMemory:
         self._holds[slot] -= 1
         self._settle(slot)
 
+    # Keeping for preempted sequences
+
+    def kept(self, key: bytes) -> HostBlockId | None:
+        """Return the slot with this key, if it is kept; it may still be written."""
+        slot = self._index.get(key)
+        return HostBlockId(slot) if slot in self._kept else None
+
+    def may_keep(self, slots: Iterable[HostBlockId | None]) -> bool:
+        """Whether the swap space has room for these slots, all different; None stands for one to be reserved."""
+        more = [slot for slot in slots if slot not in self._kept]
+        num_taken = sum(slot is None or BlockId(slot + 1) in self._eviction for slot in more)
+        return len(self._kept) + len(more) <= self.num_swap_slots and num_taken <= self.num_takeable
+
+    def keep(self, slot: HostBlockId) -> None:
+        """Keep a slot until `let_go`; does nothing if it is kept already. Check `may_keep` before."""
+        if slot not in self._kept:
+            self._kept[slot] = False
+            self.swapped.blocks_out += 1
+            self.hold(slot)
+
+    def kept_returns(self, slot: HostBlockId) -> None:
+        """Note that a step loads a kept slot back for a preempted sequence."""
+        self._kept[slot] = True
+
+    def let_go(self, slot: HostBlockId, *, is_private: bool) -> None:
+        """Keep a slot no longer. It stays as a prefix, unless its key is private."""
+        if self._kept.pop(slot):
+            self.swapped.blocks_in += 1
+        else:
+            self.swapped.blocks_dropped += 1
+        if is_private:
+            self._unname(slot)
+        self.release(slot)
+
     # Writing
 
-    def reserve(self, label: Label | None, tenant: str, state: Slot = Slot.FILLING) -> HostBlockId | None:
+    def reserve(self, label: Label, tenant: str, state: Slot = Slot.FILLING) -> HostBlockId | None:
         """Reserve a slot that a store or a step will write; None if no slot is free or evictable.
 
         Args:
-            label: label by which others may find it; None if they must not. If another slot has its key, they find
-                that one.
+            label: label by which it will be found, unless another slot has its key.
             state: `Slot.FILLING` if a store will write it, `Slot.STORING` if a step will.
         """
         slot = self._take(state, label, tenant)
@@ -234,7 +284,7 @@ class HostMemory:
         """Note that the step that writes a slot is done.
 
         Args:
-            as_prefix: whether it was stored as a prefix, and not only for its claimants.
+            as_prefix: whether it was stored as a prefix, and not only for preempted sequences.
         """
         label = self._become_ready(slot)
         if label is not None and as_prefix:
@@ -245,6 +295,8 @@ class HostMemory:
         """Note that the step that writes a slot has failed: its contents are undefined, so forget its key."""
         self.counters.lost += as_prefix
         self._unname(slot)
+        if slot in self._kept:
+            self.let_go(slot, is_private=False)
         self._become_ready(slot)
 
     def loaded(self, slot: HostBlockId) -> None:
@@ -253,15 +305,14 @@ class HostMemory:
         self.release(slot)
 
     def clear(self) -> None:
-        """Forget all prefixes, including those being written."""
+        """Forget all prefixes, including those being written, except those kept for preempted sequences."""
         for entry in list(self._eviction):
             self._eviction.remove(entry)
             self._index.remove(entry - 1)
             self._free_slot(HostBlockId(entry - 1))
-        for slot in list(self._labels):
-            self._unname(slot)
-        for entry_id in list(self._index):
-            self._index.remove(entry_id)
+        for slot in map(HostBlockId, list(self._index)):
+            if slot not in self._kept:
+                self._unname(slot)
 
     def check(self) -> Findings:
         """Check every slot, the index, and that somebody answers for each hold and each unfinished slot. O(slots).
@@ -275,7 +326,7 @@ class HostMemory:
                 yield f"slot {slot} of host memory stands twice in its free list"
             free[slot] = 1
         writing = self.being_written
-        held = Counter[int]()
+        held = Counter[int](self._kept.keys())
         for held_slots in in_slices(chain.from_iterable(holder() for holder in self.holders)):
             held.update(held_slots)
             yield None
@@ -293,9 +344,8 @@ class HostMemory:
                     yield f"slot {slot} of host memory is {state.value} with {holds} holds, idle: {idle}"
                 if state is Slot.FREE and holds:
                     yield f"slot {slot} of host memory is free and has {holds} holds"
-                claims = self.claims[slot]
-                if self.holders and holds != claims + held[slot]:
-                    yield f"slot {slot} of host memory has {holds} holds: {claims} claims, {held[slot]} known to others"
+                if self.holders and holds != held[slot]:
+                    yield f"slot {slot} of host memory has {holds} holds, {held[slot]} are known"
                 if state in written and slot not in written[state]:
                     yield f"slot {slot} of host memory is {state.value}, and nobody writes it"
             yield None
@@ -309,10 +359,17 @@ class HostMemory:
                 if self._states[slot] is Slot.FREE or (slot in writing and self._labels[slot] is None):
                     yield f"slot {slot} of host memory is {self._states[slot].value} without a label, and has a key"
             yield None
-        yield from self.claims.check(self._holds)
+        swapped = self.swapped
+        if swapped.blocks_out != swapped.blocks_in + swapped.blocks_dropped + len(self._kept):
+            yield (
+                f"{swapped.blocks_out} blocks were moved out, but {swapped.blocks_in} back, "
+                f"{swapped.blocks_dropped} were dropped and {len(self._kept)} are kept"
+            )
+        if len(self._kept) > self.num_swap_slots:
+            yield f"{len(self._kept)} slots are kept for preempted sequences, {self.num_swap_slots} may be"
         yield from self._index.check()
 
-    def _take(self, state: Slot, label: Label | None, tenant: str) -> HostBlockId | None:
+    def _take(self, state: Slot, label: Label, tenant: str) -> HostBlockId | None:
         """Take a free or evictable slot for writing; None if there is none."""
         if self._free:
             slot = self._free.pop()
@@ -323,7 +380,6 @@ class HostMemory:
             self._origins.append("host")
             self._tokens.extend(bytes(self._width))
             self._holds.append(0)
-            self.claims.grow()
         elif len(self._eviction):
             slot = HostBlockId(self._eviction.evict() - 1)
             self._index.remove(slot)
@@ -334,15 +390,14 @@ class HostMemory:
         self._states[slot] = state
         self._tenants[slot] = tenant
         self.counters.slots[tenant] += 1
-        if label is not None and not self._index.put_new(label.key, slot):
-            label = None
-        self._labels[slot] = label
+        self._labels[slot] = label if self._index.put_new(label.key, slot) else None
         return slot
 
     def _unname(self, slot: HostBlockId) -> None:
-        """Forget the key of a slot that is being written."""
-        if self._labels[slot] is not None:
+        """Forget the key of a slot, if it has one."""
+        if slot in self._index:
             self._index.remove(slot)
+        if slot in self._labels:
             self._labels[slot] = None
 
     def _become_ready(self, slot: HostBlockId) -> Label | None:
@@ -350,7 +405,7 @@ class HostMemory:
         label = self._labels.pop(slot)
         self._states[slot] = Slot.READY
         self._origins[slot] = "host"
-        if label is not None:
+        if label is not None and not label.is_private:
             self._tokens[slot * self._width : (slot + 1) * self._width] = label.tokens
             self._eviction.publish(BlockId(slot + 1), 0, 0, label.key)
         self._settle(slot)
@@ -360,18 +415,14 @@ class HostMemory:
         """Make a ready slot that is no longer held evictable if it can be found by its key; otherwise free it."""
         if self._holds[slot] or self._states[slot] is not Slot.READY:
             return
-        if slot not in self._index:
-            self._free_slot(slot)
-        elif self._keeps_prefixes:
+        if self._keeps_prefixes and slot in self._index:
             self._eviction.add(BlockId(slot + 1))
         else:
-            self._index.remove(slot)
             self._free_slot(slot)
 
     def _free_slot(self, slot: HostBlockId) -> None:
-        if slot in self._labels:
-            self._unname(slot)
-            del self._labels[slot]
+        self._unname(slot)
+        self._labels.pop(slot, None)
         self._states[slot] = Slot.FREE
         self.counters.slots[self._tenants[slot]] -= 1
         self._free.append(slot)

@@ -1,15 +1,16 @@
 """Transfers of blocks between device and host memory, planned for the next step or in flight with the current one.
 
-    store_prefix, store_claimed ──┐            ┌──complete──> slots with these blocks
-                                  ├──take──> in flight
-    plan_load ────────────────────┘            └──fail──────> slots whose keys are forgotten
+    store_prefix, keep ──┐            ┌──complete──> slots with these blocks
+                         ├──take──> in flight
+    plan_load ───────────┘            └──fail──────> slots whose keys are forgotten
 
 A block stored as a prefix can be found by any sequence. A block stored only for preempted sequences is not stored at
-all if they release their claims before a step has taken it.
+all if they let go of it before a step has taken it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from octavo.kvcache.audit import Findings
@@ -29,7 +30,7 @@ class BlockTransfer(NamedTuple):
 class _Load(NamedTuple):
     slot: HostBlockId
     seq_id: SequenceId
-    returns: bool  # whether the sequence claimed it
+    resumes: bool  # whether the sequence was preempted, and the slot kept for it
 
 
 class HostTransfers:
@@ -43,7 +44,7 @@ class HostTransfers:
         self.host = host
         self._stores: dict[HostBlockId, BlockId] = {}
         self._loads: dict[BlockId, _Load] = {}
-        self._chosen: set[HostBlockId] = set()  # stored even if no sequence claims them
+        self._chosen: set[HostBlockId] = set()  # stored even if they are kept for no sequence
         self._stores_in_flight: list[HostBlockId] = []
         self._loads_in_flight: list[HostBlockId] = []
         host.holders.append(lambda: [*(load.slot for load in self._loads.values()), *self._loads_in_flight])
@@ -54,7 +55,7 @@ class HostTransfers:
         """Whether the next step has anything to move."""
         return bool(self._stores or self._loads)
 
-    # From the device, as prefixes
+    # From the device
 
     def store_prefix(self, block_id: BlockId, label: Label, tenant: str) -> None:
         """Plan to store a block of the device with the next step, until which its contents must not change."""
@@ -71,76 +72,62 @@ class HostTransfers:
         elif state is Slot.STORING:
             self._chosen.add(slot)
 
-    # For preempted sequences
-
-    def can_claim(self, count: int, num_held: int = 0) -> bool:
-        """Whether `count` slots can be claimed, of which `num_held` are already held."""
-        return self.host.claims.may_add(count) and count - num_held <= self.host.num_takeable
-
-    def store_claimed(self, block_id: BlockId, label: Label | None, tenant: str) -> HostBlockId | None:
-        """Claim a slot for a block of the device, and plan to store the block if no slot has it yet.
-
-        Args:
-            label: label by which others may find it; None if they must not.
+    def keep(self, blocks: Seq[tuple[BlockId, Label]], tenant: str) -> bool:
+        """Keep blocks of the device for a preempted sequence, and plan to store those that no slot has yet.
 
         Returns:
-            The slot, or None if no slot can be claimed.
+            Whether the swap space has room for all of them; if not, nothing has changed.
         """
         host = self.host
-        known = None if label is None else host.where(label.key)
-        if label is not None and known is not None:
-            slot, state = known
-            if state is Slot.STORING or host.find(label) is not None:
-                if not host.claims[slot] and not host.claims.may_add(1):
-                    return None
-                self.claim(slot)
-                return slot
-            label = None
-        if not self.can_claim(1):
-            return None
-        reserved = host.reserve(label, tenant, Slot.STORING)
-        assert reserved is not None
-        self._stores[reserved] = block_id
-        self.claim(reserved)
-        return reserved
+        slots: list[HostBlockId | None] = []
+        for block_id, label in blocks:
+            known = host.where(label.key)
+            if known is None and block_id not in self._loads:
+                slots.append(None)
+            elif known is not None and (known[1] is Slot.STORING or host.find(label) is not None):
+                slots.append(known[0])
+            else:
+                # A store is filling it, or its slot was forgotten before a step has loaded it.
+                return False
+        if not host.may_keep(slots):
+            return False
+        # First those that are there, so that they are not evicted for the others.
+        for slot in slots:
+            if slot is not None:
+                host.keep(slot)
+        for (block_id, label), slot in zip(blocks, slots, strict=True):
+            if slot is None:
+                reserved = host.reserve(label, tenant, Slot.STORING)
+                assert reserved is not None
+                self._stores[reserved] = block_id
+                host.keep(reserved)
+        return True
 
-    def claim(self, slot: HostBlockId) -> None:
-        """Keep a slot for a preempted sequence until `unclaim`; check `can_claim` before."""
-        self.host.hold(slot)
-        self.host.claims.add(slot, planned=slot in self._stores)
-
-    def unclaim(self, slot: HostBlockId) -> None:
-        """Remove a preempted sequence's claim to a slot."""
-        self.host.claims.remove(slot)
-        self._release(slot)
+    def let_go(self, key: bytes, *, is_private: bool) -> None:
+        """Keep the slot with this key, if any, for preempted sequences no longer."""
+        if (slot := self.host.kept(key)) is not None:
+            self.host.let_go(slot, is_private=is_private)
+            self._drop_unwanted(slot)
 
     # To the device
 
-    def plan_load(self, slot: HostBlockId, block_id: BlockId, seq_id: SequenceId, *, returns: bool = False) -> None:
+    def plan_load(self, slot: HostBlockId, block_id: BlockId, seq_id: SequenceId, *, resumes: bool = False) -> None:
         """Plan to copy a slot's bytes with the next step to a block that the sequence has just been given.
 
         Args:
-            returns: whether the sequence claims the slot.
+            resumes: whether the sequence was preempted, and the slot kept for it.
         """
         self.host.hold(slot)
-        if not returns:
+        if not resumes:
             self.host.note_hit(slot)
-        else:
-            self.host.claims.plan_return(slot)
-        self._loads[block_id] = _Load(slot, seq_id, returns)
-
-    def source_of(self, block_id: BlockId) -> HostBlockId | None:
-        """Return the slot whose bytes the next step loads into this block; None if there is no such load."""
-        load = self._loads.get(block_id)
-        return None if load is None else load.slot
+        self._loads[block_id] = _Load(slot, seq_id, resumes)
 
     def cancel_loads(self, seq_id: SequenceId) -> None:
         """Cancel the loads of a sequence that no step has taken, because it gives up its blocks."""
         for block_id in [block for block, load in self._loads.items() if load.seq_id == seq_id]:
-            load = self._loads.pop(block_id)
-            if load.returns:
-                self.host.claims.cancel_return(load.slot)
-            self._release(load.slot)
+            slot = self._loads.pop(block_id).slot
+            self.host.release(slot)
+            self._drop_unwanted(slot)
 
     # With steps
 
@@ -148,8 +135,11 @@ class HostTransfers:
         """Return the next step's stores and loads, which are in flight until `complete` or `fail`."""
         stores = [BlockTransfer(block, slot) for slot, block in self._stores.items()]
         loads = [BlockTransfer(block, load.slot) for block, load in self._loads.items()]
-        self.host.claims.moved(self._stores, (slot for _, slot in loads))
-        self.host.counters.loaded += sum(not load.returns for load in self._loads.values())
+        for load in self._loads.values():
+            if load.resumes:
+                self.host.kept_returns(load.slot)
+            else:
+                self.host.counters.loaded += 1
         self._stores_in_flight.extend(self._stores)
         self._loads_in_flight.extend(slot for _, slot in loads)
         self._stores.clear()
@@ -161,16 +151,19 @@ class HostTransfers:
         if self._stores_in_flight or self._loads_in_flight:
             self._end(failed=False)
 
-    def fail(self) -> None:
+    def fail(self) -> bool:
         """Note that the step failed: the slots it was to store have undefined contents, so forget their keys.
 
-        Claims remain; the code that resumes a sequence knows that the failed step moved its blocks.
+        Returns:
+            Whether there were any.
         """
-        if self._stores_in_flight or self._loads_in_flight:
+        is_lost = bool(self._stores_in_flight)
+        if is_lost or self._loads_in_flight:
             self._end(failed=True)
+        return is_lost
 
     def clear(self) -> None:
-        """Forget all prefixes in host memory, including those being written."""
+        """Forget the prefixes in host memory, including those being written, that are kept for no sequence."""
         self.host.clear()
         self._chosen.clear()
         for slot in list(self._stores):
@@ -195,12 +188,8 @@ class HostTransfers:
         for slot in loaded:
             host.loaded(slot)
 
-    def _release(self, slot: HostBlockId) -> None:
-        self.host.release(slot)
-        self._drop_unwanted(slot)
-
     def _drop_unwanted(self, slot: HostBlockId) -> None:
-        """Cancel a store that was planned only for claimants, if none is left and no step has taken it."""
+        """Cancel a store that was planned only for preempted sequences, if none is left and no step has taken it."""
         if slot in self._stores and slot not in self._chosen and not self.host.is_held(slot):
             del self._stores[slot]
             self.host.give_back(slot)

@@ -186,9 +186,8 @@ class KVCacheManager:
 
     def stock(self, requests: Iterable[Request]) -> Stock:
         """Count every block by state and tenant, and by request; `requests` must be all unfinished ones. O(blocks)."""
-        preempted = self.hierarchy.preempted
         held = (
-            (seq.request, holding.tables, preempted.host_blocks(seq.seq_id))
+            (seq.request, holding.tables, self.hierarchy.host_blocks(seq.seq_id))
             for seq, holding in self.holdings.of(requests)
         )
         return self.ledger.stock(self.pool, held)
@@ -330,15 +329,14 @@ class KVCacheManager:
         """
         holding, (chain, _) = self.holdings[seq], self.holdings.matchable(seq)
         num_blocks = self.spec.blocks_for_tokens(seq.num_computed)
-        if not self.hierarchy.preempted.leave(seq, [table[:num_blocks] for table in holding.tables], chain):
+        if not self.hierarchy.leave(seq, [table[:num_blocks] for table in holding.tables], chain):
             return False
-        self.hierarchy.transfers.cancel_loads(seq.seq_id)
         self._give_back(holding)
         return True
 
     def can_resume(self, seq: Sequence) -> bool:
         """Whether `match` finds everything that a demoted sequence had computed; this may become false at any time."""
-        return seq.seq_id in self.hierarchy.preempted
+        return self.hierarchy.can_resume(seq.seq_id)
 
     def release(self, seq: Sequence) -> None:
         """Release all blocks, the tail first so that it is evicted before the head. The hash chain is kept."""
@@ -355,7 +353,8 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> int:
         """Evict every cached block and return their number. Blocks in use or pinned stay published.
 
-        Host memory forgets its prefixes too; blocks on disk or in a remote store stay.
+        Host memory forgets its prefixes too, except those kept for preempted sequences; blocks on disk or in a remote
+        store stay.
         """
         count = self.pool.evict_all_cached()
         self.hierarchy.transfers.clear()
@@ -384,7 +383,7 @@ class KVCacheManager:
         yield from proven(self._check())
         states = yield from counted(pool.state(BlockId(i)) for i in range(pool.num_blocks))
         num_sequences = sum(any(holding.tables) for holding in self.holdings)
-        return Audit(states, num_sequences, len(self.hierarchy.preempted), self.hierarchy.host.claims.num_slots)
+        return Audit(states, num_sequences, self.hierarchy.num_preempted, self.hierarchy.host.num_kept)
 
     def _check(self) -> Findings:
         yield from self.pool.check()

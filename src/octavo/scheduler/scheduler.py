@@ -153,7 +153,7 @@ class Scheduler:
     @property
     def num_swapped(self) -> int:
         """The number of waiting sequences with keys and values in host memory."""
-        return len(self.kv.hierarchy.preempted)
+        return self.kv.hierarchy.num_preempted
 
     @property
     def request_ids(self) -> list[RequestId]:
@@ -254,9 +254,9 @@ class Scheduler:
         builder = self._builder
         builder.begin()
         self.kv.pins.expire()
-        transfers = self.kv.hierarchy.transfers
+        hierarchy = self.kv.hierarchy
         # `update` is not called for a failed step, so clean up after it here.
-        transfers.fail()
+        hierarchy.fail()
         if self.fetching is not None:
             for seq in self.fetching.arrived():
                 self._waiting.push(seq)
@@ -268,8 +268,8 @@ class Scheduler:
             if seq.seq_id in shares.admitted:
                 self._note_admitted(seq)
             self._plan_sequence(seq, num_new, copied=seq.seq_id in shares.copied)
-        if builder and transfers.are_planned:
-            return builder.finish(*transfers.take())
+        if builder and hierarchy.transfers.are_planned:
+            return builder.finish(*hierarchy.take())
         return builder.finish()
 
     def schedule_ahead(self) -> StepPlan:
@@ -300,7 +300,7 @@ class Scheduler:
             drew = rows.drawing
             self.turns.drawn(seq for seq in drew if not seq.finished)
             self.turns.drawn(drew[i] for i, following in result.forced.items() for _ in following)
-        self.kv.hierarchy.transfers.complete()
+        self.kv.hierarchy.complete()
         updates = self._advancing.advance(plan, result, rows.sequences, rows.draws, self._running)
         self._pinning.settle()
         return updates
@@ -355,23 +355,22 @@ class Scheduler:
 
     def flush(self) -> StepPlan | None:
         """Return a plan with the pending stores, if no request is left; call `flushed` after executing it."""
-        transfers = self.kv.hierarchy.transfers
-        if self._requests or not transfers.are_planned:
+        hierarchy = self.kv.hierarchy
+        if self._requests or not hierarchy.transfers.are_planned:
             return None
-        return self._builder.flush(transfers.take()[0])
+        return self._builder.flush(hierarchy.take()[0])
 
     def flushed(self, *, done: bool) -> None:
         """Note that the plan from `flush` is done, or has failed."""
-        transfers = self.kv.hierarchy.transfers
         if done:
-            transfers.complete()
+            self.kv.hierarchy.complete()
         else:
-            transfers.fail()
+            self.kv.hierarchy.fail()
 
     def abandon_step(self) -> None:
         """Abandon the plans in flight, which gave no result; their stores are lost, the runner's state is unknown."""
         self._builder.abandon()
-        self.kv.hierarchy.transfers.fail()
+        self.kv.hierarchy.fail()
 
     def _on_finish(self, seq: Sequence) -> None:
         self._held_back.forget(seq)
