@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.core import EngineCore
-from octavo.server.access import Access
+from octavo.server.access import AcceptedKeys
 from octavo.server.config import ServerConfig
 from tests.engine.tiny_engine import assert_drained, is_drained, slow_down, tiny_core
 from tests.server.conftest import Running, running_server, wait_until
@@ -79,10 +79,10 @@ def slowed_down(real: RealServer) -> Iterator[None]:
 @contextmanager
 def revocable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RealServer, Callable[[], object]]]:
     """A server whose key `admin-key`, an admin's, is revoked by a call of the second value."""
-    file, made = folder / "keys.toml", list[Access]()
+    file, made = folder / "keys.toml", list[AcceptedKeys]()
 
-    def access(config: ServerConfig) -> Access:
-        made.append(Access(config))
+    def access(config: ServerConfig) -> AcceptedKeys:
+        made.append(AcceptedKeys(config))
         return made[-1]
 
     def revoke() -> None:
@@ -93,7 +93,7 @@ def revocable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[R
     file.write_text(text)
     file.chmod(0o600)
     with monkeypatch.context() as patched:
-        patched.setattr("octavo.server.app.Access", access)
+        patched.setattr("octavo.server.app.AcceptedKeys", access)
         with real_server({"keys_file": str(file)}, num_blocks=65) as server:
             yield server, revoke
 

@@ -13,12 +13,12 @@ from octavo.server.tenants.keys import Client, Digest, KeyRing, clients_of_keys,
 logger = logging.getLogger("octavo.server")
 
 
-class Access:
+class AcceptedKeys:
     """The keys of clients and of admins.
 
     Attributes:
         clients: keys that open the API.
-        admins: the same keys and the admin key; a request to `/debug` needs one whose client has `admin` set.
+        admins: the same keys and the admin key; endpoints for operators need one whose client has `admin` set.
 
     Raises:
         ConfigError: the keys file or the environment holds no usable key.

@@ -7,7 +7,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
 from octavo.errors import OctavoError
-from octavo.server.access import Access
+from octavo.server.access import AcceptedKeys
 from octavo.server.api import Api
 from octavo.server.bodies.ignored_fields import IGNORED_HEADER
 from octavo.server.config import ServerConfig
@@ -24,8 +24,8 @@ from octavo.server.ollama_api import OllamaApi
 from octavo.server.openapi.description import Description
 from octavo.server.openapi.schema_ranges import Described
 from octavo.server.operations import Operations
-from octavo.server.route import routes
-from octavo.server.tenants.auth import AdminAccess, RequireApiKey
+from octavo.server.route import RefuseControlCharacters, public_requests, routes
+from octavo.server.tenants.auth import Gate, RequireApiKey
 from octavo.server.tenants.quota import Metered, Quotas
 
 
@@ -33,7 +33,7 @@ def create_app(
     engine: EngineClient,
     config: ServerConfig | None = None,
     in_flight: InFlight | None = None,
-    access: Access | None = None,
+    access: AcceptedKeys | None = None,
 ) -> Starlette:
     """Create the application for an engine.
 
@@ -42,37 +42,36 @@ def create_app(
         access: the accepted keys, if the caller wants to reread them.
     """
     config = ServerConfig() if config is None else config
-    access = Access(config) if access is None else access
+    access = AcceptedKeys(config) if access is None else access
     # Not `in_flight or …`: an `InFlight` without requests is falsy.
     in_flight = InFlight(config.request_timeout) if in_flight is None else in_flight
     several = len({client.tenant for client in access.clients.clients}) > 1
     # Each request has a connection: one tenant's leave half of them to the others.
     quotas = Quotas(max_requests=max(1, config.max_connections // 2) if several else None)
     handling = Handling(engine, config, in_flight)
-    admin, name = AdminAccess(access.admins), handling.names[0]
-    has_keys = access.needs_key or any(client.admin for client in access.admins.clients)
+    gate, name = Gate(access.clients, access.admins), handling.names[0]
     responses = ResponseCounts()
     endpoints = [
         *Api(engine, config, handling).endpoints(),
         *OllamaApi(engine, handling).endpoints(),
         *LlamaCppApi(engine, handling).endpoints(),
-        *Operations(engine, config, in_flight, admin, quotas, responses, name).endpoints(),
-        *LivePage(
-            engine, in_flight, admin, name, open_to_all=not has_keys, shows_text=config.live_page_text
-        ).endpoints(),
+        *Operations(engine, config, in_flight, gate, quotas, responses, name).endpoints(),
+        *LivePage(engine, in_flight, gate, name, shows_text=config.live_page_text).endpoints(),
         *Description(Described(engine.limits, engine.max_model_len, engine.vocab_size, engine.hidden_size)).endpoints(),
     ]
     responses.expect(endpoints)
     middleware = [Middleware(RequestLog, responses=responses, writes=config.access_log), Middleware(LastResort)]
+    middleware.append(Middleware(RefuseControlCharacters))
     if config.allowed_origins:
         middleware.append(_cors(config))
     if access.needs_key:
-        middleware.append(Middleware(RequireApiKey, keys=access.clients))
+        middleware.append(
+            Middleware(RequireApiKey, clients=access.clients, admins=access.admins, public=public_requests(endpoints))
+        )
     else:
         middleware.append(Middleware(RefuseWebPages, hosts=config.allowed_hosts, origins=config.allowed_origins))
-    middleware.append(Middleware(Metered, quotas=quotas))
     app = Starlette(
-        routes=routes(endpoints),
+        routes=routes(endpoints, gate.check, Middleware(Metered, quotas=quotas)),
         exception_handlers={OctavoError: answer_octavo_error, HTTPException: answer_http_error},
         middleware=middleware,
     )

@@ -35,8 +35,8 @@ from octavo.server.answer_json import json_bytes
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import ApiError
 from octavo.server.http.connection import EventStream, InFlight
-from octavo.server.route import Endpoint, json_response
-from octavo.server.tenants.auth import AdminAccess
+from octavo.server.route import Access, Endpoint, json_response
+from octavo.server.tenants.auth import Gate
 
 INTERVAL_S = 0.1
 MOST_PAGES = 8
@@ -47,6 +47,7 @@ _QUIET_S = 2.0
 _LOADED = dict.fromkeys(("blocks.js", "details.js", "page.js"), "text/javascript") | {"page.css": "text/css"}
 # As many as the page draws of a request's block tables.
 _MOST_IDS = 256
+_ID = re.compile(r"\d{1,9}", re.ASCII)
 _IDS = re.compile(rf"\d{{1,9}}(,\d{{1,9}}){{0,{_MOST_IDS - 1}}}", re.ASCII)
 _FOLDER = Path(__file__).with_name("static")
 _HEADERS = {
@@ -61,7 +62,6 @@ class LivePage:
     """The handlers of the live page.
 
     Args:
-        open_to_all: whether the data needs no admin key, because the server has no keys.
         shows_text: whether holders of an admin key see the text of a block's tokens.
     """
 
@@ -69,10 +69,9 @@ class LivePage:
         self,
         engine: EngineClient,
         in_flight: InFlight,
-        admin: AdminAccess,
+        gate: Gate,
         model_name: str,
         *,
-        open_to_all: bool,
         shows_text: bool = False,
     ) -> None:
         self._engine = engine
@@ -81,30 +80,30 @@ class LivePage:
         self._pages = InFlight()
         # Those that are sent changes, the first opened first.
         self._shown: list[_OpenPage] = []
-        self._admin = admin
+        self._gate = gate
         self._model_name = model_name
-        self._open_to_all = open_to_all
         self._shows_text = shows_text
 
     def endpoints(self) -> list[Endpoint]:
         return [
-            Endpoint("GET", "/", self.page),
-            *(Endpoint("GET", f"/live/{name}", partial(_served, name, kind)) for name, kind in _LOADED.items()),
-            Endpoint("GET", "/live/events", self.events),
-            Endpoint("GET", "/live/requests/{request_id}", self.request),
-            Endpoint("GET", "/live/blocks", self.blocks),
-            Endpoint("GET", "/live/blocks/{block_id:int}", self.block),
+            Endpoint("GET", "/", self.page, Access.PUBLIC),
+            *(
+                Endpoint("GET", f"/live/{name}", partial(_served, name, kind), Access.PUBLIC)
+                for name, kind in _LOADED.items()
+            ),
+            Endpoint("GET", "/live/events", self.events, Access.OPERATOR),
+            Endpoint("GET", "/live/requests/{request_id}", self.request, Access.OPERATOR),
+            Endpoint("GET", "/live/blocks", self.blocks, Access.OPERATOR),
+            Endpoint("GET", "/live/blocks/{block_id}", self.block, Access.OPERATOR),
         ]
 
     async def page(self, request: Request) -> Response:
         return await _served("page.html", "text/html", request)
 
     async def events(self, request: Request) -> Response:
-        self._check(request)
         return EventStream(self._changes(request), self._pages)
 
     async def request(self, request: Request) -> Response:
-        self._check(request)
         request_id = request.path_params["request_id"]
         found = await self._engine.inspect(lambda scheduler: describe_request(scheduler, request_id))
         if found is None:
@@ -112,7 +111,6 @@ class LivePage:
         return json_response(json_bytes(found))
 
     async def blocks(self, request: Request) -> Response:
-        self._check(request)
         asked = request.query_params.get("ids", "")
         if not _IDS.fullmatch(asked):
             raise ApiError(400, f"ids must be 1 to {_MOST_IDS} numbers of blocks, divided by commas.", param="ids")
@@ -121,22 +119,15 @@ class LivePage:
         return json_response(json_bytes({"computed_by": found}))
 
     async def block(self, request: Request) -> Response:
-        self._check(request)
-        block_id = request.path_params["block_id"]
-        found = await self._engine.inspect(lambda scheduler: describe_block(scheduler, block_id))
+        named, found = request.path_params["block_id"], None
+        if _ID.fullmatch(named):
+            found = await self._engine.inspect(lambda scheduler: describe_block(scheduler, int(named)))
         if found is None:
-            raise ApiError(404, f"There is no block {block_id}.", code="no_such_block")
+            raise ApiError(404, f"There is no block {shortened(named)}.", code="no_such_block")
         token_ids = found.pop("token_ids")
-        if token_ids is not None and self._shows_text and self._admin.admits(request):
+        if token_ids is not None and self._shows_text and self._gate.admits_admin(request):
             found["text"] = self._engine.tokenizer.decode(token_ids, False)
         return json_response(json_bytes(found))
-
-    def _check(self, request: Request) -> None:
-        if not self._open_to_all:
-            self._admin.check(request)
-
-    def _admits(self, request: Request) -> bool:
-        return self._open_to_all or self._admin.admits(request)
 
     async def _changes(self, request: Request) -> AsyncGenerator[bytes, None]:
         shown = _OpenPage(LiveView())
@@ -148,7 +139,7 @@ class LivePage:
         try:
             yield _event({"model": self._model_name, **_bounds(self._engine.stats)})
             # A key can be revoked meanwhile, by a change of the keys file.
-            while not self._server.draining and self._engine.is_alive and self._admits(request):
+            while not self._server.draining and self._engine.is_alive and self._gate.admits_operator(request):
                 if shown not in self._shown:
                     yield _event({"displaced": True})
                     return

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+import re
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from enum import Enum
+from http import HTTPStatus
 from typing import NamedTuple
 
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from octavo.server.errors import ApiError
 
 Handler = Callable[[Request], Awaitable[Response]]
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
+class Access(Enum):
+    """Who may use an endpoint of a server that has keys; without keys, only `ADMIN` endpoints are closed."""
+
+    PUBLIC = "anybody"
+    CLIENT = "clients, with an API key"
+    OPERATOR = "operators, with an admin key"
+    ADMIN = "operators, with an admin key; closed if the server has none"
 
 
 class Endpoint(NamedTuple):
@@ -18,25 +36,73 @@ class Endpoint(NamedTuple):
     method: str
     path: str
     handler: Handler
+    access: Access = Access.CLIENT
 
 
-def routes(endpoints: Iterable[Endpoint]) -> list[Route]:
-    """Return one route per path, so that a 405 lists all methods of the path."""
-    by_path: dict[str, dict[str, Handler]] = {}
-    for method, path, handler in endpoints:
-        by_path.setdefault(path, {})[method] = handler
-    return [Route(path, _by_method(handlers), methods=list(handlers)) for path, handlers in by_path.items()]
+def routes(endpoints: Iterable[Endpoint], check: Callable[[Access, Scope], None], metered: Middleware) -> list[Route]:
+    """Return one route per path, so that a 405 lists all methods of the path.
+
+    Args:
+        check: raises `ApiError` if a request may not use an endpoint of this access.
+        metered: applies the limits of tenants, where clients make the server work.
+    """
+    by_path: dict[str, dict[str, Endpoint]] = {}
+    for endpoint in endpoints:
+        by_path.setdefault(endpoint.path, {})[endpoint.method] = endpoint
+    return [_route(path, methods, check, metered) for path, methods in by_path.items()]
 
 
-def _by_method(handlers: dict[str, Handler]) -> Handler:
-    if len(handlers) == 1:
-        return next(iter(handlers.values()))
-
+def _route(
+    path: str, methods: dict[str, Endpoint], check: Callable[[Access, Scope], None], metered: Middleware
+) -> Route:
     async def handle(request: Request) -> Response:
-        method = "GET" if request.method == "HEAD" else request.method
-        return await handlers[method](request)
+        return await methods[_method(request.scope)].handler(request)
 
-    return handle
+    checked = Middleware(
+        _Checked, access={method: endpoint.access for method, endpoint in methods.items()}, check=check
+    )
+    is_work = any(endpoint.method == "POST" and endpoint.access is Access.CLIENT for endpoint in methods.values())
+    return Route(path, handle, methods=list(methods), middleware=[checked, metered] if is_work else [checked])
+
+
+def _method(scope: Scope) -> str:
+    """Return the method of the endpoint that answers a request; Starlette has GET's answer HEAD too."""
+    return "GET" if scope["method"] == "HEAD" else str(scope["method"])
+
+
+class _Checked:
+    """Middleware of one path that lets only those pass who may use the endpoint."""
+
+    def __init__(self, app: ASGIApp, access: Mapping[str, Access], check: Callable[[Access, Scope], None]) -> None:
+        self._app = app
+        self._access = access
+        self._check = check
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._check(self._access[_method(scope)], scope)
+        await self._app(scope, receive, send)
+
+
+def public_requests(endpoints: Iterable[Endpoint]) -> frozenset[tuple[str, str]]:
+    """Return the methods and paths that need no key; a path with parameters cannot be public."""
+    public = {(endpoint.method, endpoint.path) for endpoint in endpoints if endpoint.access is Access.PUBLIC}
+    assert not any("{" in path for _, path in public)
+    return frozenset(public | {("HEAD", path) for method, path in public if method == "GET"})
+
+
+class RefuseControlCharacters:
+    """Middleware that refuses paths with control characters: `$` in a route's pattern matches before a newline too."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (found := _CONTROL.search(scope["path"])):
+            message = f"The path has a control character (U+{ord(found[0]):04X})."
+            error = ApiError(HTTPStatus.BAD_REQUEST, message, code="invalid_path")
+            await error.response(scope)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
 
 
 def json_response(content: bytes) -> Response:

@@ -19,7 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from octavo.errors import ConfigError, EngineDeadError
-from octavo.server.access import Access
+from octavo.server.access import AcceptedKeys
 from octavo.server.app import create_app
 from octavo.server.config import ServerConfig
 from octavo.server.engine_client import EngineClient
@@ -59,7 +59,7 @@ def serve(
         EngineDeadError: the engine died while it served; its clients have been answered.
         Exception: whatever `make_engine` raises.
     """
-    access = Access(config)
+    access = AcceptedKeys(config)
     check_certificate(config)
     with bound(config) as listener, _hangups_noted(config) as hangups:
         require_keys_beyond_loopback(listener, config, access)
@@ -105,7 +105,7 @@ async def serve_on(
     listener: socket.socket,
     engine: EngineClient,
     config: ServerConfig,
-    access: Access | None = None,
+    access: AcceptedKeys | None = None,
     check_interrupt: Callable[[], None] = _nothing,
     hangups: Sequence[int] = (),
 ) -> None:
@@ -120,7 +120,7 @@ async def serve_on(
         EngineDeadError: the engine died while it served.
     """
     in_flight = InFlight(config.request_timeout)
-    access = Access(config) if access is None else access
+    access = AcceptedKeys(config) if access is None else access
     app = create_app(engine, config, in_flight, access)
     server = Server(app, config, in_flight, engine.model_name)
     server.has_engine = lambda: engine.is_alive
@@ -143,7 +143,7 @@ async def serve_on(
             await engine.shutdown(0)
 
 
-def _reread(config: ServerConfig, access: Access, engine: EngineClient) -> None:
+def _reread(config: ServerConfig, access: AcceptedKeys, engine: EngineClient) -> None:
     """Reread the keys, and pass the tenants' floors and caps to the engine."""
     if config.keys_file is None:
         logger.warning("SIGHUP: there is no --keys-file to reread; the server goes on")

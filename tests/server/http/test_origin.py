@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.server.access import Access
+from octavo.server.access import AcceptedKeys
 from octavo.server.config import ServerConfig
 from octavo.server.http.listening import bind, require_keys_beyond_loopback
 from tests.server.conftest import Running, running_server
@@ -93,7 +93,7 @@ def test_with_keys_names_and_content_types_do_not_matter() -> None:
 def serving(host: str, **options: object) -> None:
     config = ServerConfig(host=host, port=0, **options)  # type: ignore[arg-type]
     with bind(host, 0) as listener:
-        require_keys_beyond_loopback(listener, config, Access(config))
+        require_keys_beyond_loopback(listener, config, AcceptedKeys(config))
 
 
 def test_without_keys_other_machines_are_not_served_unless_that_was_asked_for() -> None:

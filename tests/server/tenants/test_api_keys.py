@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.server.access import Access
+from octavo.server.access import AcceptedKeys
 from octavo.server.config import ServerConfig
 from octavo.server.tenants.keys import tenant_of
 from tests.server.conftest import Running, running_server
@@ -111,7 +111,7 @@ def test_a_variable_that_holds_no_key_does_not_open_the_server(
 ) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError, match=f"{variable} is set but holds no key"):
-        Access(ServerConfig())
+        AcceptedKeys(ServerConfig())
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo.scheduler.kv_limits import KVLimits
-from octavo.server.access import Access
+from octavo.server.access import AcceptedKeys
 from octavo.server.config import ServerConfig
 from octavo.server.http.listening import bound
 from octavo.server.run import serve_on
@@ -51,7 +51,7 @@ def ask(server: Running, key: str, **fields: object) -> httpx.Response:
 
 
 def test_every_key_is_its_tenants_in_plain_text_or_hashed(keys_file: Path) -> None:
-    access = Access(ServerConfig(keys_file=str(keys_file)))
+    access = AcceptedKeys(ServerConfig(keys_file=str(keys_file)))
     ada = Client(tenant="ada", cache_group="lab", min_priority=-5, max_priority=5)
     assert access.clients.find("sk-ada-1") == access.clients.find("sk-ada-2") == ada
     assert access.clients.find("sk-bob") == Client(tenant="bob")
@@ -72,10 +72,11 @@ def test_a_request_is_its_tenants_with_its_group_and_priority(keys_file: Path) -
 
 
 def test_all_tenants_share_where_the_operator_says_so(keys_file: Path) -> None:
-    access = Access(ServerConfig(keys_file=str(keys_file), shared_prefix_cache=True))
+    access = AcceptedKeys(ServerConfig(keys_file=str(keys_file), shared_prefix_cache=True))
     assert {client.cache_group for client in access.clients.clients} == {""}
     assert {
-        client.cache_group for client in Access(ServerConfig(api_key=["a"], shared_prefix_cache=True)).clients.clients
+        client.cache_group
+        for client in AcceptedKeys(ServerConfig(api_key=["a"], shared_prefix_cache=True)).clients.clients
     } == {""}
 
 
@@ -135,7 +136,7 @@ def test_a_file_that_cannot_be_is_refused_without_repeating_a_key(tmp_path: Path
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read the keys file .*no\.toml: No such file"):
-        Access(ServerConfig(keys_file=str(tmp_path / "no.toml")))
+        AcceptedKeys(ServerConfig(keys_file=str(tmp_path / "no.toml")))
 
 
 def test_a_file_that_others_can_read_is_told(keys_file: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -145,7 +146,7 @@ def test_a_file_that_others_can_read_is_told(keys_file: Path, caplog: pytest.Log
 
 
 def test_rereading_takes_in_new_keys_and_drops_old_ones(keys_file: Path) -> None:
-    access = Access(ServerConfig(keys_file=str(keys_file)))
+    access = AcceptedKeys(ServerConfig(keys_file=str(keys_file)))
     keys_file.write_text('[tenants.ada]\nkeys = ["sk-new"]\nadmin = true')
     access.reread()
     assert access.clients.find("sk-ada-1") is None
@@ -158,7 +159,7 @@ def test_rereading_takes_in_new_keys_and_drops_old_ones(keys_file: Path) -> None
 def test_a_bad_file_on_rereading_keeps_the_old_keys_and_says_why(
     keys_file: Path, text: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    access = Access(ServerConfig(keys_file=str(keys_file)))
+    access = AcceptedKeys(ServerConfig(keys_file=str(keys_file)))
     keys_file.unlink() if text is None else keys_file.write_text(text)
     access.reread()
     assert access.clients.find("sk-ada-1") is not None
@@ -192,7 +193,7 @@ def serve_briefly(engine: Any, keys_file: Path) -> None:
 
 def test_floors_and_caps_come_to_the_engine_before_it_serves(keys_file: Path) -> None:
     keys_file.write_text(LIMITED)
-    assert Access(ServerConfig(keys_file=str(keys_file))).kv_amounts == {"ada": (0.125, 800)}
+    assert AcceptedKeys(ServerConfig(keys_file=str(keys_file))).kv_amounts == {"ada": (0.125, 800)}
     engine = Unstarted()
     with pytest.raises(ChildProcessError):
         serve_briefly(engine, keys_file)
@@ -203,7 +204,7 @@ def test_floors_beyond_the_cache_on_rereading_keep_the_old_keys(
     keys_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys_file.write_text(LIMITED)
-    access = Access(ServerConfig(keys_file=str(keys_file)))
+    access = AcceptedKeys(ServerConfig(keys_file=str(keys_file)))
     keys_file.write_text(LIMITED.replace("12.5%", "60%").replace('"sk-bob"]', '"sk-new"]\nkv_floor = "50%"'))
     assert not access.reread(FakeEngine().resolve_kv_limits)
     assert access.clients.find("sk-bob") is not None
@@ -218,7 +219,7 @@ def test_floors_beyond_the_cache_stop_the_server_at_its_start(keys_file: Path) -
 
 
 def test_a_key_given_alone_is_a_tenant_of_its_own() -> None:
-    access = Access(ServerConfig(api_key=["first-key"]))
+    access = AcceptedKeys(ServerConfig(api_key=["first-key"]))
     found = access.clients.find("first-key")
     assert found == Client(tenant=tenant_of("first-key"))
     assert "first-key" not in repr(vars(access.clients))

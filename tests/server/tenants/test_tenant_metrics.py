@@ -131,7 +131,8 @@ def test_metrics_can_be_kept_for_admins(
 
 
 def test_metrics_for_admins_need_an_admin_key_to_be_configured(start_server: Callable[..., Running]) -> None:
-    response = start_server(api_key=["a"], metrics_access="admin").client.get("/metrics")
+    headers = {"Authorization": "Bearer a"}
+    response = start_server(api_key=["a"], metrics_access="admin").client.get("/metrics", headers=headers)
     assert (response.status_code, response.json()["error"]["code"]) == (403, "no_admin_key")
 
 

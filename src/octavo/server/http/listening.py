@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from octavo.errors import ConfigError
-from octavo.server.access import Access
+from octavo.server.access import AcceptedKeys
 from octavo.server.config import ServerConfig
 
 # Permissions of a Unix socket: its owner and group may connect, if the folder's permissions let them.
@@ -123,7 +123,7 @@ def _cannot_listen(place: str, error: OSError) -> ConfigError:
     return ConfigError(f"cannot listen on {place}: {reason}{advice}")
 
 
-def require_keys_beyond_loopback(listener: socket.socket, config: ServerConfig, access: Access) -> None:
+def require_keys_beyond_loopback(listener: socket.socket, config: ServerConfig, access: AcceptedKeys) -> None:
     """Raise `ConfigError` if other machines would be served without keys and that was not explicitly allowed."""
     if listener.family == socket.AF_UNIX:
         return  # the file's permissions control who may connect

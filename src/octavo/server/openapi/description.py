@@ -47,7 +47,7 @@ from octavo.server.openapi.schema_ranges import (
     unsupported,
 )
 from octavo.server.paths import LLAMACPP_PATHS
-from octavo.server.route import Endpoint, json_response
+from octavo.server.route import Access, Endpoint, json_response
 
 
 class _Post(NamedTuple):
@@ -165,7 +165,10 @@ class Description:
         self._server = server
 
     def endpoints(self) -> list[Endpoint]:
-        return [Endpoint("GET", "/openapi.json", self._openapi), Endpoint("GET", "/docs", self._docs)]
+        return [
+            Endpoint("GET", "/openapi.json", self._openapi, Access.PUBLIC),
+            Endpoint("GET", "/docs", self._docs, Access.PUBLIC),
+        ]
 
     @cached_property
     def _described(self) -> bytes:

@@ -1,18 +1,21 @@
-"""Authentication: the API key of a request, its tenant, and what it may access."""
+"""Authentication: the API key of a request, its tenant, and what it may access.
+
+A path is closed unless its endpoint is `Access.PUBLIC`: `RequireApiKey` answers every other request without a known key
+with a 401, paths that do not exist included, and `Gate` then checks what the endpoint itself asks for.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Set
 from http import HTTPStatus
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.server.errors import ApiError
-from octavo.server.paths import LLAMACPP_PATHS, is_under, path_of
+from octavo.server.paths import path_of
+from octavo.server.route import Access
 from octavo.server.tenants.keys import ANYBODY, Client, KeyRing
-
-# Paths that need a key: all that make the server work for a client or reveal what it serves. Probes stay open.
-_GUARDED = ("/v1", "/api", "/tokenize", "/detokenize", *LLAMACPP_PATHS)
 
 
 def presented_key(scope: Scope) -> str | None:
@@ -37,49 +40,77 @@ def client_of(scope: Scope) -> Client:
 
 
 class RequireApiKey:
-    """Middleware that requires a key on the guarded paths; stores the client in `scope["state"]`."""
+    """Middleware that requires a known key on every path that is not public; stores its client in `scope["state"]`.
 
-    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
+    The admin key passes too. It is no client's, and opens only what `Gate` lets it.
+
+    Args:
+        clients: keys of clients.
+        admins: the same keys and the admin key.
+        public: methods and paths that need no key.
+    """
+
+    def __init__(self, app: ASGIApp, clients: KeyRing, admins: KeyRing, public: Set[tuple[str, str]]) -> None:
         self._app = app
-        self._keys = keys
+        self._clients = clients
+        self._admins = admins
+        self._public = public
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and is_guarded(scope):
+        if scope["type"] == "http" and (scope["method"], path_of(scope)) not in self._public:
             try:
-                client = authenticated(self._keys, scope)
+                self._identify(scope)
             except ApiError as error:
                 await error.response(scope)(scope, receive, send)
                 return
-            scope.setdefault("state", {})["client"] = client
         await self._app(scope, receive, send)
 
+    def _identify(self, scope: Scope) -> None:
+        key = presented_key(scope)
+        if key is not None and (client := self._clients.find(key)) is not None:
+            scope.setdefault("state", {})["client"] = client
+        else:
+            authenticated(self._admins, scope)
 
-class AdminAccess:
-    """Access control for the admin endpoints: only requests with an admin key pass, and none if no key is configured.
+
+class Gate:
+    """Decides whether a request may use an endpoint, by the endpoint's `Access`.
 
     Args:
-        keys: the keys of clients and admins; only clients with `admin` set are admitted.
+        clients: keys of clients.
+        admins: the same keys and the admin key; only their clients with `admin` set are operators.
     """
 
-    def __init__(self, keys: KeyRing) -> None:
-        self._keys = keys
+    def __init__(self, clients: KeyRing, admins: KeyRing) -> None:
+        self._clients = clients
+        self._admins = admins
 
-    def check(self, request: Request) -> None:
-        """Raise `ApiError` if the server has no admin key (403) or the request does not carry one (401)."""
-        if not any(client.admin for client in self._keys.clients):
+    def check(self, access: Access, scope: Scope) -> None:
+        """Raise `ApiError` if the request's key does not open such an endpoint (401), or no key could (403)."""
+        if access is Access.CLIENT and self._clients and "client" not in scope.get("state", {}):
+            raise incorrect_key()
+        if access is Access.ADMIN or (access is Access.OPERATOR and self._admins):
+            self._check_admin(scope)
+
+    def admits_admin(self, request: Request) -> bool:
+        """Return whether the request carries an admin key."""
+        key = presented_key(request.scope)
+        client = None if key is None else self._admins.find(key)
+        return client is not None and client.admin
+
+    def admits_operator(self, request: Request) -> bool:
+        """Return whether the request may use what is `Access.OPERATOR`."""
+        return not self._admins or self.admits_admin(request)
+
+    def _check_admin(self, scope: Scope) -> None:
+        if not any(client.admin for client in self._admins.clients):
             message = (
                 "This server has no admin key: start it with --admin-key, OCTAVO_ADMIN_KEY, or a tenant with admin = "
                 "true in --keys-file, to use this."
             )
             raise ApiError(HTTPStatus.FORBIDDEN, message, code="no_admin_key")
-        if not authenticated(self._keys, request.scope).admin:
+        if not authenticated(self._admins, scope).admin:
             raise incorrect_key()
-
-    def admits(self, request: Request) -> bool:
-        """Return whether the request carries an admin key."""
-        key = presented_key(request.scope)
-        client = None if key is None else self._keys.find(key)
-        return client is not None and client.admin
 
 
 def authenticated(keys: KeyRing, scope: Scope) -> Client:
@@ -95,12 +126,6 @@ def authenticated(keys: KeyRing, scope: Scope) -> Client:
 
 def incorrect_key() -> ApiError:
     return _unauthorized("Incorrect API key provided.")
-
-
-def is_guarded(scope: Scope) -> bool:
-    """Return whether a request makes the server work for a client or asks what it serves."""
-    path = path_of(scope)
-    return any(is_under(path, prefix) for prefix in _GUARDED)
 
 
 def _unauthorized(message: str) -> ApiError:

@@ -135,6 +135,9 @@ class KeyRing:
         self._clients: dict[bytes, tuple[Digest, Client]] = {}
         self.replace(clients)
 
+    def __len__(self) -> int:
+        return len(self._clients)
+
     def replace(self, clients: Mapping[Digest, Client]) -> None:
         """Replace the keys; requests already admitted continue."""
         self._clients = {self._sealed(digest): (digest, client) for digest, client in clients.items()}

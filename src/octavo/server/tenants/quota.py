@@ -18,7 +18,7 @@ from typing import Protocol
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.server.errors import ApiError
-from octavo.server.tenants.auth import client_of, is_guarded
+from octavo.server.tenants.auth import client_of
 from octavo.server.tenants.keys import Client
 
 # Maximum number of tenants whose use is shown by name; a keys file that is often reread may name more over time.
@@ -221,16 +221,13 @@ class Quotas:
 
 
 class Metered:
-    """Middleware that applies tenants' limits to POST requests; stores the `Charge` in `scope["state"]`."""
+    """Middleware of a path with work for clients: applies tenants' limits; stores the `Charge` in `scope["state"]`."""
 
     def __init__(self, app: ASGIApp, quotas: Quotas) -> None:
         self._app = app
         self._quotas = quotas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or not is_guarded(scope):
-            await self._app(scope, receive, send)
-            return
         try:
             charge = self._quotas.enter(client_of(scope))
         except ApiError as error:

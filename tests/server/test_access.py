@@ -1,0 +1,128 @@
+"""Every route of the running application, in every spelling: closed unless its row says that it is public."""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from starlette.routing import Route
+
+from octavo.server.app import create_app
+from octavo.server.route import Access, Endpoint
+from tests.server.conftest import Running, running_server
+from tests.server.fake_engine import FakeEngine
+
+PUBLIC = {"/health", "/ready", "/ping", "/load", "/version", "/metrics", "/openapi.json", "/docs", "/"}
+PUBLIC |= {f"/live/{name}" for name in ("blocks.js", "details.js", "page.js", "page.css")}
+OPERATOR = ("/live/", "/debug/", "/reset_prefix_cache")
+
+SPELLINGS: dict[str, Callable[[str], str]] = {
+    "as it is": lambda path: path,
+    "percent": lambda path: path[:-1] + f"%{ord(path[-1]):02x}",
+    "newline": lambda path: path + "%0a",
+    "carriage return": lambda path: path + "%0d",
+    "NUL": lambda path: path + "%00",
+    "newline in front": lambda path: "/%0a" + path[1:],
+    "double slash": lambda path: "/" + path,
+    "dot segments": lambda path: "/x/.." + path,
+    "upper case": lambda path: path.upper(),
+    "trailing slash": lambda path: path + "/",
+    "trailing space": lambda path: path + "%20",
+    "query": lambda path: path + "?x=%0a",
+    "semicolon": lambda path: path + ";x",
+}
+# Those that name the same path.
+SAME = {"as it is", "percent", "query"}
+
+
+def routes() -> list[tuple[str, str]]:
+    app = create_app(FakeEngine())  # type: ignore[arg-type]
+    found = [route for route in app.routes if isinstance(route, Route)]
+    return [(method, route.path) for route in found for method in sorted(route.methods or ())]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    options: dict[str, Any] = {"api_key": ["mine", "other"], "admin_key": "root"}
+    with running_server(FakeEngine(), shutdown_timeout=0, **options) as running:
+        yield running
+
+
+def status_of(server: Running, method: str, target: str, key: str | None = None) -> int:
+    """The status of a request whose target is sent as it is written."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection._validate_path = lambda url: None  # type: ignore[attr-defined]
+    headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
+    connection.request(method, target, body=b"{}" if method == "POST" else None, headers=headers)
+    with connection.getresponse() as response:
+        status = response.status
+    connection.close()
+    return status
+
+
+def example(path: str) -> str:
+    return path.replace("{model:path}", "fake").replace("{", "").replace("}", "")
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_route_is_closed_without_a_key_unless_it_is_public(server: Running, spelling: str) -> None:
+    for method, path in routes():
+        target = SPELLINGS[spelling](example(path))
+        if path in PUBLIC and (spelling in SAME or target == path):
+            assert status_of(server, method, target) == 200, (method, target)
+            continue
+        for key in (None, "wrong"):
+            assert status_of(server, method, target, key) in (400, 401), (method, target, key)
+    assert server.engine.received == []
+
+
+def test_a_route_that_does_not_exist_is_closed_before_it_is_missing(server: Running) -> None:
+    for path in ("/nothing", "/v1/nothing", "/api/nothing", "/tokenize/more", "/static/page.html", "/live/nothing"):
+        assert status_of(server, "GET", path) == 401
+        assert status_of(server, "GET", path, "mine") == 404
+        assert status_of(server, "DELETE", "/health") == 401
+
+
+def test_a_control_character_is_refused_whoever_sends_it(server: Running) -> None:
+    for method, path in routes():
+        for spelling in ("newline", "carriage return", "NUL", "newline in front"):
+            assert status_of(server, method, SPELLINGS[spelling](example(path)), "mine") == 400
+
+
+def test_only_the_admin_key_opens_what_is_for_operators_and_nothing_else(server: Running) -> None:
+    for method, path in routes():
+        if path in PUBLIC or path == "/live/events":  # a stream without an end
+            continue
+        is_operators = path.startswith(OPERATOR)
+        for key in ("mine", "other"):
+            assert (status_of(server, method, example(path), key) == 401) == is_operators, (method, path, key)
+        assert (status_of(server, method, example(path), "root") == 401) == (not is_operators), (method, path)
+
+
+def test_a_stored_response_belongs_to_its_tenant(server: Running) -> None:
+    body = {"input": "x", "max_output_tokens": 1}
+    made = server.client.post("/v1/responses", json=body, headers={"Authorization": "Bearer mine"}).json()
+    for path in (f"/v1/responses/{made['id']}", f"/v1/responses/{made['id']}/input_items"):
+        assert status_of(server, "GET", path, "other") == 404
+        assert status_of(server, "GET", path, "mine") == 200
+    assert status_of(server, "DELETE", f"/v1/responses/{made['id']}", "other") == 404
+
+
+def test_an_endpoint_is_for_clients_unless_it_says_otherwise() -> None:
+    async def handler(request: Any) -> Any: ...
+
+    assert Endpoint("GET", "/new", handler).access is Access.CLIENT
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "9" * 10, "-1", "x", "٣"])
+def test_a_block_that_cannot_be_is_missing(start_server: Callable[..., Running], number: str) -> None:
+    answer = start_server().client.get(f"/live/blocks/{number}")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_such_block")
+
+
+def test_the_load_is_as_closed_as_the_metrics(start_server: Callable[..., Running]) -> None:
+    server = start_server(api_key=["mine"], admin_key="root", metrics_access="admin")
+    for path in ("/load", "/metrics"):
+        assert [status_of(server, "GET", path, key) for key in (None, "mine", "root")] == [401, 401, 200]
