@@ -100,12 +100,12 @@ def test_the_progress_bar_is_shown_unless_it_is_not_wanted(llm: LLM, capsys: pyt
 
 
 def test_requests_without_a_seed_differ_and_an_engines_seed_repeats_them(make_llm: MakeLLM, tiny_llama: Path) -> None:
-    def draw(seed: int) -> list[list[int]]:
+    def draw(seed: int | None) -> list[list[int]]:
         llm = make_llm(tiny_llama, seed=seed)
         return [generate(llm, temperature=1.0, ignore_eos=True).outputs[0].token_ids for _ in range(2)]
 
     assert draw(0) == draw(0)
-    assert len({tuple(tokens) for tokens in draw(0) + draw(1)}) == 4
+    assert len({tuple(tokens) for tokens in draw(0) + draw(1) + draw(None) + draw(None)}) == 8
 
 
 def test_end_of_sequence_ends_it_unless_ignored(make_llm: MakeLLM, tiny_llama: Path) -> None:

@@ -47,3 +47,14 @@ def test_the_most_likely_tokens_are_a_sequence_of_pairs_in_two_arrays() -> None:
     known = TokenLogprobs(-1.5, 2, top)
     assert pickle.loads(pickle.dumps(known)) == known
     assert hash(known) == hash(TokenLogprobs(-1.5, 2, pairs))
+
+
+def test_each_sequence_has_a_seed_of_its_own_and_the_first_has_the_requests() -> None:
+    def seeds(seed: int, n: int) -> list[int]:
+        return [seq.seed for seq in Request(RequestId("r"), [1], SamplingParams(n=n), seed=seed).sequences]
+
+    assert seeds(7, 1) == seeds(7, 4)[:1] == [7]
+    assert seeds(7, 4) == seeds(7, 4)
+    neighbours = [seed for first in range(-3, 20) for seed in seeds(first, 8)]
+    assert len(set(neighbours)) == len(neighbours)
+    assert all(0 <= seed < 2**64 for seed in neighbours)

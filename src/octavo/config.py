@@ -203,7 +203,11 @@ class EngineConfig(RequestLimits):
     num_threads: int | None = option(
         None, "CPU threads; default: one for each core that affinity, cgroups and OMP_NUM_THREADS allow"
     )
-    seed: int = option(0, "seed for requests without one of their own")
+    seed: int | None = option(
+        0,
+        "seed from which requests without one get theirs; default: 0, and for `octavo serve` none: from the operating "
+        "system",
+    )
 
     def __post_init__(self) -> None:
         # Not super(): a dataclass with slots is a new class, for which super() without arguments does not work.

@@ -299,6 +299,17 @@ class Sequence:
         return (0, request.due_time, self.seq_id)
 
 
+def sibling_seed(seed: int, index: int) -> int:
+    """Return the seed of a request's sequence `index`: its own for the first, so that `n` of 1 is the first of several.
+
+    The others are hashed, because `seed + index` would be the first sequence of the request with the next seed.
+    """
+    if index == 0:
+        return seed & (2**64 - 1)
+    digest = blake2b(f"{seed} {index}".encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "little")
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """One prompt and its parameters, in which `params.max_tokens` has been set.
@@ -315,7 +326,7 @@ class Request:
         cache_scope: derived from tenant, group and salt; cached blocks are only shared within one scope.
         ending_ids: tokens that may end an output: end-of-sequence unless it is ignored, and `stop_token_ids`.
         grammar: the compiled structured output, kept as long as the request; None before it is compiled.
-        seed: seed of the first sequence; sequence i uses seed + i.
+        seed: seed of the first sequence; those of the others are derived from it (`sibling_seed`).
         bad_word_ids: the token sequences that spell `params.bad_words`.
         pins: prefixes of the prompt to pin once they are computed.
         pin_receipts: results of the pins.
@@ -367,7 +378,7 @@ class Request:
             Sequence(
                 request=self,
                 index=i,
-                seed=(self.seed + i) & (2**64 - 1),
+                seed=sibling_seed(self.seed, i),
                 num_prompt_tokens=len(self.prompt_token_ids),
                 status=SequenceStatus.WAITING if i == 0 else SequenceStatus.FORK_PENDING,
             )

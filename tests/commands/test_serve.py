@@ -58,3 +58,18 @@ def test_of_several_tenants_none_pins_the_whole_budget_unless_it_was_said(
 def test_keys_of_the_environment_are_tenants_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_API_KEY", "a,b")
     assert share_among_tenants(EngineConfig(), ServerConfig()).pin_tenant_share == 0.5
+
+
+@pytest.mark.parametrize(("argv", "seed"), [([], None), (["--seed", 0], 0), (["--seed", 7], 7)])
+def test_a_server_draws_seeds_that_nobody_can_predict_unless_it_has_one(
+    octavo_command: OctavoCommand, served: list[Any], monkeypatch: pytest.MonkeyPatch, argv: list[Any], seed: int | None
+) -> None:
+    seeds = []
+
+    def shared(config: EngineConfig, _: ServerConfig) -> EngineConfig:
+        seeds.append(config.seed)
+        return config
+
+    monkeypatch.setattr("octavo.commands.serve.share_among_tenants", shared)
+    octavo_command("serve", "model.gguf", *argv)
+    assert seeds == [seed]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from octavo.errors import CapacityError, RequestError
-from octavo.request import FinishReason
+from octavo.request import FinishReason, sibling_seed
 from octavo.sampling_params import SamplingParams
 from tests.conftest import MakeLLM, assert_idle
 from tests.engine.beams import LOGPROB_ERROR, Beams, assert_same_beams, expected_beams, scored
@@ -254,7 +254,9 @@ def test_sixty_four_samples_of_one_prompt_share_its_blocks(make_llm: MakeLLM, ti
         outputs += core.step()
     (output,) = outputs
     for i in (0, 31, 63):
-        (alone,) = llm.generate({"prompt_token_ids": prompts()[8]}, SamplingParams(seed=9 + i, **how), use_tqdm=False)
+        (alone,) = llm.generate(
+            {"prompt_token_ids": prompts()[8]}, SamplingParams(seed=sibling_seed(9, i), **how), use_tqdm=False
+        )
         assert output.outputs[i].token_ids == alone.outputs[0].token_ids
 
 

@@ -10,6 +10,7 @@ import pytest
 from octavo import LLM, SamplingParams, kernels
 from octavo.attention.native import NativeAttention
 from octavo.errors import ConfigError
+from octavo.request import sibling_seed
 from octavo.runner.runner import ModelRunner
 from tests.conftest import MakeLLM
 from tests.engine.preempting import thrash
@@ -55,7 +56,9 @@ def test_samples_and_beams_copy_a_shared_block_before_they_write(
     llm = make_llm(tiny_llama, kv_cache_dtype=table)
     together = tokens(llm, n=3, temperature=1.0, seed=70)
     for i in range(3):
-        assert [few[i] for few in together] == [one[0] for one in tokens(llm, temperature=1.0, seed=70 + i)]
+        assert [few[i] for few in together] == [
+            one[0] for one in tokens(llm, temperature=1.0, seed=sibling_seed(70, i))
+        ]
     uncached = make_llm(tiny_llama, kv_cache_dtype=table, enable_prefix_caching=False, block_size=4)
     params = SamplingParams(n=3, use_beam_search=True, temperature=0, max_tokens=8)
     cached, fresh = (

@@ -12,6 +12,7 @@ import torch
 from octavo.kvcache.formats import KV_FORMATS
 from octavo.planner.deployment import Deployment, PlanOptions
 from octavo.planner.sources import find_shape
+from octavo.request import sibling_seed
 from octavo.sampling_params import SamplingParams
 from octavo.storage.arena import KVArena
 from tests.conftest import MakeLLM
@@ -54,7 +55,9 @@ def test_recent_blocks_in_int8_are_read_alike_cold_warm_and_in_chunks(
     assert tokens(warm) == expected
     together = tokens(warm, n=3, temperature=1.0, seed=70)
     for i in range(3):
-        assert [few[i] for few in together] == [one[0] for one in tokens(warm, temperature=1.0, seed=70 + i)]
+        assert [few[i] for few in together] == [
+            one[0] for one in tokens(warm, temperature=1.0, seed=sibling_seed(70, i))
+        ]
     uncached = make_llm(folder, **how, enable_prefix_caching=False)
     cached, fresh = ([o.outputs[0].token_ids for o in _beams(engine)] for engine in (warm, uncached))
     assert cached == fresh
@@ -83,7 +86,9 @@ def test_samples_and_beams_copy_a_shared_block_before_they_write(
     llm = make_llm(tiny_llama, kv_cache_dtype=codec)
     together = tokens(llm, n=3, temperature=1.0, seed=70)
     for i in range(3):
-        assert [few[i] for few in together] == [one[0] for one in tokens(llm, temperature=1.0, seed=70 + i)]
+        assert [few[i] for few in together] == [
+            one[0] for one in tokens(llm, temperature=1.0, seed=sibling_seed(70, i))
+        ]
     uncached = make_llm(tiny_llama, kv_cache_dtype=codec, enable_prefix_caching=False, block_size=4)
     (cached, fresh) = ([o.outputs[0].token_ids for o in _beams(engine)] for engine in (llm, uncached))
     assert cached == fresh

@@ -11,7 +11,7 @@ import pytest
 
 from octavo import kernels
 from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
-from octavo.request import RequestContext
+from octavo.request import RequestContext, sibling_seed
 from octavo.sampling_params import SamplingParams
 from tests.conftest import MakeLLM
 from tests.engine.preempting import thrash
@@ -170,7 +170,9 @@ def test_parallel_samples_are_those_of_separate_requests_with_consecutive_seeds(
     if options:
         assert llm.core.scheduler.counters.num_preemptions > 0
     fresh = make_llm(tiny_llama, enable_prefix_caching=False)
-    separate = [fresh.generate(prompt, SamplingParams(seed=70 + i, **how), use_tqdm=False)[0] for i in range(5)]
+    separate = [
+        fresh.generate(prompt, SamplingParams(seed=sibling_seed(70, i), **how), use_tqdm=False)[0] for i in range(5)
+    ]
     assert [c.index for c in together.outputs] == [0, 1, 2, 3, 4]
     assert [c.token_ids for c in together.outputs] == [out.outputs[0].token_ids for out in separate]
     assert len({tuple(c.token_ids) for c in together.outputs}) == (5 if temperature else 1)

@@ -20,7 +20,7 @@ from octavo.dialect.formats import CALL_FORMATS
 from octavo.engine.outputs import GRAMMAR_TOO_COMPLEX, CompletionOutput, RequestOutput
 from octavo.errors import ContextLengthError, RequestError
 from octavo.grammar.state import live_states
-from octavo.request import FinishReason
+from octavo.request import FinishReason, sibling_seed
 from octavo.sampling import grammar_masks
 from tests.conftest import MakeLLM, assert_idle, runner_of
 from tests.engine.preempting import thrash
@@ -150,7 +150,7 @@ def test_masks_that_are_made_beside_the_step_change_no_token(
     assert llm.core.scheduler.counters.num_preemptions > 0
     how: dict[str, Any] = {"max_tokens": 40, "structured_outputs": DESCRIPTIONS[0]}
     (together,) = llm.generate("x", SamplingParams(n=5, seed=70, **how), use_tqdm=False)
-    separate = [llm.generate("x", SamplingParams(seed=70 + i, **how), use_tqdm=False)[0] for i in range(5)]
+    separate = [llm.generate("x", SamplingParams(seed=sibling_seed(70, i), **how), use_tqdm=False)[0] for i in range(5)]
     assert told([together]) == told(separate)
     assert_nothing_left(llm)
 
@@ -193,7 +193,9 @@ def test_parallel_samples_follow_the_grammar_each_for_itself(
     prompt = {"prompt_token_ids": list(range(10, 31))}
     how: dict[str, Any] = {"max_tokens": 40, "structured_outputs": wanted}
     (together,) = llm.generate(prompt, SamplingParams(n=5, seed=70, **how), use_tqdm=False)
-    separate = [llm.generate(prompt, SamplingParams(seed=70 + i, **how), use_tqdm=False)[0] for i in range(5)]
+    separate = [
+        llm.generate(prompt, SamplingParams(seed=sibling_seed(70, i), **how), use_tqdm=False)[0] for i in range(5)
+    ]
     assert told([together]) == told(separate)
     for completion in together.outputs:
         assert_fits(wanted, completion)

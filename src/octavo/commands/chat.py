@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import secrets
 from typing import TYPE_CHECKING, Any
 
 from octavo.commands.base import Command
@@ -36,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     given = given_options(args, SamplingParams, omit=_OMITTED)
     SamplingParams(**{**_DEFAULTS, **given})  # validates the options before a model is loaded
     # Otherwise every conversation would begin with the same answer.
-    options = {"seed": secrets.randbits(31), **engine_options(args)}
+    options = {"seed": None, **engine_options(args)}
     with remembered_interrupt() as interrupt:
         from octavo import LLM
 

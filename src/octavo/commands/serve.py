@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from octavo.commands.base import Command
 from octavo.commands.interrupt import Interrupt, remembered_interrupt
@@ -44,6 +44,9 @@ SERVER_GROUPS = {
 
 # Options that hold a server's keys; only those of the source with the highest precedence are used.
 KEYS = frozenset({"api_key", "keys_file"})
+# Defaults of a server where they differ from those of `LLM`: with a seed that others know, a client could predict what
+# is drawn for another.
+DEFAULTS: dict[str, Any] = {"seed": None}
 # Share of the pin budget and of the queue that one tenant may take if there are several.
 SHARE_OF_SEVERAL = 0.5
 
@@ -61,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     flags = {**given_options(args, ServerConfig), **engine_options(args)}
-    settings = Settings((ServerConfig, EngineConfig), flags, os.environ, getattr(args, "config", None), [KEYS])
+    settings = Settings(
+        (ServerConfig, EngineConfig), flags, os.environ, getattr(args, "config", None), [KEYS], DEFAULTS
+    )
     server_config = ServerConfig(**settings.given(ServerConfig))
     configure_logging(server_config.log_level, server_config.log_format)
     config = share_among_tenants(EngineConfig.from_options(settings.given(EngineConfig)), server_config)

@@ -13,6 +13,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields
+from types import MappingProxyType
 from typing import Any, get_type_hints
 
 from octavo.commands.common_options import integer
@@ -51,6 +52,7 @@ class Settings:
         flags: options given on the command line, by name.
         environment: all environment variables.
         path: the file given by a flag; None for the one that `CONFIG_VARIABLE` names, if any.
+        defaults: the command's own defaults, where they differ from those that the dataclasses declare.
         exclusive: groups of options that override each other: if a source gives an option of such a group, all options
             of the group in sources with lower precedence are ignored.
 
@@ -65,6 +67,7 @@ class Settings:
         environment: Mapping[str, str],
         path: str | None = None,
         exclusive: Sequence[frozenset[str]] = (),
+        defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._fields = {option.name: option for config in configs for option in fields(config)}
         hints = {name: hint for config in configs for name, hint in get_type_hints(config).items()}
@@ -77,7 +80,7 @@ class Settings:
             for worse in holders[1:]:
                 for name in group:
                     worse.pop(name, None)
-        self._by_name = {
+        self._by_name = {name: Setting(value, DEFAULT) for name, value in defaults.items()} | {
             name: Setting(value, source)
             for source, given in reversed(by_source.items())
             for name, value in given.items()

@@ -52,7 +52,7 @@ class InputProcessor:
         self.eos_token_ids = eos_token_ids
         self.grammars = grammars
         self._ids = itertools.count()
-        self._seeds = random.Random(config.seed)
+        self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
 
     def make_request(
         self,
