@@ -57,8 +57,8 @@ class Client:
 _LIBRARIES = ("openai", "anthropic")
 # Short contexts, because hundreds of requests ask for as many tokens as are allowed.
 _SMALL = (
-    *("--api-key", KEY, "--admin-key", ADMIN, "--max-model-len", "96", "--max-n", "2"),
-    *("--max-body-prompts", "2", "--max-body-sequences", "4"),
+    *("--api-key", KEY, "--admin-key", ADMIN, "--max-model-len", "96"),
+    *("--limits", "max_n=2,max_body_prompts=2,max_body_sequences=4"),
 )
 CLIENTS = (
     Client("openai", "openai_client.py", "clients", _LIBRARIES, ("openai",)),

@@ -137,7 +137,7 @@ def make_llm() -> Iterator[MakeLLM]:
     def make(model: Path | str, **options: Any) -> LLM:
         # A second thread would only wait: these models are tiny, or the machine is busy with other tests.
         small = {"dtype": "float32", "device": "cpu", "num_threads": 1, "kv_cache_memory": "64MiB"}
-        small["max_grammar_ms"] = 60_000  # a busy machine may take long over any
+        small["limits"] = {"max_grammar_ms": 60_000}  # a busy machine may take long over any
         with known_restore_speed():
             made.append(LLM(str(model), **{**small, **options}))
         without_deadlines(made[-1].core)

@@ -63,7 +63,11 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
             "octavo serve: error: unknown argument '--max-num-sqs=3'; did you mean --max-num-seqs? "
             "(see octavo serve --help)",
         ),
-        # Nothing is like it: --max-priority shares its dashes and a few letters.
+        (
+            ["serve", "--max-n=3"],
+            "octavo serve: error: unknown argument '--max-n=3'; it was removed: it is an entry of --limits, as in",
+        ),
+        # Nothing is like it: --num-blocks shares its dashes and a few letters.
         (["bench", "serve", "--port", "1"], "octavo bench serve: error: unknown argument '--port' (see octavo bench"),
     ],
 )

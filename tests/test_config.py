@@ -9,12 +9,13 @@ import pytest
 
 from octavo import kernels
 from octavo.attention import BACKENDS
-from octavo.config import KV_CACHE_ALIASES, KV_CACHE_DTYPES, MOST_THREADS, EngineConfig, parse_count
+from octavo.config import KV_CACHE_ALIASES, KV_CACHE_DTYPES, MOST_THREADS, EngineConfig
 from octavo.errors import ConfigError
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.kvcache.formats import KV_FORMATS
 from octavo.kvcache.prefix import make_prefix_cache
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
+from octavo.option import parse_count
 from octavo.planner.calculator import DTYPE_BYTES
 from octavo.storage.codec import CODECS
 

@@ -11,7 +11,6 @@ import pytest
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, OverloadedError, RequestError, shortened, shown
 from octavo.limits import DEFAULT_LIMITS, RequestLimits, limits_table
-from octavo.option import flag
 from octavo.sampling_params import SamplingParams
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "limits.md"
@@ -53,13 +52,13 @@ SMALL = RequestLimits(
         ),
         ({"bad_words": ["a", "b"]}, {"bad_words": ["a", "b", "c"]}, "bad_words", "3 words, but at most 2 are allowed"),
         ({"bad_words": ["abc"]}, {"bad_words": ["abcd"]}, "bad_words", "4 characters in one word, but at most 3"),
-        ({"n": 6}, {"n": 7}, "n", "n must be at most 6 (--max-n), got 7"),
-        ({"best_of": 6}, {"best_of": 7}, "best_of", "best_of must be at most 6 (--max-n), got 7"),
+        ({"n": 6}, {"n": 7}, "n", "n must be at most 6 (--limits max_n), got 7"),
+        ({"best_of": 6}, {"best_of": 7}, "best_of", "best_of must be at most 6 (--limits max_n), got 7"),
         ({"n": 3, "use_beam_search": True}, {"n": 4, "use_beam_search": True}, "n", "4 beams, but at most 3"),
         (
             {"best_of": 3, "use_beam_search": True},
             {"best_of": 4, "use_beam_search": True},
-            *("best_of", "4 beams, but at most 3 are allowed (--max-beam-width)"),
+            *("best_of", "4 beams, but at most 3 are allowed (--limits max_beam_width)"),
         ),
     ],
 )
@@ -71,14 +70,14 @@ def test_what_is_over_a_limit_is_refused_with_the_numbers(
         SMALL.check_sampling(SamplingParams(**too_much))
     assert refusal.value.param == param
     assert says in str(refusal.value)
-    assert "--max-" in str(refusal.value)
+    assert "--limits max_" in str(refusal.value)
 
 
 def test_a_priority_lies_in_its_range() -> None:
     for priority in (-1000, 0, 1000):
         DEFAULT_LIMITS.check_context(priority, "")
     for priority in (-1001, 1001, -(10**9)):
-        with pytest.raises(RequestError, match=r"between -1000 and 1000 \(--max-priority\), got -?1"):
+        with pytest.raises(RequestError, match=r"between -1000 and 1000 \(--limits max_priority\), got -?1"):
             DEFAULT_LIMITS.check_context(priority, "")
 
 
@@ -97,16 +96,18 @@ def test_prompts_count_with_their_width() -> None:
 
 
 def test_more_prompts_than_may_ever_wait_are_refused_for_good() -> None:
-    with pytest.raises(RequestError, match=r"5 prompts, but at most 4 are allowed \(--max-waiting-requests\)"):
+    with pytest.raises(RequestError, match=r"5 prompts, but at most 4 are allowed \(--limits max_waiting_requests\)"):
         RequestLimits(max_waiting_requests=4).check_prompts(5, 1, "n")
 
 
 def test_a_full_queue_says_its_limit_and_not_what_others_wait_for() -> None:
     limits = RequestLimits(max_waiting_requests=2, max_waiting_tokens=100)
     limits.check_room(waiting_requests=1, waiting_tokens=60, num_tokens=40)
-    with pytest.raises(OverloadedError, match=r"2 requests are waiting, the maximum \(--max"):
+    with pytest.raises(OverloadedError, match=r"2 requests are waiting, the maximum \(--limits max"):
         limits.check_room(waiting_requests=2, waiting_tokens=2, num_tokens=1)
-    with pytest.raises(OverloadedError, match=r"41 prompt tokens would exceed the maximum of 100 .*\(--max") as refused:
+    with pytest.raises(
+        OverloadedError, match=r"41 prompt tokens would exceed the maximum of 100 .*\(--limits max"
+    ) as refused:
         limits.check_room(waiting_requests=1, waiting_tokens=60, num_tokens=41)
     assert "60" not in str(refused.value)
 
@@ -121,7 +122,7 @@ def test_an_empty_queue_has_room_for_a_prompt_of_any_length() -> None:
         ({"max_n": 0}, "max_n must be at least 1, got 0"),
         ({"max_stop_strings": -1}, "max_stop_strings must be at least 0, got -1"),
         ({"max_logit_bias": 1.5}, "max_logit_bias must be an integer, got 1.5"),
-        ({"max_bad_word_length": 257}, "max_bad_word_length must be at most 256, got 257"),
+        ({"max_bad_word_length": 257}, "max_bad_word_length must be between 0 and 256, got 257"),
         ({"max_priority": True}, "max_priority must be an integer, got True"),
     ],
 )
@@ -129,12 +130,23 @@ def test_a_limit_that_makes_no_sense_is_refused(options: dict[str, Any], says: s
     with pytest.raises(ConfigError, match=says):
         RequestLimits(**options)
     with pytest.raises(ConfigError, match=says):
-        EngineConfig(**options)
+        EngineConfig.from_options({"limits": options})
 
 
-def test_every_limit_is_an_option_of_the_engine() -> None:
-    options = {limit.name: limit.default for limit in fields(EngineConfig)}
-    assert options.items() >= {limit.name: limit.default for limit in fields(RequestLimits)}.items()
+@pytest.mark.parametrize("given", [{"max_n": 3}, "max_n=3", RequestLimits(max_n=3)])
+def test_each_limit_is_raised_singly_in_the_table_of_the_engine(given: Any) -> None:
+    assert EngineConfig.from_options({"limits": given}).limits == RequestLimits(max_n=3)
+
+
+@pytest.mark.parametrize("given", [{"max_m": 3}, "max_m=3"])
+def test_a_limit_that_there_is_not_is_refused_with_the_nearest(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"limits: unknown option 'max_m'; did you mean max_n\?"):
+        EngineConfig.from_options({"limits": given})
+
+
+def test_a_limit_that_was_an_option_is_refused_with_its_new_place() -> None:
+    with pytest.raises(ConfigError, match=r"'max_n'; it was removed: it is an entry of --limits, as in max_n="):
+        EngineConfig.from_options({"max_n": 3})
 
 
 def test_the_table_of_limits_is_the_declaration() -> None:
@@ -142,7 +154,7 @@ def test_the_table_of_limits_is_the_declaration() -> None:
     assert limits_table() in document, (
         "docs/limits.md has another table: replace it with what octavo.limits.limits_table() returns"
     )
-    assert all(flag(limit.name) in document for limit in fields(RequestLimits))
+    assert all(f"`{limit.name}`" in document for limit in fields(RequestLimits))
 
 
 @pytest.mark.parametrize(

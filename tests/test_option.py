@@ -22,13 +22,13 @@ from octavo.errors import ConfigError
         ("max_num_seqs", True, "max_num_seqs must be an integer, got True"),
         ("gpu_memory_utilization", "0.9", "gpu_memory_utilization must be a number, got '0.9'"),
         ("pin_budget", None, "pin_budget must be a number, got None"),
-        ("kv_cache_memory", 1.5, "kv_cache_memory must be an integer or a text, got 1.5"),
-        ("block_size", "most", "block_size must be an integer or 'max', got 'most'"),
-        ("eviction_policy", True, "eviction_policy must be one of 'lru', 'fifo'"),
+        ("kv_cache_memory", 1.5, "kv_cache_memory must be a number of bytes, such as 2GiB, got 1.5"),
+        ("block_size", "most", "block_size must be an integer or max, got 'most'"),
+        ("eviction_policy", True, "eviction_policy must be one of lru, fifo"),
         ("eviction_policy", "lfu", "eviction_policy: 'lfu' was removed; use 'adaptive'"),
-        ("dtype", ["auto"], "dtype must be one of 'auto', 'bfloat16'"),
+        ("dtype", ["auto"], "dtype must be one of auto, bfloat16"),
         ("model", 5, "model must be a text, got 5"),
-        ("max_n", 2.0, "max_n must be an integer, got 2.0"),
+        ("limits", {"max_n": 2.0}, "max_n must be an integer, got 2.0"),
     ],
 )
 def test_an_option_of_the_wrong_type_is_refused_by_name(name: str, value: object, message: str) -> None:

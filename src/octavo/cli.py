@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from octavo.commands import COMMANDS, add_command
+from octavo.config import EngineConfig
 from octavo.errors import OctavoError, shown
-from octavo.option import nearest, removed_option
+from octavo.option import nearest
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
@@ -109,10 +110,11 @@ def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
     message = f"unknown argument {shown(word)}"
     if not word.startswith("--"):
         return message
-    if removed := removed_option(word[2:].partition("=")[0]):
-        return message + removed
+    name = word[2:].partition("=")[0]
+    if (replaced := EngineConfig.REMOVED.get(name.replace("-", "_"))) is not None:
+        return f"{message}; it was removed: {replaced}"
     known = [flag[2:] for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
-    meant = difflib.get_close_matches(word[2:].partition("=")[0][:80], known, n=1)
+    meant = difflib.get_close_matches(name[:80], known, n=1)
     return f"{message}; did you mean --{meant[0]}?" if meant else message
 
 

@@ -1,4 +1,4 @@
-"""The limits of one request, declared once for options, flags, checks and docs/limits.md.
+"""The limits of one request: the entries of the option `limits`, their checks, and the table of docs/limits.md.
 
 They bound the work that a few bytes of a body can cause, so that other requests need not wait for it.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
-from octavo.errors import ConfigError, OverloadedError, RequestError, shown
-from octavo.option import check_types, flag, option
+from octavo.errors import OverloadedError, RequestError, shown
+from octavo.option import Options, option, options_of
 from octavo.structured_outputs import StructuredOutputsParams
 
 # The sampler remembers one token less than this of an output's end.
@@ -39,58 +40,51 @@ class Limited(Protocol):
     def bad_words(self) -> Sequence[str] | None: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestLimits:
-    """The largest permitted values, validated at construction; raises `ConfigError` with the value in the message."""
+_limit = partial(option, least=0)
+# No request at all would pass a limit of 0.
+_positive = partial(option, least=1)
 
-    max_stop_strings: int = option(16, "stop strings in a request")
-    max_stop_string_length: int = option(256, "characters in one stop string")
-    max_stop_bytes: int = option(2048, "bytes (UTF-8) of all stop strings in a request together")
-    max_stop_token_ids: int = option(256, "stop_token_ids in a request")
-    max_logit_bias: int = option(1024, "entries in logit_bias")
-    max_allowed_token_ids: int = option(4096, "allowed_token_ids in a request")
-    max_bad_words: int = option(128, "bad_words in a request")
-    max_bad_word_length: int = option(64, "characters, and tokens, in one of the bad_words")
-    max_grammar_bytes: int = option(
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits(Options):
+    """The largest permitted values, checked at construction; raises `ConfigError` with the value in the message."""
+
+    max_stop_strings: int = _limit(16, "stop strings in a request")
+    max_stop_string_length: int = _limit(256, "characters in one stop string")
+    max_stop_bytes: int = _limit(2048, "bytes (UTF-8) of all stop strings in a request together")
+    max_stop_token_ids: int = _limit(256, "stop_token_ids in a request")
+    max_logit_bias: int = _limit(1024, "entries in logit_bias")
+    max_allowed_token_ids: int = _limit(4096, "allowed_token_ids in a request")
+    max_bad_words: int = _limit(128, "bad_words in a request")
+    max_bad_word_length: int = _limit(64, "characters, and tokens, in one of the bad_words", most=MOST_BAD_WORD_TOKENS)
+    max_grammar_bytes: int = _limit(
         65_536, "bytes (UTF-8) of a structured output's schema, regular expression, choices or grammar"
     )
-    max_grammar_depth: int = option(
+    max_grammar_depth: int = _limit(
         64, "levels of nested brackets, or of a JSON Schema's objects and arrays, in that description"
     )
-    max_grammar_ms: int = option(2000, "milliseconds that compiling that description may take")
-    max_n: int = option(64, "value of n and best_of")
-    max_beam_width: int = option(32, "beams in a beam search")
-    max_body_prompts: int = option(1024, "prompts in one request body")
-    max_body_sequences: int = option(1024, "completions computed for one request body: prompts times n (or best_of)")
-    max_messages: int = option(4096, "messages in a chat, and content parts in all of them together")
-    max_tools: int = option(128, "tools in a chat")
-    max_tools_bytes: int = option(262_144, "bytes (UTF-8) of all tools in a chat together, as JSON")
-    max_tools_depth: int = option(32, "levels of nested objects and arrays in a chat's tools, or in a tool call")
-    max_priority: int = option(1000, "absolute value of a request's priority")
-    max_cache_salt_length: int = option(256, "characters in cache_salt")
-    max_name_length: int = option(
+    max_grammar_ms: int = _positive(2000, "milliseconds that compiling that description may take")
+    max_n: int = _positive(64, "value of n and best_of")
+    max_beam_width: int = _positive(32, "beams in a beam search")
+    max_body_prompts: int = _positive(1024, "prompts in one request body")
+    max_body_sequences: int = _positive(1024, "completions computed for one request body: prompts times n (or best_of)")
+    max_messages: int = _positive(4096, "messages in a chat, and content parts in all of them together")
+    max_tools: int = _limit(128, "tools in a chat")
+    max_tools_bytes: int = _limit(262_144, "bytes (UTF-8) of all tools in a chat together, as JSON")
+    max_tools_depth: int = _limit(32, "levels of nested objects and arrays in a chat's tools, or in a tool call")
+    max_priority: int = _limit(1000, "absolute value of a request's priority")
+    max_cache_salt_length: int = _limit(256, "characters in cache_salt")
+    max_name_length: int = _positive(
         256, "characters in model, user, role and other names and identifiers in a request body"
     )
-    max_waiting_requests: int = option(
+    max_waiting_requests: int = _positive(
         2048, "requests waiting for their first step; a server refuses more with 503 (LLM has no such limit)"
     )
-    max_waiting_tokens: int = option(
+    max_waiting_tokens: int = _positive(
         4_194_304,
         "prompt tokens of all waiting requests together; a server refuses more with 503, unless nothing else waits "
         "(LLM has no such limit)",
     )
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        for limit in fields(RequestLimits):
-            value = getattr(self, limit.name)
-            least = 1 if limit.name in _AT_LEAST_ONE else 0
-            if value < least:
-                raise ConfigError(f"{limit.name} must be at least {least}, got {value}")
-        if self.max_bad_word_length > MOST_BAD_WORD_TOKENS:
-            raise ConfigError(
-                f"max_bad_word_length must be at most {MOST_BAD_WORD_TOKENS}, got {self.max_bad_word_length}"
-            )
 
     def check_sampling(self, params: Limited) -> None:
         """Refuse sampling parameters that exceed a limit; counts are checked before entries are inspected.
@@ -124,7 +118,7 @@ class RequestLimits:
         if (depth := wanted.depth) > (limit := self.max_grammar_depth):
             raise RequestError(
                 f"structured_outputs.{wanted.kind} is nested {depth} levels deep, but at most {limit} are allowed "
-                f"({flag('max_grammar_depth')})",
+                f"(--limits max_grammar_depth)",
                 param="structured_outputs",
             )
 
@@ -134,7 +128,7 @@ class RequestLimits:
             raise RequestError(f"priority must be an integer, got {shown(priority)}", param="priority")
         if abs(priority) > (limit := self.max_priority):
             raise RequestError(
-                f"priority must be between {-limit} and {limit} ({flag('max_priority')}), got {shown(priority)}",
+                f"priority must be between {-limit} and {limit} (--limits max_priority), got {shown(priority)}",
                 param="priority",
             )
         if not isinstance(cache_salt, str):
@@ -156,7 +150,7 @@ class RequestLimits:
         # The list itself counts as a level.
         if nesting(tools, self.max_tools_depth + 2) > self.max_tools_depth + 1:
             raise RequestError(
-                f"tools are nested more than {self.max_tools_depth} levels deep ({flag('max_tools_depth')})",
+                f"tools are nested more than {self.max_tools_depth} levels deep (--limits max_tools_depth)",
                 param="tools",
             )
         size = len(json.dumps(tools, ensure_ascii=False).encode(errors="replace"))
@@ -175,7 +169,7 @@ class RequestLimits:
         if num_prompts * width > (limit := self.max_body_sequences):
             raise RequestError(
                 f"{num_prompts} prompts with {width_param}={width} are {num_prompts * width} completions, but one "
-                f"body may ask for at most {limit} ({flag('max_body_sequences')})",
+                f"body may ask for at most {limit} (--limits max_body_sequences)",
                 param=width_param if num_prompts == 1 else "prompt",
             )
 
@@ -188,12 +182,12 @@ class RequestLimits:
         if waiting_requests >= self.max_waiting_requests:
             raise OverloadedError(
                 f"the queue is full: {self.max_waiting_requests} requests are waiting, the maximum "
-                f"({flag('max_waiting_requests')}); try again later"
+                f"(--limits max_waiting_requests); try again later"
             )
         if waiting_requests and waiting_tokens + num_tokens > self.max_waiting_tokens:
             raise OverloadedError(
                 f"the queue is full: this request's {num_tokens} prompt tokens would exceed the maximum of "
-                f"{self.max_waiting_tokens} waiting tokens ({flag('max_waiting_tokens')}); try again later"
+                f"{self.max_waiting_tokens} waiting tokens (--limits max_waiting_tokens); try again later"
             )
 
     def _check_width(self, params: Limited) -> None:
@@ -201,13 +195,13 @@ class RequestLimits:
         for param, value in {"n": params.n, "best_of": params.best_of}.items():
             if isinstance(value, int) and value > self.max_n:
                 raise RequestError(
-                    f"{param} must be at most {self.max_n} ({flag('max_n')}), got {shown(value)}", param=param
+                    f"{param} must be at most {self.max_n} (--limits max_n), got {shown(value)}", param=param
                 )
         param, beams = width
         if params.use_beam_search and isinstance(beams, int) and beams > self.max_beam_width:
             raise RequestError(
                 f"{param} asks for {shown(beams)} beams, but at most {self.max_beam_width} are allowed "
-                f"({flag('max_beam_width')})",
+                f"(--limits max_beam_width)",
                 param=param,
             )
 
@@ -223,7 +217,7 @@ class RequestLimits:
     def _at_most(self, limit: str, param: str, count: int, what: str) -> None:
         if count > (most := getattr(self, limit)):
             raise RequestError(
-                f"{param} holds {count} {what}, but at most {most} are allowed ({flag(limit)})", param=param
+                f"{param} holds {count} {what}, but at most {most} are allowed (--limits {limit})", param=param
             )
 
 
@@ -237,17 +231,10 @@ def nesting(value: object, most: int) -> int:
     return depth
 
 
-# Limits that must be at least 1, because no request at all would pass otherwise.
-_AT_LEAST_ONE = frozenset(
-    {
-        *("max_n", "max_beam_width", "max_body_prompts", "max_body_sequences", "max_messages", "max_name_length"),
-        *("max_waiting_requests", "max_waiting_tokens", "max_grammar_ms"),
-    }
-)
 DEFAULT_LIMITS = RequestLimits()
 
 
 def limits_table() -> str:
     """Return the table of docs/limits.md, with one row per limit."""
-    rows = [f"| `{flag(limit.name)}` | {limit.default} | {limit.metadata['help']} |" for limit in fields(RequestLimits)]
-    return "\n".join(["| option | default | what it limits |", "|---|---:|---|", *rows])
+    rows = [f"| `{limit.name}` | {limit.default} | {limit.help} |" for limit in options_of(RequestLimits).values()]
+    return "\n".join(["| limit | default | what it limits |", "|---|---:|---|", *rows])

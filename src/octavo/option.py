@@ -1,50 +1,346 @@
-"""Declares options as dataclass fields that carry their own help, from which flags and tables are made."""
+"""Declares options, once each, as fields of a dataclass.
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class CacheOptions(Options):
+        pin_budget: float = option(0.25, "largest fraction that pins may take", group="cache", least=0, most=1)
+
+From the field come the keyword of `LLM(...)`, the flag, its place in `--help`, the environment variable, the TOML key,
+the check and its message: `options_of(CacheOptions)["pin_budget"]` is all that is known of it.
+"""
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable
-from dataclasses import field
-from functools import cache
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache, cached_property
+from math import inf, isfinite
 from numbers import Integral, Real
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from octavo.errors import ConfigError, shown
 
+HIDDEN = "(hidden)"
+_SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
-def option(default: Any, help: str, *, metavar: str | None = None, secret: bool = False) -> Any:
-    """Return a dataclass field that carries its own `--help` text.
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What the number of an option counts.
+
+    Attributes:
+        metavar: name of the value in `--help`.
+        words: what an error calls a value, such as "a number of seconds".
+        read: converts a number, or a text such as "2GiB", to the unit; None if only numbers are accepted.
+    """
+
+    metavar: str
+    words: str
+    read: Callable[[int | str], int] | None = None
+
+
+SECONDS = Unit("SECONDS", "a number of seconds")
+MILLISECONDS = Unit("MS", "a number of milliseconds")
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    group: str = "",
+    unit: Unit | None = None,
+    metavar: str | None = None,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    read: Callable[[Any], Any] | None = None,
+    check: Callable[[Any, str], None] | None = None,
+    needs: str | None = None,
+    removed: Mapping[str, str] | None = None,
+    secret: bool = False,
+    internal: bool = False,
+) -> Any:
+    """Return the dataclass field of one option. Its type gives its choices, and whether it may be None.
 
     Args:
-        metavar: name of the value in `--help`; if None, it depends on the type.
+        group: title of its group in `--help`.
+        metavar: name of the value in `--help`; if None, it depends on the unit and the type.
+        least, above, most: smallest value, or the one it must exceed, and the largest. Only with `most=inf` may it be
+            infinite.
+        read: converts a value, such as an alias to what it stands for; raises `ConfigError` for an invalid one.
+        check: raises `ConfigError` for an invalid value; its arguments are the value, each one of a list, and the name.
+        needs: another option without which this one has no meaning.
+        removed: words that earlier versions accepted, and what to use instead.
         secret: whether the value must never be shown.
+        internal: whether the option is a keyword only: no flag, environment variable or TOML key.
     """
-    return field(default=default, repr=not secret, metadata={"help": help, "metavar": metavar, "secret": secret})
+    declared = {
+        "help": help,
+        "group": group,
+        "unit": unit,
+        "metavar": metavar,
+        "secret": secret,
+        "internal": internal,
+        "least": least,
+        "above": above,
+        "most": most,
+        "read": read,
+        "check": check,
+        "needs": needs,
+        "removed": removed or {},
+    }
+    return field(default=default, repr=not secret, metadata={"option": declared})
 
 
-REMOVED_VALUES: dict[str, dict[str, str]] = {
-    "eviction_policy": {"lfu": "adaptive", "cost": "adaptive"},
-    "scheduling_policy": {"dlpm": "vtc"},
-}
-"""By option, the values that earlier versions accepted, and what to use instead."""
+@dataclass(frozen=True)
+class Option:
+    """One option of a dataclass: its name, type and default, and what `option` was given."""
 
-REMOVED_OPTIONS = {
-    "preemption_victim": "the last running sequence in order of service is preempted",
-}
-"""By name of an option that earlier versions had, what there is instead."""
+    name: str
+    hint: Any
+    default: Any
+    help: str
+    group: str = ""
+    unit: Unit | None = None
+    metavar: str | None = None
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    read: Callable[[Any], Any] | None = None
+    check: Callable[[Any, str], None] | None = None
+    needs: str | None = None
+    removed: Mapping[str, str] = field(default_factory=dict)
+    secret: bool = False
+    internal: bool = False
+
+    @cached_property
+    def types(self) -> tuple[Any, ...]:
+        """The alternatives of the type, without None."""
+        union = get_args(self.hint) if get_origin(self.hint) in (Union, UnionType) else (self.hint,)
+        return tuple(each for each in union if each is not NoneType)
+
+    @cached_property
+    def choices(self) -> tuple[str, ...]:
+        """The words that may be given."""
+        return tuple(word for each in self.types if get_origin(each) is Literal for word in get_args(each))
+
+    @property
+    def is_switch(self) -> bool:
+        return bool in self.types
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the value is a list of texts."""
+        return any(get_origin(each) is Sequence for each in self.types)
+
+    @property
+    def is_table(self) -> bool:
+        """Whether the value is a table of options."""
+        return is_dataclass(self.types[0])
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether nothing but its choices may be given."""
+        return bool(self.choices) and len(self.types) == 1
+
+    @property
+    def expected(self) -> str:
+        """What a value must be, for an error."""
+        if self.unit is not None:
+            return self.unit.words
+        if self.is_choice:
+            return f"one of {', '.join(self.choices)}"
+        words = [_WORDS[each] for each in self.types if each in _WORDS]
+        if self.is_list:
+            words = ["a text or a list of texts"]
+        return " or ".join((*words, *self.choices))
+
+    def argv(self, value: Any) -> list[str]:
+        """Return the flag that gives `value`."""
+        if isinstance(value, bool):
+            return [flag(self.name) if value else flag("no_" + self.name)]
+        if self.is_table:
+            entries = value if isinstance(value, Mapping) else value.changed()
+            value = ",".join(f"{name}={entry}" for name, entry in entries.items())
+        return [f"{flag(self.name)}={value}"]
+
+    def parse(self, text: str, where: str) -> Any:
+        """Return the value of `text`, from a flag or an environment variable.
+
+        Args:
+            where: begins the message of the `ConfigError` that is raised if it has none.
+        """
+        if self.is_switch:
+            if text.lower() not in _SWITCH:
+                raise self._wrong(text, where)
+            return _SWITCH[text.lower()]
+        if self.is_list:
+            texts = tuple(part for piece in text.split(",") if (part := piece.strip()))
+            if not texts:
+                raise ConfigError(
+                    f"{where} is set but holds no {'key' if self.name == 'api_key' else 'value'}: set one, or unset it"
+                )
+            return texts
+        if self.is_table:
+            return _parse_table(text, self.types[0], where)
+        if text in self.choices or (str in self.types and not self.choices):
+            return text
+        if self.is_choice:
+            raise self._wrong(text, where)
+        try:
+            return float(text) if float in self.types else parse_count(text)
+        except ValueError:
+            raise self._wrong(text, where) from None
+
+    def accept(self, value: object, where: str) -> Any:
+        """Return the value of what a TOML file has; raises `ConfigError` as `parse` does."""
+        if self.is_table:
+            return dict(_checked_names(value, self.types[0], where))
+        if self.is_list:
+            texts = [value] if isinstance(value, str) else value
+            if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+                raise ConfigError(f"{where} must be {self.expected}")
+            if not texts:
+                raise ConfigError(f"{where} is an empty list: give a value, or leave the option out")
+            return tuple(texts)
+        if isinstance(value, str) and not self.is_switch:
+            return self.parse(value, where)
+        if not any(_fits(value, hint) for hint in self.types):
+            raise self._wrong(value, where)
+        return float(value) if float in self.types else value  # type: ignore[arg-type]
+
+    def checked(self, value: Any) -> Any:
+        """Return the value to keep for a keyword's value; raises `ConfigError` with both in the message."""
+        if value is None and NoneType in get_args(self.hint):
+            return None
+        if self.is_list:
+            value = (value,) if isinstance(value, str) else tuple(value)
+            if not all(value):
+                raise ConfigError(f"{self.name} must not be empty")
+        elif self.is_table:
+            return value if isinstance(value, self.types[0]) else self._table(value)
+        elif not any(_fits(value, hint) for hint in self.types):
+            raise self._wrong(value, self.name)
+        read = self.read if self.unit is None else self.unit.read
+        if read is not None:
+            value = read(value)
+        if not isinstance(value, str) and (int in self.types or float in self.types):
+            self._check_range(value)
+        if self.check is not None:
+            for each in value if self.is_list else (value,):
+                self.check(each, self.name)
+        return value
+
+    def _table(self, value: Any) -> Any:
+        table = self.types[0]
+        entries = _parse_table(value, table, self.name) if isinstance(value, str) else value
+        return table(**_checked_names(entries, table, self.name))
+
+    def _check_range(self, value: Any) -> None:
+        least, most = self.least, self.most
+        in_range = (least is None or value >= least) and (self.above is None or value > self.above)
+        if in_range and (value <= most if most is not None else isfinite(value)):
+            return
+        if least is not None and most not in (None, inf):
+            words = f"between {least} and {most}"
+        else:
+            low = f"at least {least}" if least is not None else f"above {self.above}" if self.above is not None else ""
+            words = " and ".join(part for part in (low, "" if most in (None, inf) else f"at most {most}") if part)
+        words = words if isfinite(value) else f"a finite number {words}"
+        raise ConfigError(f"{self.name} must be {words}, got {value}")
+
+    def _wrong(self, value: object, where: str) -> ConfigError:
+        if isinstance(value, str) and (instead := self.removed.get(value)) is not None:
+            return ConfigError(f"{where}: {value!r} was removed; use {instead!r}")
+        return ConfigError(f"{where} must be {self.expected}, got {HIDDEN if self.secret else shown(value)}")
 
 
-def replacement_of(name: str, value: object) -> str | None:
-    """Return the end of an error about a value that an option no longer accepts; None if it never did."""
-    replacement = REMOVED_VALUES.get(name, {}).get(value) if isinstance(value, str) else None
-    return replacement and f"{value!r} was removed; use {replacement!r}"
+def options_of(config: type[Any]) -> Mapping[str, Option]:
+    """Return the options that a dataclass declares, by name, in their order."""
+    key: Any = config  # mypy takes the class for one of its instances, which need not be hashable
+    return _options_of(key)
 
 
-def removed_option(name: str) -> str:
-    """Return the end of an error about an unknown option, if there once was one of this name; else ''."""
-    instead = REMOVED_OPTIONS.get(name.replace("-", "_"))
-    return "" if instead is None else f"; it was removed: {instead}"
+@cache
+def _options_of(config: type[Any]) -> Mapping[str, Option]:
+    hints = get_type_hints(config)
+    return {
+        each.name: Option(each.name, hints[each.name], each.default, **each.metadata["option"])
+        for each in fields(config)
+    }
+
+
+class Options:
+    """Base of the dataclasses whose fields are options. An instance is checked when it is made.
+
+    Attributes:
+        REMOVED: what replaces each option that there was once, by its name.
+    """
+
+    __slots__ = ()
+    REMOVED: ClassVar[Mapping[str, str]] = {}
+
+    def __post_init__(self) -> None:
+        declared = options_of(self.__class__)
+        for name, each in declared.items():
+            object.__setattr__(self, name, each.checked(getattr(self, name)))
+        for name, each in declared.items():
+            if each.needs is None:
+                continue
+            is_given = getattr(self, name) != each.checked(each.default)
+            if is_given and getattr(self, each.needs) is None:
+                raise ConfigError(f"{name} needs {each.needs}, which is not given")
+        self._check_together()
+
+    def changed(self) -> dict[str, Any]:
+        """Return the options that are not at their defaults, by name."""
+        default = type(self)()
+        return {
+            name: value for name in options_of(type(self)) if (value := getattr(self, name)) != getattr(default, name)
+        }
+
+    def _check_together(self) -> None:
+        """Raise `ConfigError` for options that contradict each other."""
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Self:
+        """Build from keywords; raises `ConfigError` for an unknown one."""
+        return cls(**_checked_names(options, cls, ""))
+
+
+def _checked_names(given: Any, config: type[Any], where: str) -> Mapping[str, Any]:
+    """Return a table of options, whose names must all be known."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{where} must be a table of values by name, got {shown(given)}")
+    for name in sorted(set(given) - set(options_of(config))):
+        raise ConfigError(f"{where and f'{where}: '}unknown option {shown(name)}{unknown_name(name, [config])}")
+    return given
+
+
+def _parse_table(text: str, table: type[Any], where: str) -> dict[str, Any]:
+    """Parse 'max_n=128,max_tools=4'."""
+    entries: dict[str, Any] = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        name = name.replace("-", "_")
+        if not equals:
+            raise ConfigError(f"{where} must be a list such as {next(iter(options_of(table)))}=1, got {shown(part)}")
+        _checked_names({name: value}, table, where)
+        entries[name] = options_of(table)[name].parse(value, f"{where}: {name}")
+    return entries
+
+
+def unknown_name(name: str, configs: Iterable[type[Any]]) -> str:
+    """Return the end of an error about an unknown option: what replaces it if it was removed, or the nearest name."""
+    known: list[str] = []
+    for config in configs:
+        if (replaced := config.REMOVED.get(name)) is not None:
+            return f"; it was removed: {replaced}"
+        known += options_of(config)
+    return nearest(name, known)
 
 
 def flag(name: str) -> str:
@@ -60,37 +356,29 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; known: {', '.join(names)}"
 
 
-def check_types(config: Any) -> None:
-    """Raise `ConfigError` for the first option whose value is not of its declared type.
+_COUNT_UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
 
-    An option of the wrong type may pass for one of the right type: `deterministic="false"` is true.
+
+def parse_count(text: str) -> int:
+    """Parse a count as in vLLM: '4096' -> 4096, '4k' -> 4000, '4K' -> 4096, '25.6k' -> 25600.
+
+    Raises:
+        ValueError: the text is not such a number, or not a whole one.
     """
-    options = _types_of(config.__class__)
-    for name, (hints, words) in options.items():
-        if not any(_fits(value := getattr(config, name), hint) for hint in hints):
-            if says := replacement_of(name, value):
-                raise ConfigError(f"{name}: {says}")
-            raise ConfigError(f"{name} must be {words}, got {shown(value)}")
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)([kKmMgG])\s*", text)
+    if match is None:
+        return int(text)
+    whole, rest = divmod(round(float(match[1]) * _COUNT_UNITS[match[2]], 6), 1)
+    if rest:
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(whole)
 
 
 _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
 
 
-@cache
-def _types_of(config: Any) -> dict[str, tuple[tuple[Any, ...], str]]:
-    """Return the alternatives of each option's type, and how to say them in an error."""
-    found = {}
-    for name, hint in get_type_hints(config).items():
-        hints = get_args(hint) if get_origin(hint) is not Literal and get_args(hint) else (hint,)
-        words = [_WORDS[each] for each in hints if each in _WORDS]
-        literals = [repr(value) for each in hints if get_origin(each) is Literal for value in get_args(each)]
-        if literals:
-            words.append(f"one of {', '.join(literals)}" if len(literals) > 1 else literals[0])
-        found[name] = hints, " or ".join(words)
-    return found
-
-
 def _fits(value: object, hint: Any) -> bool:
+    """Whether a value is of a type. `deterministic="false"` must be refused: it would be true."""
     if get_origin(hint) is Literal:
         return isinstance(value, str) and value in get_args(hint)
     if hint in (int, float):

@@ -66,8 +66,8 @@ POOL = [
     "16",
     "--max-num-batched-tokens",
     "256",
-    "--max-waiting-requests",
-    "500",
+    "--limits",
+    "max_waiting_requests=500",
 ]
 TIMEOUTS = ["--write-timeout", "5", "--body-timeout", "5"]
 # Default preemption mode and prefix cache of each round.

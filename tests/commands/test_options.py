@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import argparse
-import itertools
-from collections.abc import Sequence
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict, fields
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.commands.options import (
-    ENGINE_GROUPS,
     add_engine_options,
     add_options,
     add_sampling_options,
@@ -19,10 +16,10 @@ from octavo.commands.options import (
     engine_options,
     given_options,
 )
-from octavo.commands.serve import SERVER_GROUPS
 from octavo.config import MOST_THREADS, EngineConfig
 from octavo.errors import ConfigError
-from octavo.option import flag
+from octavo.limits import RequestLimits
+from octavo.option import Options, flag, options_of
 from octavo.sampling_params import SamplingParams
 from octavo.server.config import ServerConfig
 from octavo.structured_outputs import StructuredOutputsParams
@@ -61,6 +58,7 @@ ENGINE_CONFIGS = st.builds(
     deterministic=st.booleans(),
     num_threads=st.none() | st.integers(1, MOST_THREADS),
     seed=st.integers(-(2**31), 2**31),
+    limits=st.builds(RequestLimits, max_n=counts, max_tools=counts),
 )
 
 
@@ -70,16 +68,14 @@ def test_any_engine_config_survives_the_way_over_the_command_line(config: Engine
     assert EngineConfig.from_options(engine_options(engine_parser().parse_args(argv))) == config
 
 
-CONFIGS = [(EngineConfig, ENGINE_GROUPS), (ServerConfig, SERVER_GROUPS)]
+CONFIGS = [EngineConfig, ServerConfig]
 
 
-@pytest.mark.parametrize(("config", "groups"), CONFIGS)
-def test_every_option_is_in_one_group_and_an_untouched_command_line_gives_the_defaults(
-    config: type[Any], groups: dict[str, Sequence[str]]
-) -> None:
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_option_is_in_a_group_and_an_untouched_command_line_gives_the_defaults(config: type[Options]) -> None:
     parser = argparse.ArgumentParser()
-    add_options(parser, groups, config)
-    assert sorted(itertools.chain(*groups.values())) == sorted(option.name for option in fields(config))
+    add_options(parser, config)
+    assert all(option.group for option in options_of(config).values())
     assert config(**given_options(parser.parse_args([]), config)) == config()
 
 
@@ -149,11 +145,11 @@ def test_two_models_are_refused_rather_than_one_of_them_ignored() -> None:
         engine_options(engine_parser(positional_model=True).parse_args(["a.gguf", "--model", "b.gguf"]))
 
 
-@pytest.mark.parametrize(("config", "groups"), CONFIGS)
-def test_help_shows_each_default_that_has_a_value(config: type[Any], groups: dict[str, Sequence[str]]) -> None:
+@pytest.mark.parametrize("config", CONFIGS)
+def test_help_shows_each_default_that_has_a_value(config: type[Options]) -> None:
     parser = argparse.ArgumentParser(formatter_class=lambda prog: argparse.HelpFormatter(prog, width=400))
-    add_options(parser, groups, config)
+    add_options(parser, config)
     help = parser.format_help()
-    for option in fields(config):
-        if type(option.default) in (int, float) and option.default is not MISSING:
+    for option in options_of(config).values():
+        if type(option.default) in (int, float):
             assert f"(default: {option.default})" in help

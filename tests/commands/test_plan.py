@@ -207,7 +207,10 @@ def test_every_well_known_model_has_a_table(capsys: pytest.CaptureFixture[str]) 
         (["llama-2-7b", "--block-size", "0"], "block_size must be at least 1, got 0"),
         (["llama-2-7b", "--memory", "lots"], "cannot read 'lots' as a number of bytes"),
         (["llama-2-7b", "--kv-cache-dtype", "int3"], "kv_cache_dtype must be one of auto, bfloat16"),
-        (["llama-2-7b", "--gpu-memory-utilization", "2"], "gpu_memory_utilization must be in (0, 1], got 2"),
+        (
+            ["llama-2-7b", "--gpu-memory-utilization", "2"],
+            "must be above 0 and at most 1, got 2",
+        ),
         (["a", "--model", "b"], "two models were given: a and --model b"),
     ],
 )

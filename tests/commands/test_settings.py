@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import octavo.server.run
-from octavo.commands.serve import KEYS
 from octavo.commands.settings import Settings
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.server.config import ServerConfig
+from octavo.option import options_of
+from octavo.server.config import KEY_OPTIONS, ServerConfig
 from tests.commands.conftest import OctavoCommand
 
 CONFIGS = (ServerConfig, EngineConfig)
@@ -23,7 +23,7 @@ def settings(tmp_path: Path, text: str = "", environment: dict[str, str] | None 
     path = tmp_path / "octavo.toml"
     path.write_text(text)
     path.chmod(0o600)
-    return Settings(CONFIGS, flags, environment or {}, str(path) if text else None, [KEYS])
+    return Settings(CONFIGS, flags, environment or {}, str(path) if text else None, [KEY_OPTIONS])
 
 
 def values(found: Settings) -> dict[str, Any]:
@@ -41,8 +41,8 @@ def test_a_flag_goes_before_the_environment_and_that_before_the_file(tmp_path: P
         {"host": "::1", "block_size": 32},
     ]
     assert told["defaults"]["max_model_len"] is None
-    assert sum(map(len, told.values())) == len(ServerConfig.__dataclass_fields__) + len(
-        EngineConfig.__dataclass_fields__
+    assert sum(map(len, told.values())) == sum(
+        not option.internal for config in CONFIGS for option in options_of(config).values()
     )
 
 
@@ -97,11 +97,14 @@ def test_every_kind_of_option_is_read_alike_from_the_environment_and_the_file(tm
         ('block_size = "min"', "block_size must be an integer or max, got 'min'"),
         ('prefix_cache = "tree"', "prefix_cache must be one of hashed, radix, got 'tree'"),
         ('eviction_policy = "cost"', "eviction_policy: 'cost' was removed; use 'adaptive'"),
+        ("max_n = 3", r"'max_n'; it was removed: it is an entry of --limits, as in max_n="),
+        ("limits = 3", "limits must be a table of values by name, got 3"),
+        ("[limits]\nmax_m = 3", r"limits: unknown option 'max_m'; did you mean max_n\?"),
         ("deterministic = 1", "deterministic must be true or false, got 1"),
         ("api_key = []", "api_key is an empty list"),
         ("api_key = [7]", "api_key must be a text or a list of texts"),
         ("admin_key = 77777", r"admin_key must be a text, got \(hidden\)"),
-        ('shutdown_timeout = "soon"', "shutdown_timeout must be a number, got 'soon'"),
+        ('shutdown_timeout = "soon"', "shutdown_timeout must be a number of seconds, got 'soon'"),
     ],
 )
 def test_a_file_that_says_something_else_is_refused_with_the_place(tmp_path: Path, text: str, says: str) -> None:
@@ -119,6 +122,10 @@ def test_a_file_that_says_something_else_is_refused_with_the_place(tmp_path: Pat
             r"unknown environment variable 'OCTAVO_MAX_NUM_SEQ'; did you mean OCTAVO_MAX_NUM_SEQS\?",
         ),
         ("OCTAVO_max_num_seqs", "3", r"did you mean OCTAVO_MAX_NUM_SEQS\?"),
+        ("OCTAVO_MAX_N", "3", "'OCTAVO_MAX_N'; it was removed: it is an entry of --limits"),
+        ("OCTAVO_EXECUTOR", "process", "'OCTAVO_EXECUTOR'; it was removed: the model runs in the engine's own"),
+        ("OCTAVO_LIMITS", "max_n", "OCTAVO_LIMITS must be a list such as max_stop_strings=1, got 'max_n'"),
+        ("OCTAVO_LIMITS", "max_n=x", "OCTAVO_LIMITS: max_n must be an integer, got 'x'"),
         ("OCTAVO_PORT", "x", "OCTAVO_PORT must be an integer, got 'x'"),
         ("OCTAVO_PORT", "", "OCTAVO_PORT is set but empty"),
         ("OCTAVO_API_KEY", " , ", "OCTAVO_API_KEY is set but holds no key"),
@@ -147,6 +154,12 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
     assert values(Settings(CONFIGS, {}, {"OCTAVO_CONFIG": str(path)})) == {"port": 5}
     with pytest.raises(ConfigError, match=r"cannot read the options file .*none\.toml: No such file"):
         Settings(CONFIGS, {}, {"OCTAVO_CONFIG": str(tmp_path / "none.toml")})
+
+
+def test_each_limit_comes_from_the_best_place_that_gives_it(tmp_path: Path) -> None:
+    text = "[limits]\nmax_n = 1\nmax_tools = 1\nmax_messages = 1"
+    found = settings(tmp_path, text, {"OCTAVO_LIMITS": "max_n=2, max-tools=2"}, limits={"max_n": 3})
+    assert values(found) == {"limits": {"max_n": 3, "max_tools": 2, "max_messages": 1}}
 
 
 def test_keys_of_a_better_place_do_away_with_those_of_a_worse_one(tmp_path: Path) -> None:

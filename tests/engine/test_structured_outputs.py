@@ -334,7 +334,7 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(
 
 
 def test_a_grammar_that_takes_too_long_to_compile_is_refused(make_llm: MakeLLM, tiny_llama: Path) -> None:
-    llm = make_llm(tiny_llama, max_grammar_ms=100)
+    llm = make_llm(tiny_llama, limits={"max_grammar_ms": 100})
     # The intersection of these takes minutes.
     patterns = StructuredOutputsParams(json={"allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(1, 40)]})
     with pytest.raises(RequestError, match="takes more than 100 ms, the most allowed"):
@@ -402,7 +402,7 @@ def shared_llm(tiny_llama: Path) -> Any:
     from octavo import LLM
 
     options: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "kv_cache_memory": "16MiB", "block_size": 8}
-    options["max_grammar_ms"] = 60_000  # a busy machine may take long over any
+    options["limits"] = {"max_grammar_ms": 60_000}  # a busy machine may take long over any
     with LLM(str(tiny_llama), **options) as llm:
         yield llm
         assert_nothing_left(llm)

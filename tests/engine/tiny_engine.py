@@ -44,7 +44,7 @@ def tiny_core(**options: Any) -> Iterator[EngineCore]:
     """An engine that computes in one thread: a second one would only wait."""
     threads = torch.get_num_threads()
     defaults = {"dtype": "float32", "num_blocks": NUM_BLOCKS, "max_num_seqs": 64, "num_threads": 1}
-    defaults["max_grammar_ms"] = 60_000  # a busy machine may take long over any
+    defaults["limits"] = {"max_grammar_ms": 60_000}  # a busy machine may take long over any
     config = EngineConfig.from_options({"model": str(tiny_model()), **defaults, **options})
     try:
         with known_restore_speed():

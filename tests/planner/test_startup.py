@@ -15,6 +15,7 @@ from octavo.config import EngineConfig, parse_bytes
 from octavo.engine.builder import build_engine
 from octavo.errors import ConfigError
 from octavo.kvcache.spec import eviction_bytes
+from octavo.option import options_of
 from octavo.planner.calculator import REMOTE_BLOCKS, REMOTE_THREADS
 from octavo.planner.machine import CPU_MEMORY_SHARE, MEMORY_LIMIT_VARIABLE, limited_memory
 from octavo.planner.sources import find_shape
@@ -85,7 +86,7 @@ def test_what_is_suggested_fits_and_holds_a_sequence_of_its_full_length(
     with pytest.raises(ConfigError) as caught:
         sizing(int(gibibytes * 2**30), **options).pool()
     config = suggested_config(caught.value)
-    smaller = sizing(int(gibibytes * 2**30), **{n: getattr(config, n) for n in EngineConfig.__dataclass_fields__})
+    smaller = sizing(int(gibibytes * 2**30), **{n: getattr(config, n) for n in options_of(EngineConfig)})
     pool = smaller.pool()
     assert pool.usable_blocks >= smaller.spec.peak_blocks(smaller.max_model_len, config.max_num_batched_tokens)
     assert smaller.budget.weights + smaller.budget.activations + pool.num_bytes <= int(gibibytes * 2**30)
@@ -238,7 +239,7 @@ def test_a_cpus_cache_takes_its_share_of_what_the_weights_leave_and_more_only_wh
 def test_a_command_leaves_defaults_unsaid_and_quotes_the_rest() -> None:
     config = EngineConfig(model="my model", max_num_seqs=4, enable_prefix_caching=False, kv_cache_dtype="float32")
     assert serve_command(config) == (
-        "octavo serve 'my model' --max-num-seqs 4 --kv-cache-dtype float32 --no-enable-prefix-caching"
+        "octavo serve 'my model' --kv-cache-dtype=float32 --no-enable-prefix-caching --max-num-seqs=4"
     )
 
 

@@ -17,7 +17,6 @@ from octavo.kvcache.eviction import EvictionPolicy, FifoEviction
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import HashedPrefixCache, NullPrefixCache, RadixPrefixCache
 from octavo.kvcache.spec import KVCacheSpec
-from octavo.limits import RequestLimits
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler, needs_restore_speed
 from octavo.scheduler.claims import ByPriority
 from octavo.scheduler.fairness import VirtualTokenCounter
@@ -73,7 +72,7 @@ ELSEWHERE = {
     "seed", "executor", "record_plans", "queue_tenant_share", "chat_template", "generation_config",
     "pooling", "enforce_eager", "calculate_kv_scales", "kv_scales", "kv_host_memory", "kv_disk", "kv_disk_size",
     "kv_remote", "kv_remote_secret", "kv_remote_ttl", "async_scheduling",
-    *(field.name for field in fields(RequestLimits)),
+    "limits",
 }  # fmt: skip
 
 

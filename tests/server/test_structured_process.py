@@ -1,4 +1,4 @@
-"""Structured answers of a server whose model is computed by a process of its own (`--executor process`)."""
+"""Structured answers of a server whose model is computed by a process of its own (`ProcessExecutor`)."""
 
 from __future__ import annotations
 

@@ -27,8 +27,6 @@ def run(args: argparse.Namespace) -> int:
     if args.exchanges < 0:
         raise ConfigError(f"exchanges must be 0 or more, got {args.exchanges}")
     options = engine_options(args)
-    if options.get("executor") == "process":
-        raise ConfigError("octavo calibrate reads the model's cache, which needs executor 'in_process'")
     text = read_text(args.data)
     return run_search(args, options, text) if args.search else _scales(args, options, text)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Literal
 
-from octavo.config import MOST_THREADS, parse_count
+from octavo.config import MOST_THREADS
+from octavo.option import parse_count
 
 
 def add_json_option(parser: argparse.ArgumentParser, instead_of: str = "a table") -> None:

@@ -1,6 +1,6 @@
-"""Flags made from dataclass fields: `max_num_seqs` of `EngineConfig` becomes `--max-num-seqs`, and so on.
+"""Flags made from declared options: `max_num_seqs` of `EngineConfig` becomes `--max-num-seqs`, and so on.
 
-Options that are not given stay out of the namespace (`argparse.SUPPRESS`), so that only the dataclass knows the
+Options that are not given stay out of the namespace (`argparse.SUPPRESS`), so that only the declaration knows the
 defaults, and an option can be passed on to another process exactly as it was given.
 """
 
@@ -8,43 +8,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import MISSING, Field, fields
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from typing import Any, get_args, get_origin, get_type_hints
 
-from octavo.commands.common_options import integer
-from octavo.config import EngineConfig, parse_count
+from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.limits import RequestLimits
-from octavo.option import REMOVED_VALUES, flag, replacement_of
+from octavo.option import Option, flag, options_of
 from octavo.sampling_params import SamplingParams
 from octavo.structured_outputs import StructuredOutputsParams
 
-ENGINE_GROUPS: dict[str, tuple[str, ...]] = {
-    "model options": (
-        *("model", "max_model_len", "dtype", "quantization", "chat_template", "generation_config", "pooling"),
-    ),
-    "KV cache options": (
-        *("kv_cache_memory", "gpu_memory_utilization", "num_blocks", "block_size"),
-        *("kv_cache_dtype", "kv_scales", "calculate_kv_scales"),
-        *("enable_prefix_caching", "prefix_cache", "eviction_policy", "pin_budget", "pin_tenant_share"),
-    ),
-    "options for memory below the KV cache (docs/tiers.md)": (
-        *("swap_space", "kv_host_memory", "kv_demotion", "kv_disk", "kv_disk_size"),
-        *("kv_remote", "kv_remote_secret", "kv_remote_ttl"),
-    ),
-    "scheduling options": (
-        *("max_num_seqs", "max_num_batched_tokens", "itl_slo_ms", "scheduling_policy", "queue_tenant_share"),
-        *("preemption_mode", "async_scheduling"),
-    ),
-    "execution options": (
-        *("device", "num_threads", "attention_backend", "deterministic", "seed"),
-        *("enforce_eager", "executor", "record_plans"),
-    ),
-    "limits: the maximum of each (docs/limits.md)": tuple(limit.name for limit in fields(RequestLimits)),
-}
-"""The groups of `--help` and their options, which are all fields of `EngineConfig`, each once."""
+# Characters of an option's choices that fit beside its flag.
+_LONGEST_CHOICES = 50
 
 _SAMPLING_HELP = {
     "n": "completions of each prompt",
@@ -77,19 +52,9 @@ _SAMPLING_HELP = {
 }
 
 
-def add_options(parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[str]], config: type[Any]) -> None:
-    """Add one flag per field of the dataclass `config`, whose fields carry their help.
-
-    Args:
-        groups: names of fields by the title of their group in `--help`, in the order in which they are listed.
-    """
-    hints = get_type_hints(config)
-    declared = {option.name: option for option in fields(config)}
-    for title, names in groups.items():
-        group = parser.add_argument_group(title)
-        for name in names:
-            option = declared[name]
-            _add_field(group, option, hints[name], option.metadata["help"], option.default, option.metadata["metavar"])
+def add_options(parser: argparse.ArgumentParser, config: type[Any]) -> None:
+    """Add one flag per option that the dataclass `config` declares, in its groups."""
+    _add_flags(parser, [option for option in options_of(config).values() if not option.internal])
 
 
 def given_options(args: argparse.Namespace, config: type[Any], omit: Collection[str] = ()) -> dict[str, Any]:
@@ -99,12 +64,12 @@ def given_options(args: argparse.Namespace, config: type[Any], omit: Collection[
 
 
 def add_engine_options(parser: argparse.ArgumentParser, *, positional_model: bool = False) -> None:
-    """Add one flag per field of `EngineConfig`; with `positional_model`, also a positional argument MODEL."""
+    """Add the options of `EngineConfig`; with `positional_model`, also a positional argument MODEL."""
     if positional_model:
         parser.add_argument(
             "model_argument", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help="short for --model MODEL"
         )
-    add_options(parser, ENGINE_GROUPS, EngineConfig)
+    add_options(parser, EngineConfig)
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -123,13 +88,9 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def engine_argv(options: Mapping[str, Any]) -> list[str]:
     """Return flags equivalent to `options`; None has no flag, because it is the default wherever it is allowed."""
-    argv: list[str] = []
-    for name, value in options.items():
-        if isinstance(value, bool):
-            argv.append(flag(name) if value else flag("no_" + name))
-        elif value is not None:
-            argv.append(f"{flag(name)}={value}")
-    return argv
+    declared = options_of(EngineConfig)
+    given = {name: value for name, value in options.items() if value is not None and not declared[name].internal}
+    return [argument for name, value in given.items() for argument in declared[name].argv(value)]
 
 
 def add_sampling_options(
@@ -137,78 +98,71 @@ def add_sampling_options(
 ) -> None:
     """Add one flag per field of `SamplingParams` not in `omit`; `defaults` override those shown in `--help`."""
     hints = get_type_hints(SamplingParams)
-    group = parser.add_argument_group("sampling options")
-    for option in fields(SamplingParams):
-        if option.name not in omit:
-            default = (defaults or {}).get(option.name, option.default)
-            _add_field(group, option, hints[option.name], _SAMPLING_HELP[option.name], default)
-
-
-def _add_field(
-    group: argparse._ArgumentGroup,
-    option: Field[Any],
-    hint: object,
-    help: str,
-    default: object,
-    metavar: str | None = None,
-) -> None:
-    keywords = value_keywords(hint)
-    if metavar is not None:
-        keywords["metavar"] = metavar
-    if option.name in REMOVED_VALUES:
-        keywords["type"] = _still_accepted(option.name)
-    if "default" not in help and not (default is MISSING or default is None or default in ("", ())):
-        shown = {True: "on", False: "off"}[default] if isinstance(default, bool) else default
-        help = f"{help} (default: {shown})"
-    group.add_argument(
-        flag(option.name), dest=option.name, default=argparse.SUPPRESS, help=help.replace("%", "%%"), **keywords
+    shown = {**{each.name: each.default for each in fields(SamplingParams)}, **(defaults or {})}
+    _add_flags(
+        parser,
+        [
+            Option(name, hints[name], shown[name], help, "sampling options")
+            for name, help in _SAMPLING_HELP.items()
+            if name not in omit
+        ],
     )
 
 
-def _still_accepted(name: str) -> Callable[[str], str]:
-    def still_accepted(text: str) -> str:
-        if says := replacement_of(name, text):
-            raise argparse.ArgumentTypeError(says)
-        return text
+def _add_flags(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for option in options:
+        if option.group not in groups:
+            groups[option.group] = parser.add_argument_group(option.group)
+        help, default = option.help, option.default
+        if "default" not in help and not option.is_table and default not in (MISSING, None, "", ()):
+            shown = {True: "on", False: "off"}[default] if isinstance(default, bool) else default
+            help = f"{help} (default: {shown})"
+        keywords = _keywords(option)
+        if sum(map(len, keywords.get("choices", ()))) > _LONGEST_CHOICES:
+            keywords["metavar"] = "NAME"
+            help = f"{help}; one of {', '.join(option.choices)}"
+        if option.metavar is not None:
+            keywords["metavar"] = option.metavar
+        groups[option.group].add_argument(
+            flag(option.name), dest=option.name, default=argparse.SUPPRESS, help=help.replace("%", "%%"), **keywords
+        )
 
-    return still_accepted
 
-
-def value_keywords(hint: object) -> dict[str, Any]:
-    """Return the argparse keywords for a value of type `hint`."""
-    members = [m for m in (get_args(hint) if _is_union(hint) else (hint,)) if m is not type(None)]
-    literals = [value for m in members if get_origin(m) is Literal for value in get_args(m)]
-    origins = {get_origin(m) for m in members}
-    if bool in members:
+def _keywords(option: Option) -> dict[str, Any]:
+    """Return the argparse keywords for an option's type."""
+    origins = {get_origin(each) for each in option.types}
+    if option.is_switch:
         return {"action": argparse.BooleanOptionalAction}
-    if StructuredOutputsParams in members:
+    if StructuredOutputsParams in option.types:
         return {"type": _structured_outputs, "metavar": "JSON"}
     if Mapping in origins:
         return {"type": _token_biases, "metavar": "JSON"}
     if Sequence in origins or Collection in origins:
-        of_text = any(get_args(m) == (str,) for m in members)
+        of_text = any(get_args(each) == (str,) for each in option.types)
         return {"action": "append", "metavar": "TEXT"} if of_text else {"type": _token_ids, "metavar": "IDS"}
-    if literals and int in members:
-        return {"type": _integer_or(literals), "metavar": "|".join(("N", *literals))}
-    if literals:
-        return {"choices": literals}
-    if str in members:
-        return {"metavar": "SIZE" if int in members else "TEXT"}
-    return {"type": float, "metavar": "X"} if float in members else {"type": integer, "metavar": "N"}
+    if option.is_choice:
+        return {"choices": option.choices, **({"type": _value_of(option)} if option.removed else {})}
+    number = "X" if float in option.types else "N" if int in option.types else "TEXT"
+    metavar = option.unit.metavar if option.unit is not None else "|".join((number, *option.choices))
+    return {"type": _value_of(option), "metavar": metavar, "action": _Merge if option.is_table else "store"}
 
 
-def _is_union(hint: object) -> bool:
-    return get_origin(hint) in (Union, UnionType)
-
-
-def _integer_or(words: Sequence[str]) -> Callable[[str], int | str]:
-    def integer_or_word(text: str) -> int | str:
+def _value_of(option: Option) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
         try:
-            return text if text in words else parse_count(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"must be an integer or {' or '.join(words)}, got {text!r}") from None
+            return option.parse(text, "the value")
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
-    return integer_or_word
+    return parse
+
+
+class _Merge(argparse.Action):
+    """Joins the tables of a flag that is given several times."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, {**getattr(namespace, self.dest, {}), **values})
 
 
 def _token_ids(text: str) -> list[int]:

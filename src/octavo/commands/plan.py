@@ -6,7 +6,6 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 from octavo.commands.base import Command
@@ -38,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--list", action="store_true", help="print the names of the well-known models and exit")
     add_json_option(parser, "tables")
-    add_options(parser, {"what is planned for": [option.name for option in fields(PlanOptions)]}, PlanOptions)
+    add_options(parser, PlanOptions)
 
 
 def run(args: argparse.Namespace) -> int:

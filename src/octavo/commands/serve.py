@@ -13,7 +13,7 @@ from octavo.commands.options import add_engine_options, add_options, engine_opti
 from octavo.commands.settings import Settings
 from octavo.config import EngineConfig
 from octavo.server.access import client_keys
-from octavo.server.config import ServerConfig
+from octavo.server.config import KEY_OPTIONS, ServerConfig
 from octavo.server.http.logs import configure_logging
 
 if TYPE_CHECKING:
@@ -21,29 +21,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("octavo.serve")
 
-SERVER_GROUPS = {
-    "address options": ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "root_path"),
-    "access options (docs/operating.md)": (
-        *("api_key", "keys_file", "admin_key", "metrics_access", "live_page_text", "shared_prefix_cache"),
-        *("allow_unauthenticated", "allowed_hosts", "allowed_origins"),
-    ),
-    "API options": (
-        *("served_model_name", "tool_call_parser", "reasoning_parser", "strict_requests"),
-        *("max_stored_responses", "max_stored_tenant_responses"),
-    ),
-    "log and monitoring options": (
-        *("log_level", "log_format", "access_log", "otlp_traces_endpoint", "watchdog_timeout"),
-    ),
-    "connection options": (
-        *("max_connections", "header_timeout", "body_timeout", "write_timeout", "keep_alive_timeout"),
-        *("request_timeout", "shutdown_timeout"),
-        *("max_body_size", "max_total_body_size", "max_body_seconds", "max_body_memory"),
-    ),
-}
-"""The groups of `--help` and their options, which are all fields of `ServerConfig`, each once."""
-
-# Options that hold a server's keys; only those of the source with the highest precedence are used.
-KEYS = frozenset({"api_key", "keys_file"})
 # Defaults of a server where they differ from those of `LLM`: with a seed that others know, a client could predict what
 # is drawn for another.
 DEFAULTS: dict[str, Any] = {"seed": None}
@@ -58,14 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="TOML file of options: max_num_seqs = 64, and so for every flag below; default: $OCTAVO_CONFIG",
     )
-    add_options(parser, SERVER_GROUPS, ServerConfig)
+    add_options(parser, ServerConfig)
     add_engine_options(parser, positional_model=True)
 
 
 def run(args: argparse.Namespace) -> int:
     flags = {**given_options(args, ServerConfig), **engine_options(args)}
     settings = Settings(
-        (ServerConfig, EngineConfig), flags, os.environ, getattr(args, "config", None), [KEYS], DEFAULTS
+        (ServerConfig, EngineConfig), flags, os.environ, getattr(args, "config", None), [KEY_OPTIONS], DEFAULTS
     )
     server_config = ServerConfig(**settings.given(ServerConfig))
     configure_logging(server_config.log_level, server_config.log_format)

@@ -151,7 +151,7 @@ class AsyncEngine:
 
     @property
     def limits(self) -> RequestLimits:
-        return self.core.config
+        return self.core.config.limits
 
     @property
     def stats(self) -> EngineStats:

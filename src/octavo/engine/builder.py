@@ -199,7 +199,7 @@ def _grammar_compiler(
         load_tokenizer,
         model.vocab_size,
         model.eos_token_ids,
-        config.max_grammar_ms,
+        config.limits.max_grammar_ms,
         on_trial=on_trial,
         elsewhere=elsewhere,
     )

@@ -84,7 +84,7 @@ class InputProcessor:
         """Do all that `make_request` does but compiling the grammar, which the caller does."""
         if context.pooling is not None:
             params = _EMBEDDING
-        self.config.check_context(context.priority, context.cache_salt)
+        self.config.limits.check_context(context.priority, context.cache_salt)
         bad_word_ids = self._check_params(params)
         token_ids = self._tokenize(prompt, add_special_tokens)
         max_tokens = params.max_tokens
@@ -118,8 +118,8 @@ class InputProcessor:
 
     def _check_params(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Refuse parameters that are out of range or contradict each other; returns the token ids of the bad words."""
-        self.config.check_sampling(params)
-        self.config.check_structured_outputs(params.structured_outputs)
+        self.config.limits.check_sampling(params)
+        self.config.limits.check_structured_outputs(params.structured_outputs)
         if params.structured_outputs is not None and self.grammars is None:
             raise RequestError("this engine does not serve structured outputs", param="structured_outputs")
         check_token_ids(params.stop_token_ids, self.vocab_size, "stop_token_ids")
@@ -159,7 +159,7 @@ class InputProcessor:
         if self.tokenizer is None:
             raise RequestError("bad_words need a tokenizer, and this model came without one", param="bad_words")
         found = bad_word_token_ids(self.tokenizer, words)
-        self.config.check_bad_word_tokens(max(map(len, found), default=0))
+        self.config.limits.check_bad_word_tokens(max(map(len, found), default=0))
         return found
 
     def _longest_output(self, num_prompt_tokens: int, tenant: str) -> int:

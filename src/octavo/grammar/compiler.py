@@ -26,7 +26,6 @@ from octavo.errors import OverloadedError, RequestError
 from octavo.grammar.limits import compile_grammar, first_error
 from octavo.grammar.source import may_force_long_runs, to_lark, without_forcing
 from octavo.grammar.trial import MEMORY, NICENESS, TrialFailedError, start_one, try_compiling
-from octavo.option import flag
 from octavo.structured_outputs import StructuredOutputsParams
 from octavo.text.tokenizer import Tokenizer
 
@@ -225,7 +224,7 @@ class GrammarCompiler:
                 self._compiled.pop((tenant, wanted), None)
             if not isinstance(failed, TrialFailedError):
                 raise
-            most = f"{self._max_ms} ms, the most allowed ({flag('max_grammar_ms')})"
+            most = f"{self._max_ms} ms, the most allowed (--limits max_grammar_ms)"
             if not failed.too_slow:
                 most = f"{MEMORY >> 20} MiB of memory"
             raise RequestError(

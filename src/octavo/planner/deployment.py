@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from octavo.config import (
+    BYTES,
     DEFAULT_EVICTION_POLICY,
     STAGING_MEMORY,
+    SWAP_BYTES,
     checked_kv_cache_dtype,
     format_bytes,
-    parse_bytes,
-    parse_swap,
 )
 from octavo.errors import ConfigError
 from octavo.kvcache.formats import KV_FORMATS, layer_formats
 from octavo.kvcache.spec import KVCacheSpec, eviction_bytes
-from octavo.option import option
+from octavo.option import Options, option
 from octavo.planner.calculator import (
     DEFAULT_SWAP_SPACE,
     DTYPE_BYTES,
@@ -36,79 +37,74 @@ from octavo.planner.calculator import (
 from octavo.planner.machine import CPU_MEMORY_SHARE
 from octavo.planner.model_shape import ModelShape, divide, possible_groups
 
-_DTYPES = ", ".join(DTYPE_BYTES)
 _DEFAULT_MAX_NUM_SEQS = 256
 
 
+_option = partial(option, group="what is planned for")
+_size = partial(_option, unit=BYTES)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
+class PlanOptions(Options):
     """The options of `octavo plan`; those shared with `octavo serve` mean the same there."""
 
-    context: int | None = option(None, "tokens of one sequence, prompt and output; default: --max-model-len")
-    concurrency: int | None = option(
-        None, "number of such sequences at once; default: as many as --memory holds, at least 1"
+    context: int | None = _option(None, "tokens of one sequence, prompt and output; default: --max-model-len", least=1)
+    concurrency: int | None = _option(
+        None, "number of such sequences at once; default: as many as --memory holds, at least 1", least=1
     )
-    memory: int | str | None = option(
-        None, "memory of one device, such as 80GiB; default: that of this machine, or with --device: not limited"
+    memory: int | str | None = _size(
+        None,
+        "memory of one device, such as 80GiB; default: that of this machine, or with --device: not limited",
+        least=1,
     )
-    device: Literal["cuda", "cpu"] = option(
+    device: Literal["cuda", "cpu"] = _option(
         "cuda", "cpu leaves much of the memory to other processes; default: this machine's, or with --memory: cuda"
     )
-    tensor_parallel_size: int = option(
-        1, "number of devices that share the model; for planning only: octavo serve uses one"
+    tensor_parallel_size: int = _option(
+        1, "number of devices that share the model; for planning only: octavo serve uses one", least=1
     )
-    dtype: str = option("auto", f"weights and activations: {_DTYPES}; auto: bfloat16")
-    kv_cache_dtype: str = option(
+    dtype: Literal["auto", *DTYPE_BYTES] = _option(  # type: ignore[valid-type]
+        "auto", "weights and activations; auto: bfloat16"
+    )
+    kv_cache_dtype: str = _option(
         "auto",
         f"format of keys and values: {', '.join(KV_FORMATS)}, or a .toml file with a format for each layer; auto: the "
         "checkpoint's, or --dtype; fp8: fp8_e4m3",
+        read=checked_kv_cache_dtype,
     )
-    block_size: int | Literal["max"] = option(
-        16, "tokens per block; max: one block of max_model_len tokens per sequence"
+    block_size: int | Literal["max"] = _option(
+        16, "tokens per block; max: one block of max_model_len tokens per sequence", least=1
     )
-    max_model_len: int | None = option(
-        None, "tokens that a contiguous allocator reserves for each sequence; default: the model's own limit"
+    max_model_len: int | None = _option(
+        None, "tokens that a contiguous allocator reserves for each sequence; default: the model's own limit", least=1
     )
-    max_num_seqs: int | None = option(
-        None, f"maximum number of sequences in one step; default: --concurrency, or {_DEFAULT_MAX_NUM_SEQS} without it"
+    max_num_seqs: int | None = _option(
+        None,
+        f"maximum number of sequences in one step; default: --concurrency, or {_DEFAULT_MAX_NUM_SEQS} without it",
+        least=1,
     )
-    max_num_batched_tokens: int = option(2048, "maximum number of tokens computed in one step")
-    kv_cache_memory: int | str | None = option(
-        None, "memory for the KV cache of one device, such as 2GiB; default: what --memory leaves"
+    max_num_batched_tokens: int = _option(2048, "maximum number of tokens computed in one step", least=1)
+    kv_cache_memory: int | str | None = _size(
+        None, "memory for the KV cache of one device, such as 2GiB; default: what --memory leaves", least=1
     )
-    gpu_memory_utilization: float = option(0.9, "fraction of a GPU's memory for weights, activations and KV cache")
-    swap_space: int | str | None = option(
-        None, "host memory for the blocks of preempted sequences, such as 1GiB; 0: none; default: 1GiB, or what is left"
+    gpu_memory_utilization: float = _option(
+        0.9, "fraction of a GPU's memory for weights, activations and KV cache", above=0, most=1
     )
-    kv_host_memory: int | str = option(0, "host memory for prefixes evicted from the KV cache, such as 8GiB; 0: none")
-    kv_disk_size: int | str = option(0, "size of --kv-disk, such as 20GiB; 0: none")
-    kv_remote: str | None = option(None, "Redis or Valkey that prefixes are shared in; not connected to", metavar="URL")
+    swap_space: int | str | None = _option(
+        None,
+        "host memory for the blocks of preempted sequences, such as 1GiB; 0: none; default: 1GiB, or what is left",
+        unit=SWAP_BYTES,
+        least=0,
+    )
+    kv_host_memory: int | str = _size(
+        0, "host memory for prefixes evicted from the KV cache, such as 8GiB; 0: none", least=0
+    )
+    kv_disk_size: int | str = _size(0, "size of --kv-disk, such as 20GiB; 0: none", least=0)
+    kv_remote: str | None = _option(
+        None, "Redis or Valkey that prefixes are shared in; not connected to", metavar="URL"
+    )
 
-    def __post_init__(self) -> None:
-        for name in ("context", "concurrency", "tensor_parallel_size", "max_model_len", "max_num_seqs"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
-        if self.max_num_batched_tokens < 1:
-            raise ConfigError(f"max_num_batched_tokens must be at least 1, got {self.max_num_batched_tokens}")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
-        if self.dtype not in ("auto", *DTYPE_BYTES):
-            raise ConfigError(f"dtype must be one of auto, {_DTYPES}, got {self.dtype!r}")
-        object.__setattr__(self, "kv_cache_dtype", checked_kv_cache_dtype(self.kv_cache_dtype))
-        for name in ("memory", "kv_cache_memory"):
-            if isinstance(value := getattr(self, name), str):
-                object.__setattr__(self, name, value := parse_bytes(value))
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be positive, got {value}")
-        if isinstance(self.swap_space, str):
-            object.__setattr__(self, "swap_space", parse_swap(self.swap_space))
-        if isinstance(self.swap_space, int) and self.swap_space < 0:
-            raise ConfigError(f"swap_space must be a number of bytes, 0 or more, got {self.swap_space}")
-        for name in ("kv_host_memory", "kv_disk_size"):
-            if isinstance(value := getattr(self, name), str):
-                object.__setattr__(self, name, value := parse_bytes(value))
-            if not isinstance(value, int) or value < 0:
-                raise ConfigError(f"{name} must be a number of bytes, 0 or more, got {value}")
+    def _check_together(self) -> None:
         if (self.kv_disk_size or self.kv_remote) and not self.kv_host_memory:
             object.__setattr__(self, "kv_host_memory", STAGING_MEMORY)
 

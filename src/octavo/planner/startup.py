@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from octavo.config import EngineConfig, format_bytes
 from octavo.errors import ConfigError
 from octavo.kvcache.spec import KVCacheSpec, eviction_bytes
+from octavo.option import options_of
 from octavo.planner.calculator import (
     DEFAULT_SWAP_SPACE,
     MemoryBudget,
@@ -306,12 +306,6 @@ def _halvings(value: int, least: int) -> list[int]:
 
 def serve_command(config: EngineConfig) -> str:
     """Return the `octavo serve` command line for `config`, without options at their defaults."""
-    argv = ["octavo", "serve", config.model]
-    defaults = EngineConfig()
-    for option in fields(config):
-        value: Any = getattr(config, option.name)
-        if option.name == "model" or value == getattr(defaults, option.name):
-            continue
-        flag = option.name.replace("_", "-")
-        argv += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
-    return shlex.join(argv)
+    changed = {name: value for name, value in config.changed().items() if name != "model"}
+    flags = [argument for name, value in changed.items() for argument in options_of(EngineConfig)[name].argv(value)]
+    return shlex.join(["octavo", "serve", config.model, *flags])

@@ -1,17 +1,18 @@
-"""The options of the HTTP server; the flags of `octavo serve` are derived from them."""
+"""The options of the HTTP server, declared once for the flags, variables and TOML keys of `octavo serve`."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Literal
 
-from octavo.config import parse_bytes
+from octavo.config import BYTES
 from octavo.dialect.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from octavo.errors import ConfigError, shown
-from octavo.option import option
+from octavo.option import SECONDS, Options, option
 from octavo.server.tenants.keys import check_key
 
 API_KEY_VARIABLE = "OCTAVO_API_KEY"
@@ -20,191 +21,202 @@ ADMIN_KEY_VARIABLE = "OCTAVO_ADMIN_KEY"
 # Linux's limit in bytes; other systems allow a few bytes less.
 MAX_UNIX_PATH = 107
 
-LOG_LEVELS, LOG_FORMATS = ("debug", "info", "warning", "error"), ("text", "json")
-METRICS_ACCESS = ("open", "admin")
-PARSER_CHOICES = ("auto", "none", *TOOL_CALL_PARSERS)
-REASONING_CHOICES = ("auto", "none", *REASONING_PARSERS)
+# Options that hold a server's keys; only those of the source with the highest precedence are used.
+KEY_OPTIONS = frozenset({"api_key", "keys_file"})
+
+
+def _check_uds(path: str, name: str) -> None:
+    if not 0 < len(os.fsencode(path)) <= MAX_UNIX_PATH:
+        raise ConfigError(f"{name} must be a path of 1 to {MAX_UNIX_PATH} bytes, got {shown(path)}")
+
+
+def _check_root_path(path: str, name: str) -> None:
+    if path and (not path.startswith("/") or path.endswith("/")):
+        raise ConfigError(f"{name} must begin with / and not end with it, got {path!r}")
+
+
+def _check_url(url: str, name: str) -> None:
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{name} must be an http or https URL, got {shown(url)}")
+
+
+_address = partial(option, group="address options")
+_access = partial(option, group="access options (docs/operating.md)")
+_api = partial(option, group="API options")
+_log = partial(option, group="log and monitoring options")
+_connection = partial(option, group="connection options")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """The options of one server, validated at construction; raises `ConfigError` with the value in the message."""
+class ServerConfig(Options):
+    """The options of one server, checked at construction; raises `ConfigError` with the value in the message."""
 
-    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
-    port: int = option(8000, "port to listen on; 0 picks a free one")
-    uds: str | None = option(
-        None, "path of a Unix socket to listen on instead; its owner and group may connect", metavar="PATH"
+    host: str = _address("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
+    port: int = _address(8000, "port to listen on; 0 picks a free one", least=0, most=65535)
+    uds: str | None = _address(
+        None,
+        "path of a Unix socket to listen on instead; its owner and group may connect",
+        metavar="PATH",
+        check=_check_uds,
     )
-    served_model_name: Sequence[str] = option(
-        (), "name of the model in requests, instead of --model; may be given several times", metavar="NAME"
+    ssl_certfile: str | None = _address(
+        None, "certificate chain (PEM): serve HTTPS; needs --ssl-keyfile", metavar="FILE", needs="ssl_keyfile"
     )
-    api_key: Sequence[str] = option(
+    ssl_keyfile: str | None = _address(
+        None, "private key (PEM) of --ssl-certfile", metavar="FILE", needs="ssl_certfile"
+    )
+    root_path: str = _address(
+        "", "path prefix that a proxy in front removes, such as /llm", metavar="PATH", check=_check_root_path
+    )
+
+    api_key: Sequence[str] = _access(
         (),
         "key that clients must send; may be given several times, each a tenant of its own; shows in `ps`: prefer "
         f"--keys-file; default: ${API_KEY_VARIABLE}, split at commas",
         metavar="KEY",
+        check=check_key,
         secret=True,
     )
-    keys_file: str | None = option(
+    keys_file: str | None = _access(
         None, "TOML file of tenants and their keys, instead of --api-key; reread on SIGHUP", metavar="FILE"
     )
-    admin_key: str | None = option(
+    admin_key: str | None = _access(
         None,
         "key for /debug and /reset_prefix_cache, which are closed without one (or a tenant with admin = true in the "
         f"keys file); shows in `ps`; default: ${ADMIN_KEY_VARIABLE}",
         metavar="KEY",
+        check=check_key,
         secret=True,
     )
-    metrics_access: Literal["open", "admin"] = option(
+    metrics_access: Literal["open", "admin"] = _access(
         "open",
         "who may read /metrics; admin: requests with an admin key only; numbers by tenant always need an admin key",
     )
-    shared_prefix_cache: bool = option(
+    live_page_text: bool = _access(
+        False, "show the text of a block's tokens on the live page (at /), to holders of an admin key only"
+    )
+    shared_prefix_cache: bool = _access(
         False, "share cached prefixes between tenants: faster, but each can find out what others have sent"
     )
-    allow_unauthenticated: bool = option(False, "listen on addresses other than loopback without API keys")
-    allowed_hosts: Sequence[str] = option(
+    allow_unauthenticated: bool = _access(False, "listen on addresses other than loopback without API keys")
+    allowed_hosts: Sequence[str] = _access(
         (),
         "without API keys: a host name that requests may use, besides addresses, localhost and the machine's own name; "
         "may be given several times; *: any",
         metavar="NAME",
     )
-    allowed_origins: Sequence[str] = option(
+    allowed_origins: Sequence[str] = _access(
         (),
         "origin whose web pages may use the server (CORS), such as https://chat.example; may be given several times; "
         "*: any",
         metavar="URL",
     )
-    max_body_size: int | str = option("16MiB", "maximum size of a request body; larger ones get a 413")
-    max_total_body_size: int | str = option(
-        "256MiB",
-        "maximum size of all bodies being received or read, beyond the first 64 KiB of each; above it, the tenant with "
-        "the most gets a 503 for the oldest of its bodies",
+
+    served_model_name: Sequence[str] = _api(
+        (), "name of the model in requests, instead of --model; may be given several times", metavar="NAME"
     )
-    ssl_certfile: str | None = option(None, "certificate chain (PEM): serve HTTPS; needs --ssl-keyfile", metavar="FILE")
-    ssl_keyfile: str | None = option(None, "private key (PEM) of --ssl-certfile", metavar="FILE")
-    root_path: str = option("", "path prefix that a proxy in front removes, such as /llm", metavar="PATH")
-    log_level: Literal["debug", "info", "warning", "error"] = option("info", "lowest severity that is logged")
-    log_format: Literal["text", "json"] = option(
-        "text", "format of the log, on standard error; json: one object per line"
-    )
-    access_log: bool = option(True, "log a line for every request, without its prompt and answer")
-    max_connections: int = option(
-        1024,
-        "maximum number of open connections; one more closes the one that has waited for a request for the longest, or "
-        "gets a 503 if all have one",
-    )
-    header_timeout: float = option(10.0, "time in which a client must send a request's header", metavar="SECONDS")
-    body_timeout: float = option(
-        30.0,
-        "time in which a client must send a request's body, in addition to one second per 64 KiB",
-        metavar="SECONDS",
-    )
-    keep_alive_timeout: float = option(5.0, "time that a connection without a request is kept open", metavar="SECONDS")
-    write_timeout: float = option(
-        30.0, "time after which a client that reads nothing of its answer is disconnected", metavar="SECONDS"
-    )
-    request_timeout: float | None = option(
-        None,
-        "time after which an unfinished request ends with an error, queueing included; default: none",
-        metavar="SECONDS",
-    )
-    max_stored_responses: int | str = option(
-        "64MiB", "memory for stored responses (previous_response_id) of all tenants; 0: none are stored"
-    )
-    max_stored_tenant_responses: int | str = option(
-        "16MiB", "memory for stored responses of one tenant; the oldest are dropped"
-    )
-    tool_call_parser: Literal[*PARSER_CHOICES] = option(  # type: ignore[valid-type]
+    tool_call_parser: Literal["auto", "none", *TOOL_CALL_PARSERS] = _api(  # type: ignore[valid-type]
         "auto", "format of the model's tool calls; auto: the one in its chat template, or hermes"
     )
-    reasoning_parser: Literal[*REASONING_CHOICES] = option(  # type: ignore[valid-type]
+    reasoning_parser: Literal["auto", "none", *REASONING_PARSERS] = _api(  # type: ignore[valid-type]
         "auto", "format of the model's reasoning, returned as reasoning_content; auto: the one in its chat template"
     )
-    strict_requests: bool = option(
+    strict_requests: bool = _api(
         False, "refuse unknown fields of a request (400) instead of ignoring them with a warning"
     )
-    live_page_text: bool = option(
-        False, "show the text of a block's tokens on the live page (at /), to holders of an admin key only"
+    max_stored_responses: int | str = _api(
+        "64MiB",
+        "memory for stored responses (previous_response_id) of all tenants; 0: none are stored",
+        unit=BYTES,
+        least=0,
     )
-    max_body_seconds: float = option(
-        10.0,
-        "time that reading one large body may take: its JSON, the chat template and the tokenizer",
-        metavar="SECONDS",
+    max_stored_tenant_responses: int | str = _api(
+        "16MiB", "memory for stored responses of one tenant; the oldest are dropped", unit=BYTES, least=0
     )
-    max_body_memory: int | str = option("1GiB", "memory that reading one large body, or one chat, may take")
-    watchdog_timeout: float = option(
-        60.0,
-        "time after which an engine step that has not finished is reported (log, /metrics, /health, /ready), but not "
-        "stopped; 0: never",
-        metavar="SECONDS",
+
+    log_level: Literal["debug", "info", "warning", "error"] = _log("info", "lowest severity that is logged")
+    log_format: Literal["text", "json"] = _log(
+        "text", "format of the log, on standard error; json: one object per line"
     )
-    otlp_traces_endpoint: str | None = option(
+    access_log: bool = _log(True, "log a line for every request, without its prompt and answer")
+    otlp_traces_endpoint: str | None = _log(
         None,
         "OpenTelemetry collector for traces of all requests, such as http://127.0.0.1:4318/v1/traces; needs "
         "octavo[otel]",
         metavar="URL",
+        check=_check_url,
     )
-    shutdown_timeout: float = option(
-        30.0, "time that running requests have to finish after the first Ctrl-C or SIGTERM", metavar="SECONDS"
+    watchdog_timeout: float = _log(
+        60.0,
+        "time after which an engine step that has not finished is reported (log, /metrics, /health, /ready), but not "
+        "stopped; 0: never",
+        unit=SECONDS,
+        least=0,
     )
 
-    def __post_init__(self) -> None:
-        for name in ("served_model_name", "api_key", "allowed_hosts", "allowed_origins"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-            if not all(getattr(self, name)):
-                raise ConfigError(f"{name} must not be empty")
-        for key in self.api_key:
-            check_key(key, "api_key")
-        if self.admin_key is not None:
-            check_key(self.admin_key, "admin_key")
+    max_connections: int = _connection(
+        1024,
+        "maximum number of open connections; one more closes the one that has waited for a request for the longest, or "
+        "gets a 503 if all have one",
+        least=1,
+    )
+    header_timeout: float = _connection(
+        10.0, "time in which a client must send a request's header", unit=SECONDS, above=0
+    )
+    body_timeout: float = _connection(
+        30.0,
+        "time in which a client must send a request's body, in addition to one second per 64 KiB",
+        unit=SECONDS,
+        above=0,
+    )
+    write_timeout: float = _connection(
+        30.0, "time after which a client that reads nothing of its answer is disconnected", unit=SECONDS, above=0
+    )
+    keep_alive_timeout: float = _connection(
+        5.0, "time that a connection without a request is kept open", unit=SECONDS, above=0
+    )
+    request_timeout: float | None = _connection(
+        None,
+        "time after which an unfinished request ends with an error, queueing included; default: none",
+        unit=SECONDS,
+        above=0,
+    )
+    shutdown_timeout: float = _connection(
+        30.0,
+        "time that running requests have to finish after the first Ctrl-C or SIGTERM",
+        unit=SECONDS,
+        least=0,
+        most=inf,
+    )
+    max_body_size: int | str = _connection(
+        "16MiB", "maximum size of a request body; larger ones get a 413", unit=BYTES, least=1
+    )
+    max_total_body_size: int | str = _connection(
+        "256MiB",
+        "maximum size of all bodies being received or read, beyond the first 64 KiB of each; above it, the tenant with "
+        "the most gets a 503 for the oldest of its bodies",
+        unit=BYTES,
+        least=1,
+    )
+    max_body_seconds: float = _connection(
+        10.0,
+        "time that reading one large body may take: its JSON, the chat template and the tokenizer",
+        unit=SECONDS,
+        above=0,
+        most=inf,
+    )
+    max_body_memory: int | str = _connection(
+        "1GiB", "memory that reading one large body, or one chat, may take", unit=BYTES, least=1
+    )
+
+    def _check_together(self) -> None:
         if self.keys_file is not None and self.api_key:
             raise ConfigError("give either keys_file or api_key: the file holds all keys")
-        for name in ("max_body_size", "max_total_body_size", "max_body_memory"):
-            if isinstance(value := getattr(self, name), str):
-                object.__setattr__(self, name, parse_bytes(value))
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("max_stored_responses", "max_stored_tenant_responses"):
-            if isinstance(value := getattr(self, name), str):
-                object.__setattr__(self, name, parse_bytes(value))
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.total_body_limit < self.body_limit:
             raise ConfigError(
                 f"max_total_body_size ({self.total_body_limit}) must be at least max_body_size ({self.body_limit}): no "
                 "body of that size could be received"
             )
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
-        for name in ("header_timeout", "body_timeout", "keep_alive_timeout", "write_timeout"):
-            if not 0 < getattr(self, name) < inf:
-                raise ConfigError(f"{name} must be a positive number of seconds, got {getattr(self, name)}")
-        if self.request_timeout is not None and not 0 < self.request_timeout < inf:
-            raise ConfigError(f"request_timeout must be a positive number of seconds, got {self.request_timeout}")
-        if self.uds is not None and not 0 < len(os.fsencode(self.uds)) <= MAX_UNIX_PATH:
-            raise ConfigError(f"uds must be a path of 1 to {MAX_UNIX_PATH} bytes, got {shown(self.uds)}")
-        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
-            raise ConfigError("ssl_certfile and ssl_keyfile go together: give both, or neither")
-        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
-            raise ConfigError(f"root_path must begin with / and not end with it, got {self.root_path!r}")
-        choices_of = {"log_level": LOG_LEVELS, "log_format": LOG_FORMATS, "metrics_access": METRICS_ACCESS}
-        choices_of |= {"tool_call_parser": PARSER_CHOICES, "reasoning_parser": REASONING_CHOICES}
-        for name, choices in choices_of.items():
-            if (value := getattr(self, name)) not in choices:
-                raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-        if self.max_connections < 1:
-            raise ConfigError(f"max_connections must be at least 1, got {self.max_connections}")
-        if not self.max_body_seconds > 0:
-            raise ConfigError(f"max_body_seconds must be positive, got {self.max_body_seconds}")
-        if not 0 <= self.watchdog_timeout < inf:
-            raise ConfigError(f"watchdog_timeout must be a number of seconds, 0 or more, got {self.watchdog_timeout}")
-        endpoint = self.otlp_traces_endpoint
-        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
-            raise ConfigError(f"otlp_traces_endpoint must be an http or https URL, got {shown(endpoint)}")
-        if not self.shutdown_timeout >= 0:
-            raise ConfigError(f"shutdown_timeout must not be negative, got {self.shutdown_timeout}")
 
     @property
     def body_limit(self) -> int:

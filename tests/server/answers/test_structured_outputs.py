@@ -23,7 +23,7 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RealServer]:
-    with real_server(max_grammar_bytes=4000, max_grammar_depth=9) as running:
+    with real_server(limits={"max_grammar_bytes": 4000, "max_grammar_depth": 9}) as running:
         yield running
 
 

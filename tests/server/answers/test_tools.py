@@ -264,7 +264,7 @@ def test_deeply_nested_tools_are_refused(server: Running) -> None:
     for _ in range(31):
         schema = {"items": schema}
     error = server.error(PATH, {"messages": [USER], "tools": [{"function": {"name": "f", "parameters": schema}}]}, 400)
-    assert "nested more than 32 levels deep (--max-tools-depth)" in error["message"]
+    assert "nested more than 32 levels deep (--limits max_tools_depth)" in error["message"]
 
 
 @pytest.mark.parametrize(

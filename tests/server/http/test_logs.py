@@ -130,7 +130,7 @@ def test_under_a_root_path_a_key_is_asked_for_all_the_same(start_server: Callabl
         ({"root_path": "/llm/"}, "root_path must begin with / and not end with it"),
         ({"log_level": "loud"}, "log_level must be one of debug, info, warning, error, got 'loud'"),
         ({"log_format": "xml"}, "log_format must be one of text, json, got 'xml'"),
-        ({"ssl_certfile": "cert.pem"}, "ssl_certfile and ssl_keyfile go together"),
+        ({"ssl_certfile": "cert.pem"}, "ssl_certfile needs ssl_keyfile, which is not given"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, str], says: str) -> None:

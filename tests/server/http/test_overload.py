@@ -22,7 +22,7 @@ LONG = {"prompt": [5] * 20, "max_tokens": 900, "ignore_eos": True, "stream": Tru
 @pytest.fixture(scope="module")
 def narrow() -> Iterator[RealServer]:
     """One sequence runs; two may wait, with 100 tokens in all."""
-    with real_server(max_num_seqs=1, max_waiting_requests=2, max_waiting_tokens=100) as running:
+    with real_server(max_num_seqs=1, limits="max_waiting_requests=2,max_waiting_tokens=100") as running:
         yield running
 
 
@@ -54,7 +54,7 @@ def test_one_more_than_may_wait_is_a_503(crowded: RealServer, stream: bool) -> N
     error = error_of(response)
     assert (error["type"], error["code"]) == ("server_error", "queue_full")
     assert error["message"] == (
-        "the queue is full: 2 requests are waiting, the maximum (--max-waiting-requests); try again later"
+        "the queue is full: 2 requests are waiting, the maximum (--limits max_waiting_requests); try again later"
     )
 
 
@@ -69,7 +69,7 @@ def test_the_openai_client_knows_a_full_queue(crowded: RealServer) -> None:
 def test_one_prompt_too_many_ends_its_whole_body(narrow: RealServer) -> None:
     """And a body of more prompts than may ever wait is a 400: it would never be served."""
     error = narrow.error("/v1/completions", {"prompt": [[5]] * 3, "max_tokens": 1}, 400)
-    assert "3 prompts, but at most 2 are allowed (--max-waiting-requests)" in error["message"]
+    assert "3 prompts, but at most 2 are allowed (--limits max_waiting_requests)" in error["message"]
 
 
 def test_tokens_that_wait_are_bounded_too(narrow: RealServer) -> None:
@@ -169,7 +169,7 @@ def test_a_tenants_waiting_tokens_are_bounded(keys: dict[str, Any]) -> None:
 
 def test_no_tenant_may_fill_the_queue_that_all_share(keys: dict[str, Any]) -> None:
     with (
-        real_server(keys, max_num_seqs=1, max_waiting_requests=2, queue_tenant_share=0.5) as server,
+        real_server(keys, max_num_seqs=1, limits={"max_waiting_requests": 2}, queue_tenant_share=0.5) as server,
         ThreadPoolExecutor(4) as callers,
     ):
         hurry = step_for_news(server.engine)

@@ -124,8 +124,8 @@ def test_a_variable_that_holds_no_key_does_not_open_the_server(
         ({"served_model_name": ["a", ""]}, "served_model_name must not be empty"),
         ({"port": 65536}, "port must be between 0 and 65535, got 65536"),
         ({"max_body_size": "many"}, "cannot read 'many'"),
-        ({"max_body_size": 0}, "max_body_size must be positive, got 0"),
-        ({"shutdown_timeout": -1}, "shutdown_timeout must not be negative, got -1"),
+        ({"max_body_size": 0}, "max_body_size must be at least 1, got 0"),
+        ({"shutdown_timeout": -1}, "shutdown_timeout must be at least 0, got -1"),
     ],
 )
 def test_an_option_that_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
