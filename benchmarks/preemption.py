@@ -108,11 +108,11 @@ def measure(setup: Setup, arguments: argparse.Namespace, cost: StepCost) -> Resu
 
 def account(plan: StepPlan, result: Result, reached: dict[SequenceId, int], cost: StepCost) -> None:
     context = 0
-    for row in plan.rows():
-        before = reached.get(row.seq_id, 0)
-        result.recomputed += max(0, min(row.end, before) - row.start)
-        reached[row.seq_id] = max(before, row.end)
-        context += row.end
+    for seq_id, start, length in zip(plan.seq_ids, plan.starts, plan.lengths, strict=True):
+        before, end = reached.get(seq_id, 0), start + length
+        result.recomputed += max(0, min(end, before) - start)
+        reached[seq_id] = max(before, end)
+        context += end
     moved = len(plan.stores) + len(plan.loads)
     result.computed += plan.num_tokens
     result.blocks_moved += moved

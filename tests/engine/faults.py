@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from octavo.engine.core import EngineCore
 from octavo.request import RequestId
-from octavo.scheduler.decoding import Sampling
+from octavo.scheduler.results import Sampling
 
 Strikes = Callable[[set[str]], bool]
 """Given the ids of the requests concerned, whether to raise now."""

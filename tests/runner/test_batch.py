@@ -15,6 +15,7 @@ from octavo.kvcache.spec import LayerKVSpec
 from octavo.runner.batch import BatchBuilder, StepBatch
 from octavo.scheduler.plan import StepPlan
 from tests.kvcache.caches import FULL, sliding
+from tests.scheduler.plans import rows_of
 from tests.scheduler.test_scheduler import Engine
 
 BLOCK = 4
@@ -31,7 +32,7 @@ def assert_says_what_is_planned(batch: StepBatch, plan: StepPlan, engine: Engine
     attention = batch.attention
     tokens, positions, starts, contexts = [], [], [0], []
     slots: list[list[int]] = [[] for _ in windows]
-    for row, (item, seq) in enumerate(zip(plan.rows(), engine.scheduler.planned, strict=True)):
+    for row, (item, seq) in enumerate(zip(rows_of(plan), engine.scheduler.planned, strict=True)):
         tables = engine.kv.tables(seq)
         for position in range(item.start, item.end):
             tokens.append(seq.token_ids[position])

@@ -112,7 +112,7 @@ def test_a_plan_without_samples_gives_none() -> None:
     rig = Rig(max_num_batched_tokens=4)
     rig.engine.add(list(range(10)))
     _, result = rig.step()
-    assert result.samples == []
+    assert result == StepResult()
 
 
 def test_parallel_samples_draw_from_the_one_row_of_their_prompt() -> None:

@@ -13,7 +13,7 @@ from octavo.runner.warm_up import plans
 from tests.conftest import MakeLLM, runner_of
 from tests.kvcache.caches import FULL, sliding
 from tests.runner.test_graphs import FakeCapture
-from tests.scheduler.plans import ToldRunner
+from tests.scheduler.plans import ToldRunner, rows_of
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_the_steps_fit_the_cache_and_the_limits(
         runner.apply(plan)
         assert plan.num_rows <= max_num_seqs
         assert plan.num_tokens <= max_tokens
-        for row in plan.rows():
+        for row in rows_of(plan):
             assert all(row.end <= len(table) * spec.block_size for table in runner.tables[row.seq_id])
     blocks = [block for tables in runner.tables.values() for table in tables for block in table]
     assert len(set(blocks)) == len(blocks)

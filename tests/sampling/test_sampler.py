@@ -23,8 +23,9 @@ from octavo.sampling.penalties import adjust
 from octavo.sampling.rng import uniforms
 from octavo.sampling.sampler import Sampler
 from octavo.sampling_params import SamplingParams
-from octavo.scheduler.plan import SampleResult, SamplingSnapshot, StepResult
+from octavo.scheduler.plan import SamplingSnapshot, StepResult
 from tests.sampling.draws import batch_of, make_sequence
+from tests.scheduler.results import Draw, draws_of
 
 CHOICES: list[Choice] = [TorchChoice(), *([NativeChoice()] if kernels.available() else [])]
 each_choice = pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: type(choice).__name__)
@@ -35,7 +36,7 @@ def sample(
     sequences: Iterable[Sequence],
     row_of: list[int] | None = None,
     choices: list[Choice] = CHOICES,
-) -> list[SampleResult]:
+) -> list[Draw]:
     """What torch's operations find; the library's kernels must find the same, or fail alike."""
     batch = batch_of(sequences)
     first, *others = (_attempt(choice, logits, batch, row_of) for choice in choices)
@@ -53,14 +54,14 @@ def sample(
 
 def _attempt(
     choice: Choice, logits: torch.Tensor, batch: SamplingBatch, row_of: list[int] | None
-) -> list[SampleResult] | LogitsError:
+) -> list[Draw] | LogitsError:
     try:
-        return Sampler(choice).sample(logits, batch, row_of).samples
+        return draws_of(Sampler(choice).sample(logits, batch, row_of))
     except LogitsError as error:
         return error
 
 
-def require_same(found: list[SampleResult], expected: list[SampleResult]) -> None:
+def require_same(found: list[Draw], expected: list[Draw]) -> None:
     assert [each.token_id for each in found] == [each.token_id for each in expected]
     for each, other in zip(found, expected, strict=True):
         assert (each.logprobs is None) == (other.logprobs is None)
@@ -517,7 +518,7 @@ def test_a_beams_candidates_do_not_depend_on_adjusted_neighbours(choice: Choice,
     sampler = Sampler(choice)
     alone = [sampler.sample(logits[i : i + 1], SamplingBatch.of([states[i]], [2])) for i in range(2)]
     together = sampler.sample(logits, SamplingBatch.of(states, [2, 2]))
-    assert [together.sample(i) for i in range(2)] == [result.sample(0) for result in alone]
+    assert draws_of(together) == [draw for result in alone for draw in draws_of(result)]
 
 
 def test_bad_words_are_found_by_the_token_before_their_last() -> None:

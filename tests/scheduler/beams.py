@@ -6,7 +6,8 @@ import random
 
 from octavo.request import Request, Sequence
 from octavo.scheduler.beam import Beam, BeamSearch, num_candidates
-from octavo.scheduler.plan import Candidate, SampleResult
+from octavo.scheduler.plan import Candidate
+from tests.scheduler.results import Draw
 
 VOCAB = 12
 EOS = 9
@@ -24,9 +25,9 @@ def candidates(request: Request, token_ids: list[int]) -> tuple[Candidate, ...]:
     return tuple(Candidate(token, logprob) for logprob, token in ranked[: num_candidates(request)])
 
 
-def sample(seq: Sequence) -> SampleResult:
+def sample(seq: Sequence) -> Draw:
     found = candidates(seq.request, seq.token_ids)  # type: ignore[arg-type]
-    return SampleResult(found[0].token_id, candidates=found)
+    return Draw(found[0].token_id, candidates=found)
 
 
 def search_alone(request: Request) -> list[list[int]]:

@@ -5,11 +5,34 @@ from __future__ import annotations
 import io
 import pickle
 from array import array
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from octavo.request import Sequence, SequenceId
 from octavo.scheduler.plan import DRAWN, SamplingSnapshot, SequenceForked, StepPlan
 from octavo.scheduler.scheduler import Scheduler
+
+
+class Row(NamedTuple):
+    """One row of a plan."""
+
+    seq_id: SequenceId
+    start: int
+    num_tokens: int
+    num_draws: int
+    token_ids: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
+def rows_of(plan: StepPlan) -> Iterator[Row]:
+    first = 0
+    for seq_id, start, length, draws in zip(plan.seq_ids, plan.starts, plan.lengths, plan.draws, strict=True):
+        yield Row(seq_id, start, length, draws, plan.token_ids[first : first + length])
+        first += length
+
 
 _SEQUENCES: dict[SequenceId, Sequence] = {}
 
@@ -98,14 +121,14 @@ class ToldRunner:
             for table, blocks in zip(self.tables[plan.seq_ids[delta.row]], delta.blocks, strict=True):
                 assert delta.first <= len(table), "no gap"
                 table[delta.first :] = blocks
-        for row in plan.rows():
+        for row in rows_of(plan):
             counted = self.counted[row.seq_id]
             if self.sampling[row.seq_id].params.counts_tokens:
                 counted += row.token_ids[max(0, len(counted) - row.start) :]
 
     def check(self, plan: StepPlan, planned: list[Sequence]) -> None:
         """What it knows of a plan's rows is what they are."""
-        for row, seq in zip(plan.rows(), planned, strict=True):
+        for row, seq in zip(rows_of(plan), planned, strict=True):
             sampling = self.sampling[row.seq_id]
             assert sampling.request_id == seq.request.request_id
             assert (sampling.params, sampling.seed) == (seq.request.params, seq.seed)

@@ -13,11 +13,12 @@ from octavo.kvcache.block import BlockState
 from octavo.request import FinishReason, Request, SequenceStatus
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.beam import Beam, BeamSearch
-from octavo.scheduler.plan import Candidate, SampleResult, StepPlan, StepResult
+from octavo.scheduler.plan import Candidate, StepPlan
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.scheduler_config import DEFAULT_HEADROOM_TOKENS, SchedulerConfig
 from tests.kvcache.caches import make_manager, make_request, sliding
 from tests.scheduler import beams
+from tests.scheduler.results import Draw, result_of
 
 
 class Engine:
@@ -56,7 +57,7 @@ class Engine:
         return plan
 
     def finish_step(self, plan: StepPlan) -> None:
-        self.scheduler.update(plan, StepResult.of(map(beams.sample, self.scheduler.drawing)))
+        self.scheduler.update(plan, result_of(map(beams.sample, self.scheduler.drawing)))
         self.kv.audit()
 
     def run(self) -> None:
@@ -169,7 +170,7 @@ def test_an_abort_at_any_step_leaves_nothing() -> None:
             assert (
                 engine.kv.pool.num_active == engine.scheduler.num_promised_places == engine.scheduler.num_waiting == 0
             )
-            assert not engine.scheduler._advancing._searches
+            assert not engine.scheduler._results._searches
 
 
 def test_more_beams_than_run_at_once_are_refused_with_the_numbers() -> None:
@@ -188,8 +189,8 @@ def test_a_search_that_finds_less_than_is_asked_for_ends_all_the_same() -> None:
     request = engine.add([1, 2], width=3, max_tokens=2)
     while not request.finished:
         plan = engine.scheduler.schedule()
-        only = SampleResult(4, candidates=(Candidate(4, -1.0),))
-        engine.scheduler.update(plan, StepResult.of([only] * plan.num_draws))
+        only = Draw(4, candidates=(Candidate(4, -1.0),))
+        engine.scheduler.update(plan, result_of([only] * plan.num_draws))
         engine.kv.audit()
     assert outputs(request) == [[4, 4], [], []]
     assert [s.finish_reason for s in request.sequences] == [FinishReason.LENGTH, FinishReason.STOP, FinishReason.STOP]

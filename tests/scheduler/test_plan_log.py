@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.errors import ConfigError
-from octavo.scheduler.plan import StepPlan, StepResult
+from octavo.scheduler.plan import StepPlan
 from octavo.scheduler.plan_log import PlanLog, read_facts, read_plans
 from tests.scheduler.test_scheduler import Engine
 
@@ -126,10 +126,6 @@ def test_a_recording_that_is_damaged_or_cannot_be_read_is_named(tmp_path: Path) 
             read(tmp_path / "missing")
         with pytest.raises(ConfigError, match=r"cannot read .*: Is a directory"):
             read(tmp_path)
-
-
-def test_an_empty_result_has_no_samples() -> None:
-    assert StepResult().samples == []
 
 
 def test_a_recording_says_what_its_engine_is_before_the_first_step(tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ from octavo.errors import CapacityError, ContextLengthError, RequestError
 from octavo.kvcache.block import BlockState
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import FinishReason, Request, Sequence, SequenceStatus, TokenLogprobs
-from octavo.scheduler.plan import SampleResult, SequenceUpdate, StepPlan, StepResult
+from octavo.scheduler.plan import SequenceUpdate, StepPlan
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.scheduler_config import SchedulerConfig
 from tests.kvcache.caches import make_manager, make_request
-from tests.scheduler.plans import shares
+from tests.scheduler.plans import rows_of, shares
+from tests.scheduler.results import result_of
 
 Draw = Callable[[Sequence], int]
 
@@ -50,8 +51,8 @@ class Engine:
 
     def finish_step(self, plan: StepPlan, draw: Draw = lambda seq: 7) -> list[SequenceUpdate]:
         scored = [[TokenLogprobs(-1.0, 1, ())] * len(scores.targets) for scores in plan.scores]
-        samples = [SampleResult(draw(seq)) for seq in self.scheduler.drawing]
-        updates = self.scheduler.update(plan, StepResult.of(samples, scored))
+        samples = [draw(seq) for seq in self.scheduler.drawing]
+        updates = self.scheduler.update(plan, result_of(samples, scored))
         self.kv.audit()
         return updates
 
@@ -161,7 +162,7 @@ def test_a_preempted_sequence_finds_its_blocks_in_the_prefix_cache() -> None:
     assert status(second) is SequenceStatus.WAITING
     engine.scheduler.end_request(first.request_id)
     plan = engine.step()
-    [item] = plan.rows()
+    [item] = rows_of(plan)
     # Of its 13 tokens the first 8 or more still lie in blocks that nobody took.
     assert item.start >= 8
     assert item.start + item.num_tokens == 13

@@ -21,15 +21,16 @@ from octavo.kvcache.ledger import CacheTotals
 from octavo.request import CacheOutcome, FinishReason, PinRequest, Request, Sequence, SequenceStatus
 from octavo.scheduler.assembly import make_claims, make_queue, make_turns
 from octavo.scheduler.cached_prefixes import CachedPrefixes
-from octavo.scheduler.decoding import BeamDecoding, Sampling
 from octavo.scheduler.kv_limits import KVLimits
-from octavo.scheduler.plan import SampleResult, StepPlan, StepResult
+from octavo.scheduler.plan import StepPlan
 from octavo.scheduler.preemption import CheaperWay, Recompute, RestoreSpeed, Swap
+from octavo.scheduler.results import BeamDecoding, Sampling
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.scheduler_config import SchedulerConfig
 from tests.kvcache.caches import COPIES, FULL, Clock, make_manager, make_request, positions_seen, sliding
 from tests.scheduler import beams
-from tests.scheduler.plans import ToldRunner
+from tests.scheduler.plans import ToldRunner, rows_of
+from tests.scheduler.results import Draw, result_of
 
 LAYERS = [(FULL,), (sliding(5),), (FULL, sliding(3))]
 
@@ -290,11 +291,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         running = [seq for seq in sequences if seq.status is SequenceStatus.RUNNING]
         return [seq for seq in running if seq.num_tokens - seq.num_computed == 1]
 
-    def sample(self, seq: Sequence) -> SampleResult:
+    def sample(self, seq: Sequence) -> Draw:
         # Parallel samples differ, or sharing a block by mistake would not show.
         if seq.request.params.use_beam_search:
             return beams.sample(seq)
-        return SampleResult((self.num_steps + seq.index) % 3)
+        return Draw((self.num_steps + seq.index) % 3)
 
     def check_limits(self, plan: StepPlan) -> None:
         config = self.scheduler.config
@@ -423,7 +424,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         samples = [self.sample(seq) for seq in self.scheduler.drawing]
         scored = [[None] * len(scores.targets) for scores in plan.scores]
         if plan:
-            self.scheduler.update(plan, StepResult.of(samples, scored))  # type: ignore[arg-type]
+            self.scheduler.update(plan, result_of(samples, scored))  # type: ignore[arg-type]
             self.scheduler.observe(plan, 0.005 + 0.002 * plan.num_tokens)
 
     def play_runner(self, plan: StepPlan) -> None:
@@ -452,7 +453,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(self.runner.tables) <= self.scheduler.config.max_num_seqs
         rows = [
             (row, seq, self.runner.tables[row.seq_id])
-            for row, seq in zip(plan.rows(), self.scheduler.planned, strict=True)
+            for row, seq in zip(rows_of(plan), self.scheduler.planned, strict=True)
         ]
         for row, seq, tables in rows:
             for position in range(row.start, row.end):

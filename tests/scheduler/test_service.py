@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from octavo.request import PinRequest, Request, SequenceStatus, TokenLogprobs
 from octavo.scheduler.budget import NEWCOMERS_BESIDE_STREAMS, SCORED_BESIDE_STREAMS
 from octavo.scheduler.keyed_heap import KeyedHeap
-from octavo.scheduler.plan import SampleResult, StepPlan, StepResult
+from octavo.scheduler.plan import StepPlan
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.scheduler_config import SchedulerConfig
 from tests.kvcache.caches import make_manager, make_request, make_sequence
+from tests.scheduler.results import result_of
 
 _arrivals = itertools.count()
 
@@ -41,7 +42,7 @@ class Server:
     def step(self) -> StepPlan:
         plan = self.scheduler.schedule()
         scored = [[TokenLogprobs(0.0, 1, ())] * len(scores.targets) for scores in plan.scores]
-        self.scheduler.update(plan, StepResult.of([SampleResult(7)] * plan.num_draws, scored))
+        self.scheduler.update(plan, result_of([7] * plan.num_draws, scored))
         self.num_steps += 1
         return plan
 

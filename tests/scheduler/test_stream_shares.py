@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from octavo.request import Request, Sequence
 from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.latency_target import LatencyTarget
-from octavo.scheduler.plan import SampleResult, StepPlan, StepResult
+from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.scheduler_config import SchedulerConfig
 from octavo.scheduler.step_time import StepLoad, StepTimes
@@ -46,7 +46,7 @@ class Server:
 
     def step(self) -> StepPlan:
         plan = self.scheduler.schedule()
-        self.scheduler.update(plan, StepResult.of([SampleResult(7)] * plan.num_draws))
+        self.scheduler.update(plan, StepResult((7,) * plan.num_draws))
         seconds = self.device.predict(StepLoad.of(plan.starts, plan.lengths, num_streams=plan.num_streams))
         self.scheduler.observe(plan, seconds)
         self.seconds.append(seconds)
@@ -156,7 +156,7 @@ def test_no_step_is_planned_ahead_of_one_whose_streams_will_take_turns() -> None
     assert plan.num_streams == 20
     server.device = StepTimes(0.003, SMALL.products, 1e-5)
     for _ in range(30):
-        server.scheduler.update(plan, StepResult.of([SampleResult(7)] * plan.num_draws))
+        server.scheduler.update(plan, StepResult((7,) * plan.num_draws))
         seconds = server.device.predict(StepLoad.of(plan.starts, plan.lengths, num_streams=plan.num_streams))
         server.scheduler.observe(plan, seconds)
         plan = server.scheduler.schedule()

@@ -4,9 +4,9 @@ assembly                        builds the cache and the scheduler from options
 scheduler                       what the engine calls: add, schedule, update, end
 
 a request's way
+results                         applies a step's tokens: plain sampling, or beams
 lifecycle | restart             from the waiting line to the end; what a failed step leads to
 fetching | pinning              beside the line while stores load its prefix; prefixes to be pinned
-advancing                       takes in a step's tokens
 
 a step
 parts                           what knows who runs and who waits; a restart replaces all of it
@@ -26,7 +26,6 @@ kv_limits | keyed_heap | scheduler_config
 
 the plan
 plan_builder | plan_log         from what was decided to data; recordings of it
-decoding                        plain sampling, or beams
-beam
+beam                            which continuations of a beam search survive
 plan                            the step as data, and its result
 """

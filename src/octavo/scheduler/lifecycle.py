@@ -18,7 +18,7 @@ from octavo.scheduler.plan_builder import PlanBuilder
 
 
 class Lifecycle:
-    """Forks, suspends, resumes and ends sequences: the `SequenceMoves` of every request's `Decoding`.
+    """Forks, suspends, resumes and ends sequences: used by the scheduler and by what applies results.
 
     Args:
         on_finish: called with each sequence that has ended.

@@ -28,7 +28,7 @@ then the samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -121,20 +121,6 @@ class PromptPool(NamedTuple):
     num_tokens: int
 
 
-class PlannedRow(NamedTuple):
-    """One row of a plan, as returned by `StepPlan.rows`."""
-
-    seq_id: SequenceId
-    start: int
-    num_tokens: int
-    num_draws: int
-    token_ids: tuple[int, ...]
-
-    @property
-    def end(self) -> int:
-        return self.start + self.num_tokens
-
-
 _NO_SEEDS: Mapping[int, tuple[int, ...]] = {}
 
 
@@ -199,13 +185,6 @@ class StepPlan(NamedTuple):
     def num_draws(self) -> int:
         return sum(self.draws)
 
-    def rows(self) -> Iterator[PlannedRow]:
-        """Yield the plan row by row, for readability rather than speed."""
-        first = 0
-        for seq_id, start, length, draws in zip(self.seq_ids, self.starts, self.lengths, self.draws, strict=True):
-            yield PlannedRow(seq_id, start, length, draws, self.token_ids[first : first + length])
-            first += length
-
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -222,29 +201,14 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleResult:
-    """One drawn token.
-
-    Attributes:
-        logprobs: None unless the request asked for them.
-        candidates: for beam search, the most likely tokens, best first; `token_id` is the first.
-        forced: the tokens that must follow it according to the request's grammar.
-    """
-
-    token_id: int
-    logprobs: TokenLogprobs | None = None
-    candidates: tuple[Candidate, ...] = ()
-    forced: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class StepResult:
     """The result of executing a plan.
 
     Attributes:
         token_ids: one per draw, in the order of the plan's rows.
         logprobs: by index of the draw, if the request asked for them.
-        candidates: by index of the draw, if the request uses beam search.
+        candidates: by index of the draw, if the request uses beam search: the most likely tokens, best first; its
+            token is the first.
         prompt_logprobs: one tuple for each of `StepPlan.scores`.
         forced: by index of the draw, the tokens that must follow it according to the request's grammar.
         pooled: for each of `StepPlan.pools`, the sum of its hidden states, float64 in native byte order.
@@ -260,27 +224,6 @@ class StepResult:
     pooled: tuple[bytes, ...] = ()
     load_seconds: float = 0.0
     store_seconds: float = 0.0
-
-    @classmethod
-    def of(cls, samples: Iterable[SampleResult], prompt_logprobs: Iterable[Iterable[TokenLogprobs]] = ()) -> StepResult:
-        """Build a result from samples in the order of the draws."""
-        samples = list(samples)
-        return cls(
-            tuple(sample.token_id for sample in samples),
-            {i: sample.logprobs for i, sample in enumerate(samples) if sample.logprobs is not None},
-            {i: sample.candidates for i, sample in enumerate(samples) if sample.candidates},
-            tuple(map(tuple, prompt_logprobs)),
-            {i: sample.forced for i, sample in enumerate(samples) if sample.forced},
-        )
-
-    def sample(self, draw: int) -> SampleResult:
-        return SampleResult(
-            self.token_ids[draw], self.logprobs.get(draw), self.candidates.get(draw, ()), self.forced.get(draw, ())
-        )
-
-    @property
-    def samples(self) -> list[SampleResult]:
-        return [self.sample(draw) for draw in range(len(self.token_ids))]
 
 
 @dataclass(slots=True)

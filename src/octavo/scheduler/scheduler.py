@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from octavo.errors import RequestError
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceStatus
-from octavo.scheduler.advancing import Advancing
 from octavo.scheduler.capacity import Capacity
 from octavo.scheduler.claims import Claims
 from octavo.scheduler.fairness import VirtualTokenCounter
@@ -30,6 +29,7 @@ from octavo.scheduler.plan_builder import PlanBuilder
 from octavo.scheduler.preemption import PreemptionMode, Recompute
 from octavo.scheduler.queue import ArrivalOrder, WaitingQueue
 from octavo.scheduler.restart import HeldBack, MayRun
+from octavo.scheduler.results import ResultApplier
 from octavo.scheduler.scheduler_config import SchedulerConfig
 from octavo.scheduler.step_time import StepLoad
 from octavo.scheduler.waiting import needs_all_tokens
@@ -43,7 +43,7 @@ class Scheduler:
 
     Args:
         builder: builds the plans; the simulator passes one that leaves out what only a runner needs.
-        tells_all: see `Advancing`.
+        tells_all: see `ResultApplier`.
 
     Attributes:
         capacity: checks which requests can ever be served.
@@ -78,7 +78,7 @@ class Scheduler:
         self._compose(queue, preemption or Recompute())
         self._pinning = Pinning(kv, lifecycle.fail)
         self._held_back = HeldBack()
-        self._advancing = Advancing(kv, lifecycle, turns, config.max_model_len, lifecycle.fail, tells_all=tells_all)
+        self._results = ResultApplier(kv, lifecycle, turns, config.max_model_len, tells_all=tells_all)
         self._noted: set[RequestId] = set()  # requests passed to `on_admitted`
         self.on_admitted: Callable[[Request], None] = lambda request: None
         self.fetching: Fetching | None = None
@@ -207,7 +207,7 @@ class Scheduler:
         if self.config.priority_seconds is not None:
             request.due_time = request.arrival_time + self.config.priority_seconds * request.priority
         self._requests[request.request_id] = request
-        self._advancing.begin(request)
+        self._results.begin(request)
         seq = request.sequences[0]
         if self.fetching is None or needs_all_tokens(seq) or not self.fetching.begin(seq):
             self._waiting.push(seq)
@@ -289,7 +289,7 @@ class Scheduler:
         return builder.finish()
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
-        """Process a step's result: publish blocks, then let each request's `Decoding` continue.
+        """Process a step's result: publish blocks, then continue each request with what was drawn for it.
 
         An exception in one request ends only that request; `take_failures` returns those.
         """
@@ -301,7 +301,7 @@ class Scheduler:
             self.turns.drawn(seq for seq in drew if not seq.finished)
             self.turns.drawn(drew[i] for i, following in result.forced.items() for _ in following)
         self.kv.hierarchy.complete()
-        updates = self._advancing.advance(plan, result, rows.sequences, rows.draws, self._running)
+        updates = self._results.apply(plan, result, rows.sequences, rows.draws, self._running)
         self._pinning.settle()
         return updates
 
@@ -378,7 +378,7 @@ class Scheduler:
             self.fetching.release(seq)
         if seq.request.finished:
             self._noted.discard(seq.request.request_id)
-            self._advancing.forget(seq.request)
+            self._results.forget(seq.request)
             if self.turns is not None:
                 self.turns.ended(seq.request)
 
@@ -395,7 +395,7 @@ class Scheduler:
 
     def _plan_sequence(self, seq: Sequence, num_new: int, *, copied: bool) -> None:
         start, end = seq.num_computed, seq.num_computed + num_new
-        draws = self._advancing.decoding(seq).drawing(seq) if end == seq.num_tokens else ()
+        draws = self._results.drawing(seq) if end == seq.num_tokens else ()
         self._builder.add(seq, num_new, draws, copied=copied)
         if seq.request.params.prompt_logprobs is not None:
             first = max(start, len(seq.request.prompt_logprobs))
