@@ -135,7 +135,7 @@ def measure_rows(rows: int) -> None:
             for logits in buffers:
                 began = time.perf_counter()
                 if is_drawn:
-                    sampler.sample(logits, batch, spoil=True)
+                    sampler.sample(logits, batch, overwrite_logits=True)
                 else:
                     adjust(logits, batch)
                 seconds.append(time.perf_counter() - began)

@@ -21,7 +21,7 @@ from octavo.engine.outputs import GRAMMAR_TOO_COMPLEX, CompletionOutput, Request
 from octavo.errors import ContextLengthError, RequestError
 from octavo.grammar.state import live_states
 from octavo.request import FinishReason, sibling_seed
-from octavo.sampling import grammar_masks
+from octavo.sampling import structured
 from tests.conftest import MakeLLM, assert_idle, runner_of
 from tests.engine.preempting import thrash
 
@@ -142,7 +142,7 @@ def test_masks_that_are_made_beside_the_step_change_no_token(
     make_llm: MakeLLM, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = alone(make_llm, tiny_llama)
-    monkeypatch.setattr(grammar_masks, "_MOST_TO_FORCE", 0)  # as with more than 32 streams
+    monkeypatch.setattr(structured, "_MOST_TO_FORCE", 0)  # as with more than 32 streams
     llm = make_llm(tiny_llama, **WAYS["swapped"])
     thrash(llm.core)
     prompts, params = workload()

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from octavo import kernels
 from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.choice import DrawMasks, TorchChoice
+from octavo.sampling.draw import uniforms
 from octavo.sampling.native_choice import NativeChoice
 from octavo.sampling.penalties import add_amounts, adjust, penalise_repetition
-from octavo.sampling.rng import uniforms
 from tests.sampling.draws import batch_of, make_sequence
 from tests.sampling.test_sampler import filters, oracle_probs
 
@@ -61,12 +61,12 @@ def require_same_draw(logits: torch.Tensor, params: dict[str, Any], seed: int, w
     found = []
     for choice in (TorchChoice(), NativeChoice()):
         if words is None:
-            token_ids, sound = choice.choose(logits, batch)
+            token_ids, valid = choice.choose(logits, batch)
         elif again:
-            token_ids, sound = choice.choose_again(logits, batch, np.array([0]), words)
+            token_ids, valid = choice.choose_again(logits, batch, np.array([0]), words)
         else:
-            token_ids, sound = choice.choose(logits, batch, DrawMasks(words, np.array([0])))
-        found.append((int(token_ids[0]) if bool(sound[0]) else None, bool(sound[0])))
+            token_ids, valid = choice.choose(logits, batch, DrawMasks(words, np.array([0])))
+        found.append((int(token_ids[0]) if bool(valid[0]) else None, bool(valid[0])))
     if found[0] == found[1]:
         return
     looked_at = logits.clone()
@@ -131,8 +131,8 @@ def test_allowed_tokens_are_those_of_logits_that_forbid_all_others(
     for choice in (TorchChoice(), NativeChoice()):
         adjusted = logits.clone()
         adjust(adjusted, batch, limits=not choice.leaves_out)
-        token_ids, sound = choice.choose(adjusted, batch)
-        found.append([int(t) if ok else None for t, ok in zip(token_ids, sound, strict=True)])
+        token_ids, valid = choice.choose(adjusted, batch)
+        found.append([int(t) if ok else None for t, ok in zip(token_ids, valid, strict=True)])
     assert found[1][1] is None or found[1][1] in allowed
     if found[0] != found[1]:
         adjust(logits, batch)
@@ -174,8 +174,8 @@ def test_draws_with_masks_without_and_with_limits_of_their_own_are_drawn_as_alon
     masks = DrawMasks(words, np.array([1, -1, -1, 0, 1, -1]))
     adjusted = logits.clone()
     adjust(adjusted, batch, limits=not choice.leaves_out)
-    together, sound = choice.choose(adjusted, batch, masks)
-    assert bool(sound.all())
+    together, valid = choice.choose(adjusted, batch, masks)
+    assert bool(valid.all())
     alone = []
     for i, row in enumerate(masks.mask_of.tolist()):
         mask = None if row < 0 else DrawMasks(words[row : row + 1], np.array([0]))
@@ -188,8 +188,8 @@ def test_draws_with_masks_without_and_with_limits_of_their_own_are_drawn_as_alon
 def test_bits_past_the_vocabulary_allow_nothing() -> None:
     words = np.array([[0xFFFFFFFF]], dtype=np.uint32)
     masks = DrawMasks(words, np.array([0]))
-    token_ids, sound = NativeChoice().choose(torch.zeros(1, 3), batch_of([make_sequence(seed=9)]), masks)
-    assert bool(sound[0])
+    token_ids, valid = NativeChoice().choose(torch.zeros(1, 3), batch_of([make_sequence(seed=9)]), masks)
+    assert bool(valid[0])
     assert int(token_ids[0]) < 3
 
 

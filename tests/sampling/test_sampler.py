@@ -16,11 +16,10 @@ from octavo import kernels
 from octavo.errors import LogitsError
 from octavo.request import RequestId, Sequence
 from octavo.sampling.batch import BadWords, SamplingBatch, SamplingState
-from octavo.sampling.choice import Choice, TorchChoice
-from octavo.sampling.logprobs import token_logprobs
+from octavo.sampling.choice import Choice, TorchChoice, token_logprobs
+from octavo.sampling.draw import uniforms
 from octavo.sampling.native_choice import NativeChoice
 from octavo.sampling.penalties import adjust
-from octavo.sampling.rng import uniforms
 from octavo.sampling.sampler import Sampler
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import SamplingSnapshot, StepResult
@@ -173,7 +172,7 @@ def test_a_batch_drawn_in_slices_draws_what_it_draws_at_once(monkeypatch: pytest
     kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.9}, {"top_p": 0.8, "top_k": 20}]
     sequences = [make_sequence(seed=i, logprobs=i % 4 or None, **kinds[i // 2 % 3]) for i in range(24)]
     at_once = sample(logits, sequences)
-    monkeypatch.setattr("octavo.sampling.rows._AT_ONCE", 3 * 300)
+    monkeypatch.setattr("octavo.sampling.choice._AT_ONCE", 3 * 300)
     assert sample(logits, sequences) == at_once
 
 

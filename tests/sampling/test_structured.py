@@ -17,8 +17,8 @@ from octavo.grammar.compiler import GrammarCompiler
 from octavo.grammar.state import GrammarState
 from octavo.request import RequestId
 from octavo.sampling.batch import SamplingBatch, SamplingState
-from octavo.sampling.grammar_masks import GrammarMasks
 from octavo.sampling.sampler import Sampler
+from octavo.sampling.structured import GrammarMasks
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import SamplingSnapshot
 from octavo.structured_outputs import StructuredOutputsParams
@@ -158,7 +158,7 @@ def test_filters_choose_among_what_the_grammar_leaves(how: dict[str, float]) -> 
 
 
 def test_a_second_number_is_another_and_as_reproducible() -> None:
-    from octavo.sampling.rng import uniforms
+    from octavo.sampling.draw import uniforms
 
     seeds, positions = np.arange(64, dtype=np.uint64), np.zeros(64, dtype=np.int64)
     first = uniforms(seeds, positions)

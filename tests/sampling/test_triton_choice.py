@@ -61,8 +61,8 @@ def test_the_ends_of_the_distribution_are_tokens_with_mass(uniform: float) -> No
     logits = torch.full((1, 300), -torch.inf)
     logits[0, [7, 90, 211]] = torch.tensor([1.0, 2.0, 1.0])
     table = torch.tensor([[uniform, 1.0, -torch.inf, 1.0, 0.0, 0.0]], dtype=torch.float64)
-    token_ids, sound = draw_rows(logits.to(DEVICE), table.to(DEVICE))
-    assert (token_ids.tolist(), sound.tolist()) == ([7 if uniform == 0.0 else 211], [1])
+    token_ids, valid = draw_rows(logits.to(DEVICE), table.to(DEVICE))
+    assert (token_ids.tolist(), valid.tolist()) == ([7 if uniform == 0.0 else 211], [1])
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -85,13 +85,13 @@ def test_a_mask_leaves_only_what_it_allows() -> None:
     bits[:, :vocab] = allowed.numpy()
     words = np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
     draws, masks = np.arange(1, count + 1), DrawMasks(words, np.arange(-1, count))
-    token_ids, sound = on_device().choose(logits.to(DEVICE), batch, masks)
+    token_ids, valid = on_device().choose(logits.to(DEVICE), batch, masks)
     expected, _ = TorchChoice().choose(logits, batch, masks)
-    assert sound.all()
+    assert valid.all()
     assert token_ids.tolist() == expected.tolist()
-    token_ids, sound = on_device().choose_again(logits.to(DEVICE), batch, draws, words)
+    token_ids, valid = on_device().choose_again(logits.to(DEVICE), batch, draws, words)
     expected, _ = TorchChoice().choose_again(logits, batch, draws, words)
-    assert sound.all()
+    assert valid.all()
     assert token_ids.tolist() == expected.tolist()
 
 

@@ -30,7 +30,7 @@ from octavo.runner.graphs import Capture, CudaCapture
 from octavo.runner.restore_speed import measure_restore_speed
 from octavo.runner.runner import ModelRunner
 from octavo.runner.warm_up import warm_up
-from octavo.sampling.fastest_choice import warm_up_choice
+from octavo.sampling.sampler import warm_up_choice
 from octavo.scheduler.assembly import needs_restore_speed
 from octavo.scheduler.preemption import RestoreSpeed
 from octavo.storage.arena import KVArena

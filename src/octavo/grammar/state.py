@@ -153,7 +153,7 @@ class GrammarState:
         return self._compiled
 
     @property
-    def is_sound(self) -> bool:
+    def is_valid(self) -> bool:
         """Whether the matcher has followed the output so far; otherwise it is rebuilt when the next mask is due."""
         return self._matcher is not None
 

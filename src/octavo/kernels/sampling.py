@@ -33,9 +33,9 @@ def draw_tokens(
         ValueError: mismatched shapes or dtypes, a row that there is not, a parameter that means nothing.
     """
     token_ids = torch.empty(len(numbers), dtype=torch.int64)
-    sound = torch.empty(len(numbers), dtype=torch.uint8)
-    native.draw_tokens(logits, rows, numbers, allowed, mask_of, token_ids, sound)
-    return token_ids, sound
+    valid = torch.empty(len(numbers), dtype=torch.uint8)
+    native.draw_tokens(logits, rows, numbers, allowed, mask_of, token_ids, valid)
+    return token_ids, valid
 
 
 def penalise_repetition(

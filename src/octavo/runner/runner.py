@@ -21,8 +21,7 @@ from octavo.runner.executor import Collect, Executor
 from octavo.runner.graphs import Capture, DecodeGraphs
 from octavo.runner.host_link import make_link
 from octavo.runner.swapping import BlockMover
-from octavo.sampling.fastest_choice import make_choice
-from octavo.sampling.sampler import Sampler
+from octavo.sampling.sampler import Sampler, make_choice
 from octavo.scheduler.plan import PromptScores, StepPlan, StepResult
 from octavo.storage.arena import KVArena
 from octavo.tiers.host import BlockTier
@@ -160,10 +159,10 @@ class ModelRunner(Executor):
             finally:
                 self.is_computing = False
             if batch.is_plain:
-                draws = self._sampler.draw(logits, batch.sampling, spoil=True)
+                draws = self._sampler.draw(logits, batch.sampling, overwrite_logits=True)
                 self._batches.note_drawn(draws.token_ids)
                 return draws.result
-            result = self._sampler.sample(logits, batch.sampling, batch.sample_rows, spoil=True)
+            result = self._sampler.sample(logits, batch.sampling, batch.sample_rows, overwrite_logits=True)
             return lambda: result
         self.is_computing = True
         try:

@@ -11,16 +11,54 @@ All filters keep a row's most likely tokens, in the order and with the meaning t
 The draw inverts the distribution function **in vocabulary order**. A last-bit difference of the logits, from another
 batch size or other chunks of the prompt, then moves each boundary only slightly, whereas in order of probability it
 could swap two neighbours and so change the token. Masses are summed in float64.
+
+The largest logits of a row are found without sorting the vocabulary: `argmax` and `largest` first compute the maximum
+of each chunk, which reads each logit once at memory speed, and then search only the chunks that can matter. This is 15
+times faster than `torch.argmax`, and twice as fast as `torch.topk`, at 64 rows of 49,152 on two CPU cores.
+
+    row     |  chunk 0  |  chunk 1  |  chunk 2  |  …         [rows, vocab]
+    maxima  |    4.1    |    9.7    |    0.3    |  …         [rows, vocab / chunk]
+                              └─ the largest k lie in the k chunks of the largest maxima
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own name for it
 
-from octavo.sampling.top_k import largest
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_SECOND = np.uint64(0xD1B54A32D192ED03)
+
+
+def uniforms(
+    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64], *, again: bool = False
+) -> npt.NDArray[np.float64]:
+    """Return one number in [0, 1) for each (seed, position): float64 [rows], multiples of 2^-53.
+
+    Args:
+        again: whether to return a second number for each position, independent of the first.
+
+    The number is output `position` of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
+    generators"), started from the mixed seed. Sequences have consecutive integers as seeds, whose raw streams would be
+    the same stream shifted by one step.
+    """
+    with np.errstate(over="ignore"):
+        start = _mix(seeds + _GOLDEN)
+        if again:
+            start = _mix(start ^ _SECOND)
+        drawn = _mix(start + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    return (drawn >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
 
 _CHUNK = 256
 # Numbers of largest logits to try in turn; a peaked row needs only the first. The last is tried only with top_k: with
@@ -84,7 +122,7 @@ def draw_from_top(logits: torch.Tensor, params: DrawParams) -> tuple[torch.Tenso
         x = scaled if len(unbounded) == rows else scaled[unbounded]
         totals[unbounded] = _total_mass(x, params.min_p[unbounded])
     token_ids = torch.zeros(rows, dtype=torch.int64, device=logits.device)
-    sound = torch.zeros(rows, dtype=torch.bool, device=logits.device)
+    valid = torch.zeros(rows, dtype=torch.bool, device=logits.device)
     left = torch.arange(rows, device=logits.device)
     for width in _WIDTHS:
         width = min(width, vocab)
@@ -94,20 +132,20 @@ def draw_from_top(logits: torch.Tensor, params: DrawParams) -> tuple[torch.Tenso
         if not len(now):
             continue
         x = scaled if len(now) == rows else scaled[now]
-        ids, valid, complete = _draw_among(x, params.rows(now), totals[now], width)
+        ids, drawable, complete = _draw_among(x, params.rows(now), totals[now], width)
         done = now[complete]
-        token_ids[done], sound[done] = ids[complete], valid[complete]
+        token_ids[done], valid[done] = ids[complete], drawable[complete]
         # Always in ascending order, so that if all rows are left, `scaled` is used without a copy.
         finished = torch.zeros_like(fits)
         finished[fits] = complete
         left = left[~finished]
         if not len(left):
-            return token_ids, sound
+            return token_ids, valid
     at_once = len(left) if logits.is_cuda else max(1, _BISECTED_AT_ONCE // vocab)
     for first in range(0, len(left), at_once):
         some = left[first : first + at_once]
-        token_ids[some], sound[some] = _draw_by_bisection(scaled[some], params.rows(some))
-    return token_ids, sound
+        token_ids[some], valid[some] = _draw_by_bisection(scaled[some], params.rows(some))
+    return token_ids, valid
 
 
 def _draw_among(
@@ -142,8 +180,8 @@ def _draw_among(
     place, _ = _invert(cumulative, params.uniforms * total)
     token_ids = ids.gather(-1, in_vocab_order.gather(-1, place.unsqueeze(-1))).squeeze(-1)
     # A NaN or infinite logit sorts to the front and makes the total NaN: report such a row now instead of trying again.
-    sound = torch.isfinite(total)
-    return token_ids, sound, complete | ~sound
+    valid = torch.isfinite(total)
+    return token_ids, valid, complete | ~valid
 
 
 def _draw_by_bisection(scaled: torch.Tensor, params: DrawParams) -> tuple[torch.Tensor, torch.Tensor]:
@@ -263,3 +301,61 @@ def _total_mass(scaled: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     """Return the mass of all tokens that min_p keeps, float64 [rows], in units of the most likely token's mass."""
     probs = _probs_above_min_p(scaled, min_p)
     return _cumulative_masses(probs)[:, -1] / probs.amax(-1).double()
+
+
+_ARGMAX_CHUNK = 256
+_TOP_CHUNK = 64
+_SMALL_VOCAB = 4096
+# Beyond this many, selected chunks are most of the row and the detour no longer pays.
+_MAX_CHUNKED_K = 256
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """Return the index of each row's largest value: float32 [rows, vocab] -> int64 [rows].
+
+    Among equals it is the lowest index; if there is a NaN, an index of one.
+    """
+    rows, vocab = logits.shape
+    if vocab < _SMALL_VOCAB:
+        return logits.argmax(-1)
+    chunked = _chunked(logits, _ARGMAX_CHUNK)
+    chunk = chunked.amax(-1).argmax(-1)
+    inside = chunked[torch.arange(rows, device=logits.device), chunk].argmax(-1)
+    return chunk * _ARGMAX_CHUNK + inside
+
+
+def largest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each row's k largest values, largest first, and their indices: float32 [rows, k], int64 [rows, k].
+
+    Equals are in order of ascending index. If more values equal the last one than fit, it is unspecified which of them
+    are returned, so only the indices of values above the last one are reliable (or of all, at k = vocab). NaN counts as
+    the largest.
+    """
+    vocab = logits.shape[1]
+    if k >= vocab:
+        values, ids = logits.sort(dim=-1, descending=True, stable=True)
+        return values, ids
+    if vocab < _SMALL_VOCAB or k > _MAX_CHUNKED_K or k * _TOP_CHUNK * 2 > vocab:
+        values, ids = logits.topk(k, dim=-1)
+    else:
+        values, ids = _largest_by_chunks(logits, k)
+    order = ids.argsort(dim=-1)
+    values, by_value = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(-1, order).gather(-1, by_value)
+
+
+def _largest_by_chunks(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    chunked = _chunked(logits, _TOP_CHUNK)
+    rows, num_chunks, size = chunked.shape
+    chunks = chunked.amax(-1).topk(k, dim=-1).indices
+    first = torch.arange(rows, device=logits.device).unsqueeze(1) * num_chunks
+    candidates = chunked.reshape(-1, size).index_select(0, (chunks + first).view(-1)).view(rows, k * size)
+    values, where = candidates.topk(k, dim=-1)
+    return values, chunks.gather(-1, where // size) * size + where % size
+
+
+def _chunked(logits: torch.Tensor, size: int) -> torch.Tensor:
+    """Return [rows, vocab] as [rows, ceil(vocab / size), size], padded with -inf."""
+    if rest := -logits.shape[1] % size:
+        logits = F.pad(logits, (0, rest), value=-torch.inf)
+    return logits.view(len(logits), -1, size)

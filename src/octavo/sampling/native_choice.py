@@ -18,10 +18,9 @@ import torch
 from octavo import kernels
 from octavo.request import TokenLogprobs, TopLogprobs
 from octavo.sampling.batch import SamplingBatch
-from octavo.sampling.choice import DrawMasks
-from octavo.sampling.mask_words import Words
-from octavo.sampling.rng import uniforms
-from octavo.sampling.rows import DrawRows
+from octavo.sampling.choice import DrawMasks, DrawRows
+from octavo.sampling.draw import uniforms
+from octavo.sampling.masks import Words
 
 
 class NativeChoice:
@@ -93,5 +92,5 @@ def _draw(
     for column, name in enumerate(("min_p", "top_p", "top_k"), start=2):
         numbers[:, column] = records[name]
     allowed = () if masks is None else (torch.from_numpy(masks.words.view(np.int32)), torch.from_numpy(masks.mask_of))
-    token_ids, sound = kernels.draw_tokens(logits, torch.from_numpy(rows), torch.from_numpy(numbers), *allowed)
-    return token_ids, sound.view(torch.bool)
+    token_ids, valid = kernels.draw_tokens(logits, torch.from_numpy(rows), torch.from_numpy(numbers), *allowed)
+    return token_ids, valid.view(torch.bool)

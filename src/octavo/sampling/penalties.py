@@ -12,8 +12,7 @@ import numpy.typing as npt
 import torch
 
 from octavo import kernels
-from octavo.sampling.batch import SamplingBatch, SamplingState
-from octavo.sampling.counts import IntArray, TokenCounts
+from octavo.sampling.batch import IntArray, SamplingBatch, SamplingState, TokenCounts
 from octavo.storage.device_copy import to_device
 
 # Limit of penalties: 1e-300 would be 0 in float32 and make logits infinite, which would fail the step.

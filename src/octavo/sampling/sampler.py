@@ -13,6 +13,7 @@ request gives the same tokens alone or in a batch, before and after preemption.
 
 from __future__ import annotations
 
+import importlib.util
 from bisect import bisect_right
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -22,14 +23,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from octavo import kernels
 from octavo.errors import LogitsError
 from octavo.request import TokenLogprobs, TopLogprobs
 from octavo.sampling.batch import SamplingBatch
-from octavo.sampling.choice import Choice, TorchChoice
+from octavo.sampling.choice import Choice, DrawRows, TorchChoice, select
+from octavo.sampling.draw import largest
+from octavo.sampling.native_choice import NativeChoice
 from octavo.sampling.penalties import adjust
-from octavo.sampling.rows import DrawRows, select
 from octavo.sampling.structured import StructuredDraws
-from octavo.sampling.top_k import largest
 from octavo.scheduler.plan import Candidate, SamplingSnapshot, StepResult
 from octavo.storage.device_copy import begin_copy_to_host
 
@@ -51,9 +53,26 @@ class DeviceDraws:
 
     def result(self) -> StepResult:
         """Wait for the tokens; raises `LogitsError` like `Sampler.sample`."""
-        token_ids, sound = self._arrived()
-        _require_sound(sound, self._batch)
+        token_ids, valid = self._arrived()
+        _require_valid(valid, self._batch)
         return StepResult(tuple(token_ids.tolist()))
+
+
+def make_choice(device: torch.device) -> Choice:
+    """Return the fastest `Choice` that runs on the device."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from octavo.sampling.triton_choice import TritonChoice
+
+        return TritonChoice()
+    return NativeChoice() if device.type == "cpu" and kernels.available() else TorchChoice()
+
+
+def warm_up_choice(vocab_size: int, device: torch.device) -> None:
+    """Compile the kernel that draws under masks, which is launched for structured outputs only."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from octavo.sampling.triton_choice import draw_masked_row
+
+        draw_masked_row(vocab_size, device)
 
 
 class Sampler:
@@ -69,7 +88,12 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(
-        self, logits: torch.Tensor, batch: SamplingBatch, row_of: Seq[int] | None = None, *, spoil: bool = False
+        self,
+        logits: torch.Tensor,
+        batch: SamplingBatch,
+        row_of: Seq[int] | None = None,
+        *,
+        overwrite_logits: bool = False,
     ) -> StepResult:
         """Draw the next token for each draw, with its logprobs if the request asks for them.
 
@@ -79,7 +103,7 @@ class Sampler:
             logits: [rows, vocab], any floating dtype.
             row_of: logits row of each draw; several may share one, the first of which is for the row's own sequence. If
                 None, row i belongs to draw i.
-            spoil: whether the logits may be overwritten, because the caller no longer needs them.
+            overwrite_logits: whether the logits may be overwritten, because the caller no longer needs them.
 
         Raises:
             LogitsError: some logits are not a distribution, or a grammar has failed; names the requests.
@@ -90,23 +114,25 @@ class Sampler:
         logits = _spread(logits, len(batch), row_of)
         is_beam = batch.records["beam"]
         if not is_beam.any():
-            return self._draw(logits, batch, own, spoil=spoil)
+            return self._draw(logits, batch, own, overwrite_logits=overwrite_logits)
         # Apart, because the two ways of finding candidates round differently, and neighbours must not matter.
         kinds = (np.flatnonzero(is_beam & ~batch.adjusted), np.flatnonzero(is_beam & batch.adjusted))
         parts = [(rows, self._candidates(select(logits, rows), batch.select(rows))) for rows in kinds if len(rows)]
         if len(others := np.flatnonzero(~is_beam)):
-            parts.append((others, self._draw(select(logits, others), batch.select(others), own[others], spoil=True)))
+            parts.append(
+                (others, self._draw(select(logits, others), batch.select(others), own[others], overwrite_logits=True))
+            )
         return _merged(parts, len(batch))
 
     @torch.inference_mode()
-    def draw(self, logits: torch.Tensor, batch: SamplingBatch, *, spoil: bool = False) -> DeviceDraws:
+    def draw(self, logits: torch.Tensor, batch: SamplingBatch, *, overwrite_logits: bool = False) -> DeviceDraws:
         """Sample for a batch that `is_plain`, without waiting for the tokens; row i belongs to draw i."""
         logits = logits.float().contiguous()
         if batch.adjusted.any():
-            logits = logits if spoil else logits.clone()
+            logits = logits if overwrite_logits else logits.clone()
             adjust(logits, batch, limits=not self._choice.leaves_out)
-        token_ids, sound = self._choice.choose(logits, batch)
-        return DeviceDraws(token_ids, _to_host(token_ids, sound), batch)
+        token_ids, valid = self._choice.choose(logits, batch)
+        return DeviceDraws(token_ids, _to_host(token_ids, valid), batch)
 
     @torch.inference_mode()
     def score(self, logits: torch.Tensor, targets: Seq[int], num_top: int) -> tuple[TokenLogprobs, ...]:
@@ -126,23 +152,23 @@ class Sampler:
         return tuple(scored)
 
     def _draw(
-        self, logits: torch.Tensor, batch: SamplingBatch, own: npt.NDArray[np.bool_], *, spoil: bool
+        self, logits: torch.Tensor, batch: SamplingBatch, own: npt.NDArray[np.bool_], *, overwrite_logits: bool
     ) -> StepResult:
         if batch.is_plain:
-            return self.draw(logits, batch, spoil=spoil).result()
+            return self.draw(logits, batch, overwrite_logits=overwrite_logits).result()
         structured = np.flatnonzero(batch.records["structured"])
-        spoil = spoil and not batch.records["needs_logprobs"].any()
+        overwrite_logits = overwrite_logits and not batch.records["needs_logprobs"].any()
         chosen_from = logits
         if batch.adjusted.any():
-            chosen_from = logits if spoil else logits.clone()
+            chosen_from = logits if overwrite_logits else logits.clone()
             adjust(chosen_from, batch, limits=not self._choice.leaves_out)
         forced: dict[int, tuple[int, ...]] = {}
         if len(structured):
-            token_ids, sound, forced = self._structured.draw(chosen_from, batch, structured, own)
+            token_ids, valid, forced = self._structured.draw(chosen_from, batch, structured, own)
         else:
-            token_ids, sound = self._choice.choose(chosen_from, batch)
-        ids_on_host, sound = _to_host(token_ids, sound)()
-        _require_sound(sound, batch)
+            token_ids, valid = self._choice.choose(chosen_from, batch)
+        ids_on_host, valid = _to_host(token_ids, valid)()
+        _require_valid(valid, batch)
         drawn = ids_on_host.tolist()
         wanted = np.flatnonzero(batch.records["needs_logprobs"])
         logprobs: dict[int, TokenLogprobs] = {}
@@ -171,7 +197,7 @@ class Sampler:
             logprobs = logits.log_softmax(-1)
             adjust(logprobs, batch)
             values, ids = largest(logprobs, most)
-        _require_sound(torch.isfinite(values[:, 0]), batch)
+        _require_valid(torch.isfinite(values[:, 0]), batch)
         found: dict[int, tuple[Candidate, ...]] = {}
         for i, (snapshot, row) in enumerate(zip(snapshots, values.tolist(), strict=True)):
             places = _places_to_choose_from(ids[i, : snapshot.num_candidates].tolist(), snapshot)
@@ -251,17 +277,17 @@ def _known_of_likeliest(
     return known
 
 
-def _require_sound(sound: torch.Tensor, batch: SamplingBatch) -> None:
-    if not bool(sound.all()):
-        bad = [state.snapshot.request_id for state, ok in zip(batch.states, sound.tolist(), strict=True) if not ok]
+def _require_valid(valid: torch.Tensor, batch: SamplingBatch) -> None:
+    if not bool(valid.all()):
+        bad = [state.snapshot.request_id for state, ok in zip(batch.states, valid.tolist(), strict=True) if not ok]
         raise LogitsError(list(dict.fromkeys(bad)))
 
 
-def _to_host(token_ids: torch.Tensor, sound: torch.Tensor) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+def _to_host(token_ids: torch.Tensor, valid: torch.Tensor) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     """Copy both to the host in one transfer; the returned function waits for it."""
     if not token_ids.is_cuda:
-        return lambda: (token_ids, sound)
-    arrived = begin_copy_to_host(torch.stack((token_ids, sound.long())))
+        return lambda: (token_ids, valid)
+    arrived = begin_copy_to_host(torch.stack((token_ids, valid.long())))
 
     def wait() -> tuple[torch.Tensor, torch.Tensor]:
         ids_on_host, flags = arrived()

@@ -11,10 +11,9 @@ import torch
 
 from octavo.request import TokenLogprobs, TopLogprobs
 from octavo.sampling.batch import SamplingBatch
-from octavo.sampling.choice import TorchChoice
-from octavo.sampling.mask_words import Words
-from octavo.sampling.rng import uniforms
-from octavo.sampling.rows import DrawRows, Flags, look_at
+from octavo.sampling.choice import DrawRows, Flags, TorchChoice, look_at
+from octavo.sampling.draw import uniforms
+from octavo.sampling.masks import Words
 from octavo.sampling.triton_draw import draw_rows
 from octavo.storage.device_copy import to_device
 
@@ -41,16 +40,16 @@ class TritonChoice(TorchChoice):
     def _choose(
         self, logits: torch.Tensor, batch: SamplingBatch, is_wanted: Flags | None = None, *, again: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        token_ids, sound = draw_rows(logits, _table(logits, batch, again=again))
-        return token_ids, sound.bool()
+        token_ids, valid = draw_rows(logits, _table(logits, batch, again=again))
+        return token_ids, valid.bool()
 
     def _choose_allowed(
         self, logits: torch.Tensor, batch: SamplingBatch, draws: DrawRows, words: Words, *, again: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = logits[torch.from_numpy(draws).to(logits.device)]
         masks = torch.from_numpy(words.view(np.int32)).to(logits.device)
-        token_ids, sound = draw_rows(rows, _table(rows, batch.select(draws), again=again), masks)
-        return token_ids, sound.bool()
+        token_ids, valid = draw_rows(rows, _table(rows, batch.select(draws), again=again), masks)
+        return token_ids, valid.bool()
 
 
 def draw_masked_row(vocab_size: int, device: torch.device) -> int:

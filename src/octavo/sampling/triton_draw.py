@@ -89,7 +89,7 @@ def _kept(x, best, floor, cut, above, wanted, equals, FILTERED: tl.constexpr):
 
 @triton.jit
 def _draw(
-    logits, table, masks, token_ids, sound, vocab, stride, mask_stride,
+    logits, table, masks, token_ids, valid, vocab, stride, mask_stride,
     MASKED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
@@ -114,9 +114,9 @@ def _draw(
         num_nan += (x != x).to(tl.int32)
     best = tl.max(largest, 0)
     token = tl.min(tl.where(largest == best, where_largest, vocab), 0)
-    is_sound = (tl.abs(best) < float("inf")) & (tl.sum(num_nan, 0) == 0)
+    is_valid = (tl.abs(best) < float("inf")) & (tl.sum(num_nan, 0) == 0)
 
-    if is_sound & (is_greedy == 0):
+    if is_valid & (is_greedy == 0):
         floor = _order(best + log_min_p).to(tl.int64)
         if top_k > 0.0:
             kth = _smallest_kept(row, mask_row, vocab, temperature, best, floor, top_k, False, MASKED, TILE)
@@ -158,8 +158,8 @@ def _draw(
                 last = tl.max(tl.where(mass > 0.0, columns, 0), 0)
                 token = tl.minimum(beyond, last)
             seen += of_tile
-    tl.store(token_ids + index, tl.where(is_sound, token, 0).to(tl.int64))
-    tl.store(sound + index, is_sound.to(tl.int64))
+    tl.store(token_ids + index, tl.where(is_valid, token, 0).to(tl.int64))
+    tl.store(valid + index, is_valid.to(tl.int64))
 
 
 def draw_rows(
@@ -178,13 +178,13 @@ def draw_rows(
     rows, vocab = logits.shape
     # Two tensors, because in a shared one the flags of an odd number of rows would be aligned differently, which
     # compiles another kernel.
-    token_ids, sound = (torch.empty(rows, dtype=torch.int64, device=logits.device) for _ in range(2))
+    token_ids, valid = (torch.empty(rows, dtype=torch.int64, device=logits.device) for _ in range(2))
     _draw[(rows,)](
         logits,
         table,
         logits if masks is None else masks,
         token_ids,
-        sound,
+        valid,
         vocab,
         logits.stride(0),
         0 if masks is None else masks.stride(0),
@@ -192,4 +192,4 @@ def draw_rows(
         TILE=min(_TILE, triton.next_power_of_2(vocab)) if INTERPRETED else _TILE,
         num_warps=_WARPS,
     )
-    return token_ids, sound
+    return token_ids, valid

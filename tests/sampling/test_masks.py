@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.sampling.mask_words import FEW, allowed_ids, mask, rows_allowing, split
+from octavo.sampling.masks import FEW, allowed_ids, mask, rows_allowing, split
 
 VOCAB = 5001
 

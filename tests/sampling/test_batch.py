@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.sampling.counts import TokenCounts
+from octavo.sampling.batch import TokenCounts
 
 tokens = st.lists(st.integers(0, 30), max_size=60)
 
