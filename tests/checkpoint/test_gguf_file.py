@@ -13,6 +13,7 @@ import pytest
 from octavo.checkpoint.gguf_config import gguf_model_config, hf_name
 from octavo.checkpoint.gguf_file import GGUFFile
 from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
+from octavo.llm import LLM
 from tests.models import tiny
 
 
@@ -179,6 +180,37 @@ def test_a_gguf_of_an_unsupported_architecture_is_refused_by_name(tmp_path: Path
     tiny.write_gguf(tmp_path / "x.gguf", tiny.make_model("Llama"), architecture="gemma2")
     with pytest.raises(UnsupportedModelError, match=r"'gemma2' is not supported \(llama, qwen2, qwen3\)"):
         gguf_model_config(GGUFFile(tmp_path / "x.gguf"))
+
+
+def test_a_file_without_its_last_layer_is_corrupt_however_many_it_states(tmp_path: Path) -> None:
+    tiny.write_gguf(tmp_path / "x.gguf", tiny.make_model("Llama"), keys={"llama.block_count": 10**6})
+    with pytest.raises(CorruptModelError, match=r"block_count of 1000000, but holds no tensor blk\.999999\."):
+        gguf_model_config(GGUFFile(tmp_path / "x.gguf"))
+
+
+def with_tensor(path: Path, name: str, at: int, layout: str, value: int) -> bytes:
+    """The file's bytes with one number changed, `at` bytes behind a tensor's name in the header."""
+    content = bytearray(path.read_bytes())
+    start = content.index(struct.pack("<Q", len(name)) + name.encode()) + 8 + len(name)
+    struct.pack_into(layout, content, start + at, value)
+    return bytes(content)
+
+
+@pytest.mark.parametrize("at", [4, 12])
+def test_a_tensor_without_elements_is_corrupt(path: Path, tmp_path: Path, at: int) -> None:
+    (tmp_path / "x.gguf").write_bytes(with_tensor(path, "token_embd.weight", at, "<Q", 0))
+    with pytest.raises(CorruptModelError, match=r"tensor token_embd\.weight has no elements"):
+        GGUFFile(tmp_path / "x.gguf")
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("type_id", [2, 7])
+def test_a_tensor_whose_type_was_changed_is_corrupt_where_its_scales_are_no_numbers(
+    path: Path, tmp_path: Path, type_id: int
+) -> None:
+    (tmp_path / "x.gguf").write_bytes(with_tensor(path, "blk.0.attn_q.weight", 20, "<I", type_id))
+    with pytest.raises(CorruptModelError, match=r"model\.layers\.0\.self_attn\.q_proj\.weight: row .* is damaged"):
+        LLM(str(tmp_path / "x.gguf"), num_blocks=20, max_model_len=64)
 
 
 def test_names_follow_hugging_face() -> None:

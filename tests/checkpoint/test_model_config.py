@@ -205,6 +205,27 @@ def test_a_missing_size_is_named(key: str, tmp_path: Path) -> None:
         read(tmp_path, {k: v for k, v in LLAMA.items() if k != key})
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 2**31}, "num_hidden_layers is 2147483648, and at most 10000 are accepted"),
+        ({"architectures": 7}, "architectures must be a list of names, got 7"),
+        ({"architectures": [None]}, "architectures must be a list of names"),
+        ({"hidden_act": None}, "hidden_act must be the name of a function, got None"),
+        ({"hidden_act": 0}, "hidden_act must be the name of a function, got 0"),
+        ({"text_config": 5}, "wrong type"),
+        ({"rms_norm_eps": None}, "wrong type"),
+        ({"rms_norm_eps": "small"}, "wrong type"),
+        ({"rope_theta": []}, "wrong type"),
+    ],
+)
+def test_a_field_of_the_wrong_type_or_out_of_range_is_named(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CorruptModelError, match=message):
+        read(tmp_path, LLAMA | change)
+
+
 def test_a_configuration_that_is_no_json_is_corrupt(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"hidden_size": ')
     with pytest.raises(CorruptModelError, match="not valid JSON"):

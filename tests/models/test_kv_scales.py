@@ -62,6 +62,8 @@ def test_a_default_scale_of_one_is_announced(
         ({"model.layers.1.self_attn.v_scale": torch.tensor([0.0])}, "not positive"),
         ({"model.layers.1.self_attn.v_scale": torch.ones(7)}, "7 numbers"),
         ({"model.layers.1.self_attn.v_scale": None}, "no v_scale of layer 1"),
+        ({"model.layers.1.self_attn.v_scale": torch.tensor([1e30])}, r"v_scale \[1.*e\+30\] of layer 1"),
+        ({"model.layers.0.self_attn.k_scale": torch.tensor([1e-30])}, r"k_scale \[1.*e-30\] of layer 0"),
     ],
 )
 def test_scales_that_cannot_be_are_refused(

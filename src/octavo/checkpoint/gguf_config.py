@@ -75,6 +75,10 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
     hidden_size = meta.uniform("embedding_length")
     head_dim = meta.uniform("attention.key_length", hidden_size // num_heads)
     num_layers = meta.uniform("block_count")
+    if (last := f"blk.{num_layers - 1}.attn_norm.weight") not in file.tensors:
+        raise CorruptModelError(
+            f"{file.path} states a {stated}.block_count of {num_layers}, but holds no tensor {last}"
+        )
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CorruptModelError(f"{file.path} holds no matrix token_embd.weight")

@@ -166,6 +166,8 @@ class GGUFFile:
             if num_dims > 8:
                 raise self._corrupt(f"tensor {name} has {num_dims} dimensions")
             dims = self._unpack(f"{num_dims}Q")
+            if 0 in dims:
+                raise self._corrupt(f"tensor {name} has no elements: its dimensions are {', '.join(map(str, dims))}")
             infos.append((name, tuple(reversed(dims)), *self._unpack("IQ")))
         alignment = self._metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:

@@ -19,9 +19,12 @@ from octavo.checkpoint.model_config import (
     NativeArchitecture,
     RopeConfig,
 )
-from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
+from octavo.errors import CorruptModelError, ModelNotFoundError, OctavoError, UnsupportedModelError, shown
 
 _NATIVE_BY_MODEL_TYPE = {native.model_type: name for name, native in NATIVE_ARCHITECTURES.items()}
+
+# Far above any model's, and few enough that a configuration with more is refused before memory is made for each.
+_MOST_LAYERS = 10_000
 
 _SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -31,7 +34,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
 
     Raises:
         ModelNotFoundError: there is no config.json.
-        CorruptModelError: it is not JSON, or a size is missing or not a positive number; the message names it.
+        CorruptModelError: it is not JSON, or a field is missing or wrong; the message names it.
         UnsupportedModelError: the architecture is not decoder-only.
     """
     path = folder / "config.json"
@@ -47,6 +50,15 @@ def hf_model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
     Raises:
         CorruptModelError, UnsupportedModelError: as `read_hf_config`.
     """
+    try:
+        return _model_config(raw, path)
+    except OctavoError:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+        raise CorruptModelError(f"{path} has a field of the wrong type or out of range: {error}") from error
+
+
+def _model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
     folder = path.parent
     architecture = _architecture(raw, path)
     fields = ConfigFields({**raw, **raw.get("text_config", {})}, str(path))
@@ -57,6 +69,8 @@ def hf_model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
     head_dim, value_dim = _head_dims(fields, native, hidden_size, num_heads)
     bias_option = bool(fields.get("attention_bias", False)) and (native is None or native.bias_option)
     num_layers = fields.size("num_hidden_layers")
+    if num_layers > _MOST_LAYERS:
+        raise CorruptModelError(f"{path}: num_hidden_layers is {num_layers}, and at most {_MOST_LAYERS} are accepted")
     max_position = fields.size("max_position_embeddings", default=2048)
     return ModelConfig(
         architecture=architecture,
@@ -71,7 +85,7 @@ def hf_model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
         max_position_embeddings=max_position,
         rope=_rope(fields, head_dim, max_position) if reason is None else RopeConfig(rotary_dim=head_dim),
         norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
-        hidden_act=str(fields.get("hidden_act", "silu")),
+        hidden_act=_activation(fields),
         qkv_bias=bias_option or (native is not None and native.biased == "qkv"),
         output_bias=bias_option,
         mlp_bias=bool(fields.get("mlp_bias", False)) and (native is None or native.model_type == "llama"),
@@ -107,12 +121,14 @@ def _architecture(raw: dict[str, Any], path: Path) -> str:
     if raw.get("is_encoder_decoder"):
         raise UnsupportedModelError(f"{path}: {raw.get('model_type')} is an encoder-decoder; Octavo serves decoders")
     names = raw.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise CorruptModelError(f"{path}: architectures must be a list of names, got {shown(names)}")
     model_type = str(raw.get("model_type", ""))
     if not names:
         if not model_type:
             raise CorruptModelError(f"{path} states neither architectures nor model_type")
         return _NATIVE_BY_MODEL_TYPE.get(model_type, model_type)
-    name = str(names[0])
+    name: str = names[0]
     if not name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
         raise UnsupportedModelError(f"{path}: {name} does not generate text; Octavo serves decoder-only models")
     return name
@@ -128,7 +144,7 @@ def _why_not_native(fields: ConfigFields, architecture: str, native: NativeArchi
         return "a RoPE that differs between layers"
     if (rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0) != 1.0:
         return "a partial rotary factor"
-    if (activation := fields.get("hidden_act", "silu")) not in NATIVE_ACTIVATIONS:
+    if (activation := _activation(fields)) not in NATIVE_ACTIVATIONS:
         return f"activation {activation!r}"
     quantization = fields.get("quantization_config")
     if quantization and not only_kv_cache_scheme(quantization):
@@ -139,6 +155,13 @@ def _why_not_native(fields: ConfigFields, architecture: str, native: NativeArchi
         if kinds:
             return f"layers of type {', '.join(sorted(map(repr, kinds)))}"
     return None
+
+
+def _activation(fields: ConfigFields) -> str:
+    activation = fields.get("hidden_act", "silu")
+    if not isinstance(activation, str):
+        raise CorruptModelError(f"{fields.source}: hidden_act must be the name of a function, got {shown(activation)}")
+    return activation
 
 
 def _head_dims(

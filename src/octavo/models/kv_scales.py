@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from octavo.checkpoint.model_source import ModelFormat, ModelSource
-from octavo.errors import CorruptModelError, ModelError
+from octavo.errors import CorruptModelError, ModelError, shown
 from octavo.models.kv_scale_file import Scales, path_beside, read_scales
 from octavo.storage.coded_kv import CodedKV, CodedSide
 
 logger = logging.getLogger(__name__)
 
+# Keys and values of models lie between about 1e-3 and 1e3 (a head without use may have smaller ones).
+_LEAST_REACH, _MOST_REACH = 1e-8, 1e8
 _NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:self_attn|attention|attn)\.([kv])_scale$")
 
 
@@ -42,7 +44,7 @@ def apply_scales(layers: Mapping[int, CodedKV], scales: Scales, source: str) -> 
     """Set the scales of each layer; returns a digest that distinguishes blocks with these scales from others.
 
     Raises:
-        CorruptModelError: a layer's scale is missing, not positive, or for another number of heads.
+        CorruptModelError: a layer's scale is missing, not positive, absurd, or for another number of heads.
     """
     digest = hashlib.blake2b(digest_size=16)
     for index, layer in layers.items():
@@ -56,6 +58,13 @@ def apply_scales(layers: Mapping[int, CodedKV], scales: Scales, source: str) -> 
                 )
             if not bool(((scale > 0) & scale.isfinite()).all()):
                 raise CorruptModelError(f"{source}: {kind}_scale of layer {index} is not positive: {scale.tolist()}")
+            reach = scale * side.codec.largest
+            if not bool(((reach >= _LEAST_REACH) & (reach <= _MOST_REACH)).all()):
+                raise CorruptModelError(
+                    f"{source}: with {kind}_scale {shown(scale.tolist())} of layer {index}, the cache holds numbers up "
+                    f"to {shown(reach.tolist())}; that must be between {_LEAST_REACH:g} and {_MOST_REACH:g}: calibrate "
+                    "again"
+                )
             side.scale.copy_(scale)  # in place: the kernels hold the tensor
             digest.update(side.scale.cpu().numpy().tobytes())
     logger.info("KV cache scales: from %s", source)

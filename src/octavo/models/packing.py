@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as GGMLType
 from octavo import kernels
 from octavo.checkpoint.gguf_requantize import kernel_type, requantize
 from octavo.checkpoint.model_config import ModelConfig
+from octavo.errors import CorruptModelError
 from octavo.kernels import PackedWeight, WeightFormat
 from octavo.models.decoder import WeightReader, Weights
 from octavo.models.linear import Linear, make_linear
@@ -72,16 +73,25 @@ class _Matrix:
     """A matrix of the checkpoint that is read when it is packed.
 
     Attributes:
+        name: of its tensor.
         format: the format to read it in.
         raw: its stored bytes if they are quantised and shall stay so.
     """
 
+    name: str
     format: WeightFormat
     outputs: int
     raw: RawTensor | None
     get: Callable[[], torch.Tensor]
 
-    def read(self) -> torch.Tensor:
+    def pack_into(self, packed: PackedWeight, first_output: int, step: int = 1) -> None:
+        """Read it into `packed`, see `PackedWeight.put`; raises `CorruptModelError` if its numbers cannot be packed."""
+        try:
+            packed.put(self._read(), first_output, step)
+        except ValueError as error:
+            raise CorruptModelError(f"{self.name}: {error}") from error
+
+    def _read(self) -> torch.Tensor:
         """Return floats, or quantised bytes [outputs, bytes per output], converted if they are stored otherwise."""
         if self.raw is None:
             return self.get()
@@ -126,7 +136,7 @@ class PackingReader(WeightReader):
             matrices = [replace(m, format="Q8_0") if quantised else self._floats(m) for m in matrices]
         weight = PackedWeight.empty(matrices[0].format, 2 * inner, hidden)
         for index, matrix in enumerate(matrices):
-            weight.put(matrix.read(), TILE * index, 2)
+            matrix.pack_into(weight, TILE * index, 2)
         both = None
         if bias:
             biases = [self.get(f"{name}.bias", inner).view(-1, TILE) for name in names]
@@ -141,7 +151,7 @@ class PackingReader(WeightReader):
             together = list(run)
             weight, first = PackedWeight.empty(format, sum(matrix.outputs for matrix in together), in_features), 0
             for matrix in together:
-                weight.put(matrix.read(), first)
+                matrix.pack_into(weight, first)
                 first += matrix.outputs
             parts.append(_Part(weight.compact(), None))
         return SideBySide(parts)
@@ -151,7 +161,7 @@ class PackingReader(WeightReader):
         return linear
 
     def _matrix(self, name: str, outputs: int, inputs: int) -> _Matrix:
-        matrix = _Matrix(self._float_format, outputs, None, partial(self.get, name, outputs, inputs))
+        matrix = _Matrix(name, self._float_format, outputs, None, partial(self.get, name, outputs, inputs))
         if (raw := self._stored(name, outputs, inputs)) is None:
             return matrix
         return replace(matrix, format=kernel_type(raw.type).name, raw=raw)

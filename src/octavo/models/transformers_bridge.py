@@ -101,6 +101,8 @@ class TransformersModel(CausalLM):
                     "model whose architecture transformers itself has"
                 ) from error
             raise UnsupportedModelError(f"{folder}: {error}") from error
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UnsupportedModelError(f"{folder}: transformers cannot read its configuration: {error!r}") from error
         if missing := sorted(report["missing_keys"]):
             raise CorruptModelError(
                 f"{model_class.__name__}: {len(missing)} tensors are missing from {folder}, the first is {missing[0]!r}"

@@ -24,7 +24,7 @@ from octavo.server.app import create_app
 from octavo.server.config import ServerConfig
 from octavo.server.engine_client import EngineClient
 from octavo.server.http.connection import InFlight
-from octavo.server.http.listening import bound, listen, require_keys_beyond_loopback, shown_address
+from octavo.server.http.listening import bound, listen, log_failed_accepts, require_keys_beyond_loopback, shown_address
 from octavo.server.http.transport import MAX_HEADER_BYTES, ConnectionCounters, guarded_protocol
 from octavo.server.memory import return_free_memory, settle_interpreter
 
@@ -119,6 +119,7 @@ async def serve_on(
             into the cache.
         EngineDeadError: the engine died while it served.
     """
+    log_failed_accepts(asyncio.get_running_loop())
     in_flight = InFlight(config.request_timeout)
     access = AcceptedKeys(config) if access is None else access
     app = create_app(engine, config, in_flight, access)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo.server.config import MAX_UNIX_PATH, ServerConfig
-from octavo.server.http.listening import UNIX_SOCKET_MODE, bind_unix, bound
+from octavo.server.http.listening import UNIX_SOCKET_MODE, bind_unix, bound, log_failed_accepts
 from tests.server.conftest import Running
 from tests.server.test_run import ServerProcess, start
 
@@ -37,6 +38,19 @@ def test_a_unix_socket_serves_its_owner_and_group(start_server: Callable[..., Ru
     with server.client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as response:
         assert [line for line in response.iter_lines() if line][-1] == "data: [DONE]"
     assert stat.S_IMODE(os.stat(path).st_mode) == UNIX_SOCKET_MODE
+
+
+def test_a_server_without_descriptors_says_so_once_a_second(caplog: pytest.LogCaptureFixture) -> None:
+    loop = asyncio.new_event_loop()
+    log_failed_accepts(loop)
+    failed = {"message": "socket.accept() out of system resource", "exception": OSError(24, "Too many open files")}
+    for _ in range(50):
+        loop.call_exception_handler(failed)
+    loop.call_exception_handler({"message": "something else"})
+    loop.close()
+    first, other = caplog.records
+    assert first.getMessage().startswith("cannot accept connections: [Errno 24] Too many open files; raise the limit")
+    assert (first.exc_info, other.getMessage()) == (None, "something else")
 
 
 def test_a_server_on_a_unix_socket_says_so_and_removes_it_at_its_end(

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ipaddress
+import logging
 import os
 import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from octavo.errors import ConfigError
 from octavo.server.access import AcceptedKeys
 from octavo.server.config import ServerConfig
 
+logger = logging.getLogger("octavo.server")
+
+# What asyncio calls the failure of `accept` for want of descriptors or memory.
+_FAILED_ACCEPT = "socket.accept() out of system resource"
 # Permissions of a Unix socket: its owner and group may connect, if the folder's permissions let them.
 UNIX_SOCKET_MODE = 0o660
 
@@ -100,6 +107,28 @@ def listen(listener: socket.socket) -> None:
         listener.listen()
     except OSError as error:
         raise _cannot_listen(_place(listener), error) from error
+
+
+def log_failed_accepts(loop: asyncio.AbstractEventLoop) -> None:
+    """Log at most once a second that connections cannot be accepted, because the process has no descriptors left.
+
+    asyncio reports it with a traceback for each of the connections that it tries to accept, and tries again a second
+    later.
+    """
+    silent_until = 0.0
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal silent_until
+        if context.get("message") != _FAILED_ACCEPT:
+            loop.default_exception_handler(context)
+        elif loop.time() >= silent_until:
+            silent_until = loop.time() + 1.0
+            logger.error(
+                "cannot accept connections: %s; raise the limit of open files (ulimit -n), or lower --max-connections",
+                context.get("exception"),
+            )
+
+    loop.set_exception_handler(handle)
 
 
 def shown_address(listener: socket.socket, scheme: str, root_path: str) -> str:
