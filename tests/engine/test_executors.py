@@ -19,7 +19,8 @@ from octavo.engine.core import EngineCore
 from octavo.engine.outputs import RequestOutput
 from octavo.errors import ConfigError, ExecutorError
 from octavo.request import FinishReason
-from octavo.runner.executor import Executor, ProcessExecutor
+from octavo.runner.executor import Executor
+from octavo.runner.process_executor import ProcessExecutor
 from octavo.runner.runner import ModelRunner
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import StepPlan, StepResult

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from octavo.errors import ExecutorError, LogitsError, ModelNotFoundError
-from octavo.runner.executor import ProcessExecutor
+from octavo.runner.process_executor import ProcessExecutor
 from octavo.scheduler.plan import StepResult
 from octavo.structured_outputs import StructuredOutputsParams
 from tests.runner import scripted
@@ -125,7 +125,9 @@ def test_closing_ends_the_process_and_may_be_done_again(executor: ProcessExecuto
 
 def test_an_engine_that_is_killed_leaves_no_process_behind() -> None:
     """Not even time to say goodbye: the end of the pipe ends the runner."""
-    engine = "from tests.runner import scripted; from octavo.runner.executor import ProcessExecutor; import os\n"
+    engine = (
+        "from tests.runner import scripted; from octavo.runner.process_executor import ProcessExecutor; import os\n"
+    )
     engine += "if __name__ == '__main__':\n"
     engine += "    print(ProcessExecutor(scripted.build).facts()['pid'], flush=True); os.kill(os.getpid(), 9)"
     told = subprocess.run([sys.executable, "-c", engine], capture_output=True, text=True, timeout=600, check=False)

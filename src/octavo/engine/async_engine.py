@@ -6,7 +6,7 @@ generate() ── add / abort ──> inbox ────────────
    └── stream <── outputs <── Delivery <── call_soon_threadsafe
 
 The engine's thread does the work that decides the next step. Text and outputs are produced on the event loop while that
-step is computed. Stop strings are the exception: they end their sequence within the step (`engine/stopping.py`).
+step is computed. Stop strings are the exception: they end their sequence within the step (`engine/processor.py`).
 """
 
 from __future__ import annotations

@@ -21,9 +21,8 @@ from octavo.engine.runner_builder import RunnerFacts, build_runner
 from octavo.engine.tiers import join_stores, tier_identity
 from octavo.errors import ConfigError, ModelNotFoundError
 from octavo.grammar.compiler import GrammarCompiler
-from octavo.runner.executor import Executor, ProcessExecutor
-from octavo.runner.grammar_link import GrammarLink
-from octavo.runner.recording import RecordingExecutor
+from octavo.runner.executor import Executor, RecordingExecutor
+from octavo.runner.process_executor import GrammarLink, ProcessExecutor
 from octavo.runner.runner import ModelRunner
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.plan_log import PlanLog

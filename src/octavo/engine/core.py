@@ -21,10 +21,9 @@ from octavo.engine.outputs import (
     RequestOutput,
     StepNews,
 )
-from octavo.engine.processor import OutputProcessor
+from octavo.engine.processor import OutputProcessor, StopStrings
 from octavo.engine.recorder import StatsRecorder
 from octavo.engine.recovery import Recovery, live_rows, planned_rows
-from octavo.engine.stopping import StopStrings
 from octavo.errors import GrammarError, LogitsError
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.observe.stats import EngineStats

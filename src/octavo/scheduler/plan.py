@@ -236,7 +236,7 @@ class SequenceUpdate:
         logprobs: one entry per token if they are known, else empty.
         cumulative_logprob: sum of the known log-probabilities of the sequence up to these tokens.
         finish_reason: None unless these tokens are its last.
-        text: the text that the tokens add, if already detokenized (`engine/stopping.py`).
+        text: the text that the tokens add, if already detokenized (`engine/processor.py`).
     """
 
     seq: Sequence

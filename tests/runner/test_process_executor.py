@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from octavo.errors import ExecutorError, RequestError
-from octavo.runner.grammar_link import GrammarLink, serve_grammars
+from octavo.runner.process_executor import GrammarLink, serve_grammars
 from octavo.structured_outputs import StructuredOutputsParams
 
 PATIENCE = 60.0
