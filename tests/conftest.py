@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from octavo.kvcache.block import BlockState
+from octavo.kvcache.holdings import RestoreCost
 from octavo.scheduler.preemption import RestoreSpeed
 from tests.redis_server import HOW, PROGRAM, RedisServer
 
@@ -75,13 +76,16 @@ def assert_idle(core: EngineCore) -> None:
     assert not core._stop_strings._detokenizers, "a finished request is watched"
 
 
-def known_restore_speed() -> AbstractContextManager[Any]:
-    """Engines made meanwhile are told how fast they swap and compute, instead of measuring it.
+class SwappingIsCheaper(RestoreSpeed):
+    """Swaps everybody, whatever is measured."""
 
-    Measuring is most of what it takes to make a tiny one, and what it finds decides who is swapped: here, everybody.
-    """
-    speed = RestoreSpeed(seconds_per_token=1e-4, seconds_per_block=1e-5)
-    return patch("octavo.engine.runner_builder.measure_restore_speed", return_value=speed)
+    def swapping_is_cheaper(self, cost: RestoreCost) -> bool:
+        return True
+
+
+def swapping_is_cheaper() -> AbstractContextManager[Any]:
+    """Engines made meanwhile swap every preempted sequence, however long computing and moving blocks takes."""
+    return patch("octavo.scheduler.assembly.RestoreSpeed", SwappingIsCheaper)
 
 
 def without_deadlines(core: EngineCore) -> EngineCore:
@@ -138,7 +142,7 @@ def make_llm() -> Iterator[MakeLLM]:
         # A second thread would only wait: these models are tiny, or the machine is busy with other tests.
         small = {"dtype": "float32", "device": "cpu", "num_threads": 1, "kv_cache_memory": "64MiB"}
         small["limits"] = {"max_grammar_ms": 60_000}  # a busy machine may take long over any
-        with known_restore_speed():
+        with swapping_is_cheaper():
             made.append(LLM(str(model), **{**small, **options}))
         without_deadlines(made[-1].core)
         return made[-1]

@@ -278,7 +278,7 @@ class EngineConfig(Options):
         removed={"dlpm": "vtc"},
     )
     preemption_mode: Literal["auto", "recompute", "swap"] = _scheduling(
-        "auto", "how a preempted sequence gets its blocks back; auto: whichever is faster, as measured at start-up"
+        "auto", "how a preempted sequence gets its blocks back; auto: whichever is faster, as measured while serving"
     )
     async_scheduling: bool | None = _scheduling(
         None, "plan the next step while a step of decodes is computed; default: on a GPU only"

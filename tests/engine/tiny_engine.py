@@ -20,7 +20,7 @@ from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.builder import build_engine
 from octavo.engine.core import EngineCore
 from octavo.request import SequenceId
-from tests.conftest import assert_idle, known_restore_speed, without_deadlines
+from tests.conftest import assert_idle, swapping_is_cheaper, without_deadlines
 from tests.models.tiny import write_hf_model
 
 VOCAB_SIZE = 320
@@ -47,7 +47,7 @@ def tiny_core(**options: Any) -> Iterator[EngineCore]:
     defaults["limits"] = {"max_grammar_ms": 60_000}  # a busy machine may take long over any
     config = EngineConfig.from_options({"model": str(tiny_model()), **defaults, **options})
     try:
-        with known_restore_speed():
+        with swapping_is_cheaper():
             core = without_deadlines(build_engine(config))
         yield core
     finally:

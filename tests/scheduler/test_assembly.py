@@ -11,13 +11,12 @@ import pytest
 
 import octavo
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError
 from octavo.kvcache.demotion import DemoteAll
 from octavo.kvcache.eviction import EvictionPolicy, FifoEviction
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import HashedPrefixCache, NullPrefixCache, RadixPrefixCache
 from octavo.kvcache.spec import KVCacheSpec
-from octavo.scheduler.assembly import assemble_cache, assemble_scheduler, needs_restore_speed
+from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.claims import ByPriority
 from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.preemption import CheaperWay, Recompute, RestoreSpeed, Swap
@@ -107,11 +106,11 @@ def test_without_host_memory_everything_is_recomputed() -> None:
         assert isinstance(scheduler(0, speed=None, preemption_mode=mode).preemption, Recompute)
 
 
-def test_auto_asks_for_a_measurement_where_it_has_a_choice() -> None:
-    assert needs_restore_speed(EngineConfig(), 5)
-    assert not needs_restore_speed(EngineConfig(), 0)
-    with pytest.raises(ConfigError, match="use preemption_mode 'recompute' or 'swap'"):
-        scheduler(5, speed=None)
+def test_auto_begins_with_unknown_speeds_that_the_scheduler_measures() -> None:
+    found = scheduler(5, speed=None)
+    assert isinstance(found.preemption, CheaperWay)
+    assert found.preemption.speed is found.speed
+    assert found.speed == RestoreSpeed(None, None)
 
 
 def test_limits_beyond_the_options_can_be_given() -> None:

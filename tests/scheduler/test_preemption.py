@@ -11,6 +11,7 @@ from octavo.request import Request, SequenceStatus
 from octavo.scheduler.preemption import CheaperWay, RestoreSpeed, Swap
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.scheduler_config import SchedulerConfig
+from tests.kvcache.caches import make_sequence
 from tests.scheduler.test_scheduler import Engine, shares, status  # type: ignore[attr-defined]
 
 
@@ -18,6 +19,26 @@ def test_swapping_is_chosen_where_two_copies_of_the_blocks_cost_less_than_the_to
     speed = RestoreSpeed(seconds_per_token=1e-3, seconds_per_block=4e-3)
     assert speed.swapping_is_cheaper(RestoreCost(tokens=17, blocks=2))
     assert not speed.swapping_is_cheaper(RestoreCost(tokens=16, blocks=2))
+
+
+def test_speeds_are_learnt_from_steps_and_swapping_is_tried_until_they_are_known() -> None:
+    speed, cost = RestoreSpeed(), RestoreCost(tokens=16, blocks=2)
+    speed.moved(4, 2.0)
+    speed.computed(15, 1.0)
+    assert (speed.seconds_per_block, speed.seconds_per_token) == (0.5, None), "too few tokens to say"
+    assert speed.swapping_is_cheaper(cost)
+    speed.computed(100, 1.0)
+    assert not speed.swapping_is_cheaper(cost)
+    for _ in range(50):
+        speed.moved(10, 0.1)
+        speed.moved(0, 0.0)
+    assert speed.seconds_per_block == pytest.approx(0.01, rel=1e-2)
+    assert speed.swapping_is_cheaper(cost)
+
+
+def test_recomputing_is_checked_against_swapping_now_and_then() -> None:
+    mode = CheaperWay(lambda seq: RestoreCost(tokens=1, blocks=1), RestoreSpeed(1.0, 1.0))
+    assert [mode.swaps(make_sequence([1])) for _ in range(64)] == ([False] * 31 + [True]) * 2
 
 
 def swapping_engine(num_host_blocks: int = 20, speed: RestoreSpeed | None = None, **cache: Any) -> Engine:

@@ -78,8 +78,8 @@ def build_engine(config: EngineConfig, *, prepare_grammars: bool = False) -> Eng
             num_prefix_blocks=facts.num_prefix_blocks,
             identity=identity,
         )
-        scheduler = assemble_scheduler(config, kv, facts.max_model_len, restore_speed=facts.restore_speed)
-        tiers = join_stores(config, scheduler, kv, host, identity, facts.restore_speed)
+        scheduler = assemble_scheduler(config, kv, facts.max_model_len)
+        tiers = join_stores(config, scheduler, kv, host, identity)
     except BaseException:
         runner.close()
         raise

@@ -220,7 +220,7 @@ class EngineCore:
         self.stats.on_moved(step.plan, result)
         news = self._report(updates)
         ended = time.perf_counter()
-        self.scheduler.observe(step.plan, ended - began)
+        self.scheduler.observe(step.plan, ended - began, result.load_seconds + result.store_seconds)
         if self.scheduler.has_work:
             self._went_on_at = ended
         else:

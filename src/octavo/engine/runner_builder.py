@@ -15,7 +15,7 @@ from octavo.attention.base import AttentionBackend
 from octavo.attention.native import NativeAttention
 from octavo.checkpoint.model_config import ModelConfig, family_name
 from octavo.checkpoint.model_source import ModelSource, load_model_config, resolve_model
-from octavo.config import EngineConfig, format_bytes
+from octavo.config import EngineConfig
 from octavo.engine.sizing import size_before_loading, size_loaded
 from octavo.errors import ConfigError
 from octavo.kvcache.block import NULL_BLOCK
@@ -27,12 +27,9 @@ from octavo.models.native_decoder import NativeDecoder, make_decoder
 from octavo.models.ops import LayerOps
 from octavo.planner.machine import default_num_threads
 from octavo.runner.graphs import Capture, CudaCapture
-from octavo.runner.restore_speed import measure_restore_speed
 from octavo.runner.runner import ModelRunner
 from octavo.runner.warm_up import warm_up
 from octavo.sampling.sampler import warm_up_choice
-from octavo.scheduler.assembly import needs_restore_speed
-from octavo.scheduler.preemption import RestoreSpeed
 from octavo.storage.arena import KVArena
 from octavo.tiers.host import HostTier
 from octavo.tiers.shared_file import SharedFile
@@ -51,7 +48,6 @@ class RunnerFacts:
         dtype: torch's name of the dtype that the model computes in.
         layout: layout of a block's bytes; engines can share blocks only if it is the same.
         kv_scales: identifies the scales with which blocks are coded; empty if the codec has no chosen scales.
-        restore_speed: measured speed; None unless the choice between swapping and recomputation depends on it.
         device: torch's name of the device type ("cpu", "cuda").
     """
 
@@ -69,7 +65,6 @@ class RunnerFacts:
     dtype: str
     layout: str
     kv_scales: str
-    restore_speed: RestoreSpeed | None
     device: str
 
 
@@ -131,11 +126,10 @@ def build_runner(config: EngineConfig, file: SharedFile | None = None) -> tuple[
         attention=attention.name,
         dtype=str(model.dtype).removeprefix("torch."),
         layout=arena.layout.value,
-        restore_speed=_restore_speed(config, runner, host, num_host_blocks),
         device=device.type,
     )
     for layer in arena.calibrated_layers.values():
-        # Only from now on, because the steps computed for measuring speeds held no real text.
+        # Only from now on, because the steps computed to warm up held no real text.
         layer.finds_scales = config.calculate_kv_scales
     return runner, facts
 
@@ -265,19 +259,3 @@ def _require_deterministic(model: CausalLM, arena: KVArena, attention: Attention
     else:
         return
     raise ConfigError(f"deterministic cannot be guaranteed: {reason}")
-
-
-def _restore_speed(
-    config: EngineConfig, runner: ModelRunner, host: HostTier, num_host_blocks: int
-) -> RestoreSpeed | None:
-    """Measure swapping and prefill speed, if the choice between swapping and recomputation depends on them."""
-    if not needs_restore_speed(config, num_host_blocks):
-        return None
-    max_tokens = min(config.max_num_batched_tokens, runner.max_model_len)
-    speed = measure_restore_speed(runner, host, max_tokens=max_tokens)
-    logger.debug(
-        "preemption: swapping moves %s/s, prefill computes %.0f tokens/s: the cheaper way is taken for each victim",
-        format_bytes(runner.arena.spec.block_bytes / speed.seconds_per_block),
-        1 / speed.seconds_per_token,
-    )
-    return speed

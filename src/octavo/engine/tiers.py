@@ -16,7 +16,6 @@ from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.planner.calculator import REMOTE_THREADS
 from octavo.scheduler.fetching import Fetching
-from octavo.scheduler.preemption import RestoreSpeed
 from octavo.scheduler.scheduler import Scheduler
 from octavo.tiers.base import LAYOUT_VERSION, Medium
 from octavo.tiers.host import HostTier
@@ -49,13 +48,11 @@ def join_stores(
     kv: KVCacheManager,
     host: HostTier | None,
     identity: tuple[str, ...],
-    speed: RestoreSpeed | None = None,
 ) -> LowerTiers | None:
     """Open the stores that the options name; None if they name none.
 
     Args:
         host: the runner's host memory, which the stores read and write.
-        speed: what was measured at start, for the log; None if nothing was.
 
     Raises:
         ConfigError: a store cannot be used; the message says why.
@@ -67,25 +64,10 @@ def join_stores(
     most_write_bytes = memory.num_prefix_slots * kv.spec.block_bytes // 2
     stores = _open_stores(config, kv.spec, identity, most_write_bytes)
     lower = LowerTiers(memory, stores, host.row, kv.spec.block_bytes, time.monotonic)
-    scheduler.fetching = Fetching(kv, lower)
-    logger.info("%s", _cost_model(stores, kv.spec, speed))
-    return lower
-
-
-def _cost_model(stores: list[Store], spec: KVCacheSpec, speed: RestoreSpeed | None) -> str:
-    """Describe what is known when serving begins of the times that loads are weighed against."""
-    known = ""
-    if speed is not None:
-        known = (
-            f"; measured: computing a block takes {1000 * speed.seconds_per_token * spec.block_size:.3g} ms, "
-            f"copying one to or from host memory {1000 * speed.seconds_per_block:.3g} ms "
-            f"({spec.block_bytes / speed.seconds_per_block / 1e9:.3g} GB/s)"
-        )
+    scheduler.fetching = Fetching(kv, lower, scheduler.speed)
     names = " and ".join(f"{store.name} ({_held(store)})" for store in stores)
-    return (
-        f"prefixes are loaded from {names} if that takes less time than computing them, as measured while serving; "
-        f"until a load was measured it is taken to{known}"
-    )
+    logger.info("prefixes are loaded from %s if that takes less time than computing them, as measured", names)
+    return lower
 
 
 def _held(store: Store) -> str:

@@ -115,8 +115,8 @@ class TierCollector(Collector):
         compute = GaugeMetricFamily(
             "octavo:tier_compute_seconds_per_token", "What computing a prompt token takes, as measured.", labels=labels
         )
-        if fetching.seconds_per_token is not None:
-            compute.add_metric([self._model_name], fetching.seconds_per_token)
+        if (per_token := fetching.speed.seconds_per_token) is not None:
+            compute.add_metric([self._model_name], per_token)
         skipped = CounterMetricFamily(
             "octavo:tier_loads_not_worth", "Loads that were expected to take longer than computing.", labels=labels
         )

@@ -21,7 +21,7 @@ who waits and who runs
 waiting | tenant_queue          in order of admission, and by the tokens to compute; a line for each tenant
 tenant_shares | fairness        blocks that tenants can always have and may have; whose turn it is
 running | queue                 with the blocks still to come; orders of waiting
-capacity | preemption | cached_prefixes     what can ever be served; who yields, and how; lengths of cached prefixes
+capacity | preemption | cached_prefixes     what can ever be served; how who yields resumes; lengths of cached prefixes
 kv_limits | keyed_heap | scheduler_config
 
 the plan

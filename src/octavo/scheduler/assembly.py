@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Literal
 
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError
 from octavo.kvcache.eviction import EvictionPolicy, make_eviction_policy
 from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.manager import KVCacheManager
@@ -107,14 +106,12 @@ def assemble_scheduler(
     """Return the scheduler that the options describe, for a cache from `assemble_cache` with the same options.
 
     Args:
-        restore_speed: measured or assumed speed; required if `needs_restore_speed` is true.
+        restore_speed: the speeds to begin with; by default they are unknown until measured.
         watermark: see `SchedulerConfig`.
         headroom_tokens: see `SchedulerConfig`; if None, the default of the scheduling policy.
         builder, tells_all: see `Scheduler`.
-
-    Raises:
-        ConfigError: `restore_speed` is required but None.
     """
+    speed = RestoreSpeed() if restore_speed is None else restore_speed
     turns = make_turns(config.scheduling_policy)
     if headroom_tokens is None:
         headroom_tokens = DEFAULT_HEADROOM_TOKENS if turns is None else HEADROOM_TOKENS_IN_TURNS
@@ -130,17 +127,13 @@ def assemble_scheduler(
         ),
         kv,
         waiting=make_queue(turns, _prefixes(config, kv), by_age=config.scheduling_policy == "priority"),
-        preemption=_preemption_mode(config, kv, restore_speed),
+        preemption=_preemption_mode(config, kv, speed),
         turns=turns,
         claims=make_claims(config.scheduling_policy, turns),
         builder=builder,
+        speed=speed,
         tells_all=tells_all,
     )
-
-
-def needs_restore_speed(config: EngineConfig, num_host_blocks: int) -> bool:
-    """Whether the restore speeds must be known, because each victim is restored in the cheaper way."""
-    return bool(num_host_blocks) and config.preemption_mode == "auto"
 
 
 PRIORITY_SECONDS = 60.0
@@ -184,15 +177,7 @@ def _prefixes(config: EngineConfig, kv: KVCacheManager) -> CachedPrefixes | None
     return CachedPrefixes(kv) if config.prefix_cache == "radix" and config.enable_prefix_caching else None
 
 
-def _preemption_mode(config: EngineConfig, kv: KVCacheManager, restore_speed: RestoreSpeed | None) -> PreemptionMode:
-    num_host_blocks = kv.hierarchy.host.num_swap_slots
-    if not num_host_blocks or config.preemption_mode == "recompute":
+def _preemption_mode(config: EngineConfig, kv: KVCacheManager, speed: RestoreSpeed) -> PreemptionMode:
+    if not kv.hierarchy.host.num_swap_slots or config.preemption_mode == "recompute":
         return Recompute()
-    if not needs_restore_speed(config, num_host_blocks):
-        return Swap()
-    if restore_speed is None:
-        raise ConfigError(
-            "preemption_mode is 'auto' and there is host memory to swap to, but nobody measured what swapping and "
-            "recomputing cost: use preemption_mode 'recompute' or 'swap'"
-        )
-    return CheaperWay(kv.holdings.restore_cost, restore_speed)
+    return Swap() if config.preemption_mode == "swap" else CheaperWay(kv.holdings.restore_cost, speed)

@@ -11,10 +11,7 @@ from typing import Any, Protocol
 from octavo.kvcache.label import Label
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence, SequenceId, SequenceStatus
-
-# Steps with fewer prompt tokens say little about the cost of one.
-_LEAST_TOKENS = 16
-_SMOOTHING = 0.2
+from octavo.scheduler.preemption import RestoreSpeed
 
 
 class Fetcher(Protocol):
@@ -46,11 +43,11 @@ class Fetching:
     """Tracks the requests that wait for a fetch, and those whose blocks have arrived but that are not admitted yet.
 
     Attributes:
-        seconds_per_token: what computing a prompt token takes, as measured; None if not known yet.
+        speed: how long computing takes, against which loads are weighed.
     """
 
-    def __init__(self, kv: KVCacheManager, fetcher: Fetcher) -> None:
-        self.seconds_per_token: float | None = None
+    def __init__(self, kv: KVCacheManager, fetcher: Fetcher, speed: RestoreSpeed) -> None:
+        self.speed = speed
         self._kv = kv
         self._fetcher = fetcher
         self._waiting: dict[SequenceId, tuple[Sequence, Any]] = {}
@@ -63,7 +60,7 @@ class Fetching:
     def begin(self, seq: Sequence) -> bool:
         """Start a fetch for a new sequence; if True, it must wait until `arrived` returns it."""
         labels = self._kv.hierarchy.missing(seq, *self._kv.holdings.matchable(seq))
-        per_token = self.seconds_per_token
+        per_token = self.speed.seconds_per_token
         cost = None if per_token is None else per_token * self._kv.spec.block_size
         fetch = self._fetcher.prefetch(labels, seq.request.tenant, cost)
         if fetch is None:
@@ -102,9 +99,3 @@ class Fetching:
     def wait(self, seconds: float) -> None:
         """Wait for something to arrive while there is nothing to compute."""
         self._fetcher.wait(seconds)
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """Record how long prompt tokens took to compute."""
-        if num_tokens >= _LEAST_TOKENS:
-            took, known = seconds / num_tokens, self.seconds_per_token
-            self.seconds_per_token = took if known is None else known + _SMOOTHING * (took - known)

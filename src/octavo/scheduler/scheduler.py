@@ -26,7 +26,7 @@ from octavo.scheduler.parts import compose
 from octavo.scheduler.pinning import Pinning
 from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
 from octavo.scheduler.plan_builder import PlanBuilder
-from octavo.scheduler.preemption import PreemptionMode, Recompute
+from octavo.scheduler.preemption import PreemptionMode, Recompute, RestoreSpeed
 from octavo.scheduler.queue import ArrivalOrder, WaitingQueue
 from octavo.scheduler.restart import HeldBack, MayRun
 from octavo.scheduler.results import ResultApplier
@@ -43,6 +43,7 @@ class Scheduler:
 
     Args:
         builder: builds the plans; the simulator passes one that leaves out what only a runner needs.
+        speed: how long computing and moving blocks takes; measured from the start by default.
         tells_all: see `ResultApplier`.
 
     Attributes:
@@ -63,12 +64,14 @@ class Scheduler:
         claims: Claims | None = None,
         builder: PlanBuilder | None = None,
         *,
+        speed: RestoreSpeed | None = None,
         tells_all: bool = True,
     ) -> None:
         self.config = config
         self.kv = kv
         self.turns = turns
         self.claims = claims
+        self.speed = RestoreSpeed() if speed is None else speed
         self._builder = PlanBuilder(kv) if builder is None else builder
         self._latency = None if config.itl_slo_ms is None else LatencyTarget(config.itl_slo_ms / 1e3)
         queue = ArrivalOrder() if waiting is None else waiting
@@ -337,12 +340,16 @@ class Scheduler:
             self._waiting.push(seq)
         self._held_back.hold(seq, self._waiting)
 
-    def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Record a step's duration, measured from the end of the previous step if there was no pause in between."""
+    def observe(self, plan: StepPlan, seconds: float, moving_seconds: float = 0.0) -> None:
+        """Learn from a step's duration, measured from the end of the previous step if there was no pause in between.
+
+        Args:
+            moving_seconds: how long the plan's stores and loads took.
+        """
         if self._latency is not None:
             self._latency.observe(StepLoad.of(plan.starts, plan.lengths, num_streams=plan.num_streams), seconds)
-        if self.fetching is not None:
-            self.fetching.observe(plan.num_tokens - plan.num_streams, seconds)
+        self.speed.computed(plan.num_tokens - plan.num_streams, seconds)
+        self.speed.moved(len(plan.stores) + len(plan.loads), moving_seconds)
 
     def wait_for_loads(self) -> None:
         """Wait up to 5 ms for blocks from stores, while there is nothing to compute."""
