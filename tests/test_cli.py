@@ -17,7 +17,7 @@ from octavo.commands import COMMANDS
 from octavo.commands.bench import BENCHES
 from octavo.errors import ConfigError
 
-COMMAND_LINES = [[], *([c.name] for c in COMMANDS), *(["bench", b.name] for b in BENCHES)]
+COMMAND_LINES = [[], *([name] for name in COMMANDS), *(["bench", name] for name in BENCHES)]
 
 
 @pytest.mark.parametrize("argv", COMMAND_LINES, ids=" ".join)
@@ -110,11 +110,21 @@ def test_an_invalid_option_of_the_engine_is_told_before_anything_is_loaded(capsy
     assert capsys.readouterr().err == "octavo: error: max_num_seqs must be at least 1, got 0\n"
 
 
-def test_help_imports_nothing_heavy() -> None:
-    code = "import sys; from octavo.cli import build_parser; build_parser().format_help(); print(*sys.modules)"
-    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    heavy = {"torch", "numpy", "transformers", "fastapi", "uvicorn", "httpx", "tqdm", "tokenizers"}
-    assert not heavy & set(modules)
+def modules_after(code: str) -> set[str]:
+    code = f"import sys; from octavo.cli import build_parser; {code}; print(*sys.modules)"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+def test_help_imports_no_command() -> None:
+    modules = modules_after("build_parser().format_help()")
+    assert "octavo.commands" in modules
+    assert not modules & {f"octavo.commands.{name}" for name in COMMANDS}
+
+
+def test_completing_the_options_of_all_commands_imports_nothing_heavy() -> None:
+    modules = modules_after("from octavo.commands.base import load_commands; load_commands(build_parser())")
+    assert "octavo.commands.bench.memory" in modules
+    assert not modules & {"torch", "numpy", "transformers", "fastapi", "uvicorn", "httpx", "tqdm", "tokenizers", "rich"}
 
 
 def test_the_module_runs_as_the_command() -> None:

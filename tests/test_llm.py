@@ -301,8 +301,8 @@ def test_among_many_prompts_the_faulty_one_is_named_and_none_is_queued(llm: LLM)
     assert_idle(llm.core)
 
 
-def test_an_unknown_option_is_named_with_the_known_ones(tiny_llama: Path) -> None:
-    with pytest.raises(ConfigError, match=r"unknown option 'max_seqs'; known: .*max_num_seqs"):
+def test_an_unknown_option_is_named_with_the_nearest(tiny_llama: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown option 'max_seqs'; did you mean max_num_seqs"):
         LLM(str(tiny_llama), max_seqs=3)
 
 

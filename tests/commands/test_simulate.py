@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from octavo.commands.simulate_run import parse_sweep
 from octavo.errors import ConfigError
 from octavo.planner.roofline import BANDWIDTH_REACHED, MACHINES, RATE_REACHED, find_machine, roofline
 from octavo.planner.sources import find_shape
@@ -17,6 +16,7 @@ from octavo.scheduler.step_time import StepTimes
 from octavo.simulator.pareto import best
 from octavo.simulator.setup import Plan
 from octavo.simulator.speed import MEASURED, Speed
+from octavo.simulator.study import parse_sweep
 from tests.commands.conftest import OctavoCommand
 
 ON_H100 = ["llama-3.1-8b", "--machine", "h100", "--max-model-len", "4096"]
@@ -127,7 +127,7 @@ def test_a_swept_target_is_the_one_that_is_checked(octavo_command: OctavoCommand
 def test_every_variant_is_checked_before_the_first_is_simulated(
     octavo_command: OctavoCommand, monkeypatch: pytest.MonkeyPatch, last: list[str]
 ) -> None:
-    monkeypatch.setattr("octavo.commands.simulate_run.simulate", lambda *_: pytest.fail("simulated"))
+    monkeypatch.setattr("octavo.simulator.study.simulate", lambda *_: pytest.fail("simulated"))
     code, _, err = octavo_command("simulate", *ON_H100, *last)
     assert code == 1
     assert err.startswith("octavo")
@@ -289,8 +289,8 @@ def test_the_figures_are_printed_even_if_drawing_them_fails(
     def fails(result: Any, path: str) -> None:
         raise ConfigError("cannot write: the disk is full")
 
-    monkeypatch.setattr("octavo.commands.simulate_run.require_plot", lambda path: None)
-    monkeypatch.setattr("octavo.commands.simulate_run.draw", fails)
+    monkeypatch.setattr("octavo.simulator.pareto.require_plot", lambda path: None)
+    monkeypatch.setattr("octavo.simulator.pareto.draw", fails)
     code, out, err = octavo_command("simulate", *ON_H100, *SHORT, "--json", "--plot", tmp_path / "p.png")
     assert code == 1
     assert "the disk is full" in err

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.live import Live
 
 from octavo.cli import main
-from octavo.commands import top_run
-from octavo.commands.top_events import LiveServer
+from octavo.commands import top
+from octavo.commands.top import LiveServer
 from octavo.commands.top_screen import State, percentile, shares, shortened, table
 from octavo.config import EngineConfig
 from octavo.engine.live import LiveView
@@ -83,13 +83,13 @@ def answering(*answers: bytes) -> Iterator[str]:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[str], tuple[str, str]]:
     """Runs `octavo top URL` in a terminal until it fails; returns what it drew and what it says at the end."""
-    monkeypatch.setattr(top_run, "_RETRY_S", 0)
-    monkeypatch.setattr(top_run, "_REDRAW_S", 0)
+    monkeypatch.setattr(top, "_RETRY_S", 0)
+    monkeypatch.setattr(top, "_REDRAW_S", 0)
 
     def run(url: str) -> tuple[str, str]:
         drawn = io.StringIO()
         console = Console(file=drawn, force_terminal=True, width=200, height=24, _environ={"TERM": "xterm"})
-        monkeypatch.setattr(top_run, "Console", lambda: console)
+        monkeypatch.setattr("rich.console.Console", lambda: console)
         assert main(["top", url]) == 1
         return drawn.getvalue(), capsys.readouterr().err
 
@@ -311,7 +311,7 @@ def test_top_draws_once_for_all_events_that_come_during_a_pause(monkeypatch: pyt
             raise OctavoError("over")
 
     def sleep(seconds: float) -> None:
-        assert seconds == top_run._REDRAW_S >= 0.5
+        assert seconds == top._REDRAW_S >= 0.5
         paused.set()
         assert all_read.wait(60)
 
@@ -323,10 +323,10 @@ def test_top_draws_once_for_all_events_that_come_during_a_pause(monkeypatch: pyt
         return real_shown(self, *args, **kwargs)
 
     monkeypatch.setattr(State, "shown", shown)
-    monkeypatch.setattr(top_run, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(top, "time", SimpleNamespace(sleep=sleep))
     live = Live(console=Console(file=io.StringIO(), width=80, height=24), auto_refresh=False)
     with pytest.raises(OctavoError, match="over"):
-        top_run._watch(Busy(), live)  # type: ignore[arg-type]
+        top._watch(Busy(), live)  # type: ignore[arg-type]
     assert [at for at in drawn if at] == [1.0, 4.0]
 
 

@@ -8,8 +8,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from octavo.commands.base import Command
 from octavo.errors import ConfigError
+
+DESCRIPTION = "Inspect, verify or delete the prefixes that `octavo serve --kv-disk DIR` has stored."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,12 +95,3 @@ def _purge(directory: Path, holder: str | None) -> int:
         shutil.rmtree(folder)
         print(f"removed {folder}")
     return 0
-
-
-COMMAND = Command(
-    "cache",
-    "inspect, verify or delete prefixes on disk",
-    add_arguments,
-    run,
-    description="Inspect, verify or delete the prefixes that `octavo serve --kv-disk DIR` has stored.",
-)

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from octavo.commands.base import Command
+from octavo.bench import report
 from octavo.commands.common_options import add_json_option, add_window_options
-from octavo.commands.options import add_engine_options
+from octavo.commands.options import add_engine_options, engine_options
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.kvcache.formats import KV_FORMATS, layer_formats
+
+if TYPE_CHECKING:
+    from octavo.calibration.text import Text
 
 DESCRIPTION = """\
 Run a model over text and choose how to quantise its KV cache (docs/kv_codecs.md). Without --search: write the scales of
@@ -64,15 +72,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octavo.commands.calibrate_run import run
+    from octavo.calibration.text import read_text
+    from octavo.commands.calibrate_search import run_search
 
-    return run(args)
+    if not 0 < args.percentile <= 100:
+        raise ConfigError(f"percentile must be above 0 and at most 100, got {args.percentile:g}")
+    if args.exchanges < 0:
+        raise ConfigError(f"exchanges must be 0 or more, got {args.exchanges}")
+    options = engine_options(args)
+    text = read_text(args.data)
+    return run_search(args, options, text) if args.search else _scales(args, options, text)
 
 
-COMMAND = Command(
-    "calibrate",
-    "choose a KV cache's scales, or a codec for each layer, by running text",
-    add_arguments,
-    run,
-    DESCRIPTION,
-)
+def _scales(args: argparse.Namespace, options: dict[str, Any], text: Text) -> int:
+    from octavo import __version__
+    from octavo.calibration.scales import calibrate
+    from octavo.calibration.text import windows_of
+    from octavo.checkpoint.model_source import resolve_model
+    from octavo.commands.calibrate_search import loaded
+    from octavo.kvcache.codec_table import kv_dtype
+    from octavo.models.kv_scale_file import Origin, path_beside, write_scales
+
+    asked = EngineConfig.from_options(options).kv_cache_dtype
+    asked = "fp8_e4m3" if asked == "auto" else asked
+    with loaded(options, length := args.window or 512) as (llm, runner):
+        source = resolve_model(llm.core.config.model)
+        model = runner.model
+        dtype = kv_dtype(asked, str(model.dtype).removeprefix("torch."), len(model.kv_layers))
+        if not any(format.calibrated for format in layer_formats(dtype, len(model.kv_layers))):
+            known = ", ".join(name for name, format in KV_FORMATS.items() if format.calibrated)
+            raise ConfigError(f"a KV cache in {dtype} needs no scales; those that do are {known}")
+        windows = windows_of(llm.tokenizer.encode(text.content), args.windows or 8, length, text.name)
+        found = calibrate(model, runner.attention, dtype, windows, method=args.method, percentile=args.percentile)
+    method = f"percentile {args.percentile:g}" if args.method == "percentile" else args.method
+    path = Path(args.output) if args.output else path_beside(source, dtype)
+    write_scales(path, source, dtype, found.scales, Origin(method, text.name, found.tokens))
+    if args.json:
+        answer = {"kv_cache_dtype": dtype, "method": method, "text": text.name, "tokens": found.tokens}
+        errors = {"errors": found.errors, "errors_at_one": found.errors_at_one}
+        print(
+            report.as_json_line({"calibrate": "scales", "version": __version__, "file": str(path), **answer, **errors})
+        )
+        return 0
+    print(f"{dtype}, scales by {method} over {found.tokens:,} tokens of {text.name}")
+    rows = [
+        (side, f"{100 * found.errors[key]:.3f} %", f"{100 * found.errors_at_one[key]:.3f} %")
+        for key, side in (("k", "keys"), ("v", "values"))
+        if key in found.errors
+    ]
+    print("\n".join(report.columns(("", "error as stored", "with scales of 1.0"), rows)))
+    beside = " (found there by itself)" if not args.output else f": give --kv-scales {path}"
+    print(f"written to {path}{beside}")
+    return 0

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo import __version__
+from octavo import LLM, __version__
 from octavo.attention import make_backend
 from octavo.bench import report
 from octavo.calibration.scales import calibrate
 from octavo.calibration.search import Found, Loss, Probe, check_candidates, search
 from octavo.calibration.text import Text, windows_of
-from octavo.commands.calibration_model import loaded
 from octavo.errors import ConfigError
 from octavo.kvcache.codec_table import write_table
 from octavo.kvcache.formats import KV_FORMATS
@@ -51,6 +52,17 @@ class Comparison:
     def same_bytes(self) -> list[str]:
         """The uniform codecs that take as many bytes as the table."""
         return [name for name in self.uniform if self.sizes[name] == self.sizes[self.found.dtype]]
+
+
+@contextmanager
+def loaded(options: dict[str, Any], length: int) -> Iterator[tuple[LLM, ModelRunner]]:
+    """Load the model with a small cache, which calibration does not use."""
+    small: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": length, "kv_cache_memory": "512MiB"}
+    alone = {**options, "kv_cache_dtype": "auto", "swap_space": 0, "preemption_mode": "recompute"}
+    with LLM(**{**small, **alone}) as llm:
+        runner = llm.core.runner
+        assert isinstance(runner, ModelRunner), "the options name no other executor"
+        yield llm, runner
 
 
 def run_search(args: argparse.Namespace, options: dict[str, Any], text: Text) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from octavo.commands.base import Command
 from octavo.commands.common_options import add_json_option
 from octavo.commands.options import add_engine_options
 
@@ -89,8 +88,3 @@ def run(args: argparse.Namespace) -> int:
             f"the host gave {100 * stolen:.0f} % of the processor time to other virtual machines: measure again later"
         )
     return 0
-
-
-COMMAND = Command(
-    "calibrate-speed", "measure step times on this machine, for octavo simulate", add_arguments, run, DESCRIPTION
-)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from octavo.commands.base import Command
 from octavo.commands.conversation import COMMANDS, OMITTED, Conversation
 from octavo.commands.interrupt import remembered_interrupt
 from octavo.commands.options import add_engine_options, add_sampling_options, engine_options, given_options
@@ -58,6 +57,3 @@ def greeting(llm: LLM) -> str:
 def _shown_history() -> str:
     """Return the path of the history for `--help`, with ~ for the user's home."""
     return str(history_file()).replace(str(history_file().home()), "~")
-
-
-COMMAND = Command("chat", "chat with a model in the terminal", add_arguments, run)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from octavo.commands.base import Command
+from octavo.commands.base import load_commands
 from octavo.errors import ConfigError
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
+
+DESCRIPTION = """\
+Write a script that completes octavo's commands and options:
+octavo completion bash > ~/.local/share/bash-completion/completions/octavo
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,15 +25,6 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise ConfigError("completion needs the package shtab: pip install shtab") from error
 
+    load_commands(args.parser)
     print(shtab.complete(args.parser, shell=args.shell))
     return 0
-
-
-COMMAND = Command(
-    "completion",
-    "write a shell's completion script",
-    add_arguments,
-    run,
-    description="Write a script that completes octavo's commands and options: "
-    "octavo completion bash > ~/.local/share/bash-completion/completions/octavo",
-)

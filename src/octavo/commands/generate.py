@@ -12,7 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from octavo.commands.base import Command
 from octavo.commands.options import add_engine_options, add_sampling_options, engine_options, given_options
 from octavo.commands.prompts import PromptInput, prompts_from_arguments, read_prompts
 from octavo.errors import ConfigError, RequestError
@@ -137,6 +136,3 @@ def _completion(one: CompletionOutput) -> dict[str, Any]:
 
 def _as_fields(entry: TokenLogprobs) -> dict[str, Any]:
     return {**asdict(entry), "top": [list(pair) for pair in entry.top]}
-
-
-COMMAND = Command("generate", "complete prompts offline; results as JSON lines", add_arguments, run)

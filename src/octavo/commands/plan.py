@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from octavo.commands.base import Command
 from octavo.commands.common_options import add_json_option
 from octavo.commands.options import add_options, given_options
 from octavo.config import DEFAULT_MODEL, format_bytes
@@ -195,6 +194,3 @@ def _size(count: int) -> str:
 
 def _share(share: float) -> str:
     return f"{100 * share:.1f} %"
-
-
-COMMAND = Command("plan", "plan the memory that a model and its KV cache need", add_arguments, run, DESCRIPTION)

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from octavo.bench import report
-from octavo.commands.base import Command
 from octavo.commands.common_options import add_json_option, add_window_options, positives
 from octavo.commands.options import add_engine_options, engine_options
 from octavo.config import checked_kv_cache_dtype
@@ -19,6 +18,10 @@ if TYPE_CHECKING:
     from octavo.llm import LLM
 
 EXIT_WORSE = 1
+
+DESCRIPTION = """\
+Compare codecs of the KV cache with the unquantised one: perplexity, KL divergence, agreement, retrieval.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,12 +102,3 @@ def _codecs(given: str | None, asked: str | None) -> list[str]:
     if not names:
         raise ConfigError("say which codec is compared: --kv-cache-dtype NAME, or --codecs NAME,…, or --codecs all")
     return names
-
-
-COMMAND = Command(
-    "quality",
-    "measure what a codec of the KV cache costs in quality",
-    add_arguments,
-    run,
-    "Compare codecs of the KV cache with the unquantised one: perplexity, KL divergence, agreement, retrieval.",
-)

@@ -7,7 +7,6 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from octavo.commands.base import Command
 from octavo.commands.interrupt import Interrupt, remembered_interrupt
 from octavo.commands.options import add_engine_options, add_options, engine_options, given_options
 from octavo.commands.settings import Settings
@@ -20,6 +19,12 @@ if TYPE_CHECKING:
     from octavo import AsyncEngine
 
 logger = logging.getLogger("octavo.serve")
+
+DESCRIPTION = """\
+Serve a model over HTTP, with OpenAI's API. Every option is also an environment variable (OCTAVO_MAX_NUM_SEQS=64; lists
+are split at commas) and a line of --config (max_num_seqs = 64). Flags go before the environment, and that before the
+file. Options of the environment and the file are logged at the start, keys hidden; all options with --log-level debug.
+"""
 
 # Defaults of a server where they differ from those of `LLM`: with a seed that others know, a client could predict what
 # is drawn for another.
@@ -88,15 +93,3 @@ def share_among_tenants(config: EngineConfig, server: ServerConfig) -> EngineCon
         return config
     shares = {name: getattr(config, name) for name in ("pin_tenant_share", "queue_tenant_share")}
     return config.replace(**{name: SHARE_OF_SEVERAL if share is None else share for name, share in shares.items()})
-
-
-COMMAND = Command(
-    "serve",
-    "serve a model over HTTP, with OpenAI's API",
-    add_arguments,
-    run,
-    description="Serve a model over HTTP, with OpenAI's API. Every option is also an environment variable "
-    "(OCTAVO_MAX_NUM_SEQS=64; lists are split at commas) and a line of --config (max_num_seqs = 64). Flags go before "
-    "the environment, and that before the file. Options of the environment and the file are logged at the start, keys "
-    "hidden; all options with --log-level debug.",
-)

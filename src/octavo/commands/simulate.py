@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
-from octavo.commands.base import Command
+from octavo.bench import report
+from octavo.bench.traces import read_trace
 from octavo.commands.common_options import (
     add_json_option,
     add_length_options,
@@ -12,7 +18,15 @@ from octavo.commands.common_options import (
     add_seed_option,
     integer,
 )
-from octavo.commands.options import add_engine_options
+from octavo.commands.options import add_engine_options, engine_options
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError, shortened
+from octavo.option import flag
+from octavo.planner.roofline import MACHINES, find_machine
+
+if TYPE_CHECKING:
+    from octavo.simulator.questions import Demand
+    from octavo.simulator.setup import Plan
 
 DESCRIPTION = """\
 Run the scheduler and the cache of `octavo serve` on a virtual clock, under any traffic, and report time to first token,
@@ -180,9 +194,213 @@ def _add_questions(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octavo.commands.simulate_run import run
+    from octavo.simulator.pareto import draw, require_plot
+    from octavo.simulator.study import Study, checked_variants
 
-    return run(args)
+    if args.list_machines:
+        print("\n".join(_machines()))
+        return 0
+    if args.plot:
+        require_plot(args.plot)
+    options = engine_options(args)
+    plan, demand = _plan(args, options), _demand(args)
+    plans = checked_variants(plan, args.sweep)
+    find = "rate" if args.find_rate else "replicas" if args.find_replicas else None
+    study = Study(demand, args.ttft_slo_ms, args.slo_percentile, find, args.rates, args.price_per_hour)
+    targets = study.targets(plan)
+    _refuse_questions_without_effect(args, any(study.targets(each).given for _, each in plans))
+    points = list(study.points(plans))
+    speed = plan.effective_speed
+    result: dict[str, Any] = {
+        "simulate": plan.shape.name,
+        "speed": {"kind": speed.kind, "origin": speed.origin},
+        "options": options,
+        "max_model_len": plan.max_model_len,
+        "traffic": {"trace": args.trace, **{k: v for k, v in asdict(demand).items() if k not in ("trace", "tenants")}},
+        "targets": asdict(targets) if targets.given else None,
+        "points": points,
+    }
+    print(report.as_json_line(result) if args.json else "\n".join(_tables(result)))
+    if args.plot:
+        draw(result, args.plot)
+    return 0
 
 
-COMMAND = Command("simulate", "estimate a service's latency and throughput", add_arguments, run, DESCRIPTION)
+def _refuse_questions_without_effect(args: argparse.Namespace, has_targets: bool) -> None:
+    if args.slo_percentile != 99.0 and not has_targets:
+        raise ConfigError("--slo-percentile goes with --ttft-slo-ms or --itl-slo-ms, of which none is given")
+    if args.price_per_hour is not None and not 0 < args.price_per_hour < math.inf:
+        raise ConfigError(f"--price-per-hour must be above 0, got {args.price_per_hour:g}")
+    if args.find_rate and args.find_replicas:
+        raise ConfigError("--find-rate asks what one server serves, --find-replicas how many are needed: give one")
+    if args.rates is not None and (args.find_rate or args.find_replicas or args.concurrency is not None):
+        raise ConfigError("--rates gives the rates: leave out --find-rate, --find-replicas and --concurrency")
+
+
+def _plan(args: argparse.Namespace, options: dict[str, Any]) -> Plan:
+    from octavo.planner.sources import find_shape
+    from octavo.simulator.setup import Plan
+    from octavo.simulator.speed import Speed, speed_of_plans
+
+    given = [name for name in ("speed", "plans", "machine") if getattr(args, name)]
+    if len(given) != 1:
+        raise ConfigError(
+            "say how fast the server is, in one way: --speed FILE (`octavo calibrate-speed` writes it), --plans FILE "
+            "or --machine NAME (an estimate; --list-machines)"
+        )
+    speed = Speed.read(args.speed) if args.speed else speed_of_plans(args.plans) if args.plans else None
+    if speed is not None and args.num_devices != 1:
+        raise ConfigError("--num-devices goes with --machine: a measured speed is that of the server that was measured")
+    machine = find_machine(args.machine) if args.machine else None
+    for name in ("model", "block_size", "max_num_seqs", "max_num_batched_tokens"):
+        if speed is not None and name in speed.facts:
+            options.setdefault(name, speed.facts[name])
+    config = EngineConfig.from_options(options)
+    plan = Plan(find_shape(config.model), config, speed, machine, args.kv_bits, args.num_devices, args.slowdown)
+    measured = {} if speed is None else speed.facts
+    if measured.get("model", config.model) != config.model:
+        print(f"note: the speed is that of {measured['model']}, not of {config.model}", file=sys.stderr)
+    return plan
+
+
+def _demand(args: argparse.Namespace) -> Demand:
+    from octavo.simulator.questions import Demand
+    from octavo.simulator.traffic import Tenants
+
+    _refuse_what_has_no_effect(args)
+    demand = Demand(
+        trace=tuple(read_trace(args.trace)) if args.trace else (),
+        count=args.num_requests,
+        rate=args.request_rate,
+        rate_scale=args.rate_scale,
+        burstiness=args.burstiness,
+        users=args.concurrency,
+        think_s=args.think_time,
+        input_len=args.input_len,
+        output_len=args.output_len,
+        prefix_len=args.prefix_len,
+        num_prefixes=args.num_prefixes,
+        scale_lengths=args.scale_lengths,
+        tenants=Tenants.parse(args.tenants) if args.tenants else Tenants(),
+        seed=args.workload_seed,
+    )
+    _refuse_what_the_trace_says(args, demand)
+    return demand
+
+
+def _refuse_what_has_no_effect(args: argparse.Namespace) -> None:
+    """Refuse an option of the traffic without the one that it modifies."""
+    for name, plain, needed in (
+        ("rate_scale", 1.0, "trace"),
+        ("scale_lengths", 1.0, "trace"),
+        ("think_time", 0.0, "concurrency"),
+        ("num_prefixes", 1, "prefix_len"),
+    ):
+        if getattr(args, name) != plain and getattr(args, needed) is None:
+            raise ConfigError(f"{flag(name)} goes with {flag(needed)}, which is not given")
+    if args.trace is not None and args.prefix_len is not None:
+        raise ConfigError("--prefix-len goes with drawn lengths: a --trace says itself which prompts begin alike")
+    if args.trace is not None and (args.input_len, args.output_len) != ("64", "128"):
+        raise ConfigError("--input-len and --output-len draw lengths: a --trace has its own (see --scale-lengths)")
+    if args.burstiness != 1 and args.request_rate is None and args.rates is None and not args.find_rate:
+        raise ConfigError("--burstiness goes with --request-rate, --rates or --find-rate, of which none is given")
+    if args.rate_scale != 1 and (args.request_rate is not None or args.rates is not None):
+        raise ConfigError("--rate-scale multiplies a trace's own rate: leave out --request-rate and --rates")
+    if args.request_rate is not None and args.rates is not None:
+        raise ConfigError("--request-rate gives one rate, --rates several: give one of them")
+    if args.burstiness != 1 and args.request_rate == math.inf and args.rates is None and not args.find_rate:
+        raise ConfigError("--burstiness needs a rate that is finite: with --request-rate inf, all come at once")
+
+
+def _refuse_what_the_trace_says(args: argparse.Namespace, demand: Demand) -> None:
+    """Refuse an option for what the trace has, or lacks, itself."""
+    if not demand.trace:
+        return
+    if args.burstiness != 1 and demand.follows_trace and args.rates is None:
+        raise ConfigError("--burstiness draws arrival times: this --trace has its own, unless --request-rate is given")
+    if args.rate_scale != 1 and not demand.follows_trace:
+        raise ConfigError("--rate-scale multiplies a trace's own rate: this --trace has no arrival times")
+    clients = {request.client for request in demand.trace}
+    if args.tenants is None or None in clients:
+        return
+    if unknown := [name for name in demand.tenants.names if name not in clients]:
+        raise ConfigError(
+            f"--tenants: no request of this --trace is from {', '.join(unknown)}; it names its own tenants: "
+            f"{shortened(', '.join(sorted(map(str, clients))))}"
+        )
+    if set(demand.tenants.shares) != {1.0}:
+        raise ConfigError("--tenants: this --trace says who sends each request; give weights alone, as NAME:WEIGHT")
+
+
+def _tables(result: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{result['simulate']}: step times {result['speed']['origin']}"
+    points = result["points"]
+    if len(points) == 1:
+        point = {name: value for name, value in points[0].items() if name not in ("variant", "tenants", "note")}
+        yield report.as_table(point)
+        if tenants := points[0].get("tenants"):
+            yield from report.columns(
+                ["tenant", *next(iter(tenants.values()))],
+                [[name, *map(report.show, figures.values())] for name, figures in tenants.items()],
+            )
+    else:
+        shown = [
+            name
+            for name in _OPTIONAL
+            if any(point.get(name) if name in _IF_NOT_ZERO else name in point for point in points)
+        ]
+        heading = (*_HEADING, *(_OPTIONAL[name] for name in shown))
+        rows = [[*_row(point), *(report.show(point.get(name, "-")) for name in shown)] for point in points]
+        yield from report.columns(heading, rows)
+    yield from _notes(points)
+
+
+def _notes(points: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield what the tables do not say: why there is no answer, and what makes it doubtful."""
+    if refusing := [point for point in points if point.get("refused")]:
+        worst = max(refusing, key=lambda point: point["refused"])
+        most = "" if len(points) == 1 else "up to "
+        yield f"{most}{worst['refused']:,} of {worst['requests']:,} requests do not fit the KV cache: they are refused"
+    if noted := [point for point in points if "note" in point]:
+        shortest = min(noted, key=lambda point: point["arrivals_s"])
+        yield f"note{'' if len(points) == 1 else f' on {len(noted)} of {len(points)} rows'}: {shortest['note']}"
+    if any("met_all_at_once" in point for point in points):
+        yield "no largest rate: the targets are met with all requests at once; simulate more of them (--num-requests)"
+    missed = [point for point in points if not point.get("refused")]
+    if any(point.get("largest_rate", 0) is None and "met_all_at_once" not in point for point in missed):
+        yield "the targets are not met at any rate: even a request alone takes longer"
+    if any("replicas" in point and point["replicas"] is None for point in missed):
+        yield "no number of replicas meets the targets: even a request alone takes longer"
+
+
+_HEADING = ("variant", "asked", "req/s", "out tok/s", "ttft p50", "p99 ms", "itl p50", "p99 ms", "hits", "preempted")
+
+
+# Columns of figures that not every table has.
+_OPTIONAL = {
+    "refused": "refused",
+    "clipped": "clipped",
+    "targets_met": "targets met",
+    "price_per_million_tokens": "price of 1 M",
+    "fleet_price_per_hour": "fleet / h",
+}
+_IF_NOT_ZERO = ("refused", "clipped")
+
+
+def _row(point: Mapping[str, Any]) -> Sequence[str]:
+    variant = ", ".join(f"{name} {report.show(value)}" for name, value in point["variant"].items()) or "-"
+    asked = next((point[name] for name in ("largest_rate", "replicas", "rate") if name in point), None)
+    if "ttft_ms" not in point:
+        return [variant, report.show(asked), *["-"] * 8]
+    ttft, itl = point["ttft_ms"], point["itl_ms"]
+    figures = (asked, point["requests_s"], point["output_tok_s"], ttft["p50"], ttft["p99"], itl["p50"], itl["p99"])
+    return [variant, *map(report.show, figures), f"{100 * point['hit_rate']:.1f} %", f"{point['preemptions']:,}"]
+
+
+def _machines() -> list[str]:
+    rows = [
+        [m.name, *(f"{figure:g}" if figure else "-" for figure in (m.gb_s, m.tflop_s, m.memory / 1e9, m.host_gb_s))]
+        for m in MACHINES.values()
+    ]
+    heading = ["machine", "GB/s", "bf16 TFLOP/s", "GB", "GB/s to host", "source"]
+    return report.columns(heading, [[*row, m.source] for row, m in zip(rows, MACHINES.values(), strict=True)])

@@ -1,30 +1,21 @@
-"""`octavo bench NAME`. A new benchmark is a module with a `COMMAND` that is listed here."""
+"""`octavo bench NAME`. A new benchmark is a module like that of a command, and a line here."""
 
 from __future__ import annotations
 
 import argparse
 
-from octavo.commands.base import Command, add_command
-from octavo.commands.bench import attention, latency, limits, memory, serve, throughput
+from octavo.commands.base import add_commands
 
-BENCHES: tuple[Command, ...] = (
-    throughput.COMMAND,
-    serve.COMMAND,
-    latency.COMMAND,
-    memory.COMMAND,
-    attention.COMMAND,
-    limits.COMMAND,
-)
+BENCHES = {
+    "throughput": "offline throughput of an engine",
+    "serve": "latency and throughput of a server under load",
+    "latency": "latency of one batch",
+    "memory": "blocks against contiguous memory: waste, sequences at once, throughput",
+    "attention": "attention over blocks against one contiguous block",
+    "limits": "this machine's memory bandwidth, matrix products, call overhead",
+}
+"""Name and summary of each benchmark, in the order of `octavo bench --help`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    subparsers = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
-    for command in BENCHES:
-        add_command(subparsers, command)
-
-
-def _no_run(args: argparse.Namespace) -> int:
-    raise AssertionError("argparse requires a benchmark, whose own run takes this one's place")
-
-
-COMMAND = Command("bench", "measure an engine or a server", add_arguments, _no_run)
+    add_commands(parser, BENCHES, "octavo.commands.bench", title="benchmarks", metavar="BENCHMARK")

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from octavo.bench import report
-from octavo.commands.base import Command
 from octavo.commands.common_options import add_json_option, block_sizes, positive, positives, thread_count
 from octavo.errors import ConfigError
 from octavo.kvcache.formats import KV_FORMATS
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
     from octavo.bench.attention import AttentionFigure, Kind
 
 KINDS: tuple[Kind, ...] = ("decode", "prefill")
+
+DESCRIPTION = "Time decode and prefill attention at several block sizes in turns, over shuffled blocks."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -143,12 +144,3 @@ def _tables(result: dict[str, Any], figures: list[AttentionFigure]) -> list[str]
         "machine": result["machine"],
     }
     return [*report.columns(heading, rows), "", report.as_table(shown)]
-
-
-COMMAND = Command(
-    "attention",
-    "attention over blocks against one contiguous block",
-    add_arguments,
-    run,
-    "Time decode and prefill attention at several block sizes in turns, over shuffled blocks.",
-)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 
 from octavo.bench import report, workload
-from octavo.commands.base import Command
 from octavo.commands.common_options import add_json_option, add_length_options, add_seed_option, positive
 from octavo.commands.options import add_engine_options, engine_options
 from octavo.errors import ConfigError
+
+DESCRIPTION = "Measure the latency of one batch: its prefill, and each decode step."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,12 +59,3 @@ def run(args: argparse.Namespace) -> int:
     }
     print(report.as_json_line(result) if args.json else report.as_table(result))
     return 0
-
-
-COMMAND = Command(
-    "latency",
-    "latency of one batch",
-    add_arguments,
-    run,
-    "Measure the latency of one batch: its prefill, and each decode step.",
-)

@@ -6,8 +6,9 @@ import argparse
 from dataclasses import asdict
 
 from octavo.bench import report
-from octavo.commands.base import Command
 from octavo.commands.common_options import add_json_option, positive, thread_count
+
+DESCRIPTION = "Measure the hardware limits that the other benchmarks are compared with."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,12 +56,3 @@ def run(args: argparse.Namespace) -> int:
         rows = [(x.name, x.threads, report.show(x.value), report.show(x.best), x.unit, x.how) for x in limits]
         print("\n".join(report.columns(columns, rows)))
     return 0
-
-
-COMMAND = Command(
-    "limits",
-    "this machine's memory bandwidth, matrix products, call overhead",
-    add_arguments,
-    run,
-    "Measure the hardware limits that the other benchmarks are compared with.",
-)

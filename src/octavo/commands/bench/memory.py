@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 
 from octavo.bench.workload import NAMED_WORKLOADS
-from octavo.commands.base import Command
 from octavo.commands.common_options import add_json_option, add_seed_option, block_sizes, positive, positives
 from octavo.commands.options import add_engine_options
+
+DESCRIPTION = """\
+Play the same requests at one memory budget with several block sizes; 'max' is one contiguous block of max_model_len
+tokens a sequence. Unless --max-model-len is given, that is 2048 or the model's own limit, whichever is less. With
+--codecs, the same with several codecs of the KV cache.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,14 +101,3 @@ def run(args: argparse.Namespace) -> int:
     from octavo.commands.bench.memory_run import run
 
     return run(args)
-
-
-COMMAND = Command(
-    "memory",
-    "blocks against contiguous memory: waste, sequences at once, throughput",
-    add_arguments,
-    run,
-    "Play the same requests at one memory budget with several block sizes; 'max' is one contiguous block of "
-    "max_model_len tokens a sequence. Unless --max-model-len is given, that is 2048 or the model's own limit, "
-    "whichever is less. With --codecs, the same with several codecs of the KV cache.",
-)

@@ -7,11 +7,12 @@ import sys
 import time
 
 from octavo.bench import report, throughput
-from octavo.commands.base import Command
 from octavo.commands.bench.workload_options import add_workload_options, clip_to_model, load_requests
 from octavo.commands.common_options import add_json_option
 from octavo.commands.options import add_engine_options, engine_options
 from octavo.errors import ConfigError
+
+DESCRIPTION = "Measure the throughput of a workload whose requests are all queued at once."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,12 +49,3 @@ def run(args: argparse.Namespace) -> int:
     }
     print(report.as_json_line(result) if args.json else report.as_table(result))
     return 0
-
-
-COMMAND = Command(
-    "throughput",
-    "offline throughput of an engine",
-    add_arguments,
-    run,
-    "Measure the throughput of a workload whose requests are all queued at once.",
-)
