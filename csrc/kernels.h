@@ -5,22 +5,12 @@
 #include <cstdint>
 
 #include "attend_task.h"
+#include "isa.h"
 #include "layer_kv.h"
 #include "product_task.h"
 #include "storage.h"
 
 namespace octavo {
-
-// From slowest to fastest. The emulated level runs AMX's tile arithmetic on any machine, for tests; it is never chosen
-// automatically.
-// clang-format off
-enum Isa {
-    kPortable, kAmxEmulated,
-    kAvx2, kAvx2Vnni, kAvx512, kAvx512Vnni, kAvx512Bf16, kAmx,  // x86-64
-    kNeon, kNeonBf16,                                           // Arm, 64 bits
-    kNumIsas
-};
-// clang-format on
 
 enum Activation { kSilu, kGeluTanh, kNumActivations };
 
@@ -76,10 +66,8 @@ extern const Kernels kKernelsPortable, kKernelsAmxEmulated, kKernelsAvx2, kKerne
     kKernelsAvx512Vnni, kKernelsAvx512Bf16, kKernelsAmx, kKernelsNeon, kKernelsNeonBf16;
 
 bool isa_is_supported(Isa isa);  // compiled in, and supported by the CPU
-const char* isa_name(Isa isa);
 Isa current_isa();
-void force_isa(Isa isa);              // must be supported
-Isa isa_from_name(const char* name);  // kNumIsas: unknown
-const Kernels& kernels();             // of the current level
+void force_isa(Isa isa);  // must be supported
+const Kernels& kernels();  // of the current level
 
 }  // namespace octavo

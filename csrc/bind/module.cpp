@@ -210,7 +210,7 @@ void py_force_isa(const std::string& name) {
     for (int i = 0; i < kNumIsas; ++i) all += (i ? ", " : "") + std::string(isa_name(static_cast<Isa>(i)));
     for (const std::string& each : supported_isas()) here += (here.empty() ? "" : ", ") + each;
     require(isa != kNumIsas, "instruction set '" + name + "' is not one of " + all);
-    require(isa_is_supported(isa), "this CPU has no " + name + "; it has " + here);
+    require(isa_is_supported(isa), "this CPU has no " + name + ", or Octavo was built without it; it can use " + here);
     force_isa(isa);
 }
 

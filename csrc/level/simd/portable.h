@@ -247,11 +247,7 @@ inline F16 load_e4m3(const uint8_t* p) {
 inline void store(U16 x, void* p) { __builtin_memcpy(p, x.v, 64); }
 
 constexpr int kVectorsPerPass = 1;
-#ifdef OCTAVO_TILES  // for tests alone, where compiling kernels for more rows takes longer than running them
-constexpr int kMostRows = 2;
-#else
-constexpr int kMostRows = 4;
-#endif
+constexpr int kMostRows = 2;  // more would take longer to compile than this level's few users and tests would gain
 constexpr int kMaxRows = kMostRows;
 constexpr int kGemmRows = kMostRows;  // times two vectors of outputs
 constexpr int kQuantRows = kMostRows, kQuantHalves = 1;
