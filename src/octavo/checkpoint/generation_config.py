@@ -17,7 +17,7 @@ def sampling_defaults(choice: str, source: ModelSource) -> dict[str, Any]:
     """Return the defaults for `SamplingParams`, as keywords.
 
     Args:
-        choice: "auto" for the model's own folder, "vllm" for no defaults, or a folder that has the file.
+        choice: "auto" for the model's own, "vllm" for no defaults, or a folder that has the file.
 
     Raises:
         ConfigError: the folder has no such file.
@@ -25,6 +25,8 @@ def sampling_defaults(choice: str, source: ModelSource) -> dict[str, Any]:
     """
     if choice == "vllm":
         return {}
+    if choice == "auto" and source.sampling:
+        return dict(source.sampling)
     folder = Path(source.path) if choice == "auto" else Path(choice)
     found = read_json(folder / "generation_config.json") if folder.is_dir() else None
     if found is None:

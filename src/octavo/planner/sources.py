@@ -11,7 +11,8 @@ from octavo.checkpoint.gguf_file import GGUFFile
 from octavo.checkpoint.gguf_requantize import loaded_bytes
 from octavo.checkpoint.hf_config import hf_model_config, read_json
 from octavo.checkpoint.model_config import ModelConfig
-from octavo.checkpoint.model_source import PACKAGED_MODEL, ModelFormat, ModelSource, load_model_config, resolve_model
+from octavo.checkpoint.model_source import ModelFormat, ModelSource, load_model_config, resolve_model
+from octavo.checkpoint.packaged_model import PACKAGED_MODEL, packaged_gguf
 from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
 from octavo.planner.known_models import KNOWN_MODELS, known_config, nearest_names
 from octavo.planner.model_shape import COUNTED_ARCHITECTURES, ModelShape, model_shape, shape_of_checkpoint
@@ -34,7 +35,7 @@ def find_shape(name: str) -> ModelShape:
         return _shape_of_files(resolve_model(name))
     if name == PACKAGED_MODEL:
         try:
-            return _shape_of_files(resolve_model(name))
+            return _shape_of_files(ModelSource(name, packaged_gguf(fetch=False), ModelFormat.GGUF))
         except ModelNotFoundError:
             pass  # the table knows it
     if (known := known_config(name)) is not None:
