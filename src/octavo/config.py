@@ -190,7 +190,9 @@ class EngineConfig(Options):
     )
     enable_prefix_caching: bool = _cache(True, "reuse the blocks of a prefix that was computed before")
     prefix_cache: Literal["hashed", "radix"] = _cache(
-        "hashed", "how cached prefixes are found; radix also admits requests with the longest cached prefix first"
+        "hashed",
+        "order of the tree of cached blocks; hashed: as --eviction-policy and arrival say; radix: leaves are evicted "
+        "first, and requests with the longest cached prefix admitted first",
     )
     eviction_policy: Literal["lru", "fifo", "priority", "adaptive"] = _cache(
         DEFAULT_EVICTION_POLICY,

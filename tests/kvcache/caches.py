@@ -9,7 +9,7 @@ from typing import Any
 from octavo.kvcache.eviction import make_eviction_policy
 from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.manager import KVCacheManager
-from octavo.kvcache.prefix import make_prefix_cache
+from octavo.kvcache.prefix import make_prefix_index
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.request import Request, RequestId, Sequence
 from octavo.sampling_params import SamplingParams
@@ -61,7 +61,7 @@ def make_manager(
 ) -> KVCacheManager:
     spec = KVCacheSpec.build(layers, block_size, dtype)
     name = prefix_cache if prefix_caching else None
-    prefix, policy = make_prefix_cache(name, eviction, spec=spec, identity=("model",))
+    prefix, policy = make_prefix_index(name, eviction, spec=spec, identity=("model",))
     pins: dict[str, Any] = {"pin_budget": pin_budget, "pin_tenant_share": pin_tenant_share}
     host = HostMemory(num_host_blocks + num_prefix_blocks, num_host_blocks, block_size, make_eviction_policy(eviction))
     return KVCacheManager(

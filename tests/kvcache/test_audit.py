@@ -50,7 +50,7 @@ def _remember_what_is_gone(kv: KVCacheManager) -> None:
 
 
 def _lose_a_key(kv: KVCacheManager) -> None:
-    index = kv.prefix_cache._index  # type: ignore[attr-defined]
+    index = kv.prefix_cache._index
     entry = next(iter(index)) + 1
     index._keys[2 * entry] ^= 255
 
@@ -71,11 +71,11 @@ CORRUPTIONS: dict[str, tuple[Callable[[KVCacheManager], Any], str]] = {
     "a block freed twice": (lambda kv: kv.pool._free.append(kv.pool._free[0]), "stands twice in the free stack"),
     "a reference too many": (lambda kv: kv.pool.ref_counts.__setitem__(kv.pool._free[0], 1), "but free stack: True"),
     "a pin nobody has": (lambda kv: kv.pool.pin([list(kv.holdings)[-1].tables[0][0]]), "there are|pins of"),
-    "a block of nobody in the index": (lambda kv: kv.prefix_cache.drop(next(iter(kv.prefix_cache))), "disagree"),
+    "a block of nobody in the index": (lambda kv: kv.prefix_cache.drop([next(iter(kv.prefix_cache))]), "disagree"),
     "a lost note": (_drop_a_note, "published or noted, not both"),
     "a note too many": (_remember_what_is_gone, "continues another is remembered, but not published"),
     "a lost key": (_lose_a_key, "is not found by its key"),
-    "a key of nobody": (lambda kv: kv.prefix_cache._published.__setitem__(1, 0), "has a key, but is not published"),  # type: ignore[attr-defined]
+    "a key of nobody": (lambda kv: kv.prefix_cache._published.__setitem__(1, 0), "has a key, but is not published"),
     "a broken ring": (lambda kv: kv.pool._eviction._next.__setitem__(0, 0), "eviction policy: False|stands twice"),  # type: ignore[attr-defined]
     "a miscounted block": (lambda kv: setattr(kv.pool, "num_cached", 5), "blocks, but 5 are counted"),
     "a lost host block": (lambda kv: kv.hierarchy.host._states.__setitem__(0, Slot.FREE), "free list: False"),

@@ -5,7 +5,7 @@ import pytest
 from octavo.errors import CacheError
 from octavo.kvcache.block import NULL_BLOCK, BlockState
 from octavo.kvcache.hashing import FullBlocks
-from octavo.kvcache.prefix.hashed import HashedPrefixCache
+from octavo.kvcache.prefix import PrefixIndex
 from tests.kvcache.caches import FULL, admit_and_compute, compute, make_manager, make_sequence, sliding
 
 
@@ -129,7 +129,7 @@ def test_a_colliding_key_does_not_hand_out_another_prompts_block(place: int) -> 
     seq = make_sequence(list(range(161)))
     admit_and_compute(manager, seq)
     cache, mine = manager.prefix_cache, seq.request.full_blocks
-    assert isinstance(cache, HashedPrefixCache)
+    assert isinstance(cache, PrefixIndex)
     assert isinstance(mine, FullBlocks)
     assert len(cache.leading(0, cache.chain("", mine), 40)) == 40
     tokens = bytearray(mine.tokens)

@@ -13,8 +13,9 @@ import octavo
 from octavo.config import EngineConfig
 from octavo.kvcache.demotion import DemoteAll
 from octavo.kvcache.eviction import EvictionPolicy, FifoEviction
+from octavo.kvcache.eviction.leaves import LeavesFirst
 from octavo.kvcache.manager import KVCacheManager
-from octavo.kvcache.prefix import HashedPrefixCache, NullPrefixCache, RadixPrefixCache
+from octavo.kvcache.prefix import NullPrefixIndex
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.claims import ByPriority
@@ -39,12 +40,12 @@ def scheduler(num_host_blocks: int = 0, speed: RestoreSpeed | None = SPEED, **op
 
 # Option, value -> what shows that it has arrived.
 REACHED: dict[tuple[str, Any], Any] = {
-    ("enable_prefix_caching", False): lambda s: isinstance(s.kv.prefix_cache, NullPrefixCache),
+    ("enable_prefix_caching", False): lambda s: isinstance(s.kv.prefix_cache, NullPrefixIndex),
     ("prefix_cache", "hashed"): lambda s: (
-        isinstance(s.kv.prefix_cache, HashedPrefixCache) and isinstance(s.queue, ArrivalOrder)
+        not isinstance(s.kv.pool._eviction, LeavesFirst) and isinstance(s.queue, ArrivalOrder)
     ),
     ("prefix_cache", "radix"): lambda s: (
-        isinstance(s.kv.prefix_cache, RadixPrefixCache) and isinstance(s.queue, LongestPrefixFirst)
+        isinstance(s.kv.pool._eviction, LeavesFirst) and isinstance(s.queue, LongestPrefixFirst)
     ),
     ("eviction_policy", "fifo"): lambda s: isinstance(s.kv.pool._eviction, FifoEviction),
     ("pin_budget", 0.5): lambda s: s.kv.pins.budget_blocks == 50,
@@ -96,7 +97,7 @@ def test_sizes_identity_policy_and_clock_arrive() -> None:
     config = EngineConfig(eviction_policy="fifo")
     kv = assemble_cache(config, SPEC, 33, num_host_blocks=9, identity=("m", "bf16"), wrap_eviction=wrap, clock=clock)
     assert (kv.pool.num_blocks, kv.hierarchy.host.num_swap_slots, kv.pins.clock) == (33, 9, clock)
-    assert kv.prefix_cache._identity == ("m", "bf16", "4")  # type: ignore[attr-defined]
+    assert kv.prefix_cache._identity == ("m", "bf16", "4")
     assert wrapped == [kv.pool._eviction]
     assert isinstance(wrapped[0], FifoEviction)
 

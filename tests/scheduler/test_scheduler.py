@@ -285,25 +285,20 @@ def test_a_shared_prompt_is_computed_once() -> None:
     assert (first.num_cached_tokens, second.num_cached_tokens, third.num_cached_tokens) == (0, 0, 16)
 
 
-def test_a_long_cached_prefix_is_looked_up_over_steps_in_which_streams_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.scheduler.admission.LOOKED_UP_PER_STEP", 8)
+def test_a_step_takes_few_long_cached_prefixes_so_that_streams_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.scheduler.admission.LONG_PROMPT", 4)
+    monkeypatch.setattr("octavo.scheduler.admission.LONG_BLOCKS_PER_STEP", 8)
     engine = Engine()
     engine.add(prompt := list(range(81)), max_tokens=1)
     engine.run()
-    stream, again = engine.add(3), engine.add(prompt)
-    steps = [shares(engine.step()) for _ in range(5)]
+    stream, first, second, short = engine.add(3), engine.add(prompt), engine.add(prompt), engine.add(prompt[:9])
+    steps = [shares(engine.step()) for _ in range(2)]
     assert all(stream.request_id in step for step in steps)
-    # 20 blocks: 8, 8 and 4, half of what a step looks up at most, so they are taken in the next.
-    assert [step.get(again.request_id, 0) for step in steps] == [0, 0, 0, 1, 1]
-    assert again.num_cached_tokens == 80
-    # With nothing to compute meanwhile, the plans are empty, and the scheduler says why.
-    engine.scheduler.end_request(stream.request_id)
-    engine.scheduler.end_request(again.request_id)
-    third = engine.add(prompt)
-    while not engine.step():
-        assert engine.scheduler.is_looking_up
-    assert third.num_cached_tokens == 80
-    engine.run()
+    assert [[request.request_id in step for request in (first, second, short)] for step in steps] == [
+        [True, False, True],
+        [True, True, True],
+    ]
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (80, 80)
 
 
 def test_a_prompt_that_is_cached_whole_still_computes_its_last_token() -> None:

@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
 
 from octavo.kvcache.audit import Findings, in_slices
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockTable, new_table
@@ -32,7 +31,7 @@ from octavo.kvcache.host_transfers import BlockTransfer, HostTransfers
 from octavo.kvcache.label import Label, label_of, private_label
 from octavo.kvcache.matching import PrefixHit, PrefixMatcher, TieredIndex, split_tiers
 from octavo.kvcache.pool import BlockPool
-from octavo.kvcache.prefix.base import PrefixCache
+from octavo.kvcache.prefix import PrefixIndex
 from octavo.kvcache.spec import Window
 from octavo.request import Sequence, SequenceId
 
@@ -69,7 +68,7 @@ class CacheHierarchy:
     def __init__(
         self,
         pool: BlockPool,
-        prefix_cache: PrefixCache[Any],
+        prefix_cache: PrefixIndex,
         host: HostMemory,
         block_size: int,
         windows: Seq[Window | None],

@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from octavo.errors import CacheError
 from octavo.kvcache.block import NULL_BLOCK, BlockTable, new_table
 from octavo.kvcache.hashing import FullBlocks, TokenChain
 from octavo.kvcache.pool import BlockPool
-from octavo.kvcache.prefix.base import PrefixCache
+from octavo.kvcache.prefix import PrefixIndex
 from octavo.kvcache.spec import Window
 from octavo.request import Request, Sequence, SequenceId
 
@@ -91,7 +91,7 @@ class Holdings:
         num_groups: number of groups of layers, each with a table per sequence.
     """
 
-    def __init__(self, pool: BlockPool, prefix_cache: PrefixCache[Any], block_size: int, num_groups: int) -> None:
+    def __init__(self, pool: BlockPool, prefix_cache: PrefixIndex, block_size: int, num_groups: int) -> None:
         self._pool = pool
         self._prefix_cache = prefix_cache
         self._block_size = block_size
@@ -137,8 +137,7 @@ class Holdings:
         """Return a chain that starts with the full blocks of the prompt, which are hashed here if not done before."""
         if not isinstance(request.full_blocks, FullBlocks):
             self.hash_prompt(request)
-        chain: TokenChain = self._prefix_cache.chain(request.cache_scope, cast(FullBlocks, request.full_blocks))
-        return chain
+        return self._prefix_cache.chain(request.cache_scope, cast(FullBlocks, request.full_blocks))
 
     def matchable(self, seq: Sequence) -> tuple[TokenChain, int]:
         """Return a sequence's chain, and how many of its blocks a hit may cover, which excludes its last token."""

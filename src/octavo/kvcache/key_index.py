@@ -85,6 +85,11 @@ class KeyIndex:
         at = (entry_id + 1) * self._halves
         return b"".join(half.to_bytes(8, "little") for half in self._keys[at : at + self._halves])
 
+    def prefixes(self, entry_ids: Iterable[int]) -> list[int]:
+        """Return the first `PREFIX_BYTES` of the keys last put for these ids, as numbers."""
+        keys, halves = self._keys, self._halves
+        return [keys[halves * (entry_id + 1)] for entry_id in entry_ids]
+
     def put(self, key: bytes, entry_id: int) -> None:
         """Map a key to an id that has no key yet; a previous id of this key is forgotten."""
         self._put(key, entry_id, replaces=True)

@@ -23,6 +23,7 @@ from octavo.kvcache.hashing import DIGEST_BYTES, PREFIX_BYTES, TOKEN_BYTES, Toke
 from octavo.kvcache.host_memory import HostBlockId
 from octavo.kvcache.key_index import KeyIndex, LatestKeys
 from octavo.kvcache.pool import BlockPool
+from octavo.kvcache.prefix import PrefixIndex
 from octavo.request import CacheOutcome, CacheReport, Request, RequestId
 
 # Evictions are remembered for as many blocks as the pool has, but at most for this many.
@@ -161,22 +162,19 @@ class Stock:
 class CacheLedger:
     """Records published and evicted blocks; O(1) each.
 
-        by block id    key of the prefix before it | the request that computed it
+        by block id    the request that computed it
 
     Args:
         num_blocks: size of the pool, which bounds what is remembered.
-        tokens_of: returns the packed token ids of a published block.
+        index: the device's index of prefixes, which has the published blocks' keys and tokens.
         clock: a monotonic clock, in seconds.
     """
 
-    def __init__(
-        self, num_blocks: int, tokens_of: Callable[[BlockId], bytes], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, num_blocks: int, index: PrefixIndex, clock: Callable[[], float] = time.monotonic) -> None:
         self.totals: dict[str, CacheTotals] = {}  # by tenant, so bounded by the number of API keys
-        self._tokens_of = tokens_of
+        self._index = index
         self._clock = clock
         self._continued = KeyIndex(num_blocks, PREFIX_BYTES)  # the latest block that continues each prefix
-        self._keys = array("Q", [0]) * num_blocks  # the key of each published block, its prefix
         self._firsts = _FirstBlocks(min(num_blocks, max(_FEWEST_FIRSTS, num_blocks // _BLOCKS_PER_FIRST)))
         self._sources: list[_Source | None] = [None] * num_blocks
         self._evictions = _Evictions(min(num_blocks, MAX_EVICTIONS))
@@ -195,11 +193,10 @@ class CacheLedger:
             chain.source = source = _Source(request.tenant, request.cache_scope, request.request_id)
         indices = [index for _, index in blocks]
         first = min(indices)
-        prefixes = chain.key_prefixes(first, max(indices) + 1)
-        sources, keys = self._sources, self._keys
+        prefixes = chain.key_prefixes(first, max(indices))
+        sources = self._sources
         for block_id, index in blocks:
             sources[block_id] = source
-            keys[block_id] = prefixes[index + 1 - first]
             if index == 0:
                 self._firsts.add(_first_key(chain), block_id, source)
         parents = [prefixes[index - first] for index in indices]
@@ -223,14 +220,14 @@ class CacheLedger:
 
     def evicted(self, block_ids: Seq[BlockId]) -> None:
         """Record the eviction of cached blocks."""
-        sources, keys, tenants = self._sources, self._keys, list[str]()
+        sources, tenants = self._sources, list[str]()
         for block_id in block_ids:
             source = sources[block_id]
             assert source is not None  # the pool evicts nothing that was not published
             tenants.append(source.tenant)
             sources[block_id] = None
         self._continued.discard_all(block_ids)
-        self._evictions.add_all([keys[block_id] for block_id in block_ids], self._clock(), tenants)
+        self._evictions.add_all(self._index.key_prefixes(block_ids), self._clock(), tenants)
 
     def explain(self, request: Request, chain: TokenChain, cached_blocks: int) -> CacheReport:
         """Explain why a prompt's cached prefix ends after `cached_blocks` blocks."""
@@ -251,7 +248,9 @@ class CacheLedger:
         rival = self._source(block_id)
         common = 0
         if block_id is not None:
-            common = _common_tokens(self._tokens_of(BlockId(block_id)), chain.tokens(cached_blocks, cached_blocks + 1))
+            common = _common_tokens(
+                self._index.tokens(BlockId(block_id)), chain.tokens(cached_blocks, cached_blocks + 1)
+            )
         if rival is None or common + cached_blocks == 0:
             # Checked last, so that other scopes only ever affect a report that would otherwise be "cold".
             twin = self._firsts.get(_first_key(chain), self._sources) if cached_blocks == 0 else None
@@ -338,10 +337,8 @@ class CacheLedger:
 class NullLedger(CacheLedger):
     """Records nothing and reports every miss as cold. Saves a fifth of a simulation's time."""
 
-    def __init__(
-        self, num_blocks: int, tokens_of: Callable[[BlockId], bytes], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        super().__init__(0, tokens_of, clock)
+    def __init__(self, num_blocks: int, index: PrefixIndex, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(0, index, clock)
 
     def published(self, blocks: Seq[tuple[BlockId, int]], chain: TokenChain, request: Request) -> None:
         """See `CacheLedger.published`."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable
 from collections.abc import Sequence as Seq
-from typing import Any
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from octavo.kvcache.ledger import CacheLedger, NullLedger, Stock
 from octavo.kvcache.matching import PrefixHit, PrefixMatcher
 from octavo.kvcache.pins import PinTable
 from octavo.kvcache.pool import BlockPool, check_references
-from octavo.kvcache.prefix.base import NullPrefixCache, PrefixCache
+from octavo.kvcache.prefix import NullPrefixIndex, PrefixIndex
 from octavo.kvcache.recent import RecentChanges
 from octavo.kvcache.spec import KVCacheSpec, Window
 from octavo.request import CacheOutcome, CacheReport, PinReceipt, PinRequest, Request, Sequence
@@ -44,7 +43,7 @@ class KVCacheManager:
     Args:
         spec: block size and groups.
         num_blocks: size of the pool, including the null block.
-        prefix_cache: index of computed prefixes (`NullPrefixCache` for none).
+        prefix_cache: index of computed prefixes (`NullPrefixIndex` for none).
         eviction: policy that chooses which cached block to evict.
         host: host memory, for prefixes that the device evicts and for preempted sequences; by default none.
         demotion: policy that chooses which of the device's blocks are copied to the host (`make_demotion`).
@@ -63,7 +62,7 @@ class KVCacheManager:
         self,
         spec: KVCacheSpec,
         num_blocks: int,
-        prefix_cache: PrefixCache[Any],
+        prefix_cache: PrefixIndex,
         eviction: EvictionPolicy,
         *,
         host: HostMemory | None = None,
@@ -74,7 +73,7 @@ class KVCacheManager:
         explains: bool = True,
     ) -> None:
         self.spec = spec
-        self.caches_prefixes = caches = not isinstance(prefix_cache, NullPrefixCache)
+        self.caches_prefixes = caches = not isinstance(prefix_cache, NullPrefixIndex)
         self.pool = BlockPool(num_blocks, eviction, on_evict=self._on_evict)
         self.prefix_cache = prefix_cache
         prefix_cache.reserve(num_blocks)
@@ -87,7 +86,7 @@ class KVCacheManager:
         tenant_blocks = int(pin_tenant_share * budget_blocks)
         self.pins = PinTable(self.pool, budget_blocks, tenant_blocks, self._matcher.longest, clock)
         ledger = CacheLedger if explains else NullLedger
-        self.ledger = ledger(num_blocks if caches else 0, prefix_cache.tokens, clock)
+        self.ledger = ledger(num_blocks if caches else 0, prefix_cache, clock)
         self.holdings = Holdings(self.pool, prefix_cache, spec.block_size, len(spec.groups))
         self.recent = RecentChanges()
         self.no_hit = PrefixHit(0, tuple(new_table() for _ in self._windows))
@@ -113,20 +112,6 @@ class KVCacheManager:
         The sequence must hold no blocks, and takes none.
         """
         return self.hierarchy.match(seq, *self.holdings.matchable(seq))
-
-    def look_up(self, seq: Sequence, most: int) -> int:
-        """Look up at most `most` more blocks of a cached prefix, which `match` then need not look up.
-
-        Returns:
-            What is left of `most`; if 0, there may be more to look up.
-        """
-        if self.can_resume(seq):
-            return most
-        chain, limit = self.holdings.matchable(seq)
-        for group, window in enumerate(self._windows):
-            if window is None and most:
-                most -= self.prefix_cache.look_up(group, chain, limit, most)
-        return most
 
     def match_on_device(self, seq: Sequence) -> PrefixHit:
         """Return the longest prefix of a sequence that the device has, up to `_COMPARED_BLOCKS`."""
@@ -398,7 +383,7 @@ class KVCacheManager:
         # First, while the contents of the blocks are still known.
         self.hierarchy.evicted(block_ids)
         self.ledger.evicted(block_ids)
-        self.prefix_cache.drop(*block_ids)
+        self.prefix_cache.drop(block_ids)
 
     def _give_back(self, holding: Holding) -> None:
         for table in holding.empty_tables():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockTable, as_array, new_
 from octavo.kvcache.hashing import TokenChain
 from octavo.kvcache.host_memory import HostBlockId, HostMemory
 from octavo.kvcache.label import label_of
-from octavo.kvcache.prefix.base import PrefixCache
+from octavo.kvcache.prefix import PrefixIndex
 from octavo.kvcache.spec import Window
 
 
@@ -38,7 +37,7 @@ class TieredIndex:
     A block in host memory has a negative id, -1 minus its slot.
     """
 
-    def __init__(self, prefix_cache: PrefixCache[Any], host: HostMemory) -> None:
+    def __init__(self, prefix_cache: PrefixIndex, host: HostMemory) -> None:
         self._device = prefix_cache
         self._host = host
 
@@ -76,9 +75,7 @@ class PrefixMatcher:
         windows: sliding window per group, None for full attention.
     """
 
-    def __init__(
-        self, prefix_cache: PrefixCache[Any] | TieredIndex, block_size: int, windows: Seq[Window | None]
-    ) -> None:
+    def __init__(self, prefix_cache: PrefixIndex | TieredIndex, block_size: int, windows: Seq[Window | None]) -> None:
         self._prefix_cache = prefix_cache
         self._block_size = block_size
         self._windows = windows

@@ -4,9 +4,8 @@ A newcomer is matched with the prefix cache first: blocks found there need not b
 Besides its own blocks, admission must leave enough available for what the running sequences, the newcomer and its
 parallel samples are bound to take in the next steps (`RunningSet.reserve`).
 
-Looking up a long prefix is slow. It is spread over steps (`LOOKED_UP_PER_STEP`), and a sequence that did not fit is
-tried again only once as many blocks as it lacked have been freed or published, and enough steps have passed that the
-cost of the look-up per step is negligible.
+A sequence that did not fit is tried again only once as many blocks as it lacked have been freed or published, and
+enough steps have passed that the cost of looking up its cached prefix is negligible.
 """
 
 from __future__ import annotations
@@ -28,9 +27,12 @@ from octavo.scheduler.yielding import Yielding
 MOST_REFUSED = 8
 """The maximum number of waiting sequences that a step may try to admit in vain."""
 
-LOOKED_UP_PER_STEP = 16_384
-"""The number of cached blocks that a step looks up, in about a millisecond; a longer prefix takes several steps. A step
-that has looked up more than half of that admits nothing that long, because taking the blocks costs as much again."""
+LONG_PROMPT = 4096
+"""Blocks above which a prompt counts as long."""
+
+LONG_BLOCKS_PER_STEP = 8192
+"""Cached blocks of long prompts after which a step admits no other long prompt, because streams wait for the two
+milliseconds that it takes to look them up and to take them."""
 
 # A look-up of this many blocks, about 0.1 ms, may be repeated in every step.
 _BLOCKS_PER_STEP = 200
@@ -85,11 +87,11 @@ class Admission:
         self._refusals: dict[SequenceId, _Refusal] = {}
         self._over_cap: dict[str, int] = {}  # by tenant over its cap: blocks held and bound at the time
         self._step = 0
-        self._to_look_up = LOOKED_UP_PER_STEP
+        self._num_long_blocks = 0  # of long prompts, found in this step
 
     def begin_step(self) -> None:
         self._step += 1
-        self._to_look_up = LOOKED_UP_PER_STEP
+        self._num_long_blocks = 0
         self.copies = []
         self._waiting.line_up(self._may_fit_cap)
 
@@ -112,18 +114,6 @@ class Admission:
             for seq in (head(), *self._waiting.candidates(MOST_REFUSED))
             if seq is not None
         )
-
-    @property
-    def is_looking_up(self) -> bool:
-        """Whether this step has looked up so much of a prefix that the next one must go on with it."""
-        return self._to_look_up <= LOOKED_UP_PER_STEP // 2
-
-    def is_looked_up(self, seq: Sequence) -> bool:
-        """Look up more of a waiting sequence's cached prefix; returns whether it may be matched and admitted now."""
-        if seq.num_tokens <= LOOKED_UP_PER_STEP // 4 * self._kv.spec.block_size or needs_all_tokens(seq):
-            return True  # even the most newcomers that a step admits beside streams are matched in 2 ms
-        self._to_look_up = self._kv.look_up(seq, self._to_look_up)
-        return not self.is_looking_up
 
     def num_lacking_places(self, seq: Sequence) -> int:
         """Return the number of places that a waiting sequence and its siblings lack."""
@@ -160,12 +150,12 @@ class Admission:
             share: divisor of the chunk that the budget allows.
 
         Returns:
-            The number of its tokens to compute in this step; if 0, it does not fit, or its cached prefix has not been
-            looked up entirely, and nothing has changed.
+            The number of its tokens to compute in this step; if 0, it does not fit or the step has taken enough long
+            prefixes, and nothing has changed.
         """
         if not self._backfill.may_pass(seq, self._waiting.head, self._step) and not self._is_within_floor(seq):
             return 0
-        if not self._is_refused(seq) and not self.is_looked_up(seq):
+        if self._num_long_blocks >= LONG_BLOCKS_PER_STEP and self._is_long(seq):
             return 0
         if self.is_over_cap(seq):
             tenant = seq.request.tenant
@@ -232,7 +222,15 @@ class Admission:
     def _match(self, seq: Sequence) -> PrefixHit:
         """Return the tokens that need not be computed: those from before a preemption, or a cached prefix."""
         kv = self._kv
-        return kv.no_hit if needs_all_tokens(seq) and not kv.can_resume(seq) else kv.match(seq)
+        if needs_all_tokens(seq) and not kv.can_resume(seq):
+            return kv.no_hit
+        hit = kv.match(seq)
+        if self._is_long(seq):
+            self._num_long_blocks += hit.num_tokens // kv.spec.block_size
+        return hit
+
+    def _is_long(self, seq: Sequence) -> bool:
+        return seq.num_tokens > LONG_PROMPT * self._kv.spec.block_size
 
     def _reserve(self, seq: Sequence, num_tokens: int) -> int:
         """Return how many blocks must stay available once a newcomer has blocks for its first `num_tokens` tokens."""

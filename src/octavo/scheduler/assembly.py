@@ -18,7 +18,7 @@ from octavo.config import EngineConfig
 from octavo.kvcache.eviction import EvictionPolicy, make_eviction_policy
 from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.manager import KVCacheManager
-from octavo.kvcache.prefix import make_prefix_cache
+from octavo.kvcache.prefix import make_prefix_index
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.scheduler.cached_prefixes import CachedPrefixes
 from octavo.scheduler.claims import ByPriority, ByService, Claims
@@ -65,7 +65,7 @@ def assemble_cache(
         clock: a monotonic clock, in seconds.
         explains: whether the ledger records who computed what, so that it can say why a prompt was not cached.
     """
-    prefix_cache, eviction = make_prefix_cache(
+    prefix_cache, eviction = make_prefix_index(
         config.prefix_cache if config.enable_prefix_caching else None,
         config.eviction_policy,
         spec=spec,
@@ -173,7 +173,7 @@ def make_queue(
 
 
 def _prefixes(config: EngineConfig, kv: KVCacheManager) -> CachedPrefixes | None:
-    """Return the cached lengths for ordering the queue: the radix tree looks up a prefix without hashing it."""
+    """Return the cached lengths for ordering the queue, if they order it."""
     return CachedPrefixes(kv) if config.prefix_cache == "radix" and config.enable_prefix_caching else None
 
 

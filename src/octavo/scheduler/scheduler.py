@@ -186,11 +186,6 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    @property
-    def is_looking_up(self) -> bool:
-        """Whether the last step looked up part of a long cached prefix, and the next goes on; its plan may be empty."""
-        return self._admission.is_looking_up
-
     def add(self, request: Request) -> None:
         """Queue a request.
 

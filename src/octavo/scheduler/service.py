@@ -123,7 +123,7 @@ class Service:
         shares = StepShares()
         claimant = None if self._claims is None else self._claim(self._claims)
         self._share(shares, claimant)
-        while not shares and len(self._running) and not self._admission.is_looking_up:
+        while not shares and len(self._running):
             # No sequence with tokens to compute found blocks, so beams that wait for siblings must yield.
             order = self._running.order
             idle = [seq for seq in order if not num_missing(seq)]
@@ -145,7 +145,7 @@ class Service:
         if not len(running) or not len(self._waiting):
             return None
         head = claims.claimant(self._waiting.queue, running.order)
-        if head is None or not admission.is_looked_up(head) or admission.is_over_cap(head):
+        if head is None or admission.is_over_cap(head):
             return None
         num_places = admission.num_lacking_places(head)
         if len(running) - max(0, num_places) >= self._max_tokens:

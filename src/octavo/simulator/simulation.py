@@ -258,8 +258,6 @@ class Simulation:
                 if self._give_up is not None and self._give_up(results):
                     results.unstable = True
                     break
-            elif scheduler.is_looking_up:
-                continue
             elif due is not None:
                 clock.now, self._num_ended = due + intake, 0
             elif scheduler.has_work:

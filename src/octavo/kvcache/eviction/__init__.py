@@ -15,7 +15,6 @@ from collections.abc import Callable
 from octavo.errors import ConfigError
 from octavo.kvcache.eviction.adaptive import AdaptiveEviction
 from octavo.kvcache.eviction.base import EvictionPolicy
-from octavo.kvcache.eviction.leaf_first import LeafFirstEviction
 from octavo.kvcache.eviction.ranked import FifoEviction, PriorityEviction
 from octavo.kvcache.eviction.recency import LruEviction
 
@@ -24,7 +23,6 @@ __all__ = [
     "AdaptiveEviction",
     "EvictionPolicy",
     "FifoEviction",
-    "LeafFirstEviction",
     "LruEviction",
     "PriorityEviction",
     "make_eviction_policy",

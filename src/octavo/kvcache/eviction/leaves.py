@@ -1,9 +1,9 @@
-"""Evicts leaves before their ancestors, under any policy, for caches that know the tree."""
+"""Evicts leaves of the tree of blocks before the blocks that they continue, under any policy."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -12,67 +12,63 @@ from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds
 from octavo.kvcache.eviction.base import EvictionPolicy
 
 
-class Lineage(Protocol):
-    """Tells which published block continues which. Blocks of groups with a sliding window have neither parent nor
-    children, because a hit needs only those inside the window.
-    """
+class Tree(Protocol):
+    """Tells which published block continues which, by their keys; see `PrefixIndex`."""
 
-    def parent(self, block_id: BlockId) -> BlockId | None:
-        """Return the block before this one; None at the start, or if it is not published."""
+    def find(self, key: bytes) -> BlockId | None: ...
 
-    def children(self, block_id: BlockId) -> Iterable[BlockId]:
-        """Return the published blocks right after this one."""
+    def parent_key(self, block_id: BlockId) -> bytes | None: ...
 
 
-class LeafFirstEviction:
-    """Evicts in the inner policy's order, but only blocks without cached descendants.
+class LeavesFirst:
+    """Evicts in the inner policy's order, but only blocks without cached children.
 
     Evicting any other block would make its descendants unreachable while they still take memory. A victim with cached
     children is set aside and returns to its old place when the last of them leaves. Each block is set aside at most
     once between two additions, so `evict` stays amortised O(log n). Active children do not protect a block: their
     sequences hold their own copies of the blocks before them, and the pool must be able to hand out every block that it
     counts as available.
+
+    Args:
+        inner: the policy that ranks the blocks.
+        tree: the index of the blocks that the pool publishes.
     """
 
-    def __init__(self, inner: EvictionPolicy, lineage: Lineage) -> None:
+    def __init__(self, inner: EvictionPolicy, tree: Tree) -> None:
         self._inner = inner
-        self._lineage = lineage
+        self._tree = tree
         self._aside: set[BlockId] = set()
-        # By block id: the parent of a held block (null for none), and the number of held children.
-        self._parents = array("i")
-        self._num_children = array("i")
+        self._num_children = array("i")  # by block id: held blocks that continue it
+        # Held blocks whose parent was evicted while they were active, by its key, which may be published again.
+        self._orphans: dict[bytes, set[BlockId]] = {}
 
     def reserve(self, num_blocks: int) -> None:
         self._inner.reserve(num_blocks)
+        self._grow(num_blocks)
 
     def publish(self, block_id: BlockId, position: int, priority: int, key: bytes = b"") -> None:
         self._inner.publish(block_id, position, priority, key)
-        # The block may replace one that was evicted before its descendants.
-        for child in self._lineage.children(block_id):
-            if child in self and self._parent(child) == NULL_BLOCK:
-                self._stand_on(child, block_id)
+        if orphans := self._orphans.pop(key, None):
+            self._count(block_id, len(orphans))
 
     def hit(self, block_ids: Sequence[BlockId], priority: int) -> None:
         self._inner.hit(block_ids, priority)
 
     def add(self, block_id: BlockId) -> None:
         self._inner.add(block_id)
-        if (parent := self._lineage.parent(block_id)) is not None:
-            self._stand_on(block_id, parent)
+        self._attach(block_id)
 
     def remove(self, block_id: BlockId) -> None:
         if block_id in self._aside:
             self._aside.remove(block_id)
         else:
             self._inner.remove(block_id)
-        self._restore_parent(block_id)
+        self._detach_and_restore(block_id)
 
     def add_all(self, block_ids: BlockIds) -> None:
         self._inner.add_all(block_ids)
-        parent_of = self._lineage.parent
         for block_id in block_ids.tolist():
-            if (parent := parent_of(block_id)) is not None:
-                self._stand_on(block_id, parent)
+            self._attach(block_id)
 
     def remove_all(self, block_ids: BlockIds) -> None:
         held = block_ids
@@ -81,7 +77,7 @@ class LeafFirstEviction:
         self._inner.remove_all(held)
         self._aside.difference_update(block_ids.tolist())
         for block_id in block_ids.tolist():
-            self._restore_parent(block_id)
+            self._detach_and_restore(block_id)
 
     def evict(self) -> BlockId:
         return self.evict_many(1)[0]
@@ -96,11 +92,11 @@ class LeafFirstEviction:
             candidates = self._inner.evict_many(max(1, min(most, count - len(victims), len(self._inner))))
             most *= 2
             for number, block_id in enumerate(candidates, 1):
-                if self._has_children(block_id):
+                if block_id < len(self._num_children) and self._num_children[block_id]:
                     self._aside.add(block_id)
                     continue
                 victims.append(block_id)
-                if (parent := self._leave(block_id)) != NULL_BLOCK:
+                if (parent := self._detach(block_id)) != NULL_BLOCK:
                     # It may precede the other candidates, so the inner policy chooses again. This may happen with every
                     # victim, as under FIFO, so fewer are taken at a time.
                     for other in (*reversed(candidates[number:]), parent):
@@ -111,8 +107,7 @@ class LeafFirstEviction:
 
     def restore(self, block_id: BlockId) -> None:
         self._inner.restore(block_id)
-        if (parent := self._lineage.parent(block_id)) is not None:
-            self._stand_on(block_id, parent)
+        self._attach(block_id)
 
     def __len__(self) -> int:
         return len(self._inner) + len(self._aside)
@@ -124,35 +119,44 @@ class LeafFirstEviction:
         yield from self._inner
         yield from self._aside
 
-    def _stand_on(self, block_id: BlockId, parent: BlockId) -> None:
-        if (highest := max(block_id, parent)) >= len(self._parents):
-            more = bytes(4 * max(highest + 1 - len(self._parents), len(self._parents)))
-            self._parents.frombytes(more)
-            self._num_children.frombytes(more)
-        self._parents[block_id] = parent
-        self._num_children[parent] += 1
+    def _attach(self, block_id: BlockId) -> None:
+        """Count a block that is now held as a child of its parent, or remember that its parent is not published."""
+        if (key := self._tree.parent_key(block_id)) is None:
+            return
+        if (parent := self._tree.find(key)) is None:
+            self._orphans.setdefault(key, set()).add(block_id)
+        else:
+            self._count(parent, 1)
 
-    def _parent(self, block_id: BlockId) -> BlockId:
-        return BlockId(self._parents[block_id]) if block_id < len(self._parents) else NULL_BLOCK
-
-    def _has_children(self, block_id: BlockId) -> bool:
-        return block_id < len(self._num_children) and self._num_children[block_id] > 0
-
-    def _restore_parent(self, block_id: BlockId) -> None:
-        if (parent := self._leave(block_id)) != NULL_BLOCK:
-            self._inner.restore(parent)
-
-    def _leave(self, block_id: BlockId) -> BlockId:
-        """Note that a block is no longer held; returns its parent if that now leaves the blocks set aside, else null.
-
-        The caller must restore the parent.
+    def _detach(self, block_id: BlockId) -> BlockId:
+        """Discount a block that is no longer held; returns its parent if that now leaves the blocks set aside, else
+        null. The caller must restore the parent.
         """
-        parent = self._parent(block_id)
-        if parent == NULL_BLOCK:
+        if (key := self._tree.parent_key(block_id)) is None:
             return NULL_BLOCK
-        self._parents[block_id] = NULL_BLOCK
+        if (orphans := self._orphans.get(key)) is not None:
+            orphans.remove(block_id)
+            if not orphans:
+                del self._orphans[key]
+            return NULL_BLOCK
+        parent = self._tree.find(key)
+        assert parent is not None  # it is not evicted before its held children
         self._num_children[parent] -= 1
         if self._num_children[parent] or parent not in self._aside:
             return NULL_BLOCK
         self._aside.remove(parent)
         return parent
+
+    def _detach_and_restore(self, block_id: BlockId) -> None:
+        if (parent := self._detach(block_id)) != NULL_BLOCK:
+            self._inner.restore(parent)
+
+    def _count(self, parent: BlockId, children: int) -> None:
+        if parent >= len(self._num_children):
+            self._grow(max(parent + 1, 2 * len(self._num_children)))
+        self._num_children[parent] += children
+
+    def _grow(self, num_blocks: int) -> None:
+        if (missing := num_blocks - len(self._num_children)) > 0:
+            # A new array, because growing one may allocate more than that.
+            self._num_children = self._num_children + array("i", [0]) * missing

@@ -1,8 +1,9 @@
-"""What every prefix cache promises, and that all of them find the same."""
+"""What the index of prefixes promises, and that it agrees with a plain dictionary."""
 
 from __future__ import annotations
 
-from itertools import count
+from array import array
+from itertools import count, takewhile
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.errors import ConfigError
+from octavo.kvcache import key_index
+from octavo.kvcache.audit import problems
 from octavo.kvcache.block import BlockId
-from octavo.kvcache.prefix import PrefixCache, make_prefix_cache
+from octavo.kvcache.hashing import TokenChain
+from octavo.kvcache.prefix import PrefixIndex, make_prefix_index
 from octavo.kvcache.spec import KVCacheSpec
 from tests.kvcache.caches import FULL, admit_and_compute, make_manager, make_sequence, sliding
 
@@ -19,28 +23,28 @@ NAMES = ["hashed", "radix"]
 GROUPS = [(FULL,), (sliding(5),), (FULL, sliding(3)), (FULL, sliding(6), sliding(9))]
 
 
-def make_cache(name: str, layers: tuple = (FULL,), block_size: int = 2) -> PrefixCache[Any]:
-    return make_prefix_cache(name, "lru", spec=KVCacheSpec.build(layers, block_size, "float32"))[0]
+def make_index(layers: tuple = (FULL,), block_size: int = 2) -> PrefixIndex:
+    return make_prefix_index("hashed", "lru", spec=KVCacheSpec.build(layers, block_size, "float32"))[0]
 
 
-def chain_of(cache: PrefixCache[Any], tokens: list[int], salt: str = "") -> Any:
-    chain = cache.chain(salt)
+def chain_of(index: PrefixIndex, tokens: list[int], salt: str = "") -> TokenChain:
+    chain = index.chain(salt)
     chain.extend(tokens)
     return chain
 
 
-def publish(cache: PrefixCache[Any], tokens: list[int], first_block: int, salt: str = "", group: int = 0) -> None:
+def publish(cache: PrefixIndex, tokens: list[int], first_block: int, salt: str = "", group: int = 0) -> None:
     chain = chain_of(cache, tokens, salt)
     for index in range(len(chain)):
         cache.put(group, chain, index, BlockId(first_block + index))
 
 
-@pytest.fixture(params=NAMES)
-def cache(request: pytest.FixtureRequest) -> PrefixCache[Any]:
-    return make_cache(request.param, (FULL, sliding(5)))
+@pytest.fixture
+def cache() -> PrefixIndex:
+    return make_index((FULL, sliding(5)))
 
 
-def test_a_published_block_is_found_by_its_tokens_and_all_before_them(cache: PrefixCache[Any]) -> None:
+def test_a_published_block_is_found_by_its_tokens_and_all_before_them(cache: PrefixIndex) -> None:
     publish(cache, [1, 2, 3, 4, 5, 6], first_block=7)
     assert list(cache.leading(0, chain_of(cache, [1, 2, 3, 4, 9, 9]), 3)) == [7, 8]
     assert cache.get(0, chain_of(cache, [1, 2, 3, 4, 5, 6]), 2) == 9
@@ -48,13 +52,13 @@ def test_a_published_block_is_found_by_its_tokens_and_all_before_them(cache: Pre
     assert list(cache.leading(0, chain_of(cache, [3, 4]), 1)) == []
 
 
-def test_a_prefix_is_cut_at_the_limit(cache: PrefixCache[Any]) -> None:
+def test_a_prefix_is_cut_at_the_limit(cache: PrefixIndex) -> None:
     publish(cache, [1, 2, 3, 4, 5, 6], first_block=7)
     chain = chain_of(cache, [1, 2, 3, 4, 5, 6])
     assert [list(cache.leading(0, chain, limit)) for limit in range(4)] == [[], [7], [7, 8], [7, 8, 9]]
 
 
-def test_the_first_of_two_equal_blocks_stays(cache: PrefixCache[Any]) -> None:
+def test_the_first_of_two_equal_blocks_stays(cache: PrefixIndex) -> None:
     chain = chain_of(cache, [1, 2])
     assert cache.put(0, chain, 0, BlockId(1))
     assert not cache.put(0, chain, 0, BlockId(2))
@@ -62,13 +66,13 @@ def test_the_first_of_two_equal_blocks_stays(cache: PrefixCache[Any]) -> None:
     assert list(cache) == [1]
 
 
-def test_a_block_is_published_once_only(cache: PrefixCache[Any]) -> None:
+def test_a_block_is_published_once_only(cache: PrefixIndex) -> None:
     assert cache.put(0, chain_of(cache, [1, 2]), 0, BlockId(1))
     assert not cache.put(0, chain_of(cache, [3, 4]), 0, BlockId(1))
     assert cache.get(0, chain_of(cache, [3, 4]), 0) is None
 
 
-def test_groups_and_salts_do_not_see_each_other(cache: PrefixCache[Any]) -> None:
+def test_groups_and_salts_do_not_see_each_other(cache: PrefixIndex) -> None:
     publish(cache, [1, 2, 3, 4], first_block=1, salt="a")
     assert list(cache.leading(1, chain_of(cache, [1, 2, 3, 4], "a"), 2)) == []
     assert list(cache.leading(0, chain_of(cache, [1, 2, 3, 4], "b"), 2)) == []
@@ -76,9 +80,9 @@ def test_groups_and_salts_do_not_see_each_other(cache: PrefixCache[Any]) -> None
     assert list(cache.leading(1, chain_of(cache, [1, 2, 3, 4], "a"), 2)) == [3, 4]
 
 
-def test_a_dropped_block_leaves_a_hole_that_can_be_filled(cache: PrefixCache[Any]) -> None:
+def test_a_dropped_block_leaves_a_hole_that_can_be_filled(cache: PrefixIndex) -> None:
     publish(cache, [1, 2, 3, 4, 5, 6], first_block=1)
-    cache.drop(BlockId(2))
+    cache.drop([BlockId(2)])
     chain = chain_of(cache, [1, 2, 3, 4, 5, 6])
     assert list(cache.leading(0, chain, 3)) == [1]
     assert cache.get(0, chain, 1) is None
@@ -87,14 +91,14 @@ def test_a_dropped_block_leaves_a_hole_that_can_be_filled(cache: PrefixCache[Any
     assert list(cache.leading(0, chain, 3)) == [1, 9, 3]
 
 
-def test_a_block_may_be_published_before_those_it_stands_on(cache: PrefixCache[Any]) -> None:
+def test_a_block_may_be_published_before_those_it_stands_on(cache: PrefixIndex) -> None:
     chain = chain_of(cache, [1, 2, 3, 4, 5, 6])
     assert cache.put(1, chain, 2, BlockId(5))
     assert list(cache.leading(1, chain, 3)) == []
     assert cache.get(1, chain, 2) == 5
 
 
-def test_a_copied_chain_grows_on_its_own(cache: PrefixCache[Any]) -> None:
+def test_a_copied_chain_grows_on_its_own(cache: PrefixIndex) -> None:
     publish(cache, [1, 2, 3, 4], first_block=1)
     parent = chain_of(cache, [1, 2])
     assert list(cache.leading(0, parent, 1)) == [1]
@@ -107,42 +111,57 @@ def test_a_copied_chain_grows_on_its_own(cache: PrefixCache[Any]) -> None:
     assert (cache.get(0, parent, 1), cache.get(0, child, 1)) == (2, 5)
 
 
-def test_what_is_all_dropped_is_all_forgotten(cache: PrefixCache[Any]) -> None:
+def test_what_is_all_dropped_is_all_forgotten(cache: PrefixIndex) -> None:
     chain = chain_of(cache, [1, 2, 3, 4])
     publish(cache, [1, 2, 3, 4], first_block=1)
     publish(cache, [1, 2, 5, 6], first_block=3)
     for block in list(cache):
-        cache.drop(block)
+        cache.drop([block])
     assert list(cache) == []
     assert list(cache.leading(0, chain, 2)) == []
     publish(cache, [1, 2, 3, 4], first_block=1)
     assert list(cache.leading(0, chain, 2)) == [1, 2]
 
 
-def test_a_prefix_looked_up_in_parts_is_the_one_looked_up_at_once() -> None:
-    cache = make_cache("hashed")
-    publish(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9, 9], first_block=1)
-    chain = chain_of(cache, [1, 2, 3, 4, 5, 6, 7, 8, 0, 0])
-    assert [cache.look_up(0, chain, 5, 3) for _ in range(3)] == [3, 1, 0]
-    assert list(cache.leading(0, chain, 5)) == [1, 2, 3, 4]
-    assert list(cache.leading(0, chain, 2)) == [1, 2]
-    # A block that is dropped and given to another prefix meanwhile is not taken for the one that was found.
-    cache.drop(BlockId(2))
-    publish(cache, [6, 6], first_block=2)
-    assert list(cache.leading(0, chain, 5)) == [1]
-    publish(cache, [1, 2, 3, 4], first_block=8)
-    assert list(cache.leading(0, chain, 5)) == [1, 9, 3, 4]
+def test_a_block_knows_the_key_of_the_one_before_it_in_its_group_and_not_under_a_window(cache: PrefixIndex) -> None:
+    publish(cache, [1, 1, 2, 2, 3, 3], first_block=1)
+    publish(cache, [1, 1, 2, 2, 4, 4], first_block=11)
+    publish(cache, [1, 1, 2, 2], first_block=21, group=1)
+    parents = [cache.parent_key(BlockId(block)) for block in (1, 2, 3, 13, 21, 22)]
+    assert parents == [None, cache.key(BlockId(1)), cache.key(BlockId(2)), cache.key(BlockId(2)), None, None]
+    assert [key and cache.find(key) for key in parents] == [None, 1, 2, 2, None, None]
+
+
+def test_a_long_prefix_is_looked_up_in_pieces_that_begin_short_and_stay_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(key_index, "_LARGEST_PIECE", 256)
+    num_blocks = 1000
+    cache = make_index(block_size=1)
+    cache.reserve(num_blocks + 1)
+    chain = cache.chain("", cache.full_blocks(array("i", range(num_blocks)), ""))
+    for index in range(num_blocks):
+        cache.put(0, chain, index, BlockId(index + 1))
+    sizes: list[int] = []
+    homes = cache._index._homes
+    monkeypatch.setattr(cache._index, "_homes", lambda keys: sizes.append(len(keys)) or homes(keys))  # type: ignore[func-returns-value]
+    assert list(cache.leading(0, chain, num_blocks)) == list(range(1, num_blocks + 1))
+    assert (sizes[0], max(sizes), sum(sizes)) == (128, 256, num_blocks - 16)
+    cache.drop([BlockId(block) for block in range(20, num_blocks + 1)])
+    sizes.clear()
+    assert len(cache.leading(0, chain, num_blocks)) == 19
+    assert sizes == [128], "a prompt that misses early is not looked up to its end"
 
 
 def test_an_unknown_cache_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="hashed, radix, got 'trie'"):
-        make_cache("trie")
+        make_prefix_index("trie", "lru", spec=KVCacheSpec.build((FULL,), 2, "float32"))
 
 
 tokens_lists = st.lists(st.integers(0, 2), min_size=1, max_size=24)
 operations = st.lists(
     st.tuples(
-        st.sampled_from(["put", "put", "put", "drop", "get", "leading", "look_up"]),
+        st.sampled_from(["put", "put", "put", "drop", "get", "leading"]),
         st.integers(0, 3),  # which of four sequences, with chains that live through all of it
         st.integers(0, 1),  # group
         st.integers(0, 11),  # index, or which block to drop
@@ -157,34 +176,38 @@ operations = st.lists(
     salts=st.text("ab", min_size=4, max_size=4),
     ops=operations,
 )
-def test_any_history_of_puts_and_drops_leaves_all_caches_with_the_same_answers(
+def test_any_history_of_puts_and_drops_gives_the_answers_of_a_dictionary(
     sequences: list[list[int]], salts: str, ops: list[tuple[str, int, int, int]]
 ) -> None:
-    caches = [make_cache(name, (FULL, sliding(4))) for name in NAMES]
-    chains = [[chain_of(cache, t, s) for t, s in zip(sequences, salts, strict=True)] for cache in caches]
+    cache = make_index((FULL, sliding(4)))
+    chains = [chain_of(cache, tokens, salt) for tokens, salt in zip(sequences, salts, strict=True)]
+    blocks: dict[tuple[Any, ...], BlockId] = {}
     ids = count(1)
     for name, which, group, number in ops:
-        pairs = [(cache, of_cache[which]) for cache, of_cache in zip(caches, chains, strict=True)]
-        length = len(pairs[0][1])
+        chain, tokens, salt = chains[which], sequences[which], salts[which]
+
+        def place(index: int, group: int = group, tokens: list[int] = tokens, salt: str = salt) -> tuple[Any, ...]:
+            return group, salt, *tokens[: 2 * (index + 1)]
+
         if name == "drop":
-            if published := sorted(caches[0]):
-                for cache in caches:
-                    cache.drop(published[number % len(published)])
-        elif name == "look_up":
-            for cache, chain in pairs:
-                # Whatever is looked up in advance, the answers of `leading` stay the same.
-                assert cache.look_up(group, chain, length, number) <= number
+            if blocks:
+                gone = sorted(blocks)[number % len(blocks)]
+                cache.drop([blocks.pop(gone)])
         elif name == "leading":
-            hashed, radix = (cache.leading(group, chain, min(number, length)) for cache, chain in pairs)
-            assert hashed == radix
-        elif number < length:
-            block = BlockId(next(ids))
-            hashed, radix = (  # type: ignore[assignment]
-                cache.put(group, chain, number, block) if name == "put" else cache.get(group, chain, number)
-                for cache, chain in pairs
-            )
-            assert hashed == radix
-    assert sorted(caches[0]) == sorted(caches[1])
+            limit = min(number, len(chain))
+            expected = list(takewhile(lambda block: block is not None, (blocks.get(place(i)) for i in range(limit))))
+            assert list(cache.leading(group, chain, limit)) == expected
+        elif number < len(chain):
+            if name == "put":
+                block = BlockId(next(ids))
+                assert cache.put(group, chain, number, block) == (place(number) not in blocks)
+                blocks.setdefault(place(number), block)
+            assert cache.get(group, chain, number) == blocks.get(place(number))
+            if (found := cache.get(group, chain, number)) is not None and (key := cache.parent_key(found)) is not None:
+                assert (group, number > 0) == (0, True)
+                assert cache.find(key) == blocks.get(place(number - 1))
+    assert sorted(cache) == sorted(blocks.values())
+    assert problems(cache.check()) == []
 
 
 @settings(max_examples=150, deadline=None)
@@ -196,7 +219,7 @@ def test_any_history_of_puts_and_drops_leaves_all_caches_with_the_same_answers(
         max_size=14,
     ),
 )
-def test_every_cache_gives_the_same_hits_for_the_same_history_while_nothing_is_evicted(
+def test_both_orders_of_eviction_give_the_same_hits_while_nothing_is_evicted(
     layers: tuple, block_size: int, history: list[tuple[list[int], str, bool]]
 ) -> None:
     def play(name: str) -> list[int]:

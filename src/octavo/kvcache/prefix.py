@@ -1,0 +1,235 @@
+"""The index of prefixes: a table from a block's key to its id, which is also the tree that cached blocks form.
+
+    root ──> b0 ──> b1 ──┬──> b2          each published block has its key, and its parent's:
+                         └──> c2 ──> c3   the key of the prefix that its tokens continue
+
+The index owns no blocks: the pool decides what is evicted, and calls `drop`. A block is put in only after its keys and
+values are computed. A parent is known by its key, because ids are reused; it need not be published, so a parent that is
+published again has its children at once.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from octavo.errors import ConfigError
+from octavo.kvcache.audit import Findings, in_slices
+from octavo.kvcache.block import BlockHash, BlockId, BlockIds, BlockTable, new_table, table_of
+from octavo.kvcache.eviction import EvictionPolicy, make_eviction_policy
+from octavo.kvcache.eviction.leaves import LeavesFirst
+from octavo.kvcache.hashing import (
+    DIGEST_BYTES,
+    TOKEN,
+    TOKEN_BYTES,
+    FullBlocks,
+    NullChain,
+    TokenChain,
+    Tokens,
+    group_bits,
+    group_key,
+    root_hash,
+)
+from octavo.kvcache.key_index import KeyIndex
+from octavo.kvcache.spec import KVCacheSpec
+
+# The first blocks of a prompt are looked up one by one, the rest as arrays, whose fixed cost is that of several
+# look-ups.
+_ONE_BY_ONE = 16
+# Number of blocks compared in one call: a quarter of a megabyte of tokens, which stays in the processor's cache.
+_COMPARED_AT_ONCE = 4096
+_OUTSIDE = -1
+
+
+class PrefixIndex:
+    """Finds the block that holds a given prefix's last full block, per group of layers: a prefix of k full blocks in k
+    look-ups. It keeps each block's key, tokens and parent in flat memory without objects.
+
+    Blocks of groups with a sliding window stand outside the tree, because a hit needs only those inside the window.
+
+    Args:
+        identity: what keys and values depend on besides the tokens: model fingerprint, dtype, codec, …
+        block_size: tokens per block.
+        windows: by group of layers, its sliding window, None for full attention.
+    """
+
+    def __init__(self, identity: tuple[str, ...], block_size: int, windows: Sequence[object | None] = (None,)) -> None:
+        self._identity = (*identity, str(block_size))
+        self._block_size = block_size
+        self._width = block_size * TOKEN_BYTES
+        self._in_tree = [window is None for window in windows]
+        self._unsalted_root = root_hash(*self._identity, "")
+        self._index = KeyIndex()
+        # By block id.
+        self._published = bytearray()
+        self._tokens = bytearray()  # as the chain has them
+        self._parents = bytearray()  # key of the prefix before it
+        self._groups = array("h")  # group whose tree has its parent; `_OUTSIDE` for first blocks and under a window
+        self.reserve(16)
+
+    def full_blocks(self, token_ids: Sequence[int], salt: str) -> FullBlocks:
+        """Return the full blocks of a prompt, packed and hashed for `chain`. O(tokens), thread-safe."""
+        return FullBlocks.of(self._root(salt), self._block_size, token_ids)
+
+    def chain(self, salt: str, prompt: FullBlocks | None = None) -> TokenChain:
+        """Return a chain for a new sequence; sequences of different salts never share a block.
+
+        Args:
+            prompt: its first blocks, from `full_blocks` with this salt; by default none.
+        """
+        return TokenChain(FullBlocks(self._root(salt), self._block_size) if prompt is None else prompt)
+
+    def reserve(self, num_blocks: int) -> None:
+        """Allocate for block ids below `num_blocks` in advance."""
+        missing = num_blocks - len(self._published)
+        if missing > 0:
+            self._index.reserve(num_blocks)
+            self._published.extend(bytes(missing))
+            self._tokens.extend(bytes(missing * self._width))
+            self._parents.extend(bytes(missing * DIGEST_BYTES))
+            # A new array, because growing one may allocate more than that.
+            self._groups = self._groups + array("h", [_OUTSIDE]) * missing
+
+    def tokens(self, block_id: BlockId) -> bytes:
+        """Return the packed token ids of a published block; raises KeyError if it is not published."""
+        if not self._published[block_id]:
+            raise KeyError(block_id)
+        return bytes(self._tokens[block_id * self._width : (block_id + 1) * self._width])
+
+    def leading(self, group: int, chain: TokenChain, limit: int) -> BlockTable:
+        """Return the blocks for full blocks 0, 1, … of the chain up to the first that is missing, at most `limit`."""
+        found = new_table()
+        while len(found) < min(limit, _ONE_BY_ONE):
+            block_id = self.get(group, chain, len(found))
+            if block_id is None:
+                return found
+            found.append(block_id)
+        for keys, tokens in chain.rows(len(found), limit):
+            ids = self._index.find_leading(keys, group_bits(group))
+            ids = ids[: self._num_equal(ids, tokens)]
+            found.extend(table_of(ids))
+            if len(ids) < len(keys):
+                break
+        return found
+
+    def get(self, group: int, chain: TokenChain, index: int) -> BlockId | None:
+        """Return the block that holds full block `index` of the chain, with the same tokens before it, or None."""
+        block_id = self._index.get(group_key(group, chain.key(index + 1)))
+        if block_id is None:
+            return None
+        start = block_id * self._width
+        same = self._tokens[start : start + self._width] == chain.tokens(index, index + 1)
+        return BlockId(block_id) if same else None
+
+    def put(self, group: int, chain: TokenChain, index: int, block_id: BlockId) -> bool:
+        """Publish a computed block; False (and nothing changes) if an equal block is already published."""
+        if block_id >= len(self._published):
+            self.reserve(2 * block_id)
+        if self._published[block_id] or not self._index.put_new(group_key(group, chain.key(index + 1)), block_id):
+            return False
+        self._published[block_id] = 1
+        self._tokens[block_id * self._width : (block_id + 1) * self._width] = chain.tokens(index, index + 1)
+        self._parents[block_id * DIGEST_BYTES : (block_id + 1) * DIGEST_BYTES] = chain.key(index)
+        self._groups[block_id] = group if index and self._in_tree[group] else _OUTSIDE
+        return True
+
+    def drop(self, block_ids: Sequence[BlockId]) -> None:
+        """Forget blocks that the pool evicts; raises KeyError if one is not published."""
+        if self._index.discard_all(block_ids) != len(block_ids):
+            raise KeyError(f"not all of these blocks are published: {block_ids}")
+        for block_id in block_ids:
+            self._published[block_id] = 0
+
+    def key(self, block_id: BlockId) -> bytes:
+        """Return the key of a published block, which covers its group too."""
+        return self._index.key(block_id)
+
+    def key_prefixes(self, block_ids: Sequence[BlockId]) -> list[int]:
+        """Return the first 8 bytes of published blocks' keys, as numbers."""
+        return self._index.prefixes(block_ids)
+
+    def find(self, key: bytes) -> BlockId | None:
+        """Return the published block with this key, or None."""
+        block_id = self._index.get(key)
+        return None if block_id is None else BlockId(block_id)
+
+    def parent_key(self, block_id: BlockId) -> bytes | None:
+        """Return the key of the block that a published block continues; None for a first block or under a window."""
+        group = self._groups[block_id]
+        if group == _OUTSIDE:
+            return None
+        return group_key(group, bytes(self._parents[block_id * DIGEST_BYTES : (block_id + 1) * DIGEST_BYTES]))
+
+    def __iter__(self) -> Iterator[BlockId]:
+        """Iterate over all published blocks, for audits."""
+        return (BlockId(i) for i, published in enumerate(self._published) if published)
+
+    def check(self) -> Findings:
+        """Check the index's own invariants. O(blocks)."""
+        yield from self._index.check()
+        num_indexed = 0
+        for ids in in_slices(self._index):
+            for i in ids:
+                num_indexed += 1
+                if not self._published[i]:
+                    yield f"block {i} has a key, but is not published in the prefix cache"
+            yield None
+        if num_indexed != (num_published := sum(self._published)):
+            yield f"{num_published} blocks are published in the prefix cache, {num_indexed} have a key"
+
+    def _root(self, salt: str) -> BlockHash:
+        # Only the unsalted root is kept, because salts come from clients and are unbounded in number.
+        return root_hash(*self._identity, salt) if salt else self._unsalted_root
+
+    def _num_equal(self, ids: BlockIds, tokens: Tokens) -> int:
+        """Return how many leading blocks hold the tokens in the same row."""
+        slab = np.frombuffer(self._tokens, TOKEN).reshape(-1, self._block_size)
+        for start in range(0, len(ids), _COMPARED_AT_ONCE):
+            part = ids[start : start + _COMPARED_AT_ONCE]
+            # Usually all are equal, so one comparison is enough.
+            if (differ := slab.take(part, axis=0) != tokens[start : start + len(part)]).any():
+                return start + int(differ.any(axis=1).argmax())
+        return len(ids)
+
+
+class NullPrefixIndex(PrefixIndex):
+    """No prefix caching, at no cost: chains stay empty, so nothing is packed, hashed, looked up or published."""
+
+    def __init__(self) -> None:
+        super().__init__((), 1)
+
+    def full_blocks(self, token_ids: Sequence[int], salt: str) -> FullBlocks:
+        return FullBlocks(BlockHash(b""), 1)
+
+    def chain(self, salt: str, prompt: FullBlocks | None = None) -> TokenChain:
+        return NullChain()
+
+    def reserve(self, num_blocks: int) -> None:
+        return
+
+    def tokens(self, block_id: BlockId) -> bytes:
+        raise KeyError(block_id)
+
+
+def make_prefix_index(
+    name: str | None, eviction: str, *, spec: KVCacheSpec, identity: tuple[str, ...] = ()
+) -> tuple[PrefixIndex, EvictionPolicy]:
+    """Return the index for a `prefix_cache` option (None for no caching), and an eviction policy for it.
+
+    Args:
+        identity: what keys and values depend on besides the tokens: model fingerprint, dtype, codec, …
+
+    Raises:
+        ConfigError: a name is unknown; the message lists the known ones.
+    """
+    policy = make_eviction_policy(eviction)
+    if name is None:
+        return NullPrefixIndex(), policy
+    index = PrefixIndex(identity, spec.block_size, [group.window for group in spec.groups])
+    if name == "hashed":
+        return index, policy
+    if name == "radix":
+        return index, LeavesFirst(policy, index)
+    raise ConfigError(f"prefix_cache must be one of hashed, radix, got {name!r}")
