@@ -231,7 +231,8 @@ def admission() -> Figures:
             scheduler.add(make_request([i] * 50, max_tokens=2000))
         while scheduler.num_running < running:
             step(scheduler)
-        scheduler.add(make_request([7] * ((scheduler.kv.pool.num_available + 1) * BLOCK), max_tokens=1))
+        head = make_request([7] * ((scheduler.kv.pool.num_available + 1) * BLOCK), max_tokens=1)
+        scheduler.add(head)
         attempts: list[float] = []
         part: Any = scheduler._admission
         admit = part.admit
@@ -244,7 +245,7 @@ def admission() -> Figures:
 
         part.admit = timed
         for _ in range(41):
-            part.forget_refusals()
+            head.sequences[0].state.refusal = None
             step(scheduler)
         assert scheduler.num_running == running
         assert len(attempts) >= 41

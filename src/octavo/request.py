@@ -14,6 +14,7 @@ from typing import NewType, overload
 
 from octavo.pooling import PooledStates, Pooling
 from octavo.sampling_params import SamplingParams
+from octavo.sequence_state import SequenceState
 
 RequestId = NewType("RequestId", str)
 SequenceId = NewType("SequenceId", int)
@@ -230,6 +231,7 @@ class Sequence:
     Attributes:
         output_token_ids: the output so far, extended by `append_token`.
         cumulative_logprob: sum of the output tokens' logprobs, as far as they are known; a beam's running score.
+        state: what the scheduler keeps of it between steps.
     """
 
     request: Request
@@ -244,6 +246,7 @@ class Sequence:
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    state: SequenceState = field(default_factory=SequenceState)
 
     @property
     def num_tokens(self) -> int:
@@ -279,8 +282,9 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     def become_child_of(self, parent: Sequence) -> None:
-        """Take over the parent's output, and a new id, so that anything remembered under the old one is void."""
+        """Take over the parent's output, with a new id and a fresh state: nothing known of it before holds any more."""
         self.seq_id = SequenceId(next(_sequence_ids))
+        self.state = SequenceState()
         self.output_token_ids = parent.output_token_ids.copy()
         self.cumulative_logprob = parent.cumulative_logprob
         self.num_computed = parent.num_computed
@@ -330,6 +334,8 @@ class Request:
         bad_word_ids: the token sequences that spell `params.bad_words`.
         pins: prefixes of the prompt to pin once they are computed.
         pin_receipts: results of the pins.
+        was_admitted: whether it was ever admitted, as far as the scheduler has reported.
+        uncomputed_charge: prompt tokens that were charged to its tenant, but are not computed yet.
         admitted_time, first_token_time: as `arrival_time`, of its first step and of its first token; None before.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; None before it.
         cached_by_tier: these tokens by the tier where they were found: "device", "host", "disk", "remote".
@@ -355,6 +361,8 @@ class Request:
     traceparent: str | None = None
     full_blocks: object = None
     grammar: object = None
+    was_admitted: bool = False
+    uncomputed_charge: int = 0
     admitted_time: float | None = None
     first_token_time: float | None = None
     num_cached_tokens: int | None = None

@@ -45,15 +45,6 @@ def test_a_prefix_is_looked_up_again_only_where_it_became_longer_or_shorter(pref
         assert [prefixes.num_tokens(seq) for seq in seqs] == [0] * 8
 
 
-def test_what_waits_no_more_is_forgotten() -> None:
-    kv = make_manager(num_blocks=64, block_size=SIZE)
-    prefixes, seq = CachedPrefixes(kv), waiting([1, 2, 3])
-    prefixes.num_tokens(seq)
-    prefixes.forget(seq)
-    prefixes.forget(seq)
-    assert len(prefixes) == 0
-
-
 @pytest.mark.parametrize("prefix_cache", ["hashed", "radix"])
 @settings(max_examples=60, deadline=None)
 @given(

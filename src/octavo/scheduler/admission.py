@@ -10,12 +10,10 @@ enough steps have passed that the cost of looking up its cached prefix is neglig
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from octavo.kvcache.block import BlockCopy
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.matching import PrefixHit
-from octavo.request import Sequence, SequenceId, SequenceStatus
+from octavo.request import Sequence, SequenceStatus
 from octavo.scheduler.backfill import Backfill
 from octavo.scheduler.budget import StepBudget
 from octavo.scheduler.fairness import VirtualTokenCounter
@@ -23,6 +21,7 @@ from octavo.scheduler.running import RunningSet, num_pending_siblings
 from octavo.scheduler.tenant_shares import TenantShares
 from octavo.scheduler.waiting import WaitingLine, is_scored, needs_all_tokens
 from octavo.scheduler.yielding import Yielding
+from octavo.sequence_state import Refusal
 
 MOST_REFUSED = 8
 """The maximum number of waiting sequences that a step may try to admit in vain."""
@@ -36,23 +35,6 @@ milliseconds that it takes to look them up and to take them."""
 
 # A look-up of this many blocks, about 0.1 ms, may be repeated in every step.
 _BLOCKS_PER_STEP = 200
-
-
-@dataclass(slots=True)
-class _Refusal:
-    """A failed admission, recorded so that the look-up is not repeated too early.
-
-    Attributes:
-        shortage: number of missing blocks.
-        supply: `Admission._supply` at the time, which counts freed and published blocks.
-        unclaimed: blocks that were available at the time and that no running sequence was bound to take.
-        again_at: step before which the look-up is not repeated.
-    """
-
-    shortage: int
-    supply: int
-    unclaimed: int
-    again_at: int
 
 
 class Admission:
@@ -84,7 +66,6 @@ class Admission:
         self._max_num_seqs = max_num_seqs
         self._watermark = watermark_blocks
         self._backfill = Backfill(kv.spec, running, max_num_seqs, max_num_batched_tokens, turns)
-        self._refusals: dict[SequenceId, _Refusal] = {}
         self._over_cap: dict[str, int] = {}  # by tenant over its cap: blocks held and bound at the time
         self._step = 0
         self._num_long_blocks = 0  # of long prompts, found in this step
@@ -122,7 +103,7 @@ class Admission:
     def num_lacking_blocks(self, seq: Sequence) -> int:
         """Return the number of blocks that a waiting sequence lacks to be admitted; 0 or negative if it lacks none."""
         kv = self._kv
-        if (refusal := self._refusals.get(seq.seq_id)) is not None:
+        if (refusal := seq.state.refusal) is not None:
             # `_supply` also counts blocks that were freed and taken again, but another sequence would yield for these.
             return refusal.shortage - (self._num_unclaimed() - refusal.unclaimed)
         most = kv.spec.blocks_for_tokens(seq.num_tokens) * len(kv.spec.groups)
@@ -134,14 +115,6 @@ class Admission:
         if shortage > 0:
             self._refuse(seq, shortage, hit.num_tokens // kv.spec.block_size)
         return shortage
-
-    def forget(self, seq: Sequence) -> None:
-        """Forget a sequence that no longer waits."""
-        self._refusals.pop(seq.seq_id, None)
-
-    def forget_refusals(self) -> None:
-        """Forget why sequences were refused: tenants' floors or caps have changed."""
-        self._refusals.clear()
 
     def admit(self, seq: Sequence, budget: StepBudget, share: int = 1) -> int:
         """Give a waiting sequence a place, and blocks for its first chunk.
@@ -170,7 +143,7 @@ class Admission:
         while (num_new := self._take_blocks(seq, budget, share)) == 0:
             if len(self._running):
                 if is_head:
-                    refusal = self._refusals.get(seq.seq_id)
+                    refusal = seq.state.refusal
                     self._backfill.hold(seq, self._step, refusal.shortage if refusal else 1)
                 return 0
             # No running sequence could free blocks by ending.
@@ -180,7 +153,7 @@ class Admission:
             return 0
         if is_head:
             self._backfill.release()
-        self._refusals.pop(seq.seq_id, None)
+        seq.state.refusal = None
         self._waiting.admit(seq)
         seq.status = SequenceStatus.RUNNING
         self._running.enter(seq)
@@ -271,14 +244,14 @@ class Admission:
         return self._running.reserve_with(seq, seq.num_tokens) - self._running.reserve
 
     def _is_refused(self, seq: Sequence) -> bool:
-        refusal = self._refusals.get(seq.seq_id)
+        refusal = seq.state.refusal
         if refusal is None:
             return False
         return self._step < refusal.again_at or self._supply() - refusal.supply < refusal.shortage
 
     def _refuse(self, seq: Sequence, shortage: int, num_blocks: int) -> None:
         again_at = self._step + num_blocks // _BLOCKS_PER_STEP
-        self._refusals[seq.seq_id] = _Refusal(shortage, self._supply(), self._num_unclaimed(), again_at)
+        seq.state.refusal = Refusal(shortage, self._supply(), self._num_unclaimed(), again_at)
 
     def _num_unclaimed(self) -> int:
         return self._kv.pool.num_available - self._running.reserve

@@ -61,8 +61,7 @@ class LookAhead:
             return []
         if is_awaited and (self._takes_places or self._admission.may_admit):
             return []
-        places = running.places
-        going = [(seq, place) for seq in computing if (place := places.get(seq.seq_id)) is not None]
+        going = [(seq, place) for seq in computing if (place := seq.state.place) is not None]
         if len(going) != len(running):
             return []
         streams = []

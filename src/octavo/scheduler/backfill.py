@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.request import Sequence
 from octavo.scheduler.fairness import VirtualTokenCounter
-from octavo.scheduler.running import RunningSet, num_pending_siblings
+from octavo.scheduler.running import RunningSet, num_pending_siblings, place_of
 from octavo.scheduler.waiting import num_missing
 
 
@@ -78,7 +78,7 @@ class Backfill:
         for seq in sorted(self._running, key=steps_left):
             if places >= 0 and blocks >= 0:
                 break
-            place = self._running.places[seq.seq_id]
+            place = place_of(seq)
             places += 1 + place.siblings
             blocks += place.held * len(self._spec.groups)
             step = now + steps_left(seq)

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 
-from octavo.request import Request, RequestId, Sequence
+from octavo.request import Request, Sequence
 
 PROMPT_TOKEN = 1.0
 OUTPUT_TOKEN = 2.0
@@ -37,7 +37,6 @@ class VirtualTokenCounter:
 
     def __init__(self) -> None:
         self.version = 0
-        self._to_compute: dict[RequestId, int] = {}  # prompt tokens charged but not yet computed
         self._received: dict[str, float] = {}
         self._weights: dict[str, float] = {}
         self._recent: dict[str, tuple[float, float]] = {}  # service per weight, and the time of its last decay
@@ -86,23 +85,20 @@ class VirtualTokenCounter:
         self._level = max(self._level, self._received.get(tenant, 0.0))
         if not seq.index and not seq.num_preemptions:
             uncached = seq.num_prompt_tokens - seq.num_computed
-            self._to_compute[seq.request.request_id] = uncached
+            seq.request.uncomputed_charge = uncached
             self.charge(tenant, PROMPT_TOKEN * uncached)
 
     def computed(self, seq: Sequence) -> None:
         """Note that a sequence has reached its `num_computed`, perhaps for the second time."""
-        request_id = seq.request.request_id
-        if (before := self._to_compute.get(request_id)) is not None:
-            left = min(before, seq.num_prompt_tokens - seq.num_computed)
-            self._note(seq.request.tenant, PROMPT_TOKEN * (before - max(0, left)))
-            if left > 0:
-                self._to_compute[request_id] = left
-            else:
-                del self._to_compute[request_id]
+        request = seq.request
+        if before := request.uncomputed_charge:
+            left = max(0, min(before, seq.num_prompt_tokens - seq.num_computed))
+            request.uncomputed_charge = left
+            self._note(request.tenant, PROMPT_TOKEN * (before - left))
 
     def ended(self, request: Request) -> None:
         """Refund the prompt tokens that were charged but never computed, when a request has ended."""
-        left = self._to_compute.pop(request.request_id, 0)
+        left, request.uncomputed_charge = request.uncomputed_charge, 0
         if left and request.tenant in self._received:
             self.charge(request.tenant, -PROMPT_TOKEN * left)
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from octavo.kvcache.label import Label
 from octavo.kvcache.manager import KVCacheManager
-from octavo.request import Sequence, SequenceId, SequenceStatus
+from octavo.request import Sequence, SequenceStatus
 from octavo.scheduler.preemption import RestoreSpeed
 
 
@@ -40,7 +40,7 @@ class Fetcher(Protocol):
 
 
 class Fetching:
-    """Tracks the requests that wait for a fetch, and those whose blocks have arrived but that are not admitted yet.
+    """Tracks the requests that wait for a fetch; each keeps it until it is admitted or ends.
 
     Attributes:
         speed: how long computing takes, against which loads are weighed.
@@ -50,8 +50,7 @@ class Fetching:
         self.speed = speed
         self._kv = kv
         self._fetcher = fetcher
-        self._waiting: dict[SequenceId, tuple[Sequence, Any]] = {}
-        self._arrived: dict[SequenceId, Any] = {}
+        self._waiting: dict[Sequence, None] = {}  # in order of arrival; each has its fetch in its state
 
     def __len__(self) -> int:
         """The number of requests that wait for a fetch."""
@@ -66,7 +65,8 @@ class Fetching:
         if fetch is None:
             return False
         seq.status = SequenceStatus.PARKED
-        self._waiting[seq.seq_id] = (seq, fetch)
+        seq.state.fetch = fetch
+        self._waiting[seq] = None
         return True
 
     @property
@@ -76,24 +76,22 @@ class Fetching:
 
     def is_waiting(self, seq: Sequence) -> bool:
         """Whether a sequence waits for a fetch."""
-        return seq.seq_id in self._waiting
+        return seq in self._waiting
 
     def arrived(self) -> list[Sequence]:
         """Return the sequences that need not wait any longer."""
         self._fetcher.poll()
-        ready = [
-            (seq, fetch) for seq, fetch in self._waiting.values() if not fetch.pending or self._fetcher.is_late(fetch)
-        ]
-        for seq, fetch in ready:
-            del self._waiting[seq.seq_id]
-            self._arrived[seq.seq_id] = fetch
-        return [seq for seq, _ in ready]
+        is_late = self._fetcher.is_late
+        ready = [seq for seq in self._waiting if not seq.state.fetch.pending or is_late(seq.state.fetch)]
+        for seq in ready:
+            del self._waiting[seq]
+        return ready
 
     def release(self, seq: Sequence) -> None:
         """Forget a sequence that was admitted, or has ended."""
-        _, fetch = self._waiting.pop(seq.seq_id, (seq, None))
-        fetch = fetch or self._arrived.pop(seq.seq_id, None)
-        if fetch is not None:
+        self._waiting.pop(seq, None)
+        if (fetch := seq.state.fetch) is not None:
+            seq.state.fetch = None
             self._fetcher.release(fetch)
 
     def wait(self, seconds: float) -> None:

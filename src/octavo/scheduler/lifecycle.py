@@ -75,7 +75,6 @@ class Lifecycle:
             return
         if seq.status is SequenceStatus.WAITING:
             self.parts.waiting.discard(seq)
-            self.parts.admission.forget(seq)
         self._give_up_blocks(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason, seq.stop_reason = reason, stop_reason

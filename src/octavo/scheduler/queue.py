@@ -75,9 +75,6 @@ class PrefixLengths(Protocol):
     def num_tokens(self, seq: Sequence) -> int:
         """Return the length of the cached prefix of a sequence, in tokens."""
 
-    def forget(self, seq: Sequence) -> None:
-        """Forget a sequence that no longer waits."""
-
 
 class LongestPrefixFirst:
     """Within a tenant, the longest cached prefix first, so that cached blocks are used before they are evicted.
@@ -153,7 +150,7 @@ class LongestPrefixFirst:
         tenant = seq.request.tenant
         line = self._lines[tenant]
         self._size -= 1
-        self._prefixes.forget(seq)
+        seq.state.cached_prefix = None
         del line[bisect.bisect_left(line, seq.order, key=_order)]
         if not line:
             # Forget tenants with nothing waiting, because tenants come and go.

@@ -16,7 +16,8 @@ from octavo.scheduler.beam import Beam, BeamSearch, Extension, Hypothesis
 from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.lifecycle import Lifecycle
 from octavo.scheduler.plan import Candidate, SequenceUpdate, StepPlan, StepResult
-from octavo.scheduler.running import Place, RunningSet
+from octavo.scheduler.running import place_of
+from octavo.sequence_state import Place
 
 
 class ResultApplier:
@@ -67,7 +68,6 @@ class ResultApplier:
         result: StepResult,
         sequences: Seq[Sequence],
         draws: Seq[tuple[Sequence, ...]],
-        running: RunningSet,
     ) -> list[SequenceUpdate]:
         """Advance the sequence of each row; `draws` holds the drawing sequences of each row after the streams."""
         for scores, logprobs in zip(plan.scores, result.prompt_logprobs, strict=True):
@@ -76,13 +76,13 @@ class ResultApplier:
             if (states := sequences[pool.row].request.pooled) is not None:
                 states.add(pool.num_tokens, total)
         updates: list[SequenceUpdate] = []
-        places, forced, tells_all = running.places, result.forced, self._tells_all
+        forced, tells_all = result.forced, self._tells_all
         # Nearly every row only gains a token; `attend_at` and `ending_ids` identify those that need more.
         streams = sequences[: plan.num_streams]
         for draw, (seq, token_id) in enumerate(zip(streams, result.token_ids, strict=False)):
-            computed, place = seq.num_computed + 1, places.get(seq.seq_id)
+            computed, place = seq.num_computed + 1, seq.state.place
             if place is None or computed >= place.attend_at or token_id in place.ending_ids or draw in forced:
-                self._advance(seq, computed, (seq,), draw, result, running, updates)
+                self._advance(seq, computed, (seq,), draw, result, updates)
             else:
                 seq.num_computed = computed
                 seq.output_token_ids.append(token_id)
@@ -90,7 +90,7 @@ class ResultApplier:
                     updates.append(SequenceUpdate(seq, (token_id,)))
         draw = plan.num_streams
         for row, drawing in enumerate(draws, start=plan.num_streams):
-            self._advance(sequences[row], plan.starts[row] + plan.lengths[row], drawing, draw, result, running, updates)
+            self._advance(sequences[row], plan.starts[row] + plan.lengths[row], drawing, draw, result, updates)
             draw += len(drawing)
         return updates
 
@@ -101,7 +101,6 @@ class ResultApplier:
         drawing: tuple[Sequence, ...],
         draw: int,
         result: StepResult,
-        running: RunningSet,
         updates: list[SequenceUpdate],
     ) -> None:
         """Advance any row: the sequences in `drawing` get the draws from number `draw` on."""
@@ -110,7 +109,7 @@ class ResultApplier:
         request = seq.request
         try:
             seq.num_computed = num_computed
-            place = running.places[seq.seq_id]
+            place = place_of(seq)
             if self._turns is not None:
                 self._turns.computed(seq)
             self._publish(seq, place)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.request import Sequence, SequenceId
+from octavo.request import Sequence
 
 
 class StreamRotation:
@@ -13,7 +13,6 @@ class StreamRotation:
 
     def __init__(self) -> None:
         self._turn = 0
-        self._last: dict[SequenceId, int] = {}
         self._last_of_prompts = 0
 
     def choose(self, streams: list[Sequence], have_prompts: bool, num_tokens: int) -> tuple[list[Sequence], int]:
@@ -23,13 +22,14 @@ class StreamRotation:
             The chosen streams, and the number of tokens left for prompts.
         """
         self._turn += 1
-        last = {seq.seq_id: self._last.get(seq.seq_id, 0) for seq in streams}
-        by_turn = sorted(last, key=last.__getitem__)
+        by_turn = sorted(streams, key=lambda seq: seq.state.last_served)
         for_prompts = 0
-        if have_prompts and (len(by_turn) < num_tokens or self._last_of_prompts <= last[by_turn[num_tokens - 1]]):
+        if have_prompts and (
+            len(by_turn) < num_tokens or self._last_of_prompts <= by_turn[num_tokens - 1].state.last_served
+        ):
             for_prompts = max(1, num_tokens // 8)
             self._last_of_prompts = self._turn
         chosen = set(by_turn[: num_tokens - for_prompts])
-        last.update(dict.fromkeys(chosen, self._turn))
-        self._last = last
-        return [seq for seq in streams if seq.seq_id in chosen], for_prompts
+        for seq in chosen:
+            seq.state.last_served = self._turn
+        return [seq for seq in streams if seq in chosen], for_prompts

@@ -14,44 +14,10 @@ from __future__ import annotations
 import bisect
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from octavo.kvcache.manager import KVCacheManager
-from octavo.request import Sequence, SequenceId, SequenceStatus
-
-
-@dataclass(slots=True)
-class Place:
-    """What a running sequence holds and may still take, in blocks of one table.
-
-    Attributes:
-        held: blocks it holds.
-        base: blocks of the tokens it had when it was admitted.
-        most: blocks of its prompt and its longest answer; the last token's key and value are never computed.
-        copies: shared blocks that it must copy before it writes to them.
-        siblings: parallel samples or beams that start once it has computed their prompt, each in its own place.
-        sibling_blocks: blocks that each of them takes then: a copy of the prompt's last, partly filled block, and
-            headroom.
-        headroom: blocks that it must be able to grow by, up to `most`.
-        bound: blocks it is bound to take, including siblings, as counted in `RunningSet.reserve`.
-        capacity: number of tokens that fit in blocks it does not share.
-        publish_at: number of computed tokens from which they must be committed to the cache.
-        attend_at: number of computed tokens from which a drawn token needs more than being appended; 0 means always.
-        ending_ids: tokens that may end it, which need more than being appended too.
-    """
-
-    held: int
-    base: int
-    most: int
-    copies: int
-    siblings: int
-    sibling_blocks: int
-    headroom: int
-    capacity: int = 0
-    bound: int = 0
-    publish_at: int = 0
-    attend_at: int = 0
-    ending_ids: frozenset[int] = frozenset()
+from octavo.request import Sequence, SequenceStatus
+from octavo.sequence_state import Place
 
 
 class RunningSet:
@@ -62,7 +28,6 @@ class RunningSet:
 
     Attributes:
         order: the sequences; read-only for others.
-        places: the place of each sequence.
         num_promised: places of parallel samples and beams whose prompt is still being computed.
         reserve: blocks, in all groups, that running sequences are bound to take.
         num_following: sequences whose draws depend on their previous tokens, which the host must know first.
@@ -72,7 +37,6 @@ class RunningSet:
         self, kv: KVCacheManager, headroom_tokens: int, on_leave: Callable[[Sequence], None] = lambda seq: None
     ) -> None:
         self.order: list[Sequence] = []
-        self.places: dict[SequenceId, Place] = {}
         self.num_promised = 0
         self.reserve = 0
         self.num_following = 0
@@ -110,24 +74,25 @@ class RunningSet:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Add `child`, which shares the blocks of the running `parent`; the first to write copies a partial block."""
-        place = self._place(child, 0)
-        place.held = self.places[parent.seq_id].held
+        place, of_parent = self._place(child, 0), place_of(parent)
+        place.held = of_parent.held
         place.copies = int(child.num_computed % self._size > 0)
-        self.places[parent.seq_id].capacity = place.capacity = 0
+        of_parent.capacity = place.capacity = 0
         self._enter(child, place)
 
     def leave(self, seq: Sequence) -> None:
         """Remove a sequence whose blocks are about to be released."""
         self.order.remove(seq)
         self._on_leave(seq)
-        place = self.places.pop(seq.seq_id)
+        place = place_of(seq)
+        seq.state.place = None
         self.num_promised -= place.siblings
         self.reserve -= place.bound
         self.num_following -= seq.request.params.follows_tokens
 
     def grew(self, seq: Sequence) -> Place:
         """Account for new blocks of a sequence, or copies of shared ones."""
-        place = self.places[seq.seq_id]
+        place = place_of(seq)
         place.held = len(self._kv.tables(seq)[0])
         place.capacity = place.held * self._size
         place.copies = 0
@@ -136,7 +101,7 @@ class RunningSet:
 
     def lose_sibling(self, seq: Sequence) -> None:
         """Give up the place promised to a sibling of this sequence, because it ends or starts."""
-        place = self.places.get(seq.seq_id)
+        place = seq.state.place
         if place is not None and place.siblings:
             place.siblings -= 1
             self.num_promised -= 1
@@ -156,7 +121,7 @@ class RunningSet:
         """Return `reserve`, recounted from the block tables for audits. O(running)."""
         total = 0
         for seq in self.order:
-            place = self.places[seq.seq_id]
+            place = place_of(seq)
             fresh = self._place(seq, num_pending_siblings(seq))
             fresh.held, fresh.base, fresh.copies = len(self._kv.tables(seq)[0]), place.base, place.copies
             total += self._bound(fresh)
@@ -167,7 +132,7 @@ class RunningSet:
             bisect.insort(self.order, seq, key=_order)
         else:
             self.order.append(seq)  # the usual case
-        self.places[seq.seq_id] = place
+        seq.state.place = place
         self.num_promised += place.siblings
         self.num_following += seq.request.params.follows_tokens
         self._count(place)
@@ -197,6 +162,13 @@ class RunningSet:
         bound = self._bound(place)
         self.reserve += bound - place.bound
         place.bound = bound
+
+
+def place_of(seq: Sequence) -> Place:
+    """Return the place of a running sequence."""
+    place = seq.state.place
+    assert place is not None, "it runs"
+    return place
 
 
 def num_pending_siblings(seq: Sequence) -> int:

@@ -28,7 +28,7 @@ from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
 from octavo.scheduler.plan_builder import PlanBuilder
 from octavo.scheduler.preemption import PreemptionMode, Recompute, RestoreSpeed
 from octavo.scheduler.queue import ArrivalOrder, WaitingQueue
-from octavo.scheduler.restart import HeldBack, MayRun
+from octavo.scheduler.restart import MayRun, hold_back, requeue
 from octavo.scheduler.results import ResultApplier
 from octavo.scheduler.scheduler_config import SchedulerConfig
 from octavo.scheduler.step_time import StepLoad
@@ -80,9 +80,7 @@ class Scheduler:
         self._requests = lifecycle.requests
         self._compose(queue, preemption or Recompute())
         self._pinning = Pinning(kv, lifecycle.fail)
-        self._held_back = HeldBack()
         self._results = ResultApplier(kv, lifecycle, turns, config.max_model_len, tells_all=tells_all)
-        self._noted: set[RequestId] = set()  # requests passed to `on_admitted`
         self.on_admitted: Callable[[Request], None] = lambda request: None
         self.fetching: Fetching | None = None
         self.capacity = Capacity(
@@ -237,7 +235,8 @@ class Scheduler:
             self.kv.count_owners(self._requests.values())
         for seq in moving:
             self._waiting.push(seq)
-        self._admission.forget_refusals()
+        for seq in waiting:
+            seq.state.refusal = None  # it may fit the new floors and caps
 
     def end_request(self, request_id: RequestId, reason: FinishReason = FinishReason.ABORT) -> Request | None:
         """End every sequence of a request and free its blocks; None if the request is unknown or has ended."""
@@ -299,7 +298,7 @@ class Scheduler:
             self.turns.drawn(seq for seq in drew if not seq.finished)
             self.turns.drawn(drew[i] for i, following in result.forced.items() for _ in following)
         self.kv.hierarchy.complete()
-        updates = self._results.apply(plan, result, rows.sequences, rows.draws, self._running)
+        updates = self._results.apply(plan, result, rows.sequences, rows.draws)
         self._pinning.settle()
         return updates
 
@@ -325,7 +324,7 @@ class Scheduler:
         for request in self._requests.values():
             if request.sequences[0].status is SequenceStatus.RUNNING:
                 self._note_admitted(request.sequences[0])
-        self._held_back.requeue(self._requests.values(), may_run, self.kv, self._waiting, counters)
+        requeue(self._requests.values(), may_run, self.kv, self._waiting, counters)
 
     def hold(self, request: Request) -> None:
         """Make a request that was just added wait until a `restart` that lets it run."""
@@ -333,7 +332,7 @@ class Scheduler:
         if self.fetching is not None and self.fetching.is_waiting(seq):
             self.fetching.release(seq)
             self._waiting.push(seq)
-        self._held_back.hold(seq, self._waiting)
+        hold_back(seq, self._waiting)
 
     def observe(self, plan: StepPlan, seconds: float, moving_seconds: float = 0.0) -> None:
         """Learn from a step's duration, measured from the end of the previous step if there was no pause in between.
@@ -375,11 +374,9 @@ class Scheduler:
         self.kv.hierarchy.fail()
 
     def _on_finish(self, seq: Sequence) -> None:
-        self._held_back.forget(seq)
         if self.fetching is not None:
             self.fetching.release(seq)
         if seq.request.finished:
-            self._noted.discard(seq.request.request_id)
             self._results.forget(seq.request)
             if self.turns is not None:
                 self.turns.ended(seq.request)
@@ -390,8 +387,8 @@ class Scheduler:
             return
         if self.fetching is not None:
             self.fetching.release(seq)
-        if request.request_id not in self._noted:
-            self._noted.add(request.request_id)
+        if not request.was_admitted:
+            request.was_admitted = True
             self.on_admitted(request)
         self._pinning.admitted(seq)
 

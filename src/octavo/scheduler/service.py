@@ -42,7 +42,7 @@ from octavo.scheduler.claims import Claims
 from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.latency_target import LatencyTarget
 from octavo.scheduler.rotation import StreamRotation
-from octavo.scheduler.running import RunningSet, num_pending_siblings
+from octavo.scheduler.running import RunningSet, num_pending_siblings, place_of
 from octavo.scheduler.stream_shares import StreamShares
 from octavo.scheduler.tenant_shares import TenantShares
 from octavo.scheduler.waiting import WaitingLine, is_scored, num_missing
@@ -155,7 +155,7 @@ class Service:
         victims = [seq for seq in claims.victims(head, running.order) if self._tenants.helps(seq, head)]
         if num_places > len(victims) or not victims:
             return None
-        bound = sum(running.places[seq.seq_id].bound for seq in victims)
+        bound = sum(place_of(seq).bound for seq in victims)
         if admission.num_lacking_blocks(head) > self._kv.holdings.num_freed_by(victims) + bound:
             return None
         while victims and (admission.num_lacking_places(head) > 0 or admission.num_lacking_blocks(head) > 0):
@@ -222,9 +222,9 @@ class Service:
 
     def _serve_streams(self, streams: list[Sequence], shares: StepShares) -> bool:
         """Give each stream one token, in order of service; returns whether blocks ran out."""
-        places, running = self._running.places, SequenceStatus.RUNNING
+        running = SequenceStatus.RUNNING
         served, short = shares.streams, False
-        full = [seq for seq in streams if seq.num_computed >= places[seq.seq_id].capacity]
+        full = [seq for seq in streams if seq.num_computed >= place_of(seq).capacity]
         if not full or self._kv.extend_all(full):
             for seq in full:
                 self._running.grew(seq)
@@ -233,7 +233,7 @@ class Service:
         for seq in streams:
             if short and seq.status is not running:
                 continue
-            if seq.num_computed >= places[seq.seq_id].capacity and not self._extend(seq, 1, shares):
+            if seq.num_computed >= place_of(seq).capacity and not self._extend(seq, 1, shares):
                 short = True
                 if not self._take_from_those_behind(seq, shares):
                     continue
@@ -344,7 +344,7 @@ class Service:
         while True:
             if self._extend(seq, has + chunk, shares):
                 return chunk
-            place = self._running.places[seq.seq_id]
+            place = place_of(seq)
             blocks = self._tenants.room(seq) // len(self._kv.spec.groups)
             fits = place.capacity + blocks * self._kv.spec.block_size - seq.num_computed - has
             if 0 < fits < chunk and self._extend(seq, has + fits, shares):

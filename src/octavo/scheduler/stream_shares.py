@@ -34,7 +34,6 @@ class StreamShares:
     def __init__(self, latency: LatencyTarget) -> None:
         self._latency = latency
         self._num_served = 0
-        self._last: dict[SequenceId, int] = {}  # the number of tokens served when a stream had its last one
         self._received: dict[str, float] = {}  # by tenants whose streams take turns: time per weight
 
     def time_of(self, streams: list[Sequence]) -> StreamTime | None:
@@ -51,7 +50,7 @@ class StreamShares:
         """Return the streams that have a token in the next step, in their given order."""
         time = self.time_of(streams)
         if time is None:
-            self._last, self._received = {}, {}
+            self._received = {}
             return streams
         available = time.available * (SHARE_BESIDE_PROMPTS if have_prompts else 1.0)
         of_tenant: dict[str, list[tuple[Sequence, float]]] = defaultdict(list)
@@ -81,9 +80,9 @@ class StreamShares:
         """Return the streams that have their turn, of tenants that ask for more than their share."""
         level = min((self._received[tenant] for tenant in of_tenant if tenant in self._received), default=0.0)
         received = {tenant: max(level, self._received.get(tenant, level)) for tenant in of_tenant}
-        last = {seq.seq_id: self._last.get(seq.seq_id, 0) for own in of_tenant.values() for seq, _ in own}
         lines = {
-            tenant: iter(sorted(own, key=lambda stream: last[stream[0].seq_id])) for tenant, own in of_tenant.items()
+            tenant: iter(sorted(own, key=lambda stream: stream[0].state.last_served))
+            for tenant, own in of_tenant.items()
         }
         chosen: set[SequenceId] = set()
         heap = [(seconds, tenant) for tenant, seconds in received.items()]
@@ -97,7 +96,7 @@ class StreamShares:
             received[tenant] += seconds / seq.request.weight
             chosen.add(seq.seq_id)
             self._num_served += 1
-            last[seq.seq_id] = self._num_served
+            seq.state.last_served = self._num_served
             heapq.heappush(heap, (received[tenant], tenant))
-        self._last, self._received = last, received
+        self._received = received
         return chosen

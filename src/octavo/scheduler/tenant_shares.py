@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence
 from octavo.scheduler.kv_limits import KVLimits
-from octavo.scheduler.running import RunningSet
+from octavo.scheduler.running import RunningSet, place_of
 
 
 class TenantShares:
@@ -79,8 +79,7 @@ class TenantShares:
 
     def bound_of(self, tenant: str) -> int:
         """Return the blocks that the tenant's running sequences are still bound to take."""
-        places = self._running.places
-        return sum(places[seq.seq_id].bound for seq in self._running.order if seq.request.tenant == tenant)
+        return sum(place_of(seq).bound for seq in self._running.order if seq.request.tenant == tenant)
 
     def helps(self, victim: Sequence, seq: Sequence) -> bool:
         """Whether `seq` could take blocks that `victim` gives back."""

@@ -1,0 +1,90 @@
+"""What the scheduler keeps of a sequence between steps: one record, `Sequence.state`.
+
+It is replaced by a fresh one when the sequence gets a new id or everything starts over, so nothing about it can be left
+behind in a table. Plain data: only the scheduler's modules read and write it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(eq=False, slots=True)
+class Place:
+    """What a running sequence holds and may still take, in blocks of one table.
+
+    Attributes:
+        held: blocks it holds.
+        base: blocks of the tokens it had when it was admitted.
+        most: blocks of its prompt and its longest answer; the last token's key and value are never computed.
+        copies: shared blocks that it must copy before it writes to them.
+        siblings: parallel samples or beams that start once it has computed their prompt, each in its own place.
+        sibling_blocks: blocks that each of them takes then: a copy of the prompt's last, partly filled block, and
+            headroom.
+        headroom: blocks that it must be able to grow by, up to `most`.
+        bound: blocks it is bound to take, including siblings, as counted in `RunningSet.reserve`.
+        capacity: number of tokens that fit in blocks it does not share.
+        publish_at: number of computed tokens from which they must be committed to the cache.
+        attend_at: number of computed tokens from which a drawn token needs more than being appended; 0 means always.
+        ending_ids: tokens that may end it, which need more than being appended too.
+    """
+
+    held: int
+    base: int
+    most: int
+    copies: int
+    siblings: int
+    sibling_blocks: int
+    headroom: int
+    capacity: int = 0
+    bound: int = 0
+    publish_at: int = 0
+    attend_at: int = 0
+    ending_ids: frozenset[int] = frozenset()
+
+
+@dataclass(eq=False, slots=True)
+class Refusal:
+    """A failed admission, recorded so that the look-up of a cached prefix is not repeated too early.
+
+    Attributes:
+        shortage: number of missing blocks.
+        supply: `Admission._supply` at the time, which counts freed and published blocks.
+        unclaimed: blocks that were available at the time and that no running sequence was bound to take.
+        again_at: step before which the look-up is not repeated.
+    """
+
+    shortage: int
+    supply: int
+    unclaimed: int
+    again_at: int
+
+
+@dataclass(eq=False, slots=True)
+class CachedPrefix:
+    """The length of a waiting sequence's cached prefix in tokens, and the version of the cache it was found in."""
+
+    version: int
+    num_tokens: int
+
+
+@dataclass(eq=False, slots=True)
+class SequenceState:
+    """The scheduler's record of one sequence.
+
+    Attributes:
+        place: what it holds while it runs; None while it does not.
+        refusal: why it was not admitted yet; None while it may be tried.
+        cached_prefix: how much of it is cached, where the order of admission depends on that.
+        fetch: its blocks on the way from a store, or arrived, until it is admitted.
+        is_held: whether it waits for a restart that lets it run.
+        last_served: the turn in which it last had a token, while streams take turns.
+    """
+
+    place: Place | None = None
+    refusal: Refusal | None = None
+    cached_prefix: CachedPrefix | None = None
+    fetch: Any = None
+    is_held: bool = False
+    last_served: int = 0
