@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.request import FinishReason, SequenceStatus
-from octavo.scheduler.assembly import make_turns
 from octavo.scheduler.plan import DRAWN, StepPlan
+from octavo.scheduler.policy import VirtualTokenCounter
 from tests.scheduler.plans import shares
 from tests.scheduler.test_scheduler import Engine
 from tests.scheduler.test_scheduler_machine import LAYERS, SchedulerMachine
@@ -47,9 +47,7 @@ def test_a_sequence_that_reaches_its_maximum_length_is_left_out() -> None:
 
 
 def test_tokens_computed_for_an_ended_request_are_dropped_and_not_charged() -> None:
-    engine = Engine()
-    turns = engine.scheduler.turns = make_turns("vtc")
-    assert turns is not None
+    engine = Engine(policy=(turns := VirtualTokenCounter()))
     leaving, staying = engine.add(3, tenant="leaving"), engine.add(3, tenant="staying")
     engine.step()
     plan, ahead = engine.scheduler.schedule(), engine.scheduler.schedule_ahead()
@@ -87,7 +85,7 @@ def test_no_step_is_planned_ahead_while_a_request_could_be_admitted() -> None:
 
 
 @pytest.mark.parametrize("limits", [{"num_blocks": 6}, {"max_num_seqs": 1}], ids=str)
-def test_a_request_without_room_stops_no_step_ahead_and_gets_the_first_free_place(limits: dict[str, int]) -> None:
+def test_a_request_without_room_stops_no_step_ahead_and_gets_the_first_free_place(limits: dict[str, Any]) -> None:
     engine = Engine(**limits)
     engine.add(4, max_tokens=9)
     engine.step()

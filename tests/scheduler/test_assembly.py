@@ -18,12 +18,9 @@ from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import NullPrefixIndex
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
-from octavo.scheduler.claims import ByPriority
-from octavo.scheduler.fairness import VirtualTokenCounter
+from octavo.scheduler.policy import AgeingPriority, FirstComeFirstServed, VirtualTokenCounter
 from octavo.scheduler.preemption import CheaperWay, Recompute, RestoreSpeed, Swap
-from octavo.scheduler.queue import ArrivalOrder, LongestPrefixFirst
 from octavo.scheduler.scheduler import Scheduler
-from octavo.scheduler.tenant_queue import TenantQueue
 from tests.kvcache.caches import FULL, Clock
 
 SPEC = KVCacheSpec.build([FULL], 4, "float32")
@@ -42,19 +39,16 @@ def scheduler(num_host_blocks: int = 0, speed: RestoreSpeed | None = SPEED, **op
 REACHED: dict[tuple[str, Any], Any] = {
     ("enable_prefix_caching", False): lambda s: isinstance(s.kv.prefix_cache, NullPrefixIndex),
     ("prefix_cache", "hashed"): lambda s: (
-        not isinstance(s.kv.pool._eviction, LeavesFirst) and isinstance(s.queue, ArrivalOrder)
+        not isinstance(s.kv.pool._eviction, LeavesFirst) and s._waiting._prefix_length is None
     ),
     ("prefix_cache", "radix"): lambda s: (
-        isinstance(s.kv.pool._eviction, LeavesFirst) and isinstance(s.queue, LongestPrefixFirst)
+        isinstance(s.kv.pool._eviction, LeavesFirst) and s._waiting._prefix_length is not None
     ),
     ("eviction_policy", "fifo"): lambda s: isinstance(s.kv.pool._eviction, FifoEviction),
     ("pin_budget", 0.5): lambda s: s.kv.pins.budget_blocks == 50,
-    ("scheduling_policy", "vtc"): lambda s: (
-        isinstance(s.turns, VirtualTokenCounter) and isinstance(s.queue, TenantQueue)
-    ),
-    ("scheduling_policy", "priority"): lambda s: (
-        isinstance(s.claims, ByPriority) and s.config.priority_seconds == 60.0 and not s.queue.short_may_pass
-    ),
+    ("scheduling_policy", "fcfs"): lambda s: type(s.policy) is FirstComeFirstServed,
+    ("scheduling_policy", "vtc"): lambda s: isinstance(s.policy, VirtualTokenCounter),
+    ("scheduling_policy", "priority"): lambda s: isinstance(s.policy, AgeingPriority) and s.policy.seconds == 60.0,
     ("kv_demotion", "all"): lambda s: isinstance(s.kv.hierarchy._demotion, DemoteAll),
     ("pin_tenant_share", 0.2): lambda s: s.kv.pins.tenant_blocks == 5,
     ("preemption_mode", "recompute"): lambda s: isinstance(s.preemption, Recompute),

@@ -14,9 +14,9 @@ from octavo.config import EngineConfig
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.request import Request, Sequence, SequenceStatus
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
-from octavo.scheduler.fairness import OUTPUT_TOKEN, RECENT_HALF_LIFE, VirtualTokenCounter
 from octavo.scheduler.plan import StepPlan, StepResult
-from octavo.scheduler.tenant_queue import TenantQueue
+from octavo.scheduler.policy import OUTPUT_TOKEN, RECENT_HALF_LIFE, VirtualTokenCounter
+from octavo.scheduler.waiting import WaitingQueue
 from tests.kvcache.caches import FULL, make_request
 
 MAX_LEN = 64
@@ -73,13 +73,11 @@ class Server:
         self.kv.audit()
 
     def received(self, tenant: str) -> float:
-        assert self.scheduler.turns is not None
-        return self.scheduler.turns.received(tenant)
+        assert isinstance(self.scheduler.policy, VirtualTokenCounter)
+        return self.scheduler.policy.received(tenant)
 
     def waiting(self) -> set[str]:
-        queue = self.scheduler.queue
-        assert isinstance(queue, TenantQueue)
-        return set(queue._lines)
+        return {seq.request.tenant for seq in self.scheduler._waiting.heads()}
 
 
 def running(request: Request) -> bool:
@@ -216,21 +214,23 @@ def test_a_prompt_that_comes_later_takes_little_of_a_step_from_one_of_a_tenant_t
 
 def test_a_preempted_sequence_comes_back_before_tenants_a_little_behind() -> None:
     counter = VirtualTokenCounter()
+    queue = WaitingQueue(counter)
     preempted, other = make_request([1] * 10, tenant="a").sequences[0], make_request([1] * 10, tenant="b").sequences[0]
     preempted.num_preemptions = 1
-    heads = {"a": preempted, "b": other}
-    for tenant in heads:
-        counter.arrive(tenant, 1.0, [])
+    for seq in (preempted, other):
+        queue.push(seq)
     counter.charge("a", 9)
-    assert counter.ranked(heads) == ["a", "b"]
+    assert queue.first(2) == [preempted, other]
     counter.charge("a", 2)
-    assert counter.ranked(heads) == ["b", "a"]
+    assert queue.first(2) == [other, preempted]
 
 
 def test_what_was_received_of_late_halves_with_time() -> None:
     counter = VirtualTokenCounter()
-    counter.arrive("a", 2.0, [])
-    counter.drawn(make_request([1], tenant="a").sequences * 400)
+    request = make_request([1], tenant="a")
+    request.weight = 2.0
+    counter.arrive(request, [])
+    counter.drawn(request.sequences * 400)
     assert counter.recent("a") == 400
     later = make_request([1], tenant="b")
     later.arrival_time = counter._now + RECENT_HALF_LIFE
@@ -317,8 +317,8 @@ def test_the_tenant_that_received_most_yields_its_blocks() -> None:
     sequences = [running("much"), running("little"), running("much"), running("little")]
     counter.charge("much", 100)
     counter.charge("little", 10)
-    assert counter.most_served(sequences) is sequences[2]
-    assert counter.most_served(sequences[3:]) is sequences[3]
+    assert max(sequences, key=counter.key) is sequences[2]
+    assert max(sequences[3:], key=counter.key) is sequences[3]
 
 
 def test_where_blocks_run_out_streams_of_the_least_served_keep_theirs() -> None:
@@ -343,8 +343,8 @@ def test_with_a_radix_tree_the_longest_cached_prefix_of_the_tenant_in_turn_is_fi
     server.add("a", shared, 1)
     server.step()
     later = [server.add("a", 20, 1), server.add("a", [*shared, 1], 1), server.add("b", 20, 1)]
-    assert server.scheduler.turns is not None
-    server.scheduler.turns.charge("a", 10)
+    assert isinstance(server.scheduler.policy, VirtualTokenCounter)
+    server.scheduler.policy.charge("a", 10)
     server.step()
     assert later[2].finished, "its tenant has received less"
     server.step()
@@ -354,12 +354,14 @@ def test_with_a_radix_tree_the_longest_cached_prefix_of_the_tenant_in_turn_is_fi
 
 def test_tenants_that_come_and_go_are_forgotten() -> None:
     counter = VirtualTokenCounter()
-    queue = TenantQueue(counter, lambda: Server("fcfs").scheduler.queue)
+    queue = WaitingQueue(counter)
     for number in range(6000):
         seq = make_request([1], tenant=f"t{number}").sequences[0]
         if number % 1000:
-            counter.arrive(f"t{number}", 1.0, [])
+            counter.arrive(seq.request, [])
             continue
         queue.push(seq)
-        assert queue.pop() is seq
-    assert len(counter._received) <= 4097
+        queue.admit(seq)
+        counter.drawn([seq])
+    assert len(counter._weights) <= 4097
+    assert len(counter._recent) <= 6

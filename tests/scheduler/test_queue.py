@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.request import Sequence, SequenceStatus
-from octavo.scheduler.cached_prefixes import CachedPrefixes
-from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.plan import StepResult
-from octavo.scheduler.queue import ArrivalOrder, LongestPrefixFirst, WaitingQueue
+from octavo.scheduler.policy import AgeingPriority, FirstComeFirstServed, VirtualTokenCounter
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.scheduler_config import SchedulerConfig
-from octavo.scheduler.tenant_queue import TenantQueue
+from octavo.scheduler.waiting import PrefixLengths, WaitingQueue
 from tests.kvcache.caches import make_manager, make_request
 
 _arrivals = itertools.count(1)
@@ -29,32 +26,28 @@ def waiting(prefix: int = 0, tenant: str = "", priority: int = 0) -> Sequence:
     return request.sequences[0]
 
 
-class AllButTheLast:
-    """Every token is said to be cached but the last."""
-
-    def num_tokens(self, seq: Sequence) -> int:
-        return seq.num_tokens - 1
-
-    def forget(self, seq: Sequence) -> None:
-        return
+def by_prefix(max_overtakes: int = 4, window: int = 32) -> WaitingQueue:
+    """A queue by prefixes, where every token is said to be cached but the last."""
+    return WaitingQueue(
+        FirstComeFirstServed(), lambda seq: seq.num_tokens - 1, max_overtakes=max_overtakes, window=window
+    )
 
 
-def by_prefix(max_overtakes: int = 4, window: int = 32) -> LongestPrefixFirst:
-    return LongestPrefixFirst(AllButTheLast(), max_overtakes=max_overtakes, window=window)
+def pop(queue: WaitingQueue) -> Sequence:
+    """Admit the next."""
+    seq = queue.head()
+    assert seq is not None
+    queue.admit(seq)
+    return seq
 
 
 def drain(queue: WaitingQueue) -> list[Sequence]:
-    return [queue.pop() for _ in range(len(queue))]
+    return [pop(queue) for _ in range(len(queue))]
 
 
-def in_turns() -> TenantQueue:
-    return TenantQueue(VirtualTokenCounter(), ArrivalOrder)
-
-
-@pytest.fixture(params=[ArrivalOrder, by_prefix, in_turns])
+@pytest.fixture(params=[FirstComeFirstServed, AgeingPriority, "by prefix", VirtualTokenCounter], ids=str)
 def queue(request: pytest.FixtureRequest) -> WaitingQueue:
-    make: Callable[[], WaitingQueue] = request.param
-    return make()
+    return by_prefix() if request.param == "by prefix" else WaitingQueue(request.param())
 
 
 def test_equal_sequences_leave_in_the_order_of_arrival(queue: WaitingQueue) -> None:
@@ -63,7 +56,7 @@ def test_equal_sequences_leave_in_the_order_of_arrival(queue: WaitingQueue) -> N
         queue.push(seq)
     assert len(queue) == 4
     assert drain(queue) == sequences
-    assert queue.peek() is None
+    assert queue.head() is None
 
 
 def test_the_more_important_leaves_first(queue: WaitingQueue) -> None:
@@ -78,17 +71,8 @@ def test_the_first_few_begin_with_the_head_and_name_nobody_twice(queue: WaitingQ
         queue.push(waiting(tenant=tenant))
     for count in range(1, 7):
         first = queue.first(count)
-        assert first[0] is queue.peek()
+        assert first[0] is queue.head()
         assert len(set(map(id, first))) == len(first) == min(count, 5)
-
-
-def test_peek_names_what_pop_takes(queue: WaitingQueue) -> None:
-    for prefix in (1, 7, 3):
-        queue.push(waiting(prefix))
-    while (seq := queue.peek()) is not None:
-        assert queue.pop() is seq
-    with pytest.raises(IndexError):
-        queue.pop()
 
 
 def test_a_discarded_sequence_is_passed_over(queue: WaitingQueue) -> None:
@@ -99,18 +83,18 @@ def test_a_discarded_sequence_is_passed_over(queue: WaitingQueue) -> None:
         seq.status = SequenceStatus.FINISHED
         queue.discard(seq)
     assert len(queue) == 1
-    assert queue.pop() is second
-    assert queue.peek() is None
+    assert pop(queue) is second
+    assert queue.head() is None
 
 
 def test_a_preempted_sequence_returns_to_its_old_place(queue: WaitingQueue) -> None:
     first, second = waiting(), waiting(9)
     queue.push(first)
-    assert queue.pop() is first
+    assert pop(queue) is first
     queue.push(second)
     first.num_preemptions = 1
     queue.push(first)
-    assert queue.pop() is first
+    assert pop(queue) is first
 
 
 def test_within_a_tenant_the_longest_cached_prefix_leaves_first() -> None:
@@ -126,7 +110,7 @@ def test_a_cached_prefix_does_not_put_one_tenant_before_another() -> None:
     first, greedy = waiting(0, tenant="a"), [waiting(9, tenant="b") for _ in range(3)]
     for seq in (first, *greedy):
         queue.push(seq)
-    assert queue.pop() is first
+    assert pop(queue) is first
 
 
 def test_one_that_was_overtaken_often_enough_is_next() -> None:
@@ -135,9 +119,9 @@ def test_one_that_was_overtaken_often_enough_is_next() -> None:
     queue.push(unlucky)
     for _ in range(4):
         queue.push(waiting(50))
-        assert queue.pop() is not unlucky
+        assert pop(queue) is not unlucky
     queue.push(waiting(50))
-    assert queue.pop() is unlucky
+    assert pop(queue) is unlucky
 
 
 @settings(max_examples=200, deadline=None)
@@ -160,7 +144,7 @@ def test_no_request_starves_behind_a_stream_of_better_prefixes(
     for _ in range((len(sequences) + 1) * (max_overtakes + 1) * 2):
         for _ in range(len(stream)):
             queue.push(waiting(*next(adversary)))
-        popped.append(queue.pop())
+        popped.append(pop(queue))
     for tenant in "ab":
         mine = [seq for seq in sequences if seq.request.tenant == tenant]
         served = [seq for seq in popped if seq.request.tenant == tenant]
@@ -170,8 +154,7 @@ def test_no_request_starves_behind_a_stream_of_better_prefixes(
 
 def test_a_stream_of_hits_does_not_keep_a_miss_from_being_served_by_a_whole_scheduler() -> None:
     kv = make_manager(num_blocks=12, block_size=4, prefix_cache="radix")
-    queue = LongestPrefixFirst(CachedPrefixes(kv), max_overtakes=3)
-    scheduler = Scheduler(SchedulerConfig(1, 64, max_model_len=40), kv, waiting=queue)
+    scheduler = Scheduler(SchedulerConfig(1, 64, max_model_len=40), kv, prefixes=PrefixLengths(kv))
     popular = list(range(100, 117))
 
     def add(tokens: list[int]) -> Sequence:
@@ -187,11 +170,11 @@ def test_a_stream_of_hits_does_not_keep_a_miss_from_being_served_by_a_whole_sche
     add(popular)
     step()
     unlucky, overtakers = add(list(range(9))), []
-    for _ in range(8):
+    for _ in range(40):
         overtakers.append(add(popular))
         step()
         if unlucky.finished:
             break
     assert unlucky.finished
-    assert sum(seq.finished for seq in overtakers) == 3
+    assert sum(seq.finished for seq in overtakers) == 16
     kv.audit()

@@ -9,11 +9,10 @@ import pytest
 from octavo.kvcache.block import BlockState
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.request import FinishReason, PinReceipt, PinRequest, Request
-from octavo.scheduler.cached_prefixes import CachedPrefixes
 from octavo.scheduler.plan import StepResult
-from octavo.scheduler.queue import LongestPrefixFirst
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.scheduler_config import SchedulerConfig
+from octavo.scheduler.waiting import PrefixLengths
 from tests.kvcache.caches import Clock, make_manager, make_request
 
 BLOCK_SIZE = 16
@@ -32,8 +31,8 @@ class Service:
         self.kv = make_manager(
             num_blocks, BLOCK_SIZE, prefix_cache=cache, eviction=eviction, pin_budget=pin_budget, clock=self.clock
         )
-        waiting = LongestPrefixFirst(CachedPrefixes(self.kv)) if cache == "radix" else None
-        self.scheduler = Scheduler(SchedulerConfig(64, 2048, max_model_len=40_000), self.kv, waiting=waiting)
+        prefixes = PrefixLengths(self.kv) if cache == "radix" else None
+        self.scheduler = Scheduler(SchedulerConfig(64, 2048, max_model_len=40_000), self.kv, prefixes=prefixes)
         self._fresh = itertools.count(10_000)
 
     def request(self, tokens: list[int], max_tokens: int = 4, ttl: float | None = None) -> Request:

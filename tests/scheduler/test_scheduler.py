@@ -12,6 +12,7 @@ from octavo.kvcache.block import BlockState
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import FinishReason, Request, Sequence, SequenceStatus, TokenLogprobs
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
+from octavo.scheduler.policy import Policy
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.scheduler_config import SchedulerConfig
 from tests.kvcache.caches import make_manager, make_request
@@ -25,13 +26,18 @@ class Engine:
     """A scheduler over a cache with blocks of 4 tokens, and a runner that draws what it is told to."""
 
     def __init__(
-        self, num_blocks: int = 100, max_num_seqs: int = 8, max_num_batched_tokens: int = 64, **cache: Any
+        self,
+        num_blocks: int = 100,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 64,
+        policy: Policy | None = None,
+        **cache: Any,
     ) -> None:
         self.kv: KVCacheManager = make_manager(num_blocks, 4, **cache)
         limits = SchedulerConfig(
             max_num_seqs, max_num_batched_tokens, max_model_len=200, watermark=0.0, headroom_tokens=0
         )
-        self.scheduler = Scheduler(limits, self.kv)
+        self.scheduler = Scheduler(limits, self.kv, policy)
         self._arrivals = 0
 
     def add(self, prompt: int | list[int], *, priority: int = 0, n: int = 1, **params: Any) -> Request:

@@ -19,14 +19,14 @@ from octavo.kvcache.block import BlockState
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.kvcache.ledger import CacheTotals
 from octavo.request import CacheOutcome, FinishReason, PinRequest, Request, Sequence, SequenceStatus
-from octavo.scheduler.assembly import make_claims, make_queue, make_turns
-from octavo.scheduler.cached_prefixes import CachedPrefixes
 from octavo.scheduler.kv_limits import KVLimits
 from octavo.scheduler.plan import StepPlan
+from octavo.scheduler.policy import AgeingPriority, make_policy
 from octavo.scheduler.preemption import CheaperWay, Recompute, RestoreSpeed, Swap
 from octavo.scheduler.results import BeamDecoding, Sampling
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.scheduler_config import SchedulerConfig
+from octavo.scheduler.waiting import PrefixLengths
 from tests.kvcache.caches import COPIES, FULL, Clock, make_manager, make_request, positions_seen, sliding
 from tests.scheduler import beams
 from tests.scheduler.plans import ToldRunner, rows_of
@@ -142,8 +142,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         # A block out and back costs what three tokens do: some victims are cheaper one way, some the other.
         auto = CheaperWay(kv.holdings.restore_cost, RestoreSpeed(seconds_per_token=1.0, seconds_per_block=1.5))
         modes = {"recompute": Recompute(), "swap": Swap(), "auto": auto}
-        by_prefix = prefix_cache == "radix"
-        turns = make_turns(policy)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs,
@@ -151,13 +149,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_model_len=40,
                 headroom_tokens=headroom,
                 itl_slo_ms=itl_slo_ms,
-                priority_seconds=3.0 if policy == "priority" else None,
             ),
             kv,
-            waiting=make_queue(turns, CachedPrefixes(kv) if by_prefix else None, by_age=policy == "priority"),
+            policy=AgeingPriority(3.0) if policy == "priority" else make_policy(policy),
             preemption=modes[mode],  # type: ignore[arg-type]
-            turns=turns,
-            claims=make_claims(policy, turns),
+            prefixes=PrefixLengths(kv) if prefix_cache == "radix" else None,
         )
         self.limits: dict[str, KVLimits] = {}
         if kv_shares is not None:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from octavo.request import PinRequest, Request, SequenceStatus, TokenLogprobs
 from octavo.scheduler.budget import NEWCOMERS_BESIDE_STREAMS, SCORED_BESIDE_STREAMS
-from octavo.scheduler.keyed_heap import KeyedHeap
 from octavo.scheduler.plan import StepPlan
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.scheduler_config import SchedulerConfig
+from octavo.scheduler.waiting import KeyedHeap
 from tests.kvcache.caches import make_manager, make_request, make_sequence
 from tests.scheduler.results import result_of
 
@@ -260,8 +260,10 @@ def test_what_waits_is_counted_and_what_is_aborted_is_gone_at_once() -> None:
     for request in waiting:
         server.scheduler.end_request(request.request_id)
     assert (server.scheduler.num_waiting, server.scheduler.num_waiting_tokens) == (0, 0)
-    heaps = (server.scheduler.queue._heap, server.scheduler._waiting._by_size)  # type: ignore[attr-defined]
-    assert all(len(heap._entries) < 70 and not heap._live for heap in heaps)
+    queue = server.scheduler._waiting
+    assert len(queue._by_size._entries) < 70
+    assert not queue._by_size._live
+    assert not queue._lines
 
 
 @settings(max_examples=200, deadline=None)

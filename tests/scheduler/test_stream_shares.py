@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.request import Request, Sequence
-from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.latency_target import LatencyTarget
 from octavo.scheduler.plan import StepPlan, StepResult
+from octavo.scheduler.policy import VirtualTokenCounter
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.scheduler_config import SchedulerConfig
 from octavo.scheduler.step_time import StepLoad, StepTimes
@@ -31,7 +31,7 @@ class Server:
     def __init__(self, device: StepTimes = SMALL, *, seqs: int = 128, fair: bool = False) -> None:
         self.kv = make_manager(6001, 16)
         config = SchedulerConfig(seqs, 2048, max_model_len=1 << 16, itl_slo_ms=TARGET * 1e3)
-        self.scheduler = Scheduler(config, self.kv, turns=VirtualTokenCounter() if fair else None)
+        self.scheduler = Scheduler(config, self.kv, policy=VirtualTokenCounter() if fair else None)
         self.device = device
         self.seconds: list[float] = []
         self._arrivals = 0

@@ -10,10 +10,12 @@ tenant's requests are served in order of arrival.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+from octavo.least_served import LeastServed
 
 _T = TypeVar("_T")
 
@@ -27,14 +29,15 @@ class Turns:
 
     def __init__(self, places: int) -> None:
         self._places = places
-        self._held: Counter[str] = Counter()
+        self._num_held = 0
+        self._held = LeastServed()  # places
         # Tenants in the order of their last turns.
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     async def take(self, tenant: str) -> None:
         """Wait for a place and take it; `give_back` frees it."""
         if self._has_place(tenant):
-            self._held[tenant] += 1
+            self._hold(tenant)
             return
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(turn)
@@ -49,24 +52,29 @@ class Turns:
 
     def give_back(self, tenant: str) -> None:
         """Free a place that was taken with `take`."""
-        self._held[tenant] -= 1
+        self._num_held -= 1
+        self._held.charge(tenant, -1)
         if not self._held[tenant]:
-            del self._held[tenant]
+            self._held.forget(tenant)
         while (following := self._next()) is not None:
             line = self._waiting.pop(following)
             turn = line.popleft()
             if line:
                 self._waiting[following] = line
             if not turn.done():  # the waiting task may have been cancelled just now
-                self._held[following] += 1
+                self._hold(following)
                 turn.set_result(None)
 
     def _has_place(self, tenant: str) -> bool:
-        return self._held.total() < self._places + (tenant not in self._held)
+        return self._num_held < self._places + (not self._held[tenant])
+
+    def _hold(self, tenant: str) -> None:
+        self._num_held += 1
+        self._held.charge(tenant, 1)
 
     def _next(self) -> str | None:
         """Return the tenant whose turn it is, or None if nobody waits or there is no place for it."""
-        following = min(self._waiting, key=self._held.__getitem__, default=None)
+        following = self._held.next(self._waiting)
         return following if following is not None and self._has_place(following) else None
 
     def _forget(self, tenant: str, turn: asyncio.Future[None]) -> None:

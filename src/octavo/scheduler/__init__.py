@@ -12,17 +12,16 @@ a step
 parts                           what knows who runs and who waits; a restart replaces all of it
 service | ahead                 tokens for running streams, then for prompts; the step after the one in flight
 admission                       which sequences start to run, and with how many blocks
-backfill | yielding | claims    who may overtake; who gives blocks back; who may take another's place
+backfill | yielding             who may overtake; who gives blocks back
 stream_shares                   turns among tenants' streams that take too long together
 latency_target | budget | rotation   what a step may take: time and tokens, turns among streams
 step_time                       how long a step will take
 
 who waits and who runs
-waiting | tenant_queue          in order of admission, and by the tokens to compute; a line for each tenant
-tenant_shares | fairness        blocks that tenants can always have and may have; whose turn it is
-running | queue                 with the blocks still to come; orders of waiting
-capacity | preemption | cached_prefixes     what can ever be served; how who yields resumes; lengths of cached prefixes
-kv_limits | keyed_heap | scheduler_config
+waiting | tenant_shares         lines in order of admission; blocks that tenants can always have and may have
+running | policy                with the blocks still to come; the order of service, and what follows from it
+capacity | preemption | sequences   what can ever be served; how preempted sequences resume; questions to a sequence
+kv_limits | scheduler_config
 
 the plan
 plan_builder | plan_log         from what was decided to data; recordings of it

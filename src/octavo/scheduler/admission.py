@@ -16,10 +16,11 @@ from octavo.kvcache.matching import PrefixHit
 from octavo.request import Sequence, SequenceStatus
 from octavo.scheduler.backfill import Backfill
 from octavo.scheduler.budget import StepBudget
-from octavo.scheduler.fairness import VirtualTokenCounter
-from octavo.scheduler.running import RunningSet, num_pending_siblings
+from octavo.scheduler.policy import Policy
+from octavo.scheduler.running import RunningSet
+from octavo.scheduler.sequences import is_scored, needs_all_tokens, num_pending_siblings
 from octavo.scheduler.tenant_shares import TenantShares
-from octavo.scheduler.waiting import WaitingLine, is_scored, needs_all_tokens
+from octavo.scheduler.waiting import WaitingQueue
 from octavo.scheduler.yielding import Yielding
 from octavo.sequence_state import Refusal
 
@@ -48,14 +49,14 @@ class Admission:
         self,
         kv: KVCacheManager,
         running: RunningSet,
-        waiting: WaitingLine,
+        waiting: WaitingQueue,
         yielding: Yielding,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         watermark_blocks: int,
         tenants: TenantShares,
-        turns: VirtualTokenCounter | None = None,
+        policy: Policy,
     ) -> None:
         self.copies: list[BlockCopy] = []
         self._kv = kv
@@ -65,8 +66,7 @@ class Admission:
         self._tenants = tenants
         self._max_num_seqs = max_num_seqs
         self._watermark = watermark_blocks
-        self._backfill = Backfill(kv.spec, running, max_num_seqs, max_num_batched_tokens, turns)
-        self._over_cap: dict[str, int] = {}  # by tenant over its cap: blocks held and bound at the time
+        self._backfill = Backfill(kv.spec, running, max_num_seqs, max_num_batched_tokens, policy)
         self._step = 0
         self._num_long_blocks = 0  # of long prompts, found in this step
 
@@ -74,7 +74,7 @@ class Admission:
         self._step += 1
         self._num_long_blocks = 0
         self.copies = []
-        self._waiting.line_up(self._may_fit_cap)
+        self._waiting.bring_back(self._tenants.use_of)
 
     @property
     def has_place(self) -> bool:
@@ -131,9 +131,7 @@ class Admission:
         if self._num_long_blocks >= LONG_BLOCKS_PER_STEP and self._is_long(seq):
             return 0
         if self.is_over_cap(seq):
-            tenant = seq.request.tenant
-            self._over_cap[tenant] = self._tenants.use_of(tenant)
-            self._waiting.set_aside(seq)
+            self._waiting.set_aside(seq, self._tenants.use_of(seq.request.tenant))
             return 0
         is_head = seq is self._waiting.head()
         if self.num_lacking_places(seq) > 0:
@@ -213,11 +211,6 @@ class Admission:
         if self._is_within_floor(seq):
             return kept
         return max(self._watermark, self._running.reserve_with(seq, num_tokens), kept)
-
-    def _may_fit_cap(self, seq: Sequence) -> bool:
-        """Whether a tenant holds and is bound to take fewer blocks than when this sequence did not fit its cap."""
-        tenant = seq.request.tenant
-        return self._tenants.use_of(tenant) < self._over_cap[tenant]
 
     def is_over_cap(self, seq: Sequence) -> bool:
         """Whether a waiting sequence exceeds its tenant's cap, together with the tenant's running sequences."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Literal
 
 from octavo.config import EngineConfig
 from octavo.kvcache.eviction import EvictionPolicy, make_eviction_policy
@@ -20,10 +19,8 @@ from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import make_prefix_index
 from octavo.kvcache.spec import KVCacheSpec
-from octavo.scheduler.cached_prefixes import CachedPrefixes
-from octavo.scheduler.claims import ByPriority, ByService, Claims
-from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.plan_builder import PlanBuilder
+from octavo.scheduler.policy import make_policy
 from octavo.scheduler.preemption import (
     CheaperWay,
     PreemptionMode,
@@ -31,15 +28,12 @@ from octavo.scheduler.preemption import (
     RestoreSpeed,
     Swap,
 )
-from octavo.scheduler.queue import ArrivalOrder, LongestPrefixFirst, WaitingQueue
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.scheduler_config import (
-    DEFAULT_HEADROOM_TOKENS,
     DEFAULT_WATERMARK,
-    HEADROOM_TOKENS_IN_TURNS,
     SchedulerConfig,
 )
-from octavo.scheduler.tenant_queue import TenantQueue
+from octavo.scheduler.waiting import PrefixLengths
 
 
 def assemble_cache(
@@ -112,69 +106,25 @@ def assemble_scheduler(
         builder, tells_all: see `Scheduler`.
     """
     speed = RestoreSpeed() if restore_speed is None else restore_speed
-    turns = make_turns(config.scheduling_policy)
-    if headroom_tokens is None:
-        headroom_tokens = DEFAULT_HEADROOM_TOKENS if turns is None else HEADROOM_TOKENS_IN_TURNS
+    policy = make_policy(config.scheduling_policy)
+    by_prefix = config.prefix_cache == "radix" and config.enable_prefix_caching
     return Scheduler(
         SchedulerConfig(
             config.max_num_seqs,
             config.max_num_batched_tokens,
             max_model_len,
             watermark=watermark,
-            headroom_tokens=headroom_tokens,
+            headroom_tokens=policy.headroom_tokens if headroom_tokens is None else headroom_tokens,
             itl_slo_ms=config.itl_slo_ms,
-            priority_seconds=PRIORITY_SECONDS if config.scheduling_policy == "priority" else None,
         ),
         kv,
-        waiting=make_queue(turns, _prefixes(config, kv), by_age=config.scheduling_policy == "priority"),
+        policy=policy,
         preemption=_preemption_mode(config, kv, speed),
-        turns=turns,
-        claims=make_claims(config.scheduling_policy, turns),
+        prefixes=PrefixLengths(kv) if by_prefix else None,
         builder=builder,
         speed=speed,
         tells_all=tells_all,
     )
-
-
-PRIORITY_SECONDS = 60.0
-"""Seconds of waiting that outweigh one level of priority under the policy "priority"."""
-
-Policy = Literal["fcfs", "priority", "vtc"]
-
-
-def make_claims(policy: Policy, turns: VirtualTokenCounter | None) -> Claims | None:
-    """Return the policy by which a waiting request may take the place of a running one; None if none may."""
-    if policy == "priority":
-        return ByPriority()
-    return None if turns is None else ByService(turns)
-
-
-def make_turns(policy: Policy) -> VirtualTokenCounter | None:
-    """Return the policy of turns between tenants; None if requests are served in order of arrival."""
-    return VirtualTokenCounter() if policy == "vtc" else None
-
-
-def make_queue(
-    turns: VirtualTokenCounter | None, prefixes: CachedPrefixes | None, *, by_age: bool = False
-) -> WaitingQueue:
-    """Return the waiting queue: one line per tenant if there are turns, else one for all.
-
-    Args:
-        prefixes: if given, lines are ordered by the length of the cached prefix.
-        by_age: admit strictly in order of service, regardless of cached prefixes and of the lengths of prompts.
-    """
-    if by_age:
-        return ArrivalOrder(short_may_pass=False)
-
-    def line() -> WaitingQueue:
-        return ArrivalOrder() if prefixes is None else LongestPrefixFirst(prefixes)
-
-    return line() if turns is None else TenantQueue(turns, line)
-
-
-def _prefixes(config: EngineConfig, kv: KVCacheManager) -> CachedPrefixes | None:
-    """Return the cached lengths for ordering the queue, if they order it."""
-    return CachedPrefixes(kv) if config.prefix_cache == "radix" and config.enable_prefix_caching else None
 
 
 def _preemption_mode(config: EngineConfig, kv: KVCacheManager, speed: RestoreSpeed) -> PreemptionMode:

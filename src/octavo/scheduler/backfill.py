@@ -17,7 +17,7 @@ If the head has not started by that step, because the end of a sequence with sha
 other request passes until it has. So a head waits no longer than for the sequences that ran when it became the head.
 
 Passing does not delay the head, but it is service that the head's tenant does not receive. If tenants take turns, no
-request passes whose tenant is ahead of the head's by more than a bound (`VirtualTokenCounter.may_pass`). Free blocks
+request passes whose tenant is ahead of the head's by more than a bound (`Policy.may_pass`). Free blocks
 then stay idle, because tenants with small requests would otherwise outdo one whose requests fill the pool.
 """
 
@@ -28,9 +28,9 @@ from dataclasses import dataclass
 
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.request import Sequence
-from octavo.scheduler.fairness import VirtualTokenCounter
-from octavo.scheduler.running import RunningSet, num_pending_siblings, place_of
-from octavo.scheduler.waiting import num_missing
+from octavo.scheduler.policy import Policy
+from octavo.scheduler.running import RunningSet
+from octavo.scheduler.sequences import num_missing, num_pending_siblings, place_of
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Backfill:
     """Keeps the promise to the head of the line.
 
     Args:
-        turns: limits how far ahead of the head's tenant others may be to pass; if None, any tenant may pass.
+        policy: limits which sequences may pass the head at all.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class Backfill:
         running: RunningSet,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        turns: VirtualTokenCounter | None = None,
+        policy: Policy,
     ) -> None:
         self._spec = spec
         self._running = running
         self._max_num_seqs = max_num_seqs
         self._max_step = max_num_batched_tokens
         self._chunk = max(1, max_num_batched_tokens // 4)
-        self._turns = turns
+        self._policy = policy
         self._promise: _Promise | None = None
 
     def hold(self, head: Sequence, now: int, missing_blocks: int) -> None:
@@ -107,7 +107,7 @@ class Backfill:
         promise = self._promise
         if promise is None or seq is promise.head or promise.head is not head():
             return 0, 0
-        if now >= promise.step or (self._turns is not None and not self._turns.may_pass(seq, promise.head)):
+        if now >= promise.step or not self._policy.may_pass(seq, promise.head):
             return None
         if now + self._steps_left(seq) <= promise.step:
             return 0, 0

@@ -1,6 +1,6 @@
 """The parts of a scheduler that know what runs and what waits; a restart replaces all of them.
 
-Service ──> Admission ──> Yielding ──> RunningSet, WaitingLine      each reads and changes those it points to
+Service ──> Admission ──> Yielding ──> RunningSet, WaitingQueue      each reads and changes those it points to
    │            └──> TenantShares ──> RunningSet                    floors and caps of tenants
    └── LookAhead: the step after the one in flight
 """
@@ -14,17 +14,15 @@ from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence
 from octavo.scheduler.admission import Admission
 from octavo.scheduler.ahead import LookAhead
-from octavo.scheduler.claims import Claims
-from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.kv_limits import KVLimits
 from octavo.scheduler.latency_target import LatencyTarget
+from octavo.scheduler.policy import Policy
 from octavo.scheduler.preemption import PreemptionMode
-from octavo.scheduler.queue import WaitingQueue
 from octavo.scheduler.running import RunningSet
 from octavo.scheduler.scheduler_config import SchedulerConfig
 from octavo.scheduler.service import Service
 from octavo.scheduler.tenant_shares import TenantShares
-from octavo.scheduler.waiting import WaitingLine
+from octavo.scheduler.waiting import PrefixLengths, WaitingQueue
 from octavo.scheduler.yielding import Yielding
 
 
@@ -34,7 +32,7 @@ class Parts:
 
     running: RunningSet
     tenants: TenantShares
-    waiting: WaitingLine
+    waiting: WaitingQueue
     yielding: Yielding
     admission: Admission
     service: Service
@@ -44,27 +42,26 @@ class Parts:
 def compose(
     config: SchedulerConfig,
     kv: KVCacheManager,
-    queue: WaitingQueue,
+    policy: Policy,
     mode: PreemptionMode,
+    prefixes: PrefixLengths | None,
     *,
     limits: Mapping[str, KVLimits],
-    turns: VirtualTokenCounter | None,
-    claims: Claims | None,
     latency: LatencyTarget | None,
     on_leave: Callable[[Sequence], None],
 ) -> Parts:
     """Return the parts of a scheduler in which nothing runs or waits.
 
     Args:
-        queue: an empty queue.
+        prefixes: if given, waiting requests are ordered by the lengths of cached prefixes.
         limits: tenants' floors and caps.
         latency: the latency target of running streams, if any.
         on_leave: called with each sequence that stops running.
     """
     running = RunningSet(kv, config.headroom_tokens, on_leave=on_leave)
     tenants = TenantShares(kv, running, limits)
-    waiting = WaitingLine(queue, tenants.is_capped)
-    yielding = Yielding(kv, running, waiting, mode, turns)
+    waiting = WaitingQueue(policy, prefixes, tenants.is_capped)
+    yielding = Yielding(kv, running, waiting, mode, policy)
     admission = Admission(
         kv,
         running,
@@ -74,7 +71,7 @@ def compose(
         max_num_batched_tokens=config.max_num_batched_tokens,
         watermark_blocks=int(config.watermark * kv.pool.num_blocks),
         tenants=tenants,
-        turns=turns,
+        policy=policy,
     )
     service = Service(
         kv,
@@ -85,10 +82,9 @@ def compose(
         max_num_batched_tokens=config.max_num_batched_tokens,
         tenants=tenants,
         latency=latency,
-        turns=turns,
-        claims=claims,
+        policy=policy,
     )
     look_ahead = LookAhead(
-        kv, running, tenants, admission, max_model_len=config.max_model_len, takes_places=claims is not None
+        kv, running, tenants, admission, max_model_len=config.max_model_len, takes_places=policy.may_claim
     )
     return Parts(running, tenants, waiting, yielding, admission, service, look_ahead)

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable
 
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Request, RequestId, Sequence, SequenceStatus
-from octavo.scheduler.waiting import WaitingLine
+from octavo.scheduler.waiting import WaitingQueue
 from octavo.scheduler.yielding import SchedulerCounters
 from octavo.sequence_state import SequenceState
 
 MayRun = Callable[[RequestId], bool]
 
 
-def hold_back(seq: Sequence, waiting: WaitingLine) -> None:
+def hold_back(seq: Sequence, waiting: WaitingQueue) -> None:
     """Move a waiting sequence out of the line, until a restart lets it run."""
     waiting.discard(seq)
     seq.status = SequenceStatus.PARKED
@@ -24,7 +24,7 @@ def requeue(
     requests: Iterable[Request],
     may_run: MayRun | None,
     kv: KVCacheManager,
-    waiting: WaitingLine,
+    waiting: WaitingQueue,
     counters: SchedulerCounters,
 ) -> None:
     """Release the blocks of every sequence, and requeue it or hold it back."""

@@ -13,10 +13,10 @@ from collections.abc import Sequence as Seq
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceStatus, TokenLogprobs
 from octavo.scheduler.beam import Beam, BeamSearch, Extension, Hypothesis
-from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.lifecycle import Lifecycle
 from octavo.scheduler.plan import Candidate, SequenceUpdate, StepPlan, StepResult
-from octavo.scheduler.running import place_of
+from octavo.scheduler.policy import Policy
+from octavo.scheduler.sequences import place_of
 from octavo.sequence_state import Place
 
 
@@ -25,7 +25,7 @@ class ResultApplier:
 
     Args:
         lifecycle: forks, suspends, resumes and ends sequences; ends a request whose own update raised.
-        turns: informed of computed tokens if tenants take turns; else None.
+        policy: informed of computed tokens.
         tells_all: if False, no update is returned for a stream's token that is merely appended.
     """
 
@@ -33,14 +33,14 @@ class ResultApplier:
         self,
         kv: KVCacheManager,
         lifecycle: Lifecycle,
-        turns: VirtualTokenCounter | None,
+        policy: Policy,
         max_model_len: int,
         *,
         tells_all: bool = True,
     ) -> None:
         self._kv = kv
         self._lifecycle = lifecycle
-        self._turns = turns
+        self._policy = policy
         self._max_model_len = max_model_len
         self._tells_all = tells_all
         self._sampling = Sampling(lifecycle, max_model_len)
@@ -110,8 +110,7 @@ class ResultApplier:
         try:
             seq.num_computed = num_computed
             place = place_of(seq)
-            if self._turns is not None:
-                self._turns.computed(seq)
+            self._policy.computed(seq)
             self._publish(seq, place)
             search = self._searches.get(request.request_id)
             if drawing:

@@ -16,7 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from octavo.kvcache.manager import KVCacheManager
-from octavo.request import Sequence, SequenceStatus
+from octavo.request import Sequence
+from octavo.scheduler.sequences import num_pending_siblings, place_of
 from octavo.sequence_state import Place
 
 
@@ -162,21 +163,6 @@ class RunningSet:
         bound = self._bound(place)
         self.reserve += bound - place.bound
         place.bound = bound
-
-
-def place_of(seq: Sequence) -> Place:
-    """Return the place of a running sequence."""
-    place = seq.state.place
-    assert place is not None, "it runs"
-    return place
-
-
-def num_pending_siblings(seq: Sequence) -> int:
-    """Return the number of parallel samples or beams that wait for this sequence to compute their prompt."""
-    siblings = seq.request.sequences
-    if seq.index or len(siblings) == 1:
-        return 0
-    return sum(sibling.status is SequenceStatus.FORK_PENDING for sibling in siblings)
 
 
 def _order(seq: Sequence) -> tuple[int, float, int]:

@@ -16,8 +16,6 @@ from octavo.errors import RequestError
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceStatus
 from octavo.scheduler.capacity import Capacity
-from octavo.scheduler.claims import Claims
-from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.fetching import Fetching
 from octavo.scheduler.kv_limits import KVAmounts, KVLimits, resolve_limits
 from octavo.scheduler.latency_target import LatencyTarget
@@ -26,13 +24,14 @@ from octavo.scheduler.parts import compose
 from octavo.scheduler.pinning import Pinning
 from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
 from octavo.scheduler.plan_builder import PlanBuilder
+from octavo.scheduler.policy import FirstComeFirstServed, Policy
 from octavo.scheduler.preemption import PreemptionMode, Recompute, RestoreSpeed
-from octavo.scheduler.queue import ArrivalOrder, WaitingQueue
 from octavo.scheduler.restart import MayRun, hold_back, requeue
 from octavo.scheduler.results import ResultApplier
 from octavo.scheduler.scheduler_config import SchedulerConfig
+from octavo.scheduler.sequences import needs_all_tokens
 from octavo.scheduler.step_time import StepLoad
-from octavo.scheduler.waiting import needs_all_tokens
+from octavo.scheduler.waiting import PrefixLengths
 from octavo.scheduler.yielding import SchedulerCounters
 
 _MOMENT = 0.005
@@ -42,14 +41,15 @@ class Scheduler:
     """Decides each step, and advances the sequences by its result.
 
     Args:
+        policy: orders sequences; by default, first come, first served.
+        prefixes: if given, waiting requests with the longest cached prefix are admitted first, as far as the policy
+            allows.
         builder: builds the plans; the simulator passes one that leaves out what only a runner needs.
         speed: how long computing and moving blocks takes; measured from the start by default.
         tells_all: see `ResultApplier`.
 
     Attributes:
         capacity: checks which requests can ever be served.
-        turns: decides whose turn it is, if tenants take turns (`TenantQueue`); else None.
-        claims: decides which requests may take places and blocks of running ones; if None, none may.
         fetching: requests that wait for stores below host memory; None if there are no stores.
         on_admitted: called once with each request, when it is first admitted.
     """
@@ -58,10 +58,9 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         kv: KVCacheManager,
-        waiting: WaitingQueue | None = None,
+        policy: Policy | None = None,
         preemption: PreemptionMode | None = None,
-        turns: VirtualTokenCounter | None = None,
-        claims: Claims | None = None,
+        prefixes: PrefixLengths | None = None,
         builder: PlanBuilder | None = None,
         *,
         speed: RestoreSpeed | None = None,
@@ -69,18 +68,17 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.kv = kv
-        self.turns = turns
-        self.claims = claims
+        self.policy = policy or FirstComeFirstServed()
+        self._prefixes = prefixes
         self.speed = RestoreSpeed() if speed is None else speed
         self._builder = PlanBuilder(kv) if builder is None else builder
         self._latency = None if config.itl_slo_ms is None else LatencyTarget(config.itl_slo_ms / 1e3)
-        queue = ArrivalOrder() if waiting is None else waiting
         self._limits: Mapping[str, KVLimits] = {}
         self._lifecycle = lifecycle = Lifecycle(kv, self._builder, config.max_num_seqs, self._on_finish)
         self._requests = lifecycle.requests
-        self._compose(queue, preemption or Recompute())
+        self._compose(preemption or Recompute())
         self._pinning = Pinning(kv, lifecycle.fail)
-        self._results = ResultApplier(kv, lifecycle, turns, config.max_model_len, tells_all=tells_all)
+        self._results = ResultApplier(kv, lifecycle, self.policy, config.max_model_len, tells_all=tells_all)
         self.on_admitted: Callable[[Request], None] = lambda request: None
         self.fetching: Fetching | None = None
         self.capacity = Capacity(
@@ -91,16 +89,15 @@ class Scheduler:
             max_step=config.max_num_batched_tokens,
         )
 
-    def _compose(self, queue: WaitingQueue, mode: PreemptionMode) -> None:
+    def _compose(self, mode: PreemptionMode) -> None:
         """Replace the parts by new ones, with nothing running or waiting."""
         parts = compose(
             self.config,
             self.kv,
-            queue,
+            self.policy,
             mode,
+            self._prefixes,
             limits=self._limits,
-            turns=self.turns,
-            claims=self.claims,
             latency=self._latency,
             on_leave=self._builder.drop,
         )
@@ -117,11 +114,6 @@ class Scheduler:
     def preemption(self) -> PreemptionMode:
         """The policy that decides whether a victim is swapped or recomputed."""
         return self._yielding.mode
-
-    @property
-    def queue(self) -> WaitingQueue:
-        """The queue of waiting sequences."""
-        return self._waiting.queue
 
     @property
     def num_running(self) -> int:
@@ -200,8 +192,7 @@ class Scheduler:
             params.width_param,
             request.tenant,
         )
-        if self.config.priority_seconds is not None:
-            request.due_time = request.arrival_time + self.config.priority_seconds * request.priority
+        self.policy.queued(request)
         self._requests[request.request_id] = request
         self._results.begin(request)
         seq = request.sequences[0]
@@ -293,10 +284,9 @@ class Scheduler:
         if len(result.token_ids) != plan.num_draws:
             raise ValueError(f"{plan.num_draws} tokens were to be drawn, {len(result.token_ids)} came back")
         rows = self._builder.settle(plan)
-        if self.turns is not None:
-            drew = rows.drawing
-            self.turns.drawn(seq for seq in drew if not seq.finished)
-            self.turns.drawn(drew[i] for i, following in result.forced.items() for _ in following)
+        drew = rows.drawing
+        self.policy.drawn(seq for seq in drew if not seq.finished)
+        self.policy.drawn(drew[i] for i, following in result.forced.items() for _ in following)
         self.kv.hierarchy.complete()
         updates = self._results.apply(plan, result, rows.sequences, rows.draws)
         self._pinning.settle()
@@ -316,10 +306,8 @@ class Scheduler:
             may_run: whether a request may run before the next restart; the others keep waiting. By default all may.
         """
         self.abandon_step()
-        queue, counters = self.queue, self.counters
-        while queue.peek() is not None:
-            queue.pop()
-        self._compose(queue, self.preemption)
+        counters = self.counters
+        self._compose(self.preemption)
         self._yielding.counters = counters
         for request in self._requests.values():
             if request.sequences[0].status is SequenceStatus.RUNNING:
@@ -378,8 +366,7 @@ class Scheduler:
             self.fetching.release(seq)
         if seq.request.finished:
             self._results.forget(seq.request)
-            if self.turns is not None:
-                self.turns.ended(seq.request)
+            self.policy.ended(seq.request)
 
     def _note_admitted(self, seq: Sequence) -> None:
         request = seq.request

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 DEFAULT_WATERMARK = 0.01
 DEFAULT_HEADROOM_TOKENS = 32
-# Preemption costs more if tenants take turns: a tenant with a preempted sequence may have to wait until others have
-# received as much service, and by then its blocks are no longer cached.
-HEADROOM_TOKENS_IN_TURNS = 96
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +20,6 @@ class SchedulerConfig:
             prompts.
         itl_slo_ms: target for the time between two tokens of a running stream, in milliseconds, which limits the chunks
             of prompts, and the streams of several tenants; if None, only the token budget limits them.
-        priority_seconds: seconds of waiting that outweigh one level of priority, so that every request is next at some
-            time; if None, priorities do not age.
     """
 
     max_num_seqs: int
@@ -33,4 +28,3 @@ class SchedulerConfig:
     watermark: float = DEFAULT_WATERMARK
     headroom_tokens: int = DEFAULT_HEADROOM_TOKENS
     itl_slo_ms: float | None = None
-    priority_seconds: float | None = None

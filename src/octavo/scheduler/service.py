@@ -31,28 +31,21 @@ Drawn tokens are never lost, so each time the first draws a token, less work rem
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
 
 from octavo.kvcache.block import BlockCopy
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence, SequenceId, SequenceStatus
 from octavo.scheduler.admission import MOST_REFUSED, Admission
 from octavo.scheduler.budget import StepBudget
-from octavo.scheduler.claims import Claims
-from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.latency_target import LatencyTarget
+from octavo.scheduler.policy import Policy
 from octavo.scheduler.rotation import StreamRotation
-from octavo.scheduler.running import RunningSet, num_pending_siblings, place_of
+from octavo.scheduler.running import RunningSet
+from octavo.scheduler.sequences import is_scored, num_missing, num_pending_siblings, place_of
 from octavo.scheduler.stream_shares import StreamShares
 from octavo.scheduler.tenant_shares import TenantShares
-from octavo.scheduler.waiting import WaitingLine, is_scored, num_missing
+from octavo.scheduler.waiting import WaitingQueue
 from octavo.scheduler.yielding import Yielding
-
-SHARE_OF_FIRST = 4
-"""The first prompt in order of service gets at least 1 / this of the prompts' budget."""
-
-SHARE_OF_FIRST_IN_TURNS = 32
-"""The same if tenants take turns: the rest is shared among tenants, so fewer prompts need it."""
 
 
 class StepShares:
@@ -83,24 +76,20 @@ class Service:
     Args:
         latency: the latency target, which limits the time of prompts, and that of streams of several tenants; if
             None, only the number of tokens is limited.
-        turns: charged with what each tenant receives. If blocks run out, the streams of the least served tenant get
-            theirs first and yield last. If None, the order of service decides.
-        claims: decides which requests may take the place of running ones; if None, none may.
     """
 
     def __init__(
         self,
         kv: KVCacheManager,
         running: RunningSet,
-        waiting: WaitingLine,
+        waiting: WaitingQueue,
         yielding: Yielding,
         admission: Admission,
         *,
         max_num_batched_tokens: int,
         tenants: TenantShares,
+        policy: Policy,
         latency: LatencyTarget | None = None,
-        turns: VirtualTokenCounter | None = None,
-        claims: Claims | None = None,
     ) -> None:
         self._kv = kv
         self._running = running
@@ -111,9 +100,7 @@ class Service:
         self._max_tokens = max_num_batched_tokens
         self._latency = latency
         self._stream_shares = None if latency is None else StreamShares(latency)
-        self._turns = turns
-        self._claims = claims
-        self._share_of_first = SHARE_OF_FIRST if turns is None else SHARE_OF_FIRST_IN_TURNS
+        self._policy = policy
         self._rotation = StreamRotation()
         self._stalled: Sequence | None = None  # the first in order of service, if it found no blocks in the last step
 
@@ -121,7 +108,7 @@ class Service:
         """Decide how many tokens each sequence computes in the next step, with blocks for all of them."""
         self._admission.begin_step()
         shares = StepShares()
-        claimant = None if self._claims is None else self._claim(self._claims)
+        claimant = self._claim() if self._policy.may_claim else None
         self._share(shares, claimant)
         while not shares and len(self._running):
             # No sequence with tokens to compute found blocks, so beams that wait for siblings must yield.
@@ -136,23 +123,23 @@ class Service:
         """Whether these streams have to take turns in the next step, because they exceed the latency target."""
         return self._stream_shares is not None and self._stream_shares.time_of(streams) is not None
 
-    def _claim(self, claims: Claims) -> Sequence | None:
+    def _claim(self) -> Sequence | None:
         """Free places and blocks for the claimant if it may claim all that it lacks, and return it; else None.
 
         A claimant that lacks nothing is returned too, if it may be admitted before all others.
         """
-        admission, running = self._admission, self._running
+        admission, running, policy = self._admission, self._running, self._policy
         if not len(running) or not len(self._waiting):
             return None
-        head = claims.claimant(self._waiting.queue, running.order)
+        head = policy.claimant(self._waiting.heads(), self._waiting.head(), running.order)
         if head is None or admission.is_over_cap(head):
             return None
         num_places = admission.num_lacking_places(head)
         if len(running) - max(0, num_places) >= self._max_tokens:
             return None  # the step would have no tokens left for it
         if num_places <= 0 and admission.num_lacking_blocks(head) <= 0:
-            return head if claims.goes_first(head, self._waiting.queue) else None
-        victims = [seq for seq in claims.victims(head, running.order) if self._tenants.helps(seq, head)]
+            return head if policy.goes_first(head, self._waiting.head()) else None
+        victims = [seq for seq in policy.victims(head, running.order) if self._tenants.helps(seq, head)]
         if num_places > len(victims) or not victims:
             return None
         bound = sum(place_of(seq).bound for seq in victims)
@@ -182,10 +169,9 @@ class Service:
         if len(streams) >= budget:
             streams, for_prompts = self._rotation.choose(streams, bool(prompts), budget)
             budget = len(streams) + for_prompts
-        if self._turns is not None and self._may_run_out(len(streams)):
+        if self._policy.takes_turns and self._may_run_out(len(streams)):
             first = self._first()
-            ordered = self._turns.in_order_of_service(seq for seq in streams if seq is not first)
-            streams = ordered if first not in streams else [first, *ordered]
+            streams.sort(key=lambda seq: (seq is not first, *self._policy.key(seq)))
         short |= self._serve_streams(streams, shares)
         left = budget - len(shares.streams)
         if left > 0 and (prompts or len(self._waiting)):
@@ -193,7 +179,7 @@ class Service:
             if self._latency is not None and shares.streams:
                 limit = self._latency.limit([seq.num_tokens for seq in shares.streams])
             step = StepBudget(left, limit, beside_streams=bool(shares.streams))
-            if claimant is not None and not short and self._admit(claimant, step, shares, self._share_of_first):
+            if claimant is not None and not short and self._admit(claimant, step, shares, self._policy.share_of_first):
                 bisect.insort(prompts, claimant, key=_order)
             self._serve_prompts(prompts, step, shares, short)
 
@@ -253,12 +239,9 @@ class Service:
 
     def _behind(self, seq: Sequence, shares: StepShares) -> list[Sequence]:
         """Return the sequence itself and those that may yield to it, in order of service."""
-        helps = self._tenants.helps
-        if self._turns is None:
-            return [other for other in self._running.after(seq) if helps(other, seq)]
-        first, served = self._first(), set(map(id, shares.streams))
-        others = (other for other in self._running.order if other is not first and id(other) not in served)
-        return [other for other in others if helps(other, seq)]
+        helps, may_take, first, served = self._tenants.helps, self._policy.may_take, self._first(), set(shares.streams)
+        others = (other for other in self._running.order if other is not first and other not in served)
+        return [other for other in others if may_take(seq, other) and helps(other, seq)]
 
     def _may_run_out(self, num_streams: int) -> bool:
         """Whether the pool may lack blocks for the streams' tokens, each of which may need a new block or a copy."""
@@ -270,7 +253,7 @@ class Service:
             prompts = [seq for seq in prompts if seq.status is SequenceStatus.RUNNING]
         admission, waiting = self._admission, self._waiting
         head = waiting.head() if admission.has_place and not short else None
-        ranking, share, first = self._precedence(prompts)
+        ranking, share, first = self._policy.prompt_key, self._policy.share_of_first, self._policy.first_prompt(prompts)
         by_rank = sorted(prompts, key=ranking)
         if first is not None and (head is None or first.order < head.order):
             if len(prompts) > 1 or head is not None:
@@ -300,21 +283,11 @@ class Service:
             else:
                 break
 
-    def _precedence(
-        self, prompts: list[Sequence]
-    ) -> tuple[Callable[[Sequence], tuple[float, ...]], int, Sequence | None]:
-        """Return the sort key of prompts, the divisor for the guaranteed share, and the running prompt that gets it."""
-        if self._turns is None:
-            return _size, SHARE_OF_FIRST, prompts[0] if prompts else None
-        longest = min(prompts, key=lambda seq: (seq.request.arrival_time, seq.seq_id), default=None)
-        return _least_served_lately(self._turns), SHARE_OF_FIRST_IN_TURNS, longest
-
     def _admit(self, seq: Sequence, budget: StepBudget, shares: StepShares, share: int) -> bool:
         num_new = self._admission.admit(seq, budget, share)
         if not num_new:
             return False
-        if self._turns is not None:
-            self._turns.admitted(seq)
+        self._policy.admitted(seq)
         budget.take(seq.num_computed, num_new, scored=is_scored(seq))
         budget.num_newcomers -= 1 + num_pending_siblings(seq)
         shares.admitted.add(seq.seq_id)
@@ -373,27 +346,5 @@ class Service:
         return True
 
 
-def _least_served_lately(turns: VirtualTokenCounter) -> Callable[[Sequence], tuple[float, ...]]:
-    """Return the sort key of prompts if tenants take turns: least service per weight of the tenant recently.
-
-    So the prompt of a tenant that sends little is not computed after those of others that send more, however many
-    sequences of each happen to run. Within a tenant, prompts with the least to compute are first. A client's priority
-    does not count between tenants.
-    """
-
-    def key(seq: Sequence) -> tuple[float, ...]:
-        request = seq.request
-        return (turns.recent(request.tenant), num_missing(seq), request.arrival_time, seq.seq_id)
-
-    return key
-
-
 def _order(seq: Sequence) -> tuple[int, float, int]:
     return seq.order
-
-
-def _size(seq: Sequence) -> tuple[float, ...]:
-    """Return the sort key of prompts: by priority, then least to compute; or by age, if priorities age."""
-    if seq.request.due_time is not None:
-        return seq.order
-    return (seq.request.priority, num_missing(seq), *seq.order)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 
+from octavo.least_served import LeastServed
 from octavo.request import Sequence, SequenceId
 from octavo.scheduler.latency_target import LatencyTarget, StreamTime
 
@@ -34,7 +35,7 @@ class StreamShares:
     def __init__(self, latency: LatencyTarget) -> None:
         self._latency = latency
         self._num_served = 0
-        self._received: dict[str, float] = {}  # by tenants whose streams take turns: time per weight
+        self._received = LeastServed()  # time per weight, of tenants whose streams take turns
 
     def time_of(self, streams: list[Sequence]) -> StreamTime | None:
         """Return the time of these streams if they belong to several tenants and exceed the target; else None."""
@@ -50,7 +51,7 @@ class StreamShares:
         """Return the streams that have a token in the next step, in their given order."""
         time = self.time_of(streams)
         if time is None:
-            self._received = {}
+            self._received = LeastServed()
             return streams
         available = time.available * (SHARE_BESIDE_PROMPTS if have_prompts else 1.0)
         of_tenant: dict[str, list[tuple[Sequence, float]]] = defaultdict(list)
@@ -78,14 +79,18 @@ class StreamShares:
 
     def _in_turns(self, of_tenant: dict[str, list[tuple[Sequence, float]]], available: float) -> set[SequenceId]:
         """Return the streams that have their turn, of tenants that ask for more than their share."""
-        level = min((self._received[tenant] for tenant in of_tenant if tenant in self._received), default=0.0)
-        received = {tenant: max(level, self._received.get(tenant, level)) for tenant in of_tenant}
+        received = self._received
+        for tenant in set(received) - of_tenant.keys():
+            received.forget(tenant)
+        known = list(received)
+        for tenant in of_tenant.keys() - set(known):
+            received.arrive(tenant, known)
         lines = {
             tenant: iter(sorted(own, key=lambda stream: stream[0].state.last_served))
             for tenant, own in of_tenant.items()
         }
         chosen: set[SequenceId] = set()
-        heap = [(seconds, tenant) for tenant, seconds in received.items()]
+        heap = [(received[tenant], tenant) for tenant in of_tenant]
         heapq.heapify(heap)
         while heap:
             _, tenant = heapq.heappop(heap)
@@ -93,10 +98,9 @@ class StreamShares:
             if seq is None or (chosen and seconds > available):
                 continue
             available -= seconds
-            received[tenant] += seconds / seq.request.weight
+            received.charge(tenant, seconds / seq.request.weight)
             chosen.add(seq.seq_id)
             self._num_served += 1
             seq.state.last_served = self._num_served
             heapq.heappush(heap, (received[tenant], tenant))
-        self._received = received
         return chosen

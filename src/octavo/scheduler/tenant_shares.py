@@ -19,7 +19,8 @@ from collections.abc import Mapping
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence
 from octavo.scheduler.kv_limits import KVLimits
-from octavo.scheduler.running import RunningSet, place_of
+from octavo.scheduler.running import RunningSet
+from octavo.scheduler.sequences import place_of
 
 
 class TenantShares:

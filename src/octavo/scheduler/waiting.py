@@ -1,148 +1,332 @@
-"""The waiting sequences, both in order of admission and by the number of tokens to compute."""
+"""The waiting queue: sequences without blocks, in an order of admission in which none waits for ever.
+
+    lines    ada   ■ ■ ■ ■      a line for each tenant: if tenants take turns, or if the longest cached prefix is first
+             ben   ■ ■          within one; otherwise a line for all, and one for each tenant with a cap
+             cap   ■ □ □ □      of which only the first sequence is offered, or none while it exceeds the cap
+
+The policy ranks the lines. Within a line, sequences are in order of service or, if prefixes count, the longest cached
+prefix is first, so that cached blocks are used before they are evicted: then only sequences of the same priority
+overtake each other. After `max_overtakes` sequences have overtaken the first of a line, the first is next. So a
+sequence with p others before it in its line is admitted after at most (p + 1) * (max_overtakes + 1) admissions from
+that line, whatever arrives behind it. A preempted sequence is never overtaken.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain, islice, zip_longest
 
-from octavo.request import Sequence, SequenceStatus
-from octavo.scheduler.keyed_heap import Key, KeyedHeap
-from octavo.scheduler.queue import WaitingQueue
+from octavo.kvcache.manager import KVCacheManager
+from octavo.request import Sequence, SequenceId, SequenceStatus
+from octavo.scheduler.policy import Key, Policy
+from octavo.sequence_state import CachedPrefix
+
+PrefixLength = Callable[[Sequence], int]
+
+# With no more dead entries than this, rebuilding the heap is not worth it.
+_FEW = 32
 
 
-class WaitingLine:
-    """A queue in order of admission, with the same sequences also ordered by length, shortest first.
+@dataclass(eq=False, slots=True)
+class _Line:
+    """The waiting sequences of one tenant, or of all tenants without a line of their own.
 
-    If a tenant has a cap, only its first sequence is in the queue, and the others wait behind it in order of service.
-    If the cap leaves no room, none of them is in the queue, so that no other tenant waits for them.
+    Attributes:
+        next: the sequence to admit; of a line with a cap, the only one offered. None if it is to be chosen.
+        overtakes: how many sequences have overtaken the first in turn.
+        over_cap: of a line with a cap, its first sequence, if that does not fit the cap; then none is offered.
+        use: blocks that the tenant held and was bound to take then.
+    """
+
+    heap: KeyedHeap
+    is_capped: bool
+    next: Sequence | None = None
+    overtakes: int = 0
+    over_cap: Sequence | None = None
+    use: int = 0
+
+    @property
+    def is_offered(self) -> bool:
+        return not self.is_capped or self.next is not None
+
+    def first(self) -> Sequence:
+        """Return the first sequence in order of service; no line is empty."""
+        first = self.heap.peek()
+        assert first is not None
+        return first
+
+
+class WaitingQueue:
+    """The sequences that wait, in order of admission and, if short ones may pass, by the tokens to compute.
+
+    Args:
+        prefix_length: the length of a sequence's cached prefix; None if prefixes do not count.
+        is_capped: whether a tenant has a cap.
+        max_overtakes: how many sequences may overtake the first of a line.
+        window: how many sequences of a line are compared by their prefixes.
 
     Attributes:
         num_tokens: tokens of all waiting sequences, including output from before a preemption. O(1), as is `len`.
     """
 
-    def __init__(self, queue: WaitingQueue, is_capped: Callable[[str], bool] = lambda tenant: False) -> None:
-        self.queue = queue
+    def __init__(
+        self,
+        policy: Policy,
+        prefix_length: PrefixLength | None = None,
+        is_capped: Callable[[str], bool] = lambda tenant: False,
+        *,
+        max_overtakes: int = 16,
+        window: int = 16,
+    ) -> None:
         self.num_tokens = 0
-        self._size = 0
-        self._by_size = KeyedHeap(_size_key)
+        self._policy = policy
+        self._prefix_length = prefix_length if policy.prefix_may_pass else None
         self._is_capped = is_capped
-        self._capped: dict[str, KeyedHeap] = {}  # by tenant, all its waiting sequences; none empty
-        self._in_queue: dict[str, Sequence] = {}  # by capped tenant, its sequence in the queue
-        self._over_cap: dict[str, Sequence] = {}  # by capped tenant, its first sequence if over the cap
+        self._max_overtakes = max_overtakes
+        self._window = window
+        self._size = 0
+        self._lines: dict[str | None, _Line] = {}  # by tenant, or None for the others; none empty
+        self._by_size = KeyedHeap(policy.prompt_key)  # all that are offered, if short ones may pass
+        self._head: Sequence | None = None  # None if it is to be chosen
+        self._version = policy.version  # when the head was chosen
 
     def __len__(self) -> int:
         return self._size
 
     def push(self, seq: Sequence) -> None:
-        """Add a new sequence, or one that was preempted."""
+        """Add a new sequence, or one that was preempted; that returns to its old place."""
+        seq.status = SequenceStatus.WAITING
         self._size += 1
         self.num_tokens += seq.num_tokens
-        tenant = seq.request.tenant
-        if not self._is_capped(tenant):
+        name = self._name(seq)
+        line = self._lines.get(name)
+        if line is None:
+            is_capped = self._is_capped(seq.request.tenant)
+            line = self._lines[name] = _Line(KeyedHeap(_order), is_capped)
+            if not is_capped:
+                self._arrive(line, seq)
+        line.heap.push(seq)
+        if not line.is_capped:
             self._enter(seq)
+            line.next = None
             return
-        seq.status = SequenceStatus.WAITING
-        line = self._capped.setdefault(tenant, KeyedHeap(_order))
-        line.push(seq)
-        if line.peek() is seq:
-            self._over_cap.pop(tenant, None)  # it may need less
-        self._line_up(tenant)
+        if line.first() is seq:
+            line.over_cap = None  # it may need less
+        self._offer_first(line)
+
+    def discard(self, seq: Sequence) -> None:
+        """Remove a sequence that ended, or was admitted."""
+        self._size -= 1
+        self.num_tokens -= seq.num_tokens
+        seq.state.cached_prefix = None
+        name = self._name(seq)
+        line = self._lines[name]
+        line.heap.discard(seq)
+        if line.is_capped:
+            if line.over_cap is seq:
+                line.over_cap = None
+            self._offer_first(line)
+        else:
+            self._leave(seq)
+            line.next = None
+        if not len(line.heap):
+            del self._lines[name]
+
+    def admit(self, seq: Sequence) -> None:
+        """Remove a sequence that was admitted, in turn or out of turn."""
+        if seq is self.head():
+            line = self._lines[self._name(seq)]
+            line.overtakes = 0 if seq is line.first() else line.overtakes + 1
+        self.discard(seq)
 
     def head(self) -> Sequence | None:
         """Return the next sequence in order of admission, or None."""
-        return self.queue.peek()
+        if self._head is None or self._version != self._policy.version:
+            best = min(self._offered(), key=self._rank, default=None)
+            self._head = None if best is None else self._next(best)
+            self._version = self._policy.version
+        return self._head
+
+    def heads(self) -> list[Sequence]:
+        """Return the next sequence of each line."""
+        return [self._next(line) for line in self._offered()]
 
     def candidates(self, count: int) -> list[Sequence]:
         """Return the sequences to try to admit besides the head, or if it does not fit.
 
-        If `short_may_pass`, these are the most urgent (by priority) with the fewest tokens to compute; otherwise the
-        first in the queue.
+        If short ones may pass, these are the most urgent (by priority) with the fewest tokens to compute; otherwise the
+        first in order of admission.
         """
-        return self._by_size.smallest(count) if self.queue.short_may_pass else self.queue.first(count)
+        return self._by_size.smallest(count) if self._policy.short_may_pass else self.first(count)
 
-    def admit(self, seq: Sequence) -> None:
-        """Remove a sequence that was admitted."""
-        if seq.request.tenant in self._capped or seq is not self.queue.peek():
-            self.discard(seq)
-            return
-        self.queue.pop()
-        self._by_size.discard(seq)
-        self._left(seq)
+    def first(self, count: int) -> list[Sequence]:
+        """Return the first `count` sequences in order of admission.
 
-    def discard(self, seq: Sequence) -> None:
-        """Remove a sequence that was admitted out of turn, or ended while waiting."""
-        self._left(seq)
+        If tenants take turns, these are the first of each line in the order of turns, then the second of each, and so
+        on.
+        """
+        if not self._policy.takes_turns:
+            merged = heapq.merge(*(self._first_of(line, count) for line in self._offered()), key=_order)
+            return list(islice(merged, count))
+        ranked = sorted(self._offered(), key=self._rank)[:count]
+        rows = chain.from_iterable(zip_longest(*(self._first_of(line, count) for line in ranked)))
+        return [seq for seq in rows if seq is not None][:count]
+
+    def set_aside(self, seq: Sequence, use: int) -> None:
+        """Offer no sequence of a capped tenant until `bring_back`: its first exceeds the cap while `use` blocks do."""
+        line = self._lines[self._name(seq)]
+        line.over_cap, line.use = seq, use
+        self._offer_first(line)
+
+    def bring_back(self, use_of: Callable[[str], int]) -> None:
+        """Offer the tenants again that hold and are bound to take fewer blocks than when they were set aside."""
+        for line in self._lines.values():
+            if line.over_cap is not None and use_of(line.over_cap.request.tenant) < line.use:
+                line.over_cap = None
+                self._offer_first(line)
+
+    def _name(self, seq: Sequence) -> str | None:
         tenant = seq.request.tenant
-        if (line := self._capped.get(tenant)) is None:
-            self._leave(seq)
-            return
-        line.discard(seq)
-        if self._over_cap.get(tenant) is seq:
-            del self._over_cap[tenant]
-        self._line_up(tenant)
-        if not len(line):
-            del self._capped[tenant]
+        own = self._policy.takes_turns or self._prefix_length is not None or self._is_capped(tenant)
+        return tenant if own else None
 
-    def set_aside(self, seq: Sequence) -> None:
-        """Keep all sequences of a capped tenant out of the queue until `line_up`, because its first exceeds the cap."""
-        tenant = seq.request.tenant
-        self._over_cap[tenant] = seq
-        self._line_up(tenant)
+    def _offered(self) -> list[_Line]:
+        return [line for line in self._lines.values() if line.is_offered]
 
-    def line_up(self, fits: Callable[[Sequence], bool]) -> None:
-        """Bring back the sequences that were set aside, if there is room for them again."""
-        for tenant, seq in list(self._over_cap.items()):
-            if fits(seq):
-                del self._over_cap[tenant]
-                self._line_up(tenant)
+    def _rank(self, line: _Line) -> Key:
+        return self._policy.line_rank(line.first(), self._next(line))
 
-    def _line_up(self, tenant: str) -> None:
-        """Keep only the first sequence of a capped tenant in the queue."""
-        first = None if tenant in self._over_cap else self._capped[tenant].peek()
-        before = self._in_queue.get(tenant)
+    def _next(self, line: _Line) -> Sequence:
+        """Return the sequence of a line that is admitted next."""
+        if line.next is None:
+            line.next = self._choose(line)
+        return line.next
+
+    def _choose(self, line: _Line) -> Sequence:
+        first = line.first()
+        if self._prefix_length is None or first.num_preemptions or line.overtakes >= self._max_overtakes:
+            return first
+        priority = first.request.priority
+        rivals = [seq for seq in line.heap.smallest(self._window) if seq.request.priority == priority]
+        # max() keeps the earliest among equals.
+        return first if len(rivals) == 1 else max(rivals, key=self._prefix_length)
+
+    def _first_of(self, line: _Line, count: int) -> list[Sequence]:
+        if line.is_capped:
+            return [self._next(line)]
+        following = self._next(line)
+        return [following, *(seq for seq in line.heap.smallest(count) if seq is not following)][:count]
+
+    def _offer_first(self, line: _Line) -> None:
+        """Offer only the first sequence of a line with a cap, or none if that exceeds the cap."""
+        first = None if line.over_cap is not None else line.heap.peek()
+        before, line.next = line.next, first
         if first is before:
             return
-        # Enter the next before the previous leaves, so that the tenant never seems to have nothing waiting.
-        if first is not None:
-            self._in_queue[tenant] = first
-            self._enter(first)
-        else:
-            del self._in_queue[tenant]
         if before is not None:
             self._leave(before)
+        elif first is not None:
+            self._arrive(line, first)
+        if first is not None:
+            self._enter(first)
+        self._head = None
+
+    def _arrive(self, line: _Line, seq: Sequence) -> None:
+        tenants = (other.first().request.tenant for other in self._offered() if other is not line)
+        self._policy.arrive(seq.request, tenants)
 
     def _enter(self, seq: Sequence) -> None:
-        self.queue.push(seq)
-        self._by_size.push(seq)
+        self._head = None
+        if self._policy.short_may_pass:
+            self._by_size.push(seq)
 
     def _leave(self, seq: Sequence) -> None:
-        self.queue.discard(seq)
-        self._by_size.discard(seq)
-
-    def _left(self, seq: Sequence) -> None:
-        self._size -= 1
-        self.num_tokens -= seq.num_tokens
+        self._head = None
+        if self._policy.short_may_pass:
+            self._by_size.discard(seq)
 
 
-def num_missing(seq: Sequence) -> int:
-    """Return the number of tokens to compute, some of which may turn out to be cached at admission."""
-    return seq.num_tokens - seq.num_computed
+class PrefixLengths:
+    """Looks up the lengths of cached prefixes of waiting sequences, and keeps them in their states.
+
+    The first look-up takes time proportional to the length of the prefix. The result holds until the cache changes, and
+    then two key look-ups show whether the prefix still ends at the same token.
+    """
+
+    def __init__(self, kv: KVCacheManager) -> None:
+        self._kv = kv
+
+    def __call__(self, seq: Sequence) -> int:
+        """Return the number of cached tokens at the beginning of a waiting sequence."""
+        version = self._kv.version
+        found = seq.state.cached_prefix
+        if found is None:
+            found = seq.state.cached_prefix = CachedPrefix(version, self._kv.match_on_device(seq).num_tokens)
+        elif found.version != version:
+            if not self._kv.still_matches(seq, found.num_tokens):
+                found.num_tokens = self._kv.match_on_device(seq).num_tokens
+            found.version = version
+        return found.num_tokens
+
+
+class KeyedHeap:
+    """A priority queue of sequences that supports removing any: the one with the smallest key is first.
+
+    A discarded sequence, with its request and prompt, is released at once. Only its entry, a few numbers, stays in the
+    heap until it surfaces or the heap is rebuilt, which keeps dead entries below about half. push, pop, discard:
+    amortised O(log n).
+
+    Args:
+        key: computes the key of a sequence when it is pushed; keys must be unique.
+    """
+
+    def __init__(self, key: Callable[[Sequence], Key]) -> None:
+        self._key = key
+        self._entries: list[tuple[Key, SequenceId]] = []
+        self._live: dict[SequenceId, tuple[Key, Sequence]] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def push(self, seq: Sequence) -> None:
+        """Add a sequence that is not in the heap."""
+        key = self._key(seq)
+        self._live[seq.seq_id] = (key, seq)
+        heapq.heappush(self._entries, (key, seq.seq_id))
+
+    def peek(self) -> Sequence | None:
+        """Return the sequence with the smallest key, or None if the heap is empty."""
+        while self._entries:
+            key, seq_id = self._entries[0]
+            live = self._live.get(seq_id)
+            if live is not None and live[0] == key:
+                return live[1]
+            heapq.heappop(self._entries)
+        return None
+
+    def smallest(self, count: int) -> list[Sequence]:
+        """Return the `count` sequences with the smallest keys, in order. O(count · log n)."""
+        taken: list[tuple[Key, SequenceId]] = []
+        found: list[Sequence] = []
+        while len(found) < count and (seq := self.peek()) is not None:
+            entry = heapq.heappop(self._entries)
+            # A sequence pushed again with the same key has two entries: keep one.
+            if not found or found[-1] is not seq:
+                taken.append(entry)
+                found.append(seq)
+        for entry in taken:
+            heapq.heappush(self._entries, entry)
+        return found
+
+    def discard(self, seq: Sequence) -> None:
+        """Remove a sequence; raises KeyError if it is not in the heap."""
+        del self._live[seq.seq_id]
+        if len(self._entries) > 2 * len(self._live) + _FEW:
+            self._entries = [(key, seq_id) for seq_id, (key, _) in self._live.items()]
+            heapq.heapify(self._entries)
 
 
 def _order(seq: Sequence) -> Key:
     return seq.order
-
-
-def is_scored(seq: Sequence) -> bool:
-    """Whether log-probabilities of its prompt are still to be computed, which need the logits of every token."""
-    request = seq.request
-    return request.params.prompt_logprobs is not None and len(request.prompt_logprobs) < seq.num_prompt_tokens - 1
-
-
-def needs_all_tokens(seq: Sequence) -> bool:
-    """Whether all prompt tokens must be computed, because their log-probabilities or an embedding are wanted."""
-    pooled = seq.request.pooled
-    return is_scored(seq) or (pooled is not None and pooled.next_position < seq.num_prompt_tokens - 1)
-
-
-def _size_key(seq: Sequence) -> Key:
-    return (seq.request.priority, num_missing(seq), *seq.order)

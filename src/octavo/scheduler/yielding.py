@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence, SequenceStatus
-from octavo.scheduler.fairness import VirtualTokenCounter
+from octavo.scheduler.policy import Policy
 from octavo.scheduler.preemption import PreemptionMode
 from octavo.scheduler.running import RunningSet
-from octavo.scheduler.waiting import WaitingLine
+from octavo.scheduler.waiting import WaitingQueue
 
 
 @dataclass(slots=True)
@@ -29,33 +29,29 @@ class SchedulerCounters:
 
 
 class Yielding:
-    """Reclaims the blocks of sequences.
-
-    Args:
-        turns: if tenants take turns, the most served one yields; if None, the last sequence in order of service.
-    """
+    """Reclaims the blocks of sequences."""
 
     def __init__(
         self,
         kv: KVCacheManager,
         running: RunningSet,
-        waiting: WaitingLine,
+        waiting: WaitingQueue,
         mode: PreemptionMode,
-        turns: VirtualTokenCounter | None,
+        policy: Policy,
     ) -> None:
         self.counters = SchedulerCounters()
         self._kv = kv
         self._running = running
         self._waiting = waiting
         self.mode = mode
-        self._turns = turns
+        self._policy = policy
 
     def preempt_one_of(self, candidates: list[Sequence]) -> Sequence:
-        """Preempt one of `candidates`, a non-empty list in order of service.
+        """Preempt the last of `candidates`, a non-empty list, in the policy's order of service.
 
         The first sequence in order of service that has tokens to compute is never among them, unless it runs alone.
         """
-        victim = candidates[-1] if self._turns is None else self._turns.most_served(candidates)
+        victim = max(candidates, key=self._policy.key)
         self.preempt(victim)
         return victim
 

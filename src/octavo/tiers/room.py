@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from octavo.least_served import LeastServed
 from octavo.tiers.fetch import Fetch
 
 
@@ -21,7 +22,7 @@ class Room:
     def __init__(self, most: int) -> None:
         self.most = most
         self.num_held = 0
-        self._held = Counter[str]()  # by tenant
+        self._held = LeastServed()  # slots
         # By tenant: the waiting requests in order of arrival, and how many slots each wants. No queue is empty.
         self._lines: dict[str, dict[Fetch, int]] = {}
         self._num_wanted = Counter[str]()  # by tenant, summed over its queue
@@ -39,14 +40,14 @@ class Room:
     def hold(self, tenant: str, count: int) -> None:
         """Count slots that are held for a tenant's requests."""
         self.num_held += count
-        self._held[tenant] += count
+        self._held.charge(tenant, count)
 
     def release(self, tenant: str, count: int) -> None:
         """Count slots that are no longer held."""
         self.num_held -= count
-        self._held[tenant] -= count
+        self._held.charge(tenant, -count)
         if not self._held[tenant]:
-            del self._held[tenant]
+            self._held.forget(tenant)
 
     def num_wanted(self, tenant: str) -> int:
         """Return the number of slots that all of a tenant's waiting requests want."""
@@ -71,6 +72,5 @@ class Room:
 
     def first(self) -> Fetch | None:
         """Return the next request, in O(waiting tenants)."""
-        if not self._lines:
-            return None
-        return next(iter(self._lines[min(self._lines, key=self._held.__getitem__)]))
+        tenant = self._held.next(self._lines)
+        return None if tenant is None else next(iter(self._lines[tenant]))
