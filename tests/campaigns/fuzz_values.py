@@ -17,8 +17,10 @@ from functools import cache
 from typing import Any
 
 from octavo.limits import DEFAULT_LIMITS
+from octavo.server.app import create_app
 from octavo.server.openapi.description import describe
 from octavo.server.openapi.schema_ranges import Described, unsupported
+from tests.server.fake_engine import FakeEngine
 
 VOCAB_SIZE, MAX_MODEL_LEN, HIDDEN_SIZE = 256, 512, 64
 
@@ -118,7 +120,8 @@ class Values:
 @cache
 def description() -> dict[str, Any]:
     """The description of the server that is fuzzed."""
-    return describe("", Described(DEFAULT_LIMITS, MAX_MODEL_LEN, VOCAB_SIZE, HIDDEN_SIZE))
+    endpoints = create_app(FakeEngine()).state.endpoints  # type: ignore[arg-type]
+    return describe("", Described(DEFAULT_LIMITS, MAX_MODEL_LEN, VOCAB_SIZE, HIDDEN_SIZE), endpoints)
 
 
 @cache

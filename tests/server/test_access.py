@@ -113,7 +113,7 @@ def test_a_stored_response_belongs_to_its_tenant(server: Running) -> None:
 def test_an_endpoint_is_for_clients_unless_it_says_otherwise() -> None:
     async def handler(request: Any) -> Any: ...
 
-    assert Endpoint("GET", "/new", handler).access is Access.CLIENT
+    assert Endpoint("GET", "/new", handler, "Status", "A new one").access is Access.CLIENT
 
 
 @pytest.mark.parametrize("number", ["9" * 5000, "9" * 10, "-1", "x", "٣"])

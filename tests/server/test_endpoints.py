@@ -16,8 +16,8 @@ import octavo
 from octavo.limits import RequestLimits
 from octavo.server.app import create_app
 from octavo.server.openapi.description import describe
-from octavo.server.openapi.schema_answers import EXAMPLES
 from octavo.server.openapi.schema_ranges import Described
+from octavo.server.route import Endpoint
 from tests.server.conftest import Running
 from tests.server.fake_engine import BOS, VOCAB_SIZE, FakeEngine, InfillTokenizer
 
@@ -140,7 +140,13 @@ def test_the_page_that_shows_it_loads_nothing_from_elsewhere(server: Running) ->
 LIMITS = RequestLimits(
     max_n=3, max_stop_strings=2, max_stop_string_length=5, max_logit_bias=2, max_bad_words=2, max_bad_word_length=4
 )
-DESCRIPTION = describe("1", Described(LIMITS, 4096, VOCAB_SIZE, 4))
+ENDPOINTS: list[Endpoint] = create_app(FakeEngine()).state.endpoints  # type: ignore[arg-type]
+DESCRIPTION = describe("1", Described(LIMITS, 4096, VOCAB_SIZE, 4), ENDPOINTS)
+EXAMPLES = {endpoint.path: dict(endpoint.example) for endpoint in ENDPOINTS if endpoint.example is not None}
+
+
+def test_an_endpoint_with_a_body_has_an_example_of_it() -> None:
+    assert set(EXAMPLES) == {endpoint.path for endpoint in ENDPOINTS if endpoint.body is not None}
 
 
 def body_schema(path: str) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from starlette.middleware import Middleware
 
 from octavo.errors import OctavoError
 from octavo.server.access import AcceptedKeys
-from octavo.server.api import Api
 from octavo.server.bodies.ignored_fields import IGNORED_HEADER
 from octavo.server.config import ServerConfig
 from octavo.server.engine_client import EngineClient
@@ -21,6 +20,7 @@ from octavo.server.http.response_counts import ResponseCounts
 from octavo.server.live_page import LivePage
 from octavo.server.llamacpp_api import LlamaCppApi
 from octavo.server.ollama_api import OllamaApi
+from octavo.server.openai_api import OpenAIApi
 from octavo.server.openapi.description import Description
 from octavo.server.openapi.schema_ranges import Described
 from octavo.server.operations import Operations
@@ -52,13 +52,14 @@ def create_app(
     gate, name = Gate(access.clients, access.admins), handling.names[0]
     responses = ResponseCounts()
     endpoints = [
-        *Api(engine, config, handling).endpoints(),
+        *OpenAIApi(engine, config, handling).endpoints(),
         *OllamaApi(engine, handling).endpoints(),
         *LlamaCppApi(engine, handling).endpoints(),
         *Operations(engine, config, in_flight, gate, quotas, responses, name).endpoints(),
         *LivePage(engine, in_flight, gate, name, shows_text=config.live_page_text).endpoints(),
-        *Description(Described(engine.limits, engine.max_model_len, engine.vocab_size, engine.hidden_size)).endpoints(),
     ]
+    server = Described(engine.limits, engine.max_model_len, engine.vocab_size, engine.hidden_size)
+    endpoints += Description(server, endpoints).endpoints()
     responses.expect(endpoints)
     middleware = [Middleware(RequestLog, responses=responses, writes=config.access_log), Middleware(LastResort)]
     middleware.append(Middleware(RefuseControlCharacters))
@@ -77,6 +78,7 @@ def create_app(
     )
     # OpenAI's paths are exact: a redirect from /v1/models/ would lose the body of a POST in many clients.
     app.router.redirect_slashes = False
+    app.state.endpoints = endpoints
     # Called by the server at start-up, so that the first chat need not wait until a process has started.
     app.state.warm_up = handling.warm_up
     return app

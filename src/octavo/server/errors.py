@@ -1,14 +1,7 @@
-"""Errors in the form of the client's API.
-
-OpenAI's       {"error": {"message", "type", "param", "code"}}
-Anthropic's    {"type": "error", "error": {"type", "message"}, "request_id"}
-Ollama's       {"error": message}
-llama.cpp's    {"error": {"code": status, "type", "message"}}
-"""
+"""Errors for clients, and what turns exceptions into them; `apis` has the form of each API."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -31,35 +24,12 @@ from octavo.errors import (
     UnreadError,
     shortened,
 )
-from octavo.server.paths import LLAMACPP_PATHS, is_anthropic, is_llamacpp, is_ollama
+from octavo.server.apis import INVALID_REQUEST, LLAMACPP, api_of
 
 logger = logging.getLogger("octavo.server")
 
-INVALID_REQUEST = "invalid_request_error"
 # Short, because a full queue has room again as soon as any waiting request is admitted.
 RETRY_AFTER_SECONDS = 1
-
-_ANTHROPIC_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "invalid_request_error",
-    413: "request_too_large",
-    415: "invalid_request_error",
-    421: "invalid_request_error",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-_LLAMACPP_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    501: "not_supported_error",
-    503: "unavailable_error",
-}
 
 
 class ApiError(OctavoError):
@@ -91,34 +61,10 @@ class ApiError(OctavoError):
         """Return OpenAI's error object."""
         return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
 
-    def body(self) -> bytes:
-        """Return the error as JSON in the form of OpenAI's API."""
-        return json.dumps({"error": self.fields()}).encode()
-
-    def anthropic_body(self, request_id: str | None = None) -> bytes:
-        """Return the error as JSON in the form of Anthropic's API."""
-        error = {"type": _ANTHROPIC_TYPES.get(self.status, "api_error"), "message": self.message}
-        return json.dumps({"type": "error", "error": error, "request_id": request_id}).encode()
-
-    def ollama_body(self) -> bytes:
-        """Return the error as JSON in the form of Ollama's API."""
-        return json.dumps({"error": self.message}).encode()
-
-    def llamacpp_body(self) -> bytes:
-        """Return the error as JSON in the form of llama.cpp's API."""
-        kind = _LLAMACPP_TYPES.get(self.status, INVALID_REQUEST if self.status < 500 else "server_error")
-        return json.dumps({"error": {"code": self.status, "message": self.message, "type": kind}}).encode()
-
     def response(self, scope: Scope) -> Response:
         """Return the response to a request, in the form of the API that the request used."""
-        return Response(self._body_for(scope), self.status, self.headers, media_type="application/json")
-
-    def _body_for(self, scope: Scope) -> bytes:
-        if is_anthropic(scope):
-            return self.anthropic_body(scope.get("state", {}).get("request_id"))
-        if is_ollama(scope):
-            return self.ollama_body()
-        return self.llamacpp_body() if is_llamacpp(scope) else self.body()
+        body = api_of(scope).error_body(self.status, self.fields(), scope.get("state", {}).get("request_id"))
+        return Response(body, self.status, self.headers, media_type="application/json")
 
 
 def _api_error(
@@ -291,7 +237,7 @@ def _hint(path: str) -> str:
         )
     if path.startswith("/v1/v1/"):
         return ". Is /v1 in the base URL twice? Anthropic's clients add it themselves."
-    if path in LLAMACPP_PATHS:
+    if path in LLAMACPP.paths:
         return ". Of llama.cpp's own API, /completion, /infill, /props, /slots, /tokenize and /detokenize are served."
     if path in ("/chat/completions", "/responses", "/embeddings", "/models"):
         return f". OpenAI's API is below /v1: is the base URL without it? Use /v1{path}."

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from octavo.errors import RequestError
 from octavo.server.answers.generation import Usage
+from octavo.server.apis import api_of
 from octavo.server.bodies.body_reading import BodyReading
 from octavo.server.bodies.ignored_fields import IgnoredFields
 from octavo.server.bodies.native_reading import NativeReader
@@ -19,7 +20,7 @@ from octavo.server.bodies.reading import ReadAnswer
 from octavo.server.config import ServerConfig
 from octavo.server.engine_client import EngineClient, TokenizerLike
 from octavo.server.errors import ApiError
-from octavo.server.http.connection import EVENTS, EventStream, InFlight, WholeAnswer
+from octavo.server.http.connection import EventStream, InFlight, WholeAnswer
 from octavo.server.http.intake import BodyIntake
 from octavo.server.route import json_response
 from octavo.server.tenants.auth import client_of
@@ -92,18 +93,22 @@ class Handling:
         *,
         streams: bool,
         error_event: Callable[[ApiError], bytes] | None = None,
-        media_type: str = EVENTS,
     ) -> Response:
         """Send the answer, whole or as a stream.
 
         Args:
-            error_event: formats an error as an event of the stream; if None, errors are sent as in chat completions.
-            media_type: of the stream.
+            error_event: formats an error as an event of the stream; if None, as the request's API does.
         """
         if not streams:
             return await self.respond_whole(request, body, answer)
         charge_of(request.scope).begin(answer.usage)
-        stream = EventStream(answer.events(), self._in_flight, error_event, media_type)
+        api = api_of(request.scope)
+        stream = EventStream(
+            answer.events(),
+            self._in_flight,
+            error_event or (lambda error: api.error_event(error.status, error.fields())),
+            api.stream,
+        )
         return self._ignored.told(body, stream)
 
     async def respond_whole(self, request: Request, body: RequestBody, answer: WholeOnly) -> Response:

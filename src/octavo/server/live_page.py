@@ -32,6 +32,7 @@ from octavo.errors import shortened
 from octavo.observe.stats import EngineStats, Histogram
 from octavo.scheduler.scheduler import Scheduler
 from octavo.server.answer_json import json_bytes
+from octavo.server.apis import OPENAI
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import ApiError
 from octavo.server.http.connection import EventStream, InFlight
@@ -44,7 +45,12 @@ MOST_PAGES = 8
 # Share of the engine's time that all open pages together may take, for looking and for formatting what was seen.
 _SHARE = 0.009
 _QUIET_S = 2.0
-_LOADED = dict.fromkeys(("blocks.js", "details.js", "page.js"), "text/javascript") | {"page.css": "text/css"}
+_LOADED = {
+    "blocks.js": ("text/javascript", "Its script for the blocks"),
+    "details.js": ("text/javascript", "Its script for what is chosen and what has happened"),
+    "page.js": ("text/javascript", "Its main script"),
+    "page.css": ("text/css", "Its style"),
+}
 # As many as the page draws of a request's block tables.
 _MOST_IDS = 256
 _ID = re.compile(r"\d{1,9}", re.ASCII)
@@ -85,23 +91,41 @@ class LivePage:
         self._shows_text = shows_text
 
     def endpoints(self) -> list[Endpoint]:
+        shown = "A page that shows the KV cache and the requests as they are"
         return [
-            Endpoint("GET", "/", self.page, Access.PUBLIC),
+            Endpoint("GET", "/", self.page, "text/html", shown, Access.PUBLIC),
             *(
-                Endpoint("GET", f"/live/{name}", partial(_served, name, kind), Access.PUBLIC)
-                for name, kind in _LOADED.items()
+                Endpoint("GET", f"/live/{name}", partial(_served, name, kind), kind, summary, Access.PUBLIC)
+                for name, (kind, summary) in _LOADED.items()
             ),
-            Endpoint("GET", "/live/events", self.events, Access.OPERATOR),
-            Endpoint("GET", "/live/requests/{request_id}", self.request, Access.OPERATOR),
-            Endpoint("GET", "/live/blocks", self.blocks, Access.OPERATOR),
-            Endpoint("GET", "/live/blocks/{block_id}", self.block, Access.OPERATOR),
+            Endpoint(
+                *("GET", "/live/events", self.events, "text/event-stream"),
+                "What it shows, as server-sent events",
+                Access.OPERATOR,
+            ),
+            Endpoint(
+                *("GET", "/live/requests/{request_id}", self.request, "application/json"),
+                "The block tables of a request",
+                Access.OPERATOR,
+            ),
+            Endpoint(
+                *("GET", "/live/blocks", self.blocks, "application/json"),
+                "Which request computed each of some blocks",
+                Access.OPERATOR,
+                query={"ids": {"type": "string", "pattern": f"^{_IDS.pattern}$"}},
+            ),
+            Endpoint(
+                *("GET", "/live/blocks/{block_id}", self.block, "application/json"),
+                "Who holds a block, and what it is",
+                Access.OPERATOR,
+            ),
         ]
 
     async def page(self, request: Request) -> Response:
         return await _served("page.html", "text/html", request)
 
     async def events(self, request: Request) -> Response:
-        return EventStream(self._changes(request), self._pages)
+        return EventStream(self._changes(request), self._pages, _error_event)
 
     async def request(self, request: Request) -> Response:
         request_id = request.path_params["request_id"]
@@ -218,6 +242,10 @@ def _totals(stats: EngineStats) -> dict[str, Any]:
         "itl": counts(stats.inter_token_latency),
         "tiers": [[tier.name, tier.is_open, tier.counters.stored, tier.counters.loaded] for tier in stats.stores],
     }
+
+
+def _error_event(error: ApiError) -> bytes:
+    return OPENAI.error_event(error.status, error.fields())
 
 
 def _event(content: dict[str, Any]) -> bytes:

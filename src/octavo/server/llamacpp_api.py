@@ -8,8 +8,9 @@ from starlette.responses import Response
 import octavo
 from octavo.errors import RequestError
 from octavo.server.answers.generation import AT_ONCE
-from octavo.server.answers.llamacpp import LlamaCppAnswer, error_event, properties, slots
+from octavo.server.answers.llamacpp import LlamaCppAnswer, properties, slots
 from octavo.server.answers.logprobs import TokenTexts
+from octavo.server.bodies.infill import InfillBody
 from octavo.server.bodies.llamacpp_body import LlamaCppBody
 from octavo.server.bodies.reading import CompletionRequest
 from octavo.server.engine_client import EngineClient
@@ -29,12 +30,37 @@ class LlamaCppApi:
         self._turnstile = Turnstile(AT_ONCE, lambda: engine.is_planning, lambda: engine.is_stepping)
 
     def endpoints(self) -> list[Endpoint]:
+        example = {"prompt": "Once upon a time", "n_predict": 16}
+        between = {"input_prefix": "def add(a, b):\n    return ", "input_suffix": "\n", "n_predict": 16}
         return [
-            Endpoint("POST", "/completion", self.create_completion),
-            Endpoint("POST", "/completions", self.create_completion),
-            Endpoint("POST", "/infill", self.fill_in),
-            Endpoint("GET", "/props", self.show_properties),
-            Endpoint("GET", "/slots", self.list_slots),
+            Endpoint(
+                *("POST", "/completion", self.create_completion),
+                *("LlamaCppCompletion", "Continue a prompt, by llama.cpp's API"),
+                body=LlamaCppBody,
+                example=example,
+                streams=True,
+            ),
+            Endpoint(
+                *("POST", "/completions", self.create_completion, "LlamaCppCompletion", "As /completion"),
+                body=LlamaCppBody,
+                example=example,
+                streams=True,
+            ),
+            Endpoint(
+                *("POST", "/infill", self.fill_in),
+                *("LlamaCppCompletion", "Text between a prefix and a suffix, by llama.cpp's API"),
+                body=InfillBody,
+                example=between,
+                streams=True,
+            ),
+            Endpoint(
+                *("GET", "/props", self.show_properties),
+                *("LlamaCppProperties", "What the server serves, by llama.cpp's API"),
+            ),
+            Endpoint(
+                *("GET", "/slots", self.list_slots),
+                *("LlamaCppSlots", "How many sequences can run, and which places are taken"),
+            ),
         ]
 
     async def create_completion(self, request: Request) -> Response:
@@ -51,7 +77,7 @@ class LlamaCppApi:
         answer = LlamaCppAnswer(self._engine, self._texts, read, client, traceparent, self._turnstile)
         body = read.origin
         assert isinstance(body, LlamaCppBody)
-        return await self._handling.respond(request, body, answer, streams=body.streams, error_event=error_event)
+        return await self._handling.respond(request, body, answer, streams=body.streams)
 
     async def list_slots(self, request: Request) -> Response:
         """List as many slots as sequences can run. They say nothing of requests: those belong to tenants."""

@@ -17,9 +17,18 @@ import octavo
 from octavo.server.answer_json import json_bytes
 from octavo.server.answers.embeddings import Embeddings
 from octavo.server.answers.logprobs import TokenTexts
-from octavo.server.answers.ollama import LINES, OllamaAnswer, OllamaEmbedAnswer, embeddings, error_line, line
+from octavo.server.answers.ollama import OllamaAnswer, OllamaEmbedAnswer, embeddings, line
+from octavo.server.apis import OLLAMA
 from octavo.server.bodies.native_reading import NamedModel, ReadEmpty
-from octavo.server.bodies.ollama_body import OllamaGenerationBody, now
+from octavo.server.bodies.ollama_body import (
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaGenerateBody,
+    OllamaGenerationBody,
+    OllamaModelBody,
+    now,
+)
 from octavo.server.bodies.reading import ChatRequest, EmbeddingRequest, ReadAnswer
 from octavo.server.engine_client import EngineClient
 from octavo.server.handling import Handling
@@ -47,15 +56,47 @@ class OllamaApi:
 
     def endpoints(self) -> list[Endpoint]:
         return [
-            Endpoint("POST", "/api/chat", self.chat),
-            Endpoint("POST", "/api/generate", self.generate),
-            Endpoint("POST", "/api/embed", self.embed),
-            Endpoint("POST", "/api/embeddings", self.embed_one),
-            Endpoint("POST", "/api/show", self.show),
-            Endpoint("POST", "/api/pull", self.pull),
-            Endpoint("GET", "/api/tags", self.list_models),
-            Endpoint("GET", "/api/ps", self.list_running),
-            Endpoint("GET", "/api/version", self.show_version),
+            Endpoint(
+                *("POST", "/api/chat", self.chat, "OllamaChat", "Answer a chat, by Ollama's API"),
+                body=OllamaChatBody,
+                example={
+                    "messages": [{"role": "user", "content": "What is a block?"}],
+                    "options": {"num_predict": 32},
+                    "stream": False,
+                },
+                streams=True,
+            ),
+            Endpoint(
+                *("POST", "/api/generate", self.generate, "OllamaCompletion", "Answer a prompt, by Ollama's API"),
+                body=OllamaGenerateBody,
+                example={"prompt": "Once upon a time", "options": {"num_predict": 16}, "stream": False},
+                streams=True,
+            ),
+            Endpoint(
+                *("POST", "/api/embed", self.embed, "OllamaEmbeddings", "An embedding of each input, by Ollama's API"),
+                body=OllamaEmbedBody,
+                example={"input": ["one text", "another"]},
+            ),
+            Endpoint(
+                *("POST", "/api/embeddings", self.embed_one),
+                *("OllamaEmbedding", "An embedding, by Ollama's older API"),
+                body=OllamaEmbeddingsBody,
+                example={"prompt": "one text"},
+            ),
+            Endpoint(
+                *("POST", "/api/show", self.show, "OllamaModel", "What the model is, by Ollama's API"),
+                body=OllamaModelBody,
+                example={},
+            ),
+            Endpoint(
+                *("POST", "/api/pull", self.pull, "Status", "Does nothing, for the model that is served"),
+                body=OllamaModelBody,
+                example={"stream": False},
+                streams=True,
+            ),
+            Endpoint("GET", "/api/tags", self.list_models, "OllamaModels", "The models served, by Ollama's API"),
+            Endpoint("GET", "/api/ps", self.list_running, "OllamaModels", "As /api/tags"),
+            Endpoint("GET", "/api/version", self.show_version, "Version", "The version of Octavo"),
         ]
 
     async def chat(self, request: Request) -> Response:
@@ -73,9 +114,7 @@ class OllamaApi:
         answer = OllamaAnswer(self._engine, self._texts, read, client_of(request.scope), traceparent, began)
         body = read.origin
         assert isinstance(body, OllamaGenerationBody)
-        return await self._handling.respond(
-            request, body, answer, streams=body.streams, error_event=error_line, media_type=LINES
-        )
+        return await self._handling.respond(request, body, answer, streams=body.streams)
 
     async def embed(self, request: Request) -> Response:
         return await self._embedding(request, "ollama_embed", is_single=False)
@@ -102,7 +141,7 @@ class OllamaApi:
         named: NamedModel = await self._handling.read(request, "model")
         told = line({"status": "success"})
         if named.body.streams:
-            return Response(told, media_type=LINES)
+            return Response(told, media_type=OLLAMA.stream)
         return self._handling.respond_json(named.body, told)
 
     async def list_models(self, request: Request) -> Response:

@@ -49,17 +49,40 @@ class Operations:
     def endpoints(self) -> list[Endpoint]:
         # How full the cache is tells one of a few tenants what another sends, so the load is as closed as the metrics.
         totals = Access.ADMIN if self._config.metrics_access == "admin" else Access.PUBLIC
+        healthy = "200 while the engine runs, 503 when it does not"
         return [
-            Endpoint("GET", "/health", self.health, Access.PUBLIC),
-            Endpoint("GET", "/ready", self.ready, Access.PUBLIC),
-            Endpoint("GET", "/ping", self.health, Access.PUBLIC),
-            Endpoint("GET", "/load", self.load, totals),
-            Endpoint("GET", "/version", self.show_version, Access.PUBLIC),
-            Endpoint("GET", "/metrics", self.metrics, totals),
-            Endpoint("GET", "/debug/kv", self.debug_kv, Access.ADMIN),
-            Endpoint("GET", "/debug/pins", self.list_pins, Access.ADMIN),
-            Endpoint("DELETE", "/debug/pins/{pin_id}", self.unpin, Access.ADMIN),
-            Endpoint("POST", "/reset_prefix_cache", self.reset_prefix_cache, Access.ADMIN),
+            Endpoint(
+                *("GET", "/health", self.health, "Status"),
+                f'{healthy}; status "degraded" where its block accounting is wrong',
+                Access.PUBLIC,
+            ),
+            Endpoint(
+                *("GET", "/ready", self.ready, "Status"),
+                "200 while the server takes requests, 503 while it stops or its engine does not run",
+                Access.PUBLIC,
+            ),
+            Endpoint("GET", "/ping", self.health, "Status", "As /health", Access.PUBLIC),
+            Endpoint(
+                *("GET", "/load", self.load, "Load"),
+                "Requests in flight, running and waiting, and the share of the KV cache in use",
+                totals,
+            ),
+            Endpoint("GET", "/version", self.show_version, "Version", "The version of Octavo", Access.PUBLIC),
+            Endpoint("GET", "/metrics", self.metrics, "text/plain", "Prometheus metrics, under vLLM's names", totals),
+            Endpoint(
+                *("GET", "/debug/kv", self.debug_kv, "KVReport"),
+                "Who holds which bytes of the KV cache, and how much it helped",
+                Access.ADMIN,
+            ),
+            Endpoint("GET", "/debug/pins", self.list_pins, "PinList", "Every pinned prefix", Access.ADMIN),
+            Endpoint(
+                *("DELETE", "/debug/pins/{pin_id}", self.unpin, "DeletedPin", "Let a pin go before its time"),
+                Access.ADMIN,
+            ),
+            Endpoint(
+                *("POST", "/reset_prefix_cache", self.reset_prefix_cache, "Evicted", "Give up every cached block"),
+                Access.ADMIN,
+            ),
         ]
 
     async def health(self, request: Request) -> Response:

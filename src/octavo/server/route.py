@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import Any
 
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -14,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from octavo.server.bodies.protocol import RequestBody
 from octavo.server.errors import ApiError
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -30,13 +32,30 @@ class Access(Enum):
     ADMIN = "operators, with an admin key; closed if the server has none"
 
 
-class Endpoint(NamedTuple):
-    """One method of one path, and its handler."""
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One method of one path: its route, who may use it, and its part of the API's description.
+
+    Attributes:
+        answer: name of the answer's schema in `openapi/schema_answers.py`, or its media type.
+        summary: what it is for, in a line.
+        body: the type of the request's body; None if there is none.
+        example: a body that is answered.
+        streams: whether the body may ask for a stream.
+        query: schemas of the fields of the query.
+    """
 
     method: str
     path: str
     handler: Handler
+    answer: str
+    summary: str
     access: Access = Access.CLIENT
+    _: KW_ONLY
+    body: type[RequestBody] | None = None
+    example: Mapping[str, Any] | None = None
+    streams: bool = False
+    query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def routes(endpoints: Iterable[Endpoint], check: Callable[[Access, Scope], None], metered: Middleware) -> list[Route]:

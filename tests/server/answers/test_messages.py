@@ -251,7 +251,7 @@ def test_the_form_of_an_answer_is_kept(start_server: Callable[..., Running]) -> 
 
 def test_errors_before_a_body_is_read_are_anthropics_too(start_server: Callable[..., Running], tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
-    keys.write_text('[tenants.ada]\nkeys = ["ada"]\nrequests_per_minute = 2\n')
+    keys.write_text('[tenants.ada]\nkeys = ["ada"]\nrequests_per_minute = 1\n')
     keys.chmod(0o600)
     server = start_server(FakeEngine(), keys_file=str(keys), max_body_size="1MiB")
     body: Any = {"model": "fake", "max_tokens": 1, "messages": [USER]}

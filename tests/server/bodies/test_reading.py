@@ -323,4 +323,4 @@ def test_a_prompt_over_the_models_length_is_refused_as_soon_as_it_is_tokenised()
 )
 def test_an_error_for_the_client_survives_the_way_from_another_process(error: ApiError) -> None:
     copy = pickle.loads(pickle.dumps(error))
-    assert (copy.status, copy.body(), str(copy)) == (error.status, error.body(), str(error))
+    assert (copy.status, copy.fields(), str(copy)) == (error.status, error.fields(), str(error))

@@ -66,12 +66,12 @@ def test_errors_have_ids_and_lines_too(
     server = start_server(FakeEngine(breaks_after=0), api_key=["key"])
     assert "x-request-id" in server.client.post("/v1/completions", json=BODY).headers
     broken = server.client.post("/v1/completions", json=BODY, headers={"x-api-key": "key"})
-    assert server.client.get("/no%0Awhere").status_code == 404
+    assert server.client.get("/no%0Awhere").status_code == 400
     wait_until(lambda: len(lines()) == 3)
     assert [(line["status"], line["path"]) for line in lines()] == [
         (401, "/v1/completions"),
         (500, "/v1/completions"),
-        (404, "/no%0Awhere"),
+        (400, "/no%0Awhere"),
     ]
     assert lines()[1]["request_id"] == broken.headers["x-request-id"]
 

@@ -26,7 +26,6 @@ from octavo.server.bodies.foreign_fields import LLAMACPP_DEFAULTS
 from octavo.server.bodies.llamacpp_body import LlamaCppBody
 from octavo.server.bodies.reading import CompletionRequest
 from octavo.server.engine_client import EngineClient
-from octavo.server.errors import ApiError
 from octavo.server.http.turnstile import Turnstile
 from octavo.server.ids import new_id
 from octavo.server.tenants.keys import Client
@@ -182,11 +181,6 @@ def _speed(what: str, count: int, milliseconds: float) -> dict[str, float]:
         f"{what}_per_token_ms": milliseconds / max(1, count),
         f"{what}_per_second": count * 1e3 / milliseconds if milliseconds else 0.0,
     }
-
-
-def error_event(error: ApiError) -> bytes:
-    """Format an error in a stream, in the form of llama.cpp's API."""
-    return b"data: " + error.llamacpp_body() + b"\n\n"
 
 
 def slots(count: int, running: int, max_model_len: int) -> bytes:

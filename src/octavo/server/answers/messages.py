@@ -16,7 +16,6 @@ from octavo.server.answers.single_chat import SingleChat
 from octavo.server.bodies.messages_body import arguments_object
 from octavo.server.bodies.reading import ChatRequest
 from octavo.server.engine_client import EngineClient
-from octavo.server.errors import ApiError
 from octavo.server.ids import new_id
 from octavo.server.tenants.keys import Client
 
@@ -115,8 +114,3 @@ def _told(change: Change) -> dict[str, Any]:
 
 def _event(fields: dict[str, Any]) -> str:
     return f"event: {fields['type']}\ndata: {dumps(fields)}\n\n"
-
-
-def error_event(error: ApiError) -> bytes:
-    """Format an error in a stream, in the form of Anthropic's API."""
-    return b"event: error\ndata: " + error.anthropic_body() + b"\n\n"

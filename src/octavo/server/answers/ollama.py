@@ -26,11 +26,8 @@ from octavo.server.bodies.messages_body import arguments_object
 from octavo.server.bodies.ollama_body import OllamaGenerateBody, OllamaGenerationBody, now
 from octavo.server.bodies.reading import ChatRequest
 from octavo.server.engine_client import EngineClient
-from octavo.server.errors import ApiError
 from octavo.server.ids import new_id
 from octavo.server.tenants.keys import Client
-
-LINES = "application/x-ndjson"
 
 
 class OllamaAnswer:
@@ -178,8 +175,3 @@ def embeddings(model: str, vectors: Sequence[bytes], began: float, prompt_tokens
 
 def line(fields: dict[str, Any]) -> bytes:
     return (dumps(fields) + "\n").encode()
-
-
-def error_line(error: ApiError) -> bytes:
-    """Format an error in a stream, in the form of Ollama's API."""
-    return error.ollama_body() + b"\n"

@@ -12,13 +12,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from octavo.server.apis import EVENTS
 from octavo.server.errors import ApiError, RequestTimedOutError, ShuttingDownError, to_api_error
 
 # nginx's status for a client that closed the connection. Nobody receives it; it only ends the handler.
 CLIENT_CLOSED_REQUEST = 499
-
-# The media type of server-sent events.
-EVENTS = "text/event-stream"
 
 # Bytes of an answer that are handed to the socket at a time.
 _SENT_AT_ONCE = 64 * 1024
@@ -135,7 +133,7 @@ class EventStream(Response):
         self,
         events: AsyncGenerator[bytes, None],
         in_flight: InFlight,
-        error_event: Callable[[ApiError], bytes] | None = None,
+        error_event: Callable[[ApiError], bytes],
         media_type: str = EVENTS,
     ) -> None:
         super().__init__(
@@ -147,7 +145,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
         self._in_flight = in_flight
-        self._error_event = error_event or _error_event
+        self._error_event = error_event
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -170,10 +168,3 @@ class EventStream(Response):
                     self._started = True
                     await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
-
-
-def _error_event(error: ApiError) -> bytes:
-    return b"data: " + error.body() + b"\n\n" + DONE
-
-
-DONE = b"data: [DONE]\n\n"

@@ -9,7 +9,7 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from octavo.server.paths import is_anthropic
+from octavo.server.apis import REQUEST_ID_HEADER, api_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
 access_logger = logging.getLogger("octavo.access")
 
-REQUEST_ID_HEADER = b"x-request-id"
-# The header in which Anthropic's clients look for the id.
-ANTHROPIC_ID_HEADER = b"request-id"
 # A client's own id must match, because it is copied into headers and log lines.
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
 # Polled by machines every few seconds, so logged at debug level only.
@@ -83,8 +80,7 @@ class RequestLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                names = (REQUEST_ID_HEADER, ANTHROPIC_ID_HEADER) if is_anthropic(scope) else (REQUEST_ID_HEADER,)
-                ids = [(name, request_id.encode()) for name in names]
+                ids = [(name, request_id.encode()) for name in api_of(scope).id_headers]
                 message["headers"] = [*message.get("headers", ()), *ids]
             await send(message)
 

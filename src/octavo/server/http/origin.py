@@ -20,8 +20,8 @@ from http import HTTPStatus
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from octavo.server.apis import OLLAMA, api_of
 from octavo.server.errors import ApiError
-from octavo.server.paths import is_ollama
 
 ANY = "*"
 _OF_PAGES = (b"origin", b"referer")
@@ -69,7 +69,7 @@ class RefuseWebPages:
         if _is_json(given):
             return True
         by_page = any(name in _OF_PAGES or name.startswith(b"sec-fetch-") for name in headers)
-        return is_ollama(scope) and not by_page and given in ("", "application/x-www-form-urlencoded")
+        return api_of(scope) is OLLAMA and not by_page and given in ("", "application/x-www-form-urlencoded")
 
     def _is_own(self, name: str) -> bool:
         # An IP address cannot be rebound: the browser connected to the address in the header itself.

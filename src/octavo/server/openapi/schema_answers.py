@@ -1,11 +1,9 @@
-"""Responses in the OpenAPI description, and an example of each request body.
+"""Responses in the OpenAPI description.
 
 Only members that are always present are required; objects may have more.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 from octavo.server.openapi.schema_ranges import Schema
 
@@ -127,26 +125,4 @@ SCHEMAS: dict[str, Schema] = {
     "DeletedPin": _object(id=_TEXT, object=_const("pin"), deleted=_FLAG),
     "Evicted": _object(evicted_blocks=_COUNT),
     "Description": _object(openapi=_TEXT, paths={"type": "object"}),
-}
-
-_CHAT = [{"role": "user", "content": "What is a block?"}]
-EXAMPLES: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 16, "temperature": 0},
-    "/v1/chat/completions": {"messages": _CHAT, "max_completion_tokens": 32},
-    "/v1/embeddings": {"input": ["one text", "another"], "encoding_format": "float"},
-    "/v1/responses": {"input": "What is a block?", "max_output_tokens": 32, "store": False},
-    "/v1/responses/input_tokens": {"input": "What is a block?"},
-    "/v1/messages": {"messages": _CHAT, "max_tokens": 32},
-    "/v1/messages/count_tokens": {"messages": _CHAT},
-    "/api/chat": {"messages": _CHAT, "options": {"num_predict": 32}, "stream": False},
-    "/api/generate": {"prompt": "Once upon a time", "options": {"num_predict": 16}, "stream": False},
-    "/api/embed": {"input": ["one text", "another"]},
-    "/api/embeddings": {"prompt": "one text"},
-    "/api/show": {},
-    "/api/pull": {"stream": False},
-    "/completion": {"prompt": "Once upon a time", "n_predict": 16},
-    "/completions": {"prompt": "Once upon a time", "n_predict": 16},
-    "/infill": {"input_prefix": "def add(a, b):\n    return ", "input_suffix": "\n", "n_predict": 16},
-    "/tokenize": {"prompt": "Once upon a time"},
-    "/detokenize": {"tokens": [1, 2, 3]},
 }

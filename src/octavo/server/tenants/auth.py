@@ -12,8 +12,8 @@ from http import HTTPStatus
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from octavo.server.apis import path_of
 from octavo.server.errors import ApiError
-from octavo.server.paths import path_of
 from octavo.server.route import Access
 from octavo.server.tenants.keys import ANYBODY, Client, KeyRing
 

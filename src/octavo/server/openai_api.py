@@ -17,10 +17,11 @@ from octavo.server.answers.completions import Completions
 from octavo.server.answers.embeddings import Embeddings
 from octavo.server.answers.logprobs import TokenTexts
 from octavo.server.answers.messages import MessagesAnswer
-from octavo.server.answers.messages import error_event as message_error_event
 from octavo.server.answers.response_store import ResponseStore, StoredResponse
 from octavo.server.answers.responses import ResponseAnswer
-from octavo.server.bodies.messages_body import MessagesBody
+from octavo.server.apis import ANTHROPIC, api_of
+from octavo.server.bodies.messages_body import CountTokensBody, MessagesBody
+from octavo.server.bodies.protocol import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from octavo.server.bodies.reading import (
     ChatRequest,
     CompletionRequest,
@@ -28,17 +29,17 @@ from octavo.server.bodies.reading import (
     FollowUp,
     frame,
 )
+from octavo.server.bodies.response_items import LARGEST_PAGE, PAGE
 from octavo.server.bodies.responses_body import ResponsesBody
 from octavo.server.config import ServerConfig
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import ApiError
 from octavo.server.handling import Handling
-from octavo.server.paths import is_anthropic
 from octavo.server.route import Endpoint, json_response
 from octavo.server.tenants.auth import client_of
 
 
-class Api:
+class OpenAIApi:
     """The request handlers. Each reads its body itself, so that a body over the limit is never buffered."""
 
     def __init__(self, engine: EngineClient, config: ServerConfig, handling: Handling) -> None:
@@ -53,21 +54,76 @@ class Api:
         self._responses = ResponseStore(config.stored_responses_limit, config.stored_tenant_responses_limit)
 
     def endpoints(self) -> list[Endpoint]:
+        chat = [{"role": "user", "content": "What is a block?"}]
         return [
-            Endpoint("POST", "/v1/completions", self.create_completion),
-            Endpoint("POST", "/v1/chat/completions", self.create_chat_completion),
-            Endpoint("POST", "/v1/embeddings", self.create_embeddings),
-            Endpoint("POST", "/v1/responses", self.create_response),
-            Endpoint("POST", "/v1/responses/input_tokens", self.count_input_tokens),
-            Endpoint("GET", "/v1/responses/{response_id}", self.retrieve_response),
-            Endpoint("DELETE", "/v1/responses/{response_id}", self.delete_response),
-            Endpoint("GET", "/v1/responses/{response_id}/input_items", self.list_input_items),
-            Endpoint("POST", "/v1/messages", self.create_message),
-            Endpoint("POST", "/v1/messages/count_tokens", self.count_tokens),
-            Endpoint("GET", "/v1/models", self.list_models),
-            Endpoint("GET", "/v1/models/{model:path}", self.retrieve_model),
-            Endpoint("POST", "/tokenize", self.tokenize),
-            Endpoint("POST", "/detokenize", self.detokenize),
+            Endpoint(
+                *("POST", "/v1/completions", self.create_completion, "Completion", "Continue one or several prompts"),
+                body=CompletionBody,
+                example={"prompt": "Once upon a time", "max_tokens": 16, "temperature": 0},
+                streams=True,
+            ),
+            Endpoint(
+                *("POST", "/v1/chat/completions", self.create_chat_completion, "ChatCompletion", "Answer a chat"),
+                body=ChatBody,
+                example={"messages": chat, "max_completion_tokens": 32},
+                streams=True,
+            ),
+            Endpoint(
+                *("POST", "/v1/embeddings", self.create_embeddings, "EmbeddingList", "An embedding of each input"),
+                body=EmbeddingBody,
+                example={"input": ["one text", "another"], "encoding_format": "float"},
+            ),
+            Endpoint(
+                *("POST", "/v1/responses", self.create_response),
+                *("Response", "Answer a chat, by OpenAI's responses API"),
+                body=ResponsesBody,
+                example={"input": "What is a block?", "max_output_tokens": 32, "store": False},
+                streams=True,
+            ),
+            Endpoint(
+                *("POST", "/v1/responses/input_tokens", self.count_input_tokens),
+                *("InputTokens", "How many tokens a response would read"),
+                body=ResponsesBody,
+                example={"input": "What is a block?"},
+            ),
+            Endpoint("GET", "/v1/responses/{response_id}", self.retrieve_response, "Response", "A stored response"),
+            Endpoint(
+                *("DELETE", "/v1/responses/{response_id}", self.delete_response),
+                *("DeletedResponse", "Forget a stored response"),
+            ),
+            Endpoint(
+                *("GET", "/v1/responses/{response_id}/input_items", self.list_input_items),
+                *("ItemList", "The items that a stored response answers"),
+                query={
+                    "limit": {"type": "integer", "minimum": 1, "maximum": LARGEST_PAGE, "default": PAGE},
+                    "order": {"enum": ["asc", "desc"], "default": "desc"},
+                    "after": {"type": "string"},
+                },
+            ),
+            Endpoint(
+                *("POST", "/v1/messages", self.create_message, "Message", "Answer a chat, by Anthropic's API"),
+                body=MessagesBody,
+                example={"messages": chat, "max_tokens": 32},
+                streams=True,
+            ),
+            Endpoint(
+                *("POST", "/v1/messages/count_tokens", self.count_tokens),
+                *("TokenCount", "How many tokens the prompt of a message has"),
+                body=CountTokensBody,
+                example={"messages": chat},
+            ),
+            Endpoint("GET", "/v1/models", self.list_models, "ModelList", "The models served"),
+            Endpoint("GET", "/v1/models/{model:path}", self.retrieve_model, "Model", "One model"),
+            Endpoint(
+                *("POST", "/tokenize", self.tokenize, "Tokens", "A prompt's or a chat's token ids"),
+                body=TokenizeBody,
+                example={"prompt": "Once upon a time"},
+            ),
+            Endpoint(
+                *("POST", "/detokenize", self.detokenize, "Text", "The text of token ids"),
+                body=DetokenizeBody,
+                example={"tokens": [1, 2, 3]},
+            ),
         ]
 
     async def create_completion(self, request: Request) -> Response:
@@ -161,15 +217,13 @@ class Api:
         answer = MessagesAnswer(self._engine, read, client_of(request.scope), self._handling.traceparent(request))
         body = read.origin
         assert isinstance(body, MessagesBody)
-        return await self._handling.respond(
-            request, body, answer, streams=body.streams, error_event=message_error_event
-        )
+        return await self._handling.respond(request, body, answer, streams=body.streams)
 
     async def count_tokens(self, request: Request) -> Response:
         return self._handling.respond_read(await self._handling.read(request, "count_tokens"))
 
     async def list_models(self, request: Request) -> Response:
-        if is_anthropic(request.scope):
+        if api_of(request.scope) is ANTHROPIC:
             listed = [self._anthropic_card(name) for name in self._names]
             ends = {"first_id": self._names[0], "last_id": self._names[-1]}
             return json_response(json_bytes({"data": listed, "has_more": False, **ends}))
@@ -178,7 +232,7 @@ class Api:
 
     async def retrieve_model(self, request: Request) -> Response:
         name = self._handling.reader.served_name(request.path_params["model"])
-        card = self._anthropic_card(name) if is_anthropic(request.scope) else self._model_card(name)
+        card = self._anthropic_card(name) if api_of(request.scope) is ANTHROPIC else self._model_card(name)
         return json_response(json_bytes(card))
 
     def _anthropic_card(self, name: str) -> dict[str, Any]:
