@@ -85,6 +85,28 @@ def test_finished_requests_are_counted_by_reason() -> None:
         assert value(families, name, f"{name}_count") == 3
 
 
+def test_what_vllms_dashboard_asks_for_is_there() -> None:
+    stats = EngineStats(max_model_len=1024)
+    stats.cache_config = {"block_size": "16", "cache_dtype": "auto"}
+    stats.on_step(prompt_tokens=100, generation_tokens=3)
+    stats.on_tokens(0.3)
+    stats.on_served(n=2, max_tokens=64, prefill_time=0.5, decode_time=1.5)
+    families = exposed(stats)
+    for name, total in {
+        "vllm:request_prefill_time_seconds": 0.5,
+        "vllm:request_decode_time_seconds": 1.5,
+        "vllm:request_inference_time_seconds": 2.0,
+        "vllm:iteration_tokens_total": 103,
+        "vllm:request_params_n": 2,
+        "vllm:request_params_max_tokens": 64,
+        "vllm:time_per_output_token_seconds": 0.3,
+    }.items():
+        assert families[name].type == "histogram"
+        assert (value(families, name, f"{name}_sum"), value(families, name, f"{name}_count")) == (total, 1)
+    assert value(families, "vllm:cache_config_info", block_size="16", cache_dtype="auto") == 1
+    assert "vllm:swapped_out_bytes" not in families
+
+
 def test_latencies_are_histograms_under_vllms_names() -> None:
     stats = EngineStats(max_model_len=1024)
     stats.on_first_token(0.03)

@@ -300,10 +300,10 @@ def test_ledger_usage_and_metrics_add_up_under_preemption(mode: str) -> None:
         report = debug_kv(small)
     assert counters["vllm:num_preemptions_total"] > 0
     assert counters["vllm:request_success_total/abort"] == 8
-    assert (counters["vllm:swapped_out_bytes_total"] > 0) == (mode == "swap")
+    assert (counters["octavo:swapped_out_bytes_total"] > 0) == (mode == "swap")
     swap = report["swap"]
-    assert swap["out_bytes"] == counters["vllm:swapped_out_bytes_total"] == swap["in_bytes"] + swap["dropped_bytes"]
-    assert swap["in_bytes"] == counters["vllm:swapped_in_bytes_total"]
+    assert swap["out_bytes"] == counters["octavo:swapped_out_bytes_total"] == swap["in_bytes"] + swap["dropped_bytes"]
+    assert swap["in_bytes"] == counters["octavo:swapped_in_bytes_total"]
     cache = report["prefix_cache"]
     assert cache["queried_tokens"] == counters["vllm:prefix_cache_queries_total"]
     assert cache["queried_tokens"] == sum(usage["prompt_tokens"] for usage in usages)

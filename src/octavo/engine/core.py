@@ -100,6 +100,13 @@ class EngineCore:
         self.max_model_len = scheduler.config.max_model_len
         self.stats = EngineStats(max_model_len=self.max_model_len)
         self.stats.block_bytes = scheduler.kv.spec.block_bytes
+        self.stats.cache_config = {
+            "block_size": str(scheduler.kv.spec.block_size),
+            "cache_dtype": scheduler.kv.spec.dtype,
+            "num_gpu_blocks": str(scheduler.kv.pool.num_blocks),
+            "enable_prefix_caching": str(config.enable_prefix_caching),
+            "gpu_memory_utilization": str(config.gpu_memory_utilization),
+        }
         memory = scheduler.kv.hierarchy.host
         self.stats.host = memory.counters if memory.num_prefix_slots else None
         self.stats.stores = () if tiers is None else tuple(tiers.stores)

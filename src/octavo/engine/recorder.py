@@ -112,6 +112,13 @@ class StatsRecorder:
             prompt_tokens=len(request.prompt_token_ids),
             generation_tokens=sum(seq.num_output_tokens for seq in request.sequences),
         )
+        if request.admitted_time is not None and request.first_token_time is not None:
+            self._stats.on_served(
+                n=request.params.n,
+                max_tokens=request.most_output_tokens,
+                prefill_time=request.first_token_time - request.admitted_time,
+                decode_time=now - request.first_token_time,
+            )
 
     def _on_cache(self) -> None:
         kv = self._scheduler.kv

@@ -26,8 +26,6 @@ _COUNTERS = (
     ("prefix_cache_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     ("prefix_cache_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     ("num_preemptions", "num_preemptions", "Sequences that had to give up their blocks."),
-    ("swapped_out_bytes", "swapped_out_bytes", "Keys and values moved to host memory."),
-    ("swapped_in_bytes", "swapped_in_bytes", "Keys and values moved back from host memory."),
     ("prompt_tokens", "prompt_tokens", "Prompt tokens processed, cached ones included."),
     ("generation_tokens", "generation_tokens", "Tokens generated."),
 )
@@ -35,6 +33,8 @@ _COUNTERS = (
 _OWN_COUNTERS = (
     ("steps", "num_steps", "Steps that the engine has computed."),
     ("evicted_blocks", "evicted_blocks", "Cached blocks that gave way to others."),
+    ("swapped_out_bytes", "swapped_out_bytes", "Keys and values moved to host memory."),
+    ("swapped_in_bytes", "swapped_in_bytes", "Keys and values moved back from host memory."),
     (
         "deferred_tokens",
         "deferred_tokens",
@@ -52,8 +52,16 @@ _BY_OUTCOME = (
 _HISTOGRAMS = (
     ("time_to_first_token_seconds", "time_to_first_token", "From arrival to the first token."),
     ("inter_token_latency_seconds", "inter_token_latency", "Between two tokens of one sequence."),
+    # Its older name, which vLLM's own dashboard asks for.
+    ("time_per_output_token_seconds", "inter_token_latency", "Between two tokens of one sequence."),
     ("e2e_request_latency_seconds", "e2e_latency", "From arrival to the end of the request."),
     ("request_queue_time_seconds", "queue_time", "From arrival to the first time it was scheduled."),
+    ("request_prefill_time_seconds", "prefill_time", "From the first time it was scheduled to the first token."),
+    ("request_decode_time_seconds", "decode_time", "From the first token to the end of the request."),
+    ("request_inference_time_seconds", "inference_time", "From the first time it was scheduled to its end."),
+    ("iteration_tokens_total", "step_tokens", "Prompt and output tokens of each step."),
+    ("request_params_n", "request_n", "Completions that each finished request asked for."),
+    ("request_params_max_tokens", "request_max_tokens", "Output tokens that each finished request allowed."),
     ("request_prompt_tokens", "request_prompt_tokens", "Prompt tokens of each finished request."),
     ("request_generation_tokens", "request_generation_tokens", "Generated tokens of each finished request."),
 )
@@ -77,6 +85,12 @@ class EngineCollector(Collector):
                 counter = CounterMetricFamily(f"{prefix}:{name}", help, labels=names)
                 counter.add_metric(values, getattr(self._stats, attribute))
                 yield counter
+        about = self._stats.cache_config
+        cache_config = GaugeMetricFamily(
+            "vllm:cache_config_info", "The KV cache's configuration, as labels.", labels=[*names, *about]
+        )
+        cache_config.add_metric([*values, *about.values()], 1.0)
+        yield cache_config
         hung = GaugeMetricFamily(
             "octavo:hung_step_seconds", "How long the present step has hung; 0 if it does not.", labels=names
         )

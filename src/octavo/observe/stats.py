@@ -34,6 +34,9 @@ REQUEST_LATENCY_BUCKETS = (
     *(1920.0, 7680.0),
 )
 
+STEP_TOKENS_BUCKETS = (1.0, *(8.0 * 2**power for power in range(12)))
+COMPLETIONS_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
+
 
 def one_two_five_buckets(maximum: int) -> tuple[float, ...]:
     """Return vLLM's buckets of token counts: 1, 2, 5, 10, 20, 50, … up to `maximum`."""
@@ -87,6 +90,7 @@ class EngineStats:
         stores: the stores below host memory, which have their own counters.
         host_loads, host_stores: how long the transfers of a step from and to host memory took.
         fetching: decides what is loaded from the stores; None if there are none.
+        cache_config: the cache's configuration, as labels of vLLM's `cache_config_info`.
         audit_problem: what the latest audit found wrong with the block accounting; None if it found nothing.
     """
 
@@ -124,11 +128,18 @@ class EngineStats:
         self.kv_limits: dict[str, dict[str, int | None]] = {}  # by tenant: "floor_bytes", "cap_bytes"
         self.cache_outcomes: dict[CacheOutcome, int] = dict.fromkeys(CacheOutcome, 0)
         self.uncached_tokens: dict[CacheOutcome, int] = dict.fromkeys(CacheOutcome, 0)
+        self.cache_config: dict[str, str] = {}
         self.finished: dict[FinishReason, int] = dict.fromkeys(FinishReason, 0)
         self.queue_time = Histogram(REQUEST_LATENCY_BUCKETS)
         self.time_to_first_token = Histogram(TIME_TO_FIRST_TOKEN_BUCKETS)
         self.inter_token_latency = Histogram(INTER_TOKEN_LATENCY_BUCKETS)
         self.e2e_latency = Histogram(REQUEST_LATENCY_BUCKETS)
+        self.prefill_time = Histogram(REQUEST_LATENCY_BUCKETS)
+        self.decode_time = Histogram(REQUEST_LATENCY_BUCKETS)
+        self.inference_time = Histogram(REQUEST_LATENCY_BUCKETS)
+        self.step_tokens = Histogram(STEP_TOKENS_BUCKETS)
+        self.request_n = Histogram(COMPLETIONS_BUCKETS)
+        self.request_max_tokens = Histogram(one_two_five_buckets(max_model_len))
         self.request_prompt_tokens = Histogram(one_two_five_buckets(max_model_len))
         self.request_generation_tokens = Histogram(one_two_five_buckets(max_model_len))
 
@@ -146,6 +157,7 @@ class EngineStats:
             generation_tokens: tokens sampled in this step.
         """
         self.num_steps += 1
+        self.step_tokens.observe(prompt_tokens + generation_tokens)
         self.prompt_tokens += prompt_tokens
         self.generation_tokens += generation_tokens
 
@@ -215,3 +227,11 @@ class EngineStats:
         self.e2e_latency.observe(e2e_latency)
         self.request_prompt_tokens.observe(prompt_tokens)
         self.request_generation_tokens.observe(generation_tokens)
+
+    def on_served(self, *, n: int, max_tokens: int, prefill_time: float, decode_time: float) -> None:
+        """Record, with `on_finished`, a request that had its first token: what it asked for, and how long it took."""
+        self.request_n.observe(n)
+        self.request_max_tokens.observe(max_tokens)
+        self.prefill_time.observe(prefill_time)
+        self.decode_time.observe(decode_time)
+        self.inference_time.observe(prefill_time + decode_time)
