@@ -32,11 +32,6 @@ def busy_manager() -> KVCacheManager:
     return manager
 
 
-def _drop_a_note(kv: KVCacheManager) -> None:
-    block = next(iter(kv.prefix_cache))
-    kv.ledger._sources[block] = None
-
-
 def _forget_a_place(kv: KVCacheManager) -> None:
     next(iter(kv.hierarchy._wanted_by.values())).clear()
 
@@ -72,10 +67,12 @@ CORRUPTIONS: dict[str, tuple[Callable[[KVCacheManager], Any], str]] = {
     "a reference too many": (lambda kv: kv.pool.ref_counts.__setitem__(kv.pool._free[0], 1), "but free stack: True"),
     "a pin nobody has": (lambda kv: kv.pool.pin([list(kv.holdings)[-1].tables[0][0]]), "there are|pins of"),
     "a block of nobody in the index": (lambda kv: kv.prefix_cache.drop([next(iter(kv.prefix_cache))]), "disagree"),
-    "a lost note": (_drop_a_note, "published or noted, not both"),
     "a note too many": (_remember_what_is_gone, "continues another is remembered, but not published"),
     "a lost key": (_lose_a_key, "is not found by its key"),
-    "a key of nobody": (lambda kv: kv.prefix_cache._published.__setitem__(1, 0), "has a key, but is not published"),
+    "a key of nobody": (
+        lambda kv: kv.prefix_cache._groups.__setitem__(next(iter(kv.prefix_cache)), -2),
+        "has a key, but is not published",
+    ),
     "a broken ring": (lambda kv: kv.pool._eviction._next.__setitem__(0, 0), "eviction policy: False|stands twice"),  # type: ignore[attr-defined]
     "a miscounted block": (lambda kv: setattr(kv.pool, "num_cached", 5), "blocks, but 5 are counted"),
     "a lost host block": (lambda kv: kv.hierarchy.host._states.__setitem__(0, Slot.FREE), "free list: False"),

@@ -7,16 +7,16 @@ all              all blocks, as soon as they are published
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from octavo.kvcache.block import BlockId
 from octavo.kvcache.eviction.ghosts import GhostList
-from octavo.kvcache.hashing import DIGEST_BYTES, TokenChain, group_key, key_prefix
+from octavo.kvcache.hashing import TokenChain, group_key
 from octavo.kvcache.host_memory import Slot
 from octavo.kvcache.host_transfers import HostTransfers
-from octavo.kvcache.label import Label, label_of
+from octavo.kvcache.label import label_of
+from octavo.kvcache.prefix import PrefixIndex
 
 _UNDATED = 0
 
@@ -69,30 +69,21 @@ class DemoteEvicted:
 
     Args:
         num_blocks: number of blocks in the device's pool.
-        tokens_of: returns the packed token ids of a published block.
+        index: the device's index of prefixes, which has the blocks' keys, tokens and tenants.
         used_twice: whether to demote only blocks used twice.
     """
 
-    def __init__(
-        self, transfers: HostTransfers, num_blocks: int, tokens_of: Callable[[BlockId], bytes], *, used_twice: bool
-    ) -> None:
+    def __init__(self, transfers: HostTransfers, num_blocks: int, index: PrefixIndex, *, used_twice: bool) -> None:
         self._transfers = transfers
-        self._tokens_of = tokens_of
+        self._index = index
         self._used_twice = used_twice
-        # By device block, recorded when it is published.
-        self._keys = bytearray(num_blocks * DIGEST_BYTES)
-        self._parents = bytearray(num_blocks * DIGEST_BYTES)
-        self._tenants = [""] * num_blocks
-        self._used_again = bytearray(num_blocks)
+        self._used_again = bytearray(num_blocks)  # by device block
         # Keys of evicted blocks that were used once; if one is published again, that is its second use.
         self._gone_once = GhostList(4 * num_blocks)
 
     def published(self, blocks: Seq[tuple[BlockId, int, int]], chain: TokenChain, tenant: str) -> None:
         for block_id, index, group in blocks:
-            key, at = group_key(group, chain.key(index + 1)), block_id * DIGEST_BYTES
-            self._keys[at : at + DIGEST_BYTES] = key
-            self._parents[at : at + DIGEST_BYTES] = chain.key(index)
-            self._tenants[block_id] = tenant
+            key = group_key(group, chain.key(index + 1))
             again = self._gone_once.take(key) is not None or self._transfers.host.state(key) is Slot.READY
             self._used_again[block_id] = again
 
@@ -104,24 +95,18 @@ class DemoteEvicted:
         if self._used_twice:
             once = [block_id for block_id in block_ids if not self._used_again[block_id]]
             # All at once: 26 together take a sixth of the time.
-            self._gone_once.add_all([key_prefix(self._key(block_id)) for block_id in once], [_UNDATED] * len(once))
+            self._gone_once.add_all(self._index.key_prefixes(once), [_UNDATED] * len(once))
             block_ids = [block_id for block_id in block_ids if self._used_again[block_id]]
         for block_id in block_ids:
-            at = block_id * DIGEST_BYTES
-            parent = bytes(self._parents[at : at + DIGEST_BYTES])
-            label = Label(self._key(block_id), parent, self._tokens_of(block_id))
-            self._transfers.store_prefix(block_id, label, self._tenants[block_id])
-
-    def _key(self, block_id: BlockId) -> bytes:
-        return bytes(self._keys[block_id * DIGEST_BYTES : (block_id + 1) * DIGEST_BYTES])
+            source = self._index.source(block_id)
+            assert source is not None  # it is still published
+            self._transfers.store_prefix(block_id, self._index.label(block_id), source.tenant)
 
 
-def make_demotion(
-    name: str, transfers: HostTransfers, num_blocks: int, tokens_of: Callable[[BlockId], bytes]
-) -> Demotion:
+def make_demotion(name: str, transfers: HostTransfers, num_blocks: int, index: PrefixIndex) -> Demotion:
     """Return the demotion policy with the given name; `NoDemotion` if the host has no room for prefixes."""
     if not transfers.host.num_prefix_slots:
         return NoDemotion()
     if name == "all":
         return DemoteAll(transfers)
-    return DemoteEvicted(transfers, num_blocks, tokens_of, used_twice=name == "on_second_use")
+    return DemoteEvicted(transfers, num_blocks, index, used_twice=name == "on_second_use")

@@ -20,12 +20,13 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Self, cast
+from typing import NamedTuple, Self, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from octavo.kvcache.block import BlockHash
+from octavo.request import RequestId
 
 DIGEST_BYTES = 16
 TOKEN_BYTES = 4
@@ -144,6 +145,17 @@ class FullBlocks:
         return cls(root, block_size, tokens, keys.toreadonly())
 
 
+class Source(NamedTuple):
+    """The request that computed a block; one object is shared by all blocks of a sequence."""
+
+    tenant: str
+    scope: str
+    request_id: RequestId
+
+
+NO_SOURCE = Source("", "", RequestId(""))
+
+
 class TokenChain:
     """The full blocks of one sequence and their keys, each packed and hashed once as the sequence grows.
 
@@ -151,7 +163,7 @@ class TokenChain:
         prompt: the blocks that the sequence starts with, which are shared rather than copied.
 
     Attributes:
-        source: what the ledger notes of each block that the sequence publishes.
+        source: the request whose sequence this is; recorded with each block that it publishes.
     """
 
     __slots__ = (
@@ -169,7 +181,7 @@ class TokenChain:
 
     def __init__(self, prompt: FullBlocks) -> None:
         self.root = prompt.root
-        self.source: object = None
+        self.source = NO_SOURCE
         self.block_size = prompt.block_size
         self._shared = prompt
         self._num_shared = len(prompt)

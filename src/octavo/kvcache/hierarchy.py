@@ -80,7 +80,7 @@ class CacheHierarchy:
         self._prefix_cache = prefix_cache
         self._block_size = block_size
         self._num_groups = len(windows)
-        self._demotion: Demotion = make_demotion(demotion, transfers, pool.num_blocks, prefix_cache.tokens)
+        self._demotion: Demotion = make_demotion(demotion, transfers, pool.num_blocks, prefix_cache)
         # Without slots for prefixes, a sequence must not find blocks that others have left there.
         index = TieredIndex(prefix_cache, host) if host.num_prefix_slots else prefix_cache
         self._matcher = PrefixMatcher(index, block_size, windows)

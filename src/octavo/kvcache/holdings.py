@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 
 from octavo.errors import CacheError
 from octavo.kvcache.block import NULL_BLOCK, BlockTable, new_table
-from octavo.kvcache.hashing import FullBlocks, TokenChain
+from octavo.kvcache.hashing import FullBlocks, Source, TokenChain
 from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix import PrefixIndex
 from octavo.kvcache.spec import Window
@@ -116,6 +116,7 @@ class Holdings:
         holding = self._by_id.get(seq.seq_id)
         if holding is None:
             holding = Holding.empty(self.prompt_chain(seq.request), self._num_groups)
+            holding.chain.source = Source(seq.request.tenant, seq.request.cache_scope, seq.request.request_id)
             self._by_id[seq.seq_id] = holding
         return holding
 

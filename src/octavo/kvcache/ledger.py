@@ -19,7 +19,7 @@ from typing import NamedTuple
 from octavo.errors import CacheError
 from octavo.kvcache.audit import Findings, in_slices
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState, BlockTable
-from octavo.kvcache.hashing import DIGEST_BYTES, PREFIX_BYTES, TOKEN_BYTES, TokenChain
+from octavo.kvcache.hashing import DIGEST_BYTES, PREFIX_BYTES, TOKEN_BYTES, Source, TokenChain
 from octavo.kvcache.host_memory import HostBlockId
 from octavo.kvcache.key_index import KeyIndex, LatestKeys
 from octavo.kvcache.pool import BlockPool
@@ -32,14 +32,6 @@ MAX_EVICTIONS = 65_536
 # The first block is remembered for one prompt per eight blocks of the pool, but at least for 64 prompts.
 _FEWEST_FIRSTS = 64
 _BLOCKS_PER_FIRST = 8
-
-
-class _Source(NamedTuple):
-    """The request that computed a published block; one object is shared by all blocks of a sequence."""
-
-    tenant: str
-    scope: str
-    request_id: RequestId
 
 
 class _Eviction(NamedTuple):
@@ -80,18 +72,18 @@ class _FirstBlocks:
     def __init__(self, capacity: int) -> None:
         self._keys = LatestKeys(capacity)
         self._blocks = array("i", [0]) * capacity
-        self._sources: list[_Source | None] = [None] * capacity
+        self._sources: list[Source | None] = [None] * capacity
 
-    def add(self, key: bytes, block_id: BlockId, source: _Source) -> None:
+    def add(self, key: bytes, block_id: BlockId, source: Source) -> None:
         place = self._keys.add(key)
         self._blocks[place], self._sources[place] = block_id, source
 
-    def get(self, key: bytes, sources: Seq[_Source | None]) -> _Source | None:
-        """Return the source of the block with this key; None if it was evicted since, so that `sources` differs."""
+    def get(self, key: bytes, index: PrefixIndex) -> Source | None:
+        """Return the source of the block with this key; None if it was evicted since."""
         if (place := self._keys.index.get(key)) is None:
             return None
         source = self._sources[place]
-        return source if sources[self._blocks[place]] is source else None
+        return source if index.source(BlockId(self._blocks[place])) is source else None
 
     def check(self) -> Findings:
         return self._keys.index.check()
@@ -162,8 +154,6 @@ class Stock:
 class CacheLedger:
     """Records published and evicted blocks; O(1) each.
 
-        by block id    the request that computed it
-
     Args:
         num_blocks: size of the pool, which bounds what is remembered.
         index: the device's index of prefixes, which has the published blocks' keys and tokens.
@@ -176,7 +166,6 @@ class CacheLedger:
         self._clock = clock
         self._continued = KeyIndex(num_blocks, PREFIX_BYTES)  # the latest block that continues each prefix
         self._firsts = _FirstBlocks(min(num_blocks, max(_FEWEST_FIRSTS, num_blocks // _BLOCKS_PER_FIRST)))
-        self._sources: list[_Source | None] = [None] * num_blocks
         self._evictions = _Evictions(min(num_blocks, MAX_EVICTIONS))
 
     @property
@@ -184,48 +173,36 @@ class CacheLedger:
         """The number of remembered evictions."""
         return len(self._evictions)
 
-    def published(self, blocks: Seq[tuple[BlockId, int]], chain: TokenChain, request: Request) -> None:
-        """Record full blocks of the chain, each with its index, that a request has computed and published."""
+    def published(self, blocks: Seq[tuple[BlockId, int]], chain: TokenChain) -> None:
+        """Record that a request has computed and published full blocks of its chain, each with its index."""
         if not blocks:
             return
-        source = chain.source
-        if not isinstance(source, _Source):
-            chain.source = source = _Source(request.tenant, request.cache_scope, request.request_id)
         indices = [index for _, index in blocks]
         first = min(indices)
-        prefixes = chain.key_prefixes(first, max(indices))
-        sources = self._sources
         for block_id, index in blocks:
-            sources[block_id] = source
             if index == 0:
-                self._firsts.add(_first_key(chain), block_id, source)
+                self._firsts.add(_first_key(chain), block_id, chain.source)
+        prefixes = chain.key_prefixes(first, max(indices))
         parents = [prefixes[index - first] for index in indices]
         self._continued.replace_all(parents, [block_id for block_id, _ in blocks])
 
     def owner(self, block_id: BlockId) -> str | None:
         """Return the id of the request that computed a published block; None if it is not published."""
-        source = self._sources[block_id] if self._sources else None
+        source = self._index.source(block_id)
         return None if source is None else source.request_id
 
     def tenant(self, block_id: BlockId) -> str | None:
         """Return the tenant whose request computed a published block; None if it is not published."""
-        source = self._sources[block_id] if self._sources else None
+        source = self._index.source(block_id)
         return None if source is None else source.tenant
 
     def owners(self) -> Iterator[tuple[BlockId, str]]:
         """Yield every published block and the tenant that computed it. O(blocks)."""
-        return (
-            (BlockId(block_id), source.tenant) for block_id, source in enumerate(self._sources) if source is not None
-        )
+        return ((block_id, source.tenant) for block_id in self._index if (source := self._index.source(block_id)))
 
     def evicted(self, block_ids: Seq[BlockId]) -> None:
-        """Record the eviction of cached blocks."""
-        sources, tenants = self._sources, list[str]()
-        for block_id in block_ids:
-            source = sources[block_id]
-            assert source is not None  # the pool evicts nothing that was not published
-            tenants.append(source.tenant)
-            sources[block_id] = None
+        """Record the eviction of cached blocks, which the index still has."""
+        tenants = [self.tenant(block_id) or "" for block_id in block_ids]
         self._continued.discard_all(block_ids)
         self._evictions.add_all(self._index.key_prefixes(block_ids), self._clock(), tenants)
 
@@ -245,7 +222,7 @@ class CacheLedger:
             ago = self._clock() - eviction.at
             return replace(report(CacheOutcome.EVICTED, eviction.tenant), evicted_seconds_ago=ago)
         block_id = self._continued.get(chain.key(cached_blocks))
-        rival = self._source(block_id)
+        rival = None if block_id is None else self._index.source(BlockId(block_id))
         common = 0
         if block_id is not None:
             common = _common_tokens(
@@ -253,7 +230,7 @@ class CacheLedger:
             )
         if rival is None or common + cached_blocks == 0:
             # Checked last, so that other scopes only ever affect a report that would otherwise be "cold".
-            twin = self._firsts.get(_first_key(chain), self._sources) if cached_blocks == 0 else None
+            twin = self._firsts.get(_first_key(chain), self._index) if cached_blocks == 0 else None
             if twin is not None and twin.scope != request.cache_scope:
                 return report(CacheOutcome.SALT, twin.tenant)
             return report(CacheOutcome.COLD)
@@ -305,23 +282,17 @@ class CacheLedger:
             state = pool.state(block_id)
             states[state] += 1
             if state is not BlockState.FREE:
-                source = self._sources[block_id] if self._sources else None
+                source = self._index.source(block_id)
                 tenant = holders[block_id] if source is None else source.tenant
                 tenants.setdefault(tenant, Counter())[state] += 1
         holdings = [_holding(pool, request, blocks, away[name]) for name, (request, blocks) in held.items()]
         return Stock(states, tenants, holdings, swapped)
 
-    def check(self, pool: BlockPool) -> Findings:
+    def check(self) -> Findings:
         """Check the ledger's own invariants. O(blocks)."""
-        for batch in in_slices(range(pool.num_blocks)):
-            for i in batch:
-                noted = bool(self._sources) and self._sources[i] is not None
-                if pool.is_published(BlockId(i)) != noted:
-                    yield f"block {i} is either published or noted, not both"
-            yield None
         for ids in in_slices(self._continued):
             for i in ids:
-                if self._sources[i] is None:
+                if self._index.source(BlockId(i)) is None:
                     yield f"a block that continues another is remembered, but not published: {i}"
             yield None
         for index in (self._continued, self._firsts, self._evictions):
@@ -330,9 +301,6 @@ class CacheLedger:
             if totals.queried_tokens != totals.cached_tokens + totals.uncached_tokens.total():
                 yield f"tenant {tenant!r}: cached and uncached tokens do not add up to those queried"
 
-    def _source(self, block_id: int | None) -> _Source | None:
-        return None if block_id is None else self._sources[block_id]
-
 
 class NullLedger(CacheLedger):
     """Records nothing and reports every miss as cold. Saves a fifth of a simulation's time."""
@@ -340,7 +308,7 @@ class NullLedger(CacheLedger):
     def __init__(self, num_blocks: int, index: PrefixIndex, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(0, index, clock)
 
-    def published(self, blocks: Seq[tuple[BlockId, int]], chain: TokenChain, request: Request) -> None:
+    def published(self, blocks: Seq[tuple[BlockId, int]], chain: TokenChain) -> None:
         """See `CacheLedger.published`."""
 
     def evicted(self, block_ids: Seq[BlockId]) -> None:
@@ -356,7 +324,7 @@ class NullLedger(CacheLedger):
         """Raise `CacheError`, because no owners are recorded."""
         raise CacheError("this cache was made without a ledger (explains=False): nobody knows whose its blocks are")
 
-    def check(self, pool: BlockPool) -> Findings:
+    def check(self) -> Findings:
         """Find nothing, because nothing is recorded."""
         yield None
 

@@ -375,7 +375,7 @@ class KVCacheManager:
         yield from check_references(self.pool, self.holdings.tables(), self.prefix_cache)
         yield from self.prefix_cache.check()
         yield from self.pins.check()
-        yield from self.ledger.check(self.pool)
+        yield from self.ledger.check()
         yield from self.hierarchy.check()
 
     def _on_evict(self, block_ids: Seq[BlockId]) -> None:
@@ -402,7 +402,7 @@ class KVCacheManager:
         published.reverse()
         for block, index, group in published:
             self.pool.mark_published(block, index, seq.request.priority, group_key(group, chain.key(index + 1)))
-        self.ledger.published([(block, index) for block, index, _ in published], chain, seq.request)
+        self.ledger.published([(block, index) for block, index, _ in published], chain)
         self.hierarchy.published(published, chain, seq.request.tenant)
         holding.num_published = filled
         holding.next_full = (filled + 1) * self.spec.block_size

@@ -26,6 +26,7 @@ from octavo.kvcache.hashing import (
     TOKEN_BYTES,
     FullBlocks,
     NullChain,
+    Source,
     TokenChain,
     Tokens,
     group_bits,
@@ -33,6 +34,7 @@ from octavo.kvcache.hashing import (
     root_hash,
 )
 from octavo.kvcache.key_index import KeyIndex
+from octavo.kvcache.label import Label
 from octavo.kvcache.spec import KVCacheSpec
 
 # The first blocks of a prompt are looked up one by one, the rest as arrays, whose fixed cost is that of several
@@ -40,12 +42,13 @@ from octavo.kvcache.spec import KVCacheSpec
 _ONE_BY_ONE = 16
 # Number of blocks compared in one call: a quarter of a megabyte of tokens, which stays in the processor's cache.
 _COMPARED_AT_ONCE = 4096
-_OUTSIDE = -1
+_OUTSIDE, _UNPUBLISHED = -1, -2
 
 
 class PrefixIndex:
     """Finds the block that holds a given prefix's last full block, per group of layers: a prefix of k full blocks in k
-    look-ups. It keeps each block's key, tokens and parent in flat memory without objects.
+    look-ups. It is also the one record of what a published block contains: its key, parent, tokens and source, in flat
+    memory by block id.
 
     Blocks of groups with a sliding window stand outside the tree, because a hit needs only those inside the window.
 
@@ -63,10 +66,10 @@ class PrefixIndex:
         self._unsalted_root = root_hash(*self._identity, "")
         self._index = KeyIndex()
         # By block id.
-        self._published = bytearray()
+        self._groups = array("h")  # group whose tree has its parent; `_OUTSIDE` for first blocks and under a window
         self._tokens = bytearray()  # as the chain has them
         self._parents = bytearray()  # key of the prefix before it
-        self._groups = array("h")  # group whose tree has its parent; `_OUTSIDE` for first blocks and under a window
+        self._sources: list[Source | None] = []  # request that computed it
         self.reserve(16)
 
     def full_blocks(self, token_ids: Sequence[int], salt: str) -> FullBlocks:
@@ -83,18 +86,18 @@ class PrefixIndex:
 
     def reserve(self, num_blocks: int) -> None:
         """Allocate for block ids below `num_blocks` in advance."""
-        missing = num_blocks - len(self._published)
+        missing = num_blocks - len(self._groups)
         if missing > 0:
             self._index.reserve(num_blocks)
-            self._published.extend(bytes(missing))
             self._tokens.extend(bytes(missing * self._width))
             self._parents.extend(bytes(missing * DIGEST_BYTES))
-            # A new array, because growing one may allocate more than that.
-            self._groups = self._groups + array("h", [_OUTSIDE]) * missing
+            # New objects, because growing one may allocate more than that.
+            self._groups = self._groups + array("h", [_UNPUBLISHED]) * missing
+            self._sources = self._sources + [None] * missing
 
     def tokens(self, block_id: BlockId) -> bytes:
         """Return the packed token ids of a published block; raises KeyError if it is not published."""
-        if not self._published[block_id]:
+        if self._groups[block_id] == _UNPUBLISHED:
             raise KeyError(block_id)
         return bytes(self._tokens[block_id * self._width : (block_id + 1) * self._width])
 
@@ -125,14 +128,16 @@ class PrefixIndex:
 
     def put(self, group: int, chain: TokenChain, index: int, block_id: BlockId) -> bool:
         """Publish a computed block; False (and nothing changes) if an equal block is already published."""
-        if block_id >= len(self._published):
+        if block_id >= len(self._groups):
             self.reserve(2 * block_id)
-        if self._published[block_id] or not self._index.put_new(group_key(group, chain.key(index + 1)), block_id):
+        if self._groups[block_id] != _UNPUBLISHED:
             return False
-        self._published[block_id] = 1
+        if not self._index.put_new(group_key(group, chain.key(index + 1)), block_id):
+            return False
         self._tokens[block_id * self._width : (block_id + 1) * self._width] = chain.tokens(index, index + 1)
         self._parents[block_id * DIGEST_BYTES : (block_id + 1) * DIGEST_BYTES] = chain.key(index)
         self._groups[block_id] = group if index and self._in_tree[group] else _OUTSIDE
+        self._sources[block_id] = chain.source
         return True
 
     def drop(self, block_ids: Sequence[BlockId]) -> None:
@@ -140,11 +145,21 @@ class PrefixIndex:
         if self._index.discard_all(block_ids) != len(block_ids):
             raise KeyError(f"not all of these blocks are published: {block_ids}")
         for block_id in block_ids:
-            self._published[block_id] = 0
+            self._groups[block_id] = _UNPUBLISHED
+            self._sources[block_id] = None
 
     def key(self, block_id: BlockId) -> bytes:
         """Return the key of a published block, which covers its group too."""
         return self._index.key(block_id)
+
+    def label(self, block_id: BlockId) -> Label:
+        """Return the label of a published block, by which other tiers know it."""
+        parent = bytes(self._parents[block_id * DIGEST_BYTES : (block_id + 1) * DIGEST_BYTES])
+        return Label(self.key(block_id), parent, self.tokens(block_id))
+
+    def source(self, block_id: BlockId) -> Source | None:
+        """Return the request that computed a block; None if it is not published."""
+        return self._sources[block_id] if self._sources else None
 
     def key_prefixes(self, block_ids: Sequence[BlockId]) -> list[int]:
         """Return the first 8 bytes of published blocks' keys, as numbers."""
@@ -158,13 +173,13 @@ class PrefixIndex:
     def parent_key(self, block_id: BlockId) -> bytes | None:
         """Return the key of the block that a published block continues; None for a first block or under a window."""
         group = self._groups[block_id]
-        if group == _OUTSIDE:
+        if group < 0:
             return None
         return group_key(group, bytes(self._parents[block_id * DIGEST_BYTES : (block_id + 1) * DIGEST_BYTES]))
 
     def __iter__(self) -> Iterator[BlockId]:
         """Iterate over all published blocks, for audits."""
-        return (BlockId(i) for i, published in enumerate(self._published) if published)
+        return (BlockId(i) for i, group in enumerate(self._groups) if group != _UNPUBLISHED)
 
     def check(self) -> Findings:
         """Check the index's own invariants. O(blocks)."""
@@ -173,10 +188,10 @@ class PrefixIndex:
         for ids in in_slices(self._index):
             for i in ids:
                 num_indexed += 1
-                if not self._published[i]:
+                if self._groups[i] == _UNPUBLISHED:
                     yield f"block {i} has a key, but is not published in the prefix cache"
             yield None
-        if num_indexed != (num_published := sum(self._published)):
+        if num_indexed != (num_published := sum(1 for _ in self)):
             yield f"{num_published} blocks are published in the prefix cache, {num_indexed} have a key"
 
     def _root(self, salt: str) -> BlockHash:
@@ -208,9 +223,6 @@ class NullPrefixIndex(PrefixIndex):
 
     def reserve(self, num_blocks: int) -> None:
         return
-
-    def tokens(self, block_id: BlockId) -> bytes:
-        raise KeyError(block_id)
 
 
 def make_prefix_index(
