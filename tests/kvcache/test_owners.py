@@ -15,11 +15,11 @@ def test_a_block_counts_for_the_tenant_that_took_it_until_it_is_unused() -> None
     pool.count_owners(())
     assert pool.owners is not None
     many = pool.allocate(100, "a")
-    pool.acquire_all(new_table(many), "b")
+    pool.acquire(new_table(many), "b")
     assert (pool.owners.held("a"), pool.owners.held("b")) == (100, 0)
-    pool.release_table(new_table(many))
+    pool.release(new_table(many))
     assert pool.owners.held("a") == 100
-    pool.release_table(new_table(many))
+    pool.release(new_table(many))
     assert pool.owners.held("a") == 0
     assert problems(pool.check()) == []
 
@@ -32,7 +32,7 @@ def test_a_cached_block_counts_for_who_takes_it_again() -> None:
     for block in blocks:
         pool.mark_published(block)
     pool.release(blocks)
-    pool.acquire_all(new_table(blocks), "b")
+    pool.acquire(new_table(blocks), "b")
     assert (pool.owners.held("a"), pool.owners.held("b")) == (0, 100)
     assert problems(pool.check()) == []
 
@@ -40,7 +40,7 @@ def test_a_cached_block_counts_for_who_takes_it_again() -> None:
 def test_counting_may_begin_while_blocks_are_held() -> None:
     pool, _ = make_pool()
     first, second = pool.allocate(2), pool.allocate(3)
-    pool.acquire_all(second)
+    pool.acquire(second)
     pool.count_owners([("a", new_table(first)), ("b", new_table([0, *second])), ("c", new_table(second))])
     assert pool.owners is not None
     assert [pool.owners.held(tenant) for tenant in "abcd"] == [2, 3, 0, 0]

@@ -40,7 +40,7 @@ def test_freeing_twice_raises() -> None:
 def test_a_shared_block_is_freed_with_its_last_reference() -> None:
     pool, _ = make_pool()
     (block,) = pool.allocate(1)
-    pool.acquire(block)
+    pool.acquire([block])
     pool.release([block])
     assert pool.state(block) is BlockState.ACTIVE
     pool.release([block])
@@ -50,12 +50,12 @@ def test_a_shared_block_is_freed_with_its_last_reference() -> None:
 def test_a_free_block_cannot_be_shared_or_published() -> None:
     pool, _ = make_pool()
     with pytest.raises(CacheError, match="is free and cannot be shared"):
-        pool.acquire(BlockId(3))
+        pool.acquire([BlockId(3)])
     with pytest.raises(CacheError, match="is free and cannot be published"):
         pool.mark_published(BlockId(3))
 
 
-def test_published_blocks_are_evicted_only_when_no_free_block_is_left_and_oldest_first() -> None:
+def test_published_blocks_are_evicted_only_when_no_free_block_is_left_and_tails_first() -> None:
     pool, evicted = make_pool(5)
     blocks = pool.allocate(3)
     for block in blocks:
@@ -64,7 +64,7 @@ def test_published_blocks_are_evicted_only_when_no_free_block_is_left_and_oldest
     assert (pool.num_free, pool.num_cached, pool.num_available) == (1, 3, 4)
     pool.allocate(1)
     assert evicted == []
-    assert pool.allocate(2) == blocks[:2] == evicted
+    assert pool.allocate(2) == blocks[:0:-1] == evicted
 
 
 def test_a_cached_block_that_is_used_again_is_no_longer_evictable() -> None:
@@ -73,7 +73,7 @@ def test_a_cached_block_that_is_used_again_is_no_longer_evictable() -> None:
     for block in blocks:
         pool.mark_published(block)
     pool.release(blocks)
-    pool.acquire(blocks[0])
+    pool.acquire(blocks[:1])
     assert pool.state(blocks[0]) is BlockState.ACTIVE
     pool.allocate(2)
     assert evicted == [blocks[1]]

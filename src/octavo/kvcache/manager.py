@@ -195,7 +195,7 @@ class KVCacheManager:
         total = self.spec.blocks_for_tokens(hit.num_tokens + num_new_tokens)
         for table in hit.tables:
             if table:
-                pool.acquire_all(table, tenant)
+                pool.acquire(table, tenant)
                 pool.note_hit(table, seq.request.priority)
                 self.hierarchy.hit(table)
         holding.tables = [table[:] for table in hit.tables]
@@ -295,14 +295,14 @@ class KVCacheManager:
             self._publish(seq, holding, seq.num_computed // self.spec.block_size)
         if self.slides:
             for passed in holding.slide(seq.num_computed, self._windows, self.spec.block_size):
-                self.pool.release_table(passed)
+                self.pool.release(passed)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Share the blocks of `parent` with `child`; the first to write gets a copy."""
         source = self.holdings[parent]
         self.holdings.add(child, source.fork())
         for table in source.tables:
-            self.pool.acquire_all(table, child.request.tenant)
+            self.pool.acquire(table, child.request.tenant)
 
     def demote(self, seq: Sequence) -> bool:
         """Release all blocks of a sequence that is to resume later, and copy to the host those that would be lost.
@@ -387,7 +387,7 @@ class KVCacheManager:
 
     def _give_back(self, holding: Holding) -> None:
         for table in holding.empty_tables():
-            self.pool.release_table(table)
+            self.pool.release(table)
 
     def _publish(self, seq: Sequence, holding: Holding, filled: int) -> None:
         chain = holding.chain

@@ -15,7 +15,7 @@ from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds, BlockState, Bloc
 from octavo.kvcache.eviction.base import EvictionPolicy
 from octavo.kvcache.owners import BlockOwners
 
-# With more blocks than this, counts are updated as whole arrays.
+# With more blocks than this, counts are updated as whole arrays, whose fixed cost is that of some 30 blocks in a loop.
 _MANY = 64
 
 
@@ -131,61 +131,54 @@ class BlockPool:
             self.owners.took(taken, tenant)
         return taken
 
-    def acquire(self, block_id: BlockId, tenant: str = "") -> None:
-        """Add a tenant's reference to an active, cached or pinned block."""
-        count = self.ref_counts[block_id]
-        if count == 0:
-            if not self._published[block_id]:
-                raise CacheError(f"block {block_id} is {self.state(block_id).value} and cannot be shared")
-            if self._pins[block_id]:
-                self._num_pinned -= 1
-            else:
-                self._eviction.remove(block_id)
-                self.num_cached -= 1
-            if self.owners is not None:
-                self.owners.took((block_id,), tenant)
-        self.ref_counts[block_id] = count + 1
+    def acquire(self, block_ids: Sequence[BlockId], tenant: str = "") -> None:
+        """Add a tenant's reference to each active, cached or pinned block.
 
-    def acquire_all(self, block_ids: Sequence[BlockId], tenant: str = "") -> None:
-        """Add a tenant's reference to each block; null blocks are skipped. Other blocks must be distinct."""
-        if len(block_ids) <= _MANY:
-            for block_id in block_ids:
-                if block_id != NULL_BLOCK:
-                    self.acquire(block_id, tenant)
-            return
-        # Use `take` and whole arrays, because fancy indexing takes three times as long.
-        ids = as_indices(block_ids)
-        counts = self._count_of.take(ids)
-        unused = where(counts == 0, ids)
-        if not self._is_published.take(unused).all():
-            for block_id in ids.tolist():
-                self.acquire(block_id, tenant)  # raises for the block that cannot be shared
-            return
-        unpinned = self._unpinned(unused)
-        self._num_pinned -= len(unused) - len(unpinned)
-        self._eviction.remove_all(unpinned)
-        self.num_cached -= len(unpinned)
-        if self.owners is not None:
-            self.owners.took(unused.tolist(), tenant)
-        self._count_of[ids] = counts + 1
+        Null blocks are skipped, the others distinct.
 
-    def release(self, block_ids: Iterable[BlockId]) -> None:
-        """Drop one reference to each block; null blocks are skipped.
+        Raises:
+            CacheError: a block is free, and cannot be shared.
+        """
+        if len(block_ids) > _MANY:
+            self._acquire_many(as_indices(block_ids), tenant)
+            return
+        counts = self.ref_counts
+        for block_id in block_ids:
+            if block_id == NULL_BLOCK:
+                continue
+            if counts[block_id] == 0:
+                if not self._published[block_id]:
+                    raise CacheError(f"block {block_id} is {self.state(block_id).value} and cannot be shared")
+                if self._pins[block_id]:
+                    self._num_pinned -= 1
+                else:
+                    self._eviction.remove(block_id)
+                    self.num_cached -= 1
+                if self.owners is not None:
+                    self.owners.took((block_id,), tenant)
+            counts[block_id] += 1
+
+    def release(self, block_ids: Sequence[BlockId]) -> None:
+        """Drop one reference to each block, the last first, so that a sequence's tail is evicted before its head.
+
+        Null blocks are skipped, the others distinct.
 
         Raises:
             CacheError: a block has no reference left, because it was freed twice.
         """
-        available, owners = self.num_available, self.owners
-        for block_id in block_ids:
+        if len(block_ids) > _MANY:
+            self._release_many(np.ascontiguousarray(as_indices(block_ids)[::-1]))
+            return
+        available, counts = self.num_available, self.ref_counts
+        for block_id in reversed(block_ids):
             if block_id == NULL_BLOCK:
                 continue
-            count = self.ref_counts[block_id] - 1
-            if count < 0:
+            if counts[block_id] < 1:
                 raise CacheError(f"block {block_id} is freed twice (it is {self.state(block_id).value})")
-            self.ref_counts[block_id] = count
-            if count == 0:
-                if owners is not None:
-                    owners.gave_back((block_id,))
+            counts[block_id] -= 1
+            if counts[block_id] == 0:
+                if self.owners is not None:
+                    self.owners.gave_back((block_id,))
                 if not self._published[block_id]:
                     self._free.append(block_id)
                 elif self._pins[block_id]:
@@ -194,29 +187,6 @@ class BlockPool:
                     self._eviction.add(block_id)
                     self.num_cached += 1
         self.num_freed += self.num_available - available
-
-    def release_table(self, block_ids: Sequence[BlockId]) -> None:
-        """Release a whole table from its tail, so that the tail is evicted before the head."""
-        if len(block_ids) <= _MANY:
-            self.release(reversed(block_ids))
-            return
-        ids = np.ascontiguousarray(as_indices(block_ids)[::-1])
-        counts = self._count_of.take(ids)
-        if not counts.all():
-            self.release(reversed(block_ids))  # raises for the block that is freed twice
-        self._count_of[ids] = counts - 1
-        last = where(counts == 1, ids)
-        if self.owners is not None:
-            self.owners.gave_back(last.tolist())
-        published = self._is_published.take(last) != 0
-        unpublished = where(~published, last)
-        self._free.frombytes(unpublished.astype(np.int32).tobytes())
-        published_ids = where(published, last)
-        cached = self._unpinned(published_ids)
-        self._num_pinned += len(published_ids) - len(cached)
-        self._eviction.add_all(cached)
-        self.num_cached += len(cached)
-        self.num_freed += len(unpublished) + len(cached)
 
     def pin(self, block_ids: Sequence[BlockId]) -> None:
         """Protect published blocks from eviction until each pin is removed; null blocks are skipped.
@@ -293,17 +263,10 @@ class BlockPool:
             return BlockState.FREE
         return BlockState.PINNED if self._pins[block_id] else BlockState.CACHED
 
-    def is_evictable(self, block_id: BlockId) -> bool:
-        """Whether a block is in the cached state: published, but neither referenced nor pinned."""
-        return self.state(block_id) is BlockState.CACHED
-
     def num_evictable(self, block_ids: Sequence[BlockId]) -> int:
-        """Return how many of a table's published blocks are in the cached state."""
-        if len(block_ids) <= _MANY:
-            return sum(map(self.is_evictable, block_ids))
+        """Return how many of a table's published blocks are in the cached state: neither referenced nor pinned."""
         ids = as_indices(block_ids)
-        unused = where(self._count_of.take(ids) == 0, ids)
-        return len(self._unpinned(unused))
+        return len(self._unpinned(where(self._count_of.take(ids) == 0, ids)))
 
     def num_unpinned(self, block_ids: BlockIds) -> int:
         """Return how many of these blocks have no pin."""
@@ -360,6 +323,40 @@ class BlockPool:
     def _unpinned(self, block_ids: BlockIds) -> BlockIds:
         """Return the blocks that have no pin."""
         return where(self._pins_of.take(block_ids) == 0, block_ids) if self.num_with_pins else block_ids
+
+    def _acquire_many(self, ids: BlockIds, tenant: str) -> None:
+        # Use `take` and whole arrays, because fancy indexing takes three times as long.
+        counts = self._count_of.take(ids)
+        unused = where(counts == 0, ids)
+        if not (published := self._is_published.take(unused)).all():
+            block_id = BlockId(int(unused[published == 0][0]))
+            raise CacheError(f"block {block_id} is {self.state(block_id).value} and cannot be shared")
+        unpinned = self._unpinned(unused)
+        self._num_pinned -= len(unused) - len(unpinned)
+        self._eviction.remove_all(unpinned)
+        self.num_cached -= len(unpinned)
+        if self.owners is not None:
+            self.owners.took(unused.tolist(), tenant)
+        self._count_of[ids] = counts + 1
+
+    def _release_many(self, ids: BlockIds) -> None:
+        counts = self._count_of.take(ids)
+        if not counts.all():
+            block_id = BlockId(int(ids[counts == 0][0]))
+            raise CacheError(f"block {block_id} is freed twice (it is {self.state(block_id).value})")
+        self._count_of[ids] = counts - 1
+        last = where(counts == 1, ids)
+        if self.owners is not None:
+            self.owners.gave_back(last.tolist())
+        published = self._is_published.take(last) != 0
+        unpublished = where(~published, last)
+        self._free.frombytes(unpublished.astype(np.int32).tobytes())
+        published_ids = where(published, last)
+        cached = self._unpinned(published_ids)
+        self._num_pinned += len(published_ids) - len(cached)
+        self._eviction.add_all(cached)
+        self.num_cached += len(cached)
+        self.num_freed += len(unpublished) + len(cached)
 
     def _evict(self, count: int) -> list[BlockId]:
         victims = self._eviction.evict_many(count)
