@@ -32,11 +32,14 @@ from octavo.checkpoint.model_source import resolve_model
 from octavo.config import EngineConfig
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.core import EngineCore
+from octavo.engine.inspection import EngineInfo
 from octavo.engine.outputs import OutputKind
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
+from octavo.limits import DEFAULT_LIMITS
 from octavo.llm import LLM
+from octavo.pooling import Pooling
 from octavo.request import PinRequest, Request, RequestContext, RequestId
 from octavo.runner.batch import BatchBuilder
 from octavo.sampling.penalties import adjust
@@ -89,16 +92,30 @@ def step(scheduler: Scheduler) -> tuple[float, float]:
     return planned - started, time.perf_counter() - resumed
 
 
+INFO = EngineInfo(
+    model_name="",
+    architecture="",
+    weight_bytes=0,
+    max_model_len=MAX_MODEL_LEN,
+    max_num_seqs=256,
+    vocab_size=VOCAB,
+    hidden_size=0,
+    pooling=Pooling.LAST,
+    limits=DEFAULT_LIMITS,
+    default_sampling={},
+)
+
+
 def make_core(
     num_blocks: int, runner: Any, *, seqs: int, budget: int, tokenizer: Tokenizer | None, plans_ahead: bool = False
 ) -> EngineCore:
     scheduler = make_scheduler(make_kv(num_blocks), seqs=seqs, budget=budget)
     return EngineCore(
         config=EngineConfig(),
+        info=INFO,
         scheduler=scheduler,
         runner=runner,
         tokenizer=tokenizer,
-        vocab_size=VOCAB,
         eos_token_ids=frozenset(),
         plans_ahead=plans_ahead,
     )
@@ -344,10 +361,10 @@ def holds_of_a_long_request(prompt: list[int]) -> tuple[_Holds, Scheduler]:
     scheduler = make_scheduler(make_kv(70_000), seqs=8)
     core = Watched(
         config=EngineConfig(),
+        info=INFO,
         scheduler=scheduler,
         runner=Elsewhere(),  # type: ignore[arg-type]
         tokenizer=None,
-        vocab_size=VOCAB,
         eos_token_ids=frozenset(),
     )
     pins = (PinRequest(MILLION // 2, 60.0), PinRequest(MILLION, 60.0))

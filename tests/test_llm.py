@@ -151,7 +151,7 @@ def test_min_tokens_puts_off_every_end(llm: LLM) -> None:
 
 def test_without_max_tokens_it_goes_on_to_the_end_of_the_context(llm: LLM) -> None:
     output = generate(llm, max_tokens=None, ignore_eos=True)
-    assert len(output.outputs[0].token_ids) == llm.max_model_len - 4 == 252
+    assert len(output.outputs[0].token_ids) == llm.info.max_model_len - 4 == 252
     assert output.outputs[0].finish_reason == "length"
 
 

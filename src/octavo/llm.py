@@ -15,7 +15,7 @@ from tqdm import tqdm
 from octavo.config import DEFAULT_MODEL, EngineConfig
 from octavo.engine.builder import build_engine
 from octavo.engine.input_processor import Prompt
-from octavo.engine.inspection import PinInfo
+from octavo.engine.inspection import EngineInfo, PinInfo
 from octavo.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, OutputKind, RequestOutput
 from octavo.errors import RequestError, RequestFailedError
 from octavo.pooling import Pooling
@@ -52,9 +52,9 @@ class LLM:
         return self.core.config
 
     @property
-    def max_model_len(self) -> int:
-        """Maximum length of prompt and output together, in tokens."""
-        return self.core.max_model_len
+    def info(self) -> EngineInfo:
+        """The model and its limits."""
+        return self.core.info
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -70,12 +70,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters used if no `sampling_params` are given: the model's recommendation, if it has one."""
-        return SamplingParams(**self.core.default_sampling)
-
-    @property
-    def default_sampling(self) -> dict[str, Any]:
-        """The recommended sampling parameters as keywords."""
-        return dict(self.core.default_sampling)
+        return SamplingParams(**self.info.default_sampling)
 
     def generate(
         self,
@@ -144,7 +139,7 @@ class LLM:
             RequestFailedError: computing one of the embeddings failed.
         """
         try:
-            how = self.core.pooling if pooling is None else Pooling(pooling)
+            how = self.info.pooling if pooling is None else Pooling(pooling)
         except ValueError:
             raise RequestError(f"pooling must be 'last' or 'mean', got {pooling!r}", param="pooling") from None
         prompts = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
@@ -222,7 +217,7 @@ class LLM:
         pooling: Pooling | None = None,
     ) -> list[tuple[Request, str | None]]:
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams(**self.core.default_sampling)] * len(prompts)
+            params = [params or SamplingParams(**self.info.default_sampling)] * len(prompts)
         if len(params) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts, but {len(params)} sampling_params", param="sampling_params")
         if self._is_closed:

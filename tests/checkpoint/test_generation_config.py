@@ -51,7 +51,7 @@ def test_an_engine_samples_as_its_model_recommends(tmp_path: Path) -> None:
     with LLM(str(folder), dtype="float32", num_blocks=NUM_BLOCKS, num_threads=1) as llm:
         first, second = (llm.generate({"prompt_token_ids": [1, 2, 3]})[0].outputs[0].token_ids for _ in range(2))
         assert first == second
-        assert llm.core.default_sampling == {"temperature": 0.0}
+        assert llm.core.info.default_sampling == {"temperature": 0.0}
 
 
 def test_a_chat_template_may_come_from_a_file(tmp_path: Path) -> None:

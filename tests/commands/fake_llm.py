@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from octavo.config import EngineConfig
@@ -27,7 +28,7 @@ class FakeLLM:
     def __init__(self, **options: Any) -> None:
         self.config = EngineConfig(**options)
         self.num_cache_resets = 0
-        self.max_model_len = MAX_MODEL_LEN
+        self.info = SimpleNamespace(max_model_len=MAX_MODEL_LEN, default_sampling=self.default_sampling)
         self.prompts: list[Any] = []
         self.params: list[SamplingParams] = []
         self.conversations: list[Any] = []

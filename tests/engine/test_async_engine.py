@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from octavo.engine import async_engine, delivery, inbox
+from octavo.engine import async_engine, delivery
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.core import EngineCore
 from octavo.engine.delivery import DELIVERED_AT_ONCE, Stream
@@ -226,7 +226,7 @@ async def test_arrivals_and_departures_each_delay_a_step_for_a_bounded_time(
     for request in waiting:
         core.queue(request)
     for request in coming:
-        engine._send(inbox.Addition(request))
+        engine._send(async_engine.Addition(request))
     engine._take_in()
     assert len(engine._inbox) == 4
     engine._inbox.clear()

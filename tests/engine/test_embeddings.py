@@ -12,6 +12,7 @@ import transformers
 
 from octavo import LLM, RequestError
 from octavo.errors import ContextLengthError, RequestFailedError
+from octavo.pooling import Pooling
 from octavo.request import RequestContext
 from octavo.sampling_params import SamplingParams
 from tests.conftest import MakeLLM, assert_idle
@@ -81,7 +82,7 @@ def test_the_last_tokens_state_needs_nothing_that_is_cached_and_the_mean_compute
 def test_what_was_pooled_before_a_preemption_is_not_pooled_again(make_llm: MakeLLM) -> None:
     llm = make_llm(tiny_model(), max_num_batched_tokens=8)
     core, params = llm.core, SamplingParams()
-    request = core.make_request(prompts()[4], params, RequestContext(pooling=core.pooling.MEAN))
+    request = core.make_request(prompts()[4], params, RequestContext(pooling=Pooling.MEAN))
     core.add(request)
     for _ in range(3):
         core.step()
@@ -99,7 +100,7 @@ def test_embeddings_are_computed_beside_streams_and_scores(make_llm: MakeLLM) ->
     tokens: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
     others = [core.make_request(ids, SamplingParams(**tokens, prompt_logprobs=1)) for ids in prompts()]
     alone = llm.generate([{"prompt_token_ids": ids} for ids in prompts()], SamplingParams(**tokens), use_tqdm=False)
-    pooled = [core.make_request(ids, SamplingParams(), RequestContext(pooling=core.pooling.MEAN)) for ids in prompts()]
+    pooled = [core.make_request(ids, SamplingParams(), RequestContext(pooling=Pooling.MEAN)) for ids in prompts()]
     for request in (x for pair in zip(others, pooled, strict=True) for x in pair):
         core.add(request)
     done: dict[str, Any] = {}
@@ -116,7 +117,7 @@ def test_a_prompt_may_fill_the_context_and_one_token_more_is_refused(make_llm: M
     llm = make_llm(tiny_model(), max_model_len=64, num_blocks=5)
     longest = [prompts()[4] + prompts()[4]][0][:64]
     (output,) = embed(llm, "mean", [longest])
-    assert len(output.outputs.embedding) == llm.core.hidden_size
+    assert len(output.outputs.embedding) == llm.core.info.hidden_size
     with pytest.raises(ContextLengthError, match="maximum context length is 64 tokens, but 65 were requested"):
         llm.embed({"prompt_token_ids": [*longest, 5]}, use_tqdm=False)
     with pytest.raises(RequestError, match="pooling must be 'last' or 'mean', got 'cls'"):

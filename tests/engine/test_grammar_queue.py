@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from octavo.engine.grammar_queue import GrammarQueue
+from octavo.engine.turns import GrammarQueue
 from octavo.errors import OverloadedError, RequestError
 from octavo.grammar.compiler import CompiledGrammar
 from octavo.structured_outputs import StructuredOutputsParams

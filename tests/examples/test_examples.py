@@ -40,7 +40,7 @@ def test_generate_runs(example: Callable[..., str], tiny_llama: Path) -> None:
 
 def test_stream_chat_runs(example: Callable[..., str]) -> None:
     with running_server(FakeEngine(), shutdown_timeout=0) as server:
-        printed = example("stream_chat", server.url, server.engine.model_name)
+        printed = example("stream_chat", server.url, server.engine.info.model_name)
     assert re.search(r"\[\d+ prompt tokens, 64 completion tokens\]", printed)
 
 

@@ -138,7 +138,7 @@ def _serving(engine: Any, config: ServerConfig, listener: socket.socket) -> Iter
     workers = InlineWorkers if isinstance(engine, FakeEngine) else KeptWorkers
     with patch("octavo.server.bodies.body_reading._Workers", workers):
         app = create_app(engine, config, in_flight)
-    server = Server(app, config, in_flight, engine.model_name)
+    server = Server(app, config, in_flight, engine.info.model_name)
 
     async def run() -> None:
         await engine.start()

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from octavo.engine.inspection import limits_in_bytes
+from octavo.engine.inspection import EngineInfo, limits_in_bytes
 from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
 from octavo.errors import CapacityError, ContextLengthError, EngineDeadError, RequestError
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
@@ -84,12 +84,6 @@ class FakeEngine:
         received: the keywords of every `generate` call.
     """
 
-    model_name = "fake"
-    architecture = "poem"
-    weight_bytes = 1000
-    vocab_size = VOCAB_SIZE
-    hidden_size = 4
-    pooling = Pooling.LAST
     tokenizer = ByteTokenizer()
 
     def __init__(
@@ -104,10 +98,18 @@ class FakeEngine:
         breaks_after: int | None = None,
         limits: RequestLimits = DEFAULT_LIMITS,
     ) -> None:
-        self.max_model_len = max_model_len
-        self.max_num_seqs = max_num_seqs
-        self.limits = limits
-        self.default_sampling: dict[str, Any] = {}
+        self.info = EngineInfo(
+            model_name="fake",
+            architecture="poem",
+            weight_bytes=1000,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            vocab_size=VOCAB_SIZE,
+            hidden_size=4,
+            pooling=Pooling.LAST,
+            limits=limits,
+            default_sampling={},
+        )
         self.script = script.encode()
         self.step_seconds = step_seconds
         self.eos_after = eos_after
@@ -169,14 +171,14 @@ class FakeEngine:
         if not self.is_alive:
             raise EngineDeadError("the step loop died")
         longest = len(token_ids) + (params.max_tokens or 1)
-        if longest > self.max_model_len:
+        if longest > self.info.max_model_len:
             raise ContextLengthError(
                 f"{len(token_ids)} prompt tokens and {params.max_tokens or 1} output tokens are {longest}, over this "
-                f"model's limit of {self.max_model_len}",
-                param="prompt" if len(token_ids) >= self.max_model_len else "max_tokens",
+                f"model's limit of {self.info.max_model_len}",
+                param="prompt" if len(token_ids) >= self.info.max_model_len else "max_tokens",
             )
-        if params.n > self.max_num_seqs:
-            raise CapacityError(f"n={params.n} is over max_num_seqs={self.max_num_seqs}", param="n")
+        if params.n > self.info.max_num_seqs:
+            raise CapacityError(f"n={params.n} is over max_num_seqs={self.info.max_num_seqs}", param="n")
 
     def _outputs(
         self, request_id: RequestId, prompt: list[int], params: SamplingParams, kind: OutputKind, embedding: Any
@@ -215,7 +217,7 @@ class FakeEngine:
         seed = (params.seed or 0) + index if params.temperature > 0 else 0
         digest = hashlib.sha256(repr((prompt, seed)).encode()).digest()
         start = digest[0] % len(self.script)
-        limit = params.max_tokens or self.max_model_len - len(prompt)
+        limit = params.max_tokens or self.info.max_model_len - len(prompt)
         deltas: list[CompletionOutput] = []
         text = ""
         pending = b""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -115,8 +116,8 @@ def test_what_is_not_there_is_an_error_in_llamacpps_form(server: Running) -> Non
 
 def test_slots_tell_how_many_sequences_can_run(server: Running) -> None:
     listed = server.client.get("/slots").json()
-    assert [slot["id"] for slot in listed] == list(range(server.engine.max_num_seqs))
-    assert listed[0] == {"id": 0, "n_ctx": server.engine.max_model_len, "is_processing": False}
+    assert [slot["id"] for slot in listed] == list(range(server.engine.info.max_num_seqs))
+    assert listed[0] == {"id": 0, "n_ctx": server.engine.info.max_model_len, "is_processing": False}
 
 
 @pytest.fixture
@@ -198,7 +199,7 @@ def test_a_schema_allows_the_listed_properties_only(server: Running) -> None:
 
 def test_properties_tell_the_defaults_that_completions_are_drawn_with(start_server: Callable[..., Running]) -> None:
     engine = FakeEngine()
-    engine.default_sampling = {"top_k": 7}
+    engine.info = replace(engine.info, default_sampling={"top_k": 7})
     server = start_server(engine)
     told = server.client.get("/props").json()["default_generation_settings"]["params"]
     drawn_with = server.post("/completion", {"prompt": "x"}).json()["generation_settings"]

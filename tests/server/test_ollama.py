@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,7 +78,7 @@ def test_an_answer_may_be_as_long_as_the_context_has_room_for(server: Running) -
 
 def test_the_models_own_sampling_goes_before_ollamas(start_server: Callable[..., Running]) -> None:
     engine = FakeEngine()
-    engine.default_sampling = {"temperature": 0.6}
+    engine.info = replace(engine.info, default_sampling={"temperature": 0.6})
     server = start_server(engine)
     server.post(CHAT, {"messages": [USER], "options": {"num_predict": 1}})
     params = server.engine.received[-1]["params"]

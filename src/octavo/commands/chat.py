@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         interrupt.check()
         if terminal.is_interactive:
             print(greeting(llm), flush=True)
-        params = SamplingParams(**{**_DEFAULTS, **llm.default_sampling, **given})
+        params = SamplingParams(**{**_DEFAULTS, **llm.info.default_sampling, **given})
         Conversation(llm, params, system=args.system, stats=args.stats, read=terminal.read).loop()
     return 0
 

@@ -149,7 +149,7 @@ class Conversation:
             self._say(f"error: {error}")
 
     def _show(self) -> None:
-        model, most = self._llm.config.model, self._llm.max_model_len
+        model, most = self._llm.config.model, self._llm.info.max_model_len
         self._say(f"model       {model}, {most:,} tokens of context, {self._num_tokens:,} of them in use")
         default = SamplingParams(max_tokens=None)
         given = {name: getattr(self._params, name) for name in _SETTABLE}

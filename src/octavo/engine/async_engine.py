@@ -19,23 +19,19 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
-from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.delivery import Delivery
-from octavo.engine.grammar_queue import GrammarQueue
-from octavo.engine.inbox import Abort, Addition, Message, OutputFailed, Question, Tally
 from octavo.engine.input_processor import Prompt
 from octavo.engine.inspection import PinInfo
 from octavo.engine.outputs import Ended, OutputKind, RequestOutput, StepNews
-from octavo.engine.turns import TenantThreads
+from octavo.engine.turns import GrammarQueue, TenantThreads
 from octavo.engine.watchdog import Watchdog
 from octavo.errors import CacheError, EngineDeadError, OctavoError, RequestError, RequestFailedError
-from octavo.limits import RequestLimits
 from octavo.observe.stats import EngineStats
-from octavo.pooling import Pooling
 from octavo.request import DEFAULT_CONTEXT, Request, RequestContext, RequestId
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.kv_limits import KVAmounts, KVLimits
@@ -63,6 +59,60 @@ NUM_SHARED_THREADS = 2
 _T = TypeVar("_T")
 
 
+class Tally:
+    """A count of requests and prompt tokens that only increases and has a single writer thread."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.tokens = 0
+
+    def add(self, request: Request) -> None:
+        self.requests += 1
+        self.tokens += len(request.prompt_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """A request to queue."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """A request to abort."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFailed:
+    """A request whose output could not be made."""
+
+    request: Request
+    error: Exception
+
+
+class Question(Generic[_T]):
+    """A call to run on the core between two steps, and the future for its result."""
+
+    def __init__(self, ask: Callable[[EngineCore], _T], answer: asyncio.Future[_T]) -> None:
+        self._ask = ask
+        self._answer = answer
+
+    def put_to(self, core: EngineCore) -> Callable[[], None]:
+        """Run the call; returns a function that delivers the result in the event loop."""
+        try:
+            found = self._ask(core)
+        except Exception as error:
+            failure = error
+            return lambda: None if self._answer.done() else self._answer.set_exception(failure)
+        return lambda: None if self._answer.done() else self._answer.set_result(found)
+
+
+Message = Addition | Abort | OutputFailed | Question[Any]
+
+
 class AsyncEngine:
     """One `EngineCore` shared by many callers. All methods must be called from the event loop that called `start`.
 
@@ -83,7 +133,7 @@ class AsyncEngine:
         watchdog_seconds: float | None = None,
     ) -> None:
         self.core = core
-        self.model_name = model_name
+        self.info = replace(core.info, model_name=model_name)
         self._idle_audit_seconds = idle_audit_seconds
         self._idle_collect_seconds = idle_collect_seconds
         self._delivery = Delivery(core.outputs, self.abort, lambda *failure: self._send(OutputFailed(*failure)))
@@ -108,50 +158,10 @@ class AsyncEngine:
         return GrammarQueue(self.core.inputs.grammars)
 
     @property
-    def config(self) -> EngineConfig:
-        return self.core.config
-
-    @property
-    def architecture(self) -> str:
-        return self.core.architecture
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.core.weight_bytes
-
-    @property
-    def max_model_len(self) -> int:
-        return self.core.max_model_len
-
-    @property
-    def max_num_seqs(self) -> int:
-        return self.core.config.max_num_seqs
-
-    @property
-    def vocab_size(self) -> int:
-        return self.core.vocab_size
-
-    @property
     def tokenizer(self) -> Tokenizer:
         if self.core.tokenizer is None:
             raise RequestError("this model has no tokenizer: pass token ids as the prompt", param="prompt")
         return self.core.tokenizer
-
-    @property
-    def hidden_size(self) -> int:
-        return self.core.hidden_size
-
-    @property
-    def pooling(self) -> Pooling:
-        return self.core.pooling
-
-    @property
-    def default_sampling(self) -> dict[str, Any]:
-        return self.core.default_sampling
-
-    @property
-    def limits(self) -> RequestLimits:
-        return self.core.config.limits
 
     @property
     def stats(self) -> EngineStats:
@@ -289,16 +299,17 @@ class AsyncEngine:
             raise EngineDeadError("the engine has not been started")
 
     def _check_room(self, num_tokens: int, context: RequestContext) -> None:
+        limits = self.info.limits
         if context.tenant:
-            share = 1.0 if self.config.queue_tenant_share is None else self.config.queue_tenant_share
+            share = 1.0 if self.core.config.queue_tenant_share is None else self.core.config.queue_tenant_share
             self.stats.waiting.check_room(
                 context.tenant,
                 num_tokens,
-                most_requests=context.max_waiting_requests or max(1, int(share * self.limits.max_waiting_requests)),
-                most_tokens=context.max_waiting_tokens or max(1, int(share * self.limits.max_waiting_tokens)),
+                most_requests=context.max_waiting_requests or max(1, int(share * limits.max_waiting_requests)),
+                most_tokens=context.max_waiting_tokens or max(1, int(share * limits.max_waiting_tokens)),
             )
         scheduler = self.core.scheduler
-        self.limits.check_room(
+        limits.check_room(
             waiting_requests=scheduler.num_waiting + self._sent.requests - self._taken.requests,
             waiting_tokens=scheduler.num_waiting_tokens + self._sent.tokens - self._taken.tokens,
             num_tokens=num_tokens,

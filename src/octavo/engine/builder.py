@@ -17,6 +17,7 @@ from octavo.checkpoint.model_source import ModelSource, load_model_config, model
 from octavo.checkpoint.pooling_config import model_pooling
 from octavo.config import EngineConfig, format_bytes
 from octavo.engine.core import EngineCore
+from octavo.engine.inspection import EngineInfo
 from octavo.engine.runner_builder import RunnerFacts, build_runner
 from octavo.engine.tiers import join_stores, tier_identity
 from octavo.errors import ConfigError, ModelNotFoundError
@@ -90,19 +91,26 @@ def build_engine(config: EngineConfig, *, prepare_grammars: bool = False) -> Eng
         format_bytes(facts.num_host_blocks * facts.spec.block_bytes),
         facts.attention,
     )
+    info = EngineInfo(
+        model_name=config.model,
+        architecture=facts.architecture,
+        weight_bytes=facts.weight_bytes,
+        max_model_len=facts.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        vocab_size=facts.vocab_size,
+        hidden_size=facts.hidden_size,
+        pooling=pooling,
+        limits=config.limits,
+        default_sampling=default_sampling,
+    )
     core = EngineCore(
         config=config,
+        info=info,
         scheduler=scheduler,
         runner=runner,
         tokenizer=tokenizer,
-        vocab_size=facts.vocab_size,
         eos_token_ids=facts.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
         grammars=grammars,
-        default_sampling=default_sampling,
-        hidden_size=facts.hidden_size,
-        pooling=pooling,
-        weight_bytes=facts.weight_bytes,
-        architecture=facts.architecture,
         tiers=tiers,
         plans_ahead=facts.device == "cuda" if config.async_scheduling is None else config.async_scheduling,
     )

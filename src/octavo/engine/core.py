@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from octavo.config import EngineConfig, format_bytes
 from octavo.engine.input_processor import InputProcessor, Prompt
-from octavo.engine.inspection import PinInfo, kv_report, limits_in_bytes, list_pins, tiers_report
+from octavo.engine.inspection import EngineInfo, PinInfo, kv_report, limits_in_bytes, list_pins, tiers_report
 from octavo.engine.outputs import (
     GRAMMAR_TOO_COMPLEX,
     STEP_FAILED,
@@ -27,7 +27,6 @@ from octavo.engine.recovery import Recovery, live_rows, planned_rows
 from octavo.errors import GrammarError, LogitsError
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.observe.stats import EngineStats
-from octavo.pooling import Pooling
 from octavo.request import (
     DEFAULT_CONTEXT,
     FinishReason,
@@ -63,42 +62,28 @@ class EngineCore:
     Args:
         eos_token_ids: ids that end every request that does not ignore them.
         grammars: compiles structured outputs; if None, they are not supported.
-        default_sampling: default keyword arguments of `SamplingParams`, as recommended by the model's authors.
-        hidden_size: dimension of an embedding.
-        pooling: default pooling of embeddings.
-        weight_bytes, architecture: for reports about the model.
     """
 
     def __init__(
         self,
         *,
         config: EngineConfig,
+        info: EngineInfo,
         scheduler: Scheduler,
         runner: Executor,
         tokenizer: Tokenizer | None,
-        vocab_size: int,
         eos_token_ids: frozenset[int],
         grammars: GrammarCompiler | None = None,
-        default_sampling: Mapping[str, Any] | None = None,
-        hidden_size: int = 0,
-        pooling: Pooling = Pooling.LAST,
-        weight_bytes: int = 0,
-        architecture: str = "",
         tiers: LowerTiers | None = None,
         plans_ahead: bool = False,
     ) -> None:
         self.config = config
+        self.info = info
         self.scheduler = scheduler
         self.runner = runner
         self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.pooling = pooling
-        self.weight_bytes = weight_bytes
-        self.architecture = architecture
         self.tiers = tiers
-        self.max_model_len = scheduler.config.max_model_len
-        self.stats = EngineStats(max_model_len=self.max_model_len)
+        self.stats = EngineStats(max_model_len=info.max_model_len)
         self.stats.block_bytes = scheduler.kv.spec.block_bytes
         self.stats.cache_config = {
             "block_size": str(scheduler.kv.spec.block_size),
@@ -116,11 +101,10 @@ class EngineCore:
             config=config,
             scheduler=scheduler,
             tokenizer=tokenizer,
-            vocab_size=vocab_size,
+            vocab_size=info.vocab_size,
             eos_token_ids=eos_token_ids,
             grammars=grammars,
         )
-        self.default_sampling = dict(default_sampling or {})
         self.outputs = OutputProcessor(tokenizer)
         self._stop_strings = StopStrings(tokenizer, self._finish_sequence)
         self._recovery = Recovery(scheduler, runner, self.stats)
@@ -132,9 +116,9 @@ class EngineCore:
     @property
     def summary(self) -> str:
         """A one-line summary for people: the model, its context length, and the memory of weights and cache."""
-        spec, num_blocks = self.scheduler.kv.spec, self.scheduler.kv.pool.num_blocks
+        info, spec, num_blocks = self.info, self.scheduler.kv.spec, self.scheduler.kv.pool.num_blocks
         return (
-            f"{self.config.model}: {self.max_model_len:,} tokens of context, {format_bytes(self.weight_bytes)} of "
+            f"{info.model_name}: {info.max_model_len:,} tokens of context, {format_bytes(info.weight_bytes)} of "
             f"weights, {format_bytes(num_blocks * spec.block_bytes)} of KV cache for "
             f"{(num_blocks - 1) // len(spec.groups) * spec.block_size:,} tokens"
         )

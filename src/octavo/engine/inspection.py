@@ -13,6 +13,8 @@ from octavo.kvcache.block import BlockState
 from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.ledger import CacheTotals, RequestHolding
 from octavo.kvcache.manager import KVCacheManager
+from octavo.limits import RequestLimits
+from octavo.pooling import Pooling
 from octavo.request import CacheOutcome, CacheReport
 from octavo.scheduler.kv_limits import KVLimits
 from octavo.scheduler.scheduler import Scheduler
@@ -22,6 +24,32 @@ from octavo.tiers.store import Store
 STATES = (BlockState.ACTIVE, BlockState.CACHED, BlockState.PINNED)
 # Not a state of a block in the pool: it is in host memory.
 SWAPPED = "swapped"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """The facts of an engine that do not change while it runs.
+
+    Attributes:
+        architecture: the model's, such as "llama".
+        weight_bytes: memory that the weights take.
+        max_model_len: maximum length of prompt and output together, in tokens.
+        hidden_size: number of dimensions of an embedding.
+        pooling: how a prompt's hidden states are pooled into an embedding, if a request does not say.
+        default_sampling: keywords of `SamplingParams` for requests that do not give them, as the model's authors
+            recommend.
+    """
+
+    model_name: str
+    architecture: str
+    weight_bytes: int
+    max_model_len: int
+    max_num_seqs: int
+    vocab_size: int
+    hidden_size: int
+    pooling: Pooling
+    limits: RequestLimits
+    default_sampling: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,19 +13,24 @@ from octavo import kernels
 from octavo.attention import make_backend
 from octavo.attention.base import AttentionBackend
 from octavo.attention.native import NativeAttention
+from octavo.checkpoint.gguf_file import GGUFFile
+from octavo.checkpoint.gguf_requantize import loaded_bytes
 from octavo.checkpoint.model_config import ModelConfig, family_name
-from octavo.checkpoint.model_source import ModelSource, load_model_config, resolve_model
+from octavo.checkpoint.model_source import ModelFormat, ModelSource, load_model_config, resolve_model
 from octavo.config import EngineConfig
-from octavo.engine.sizing import size_before_loading, size_loaded
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, ModelError
 from octavo.kvcache.block import NULL_BLOCK
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.models.base import CausalLM
 from octavo.models.kv_scales import choose_scales
+from octavo.models.linear import PackedLinear
 from octavo.models.loader import open_weights
 from octavo.models.native_decoder import NativeDecoder, make_decoder
 from octavo.models.ops import LayerOps
-from octavo.planner.machine import default_num_threads
+from octavo.planner.machine import CPU_MEMORY_SHARE, available_memory, default_num_threads, limited_memory
+from octavo.planner.model_shape import ModelShape, shape_of_checkpoint
+from octavo.planner.sources import shape_of_source
+from octavo.planner.startup import StartSizing
 from octavo.runner.graphs import Capture, CudaCapture
 from octavo.runner.runner import ModelRunner
 from octavo.runner.warm_up import warm_up
@@ -85,10 +90,10 @@ def build_runner(config: EngineConfig, file: SharedFile | None = None) -> tuple[
         )
     source = resolve_model(config.model)
     model_config = load_model_config(source)
-    sizing = size_before_loading(config, source, model_config, _dtype(config, device), device)
+    sizing = _size_before_loading(config, source, model_config, _dtype(config, device), device)
     num_threads = config.num_threads or default_num_threads()
     model = _load_with_threads(config, source, model_config, device, num_threads)
-    sizing = size_loaded(sizing, config, model)
+    sizing = _size_loaded(sizing, config, model)
     max_model_len, spec, pool = sizing.max_model_len, sizing.spec, sizing.pool()
     sizing.warn_if_short(pool)
     attention = make_backend(config.attention_backend, device)
@@ -259,3 +264,66 @@ def _require_deterministic(model: CausalLM, arena: KVArena, attention: Attention
     else:
         return
     raise ConfigError(f"deterministic cannot be guaranteed: {reason}")
+
+
+def _size_before_loading(
+    config: EngineConfig, source: ModelSource, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> StartSizing:
+    """Compute the sizes from the configuration alone, so that a model that cannot fit is refused before it is loaded.
+
+    Raises:
+        ConfigError: max_model_len exceeds what the model supports, or there is too little memory.
+    """
+    on_cpu = device.type == "cpu"
+    packed = PackedLinear.supports(torch.empty(0, dtype=dtype, device=device))
+    native = model_config.runs_natively and NativeDecoder.supports(model_config, dtype, device)
+    native = native and config.attention_backend not in ("reference", "triton")
+    shape = _promised_shape(source, model_config)
+    sizing = StartSizing(
+        config=config,
+        shape=shape,
+        dtype=_name(dtype),
+        kv_dtype=shape.kv_dtype(config.kv_cache_dtype, _name(dtype)),
+        available=limited_memory(available_memory() if on_cpu else _available_on_gpu(config, device)),
+        cache_share=CPU_MEMORY_SHARE if on_cpu else 1.0,
+        tied_head_copied=model_config.runs_natively and packed and not native,
+        loaded_weights=_stored_bytes(config, source, dtype) if native else None,
+        host_available=None if on_cpu else limited_memory(available_memory()),
+    )
+    sizing.num_host_blocks(sizing.pool())
+    return sizing
+
+
+def _size_loaded(sizing: StartSizing, config: EngineConfig, model: CausalLM) -> StartSizing:
+    """Return the sizes with the actual memory of the loaded model."""
+    shape = replace(sizing.shape, kv_layers=model.kv_layers, max_position_embeddings=model.max_position_embeddings)
+    return replace(
+        sizing,
+        shape=shape,
+        kv_dtype=shape.kv_dtype(config.kv_cache_dtype, _name(model.dtype)),
+        loaded_weights=model.weight_bytes,
+    )
+
+
+def _stored_bytes(config: EngineConfig, source: ModelSource, dtype: torch.dtype) -> int | None:
+    """Return the bytes of weights that stay quantised; None if they are dequantised."""
+    if source.format is not ModelFormat.GGUF or config.quantization == "none" or dtype is torch.float32:
+        return None
+    return loaded_bytes(GGUFFile(source.path))
+
+
+def _promised_shape(source: ModelSource, model_config: ModelConfig) -> ModelShape:
+    try:
+        return shape_of_source(source, model_config)
+    except ModelError:
+        # Leave it to the loader to refuse such a model; otherwise it is sized once it is loaded.
+        return shape_of_checkpoint(source.name, model_config, 0)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _available_on_gpu(config: EngineConfig, device: torch.device) -> int:
+    free, total = torch.cuda.mem_get_info(device)
+    return int(free - total * (1.0 - config.gpu_memory_utilization))

@@ -49,7 +49,7 @@ def create_app(
     # Each request has a connection: one tenant's leave half of them to the others.
     quotas = Quotas(max_requests=max(1, config.max_connections // 2) if several else None)
     handling = Handling(engine, config, in_flight)
-    gate, name = Gate(access.clients, access.admins), handling.names[0]
+    gate, name, info = Gate(access.clients, access.admins), handling.names[0], engine.info
     responses = ResponseCounts()
     endpoints = [
         *OpenAIApi(engine, config, handling).endpoints(),
@@ -58,7 +58,7 @@ def create_app(
         *Operations(engine, config, in_flight, gate, quotas, responses, name).endpoints(),
         *LivePage(engine, in_flight, gate, name, shows_text=config.live_page_text).endpoints(),
     ]
-    server = Described(engine.limits, engine.max_model_len, engine.vocab_size, engine.hidden_size)
+    server = Described(info.limits, info.max_model_len, info.vocab_size, info.hidden_size)
     endpoints += Description(server, endpoints).endpoints()
     responses.expect(endpoints)
     middleware = [Middleware(RequestLog, responses=responses, writes=config.access_log), Middleware(LastResort)]

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from octavo.engine.inspection import PinInfo
+from octavo.engine.inspection import EngineInfo, PinInfo
 from octavo.engine.outputs import OutputKind, RequestOutput
-from octavo.limits import RequestLimits
 from octavo.observe.stats import EngineStats
-from octavo.pooling import Pooling
 from octavo.request import DEFAULT_CONTEXT, RequestContext
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.kv_limits import KVAmounts, KVLimits
@@ -62,47 +60,10 @@ class EngineClient(Protocol):
     """The interface of an engine, for use from the event loop."""
 
     @property
-    def model_name(self) -> str: ...
-
-    @property
-    def architecture(self) -> str:
-        """The model's architecture, such as "llama"."""
-        ...
-
-    @property
-    def weight_bytes(self) -> int:
-        """The memory that the weights take."""
-        ...
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    @property
-    def max_num_seqs(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def hidden_size(self) -> int:
-        """The number of dimensions of an embedding."""
-        ...
-
-    @property
-    def pooling(self) -> Pooling:
-        """How a prompt's hidden states are pooled into an embedding."""
-        ...
+    def info(self) -> EngineInfo: ...
 
     @property
     def tokenizer(self) -> TokenizerLike: ...
-
-    @property
-    def default_sampling(self) -> dict[str, Any]:
-        """Keywords of `SamplingParams` that apply to requests that do not give them."""
-        ...
-
-    @property
-    def limits(self) -> RequestLimits: ...
 
     @property
     def stats(self) -> EngineStats: ...

@@ -58,13 +58,13 @@ class Handling:
         self.names = served_names(engine, config)
         self._reader = NativeReader(
             tokenizer=_tokenizer_of(engine),
-            vocab_size=engine.vocab_size,
-            hidden_size=engine.hidden_size,
-            max_model_len=engine.max_model_len,
-            limits=engine.limits,
+            vocab_size=engine.info.vocab_size,
+            hidden_size=engine.info.hidden_size,
+            max_model_len=engine.info.max_model_len,
+            limits=engine.info.limits,
             names=self.names,
             strict=config.strict_requests,
-            default_sampling=engine.default_sampling,
+            default_sampling=engine.info.default_sampling,
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
         )
@@ -130,7 +130,7 @@ class Handling:
 
 def served_names(engine: EngineClient, config: ServerConfig) -> tuple[str, ...]:
     """Return the names under which the model is served; the first is used if a body names none."""
-    return tuple(config.served_model_name) or (engine.model_name,)
+    return tuple(config.served_model_name) or (engine.info.model_name,)
 
 
 def _tokenizer_of(engine: EngineClient) -> TokenizerLike | None:

@@ -81,14 +81,14 @@ class LlamaCppApi:
 
     async def list_slots(self, request: Request) -> Response:
         """List as many slots as sequences can run. They say nothing of requests: those belong to tenants."""
-        running, length = self._engine.stats.num_running, self._engine.max_model_len
-        return json_response(slots(self._engine.max_num_seqs, running, length))
+        running, length = self._engine.stats.num_running, self._engine.info.max_model_len
+        return json_response(slots(self._engine.info.max_num_seqs, running, length))
 
     async def show_properties(self, request: Request) -> Response:
         try:
             template = self._engine.tokenizer.chat_template_text
         except RequestError:  # no tokenizer
             template = ""
-        names, length = self._handling.names, self._engine.max_model_len
-        defaults = self._engine.default_sampling
+        names, length = self._handling.names, self._engine.info.max_model_len
+        defaults = self._engine.info.default_sampling
         return json_response(properties(names, length, template, octavo.__version__, defaults))

@@ -51,7 +51,7 @@ class OllamaApi:
         self._embeddings = Embeddings(engine)
         self._started = now()
         # Ollama's command shows the first twelve characters, and fails where there are fewer.
-        identity = f"{engine.model_name} {engine.architecture} {engine.weight_bytes}"
+        identity = f"{engine.info.model_name} {engine.info.architecture} {engine.info.weight_bytes}"
         self._digest = hashlib.sha256(identity.encode()).hexdigest()
 
     def endpoints(self) -> list[Endpoint]:
@@ -148,7 +148,7 @@ class OllamaApi:
         return json_response(json_bytes({"models": [self._card(name) for name in self._handling.names]}))
 
     async def list_running(self, request: Request) -> Response:
-        running = {"expires_at": _NEVER, "size_vram": 0, "context_length": self._engine.max_model_len}
+        running = {"expires_at": _NEVER, "size_vram": 0, "context_length": self._engine.info.max_model_len}
         return json_response(json_bytes({"models": [{**self._card(name), **running} for name in self._handling.names]}))
 
     async def show_version(self, request: Request) -> Response:
@@ -156,11 +156,11 @@ class OllamaApi:
 
     def _card(self, name: str) -> dict[str, Any]:
         tagged = name if ":" in name else name + _TAG
-        card = {"name": tagged, "model": tagged, "modified_at": self._started, "size": self._engine.weight_bytes}
+        card = {"name": tagged, "model": tagged, "modified_at": self._started, "size": self._engine.info.weight_bytes}
         return {**card, "digest": self._digest, "details": self._details()}
 
     def _details(self) -> dict[str, Any]:
-        family = self._engine.architecture
+        family = self._engine.info.architecture
         return {
             "parent_model": "",
             "format": "",
@@ -171,19 +171,19 @@ class OllamaApi:
         }
 
     def _description(self) -> dict[str, Any]:
-        reader, family = self._handling.reader, self._engine.architecture
+        reader, family = self._handling.reader, self._engine.info.architecture
         tokenizer = reader.tokenizer
         capabilities = {"tools": reader.has_tools, "thinking": reader.has_reasoning}
         return {
             "modelfile": "",
-            "parameters": "\n".join(f"{name} {value}" for name, value in self._engine.default_sampling.items()),
+            "parameters": "\n".join(f"{name} {value}" for name, value in self._engine.info.default_sampling.items()),
             "template": "" if tokenizer is None else tokenizer.chat_template_text,
             "details": self._details(),
             "model_info": {
                 "general.architecture": family,
-                f"{family}.context_length": self._engine.max_model_len,
-                f"{family}.embedding_length": self._engine.hidden_size,
-                f"{family}.vocab_size": self._engine.vocab_size,
+                f"{family}.context_length": self._engine.info.max_model_len,
+                f"{family}.embedding_length": self._engine.info.hidden_size,
+                f"{family}.vocab_size": self._engine.info.vocab_size,
             },
             "capabilities": ["completion", *(name for name, has in capabilities.items() if has)],
             "modified_at": self._started,

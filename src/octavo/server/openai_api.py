@@ -156,10 +156,10 @@ class OpenAIApi:
         read = await self._read_response(request, client_of(request.scope).tenant)
         assert isinstance(read.origin, ResponsesBody)
         # Otherwise checked when the engine takes the request.
-        if (given := read.params.max_tokens or 0) > self._engine.max_model_len:
+        if (given := read.params.max_tokens or 0) > self._engine.info.max_model_len:
             raise RequestError(
                 f"max_output_tokens is {given}, but this model's maximum context length is "
-                f"{self._engine.max_model_len} tokens",
+                f"{self._engine.info.max_model_len} tokens",
                 param="max_output_tokens",
             )
         counted = {"object": "response.input_tokens", "input_tokens": len(read.prompt.token_ids)}
@@ -241,7 +241,7 @@ class OpenAIApi:
             "id": name,
             "display_name": name,
             "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
-            "max_input_tokens": self._engine.max_model_len,
+            "max_input_tokens": self._engine.info.max_model_len,
         }
 
     def _model_card(self, name: str) -> dict[str, Any]:
@@ -250,9 +250,9 @@ class OpenAIApi:
             "object": "model",
             "created": self._created,
             "owned_by": "octavo",
-            "root": self._engine.model_name,
+            "root": self._engine.info.model_name,
             "parent": None,
-            "max_model_len": self._engine.max_model_len,
+            "max_model_len": self._engine.info.max_model_len,
         }
 
     async def tokenize(self, request: Request) -> Response:

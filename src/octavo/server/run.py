@@ -123,7 +123,7 @@ async def serve_on(
     in_flight = InFlight(config.request_timeout)
     access = AcceptedKeys(config) if access is None else access
     app = create_app(engine, config, in_flight, access)
-    server = Server(app, config, in_flight, engine.model_name)
+    server = Server(app, config, in_flight, engine.info.model_name)
     server.has_engine = lambda: engine.is_alive
     server.is_engine_planning = lambda: engine.is_planning
     server.is_engine_stepping = lambda: engine.is_stepping

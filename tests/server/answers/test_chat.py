@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ def test_template_options_reach_the_template(server: Running) -> None:
 
 def test_without_a_limit_the_answer_may_fill_the_context(server: Running) -> None:
     answer = chat(server, max_tokens=None)
-    assert answer["usage"]["total_tokens"] == server.engine.max_model_len
+    assert answer["usage"]["total_tokens"] == server.engine.info.max_model_len
 
 
 def test_the_newer_name_of_the_limit_wins(server: Running) -> None:
@@ -265,7 +266,7 @@ def test_a_chat_body_that_cannot_be_used_is_refused(server: Running, body: Any, 
 
 def test_what_the_model_recommends_holds_where_a_body_says_nothing(start_server: Any) -> None:
     engine = FakeEngine()
-    engine.default_sampling = {"temperature": 0.5, "top_k": 7}
+    engine.info = replace(engine.info, default_sampling={"temperature": 0.5, "top_k": 7})
     server = start_server(engine)
     chat(server, top_k=9)
     params = engine.received[-1]["params"]

@@ -74,7 +74,7 @@ def test_the_default_length_is_openais_sixteen_tokens(server: Running) -> None:
 
 def test_null_max_tokens_goes_to_the_end_of_the_context(server: Running) -> None:
     answer = complete(server, prompt=[1, 2], max_tokens=None)
-    assert answer["usage"]["total_tokens"] == server.engine.max_model_len
+    assert answer["usage"]["total_tokens"] == server.engine.info.max_model_len
 
 
 def test_the_model_may_be_left_out(server: Running) -> None:

@@ -80,7 +80,7 @@ def test_the_openai_client_gets_unit_vectors_of_a_real_engine() -> None:
         for answer in answers:
             assert answer.usage.prompt_tokens == 66
             for entry in answer.data:
-                assert len(entry.embedding) == server.core.hidden_size
+                assert len(entry.embedding) == server.core.info.hidden_size
                 assert sum(x * x for x in entry.embedding) == pytest.approx(1)
         assert answers[0].data[0].embedding == pytest.approx(answers[1].data[0].embedding)
         # Of the last token: the second time the first three blocks come from the cache.

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from octavo.bench import latency
 
     with LLM(**engine) as llm:
-        requests, num_clipped = workload.clip(requests, max_model_len=llm.max_model_len)
+        requests, num_clipped = workload.clip(requests, max_model_len=llm.info.max_model_len)
         runs = latency.measure(llm, requests, args.num_iters, args.num_iters_warmup)
         model = llm.config.model
     result = {

@@ -42,7 +42,7 @@ class Embeddings:
         """Return the engine requests of a body."""
         client.check_prompts(len(read.prompts))
         context = client.context(new_id("embd"), read.body.priority, read.cache_salt)
-        context = replace(context, traceparent=traceparent, pooling=self._engine.pooling)
+        context = replace(context, traceparent=traceparent, pooling=self._engine.info.pooling)
         return Job(read.model, read.prompts, _NO_PARAMS, context, turnstile=self._turnstile)
 
 
