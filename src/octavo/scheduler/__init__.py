@@ -13,15 +13,16 @@ parts                           what knows who runs and who waits; a restart rep
 service | ahead                 tokens for running streams, then for prompts; the step after the one in flight
 admission                       which sequences start to run, and with how many blocks
 backfill | yielding             who may overtake; who gives blocks back
-stream_shares                   turns among tenants' streams that take too long together
-latency_target | budget | rotation   what a step may take: time and tokens, turns among streams
+stream_turns                    turns among streams that take too long together, or are too many
+latency_target | budget         what a step may take: time and tokens
 step_time                       how long a step will take
 
 who waits and who runs
-waiting | tenant_shares         lines in order of admission; blocks that tenants can always have and may have
+waiting | capacity              lines in order of admission; what can ever be served
+kv_limits                       blocks that tenants can always have, and may have
 running | policy                with the blocks still to come; the order of service, and what follows from it
-capacity | preemption | sequences   what can ever be served; how preempted sequences resume; questions to a sequence
-kv_limits | scheduler_config
+preemption | sequences          how preempted sequences resume; questions to a sequence
+scheduler_config
 
 the plan
 plan_builder | plan_log         from what was decided to data; recordings of it

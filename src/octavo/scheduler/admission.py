@@ -16,10 +16,10 @@ from octavo.kvcache.matching import PrefixHit
 from octavo.request import Sequence, SequenceStatus
 from octavo.scheduler.backfill import Backfill
 from octavo.scheduler.budget import StepBudget
+from octavo.scheduler.kv_limits import TenantLimits
 from octavo.scheduler.policy import Policy
 from octavo.scheduler.running import RunningSet
 from octavo.scheduler.sequences import is_scored, needs_all_tokens, num_pending_siblings
-from octavo.scheduler.tenant_shares import TenantShares
 from octavo.scheduler.waiting import WaitingQueue
 from octavo.scheduler.yielding import Yielding
 from octavo.sequence_state import Refusal
@@ -55,7 +55,7 @@ class Admission:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         watermark_blocks: int,
-        tenants: TenantShares,
+        tenants: TenantLimits,
         policy: Policy,
     ) -> None:
         self.copies: list[BlockCopy] = []
@@ -207,30 +207,28 @@ class Admission:
         """Return how many blocks must stay available once a newcomer has blocks for its first `num_tokens` tokens."""
         if not len(self._running):
             return 0
-        kept = self._tenants.kept_for_others(seq.request.tenant) if self._tenants else 0
+        available = self._kv.pool.num_available
+        kept = available - self._tenants.room(seq) if self._tenants else 0
         if self._is_within_floor(seq):
             return kept
         return max(self._watermark, self._running.reserve_with(seq, num_tokens), kept)
 
     def is_over_cap(self, seq: Sequence) -> bool:
         """Whether a waiting sequence exceeds its tenant's cap, together with the tenant's running sequences."""
-        tenants, kv = self._tenants, self._kv
-        if not tenants.is_capped(seq.request.tenant):
-            return False
-        bound = self._bound(seq)
-        whole = kv.spec.blocks_for_tokens(seq.num_tokens) * len(kv.spec.groups)
-        if not tenants.num_over_cap(seq, whole + bound):
+        kv, left = self._kv, self._tenants.cap_left(seq)
+        if self._most_blocks(seq) <= left:
             return False
         hit = self._match(seq)
-        return tenants.num_over_cap(seq, kv.num_needed(hit, seq.num_tokens - hit.num_tokens) + bound) > 0
+        return kv.num_needed(hit, seq.num_tokens - hit.num_tokens) + self._bound(seq) > left
 
     def _is_within_floor(self, seq: Sequence) -> bool:
         """Whether a waiting sequence fits its tenant's floor, together with the tenant's running sequences."""
-        tenant, spec = seq.request.tenant, self._kv.spec
-        if not (unused := self._tenants.unused_floor(tenant)):
-            return False
-        whole = spec.blocks_for_tokens(seq.num_tokens) * len(spec.groups)
-        return whole + self._bound(seq) + self._tenants.bound_of(tenant) <= unused
+        return bool(self._tenants) and self._tenants.is_within_floor(seq.request.tenant, self._most_blocks(seq))
+
+    def _most_blocks(self, seq: Sequence) -> int:
+        """Return the blocks of a waiting sequence's tokens, and those that it is bound to take beyond."""
+        spec = self._kv.spec
+        return spec.blocks_for_tokens(seq.num_tokens) * len(spec.groups) + self._bound(seq)
 
     def _bound(self, seq: Sequence) -> int:
         """Return how many blocks a newcomer is bound to take beyond those for its present tokens."""

@@ -20,8 +20,8 @@ from collections.abc import Sequence as Seq
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence
 from octavo.scheduler.admission import Admission
+from octavo.scheduler.kv_limits import TenantLimits
 from octavo.scheduler.running import RunningSet
-from octavo.scheduler.tenant_shares import TenantShares
 
 
 class LookAhead:
@@ -36,7 +36,7 @@ class LookAhead:
         self,
         kv: KVCacheManager,
         running: RunningSet,
-        tenants: TenantShares,
+        tenants: TenantLimits,
         admission: Admission,
         *,
         max_model_len: int,

@@ -1,12 +1,29 @@
-"""Tenants' floors and caps, as the operator specifies them and in blocks of a cache."""
+"""Floors and caps: the blocks that each tenant can always have, and the most that it may have.
+
+    pool  ├─ held by a ─┤─ a's unused floor ─┤─ held by b, beyond its floor ─┤─ for any ─────┤
+          └─────────── a's floor ────────────┘
+
+A tenant may take the blocks that are available beyond the unused floors of all others, and no more than its cap leaves:
+`TenantLimits.room`, which admission and growth both ask. Blocks that become available within a floor are kept for its
+tenant, so no sequence is ever preempted for a floor, unless the floor was raised while others held more. Blocks that
+are cached or pinned but unused count towards no tenant: they are evicted, and pins yield, for a floor.
+
+Neither limit applies to a sequence that runs alone, nor a cap to a tenant's only running sequence: `Capacity` checked
+on arrival that they fit, and every accepted request must complete even if the limits have changed since.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from octavo.errors import ConfigError
+from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec
+from octavo.request import Sequence, SequenceStatus
+from octavo.scheduler.running import RunningSet
+from octavo.scheduler.sequences import place_of
 
 Amount = int | float
 """An amount of cache: tokens (int), or a fraction of it from 0 to 1 (float)."""
@@ -61,3 +78,94 @@ def resolve_limits(amounts: KVAmounts, spec: KVCacheSpec, num_blocks: int, max_s
             f"{num_blocks}: {shown}{', …' if len(most) > 8 else ''}"
         )
     return limits
+
+
+class TenantLimits:
+    """Decides whether a tenant may take the blocks that its sequences need."""
+
+    def __init__(self, kv: KVCacheManager, running: RunningSet, limits: Mapping[str, KVLimits]) -> None:
+        self._kv = kv
+        self._running = running
+        self.set_limits(limits)
+
+    def set_limits(self, limits: Mapping[str, KVLimits]) -> None:
+        """Replace the tenants' floors and caps."""
+        self._limits = limits
+        self._floors = {tenant: limit.floor for tenant, limit in limits.items() if limit.floor}
+
+    def __bool__(self) -> bool:
+        return bool(self._limits)
+
+    def is_capped(self, tenant: str) -> bool:
+        return tenant in self._limits and self._limits[tenant].cap is not None
+
+    def room(self, seq: Sequence) -> int:
+        """Return the number of available blocks that a sequence may take, running or waiting."""
+        available = self._kv.pool.num_available
+        if not self._limits or not any(other is not seq for other in self._running.order):
+            return available
+        room = min(available - self._kept_for_others(seq.request.tenant), self.cap_left(seq))
+        return max(0, int(room))
+
+    def cap_left(self, seq: Sequence) -> float:
+        """Return how many more blocks a sequence's tenant may hold; infinite if no cap applies, negative if exceeded.
+
+        For a waiting sequence, also without those that the tenant's running sequences are still bound to take.
+        """
+        tenant = seq.request.tenant
+        if not self.is_capped(tenant) or not any(other is not seq for other in self._running_of(tenant)):
+            return math.inf
+        cap = self._limits[tenant].cap
+        assert cap is not None
+        return cap - (self._held(tenant) if seq.status is SequenceStatus.RUNNING else self.use_of(tenant))
+
+    def is_within_floor(self, tenant: str, num_blocks: int) -> bool:
+        """Whether a tenant's running sequences and a newcomer that takes `num_blocks` fit the tenant's floor."""
+        return bool(unused := self._unused_floor(tenant)) and num_blocks + self._bound_of(tenant) <= unused
+
+    @property
+    def num_kept(self) -> int:
+        """The number of available blocks that are kept for tenants' floors."""
+        return sum(map(self._unused_floor, self._floors))
+
+    def use_of(self, tenant: str) -> int:
+        """Return the blocks that a tenant holds or is still bound to take; -1 if none of its sequences runs."""
+        return self._held(tenant) + self._bound_of(tenant) if self._running_of(tenant) else -1
+
+    def helps(self, victim: Sequence, seq: Sequence) -> bool:
+        """Whether `seq` could take blocks that `victim` gives back."""
+        tenant, others = seq.request.tenant, victim.request.tenant
+        if tenant == others or not self._limits:
+            return True
+        if self.cap_left(seq) <= 0:
+            return False
+        return self._held(others) > self._floors.get(others, 0)
+
+    def restore_floor(self, tenant: str) -> bool:
+        """Let pins yield until a tenant's floor is available; returns whether any did."""
+        if not (unused := self._unused_floor(tenant)):
+            return False
+        kept, pool, yielded = self._kept_for_others(tenant), self._kv.pool, False
+        while pool.num_available - kept < unused and self._kv.pins.yield_one():
+            yielded = True
+        return yielded
+
+    def _unused_floor(self, tenant: str) -> int:
+        """Return how many blocks of its floor a tenant does not hold."""
+        floor = self._floors.get(tenant, 0)
+        return max(0, floor - self._held(tenant)) if floor else 0
+
+    def _kept_for_others(self, tenant: str) -> int:
+        """Return the number of available blocks that a tenant may not take: the unused floors of all others."""
+        return sum(self._unused_floor(other) for other in self._floors if other != tenant)
+
+    def _bound_of(self, tenant: str) -> int:
+        """Return the blocks that the tenant's running sequences are still bound to take."""
+        return sum(place_of(seq).bound for seq in self._running_of(tenant))
+
+    def _held(self, tenant: str) -> int:
+        owners = self._kv.pool.owners
+        return 0 if owners is None else owners.held(tenant)
+
+    def _running_of(self, tenant: str) -> list[Sequence]:
+        return [seq for seq in self._running.order if seq.request.tenant == tenant]

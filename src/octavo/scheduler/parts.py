@@ -1,7 +1,7 @@
 """The parts of a scheduler that know what runs and what waits; a restart replaces all of them.
 
 Service ──> Admission ──> Yielding ──> RunningSet, WaitingQueue      each reads and changes those it points to
-   │            └──> TenantShares ──> RunningSet                    floors and caps of tenants
+   │            └──> TenantLimits ──> RunningSet                    floors and caps of tenants
    └── LookAhead: the step after the one in flight
 """
 
@@ -14,14 +14,13 @@ from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence
 from octavo.scheduler.admission import Admission
 from octavo.scheduler.ahead import LookAhead
-from octavo.scheduler.kv_limits import KVLimits
+from octavo.scheduler.kv_limits import KVLimits, TenantLimits
 from octavo.scheduler.latency_target import LatencyTarget
 from octavo.scheduler.policy import Policy
 from octavo.scheduler.preemption import PreemptionMode
 from octavo.scheduler.running import RunningSet
 from octavo.scheduler.scheduler_config import SchedulerConfig
 from octavo.scheduler.service import Service
-from octavo.scheduler.tenant_shares import TenantShares
 from octavo.scheduler.waiting import PrefixLengths, WaitingQueue
 from octavo.scheduler.yielding import Yielding
 
@@ -31,7 +30,7 @@ class Parts:
     """One set of parts that work together."""
 
     running: RunningSet
-    tenants: TenantShares
+    tenants: TenantLimits
     waiting: WaitingQueue
     yielding: Yielding
     admission: Admission
@@ -59,7 +58,7 @@ def compose(
         on_leave: called with each sequence that stops running.
     """
     running = RunningSet(kv, config.headroom_tokens, on_leave=on_leave)
-    tenants = TenantShares(kv, running, limits)
+    tenants = TenantLimits(kv, running, limits)
     waiting = WaitingQueue(policy, prefixes, tenants.is_capped)
     yielding = Yielding(kv, running, waiting, mode, policy)
     admission = Admission(

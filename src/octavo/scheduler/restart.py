@@ -30,13 +30,13 @@ def requeue(
     """Release the blocks of every sequence, and requeue it or hold it back."""
     for seq in [seq for request in requests for seq in request.sequences]:
         is_waiting = seq.status is SequenceStatus.WAITING or seq.state.is_held
+        seq.state = SequenceState(fetch=seq.state.fetch)
         if seq.status is SequenceStatus.RUNNING:
             # If nothing is left to compute, it is a beam that waits for its siblings.
             is_waiting = seq.num_computed < seq.num_tokens
             seq.num_preemptions += 1
         elif not is_waiting:
             continue
-        seq.state = SequenceState(fetch=seq.state.fetch)
         kv.release(seq)
         counters.recomputed_tokens += seq.num_computed
         seq.num_computed = 0

@@ -2,8 +2,8 @@
 
 1. **Streams.** Every running sequence that lacks one token has it computed, whatever else waits: no prompt and no
    priority can take a running stream's token. If the step has fewer tokens than there are streams, they take turns
-   (`StreamRotation`). If there is a latency target that streams of several tenants exceed, those of the tenants that
-   take more than their share of the time take turns (`StreamShares`).
+   (`StreamTurns`), and so do those of the tenants that take more than their share of the time, if there is a latency
+   target that the streams of several tenants exceed.
 2. **Prompts** share the remaining tokens, and the remaining time if streams have a latency target (`StepBudget`): those
    in chunks, those that resume after a preemption, and those that wait. A quarter goes to the first of them in order of
    service, by priority and arrival. The rest goes to the prompt with the least left to compute, within a priority. If
@@ -37,13 +37,12 @@ from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence, SequenceId, SequenceStatus
 from octavo.scheduler.admission import MOST_REFUSED, Admission
 from octavo.scheduler.budget import StepBudget
+from octavo.scheduler.kv_limits import TenantLimits
 from octavo.scheduler.latency_target import LatencyTarget
 from octavo.scheduler.policy import Policy
-from octavo.scheduler.rotation import StreamRotation
 from octavo.scheduler.running import RunningSet
 from octavo.scheduler.sequences import is_scored, num_missing, num_pending_siblings, place_of
-from octavo.scheduler.stream_shares import StreamShares
-from octavo.scheduler.tenant_shares import TenantShares
+from octavo.scheduler.stream_turns import StreamTurns
 from octavo.scheduler.waiting import WaitingQueue
 from octavo.scheduler.yielding import Yielding
 
@@ -87,7 +86,7 @@ class Service:
         admission: Admission,
         *,
         max_num_batched_tokens: int,
-        tenants: TenantShares,
+        tenants: TenantLimits,
         policy: Policy,
         latency: LatencyTarget | None = None,
     ) -> None:
@@ -99,9 +98,8 @@ class Service:
         self._tenants = tenants
         self._max_tokens = max_num_batched_tokens
         self._latency = latency
-        self._stream_shares = None if latency is None else StreamShares(latency)
+        self._turns = StreamTurns(latency)
         self._policy = policy
-        self._rotation = StreamRotation()
         self._stalled: Sequence | None = None  # the first in order of service, if it found no blocks in the last step
 
     def share(self) -> StepShares:
@@ -121,7 +119,7 @@ class Service:
 
     def take_turns(self, streams: list[Sequence]) -> bool:
         """Whether these streams have to take turns in the next step, because they exceed the latency target."""
-        return self._stream_shares is not None and self._stream_shares.time_of(streams) is not None
+        return self._turns.time_of(streams) is not None
 
     def _claim(self) -> Sequence | None:
         """Free places and blocks for the claimant if it may claim all that it lacks, and return it; else None.
@@ -160,14 +158,13 @@ class Service:
                 streams.append(seq)
             elif missing:
                 prompts.append(seq)
-        if self._stream_shares is not None:
-            have_prompts = bool(prompts) or (len(self._waiting) > 0 and self._admission.has_place)
-            num_streams = len(streams)
-            streams = self._stream_shares.choose(streams, have_prompts=have_prompts)
-            self._yielding.counters.num_deferred_tokens += num_streams - len(streams)
+        num_streams = len(streams)
+        have_prompts = bool(prompts) or (len(self._waiting) > 0 and self._admission.has_place)
+        streams = self._turns.within_time(streams, have_prompts=have_prompts)
+        self._yielding.counters.num_deferred_tokens += num_streams - len(streams)
         budget = self._max_tokens
         if len(streams) >= budget:
-            streams, for_prompts = self._rotation.choose(streams, bool(prompts), budget)
+            streams, for_prompts = self._turns.within_tokens(streams, budget, have_prompts=bool(prompts))
             budget = len(streams) + for_prompts
         if self._policy.takes_turns and self._may_run_out(len(streams)):
             first = self._first()

@@ -1,15 +1,19 @@
-"""Shares the time of a step among the tenants whose streams run, if all of their tokens would take too long.
+"""Turns among running streams, in steps with too little time or too few tokens for all of them.
 
     time of a step   ├─ base ─┤─ tenant a ─┤─ b ─┤─ c ……………………… cut ┤         a and b ask for less than their share
                      └───────────── latency target ─────────────────┘         c's streams take turns
 
-Each tenant may use an equal share of what the target leaves, in proportion to its weight, and what one does not use the
-others may (max-min fairness). A tenant that asks for no more than its share has a token for each of its streams in
-every step. The streams of the others take turns: next is the tenant that has received least time for its weight, and
-of its streams the one served least recently (start-time fair queueing, Goyal et al., SIGCOMM 1996).
+**Time.** Where the streams of several tenants together exceed the latency target, each tenant may use an equal share of
+what the target leaves, in proportion to its weight, and what one does not use the others may (max-min fairness). A
+tenant that asks for no more than its share has a token for each of its streams in every step. The streams of the others
+take turns: next is the tenant that has received least time for its weight, and of its streams the one served least
+recently (start-time fair queueing, Goyal et al., SIGCOMM 1996). One of them is served in every step, however long it
+takes. So a stream that does not fit beside others has its turn in the next step, because its tenant is still the next.
+Streams of one tenant alone are never cut: no other waits for them.
 
-One of them is served in every step, however long it takes. So a stream that does not fit beside others has its turn in
-the next step, because its tenant is still the next. Streams of one tenant alone are never cut: no other waits for them.
+**Tokens.** In a step with fewer tokens than streams, the least recently served streams are served first; all prompts
+together take turns like one stream. So with s streams and a limit of t tokens per step, each stream gets a token at
+least every ceil((s + 1) / t) steps.
 """
 
 from __future__ import annotations
@@ -25,21 +29,22 @@ SHARE_BESIDE_PROMPTS = 0.5
 """The part of the time that streams may use in a step whose time is shared, if there are prompts to compute."""
 
 
-class StreamShares:
+class StreamTurns:
     """Decides which streams have a token in a step.
 
     Args:
-        latency: predicts how long the streams take.
+        latency: predicts how long the streams take; if None, only the number of tokens is limited.
     """
 
-    def __init__(self, latency: LatencyTarget) -> None:
+    def __init__(self, latency: LatencyTarget | None) -> None:
         self._latency = latency
-        self._num_served = 0
+        self._turn = 0  # rises with every turn; streams keep the one in which they were last served
+        self._last_of_prompts = 0
         self._received = LeastServed()  # time per weight, of tenants whose streams take turns
 
     def time_of(self, streams: list[Sequence]) -> StreamTime | None:
         """Return the time of these streams if they belong to several tenants and exceed the target; else None."""
-        if len(streams) < 2:
+        if self._latency is None or len(streams) < 2:
             return None
         tenant = streams[0].request.tenant
         if all(seq.request.tenant == tenant for seq in streams):
@@ -47,8 +52,8 @@ class StreamShares:
         time = self._latency.stream_time(len(streams), sum([seq.num_tokens for seq in streams]))
         return time if time.wanted > time.available else None
 
-    def choose(self, streams: list[Sequence], *, have_prompts: bool) -> list[Sequence]:
-        """Return the streams that have a token in the next step, in their given order."""
+    def within_time(self, streams: list[Sequence], *, have_prompts: bool) -> list[Sequence]:
+        """Return the streams that have a token in a step that keeps the latency target, in their given order."""
         time = self.time_of(streams)
         if time is None:
             self._received = LeastServed()
@@ -60,6 +65,27 @@ class StreamShares:
         chosen, left = self._within_share(of_tenant, available)
         chosen |= self._in_turns(of_tenant, left)
         return [seq for seq in streams if seq.seq_id in chosen]
+
+    def within_tokens(
+        self, streams: list[Sequence], num_tokens: int, *, have_prompts: bool
+    ) -> tuple[list[Sequence], int]:
+        """Return the streams that have a token in a step of `num_tokens`, in their given order.
+
+        Returns:
+            The chosen streams, and the number of tokens left for prompts.
+        """
+        self._turn += 1
+        by_turn = sorted(streams, key=lambda seq: seq.state.last_served)
+        for_prompts = 0
+        if have_prompts and (
+            len(by_turn) < num_tokens or self._last_of_prompts <= by_turn[num_tokens - 1].state.last_served
+        ):
+            for_prompts = max(1, num_tokens // 8)
+            self._last_of_prompts = self._turn
+        chosen = set(by_turn[: num_tokens - for_prompts])
+        for seq in chosen:
+            seq.state.last_served = self._turn
+        return [seq for seq in streams if seq in chosen], for_prompts
 
     def _within_share(
         self, of_tenant: dict[str, list[tuple[Sequence, float]]], available: float
@@ -100,7 +126,7 @@ class StreamShares:
             available -= seconds
             received.charge(tenant, seconds / seq.request.weight)
             chosen.add(seq.seq_id)
-            self._num_served += 1
-            seq.state.last_served = self._num_served
+            self._turn += 1
+            seq.state.last_served = self._turn
             heapq.heappush(heap, (received[tenant], tenant))
         return chosen

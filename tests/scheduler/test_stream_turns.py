@@ -15,7 +15,7 @@ from octavo.scheduler.policy import VirtualTokenCounter
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.scheduler_config import SchedulerConfig
 from octavo.scheduler.step_time import StepLoad, StepTimes
-from octavo.scheduler.stream_shares import StreamShares
+from octavo.scheduler.stream_turns import StreamTurns
 from tests.kvcache.caches import make_manager, make_request, make_sequence
 
 # Near to SmolLM2-135M on two cores: 64 streams of 6,000 tokens take 280 ms, and of 5 tokens 50.
@@ -190,7 +190,7 @@ def test_whoever_asks_for_its_share_has_it_and_all_others_have_turns(
     for rows in [*range(1, 30), *range(1, 30)]:
         load = StepLoad(rows, rows * rows * 3 % 1000, 0.0, rows)
         latency.observe(load, device.predict(load))
-    shares = StreamShares(latency)
+    turns = StreamTurns(latency)
     streams = streams_of([(str(i), weight, lengths) for i, (weight, lengths) in enumerate(tenants)])
     time = latency.stream_time(len(streams), sum(seq.num_tokens for seq in streams))
     costs = [time.of(seq.num_tokens) for seq in streams]
@@ -200,7 +200,7 @@ def test_whoever_asks_for_its_share_has_it_and_all_others_have_turns(
     share = time.available / sum(weight for weight, _ in tenants)
     waited = [0] * len(streams)
     for _ in range(100):
-        chosen = shares.choose(streams, have_prompts=False)
+        chosen = turns.within_time(streams, have_prompts=False)
         served = [seq in chosen for seq in streams]
         assert chosen
         assert chosen == [seq for seq, now in zip(streams, served, strict=True) if now], "in their order"
@@ -213,3 +213,21 @@ def test_whoever_asks_for_its_share_has_it_and_all_others_have_turns(
         if time.wanted <= time.available:
             assert chosen == streams
             break
+
+
+def test_a_stream_served_often_while_time_was_short_has_its_turn_when_tokens_are() -> None:
+    latency, device = LatencyTarget(TARGET), StepTimes(0.003, ((0, 0.0), (64, 0.02)), 5e-6)
+    for rows in [*range(1, 30), *range(1, 30)]:
+        load = StepLoad(rows, rows * rows * 3 % 1000, 0.0, rows)
+        latency.observe(load, device.predict(load))
+    turns = StreamTurns(latency)
+    early = streams_of([("a", 1.0, [6000] * 4), ("b", 1.0, [6000] * 4)])
+    for _ in range(200):
+        assert len(turns.within_time(early, have_prompts=False)) < len(early)
+    streams = [*early, *streams_of([("c", 1.0, [10] * 4)])]
+    served = Counter[int]()
+    for _ in range(12):
+        chosen, _ = turns.within_tokens(streams, 2, have_prompts=False)
+        served.update(seq.seq_id for seq in chosen)
+    assert set(served.values()) == {2}
+    assert len(served) == len(streams)
