@@ -52,7 +52,7 @@ def requests(url: str, bodies: list[dict[str, Any]]) -> Iterator[None]:
 def small_pool(page: Page, folder: Path) -> None:
     """Copy-on-write, evictions and a preemption, in 256 blocks."""
     with running_server(["smollm2", "--num-blocks=257", "--max-model-len=512"]) as server:
-        page.open(server.base_url, 1000, 1000)
+        page.open(server.base_url + "/cache", 1000, 1000)
         page.wait_for(LIVE)
         samples = {"prompt": tokens(2, 72), "max_tokens": 300, "n": 4, "temperature": 1.0}
         with requests(server.base_url, [{"prompt": tokens(1, 100), "max_tokens": 100}]):
@@ -74,7 +74,7 @@ def small_pool(page: Page, folder: Path) -> None:
 def busy_server(page: Page, folder: Path) -> None:
     """Many streams of prompts that partly begin alike, in light and dark."""
     with running_server(["smollm2", "--num-blocks=1201", "--max-model-len=1024", "--max-num-seqs=48"]) as server:
-        page.open(server.base_url, 1240, 1100)
+        page.open(server.base_url + "/cache", 1240, 1100)
         page.wait_for(LIVE)
         with requests(server.base_url, [{"prompt": tokens(100 + i, 300), "max_tokens": 17} for i in range(48)]):
             page.wait_for("counters[0] > 40")

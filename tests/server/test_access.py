@@ -14,8 +14,8 @@ from octavo.server.route import Access, Endpoint
 from tests.server.conftest import Running, running_server
 from tests.server.fake_engine import FakeEngine
 
-PUBLIC = {"/health", "/ready", "/ping", "/load", "/version", "/metrics", "/openapi.json", "/docs", "/"}
-PUBLIC |= {f"/live/{name}" for name in ("blocks.js", "details.js", "page.js", "page.css")}
+PUBLIC = {"/health", "/ready", "/ping", "/load", "/version", "/metrics", "/openapi.json", "/docs", "/", "/cache"}
+PUBLIC |= {f"/live/{name}" for name in ("chat.js", "chat.css", "blocks.js", "details.js", "page.js", "page.css")}
 OPERATOR = ("/live/", "/debug/", "/reset_prefix_cache")
 
 SPELLINGS: dict[str, Callable[[str], str]] = {

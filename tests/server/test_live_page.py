@@ -1,4 +1,4 @@
-"""The page at `/`: what it is sent is what the cache is, and nobody else's business."""
+"""The page at `/cache`: what it is sent is what the cache is, and nobody else's business."""
 
 from __future__ import annotations
 
@@ -276,24 +276,24 @@ def _lab(colour: str, sight: np.ndarray) -> np.ndarray:
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
-def test_the_page_is_in_the_package_and_loads_nothing_from_elsewhere(real: RealServer) -> None:
-    named = re.findall(r'(?:href|src)="(live/.*?)"', real.client.get("/").text)
-    assert len(named) == 4
-    kinds = {"css": "text/css", "js": "text/javascript", "/": "text/html"}
-    for path in ("/", *(f"/{name}" for name in named)):
+@pytest.mark.parametrize(("page", "count"), [("/", 2), ("/cache", 4)])
+def test_a_page_is_in_the_package_and_loads_nothing_from_elsewhere(real: RealServer, page: str, count: int) -> None:
+    named = re.findall(r'(?:href|src)="(live/.*?)"', real.client.get(page).text)
+    assert len(named) == count
+    kinds = {"css": "text/css", "js": "text/javascript", page: "text/html"}
+    for path in (page, *(f"/{name}" for name in named)):
         answer, kind = real.client.get(path), kinds[path.rpartition(".")[2]]
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith(kind)
         assert "default-src 'none'" in answer.headers["content-security-policy"]
-        assert "http://" not in answer.text
-        assert "https://" not in answer.text
-        assert "innerHTML" not in answer.text
+        for forbidden in ("http://", "https://", "innerHTML", "onclick="):
+            assert forbidden not in answer.text
 
 
 def test_only_an_admin_sees_the_data_of_a_server_with_keys() -> None:
     options = {"admin_key": "admin-key", "api_key": ["client"], "live_page_text": True}
     with real_server(options, num_blocks=33) as guarded:
-        assert guarded.client.get("/").status_code == 200
+        assert guarded.client.get("/cache").status_code == 200
         for path in ("/live/events", "/live/requests/x", "/live/blocks?ids=1", "/live/blocks/1"):
             assert guarded.client.get(path).status_code == 401
             assert guarded.client.get(path, headers={"Authorization": "Bearer client"}).status_code == 401

@@ -1,4 +1,4 @@
-"""The page at `/` in a real browser: what it draws of the cache, and what it does when something goes wrong."""
+"""The page at `/cache` in a real browser: what it draws of the cache, and what it does when something goes wrong."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def page() -> Iterator[Page]:
 
 def test_a_browser_draws_the_page_and_follows_a_run(real: RealServer, page: Page) -> None:
     real.complete(STORY, max_tokens=1)
-    page.open(real.url)
+    page.open(f"{real.url}/cache")
     page.wait_for("typeof spec === 'object' && spec !== null && codes.length === 65")
     with slowed_down(real):
         thread = threading.Thread(target=lambda: real.complete([STORY, STORY], max_tokens=300))
@@ -75,7 +75,7 @@ def test_blocks_of_an_ended_request_are_struck_out_once_others_take_them(page: P
     with real_server(num_blocks=33) as server:
         chosen, next_one = [5 + i % 40 for i in range(8 * 16 + 3)], [50 + i % 41 for i in range(26 * 16)]
         server.complete([chosen[:40]], max_tokens=1)  # computes two of its blocks
-        page.open(server.url)
+        page.open(f"{server.url}/cache")
         page.wait_for("typeof spec === 'object' && spec !== null && codes.length === 33")
         with slowed_down(server):
             body = {"prompt": chosen, "max_tokens": 280, "stream": True, "ignore_eos": True}
@@ -105,7 +105,7 @@ def test_blocks_of_an_ended_request_are_struck_out_once_others_take_them(page: P
 
 
 def test_a_request_that_had_ended_when_it_was_clicked_has_no_blocks(real: RealServer, page: Page) -> None:
-    page.open(real.url)
+    page.open(f"{real.url}/cache")
     page.wait_for("typeof spec === 'object' && spec !== null && codes.length === 65")
     page.value("describe('requests', 'gone')")
     for _ in range(2):
@@ -114,7 +114,7 @@ def test_a_request_that_had_ended_when_it_was_clicked_has_no_blocks(real: RealSe
 
 
 def test_a_copy_and_an_eviction_are_seen_to_happen(real: RealServer, page: Page) -> None:
-    page.open(real.url)
+    page.open(f"{real.url}/cache")
     page.wait_for("typeof spec === 'object' && spec !== null && codes.length === 65")
     log = "document.getElementById('log').textContent"
     for name in ("point", "cross"):  # what draws an arrow and a cross
@@ -137,7 +137,7 @@ def test_a_copy_and_an_eviction_are_seen_to_happen(real: RealServer, page: Page)
 def test_free_blocks_are_dark_where_the_browser_is(real: RealServer, page: Page) -> None:
     page.prefer_dark(True)
     try:
-        page.open(real.url)
+        page.open(f"{real.url}/cache")
         page.wait_for("typeof spec === 'object' && spec !== null && codes.length === 65")
         page.value("codes.fill(0); paint()")
         assert page.value("painted[1] === pixelOf(DARK_FREE)")
@@ -148,14 +148,14 @@ def test_free_blocks_are_dark_where_the_browser_is(real: RealServer, page: Page)
 
 
 def test_the_share_of_the_cache_in_use_counts_what_requests_hold(real: RealServer, page: Page) -> None:
-    page.open(real.url)
+    page.open(f"{real.url}/cache")
     page.wait_for("typeof take === 'function'")
     assert page.value("share([0, 0, 1, 2, 3])") == 0.25, "free, cached, pinned and active, without the null block"
 
 
 def test_a_page_survives_a_restart_of_the_server(page: Page) -> None:
     with real_server({"port": free_port()}, num_blocks=65) as first:
-        page.open(first.url)
+        page.open(f"{first.url}/cache")
         page.wait_for("typeof spec === 'object' && spec !== null && codes.length === 65")
     page.wait_for("document.getElementById('status').textContent.includes('trying again')")
     with real_server({"port": first.port}, num_blocks=33) as second:
@@ -165,7 +165,7 @@ def test_a_page_survives_a_restart_of_the_server(page: Page) -> None:
 
 
 def test_a_hundred_thousand_blocks_have_each_its_colour(real: RealServer, page: Page) -> None:
-    page.open(real.url)
+    page.open(f"{real.url}/cache")
     page.wait_for("typeof take === 'function'")
     page.value(
         "take = () => 0; spec = {num_blocks: 100001, block_size: 16, block_bytes: 1024, host_blocks: 0}; layOut();"
@@ -193,14 +193,14 @@ def submit(page: Page, key: str, times: int = 1) -> None:
 
 def test_a_key_that_no_header_can_carry_is_an_incorrect_one(page: Page) -> None:
     with real_server({"admin_key": "admin-key", "api_key": ["client"]}, num_blocks=65) as guarded:
-        page.open(guarded.url)
+        page.open(f"{guarded.url}/cache")
         page.wait_for(f"typeof follow === 'function' && !{FORM}.hidden")
         for wrong in ("admin-key€", "admin\u200b-key", "client"):
             page.value("say('')")
             submit(page, wrong)
             page.wait_for(f"{STATUS}.includes('Incorrect API key') && !{FORM}.hidden")
         page.value("sessionStorage.setItem('octavo-admin-key', 'admin-key€')")
-        page.open(f"{guarded.url}/?again")
+        page.open(f"{guarded.url}/cache?again")
         page.wait_for(f"typeof follow === 'function' && !{FORM}.hidden && {STATUS}.includes('API key')")
         page.value(
             "window.signals = [];"
@@ -212,10 +212,12 @@ def test_a_key_that_no_header_can_carry_is_an_incorrect_one(page: Page) -> None:
         assert page.value("signals.filter((signal) => !signal.aborted).length") == 1, "one stream"
 
 
-def test_a_page_asks_for_no_key_where_none_would_do(page: Page) -> None:
+def test_a_page_asks_for_no_other_key_where_none_would_do(page: Page) -> None:
     with real_server({"api_key": ["client"]}, num_blocks=33) as keyless:
-        page.open(keyless.url)
-        page.wait_for(f"typeof follow === 'function' && {STATUS}.includes('no admin key')")
+        page.open(f"{keyless.url}/cache")
+        page.wait_for(f"typeof follow === 'function' && !{FORM}.hidden")
+        submit(page, "client")
+        page.wait_for(f"{STATUS}.includes('no admin key')")
         assert page.value(f"{FORM}.hidden")
 
 
@@ -223,7 +225,7 @@ def test_a_page_whose_key_is_revoked_asks_for_another(
     page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with revocable(tmp_path, monkeypatch) as (server, revoke):
-        page.open(server.url)
+        page.open(f"{server.url}/cache")
         page.wait_for(f"typeof follow === 'function' && !{FORM}.hidden")
         submit(page, "admin-key")
         page.wait_for(f"{STATUS} === 'live' && {FORM}.hidden")
@@ -238,7 +240,7 @@ def test_a_displaced_page_says_so_and_opens_again_by_a_click(
 ) -> None:
     monkeypatch.setattr(live_page, "MOST_PAGES", 1)
     again = "document.getElementById('again')"
-    page.open(real.url)
+    page.open(f"{real.url}/cache")
     page.wait_for(f"typeof follow === 'function' && {STATUS} === 'live' && {again}.hidden")
     with httpx.stream("GET", f"{real.url}/live/events") as other:
         lines = other.iter_lines()
@@ -250,7 +252,7 @@ def test_a_displaced_page_says_so_and_opens_again_by_a_click(
 
 
 def test_what_has_the_focus_keeps_it_while_the_page_changes(real: RealServer, page: Page) -> None:
-    page.open(real.url)
+    page.open(f"{real.url}/cache")
     page.wait_for("typeof spec === 'object' && spec !== null && codes.length === 65")
     with slowed_down(real):
         thread = threading.Thread(target=lambda: real.complete(f"focus {STORY}", max_tokens=200))
@@ -270,7 +272,7 @@ def test_what_has_the_focus_keeps_it_while_the_page_changes(real: RealServer, pa
 
 
 def test_a_link_in_the_log_and_a_row_that_moves_keep_the_focus(real: RealServer, page: Page) -> None:
-    page.open(real.url)
+    page.open(f"{real.url}/cache")
     page.wait_for("typeof spec === 'object' && spec !== null && codes.length === 65")
     page.value("take = () => 0; happen('copied', [['first', 3, 4]])")
     page.value("document.querySelector('#log button').focus(); happen('copied', [['first', 5, 6]])")
@@ -286,7 +288,7 @@ def test_a_link_in_the_log_and_a_row_that_moves_keep_the_focus(real: RealServer,
 
 def test_requests_that_are_not_listed_are_counted(page: Page) -> None:
     with real_server(num_blocks=33, max_num_seqs=2) as server:
-        page.open(server.url)
+        page.open(f"{server.url}/cache")
         page.wait_for("typeof spec === 'object' && spec !== null && codes.length === 33")
         with slowed_down(server):
             body = {"prompt": [[5, 6, 7]] * 350, "max_tokens": 300, "stream": True, "ignore_eos": True}
@@ -298,7 +300,7 @@ def test_requests_that_are_not_listed_are_counted(page: Page) -> None:
 
 
 def test_a_hidden_tab_keeps_no_old_arrows(real: RealServer, page: Page) -> None:
-    page.open(real.url)
+    page.open(f"{real.url}/cache")
     page.wait_for("typeof spec === 'object' && spec !== null && codes.length === 65 && history.length > 0")
     page.value("requestAnimationFrame = () => 0; window.clock = performance.now(); performance.now = () => clock; 0")
     page.value(

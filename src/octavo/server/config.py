@@ -93,7 +93,7 @@ class ServerConfig(Options):
         "who may read /metrics; admin: requests with an admin key only; numbers by tenant always need an admin key",
     )
     live_page_text: bool = _access(
-        False, "show the text of a block's tokens on the live page (at /), to holders of an admin key only"
+        False, "show the text of a block's tokens on the live page (at /cache), to holders of an admin key only"
     )
     shared_prefix_cache: bool = _access(
         False, "share cached prefixes between tenants: faster, but each can find out what others have sent"

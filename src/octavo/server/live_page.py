@@ -1,7 +1,8 @@
-"""The live page at `/`: static files, and the changes of the cache as server-sent events.
+"""The pages at `/`, to chat, and `/cache`: static files, and the changes of the cache as server-sent events.
 
-    GET /                         the page, without data
-    GET /live/page.js, blocks.js, details.js, page.css
+    GET /                         the chat page, which uses /v1/models and /v1/chat/completions like any client
+    GET /cache                    the live page of the cache, without data
+    GET /live/chat.js, chat.css, page.js, blocks.js, details.js, page.css
     GET /live/events              changes, at most ten times a second
     GET /live/requests/{id}       a request's block tables
     GET /live/blocks/{block}      a block's holders and contents
@@ -45,8 +46,14 @@ MOST_PAGES = 8
 # Share of the engine's time that all open pages together may take, for looking and for formatting what was seen.
 _SHARE = 0.009
 _QUIET_S = 2.0
+_PAGES = {
+    "/": ("chat.html", "A page to chat with the model"),
+    "/cache": ("page.html", "A page that shows the KV cache and the requests as they are"),
+}
 _LOADED = {
-    "blocks.js": ("text/javascript", "Its script for the blocks"),
+    "chat.js": ("text/javascript", "The chat page's script"),
+    "chat.css": ("text/css", "The chat page's style"),
+    "blocks.js": ("text/javascript", "The cache page's script for the blocks"),
     "details.js": ("text/javascript", "Its script for what is chosen and what has happened"),
     "page.js": ("text/javascript", "Its main script"),
     "page.css": ("text/css", "Its style"),
@@ -65,7 +72,7 @@ _HEADERS = {
 
 
 class LivePage:
-    """The handlers of the live page.
+    """The handlers of the chat page and of the live page.
 
     Args:
         shows_text: whether holders of an admin key see the text of a block's tokens.
@@ -91,9 +98,11 @@ class LivePage:
         self._shows_text = shows_text
 
     def endpoints(self) -> list[Endpoint]:
-        shown = "A page that shows the KV cache and the requests as they are"
         return [
-            Endpoint("GET", "/", self.page, "text/html", shown, Access.PUBLIC),
+            *(
+                Endpoint("GET", path, partial(_served, name, "text/html"), "text/html", summary, Access.PUBLIC)
+                for path, (name, summary) in _PAGES.items()
+            ),
             *(
                 Endpoint("GET", f"/live/{name}", partial(_served, name, kind), kind, summary, Access.PUBLIC)
                 for name, (kind, summary) in _LOADED.items()
@@ -120,9 +129,6 @@ class LivePage:
                 Access.OPERATOR,
             ),
         ]
-
-    async def page(self, request: Request) -> Response:
-        return await _served("page.html", "text/html", request)
 
     async def events(self, request: Request) -> Response:
         return EventStream(self._changes(request), self._pages, _error_event)

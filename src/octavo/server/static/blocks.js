@@ -3,7 +3,7 @@
 // The first of the three scripts, which share their names.
 const $ = (id) => document.getElementById(id);
 // Okabe and Ito: told apart by the colour-blind. Held by one: orange; by two … eight and more: vermilion, ever darker.
-const STATES = ["#ffffff", "#56b4e9", "#f0e442", "#e69f00", "#d55e00", "#c45300", "#b24900", "#9f4000", "#8b3700", "#762d00", "#602200"];
+const STATES = ["#ffffff", "#56b4e9", "#f0e442", "#e69f00", "#d55e00", "#c95800", "#bd5200", "#b04b00", "#a34500", "#973e00", "#8b3700"];
 // In the dark, free cells are nearly black, and what lies between cells is darker than they are in the light.
 const DARK_FREE = "#101010", GAPS = ["#bbbbbb", "#444444"];
 const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -18,9 +18,12 @@ let chosen = 1, wanted = false, focus = false, again = null;
 function nameOf(code) { return code < 4 ? NAMES[code] : code < 10 ? `shared by ${code - 2}` : NAMES[10]; }
 
 // Cells are written as pixels, and only those whose colour has changed: 100,000 of them take a millisecond or two.
-let columns = 1, cell = 8, image = null, pixels = null, painted = null, laidOut = 0;
+// Blocks behind the last that was ever used are not drawn: a large cache would be a stripe over an empty rectangle.
+const FEWEST_DRAWN = 128;
+let columns = 1, cell = 8, image = null, pixels = null, painted = null, laidOut = 0, drawn = 0;
 function layOut() {
-  const canvas = $("blocks"), width = canvas.clientWidth || 1000, count = spec.num_blocks - 1;
+  const canvas = $("blocks"), width = canvas.clientWidth || 1000, count = drawn || Math.min(FEWEST_DRAWN, spec.num_blocks - 1);
+  drawn = count;
   laidOut = width;
   // As large as all fit into about 480 pixels of height.
   cell = Math.max(2, Math.min(26, Math.floor(Math.sqrt((width * 480) / Math.max(1, count)))));
@@ -41,6 +44,14 @@ function pixelOf(colour) {
   return (0xff000000 | (blue << 16) | (green << 8) | red) >>> 0;
 }
 const STATE_PIXELS = STATES.map(pixelOf), TENANT_PIXELS = TENANTS.map(pixelOf), WHITE = pixelOf("#ffffff"), BLACK = pixelOf("#000000");
+// Draw at least up to this block; by doubling, so that cells seldom change their places.
+function reach(block) {
+  if (block <= drawn) return;
+  let count = Math.max(FEWEST_DRAWN, drawn);
+  while (count < block) count *= 2;
+  drawn = Math.min(count, spec.num_blocks - 1);
+  layOut();
+}
 function freeColour() { return dark.matches ? DARK_FREE : STATES[0]; }
 function colourOf(block) {
   const code = codes[block];
@@ -69,9 +80,14 @@ function paint() {
   if (!spec) return;
   const byState = $("colour").value === "state", free = pixelOf(freeColour());
   const tally = [0, 0, 0, 0];
+  let last = 0;
   for (let block = 1; block < codes.length; block++) {
+    tally[codes[block] < 3 ? codes[block] : 3]++;
+    if (codes[block]) last = block;
+  }
+  reach(last);
+  for (let block = 1; block <= Math.min(drawn, codes.length - 1); block++) {
     const code = codes[block];
-    tally[code < 3 ? code : 3]++;
     const pixel = code === 0 ? free : byState ? STATE_PIXELS[code] : TENANT_PIXELS[owners[block] % TENANTS.length];
     if (painted[block] !== pixel) fill(block, pixel);
   }
@@ -83,7 +99,8 @@ function paint() {
   $("usage").textContent = `${show(tally[3])} active (${bytes(tally[3])}), ${show(tally[1])} cached, ${show(tally[2])} pinned, `
     + `${show(tally[0])} free` + (spec.host_blocks ? `; host memory: ${show(counters[3])} of ${show(spec.host_blocks)} blocks` : "")
     + tiers.map(([name, open, stored, loaded]) => `; ${name}: ${show(stored)} blocks written, ${show(loaded)} read`
-      + (open ? "" : " (closed after errors)")).join("");
+      + (open ? "" : " (closed after errors)")).join("")
+    + (drawn < spec.num_blocks - 1 ? `. Not drawn: ${show(spec.num_blocks - 1 - drawn)} more that are free.` : "");
   legend();
   colourTables();
   list();
@@ -95,11 +112,11 @@ function mark(now) {
   const context = $("blocks").getContext("2d"), small = cell < 4, ink = dark.matches ? WHITE : BLACK;
   for (const [marks, time] of [[flash, FLASH], [crosses, CROSS]])
     for (const [block, since] of marks) {
-      if (now - since > time || block >= codes.length) marks.delete(block);
+      if (now - since > time || block > drawn) marks.delete(block);
       else if (small) fill(block, ink);
     }
-  if (small) for (const block of ofChosen) if (block < codes.length) fill(block, ink);
-  arrows = arrows.filter((arrow) => now - arrow.since <= ARROW && Math.max(arrow.from, arrow.to) < codes.length);
+  if (small) for (const block of ofChosen) if (block <= drawn) fill(block, ink);
+  arrows = arrows.filter((arrow) => now - arrow.since <= ARROW && Math.max(arrow.from, arrow.to) <= drawn);
   context.putImageData(image, 0, 0);
   context.strokeStyle = dark.matches ? "#ffffff" : "#000000";
   if (!small) {
@@ -109,7 +126,7 @@ function mark(now) {
   }
   context.strokeStyle = dark.matches ? "#ffffff" : "#000000";
   for (const arrow of arrows) point(context, arrow);
-  if (focus) { context.strokeStyle = "#0072b2"; outline(context, Math.min(chosen, spec.num_blocks - 1), 3); }
+  if (focus) { context.strokeStyle = "#0072b2"; outline(context, Math.min(chosen, drawn), 3); }
   if (!again && (flash.size || crosses.size || arrows.length)) again = setTimeout(() => { again = null; draw(); }, 200);
 }
 function corner(block) {
@@ -133,7 +150,7 @@ function cross(context, block) {
   context.stroke();
 }
 function dot(context, block) {
-  if (block >= codes.length) return;
+  if (block > drawn) return;
   const [x, y] = corner(block);
   context.fillStyle = inkOn(colourOf(block));
   context.beginPath();
@@ -178,11 +195,12 @@ function blockAt(event) {
   const box = $("blocks").getBoundingClientRect(), scale = $("blocks").width / box.width;
   const x = Math.floor(((event.clientX - box.left) * scale) / cell), y = Math.floor(((event.clientY - box.top) * scale) / cell);
   const block = 1 + y * columns + x;
-  return spec && x >= 0 && x < columns && block > 0 && block < spec.num_blocks ? block : null;
+  return spec && x >= 0 && x < columns && block > 0 && block <= drawn ? block : null;
 }
 function tell(block) {
   $("at").textContent = block === null ? "" : `Block ${show(block)}: ${nameOf(codes[block])}`
     + (tenants[owners[block]] ? `, ${tenants[owners[block]]}` : "") + ".";
+  $("blocks").title = $("at").textContent;
 }
 $("colour").onchange = () => draw();
 $("blocks").onmousemove = (event) => tell(blockAt(event));
@@ -196,7 +214,7 @@ $("blocks").onblur = () => { focus = false; draw(); };
 $("blocks").onkeydown = (event) => {
   const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns }[event.key];
   if (by && spec) {
-    chosen = Math.min(spec.num_blocks - 1, Math.max(1, chosen + by));
+    chosen = Math.min(drawn, Math.max(1, chosen + by));
     tell(chosen);
     draw();
     event.preventDefault();

@@ -85,7 +85,7 @@ function take(news) {
     return;
   }
   const now = performance.now();
-  if (news.spec) { spec = news.spec; $("block-size").textContent = spec.block_size; layOut(); }
+  if (news.spec) { spec = news.spec; drawn = 0; $("block-size").textContent = spec.block_size; layOut(); }
   if (news.tenants) tenants = news.tenants;
   if (news.all) {
     const [code, owner] = news.all;
@@ -117,8 +117,14 @@ function take(news) {
   tiers = news.tiers;
   history.push({ at: news.at, totals: news.totals, ttft: news.ttft, itl: news.itl, counters, used: share(codes) });
   while (history.length > 2 && news.at - history[0].at > 60 * MINUTES) history.shift();
+  $("saved").textContent = saved(news.totals);
   draw();
   refresh();
+}
+// What the cache did since the server started, in a sentence.
+function saved([, , asked, hits]) {
+  if (!asked) return "No prompt has been looked up in the cache yet.";
+  return `${show((100 * hits) / asked)} % of prompt tokens came from the cache: ${show(hits)} of ${show(asked)} were not computed.`;
 }
 
 // Take in what requests have done; return those that began with cached tokens, were preempted or resumed.
@@ -192,6 +198,7 @@ function newRow(one) {
   const row = document.createElement("tr");
   for (let i = 0; i < 8; i++) row.insertCell();
   row.cells[0].append(requestLink(one.id));
+  row.onclick = (event) => { if (!event.target.closest("button")) describe("requests", one.id); };
   row.cells[0].title = one.id;
   row.cells[1].textContent = row.cells[1].title = one.tenant;
   row.cells[6].append(document.createElement("meter"), " ", document.createElement("span"));
@@ -251,10 +258,10 @@ for (const [title] of PLOTS) {
     document.createElement("canvas"));
   $("plots").append(figure);
 }
-let plotted = 0;
+let plotted = -Infinity;
 function plots() {
   const now = performance.now();
-  if (now - plotted < 500 || history.length < 2) return;
+  if (now - plotted < 500 || !history.length) return;
   plotted = now;
   const last = history[history.length - 1];
   // Each value is over the five seconds before it.
