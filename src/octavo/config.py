@@ -280,7 +280,9 @@ class EngineConfig(Options):
         removed={"dlpm": "vtc"},
     )
     preemption_mode: Literal["auto", "recompute", "swap"] = _scheduling(
-        "auto", "how a preempted sequence gets its blocks back; auto: whichever is faster, as measured while serving"
+        "auto",
+        "how a preempted sequence gets its blocks back; auto: whichever is faster, as measured while serving, but swap "
+        "for a quantised KV cache without --deterministic",
     )
     async_scheduling: bool | None = _scheduling(
         None, "plan the next step while a step of decodes is computed; default: on a GPU only"

@@ -16,7 +16,7 @@ from octavo.kvcache.eviction import EvictionPolicy, FifoEviction
 from octavo.kvcache.eviction.leaves import LeavesFirst
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import NullPrefixIndex
-from octavo.kvcache.spec import KVCacheSpec
+from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.policy import AgeingPriority, FirstComeFirstServed, VirtualTokenCounter
 from octavo.scheduler.preemption import CheaperWay, Recompute, RestoreSpeed, Swap
@@ -106,6 +106,14 @@ def test_auto_begins_with_unknown_speeds_that_the_scheduler_measures() -> None:
     assert isinstance(found.preemption, CheaperWay)
     assert found.preemption.speed is found.speed
     assert found.speed == RestoreSpeed(None, None)
+
+
+@pytest.mark.parametrize(("deterministic", "mode"), [(False, Swap), (True, CheaperWay)])
+def test_auto_swaps_where_recomputing_rounds_differently(deterministic: bool, mode: type) -> None:
+    spec = KVCacheSpec.build([LayerKVSpec(1, 32, 32)], 16, "int8")
+    config = EngineConfig(deterministic=deterministic)
+    kv = assemble_cache(config, spec, 33, num_host_blocks=5)
+    assert type(assemble_scheduler(config, kv, 64).preemption) is mode
 
 
 def test_limits_beyond_the_options_can_be_given() -> None:

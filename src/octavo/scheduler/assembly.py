@@ -130,4 +130,8 @@ def assemble_scheduler(
 def _preemption_mode(config: EngineConfig, kv: KVCacheManager, speed: RestoreSpeed) -> PreemptionMode:
     if not kv.hierarchy.host.num_swap_slots or config.preemption_mode == "recompute":
         return Recompute()
-    return Swap() if config.preemption_mode == "swap" else CheaperWay(kv.holdings.restore_cost, speed)
+    # Prompts and decodes round quantised keys and values differently, so what decodes computed is not recomputed.
+    rounds_alike = config.deterministic or all(each.plain for each in kv.spec.formats)
+    if config.preemption_mode == "swap" or not rounds_alike:
+        return Swap()
+    return CheaperWay(kv.holdings.restore_cost, speed)
