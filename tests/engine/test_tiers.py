@@ -182,6 +182,34 @@ def test_a_burst_after_a_restart_finds_all_its_prefixes_however_few_host_memory_
     assert host_of(second).num_slots == 16, "room for one of them in the half that may be held"
 
 
+@pytest.mark.parametrize("num_slots", [64, 4])
+def test_closing_writes_what_was_reused_so_that_a_restart_begins_warm(
+    make_llm: MakeLLM, tiny_llama: Any, tmp_path: Path, num_slots: int
+) -> None:
+    """By default, also when host memory holds fewer blocks than were reused."""
+    sizing = make_llm(tiny_llama, block_size=16)
+    slot_bytes = block_bytes(sizing.core) + HostMemory.bookkeeping_bytes(16) + eviction_bytes("adaptive")
+    few: dict[str, Any] = {"kv_demotion": "on_second_use", "kv_host_memory": num_slots * slot_bytes, "swap_space": 0}
+    first = make_llm(tiny_llama, **disk_options(tmp_path, **few))
+    once = [5, *PROMPT]
+    cold = [ask(first, prompt) for prompt in (PROMPT, PROMPT, once)][1:]
+    assert host_of(first).counters.stored == 0
+    first.core.close()
+    assert host_of(first).counters.stored == 6
+    second = make_llm(tiny_llama, **disk_options(tmp_path))
+    warm = [ask(second, prompt) for prompt in (PROMPT, once)]
+    assert [output.cached_by_tier.get("disk", 0) for output in warm] == [96, 0]
+    assert [output.outputs[0].token_ids for output in warm] == [output.outputs[0].token_ids for output in cold]
+    second.core.close()
+
+
+def test_closing_without_time_writes_nothing_more(make_llm: MakeLLM, tiny_llama: Any, tmp_path: Path) -> None:
+    llm = make_llm(tiny_llama, **disk_options(tmp_path, kv_demotion="on_evict"))
+    ask(llm, PROMPT)
+    llm.core.close(0.0)
+    assert host_of(llm).counters.stored == 0
+
+
 def test_a_block_that_is_damaged_on_disk_is_computed_again(make_llm: MakeLLM, tiny_llama: Any, tmp_path: Path) -> None:
     first = make_llm(tiny_llama, **disk_options(tmp_path))
     cold = ask(first, PROMPT)

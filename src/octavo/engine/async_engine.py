@@ -146,6 +146,7 @@ class AsyncEngine:
         self._wake = threading.Event()
         self._stopping = False
         self._closing = False
+        self._closes_by = 0.0
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
         self._watchdog = Watchdog(self._thread, core.stats, watchdog_seconds)
@@ -279,9 +280,12 @@ class AsyncEngine:
         return await answer
 
     async def shutdown(self, drain_seconds: float) -> None:
-        """Accept no more requests, let running ones finish for `drain_seconds`, abort the rest and stop the thread."""
+        """Accept no more requests, let running ones finish for `drain_seconds`, abort the rest and stop the thread.
+
+        What is left of that time is for writing reused blocks to the stores.
+        """
         self._closing = True
-        deadline = time.monotonic() + drain_seconds
+        self._closes_by = deadline = time.monotonic() + drain_seconds
         while self._delivery and self.is_alive and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         self._fail(EngineDeadError("the server is shutting down"))
@@ -323,7 +327,7 @@ class AsyncEngine:
         try:
             while self._step():
                 pass
-            self.core.close()
+            self.core.close(max(0.0, self._closes_by - time.monotonic()))
         except Exception as error:  # callers must learn of any failure
             logger.critical("the step loop died: no request can be served any more", exc_info=error)
             cause = error.__cause__ or error if isinstance(error, EngineDeadError) else error

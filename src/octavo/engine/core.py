@@ -45,6 +45,9 @@ from octavo.tiers.lower import LowerTiers
 
 logger = logging.getLogger(__name__)
 
+CLOSING_SECONDS = 10.0
+"""Time to write reused blocks to the stores when an engine is closed, unless the caller has another."""
+
 
 class _StepInFlight(NamedTuple):
     """A plan that was handed to the runner, and the function that waits for its result."""
@@ -308,15 +311,33 @@ class EngineCore:
         self._recorder.on_changed()
         return count
 
-    def close(self) -> None:
-        """Abort all requests, and close the stores and the runner."""
+    def close(self, seconds: float = CLOSING_SECONDS) -> None:
+        """Abort all requests, write reused blocks to the stores, and close these and the runner.
+
+        Args:
+            seconds: maximum time to write blocks; what was not written by then is lost.
+        """
         for request_id in self.scheduler.request_ids:
             self.end(request_id)
             self.outputs.forget(request_id)
         self._flush()
         if self.tiers is not None:
+            self._write_reused(self.tiers, seconds)
             self.tiers.close()
         self.runner.close()
+
+    def _write_reused(self, tiers: LowerTiers, seconds: float) -> None:
+        """Write what the device has reused to the stores, in pieces that fit into host memory."""
+        hierarchy, ends = self.scheduler.kv.hierarchy, time.monotonic() + seconds
+        left = hierarchy.evict_all() if seconds > 0 else []
+        num_blocks, piece = len(left), max(1, hierarchy.host.num_prefix_slots // 2)
+        while left and time.monotonic() < ends:
+            hierarchy.demote(left[:piece])
+            self._flush()
+            tiers.finish_writes(ends - time.monotonic())
+            left = left[piece:]
+        if num_blocks:
+            logger.info("%d of %d reused blocks were given to the stores", num_blocks - len(left), num_blocks)
 
     def _release(self) -> None:
         """Once no request is left, store pending blocks and make the runner forget all sequences and grammars."""

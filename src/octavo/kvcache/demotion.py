@@ -8,21 +8,29 @@ all              all blocks, as soon as they are published
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from octavo.kvcache.block import BlockId
 from octavo.kvcache.eviction.ghosts import GhostList
 from octavo.kvcache.hashing import TokenChain, group_key
 from octavo.kvcache.host_memory import Slot
 from octavo.kvcache.host_transfers import HostTransfers
-from octavo.kvcache.label import label_of
+from octavo.kvcache.label import Label, label_of
 from octavo.kvcache.prefix import PrefixIndex
 
 _UNDATED = 0
 
 
+class Demoted(NamedTuple):
+    """A block of the device that is worth keeping in host memory."""
+
+    block_id: BlockId
+    label: Label
+    tenant: str
+
+
 class Demotion(Protocol):
-    """Receives events of the device's blocks, and stores those worth keeping in host memory."""
+    """Receives events of the device's blocks, and chooses those worth keeping in host memory."""
 
     def published(self, blocks: Seq[tuple[BlockId, int, int]], chain: TokenChain, tenant: str) -> None:
         """Called when blocks, each with its index and group, have been published."""
@@ -30,8 +38,8 @@ class Demotion(Protocol):
     def hit(self, block_ids: Seq[BlockId]) -> None:
         """Called when a request has found these blocks on the device."""
 
-    def evicted(self, block_ids: Seq[BlockId]) -> None:
-        """Called when blocks are evicted; their memory does not change before the next step."""
+    def evicted(self, block_ids: Seq[BlockId]) -> list[Demoted]:
+        """Return those of the evicted blocks to store; their memory does not change before the next step."""
 
 
 class NoDemotion:
@@ -43,8 +51,8 @@ class NoDemotion:
     def hit(self, block_ids: Seq[BlockId]) -> None:
         return
 
-    def evicted(self, block_ids: Seq[BlockId]) -> None:
-        return
+    def evicted(self, block_ids: Seq[BlockId]) -> list[Demoted]:
+        return []
 
 
 class DemoteAll:
@@ -60,8 +68,8 @@ class DemoteAll:
     def hit(self, block_ids: Seq[BlockId]) -> None:
         return
 
-    def evicted(self, block_ids: Seq[BlockId]) -> None:
-        return
+    def evicted(self, block_ids: Seq[BlockId]) -> list[Demoted]:
+        return []
 
 
 class DemoteEvicted:
@@ -91,16 +99,18 @@ class DemoteEvicted:
         for block_id in block_ids:
             self._used_again[block_id] = 1
 
-    def evicted(self, block_ids: Seq[BlockId]) -> None:
+    def evicted(self, block_ids: Seq[BlockId]) -> list[Demoted]:
         if self._used_twice:
             once = [block_id for block_id in block_ids if not self._used_again[block_id]]
             # All at once: 26 together take a sixth of the time.
             self._gone_once.add_all(self._index.key_prefixes(once), [_UNDATED] * len(once))
             block_ids = [block_id for block_id in block_ids if self._used_again[block_id]]
-        for block_id in block_ids:
-            source = self._index.source(block_id)
-            assert source is not None  # it is still published
-            self._transfers.store_prefix(block_id, self._index.label(block_id), source.tenant)
+        return [self._demoted(block_id) for block_id in block_ids]
+
+    def _demoted(self, block_id: BlockId) -> Demoted:
+        source = self._index.source(block_id)
+        assert source is not None  # it is still published
+        return Demoted(block_id, self._index.label(block_id), source.tenant)
 
 
 def make_demotion(name: str, transfers: HostTransfers, num_blocks: int, index: PrefixIndex) -> Demotion:

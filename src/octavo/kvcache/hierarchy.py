@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from octavo.kvcache.audit import Findings, in_slices
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockTable, new_table
-from octavo.kvcache.demotion import Demotion, make_demotion
+from octavo.kvcache.demotion import Demoted, Demotion, make_demotion
 from octavo.kvcache.hashing import TokenChain
 from octavo.kvcache.host_memory import HostBlockId, HostMemory
 from octavo.kvcache.host_transfers import BlockTransfer, HostTransfers
@@ -88,6 +88,7 @@ class CacheHierarchy:
         self._wanted_by: dict[bytes, set[SequenceId]] = {}  # by key
         self._wanted_on_device: dict[BlockId, Label] = {}  # cached blocks with such a key
         self._resuming: list[SequenceId] = []  # their loads are planned
+        self._closing: list[Demoted] | None = None  # what is evicted while the engine closes
 
     # What happens to the device's blocks
 
@@ -105,7 +106,26 @@ class CacheHierarchy:
             for block_id in block_ids:
                 if (label := self._wanted_on_device.pop(block_id, None)) is not None:
                     self._keep_evicted(block_id, label)
-        self._demotion.evicted(block_ids)
+        demoted = self._demotion.evicted(block_ids)
+        if self._closing is None:
+            self.demote(demoted)
+        else:
+            self._closing += demoted
+
+    def demote(self, blocks: Seq[Demoted]) -> None:
+        """Plan to store blocks in host memory as prefixes, as far as there is room."""
+        for block_id, label, tenant in blocks:
+            self.transfers.store_prefix(block_id, label, tenant)
+
+    def evict_all(self) -> list[Demoted]:
+        """Evict every cached block, because the engine closes; returns those worth keeping, the most valuable first.
+
+        Their memory does not change any more.
+        """
+        closing: list[Demoted] = []
+        self._closing = closing
+        self._pool.evict_all_cached()
+        return closing[::-1]
 
     def _keep_evicted(self, block_id: BlockId, label: Label) -> None:
         owners = self._wanted_by[label.key]

@@ -10,6 +10,7 @@ import socket
 import ssl
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -141,7 +142,7 @@ async def serve_on(
             if not engine.is_alive:
                 raise EngineDeadError("the engine died, and the server with it; the log says why")
         finally:
-            await engine.shutdown(0)
+            await engine.shutdown(server.grace_left)
 
 
 def _reread(config: ServerConfig, access: AcceptedKeys, engine: EngineClient) -> None:
@@ -189,7 +190,13 @@ class Server(uvicorn.Server):
         self.is_engine_stepping: Callable[[], bool] = lambda: False
         self._in_flight = in_flight
         self._shutdown_timeout = config.shutdown_timeout
+        self._stops_by: float | None = None
         self.on_hangup: Callable[[], None] | None = None
+
+    @property
+    def grace_left(self) -> float:
+        """What is left of the grace period, in seconds; 0 unless the server is stopping."""
+        return 0.0 if self._stops_by is None else max(0.0, self._stops_by - time.monotonic())
 
     @contextmanager
     def handled_signals(self) -> Generator[None, None, None]:
@@ -242,6 +249,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         # Live pages would otherwise keep their connections open forever.
         self._in_flight.draining = True
+        self._stops_by = time.monotonic() + self._shutdown_timeout
         if self._in_flight:
             running = f"{len(self._in_flight)} running request{'s' if len(self._in_flight) > 1 else ''}"
             wait = f"up to {self._shutdown_timeout:g} s for {running}; a second signal stops at once"

@@ -32,6 +32,8 @@ ASK_SECONDS = 0.25
 _MOST_HELD = 0.5
 # Maximum number of requests that may wait for room, because each is checked in every step.
 _MOST_IN_LINE = 1024
+# Time between two looks at writes that are waited for.
+_MOMENT = 0.05
 # One in this many loads that seem slower than computing is made all the same, to measure the speed again.
 _TRY_EVERY = 32
 
@@ -163,6 +165,13 @@ class LowerTiers:
             self._host.release(slot)
         self._room.release(fetch.tenant, len(fetch.held))
         fetch.held = []
+
+    def finish_writes(self, seconds: float) -> None:
+        """Wait for pending writes, for at most `seconds`."""
+        ends = self._clock() + seconds
+        while self._writing and self._clock() < ends:
+            self.wait(min(_MOMENT, seconds))
+            self.poll()
 
     def close(self, seconds: float = 10.0) -> None:
         """Finish the pending writes, and close the stores. Slots that the stores still use are not reused."""
