@@ -47,7 +47,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.scheduler.scheduler import Scheduler
-from octavo.server.memory import SWITCH_SECONDS, settle_garbage_collection
+from octavo.server.interpreter_settings import SWITCH_SECONDS, settle_garbage_collection
 from octavo.text.tokenizer import Tokenizer
 
 MILLION = 1_000_000

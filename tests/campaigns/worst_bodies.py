@@ -49,7 +49,7 @@ from octavo.server.bodies.responses_body import MOST_REPEATED_BYTES
 from octavo.server.config import ServerConfig
 from octavo.server.http.connection import InFlight
 from octavo.server.http.listening import bind
-from octavo.server.memory import settle_interpreter
+from octavo.server.interpreter_settings import settle_interpreter
 from octavo.server.run import Server
 
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"

@@ -18,10 +18,10 @@ import httpx
 import pytest
 
 from octavo.server.app import create_app
-from octavo.server.bodies import body_worker
-from octavo.server.bodies.body_reading import _Workers
-from octavo.server.bodies.body_worker import BodyWorker
-from octavo.server.bodies.reading import BodyReader
+from octavo.server.bodies import reader_process
+from octavo.server.bodies.body_reader import BodyReader
+from octavo.server.bodies.reader_pool import _Workers
+from octavo.server.bodies.reader_process import ReaderProcess
 from octavo.server.config import ServerConfig
 from octavo.server.http.connection import InFlight
 from octavo.server.http.listening import bound
@@ -96,7 +96,7 @@ class InlineWorker:
         self._reader = pickle.loads(reader)
 
     def read(self, method: str, parts: Sequence[bytes], seconds: float) -> Any:
-        succeeded, value = pickle.loads(body_worker._answer(self._reader, method, b"".join(parts)))
+        succeeded, value = pickle.loads(reader_process._answer(self._reader, method, b"".join(parts)))
         if succeeded:
             return value
         raise value
@@ -109,7 +109,7 @@ class InlineWorkers(_Workers):
         return self._idle.pop() if self._idle else InlineWorker(pickle.dumps(self._reader))
 
 
-_kept_workers: dict[tuple[bytes, int, int], list[BodyWorker]] = {}
+_kept_workers: dict[tuple[bytes, int, int], list[ReaderProcess]] = {}
 
 
 class KeptWorkers(_Workers):
@@ -136,7 +136,7 @@ def _serving(engine: Any, config: ServerConfig, listener: socket.socket) -> Iter
     port = 0 if config.uds is not None else listener.getsockname()[1]
     in_flight = InFlight(config.request_timeout)
     workers = InlineWorkers if isinstance(engine, FakeEngine) else KeptWorkers
-    with patch("octavo.server.bodies.body_reading._Workers", workers):
+    with patch("octavo.server.bodies.reader_pool._Workers", workers):
         app = create_app(engine, config, in_flight)
     server = Server(app, config, in_flight, engine.info.model_name)
 

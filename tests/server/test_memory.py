@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from octavo.server import memory, run
+from octavo.server import interpreter_settings, run
 from octavo.server.app import create_app
 from octavo.server.config import ServerConfig
 from octavo.server.http.connection import InFlight
@@ -20,10 +20,10 @@ from tests.server.fake_engine import FakeEngine
 
 def test_threads_of_a_server_wait_200_microseconds_for_the_interpreters_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     settled: list[bool] = []
-    monkeypatch.setattr(memory, "settle_garbage_collection", lambda: settled.append(True))
+    monkeypatch.setattr(interpreter_settings, "settle_garbage_collection", lambda: settled.append(True))
     before = sys.getswitchinterval()
     try:
-        memory.settle_interpreter()
+        interpreter_settings.settle_interpreter()
         assert sys.getswitchinterval() == pytest.approx(0.0002)
     finally:
         sys.setswitchinterval(before)
@@ -41,7 +41,7 @@ def test_freed_memory_below_what_is_in_use_is_returned() -> None:
     in_use = blocks[-1]
     full = resident()
     del blocks
-    memory.return_free_memory()
+    interpreter_settings.return_free_memory()
     assert full - resident() > 80 * 2**20
     assert len(in_use) == 10_000
 

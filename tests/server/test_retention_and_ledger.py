@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.request import cache_scope
-from octavo.server.bodies.ignored_fields import IGNORED_HEADER
+from octavo.server.handling import IGNORED_HEADER
 from octavo.server.tenants.keys import tenant_of
 from tests.engine.preempting import thrash
 from tests.engine.tiny_engine import slow_down

@@ -8,11 +8,10 @@ from starlette.middleware import Middleware
 
 from octavo.errors import OctavoError
 from octavo.server.access import AcceptedKeys
-from octavo.server.bodies.ignored_fields import IGNORED_HEADER
 from octavo.server.config import ServerConfig
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import LastResort, answer_http_error, answer_octavo_error
-from octavo.server.handling import Handling
+from octavo.server.handling import IGNORED_HEADER, Handling
 from octavo.server.http.connection import InFlight
 from octavo.server.http.logs import RequestLog
 from octavo.server.http.origin import RefuseWebPages

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.errors import RequestError
+from octavo.errors import RequestError, shown
 from octavo.server.answers.generation import Usage
 from octavo.server.apis import api_of
-from octavo.server.bodies.body_reading import BodyReading
-from octavo.server.bodies.ignored_fields import IgnoredFields
-from octavo.server.bodies.native_reading import NativeReader
-from octavo.server.bodies.protocol import RequestBody
-from octavo.server.bodies.reading import ReadAnswer
+from octavo.server.bodies.body_reader import ReadAnswer
+from octavo.server.bodies.foreign_fields import header_value
+from octavo.server.bodies.local_apis_reader import LocalApisReader
+from octavo.server.bodies.openai_bodies import OLDEST_MESSAGES, RequestBody
+from octavo.server.bodies.reader_pool import ReaderPool
 from octavo.server.config import ServerConfig
 from octavo.server.engine_client import EngineClient, TokenizerLike
 from octavo.server.errors import ApiError
@@ -25,6 +26,41 @@ from octavo.server.http.intake import BodyIntake
 from octavo.server.route import json_response
 from octavo.server.tenants.auth import client_of
 from octavo.server.tenants.quota import charge_of
+
+logger = logging.getLogger("octavo.server")
+
+IGNORED_HEADER = "X-Octavo-Ignored-Fields"
+# Maximum number of names that are logged, so that clients cannot fill the log by sending ever new ones.
+MAX_LOGGED = 256
+
+AnyResponse = TypeVar("AnyResponse", bound=Response)
+
+
+class IgnoredFields:
+    """Reports ignored fields to clients and in the log."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def told(self, body: RequestBody, response: AnyResponse) -> AnyResponse:
+        """Return the response, with a header that names the fields of the request's body that were ignored, if any."""
+        if body.ignored:
+            response.headers[IGNORED_HEADER] = header_value(body.ignored)
+            for name in body.ignored:
+                self._log(name)
+        return response
+
+    def _log(self, name: str) -> None:
+        if name in self._logged or len(self._logged) >= MAX_LOGGED:
+            return
+        self._logged.add(name)
+        if name == OLDEST_MESSAGES:
+            logger.warning("chats of Ollama's API are longer than the context: their oldest messages are left out")
+        else:
+            logger.warning("requests carry the field %s, which is ignored (--strict-requests refuses it)", shown(name))
+        if len(self._logged) == MAX_LOGGED:
+            logger.warning("%d fields have been ignored: further ones are not logged", MAX_LOGGED)
+
 
 # https://www.w3.org/TR/trace-context/#traceparent-header
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.{0,128})?")
@@ -56,7 +92,7 @@ class Handling:
         self._config = config
         self._in_flight = in_flight
         self.names = served_names(engine, config)
-        self._reader = NativeReader(
+        self._reader = LocalApisReader(
             tokenizer=_tokenizer_of(engine),
             vocab_size=engine.info.vocab_size,
             hidden_size=engine.info.hidden_size,
@@ -70,14 +106,14 @@ class Handling:
         )
         self._ignored = IgnoredFields()
         self.intake = BodyIntake(config.body_limit, config.total_body_limit)
-        self.reading = BodyReading(self._reader, config.max_body_seconds, config.body_memory)
+        self.reading = ReaderPool(self._reader, config.max_body_seconds, config.body_memory)
 
     def warm_up(self) -> None:
         """Start the process that reads chats in the background, so that the first chat need not wait for it."""
         self.reading.warm_up()
 
     @property
-    def reader(self) -> NativeReader:
+    def reader(self) -> LocalApisReader:
         return self._reader
 
     async def read(self, request: Request, method: str) -> Any:

@@ -10,9 +10,8 @@ from octavo.errors import RequestError
 from octavo.server.answers.generation import AT_ONCE
 from octavo.server.answers.llamacpp import LlamaCppAnswer, properties, slots
 from octavo.server.answers.logprobs import TokenTexts
-from octavo.server.bodies.infill import InfillBody
-from octavo.server.bodies.llamacpp_body import LlamaCppBody
-from octavo.server.bodies.reading import CompletionRequest
+from octavo.server.bodies.body_reader import CompletionRequest
+from octavo.server.bodies.llamacpp_body import InfillBody, LlamaCppBody
 from octavo.server.engine_client import EngineClient
 from octavo.server.handling import Handling
 from octavo.server.http.turnstile import Turnstile

@@ -19,7 +19,8 @@ from octavo.server.answers.embeddings import Embeddings
 from octavo.server.answers.logprobs import TokenTexts
 from octavo.server.answers.ollama import OllamaAnswer, OllamaEmbedAnswer, embeddings, line
 from octavo.server.apis import OLLAMA
-from octavo.server.bodies.native_reading import NamedModel, ReadEmpty
+from octavo.server.bodies.body_reader import ChatRequest, EmbeddingRequest, ReadAnswer
+from octavo.server.bodies.local_apis_reader import NamedModel, ReadEmpty
 from octavo.server.bodies.ollama_body import (
     OllamaChatBody,
     OllamaEmbedBody,
@@ -29,7 +30,6 @@ from octavo.server.bodies.ollama_body import (
     OllamaModelBody,
     now,
 )
-from octavo.server.bodies.reading import ChatRequest, EmbeddingRequest, ReadAnswer
 from octavo.server.engine_client import EngineClient
 from octavo.server.handling import Handling
 from octavo.server.route import Endpoint, json_response

@@ -20,17 +20,16 @@ from octavo.server.answers.messages import MessagesAnswer
 from octavo.server.answers.response_store import ResponseStore, StoredResponse
 from octavo.server.answers.responses import ResponseAnswer
 from octavo.server.apis import ANTHROPIC, api_of
-from octavo.server.bodies.messages_body import CountTokensBody, MessagesBody
-from octavo.server.bodies.protocol import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
-from octavo.server.bodies.reading import (
+from octavo.server.bodies.body_reader import (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
     FollowUp,
     frame,
 )
-from octavo.server.bodies.response_items import LARGEST_PAGE, PAGE
-from octavo.server.bodies.responses_body import ResponsesBody
+from octavo.server.bodies.messages_body import CountTokensBody, MessagesBody
+from octavo.server.bodies.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
+from octavo.server.bodies.responses_body import LARGEST_PAGE, PAGE, ResponsesBody
 from octavo.server.config import ServerConfig
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import ApiError

@@ -123,8 +123,7 @@ class Operations:
         if with_tenants not in self._metrics:
             # Imported at the first scrape, because importing prometheus_client takes a tenth of a second.
             from octavo.observe.metrics import MetricsPage
-            from octavo.server.http.response_metrics import ResponseCollector
-            from octavo.server.tenants.metrics import TenantCollector
+            from octavo.server.server_metrics import ResponseCollector, TenantCollector
 
             stats, name = self._engine.stats, self._model_name
             others = [TenantCollector(self._quotas, stats, name)] if with_tenants else []

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from octavo.server.bodies.ignored_fields import IGNORED_HEADER
+from octavo.server.handling import IGNORED_HEADER
 from tests.server.answers.test_completions import events
 from tests.server.conftest import Running, rendered
 from tests.server.fake_engine import FakeEngine

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from octavo.server.bodies.foreign_fields import NEUTRAL
-from octavo.server.bodies.ignored_fields import IGNORED_HEADER, MAX_LOGGED, IgnoredFields
-from octavo.server.bodies.protocol import RequestBody
+from octavo.server.bodies.openai_bodies import RequestBody
+from octavo.server.handling import IGNORED_HEADER, MAX_LOGGED, IgnoredFields
 from tests.server.conftest import Running, rendered
 from tests.server.scripted_engine import ScriptedEngine
 

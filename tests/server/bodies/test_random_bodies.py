@@ -9,8 +9,8 @@ import pytest
 from octavo.errors import RequestError
 from octavo.limits import DEFAULT_LIMITS
 from octavo.server.app import create_app
-from octavo.server.bodies.native_reading import NativeReader
-from octavo.server.bodies.reading import FollowUp, frame
+from octavo.server.bodies.body_reader import FollowUp, frame
+from octavo.server.bodies.local_apis_reader import LocalApisReader
 from octavo.server.errors import ApiError
 from tests.campaigns.fuzz_fields import WEIGHTS, make_body
 from tests.campaigns.fuzz_values import MAX_MODEL_LEN
@@ -39,8 +39,8 @@ METHODS = {
 }
 
 
-def reader() -> NativeReader:
-    return NativeReader(
+def reader() -> LocalApisReader:
+    return LocalApisReader(
         tokenizer=InfillTokenizer(),
         vocab_size=VOCAB_SIZE,
         hidden_size=64,

@@ -18,9 +18,9 @@ import pytest
 from octavo import helper_process
 from octavo.errors import ContextLengthError, RequestError
 from octavo.limits import DEFAULT_LIMITS
-from octavo.server.bodies import body_reading, body_worker
-from octavo.server.bodies.body_reading import LARGE_NICENESS, MANY_PARTS, MEDIUM_BODY, SMALL_BODY, BodyReading
-from octavo.server.bodies.reading import BodyReader, frame
+from octavo.server.bodies import reader_pool, reader_process
+from octavo.server.bodies.body_reader import BodyReader, frame
+from octavo.server.bodies.reader_pool import LARGE_NICENESS, MANY_PARTS, MEDIUM_BODY, SMALL_BODY, ReaderPool
 from octavo.server.errors import ApiError, BodyTooLargeError, ModelMissingError, to_api_error
 from octavo.text.chat_template import MAX_RENDERED, render_chat
 from tests.server.conftest import KeptWorkers
@@ -48,7 +48,7 @@ class SlowTokenizer(ByteTokenizer):
         return render_chat(messages[0]["content"], messages, **variables)
 
 
-class PartsKept(body_reading._Workers):
+class PartsKept(reader_pool._Workers):
     """Reads nothing, and returns the parts of the body as they came."""
 
     def _read(self, method: str, parts: tuple[bytes, ...]) -> Any:
@@ -59,8 +59,8 @@ def reading(
     seconds: float = 120.0,
     max_model_len: int = 500_000,
     memory: int = 2**30,
-    workers: type[body_reading._Workers] = KeptWorkers,
-) -> BodyReading:
+    workers: type[reader_pool._Workers] = KeptWorkers,
+) -> ReaderPool:
     reader = BodyReader(
         tokenizer=SlowTokenizer(),
         vocab_size=VOCAB_SIZE,
@@ -69,15 +69,15 @@ def reading(
         limits=DEFAULT_LIMITS,
         names=("fake",),
     )
-    with patch("octavo.server.bodies.body_reading._Workers", workers):
-        return BodyReading(reader, seconds, memory)
+    with patch("octavo.server.bodies.reader_pool._Workers", workers):
+        return ReaderPool(reader, seconds, memory)
 
 
 def chat(template: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": template}]}
 
 
-def read(bodies: BodyReading, body: dict[str, Any], method: str = "completion") -> Any:
+def read(bodies: ReaderPool, body: dict[str, Any], method: str = "completion") -> Any:
     return asyncio.run(bodies.read(method, json.dumps(body).encode()))
 
 
@@ -146,7 +146,7 @@ def test_a_short_body_of_many_prompts_is_read_in_another_process(method: str) ->
 
 def test_a_large_body_is_not_searched_for_its_parts_on_the_event_loop() -> None:
     bodies, large = reading(workers=PartsKept), b"[" * MEDIUM_BODY
-    with patch("octavo.server.bodies.body_reading._num_parts", side_effect=AssertionError("it was searched")):
+    with patch("octavo.server.bodies.reader_pool._num_parts", side_effect=AssertionError("it was searched")):
         assert asyncio.run(bodies.read("completion", large)) == (large,)
 
 
@@ -190,7 +190,7 @@ def test_a_process_that_keeps_too_much_memory_is_replaced(monkeypatch: pytest.Mo
     bodies = reading()
     assert list(read(bodies, chat("x"), "chat").prompt.token_ids) == SlowTokenizer().encode("x", False)
     (first,) = bodies._chats._idle
-    monkeypatch.setattr(body_worker, "_KEPT_BYTES", -(2**30))
+    monkeypatch.setattr(reader_process, "_KEPT_BYTES", -(2**30))
     assert list(read(bodies, chat("x"), "chat").prompt.token_ids) == SlowTokenizer().encode("x", False)
     assert bodies._chats._idle == []
     assert not first.is_alive
@@ -231,9 +231,9 @@ class BlockedWorker:
 
 @pytest.mark.parametrize("size", [10, MEDIUM_BODY])
 def test_a_tenants_slow_bodies_hold_up_no_other_tenants(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr("octavo.server.bodies.body_reading.BodyWorker", BlockedWorker)
+    monkeypatch.setattr("octavo.server.bodies.reader_pool.ReaderProcess", BlockedWorker)
     BlockedWorker.goes_on, BlockedWorker.given = threading.Event(), []
-    bodies = reading(workers=body_reading._Workers)
+    bodies = reading(workers=reader_pool._Workers)
 
     async def run() -> None:
         slow = [asyncio.ensure_future(bodies.read("chat", b"ada" + b"x" * size, tenant="ada")) for _ in range(9)]
@@ -257,7 +257,7 @@ def test_a_tenants_slow_bodies_hold_up_no_other_tenants(monkeypatch: pytest.Monk
 
 def test_the_reader_is_pickled_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each time held the interpreter's lock for 30 to 50 ms, so streams waited while processes were started."""
-    monkeypatch.setattr("octavo.server.bodies.body_reading.BodyWorker", BlockedWorker)
+    monkeypatch.setattr("octavo.server.bodies.reader_pool.ReaderProcess", BlockedWorker)
     BlockedWorker.goes_on, BlockedWorker.given = threading.Event(), []
     dumps, pickled = pickle.dumps, []
 
@@ -266,7 +266,7 @@ def test_the_reader_is_pickled_once_for_all_processes(monkeypatch: pytest.Monkey
         return dumps(*given, **options)
 
     monkeypatch.setattr(pickle, "dumps", noted)
-    bodies = reading(workers=body_reading._Workers)
+    bodies = reading(workers=reader_pool._Workers)
 
     async def run() -> None:
         several = [asyncio.ensure_future(bodies.read("chat", b"ada", tenant="ada")) for _ in range(2)]

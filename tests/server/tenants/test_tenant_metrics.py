@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.kvcache.host_memory import HostCounters
 from octavo.observe.stats import EngineStats
+from octavo.server.server_metrics import TenantCollector
 from octavo.server.tenants import quota
-from octavo.server.tenants.metrics import TenantCollector
 from octavo.tiers.store import Store
 from tests.server.conftest import Running, wait_until
 from tests.tiers.stores import BLOCK_BYTES, disk, put

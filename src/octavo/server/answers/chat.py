@@ -17,11 +17,10 @@ from octavo.server.answer_json import (
     weight_of,
 )
 from octavo.server.answers.choices import CallIds, ChoiceReader, deltas, message
-from octavo.server.answers.extension import ResponseExtension
-from octavo.server.answers.generation import Job, Usage
+from octavo.server.answers.generation import Job, ResponseExtension, Usage
 from octavo.server.answers.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from octavo.server.apis import DONE
-from octavo.server.bodies.reading import ChatRequest
+from octavo.server.bodies.body_reader import ChatRequest
 from octavo.server.engine_client import EngineClient
 from octavo.server.ids import new_id
 from octavo.server.tenants.keys import Client

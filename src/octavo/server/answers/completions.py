@@ -20,12 +20,11 @@ from octavo.server.answer_json import (
     weight_of,
     weight_of_all,
 )
-from octavo.server.answers.extension import ResponseExtension
-from octavo.server.answers.generation import AT_ONCE, Job, Usage
+from octavo.server.answers.generation import AT_ONCE, Job, ResponseExtension, Usage
 from octavo.server.answers.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
 from octavo.server.apis import DONE
-from octavo.server.bodies.protocol import CompletionBody
-from octavo.server.bodies.reading import CompletionRequest
+from octavo.server.bodies.body_reader import CompletionRequest
+from octavo.server.bodies.openai_bodies import CompletionBody
 from octavo.server.engine_client import EngineClient
 from octavo.server.http.turnstile import Turnstile
 from octavo.server.ids import new_id

@@ -14,7 +14,7 @@ from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
 from octavo.server.answer_json import json_bytes, offload
 from octavo.server.answers.generation import AT_ONCE, Job, Usage
-from octavo.server.bodies.reading import EmbeddingRequest
+from octavo.server.bodies.body_reader import EmbeddingRequest
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import StepFailedError
 from octavo.server.http.turnstile import Turnstile

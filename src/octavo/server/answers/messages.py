@@ -10,11 +10,10 @@ from typing import Any
 from octavo.engine.outputs import RequestOutput
 from octavo.request import FinishReason
 from octavo.server.answer_json import dumps, json_pieces, offload
-from octavo.server.answers.blocks import Block, BlockKind, Change, Closed, Grew, Opened
 from octavo.server.answers.generation import Usage
-from octavo.server.answers.single_chat import SingleChat
+from octavo.server.answers.single_chat import Block, BlockKind, Change, Closed, Grew, Opened, SingleChat
+from octavo.server.bodies.body_reader import ChatRequest
 from octavo.server.bodies.messages_body import arguments_object
-from octavo.server.bodies.reading import ChatRequest
 from octavo.server.engine_client import EngineClient
 from octavo.server.ids import new_id
 from octavo.server.tenants.keys import Client

@@ -17,14 +17,13 @@ from octavo.server.answer_json import (
     json_pieces,
     offload,
 )
-from octavo.server.answers.blocks import BlockKind, Change, Closed, Grew
 from octavo.server.answers.embeddings import EmbeddingAnswer
 from octavo.server.answers.generation import Job, Usage, seconds_of
 from octavo.server.answers.logprobs import TokenTexts, chat_logprobs
-from octavo.server.answers.single_chat import SingleChat
+from octavo.server.answers.single_chat import BlockKind, Change, Closed, Grew, SingleChat
+from octavo.server.bodies.body_reader import ChatRequest
 from octavo.server.bodies.messages_body import arguments_object
 from octavo.server.bodies.ollama_body import OllamaGenerateBody, OllamaGenerationBody, now
-from octavo.server.bodies.reading import ChatRequest
 from octavo.server.engine_client import EngineClient
 from octavo.server.ids import new_id
 from octavo.server.tenants.keys import Client

@@ -18,14 +18,12 @@ from octavo.server.answer_json import (
     json_pieces,
     offload,
 )
-from octavo.server.answers.blocks import Block, BlockKind, Change, Closed, Grew, Opened
 from octavo.server.answers.generation import Usage
 from octavo.server.answers.logprobs import PartLogprobs, TokenTexts
 from octavo.server.answers.response_store import StoredResponse
-from octavo.server.answers.single_chat import SingleChat
-from octavo.server.bodies.reading import ChatRequest
-from octavo.server.bodies.response_items import output_id, response_id_of
-from octavo.server.bodies.responses_body import ResponsesBody
+from octavo.server.answers.single_chat import Block, BlockKind, Change, Closed, Grew, Opened, SingleChat
+from octavo.server.bodies.body_reader import ChatRequest
+from octavo.server.bodies.responses_body import ResponsesBody, output_id, response_id_of
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import ApiError
 from octavo.server.tenants.keys import Client

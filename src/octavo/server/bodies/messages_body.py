@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from octavo.errors import RequestError, shown
+from octavo.server.bodies.openai_bodies import Objects, RequestBody, Texts
 from octavo.server.bodies.pinning import check_mark
-from octavo.server.bodies.prompts import check_part
-from octavo.server.bodies.protocol import Objects, RequestBody, Texts
+from octavo.server.bodies.prompt_forms import check_part
 
 
 class CountTokensBody(RequestBody):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from octavo.errors import RequestError, shown
 from octavo.server.bodies.foreign_fields import OLLAMA_OPTIONS
-from octavo.server.bodies.protocol import Objects, RequestBody, Texts, TokenIds
+from octavo.server.bodies.openai_bodies import Objects, RequestBody, Texts, TokenIds
 
 # What a client of this API calls the fields of the chat that its body becomes.
 _CHAT_NAMES = {

@@ -16,7 +16,7 @@ from starlette.responses import Response
 import octavo
 from octavo.server.answer_json import json_bytes
 from octavo.server.apis import api_of_path
-from octavo.server.bodies.protocol import RequestBody
+from octavo.server.bodies.openai_bodies import RequestBody
 from octavo.server.openapi.docs_page import DOCS_PAGE
 from octavo.server.openapi.schema_answers import SCHEMAS
 from octavo.server.openapi.schema_ranges import (

@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo.limits import RequestLimits
 from octavo.sampling_params import MAX_LENGTH_PENALTY, MAX_LOGPROBS, MAX_TOP_K
-from octavo.server.bodies.prompts import ROLES
+from octavo.server.bodies.prompt_forms import ROLES
 
 Schema = dict[str, Any]
 

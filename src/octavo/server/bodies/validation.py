@@ -18,7 +18,7 @@ from pydantic_core import from_json
 
 from octavo.errors import RequestError, shortened
 from octavo.server.bodies.foreign_fields import named, translate
-from octavo.server.bodies.protocol import RequestBody
+from octavo.server.bodies.openai_bodies import RequestBody
 from octavo.server.errors import ApiError
 
 # How pydantic's messages describe a JSON object and a JSON array.

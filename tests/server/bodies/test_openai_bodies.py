@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from octavo.sampling_params import SamplingParams
-from octavo.server.bodies.parsing import parse_body
-from octavo.server.bodies.protocol import SAMPLING_FIELDS, ChatBody, CompletionBody, GenerationBody
+from octavo.server.bodies.openai_bodies import SAMPLING_FIELDS, ChatBody, CompletionBody, GenerationBody
+from octavo.server.bodies.validation import parse_body
 from octavo.server.errors import ApiError
 
 # Of SamplingParams' fields: what the bodies spell or mean otherwise, and so hand over one by one.

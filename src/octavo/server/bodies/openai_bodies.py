@@ -1,12 +1,13 @@
 """Request bodies: OpenAI's fields, and vLLM's extensions under vLLM's names.
 
-Types are strict ("5" is not 5). Ranges are checked in `SamplingParams`, where they are declared once. `parsing` handles
-fields that are not declared here.
+Types are strict ("5" is not 5). Ranges are checked in `SamplingParams`, where they are declared once. `validation`
+handles fields that are not declared here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
@@ -84,15 +85,6 @@ class OctavoOptions(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
     ledger: bool | None = None
-
-
-# Fields of the bodies that are passed to `SamplingParams` unchanged if they are given.
-SAMPLING_FIELDS = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("best_of", "use_beam_search", "length_penalty", "early_stopping"),
-    *("seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "skip_special_tokens"),
-    *("allowed_token_ids", "bad_words", "include_stop_str_in_output"),
-)
 
 
 class GenerationBody(RequestBody):
@@ -216,6 +208,14 @@ class GenerationBody(RequestBody):
         check_token_ids(self.stop_token_ids or (), vocab_size, "stop_token_ids")
         check_token_ids(self.allowed_token_ids or (), vocab_size, "allowed_token_ids")
         return given
+
+
+# Fields that are passed to `SamplingParams` unchanged if they are given; the bodies convert the others themselves.
+SAMPLING_FIELDS = tuple(
+    field.name
+    for field in fields(SamplingParams)
+    if field.name in GenerationBody.model_fields and field.name not in ("logit_bias", "structured_outputs")
+)
 
 
 class CompletionBody(GenerationBody):

@@ -1,8 +1,9 @@
 """Reads request bodies without making other requests wait.
 
 A body below a kilobyte is read on the event loop; a medium one in a thread, where only its parsing holds the
-interpreter's lock, for about a millisecond; a large one, or one of many parts, in a process of its own (`body_worker`).
-Chats are always read in a process: their template comes with the model, and may loop or exhaust the memory.
+interpreter's lock, for about a millisecond; a large one, or one of many parts, in a process of its own
+(`reader_process`). Chats are always read in a process: their template comes with the model, and may loop or exhaust the
+memory.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 
 from octavo.engine.turns import TenantThreads
 from octavo.helper_process import HelperEndedError
-from octavo.server.bodies.body_worker import BodyWorker
-from octavo.server.bodies.reading import BodyReader
+from octavo.server.bodies.body_reader import BodyReader
+from octavo.server.bodies.reader_process import ReaderProcess
 from octavo.server.errors import ApiError
 
 logger = logging.getLogger("octavo.server")
@@ -39,7 +40,7 @@ _RENDERED = frozenset(
 )
 
 
-class BodyReading:
+class ReaderPool:
     """Runs a `BodyReader` on the event loop, in a thread or in a process, depending on the body.
 
     Args:
@@ -88,7 +89,7 @@ class _Workers:
         self._memory = memory
         self._niceness = niceness
         self._threads = TenantThreads(NUM_WORKERS, name)
-        self._idle: list[BodyWorker] = []
+        self._idle: list[ReaderProcess] = []
         self._lock = threading.Lock()
 
     async def read(self, method: str, parts: tuple[bytes, ...], tenant: str) -> Any:
@@ -122,15 +123,15 @@ class _Workers:
         finally:
             self._release(worker)
 
-    def _take(self) -> BodyWorker:
+    def _take(self) -> ReaderProcess:
         with self._lock:
             while self._idle:
                 worker = self._idle.pop()
                 if worker.is_alive:  # the OOM killer may have ended it meanwhile
                     return worker
-        return BodyWorker(self._pickled, self._memory, self._niceness)
+        return ReaderProcess(self._pickled, self._memory, self._niceness)
 
-    def _release(self, worker: BodyWorker) -> None:
+    def _release(self, worker: ReaderProcess) -> None:
         if worker.is_bloated:
             worker.close()
         elif worker.is_alive:

@@ -11,9 +11,9 @@ from typing import Any
 from octavo.errors import ContextLengthError, RequestError, shown
 from octavo.request import PinRequest
 from octavo.server.bodies.dialects import RenderedChat
+from octavo.server.bodies.openai_bodies import ChatBody, TokenizeBody
 from octavo.server.bodies.pinning import CacheMark
-from octavo.server.bodies.prompts import EncodedPrompt, check_template_variables, common_length, end_in_message
-from octavo.server.bodies.protocol import ChatBody, TokenizeBody
+from octavo.server.bodies.prompt_forms import EncodedPrompt, check_template_variables, common_length, end_in_message
 from octavo.server.engine_client import TokenizerLike
 from octavo.text.prompt_checks import check_text_length, check_token_ids
 

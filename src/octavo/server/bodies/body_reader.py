@@ -1,6 +1,6 @@
-"""Turns the bytes of a body into requests for the engine: checked here, rendered and tokenised in `encoding`.
+"""Turns the bytes of a body into requests for the engine: checked here, rendered and tokenised in `prompt_encoder`.
 
-The code is pure, so it can run in any thread or process; `body_reading` decides where.
+The code is pure, so it can run in any thread or process; `reader_pool` decides where.
 """
 
 from __future__ import annotations
@@ -18,12 +18,8 @@ from octavo.limits import RequestLimits
 from octavo.sampling_params import SamplingParams
 from octavo.server.answer_json import json_bytes
 from octavo.server.bodies.dialects import Dialects, Speech
-from octavo.server.bodies.encoding import PromptEncoder
 from octavo.server.bodies.messages_body import CountTokensBody, MessagesBody
-from octavo.server.bodies.parsing import named_as, parse_body, validated
-from octavo.server.bodies.pinning import cache_marks
-from octavo.server.bodies.prompts import EncodedPrompt, checked_messages, split_prompts
-from octavo.server.bodies.protocol import (
+from octavo.server.bodies.openai_bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -31,9 +27,21 @@ from octavo.server.bodies.protocol import (
     RequestBody,
     TokenizeBody,
 )
-from octavo.server.bodies.response_items import page, references, resolved, response_id_of, response_of, with_ids
-from octavo.server.bodies.responses_body import ResponsesBody, repeatable
+from octavo.server.bodies.pinning import cache_marks
+from octavo.server.bodies.prompt_encoder import PromptEncoder
+from octavo.server.bodies.prompt_forms import EncodedPrompt, checked_messages, split_prompts
+from octavo.server.bodies.responses_body import (
+    ResponsesBody,
+    page,
+    references,
+    repeatable,
+    resolved,
+    response_id_of,
+    response_of,
+    with_ids,
+)
 from octavo.server.bodies.tool_use import checked_tools
+from octavo.server.bodies.validation import named_as, parse_body, validated
 from octavo.server.engine_client import TokenizerLike
 from octavo.server.errors import ModelMissingError
 from octavo.server.ids import new_id

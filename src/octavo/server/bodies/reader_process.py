@@ -28,7 +28,7 @@ from octavo.helper_process import (
     send,
 )
 from octavo.server.errors import BodyTooCostlyError, BodyTooSlowError, to_api_error
-from octavo.server.memory import return_free_memory
+from octavo.server.interpreter_settings import return_free_memory
 
 # Memory that a process may keep between two bodies, beyond what it had at the start.
 _KEPT_BYTES = 64 * 1024 * 1024
@@ -36,7 +36,7 @@ _KEPT_BYTES = 64 * 1024 * 1024
 _LARGE = 256 * 1024
 
 
-class BodyWorker:
+class ReaderProcess:
     """The server's handle of one reading process. Its methods block; only one thread may use it at a time.
 
     Args:

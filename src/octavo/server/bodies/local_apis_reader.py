@@ -10,21 +10,7 @@ from typing import Any
 from octavo.errors import ContextLengthError, shortened
 from octavo.sampling_params import SamplingParams
 from octavo.server.answer_json import json_bytes
-from octavo.server.bodies.foreign_fields import LLAMACPP_DEFAULTS, OLLAMA_DEFAULTS, translate
-from octavo.server.bodies.infill import InfillBody, InfillTokens
-from octavo.server.bodies.llamacpp_body import LlamaCppBody
-from octavo.server.bodies.ollama_body import (
-    OllamaChatBody,
-    OllamaEmbedBody,
-    OllamaEmbeddingsBody,
-    OllamaGenerateBody,
-    OllamaGenerationBody,
-    OllamaModelBody,
-)
-from octavo.server.bodies.parsing import MOST_NOTED, drop_unknown, named_as, validated
-from octavo.server.bodies.prompts import EncodedPrompt, split_prompts
-from octavo.server.bodies.protocol import OLDEST_MESSAGES, ChatBody, CompletionBody, EmbeddingBody, RequestBody
-from octavo.server.bodies.reading import (
+from octavo.server.bodies.body_reader import (
     BodyReader,
     ChatRequest,
     CompletionRequest,
@@ -33,6 +19,19 @@ from octavo.server.bodies.reading import (
     about,
     without_bulk,
 )
+from octavo.server.bodies.foreign_fields import LLAMACPP_DEFAULTS, OLLAMA_DEFAULTS, translate
+from octavo.server.bodies.llamacpp_body import InfillBody, InfillTokens, LlamaCppBody
+from octavo.server.bodies.ollama_body import (
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaGenerateBody,
+    OllamaGenerationBody,
+    OllamaModelBody,
+)
+from octavo.server.bodies.openai_bodies import OLDEST_MESSAGES, ChatBody, CompletionBody, EmbeddingBody, RequestBody
+from octavo.server.bodies.prompt_forms import EncodedPrompt, split_prompts
+from octavo.server.bodies.validation import MOST_NOTED, drop_unknown, named_as, validated
 from octavo.text.prompt_checks import check_token_ids
 
 
@@ -52,7 +51,7 @@ class NamedModel:
     name: str
 
 
-class NativeReader(BodyReader):
+class LocalApisReader(BodyReader):
     """A `BodyReader` for these APIs too."""
 
     def ollama_chat(self, raw: bytes) -> ChatRequest | ReadAnswer:

@@ -1,4 +1,4 @@
-"""Prometheus metrics of each tenant's use, for holders of an admin key.
+"""Prometheus metrics of the server: answers by endpoint, and each tenant's use for holders of an admin key.
 
 Labels are tenants' names (from the keys file, or derived from a hash of the key), at most `quota.MAX_SHOWN_TENANTS`;
 all others are summed as "other". No series contains a key, a request id or text of a prompt.
@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from octavo.observe.stats import EngineStats
 from octavo.observe.tenant_queues import Waiting
+from octavo.server.http.response_counts import ResponseCounts
 from octavo.server.tenants.quota import Quotas
 
 _COUNTERS = (
@@ -101,3 +102,20 @@ class TenantCollector(Collector):
         for (tenant, tier), amount in amounts.items():
             gauge.add_metric([self._model_name, tenant, tier], amount)
         return gauge
+
+
+class ResponseCollector(Collector):
+    """A Prometheus collector over the counts of responses."""
+
+    def __init__(self, responses: ResponseCounts) -> None:
+        self._responses = responses
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(
+            "http_requests",
+            "Requests answered, by endpoint and class of status.",
+            labels=("handler", "method", "status"),
+        )
+        for labels, count in sorted(self._responses.counts.items()):
+            family.add_metric(labels, count)
+        yield family
