@@ -15,7 +15,6 @@ from octavo.config import EngineConfig
 from octavo.errors import CacheError, ConfigError
 from octavo.planner.sources import find_shape
 from octavo.request import Request
-from octavo.scheduler.plan_builder import PlanBuilder
 from octavo.scheduler.step_time import StepTimes
 from octavo.simulator.questions import (
     Demand,
@@ -81,16 +80,6 @@ def test_a_request_that_comes_to_an_idle_server_holds_up_no_step() -> None:
     times = StepTimes(STEP, (), per_arrival=0.004, per_end=0.002)
     trace = (TraceRequest(0.0, 1, 2), TraceRequest(1.0, 1, 2))
     assert simulate(plan().replace(speed=Speed("", MEASURED, times)), Demand(trace=trace)).busy_s == pytest.approx(0.04)
-
-
-def test_plans_for_no_runner_hold_what_is_computed_and_nothing_else() -> None:
-    server = plan().server()
-    plans = []
-    schedule = server.scheduler.schedule
-    server.scheduler.schedule = lambda: plans.append(schedule()) or plans[-1]  # type: ignore[func-returns-value]
-    Simulation(server, Demand(count=2, input_len="40", output_len="3").traffic()).run()
-    assert [sum(plan.lengths) for plan in plans] == [80, 2, 2]
-    assert not any(plan.token_ids or plan.new or plan.tables for plan in plans)
 
 
 def test_a_step_after_a_pause_is_slow_and_a_series_becomes_fast() -> None:
@@ -329,33 +318,6 @@ def test_host_memory_for_prefixes_gives_back_what_a_small_pool_evicts() -> None:
 def test_a_store_on_disk_is_said_not_to_be_simulated() -> None:
     with pytest.raises(ConfigError, match="not simulated yet"):
         plan(kv_disk="/tmp/x", kv_host_memory="1GiB")
-
-
-@pytest.mark.parametrize("options", [{"scheduling_policy": "fcfs"}, {"scheduling_policy": "vtc", "itl_slo_ms": 40.0}])
-def test_lighter_parts_of_the_scheduler_decide_as_those_that_serve(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    demand = Demand(
-        count=50,
-        rate=20.0,
-        input_len="lognormal:100,0.9",
-        output_len="uniform:20-150",
-        seed=3,
-        prefix_len="48",
-        num_prefixes=3,
-        tenants=Tenants.parse("a:2,b:1"),
-    )
-    cramped = plan(num_blocks=81, **options)
-
-    def figures() -> dict[str, Any]:
-        return {name: value for name, value in simulate(cramped, demand).report().items() if name != "simulated_in_s"}
-
-    light = figures()
-    monkeypatch.setattr("octavo.simulator.setup.LoadBuilder", PlanBuilder)
-    assert light == figures()
-    assert light["evictions"] > 0
-    assert light["cached_tokens"] > 0
-    assert "itl_slo_ms" in options or light["preemptions"] > 0
 
 
 def test_a_simulation_leaves_no_request_to_the_garbage_collector() -> None:

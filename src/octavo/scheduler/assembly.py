@@ -19,7 +19,6 @@ from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import make_prefix_index
 from octavo.kvcache.spec import KVCacheSpec
-from octavo.scheduler.plan_builder import PlanBuilder
 from octavo.scheduler.policy import make_policy
 from octavo.scheduler.preemption import (
     CheaperWay,
@@ -94,8 +93,6 @@ def assemble_scheduler(
     restore_speed: RestoreSpeed | None = None,
     watermark: float = DEFAULT_WATERMARK,
     headroom_tokens: int | None = None,
-    builder: PlanBuilder | None = None,
-    tells_all: bool = True,
 ) -> Scheduler:
     """Return the scheduler that the options describe, for a cache from `assemble_cache` with the same options.
 
@@ -103,7 +100,6 @@ def assemble_scheduler(
         restore_speed: the speeds to begin with; by default they are unknown until measured.
         watermark: see `SchedulerConfig`.
         headroom_tokens: see `SchedulerConfig`; if None, the default of the scheduling policy.
-        builder, tells_all: see `Scheduler`.
     """
     speed = RestoreSpeed() if restore_speed is None else restore_speed
     policy = make_policy(config.scheduling_policy)
@@ -121,9 +117,7 @@ def assemble_scheduler(
         policy=policy,
         preemption=_preemption_mode(config, kv, speed),
         prefixes=PrefixLengths(kv) if by_prefix else None,
-        builder=builder,
         speed=speed,
-        tells_all=tells_all,
     )
 
 

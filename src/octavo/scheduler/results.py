@@ -26,7 +26,6 @@ class ResultApplier:
     Args:
         lifecycle: forks, suspends, resumes and ends sequences; ends a request whose own update raised.
         policy: informed of computed tokens.
-        tells_all: if False, no update is returned for a stream's token that is merely appended.
     """
 
     def __init__(
@@ -35,14 +34,11 @@ class ResultApplier:
         lifecycle: Lifecycle,
         policy: Policy,
         max_model_len: int,
-        *,
-        tells_all: bool = True,
     ) -> None:
         self._kv = kv
         self._lifecycle = lifecycle
         self._policy = policy
         self._max_model_len = max_model_len
-        self._tells_all = tells_all
         self._sampling = Sampling(lifecycle, max_model_len)
         self._searches: dict[RequestId, BeamDecoding] = {}  # by request that uses beam search
 
@@ -76,7 +72,7 @@ class ResultApplier:
             if (states := sequences[pool.row].request.pooled) is not None:
                 states.add(pool.num_tokens, total)
         updates: list[SequenceUpdate] = []
-        forced, tells_all = result.forced, self._tells_all
+        forced = result.forced
         # Nearly every row only gains a token; `attend_at` and `ending_ids` identify those that need more.
         streams = sequences[: plan.num_streams]
         for draw, (seq, token_id) in enumerate(zip(streams, result.token_ids, strict=False)):
@@ -86,8 +82,7 @@ class ResultApplier:
             else:
                 seq.num_computed = computed
                 seq.output_token_ids.append(token_id)
-                if tells_all:
-                    updates.append(SequenceUpdate(seq, (token_id,)))
+                updates.append(SequenceUpdate(seq, (token_id,)))
         draw = plan.num_streams
         for row, drawing in enumerate(draws, start=plan.num_streams):
             self._advance(sequences[row], plan.starts[row] + plan.lengths[row], drawing, draw, result, updates)

@@ -44,9 +44,7 @@ class Scheduler:
         policy: orders sequences; by default, first come, first served.
         prefixes: if given, waiting requests with the longest cached prefix are admitted first, as far as the policy
             allows.
-        builder: builds the plans; the simulator passes one that leaves out what only a runner needs.
         speed: how long computing and moving blocks takes; measured from the start by default.
-        tells_all: see `ResultApplier`.
 
     Attributes:
         capacity: checks which requests can ever be served.
@@ -61,24 +59,22 @@ class Scheduler:
         policy: Policy | None = None,
         preemption: PreemptionMode | None = None,
         prefixes: PrefixLengths | None = None,
-        builder: PlanBuilder | None = None,
         *,
         speed: RestoreSpeed | None = None,
-        tells_all: bool = True,
     ) -> None:
         self.config = config
         self.kv = kv
         self.policy = policy or FirstComeFirstServed()
         self._prefixes = prefixes
         self.speed = RestoreSpeed() if speed is None else speed
-        self._builder = PlanBuilder(kv) if builder is None else builder
+        self._builder = PlanBuilder(kv)
         self._latency = None if config.itl_slo_ms is None else LatencyTarget(config.itl_slo_ms / 1e3)
         self._limits: Mapping[str, KVLimits] = {}
         self._lifecycle = lifecycle = Lifecycle(kv, self._builder, config.max_num_seqs, self._on_finish)
         self._requests = lifecycle.requests
         self._compose(preemption or Recompute())
         self._pinning = Pinning(kv, lifecycle.fail)
-        self._results = ResultApplier(kv, lifecycle, self.policy, config.max_model_len, tells_all=tells_all)
+        self._results = ResultApplier(kv, lifecycle, self.policy, config.max_model_len)
         self.on_admitted: Callable[[Request], None] = lambda request: None
         self.fetching: Fetching | None = None
         self.capacity = Capacity(

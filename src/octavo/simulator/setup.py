@@ -28,7 +28,6 @@ from octavo.planner.roofline import Machine, roofline
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.preemption import RestoreSpeed
 from octavo.simulator.coldness import Coldness
-from octavo.simulator.lean import LoadBuilder
 from octavo.simulator.simulation import SimulatedServer, VirtualClock
 from octavo.simulator.speed import ESTIMATED, Speed
 from octavo.simulator.spread import Draws
@@ -221,8 +220,6 @@ class Plan:
             kv,
             self.max_model_len,
             restore_speed=RestoreSpeed(per_token, per_block),
-            builder=LoadBuilder(kv),
-            tells_all=False,
         )
         return SimulatedServer(
             scheduler,
