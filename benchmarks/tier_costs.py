@@ -31,7 +31,7 @@ from benchmarks import this_machine
 from octavo import LLM, SamplingParams
 from octavo.bench.workload import random_token_ids
 from octavo.engine.outputs import RequestOutput
-from octavo.kvcache.label import Label
+from octavo.kvcache.hashing import Label
 from octavo.tiers.disk import DiskMedium, _write_all
 from octavo.tiers.header import Header
 from octavo.tiers.slabs import model_folders, stored_blocks

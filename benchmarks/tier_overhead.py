@@ -32,7 +32,7 @@ from octavo.bench.workload import random_token_ids
 from octavo.kvcache.block import BlockId
 from octavo.kvcache.demotion import DemoteEvicted, Demotion, NoDemotion
 from octavo.kvcache.hashing import TokenChain
-from octavo.kvcache.matching import PrefixMatcher
+from octavo.kvcache.prefix import PrefixMatcher
 from octavo.scheduler.plan import StepPlan, StepResult
 from tests.redis_server import redis_server
 

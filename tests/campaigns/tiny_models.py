@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from octavo import LLM, SamplingParams
 from octavo.engine.outputs import RequestOutput
-from octavo.kvcache.label import Label
+from octavo.kvcache.hashing import Label
 from octavo.tiers.base import Reason
 
 LAYERS, HIDDEN, HEADS, HEAD_DIM, INNER, VOCAB = 5, 64, 2, 32, 96, 256

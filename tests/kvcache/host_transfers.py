@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from octavo.kvcache.audit import problems
 from octavo.kvcache.block import BlockId
 from octavo.kvcache.eviction import make_eviction_policy
+from octavo.kvcache.hashing import Label, private_label
 from octavo.kvcache.hierarchy import CacheHierarchy
 from octavo.kvcache.host_memory import HostBlockId, HostMemory
 from octavo.kvcache.host_transfers import HostTransfers
-from octavo.kvcache.label import Label, private_label
 from octavo.request import SequenceId
 
 
@@ -32,13 +31,13 @@ def keep(transfers: HostTransfers, wanted: Label, block: int = 5) -> HostBlockId
 
 
 def faults(transfers: HostTransfers) -> list[str]:
-    return problems(transfers.host.check()) + problems(transfers.check())
+    return list(transfers.host.check()) + list(transfers.check())
 
 
 def step(transfers: HostTransfers | CacheHierarchy) -> None:
     transfers.take()
     transfers.complete()
-    assert problems(transfers.check()) + problems(transfers.host.check()) == []
+    assert list(transfers.check()) + list(transfers.host.check()) == []
 
 
 def store(transfers: HostTransfers, *numbers: int) -> None:

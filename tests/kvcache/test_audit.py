@@ -1,17 +1,15 @@
-"""The audit finds whatever is wrong with the books, a slice at a time."""
+"""The audit finds whatever is wrong with the books, one structure after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from octavo.errors import CacheError
-from octavo.kvcache.audit import SLICE, Audit, in_slices
-from octavo.kvcache.block import BlockId
+from octavo.kvcache.hashing import Label
 from octavo.kvcache.host_memory import HostBlockId, Slot
-from octavo.kvcache.label import Label
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import PinRequest
 from tests.kvcache.caches import admit_and_compute, make_manager, make_sequence
@@ -100,32 +98,12 @@ def test_whatever_is_wrong_is_found(name: str) -> None:
         manager.audit()
 
 
-def drain(auditor: Generator[None, None, Audit]) -> tuple[Audit, int]:
-    """What an auditor returns, and how often it paused."""
-    pauses = 0
-    while True:
-        try:
-            next(auditor)
-        except StopIteration as end:
-            return end.value, pauses
-        pauses += 1
-
-
-def test_an_audit_in_slices_finds_what_an_audit_finds() -> None:
+def test_an_audit_pauses_after_each_structure_and_raises_at_its_end() -> None:
     manager = busy_manager()
-    assert drain(manager.auditor())[0] == manager.audit()
-
-
-def test_an_audit_pauses_in_proportion_to_the_blocks() -> None:
-    num_blocks = 100 * SLICE
-    manager = make_manager(num_blocks, 1)
-    admit_and_compute(manager, make_sequence(list(range(num_blocks // 2))))
-    _, pauses = drain(manager.auditor())
-    assert pauses > 5 * num_blocks / SLICE
-
-
-def test_slices_keep_all_and_their_order() -> None:
-    blocks = [BlockId(i) for i in range(2 * SLICE + 3)]
-    slices = list(in_slices(blocks))
-    assert [len(batch) for batch in slices] == [SLICE, SLICE, 3]
-    assert [block for batch in slices for block in batch] == blocks
+    assert len(list(manager.audit_in_parts())) == 6
+    manager.pool.allocate(1)
+    parts = manager.audit_in_parts()
+    for _ in range(6):
+        next(parts)
+    with pytest.raises(CacheError, match="counts 1 references"):
+        next(parts)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.kvcache.block import BlockIds
-from octavo.kvcache.block_counts import BlockCounts
+from octavo.kvcache.pins import BlockCounts
 
 
 def ids(blocks: list[int]) -> BlockIds:

@@ -13,7 +13,7 @@ from octavo.kvcache.spec import eviction_bytes
 from tests.kvcache.caches import admit_and_compute, make_manager, make_sequence
 from tests.traced import measured
 
-# What does not grow with the pool: among it the 256 blocks evicted last (kvcache/recent.py), with their numbers.
+# What does not grow with the pool: among it the 256 blocks evicted last (kvcache/ledger.py), with their numbers.
 FIXED_BYTES = 36_000
 CACHES = [*product(["hashed"], sorted(EVICTION_POLICIES)), ("radix", "lru"), ("radix", "fifo")]
 ODD_SIZES = (1500, 2900, 3001, 4096)

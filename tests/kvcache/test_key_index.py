@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.kvcache.audit import problems
 from octavo.kvcache.key_index import KeyIndex, LatestKeys
 
 # Few keys of few beginnings, so that they collide, move back over each other and wrap around.
@@ -45,7 +44,7 @@ def test_any_history_leaves_what_a_dictionary_would_hold(
         else:
             with pytest.raises(KeyError):
                 index.remove(entry_id)
-    assert problems(index.check()) == []
+    assert list(index.check()) == []
     assert (len(index), sorted(index)) == (len(model), sorted(model.values()))
     expected = [model.get(key) for key in KEYS]
     assert [index.get(key) for key in KEYS] == expected
@@ -78,7 +77,7 @@ def test_the_latest_keys_are_those_of_a_bounded_list(
             places[key] = following
             following = (following + 1) % capacity
         assert list(given_places) == [(following - len(keys) + i) % capacity for i in range(len(keys))]
-        assert problems(latest.index.check()) == []
+        assert list(latest.index.check()) == []
         assert {key: latest.index.get(key.to_bytes(8, "little")) for key in places} == places
         assert len(latest.index) == len(places)
 
@@ -88,7 +87,7 @@ def test_a_damaged_table_is_reported() -> None:
     index._factor = 1 << 63 | 1  # the home is the beginning's lowest bit: not that of another key
     index.put(KEYS[3], 2)
     index._keys[2 * 3] = int.from_bytes(KEYS[4][:8], "little")
-    assert problems(index.check()) == ["id 2 is not found by its key"]
+    assert list(index.check()) == ["id 2 is not found by its key"]
 
 
 @pytest.mark.parametrize("width", [8, 16])

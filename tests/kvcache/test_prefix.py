@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from octavo.errors import ConfigError
 from octavo.kvcache import key_index
-from octavo.kvcache.audit import problems
 from octavo.kvcache.block import BlockId
 from octavo.kvcache.hashing import TokenChain
 from octavo.kvcache.prefix import PrefixIndex, make_prefix_index
@@ -207,7 +206,7 @@ def test_any_history_of_puts_and_drops_gives_the_answers_of_a_dictionary(
                 assert (group, number > 0) == (0, True)
                 assert cache.find(key) == blocks.get(place(number - 1))
     assert sorted(cache) == sorted(blocks.values())
-    assert problems(cache.check()) == []
+    assert list(cache.check()) == []
 
 
 @settings(max_examples=150, deadline=None)

@@ -1,7 +1,7 @@
 """Whoever looks now and then is told what was evicted and copied since, as far as it is remembered."""
 
 from octavo.kvcache.block import BlockCopy, BlockId
-from octavo.kvcache.recent import MOST_COPIED, MOST_EVICTED, RecentChanges
+from octavo.kvcache.ledger import MOST_COPIED, MOST_EVICTED, RecentChanges
 from octavo.request import RequestId
 
 

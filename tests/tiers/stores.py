@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from octavo.kvcache.label import Label
+from octavo.kvcache.hashing import Label
 from octavo.tiers.base import Medium, Reason
 from octavo.tiers.disk import DiskMedium
 from octavo.tiers.files import BlockFiles

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from octavo.kvcache.audit import problems
 from octavo.kvcache.eviction import make_eviction_policy
+from octavo.kvcache.hashing import Label
 from octavo.kvcache.host_memory import HostMemory
-from octavo.kvcache.label import Label
 from octavo.tiers.base import Reason
 from octavo.tiers.fetch import Fetch
 from octavo.tiers.lower import LowerTiers
@@ -92,7 +91,7 @@ class Setup:
 
     def audit(self) -> None:
         """Prove that somebody answers for every hold and every slot that is being filled."""
-        assert problems(self.host.check()) == []
+        assert list(self.host.check()) == []
         fetches = [*self.tiers._unreleased, *(f for f in self.tiers._fetches if f.released)]
         held = sum(len(f.held) + sum(len(slots) for _, _, slots in f.transfers) for f in fetches)
         assert self.tiers._room.num_held == held
@@ -107,7 +106,7 @@ class Setup:
         for fetch in self.fetches:
             self.tiers.release(fetch)
         self.tiers.close(SECONDS)
-        assert problems(self.host.check()) == []
+        assert list(self.host.check()) == []
         assert (self.host.num_held, self.tiers._room.num_held, len(self.tiers._room)) == (0, 0, 0)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.kvcache.label import Label
+from octavo.kvcache.hashing import Label
 from octavo.tiers.base import LookupResult, Medium, Reason
 from octavo.tiers.store import Store
 from octavo.tiers.transfer import Work

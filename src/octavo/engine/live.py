@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from octavo.engine.inspection import report_fields
 from octavo.kvcache.block import NULL_BLOCK, BlockId, as_array
+from octavo.kvcache.ledger import RecentChanges
 from octavo.kvcache.manager import KVCacheManager
-from octavo.kvcache.recent import RecentChanges
 from octavo.request import Request, RequestId, Sequence, SequenceStatus
 from octavo.scheduler.scheduler import Scheduler
 

@@ -12,10 +12,9 @@ from typing import NamedTuple, Protocol
 
 from octavo.kvcache.block import BlockId
 from octavo.kvcache.eviction.ghosts import GhostList
-from octavo.kvcache.hashing import TokenChain, group_key
+from octavo.kvcache.hashing import Label, TokenChain, group_key, label_of
 from octavo.kvcache.host_memory import Slot
 from octavo.kvcache.host_transfers import HostTransfers
-from octavo.kvcache.label import Label, label_of
 from octavo.kvcache.prefix import PrefixIndex
 
 _UNDATED = 0

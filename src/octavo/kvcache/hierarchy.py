@@ -22,16 +22,13 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from octavo.kvcache.audit import Findings, in_slices
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockTable, new_table
 from octavo.kvcache.demotion import Demoted, Demotion, make_demotion
-from octavo.kvcache.hashing import TokenChain
+from octavo.kvcache.hashing import Label, TokenChain, label_of, private_label
 from octavo.kvcache.host_memory import HostBlockId, HostMemory
 from octavo.kvcache.host_transfers import BlockTransfer, HostTransfers
-from octavo.kvcache.label import Label, label_of, private_label
-from octavo.kvcache.matching import PrefixHit, PrefixMatcher, TieredIndex, split_tiers
 from octavo.kvcache.pool import BlockPool
-from octavo.kvcache.prefix import PrefixIndex
+from octavo.kvcache.prefix import PrefixHit, PrefixIndex, PrefixMatcher, TieredIndex, split_tiers
 from octavo.kvcache.spec import Window
 from octavo.request import Sequence, SequenceId
 
@@ -297,26 +294,24 @@ class CacheHierarchy:
             self.host.swapped.sequences_in += 1
             self._give_up(seq_id)
 
-    def check(self) -> Findings:
+    def check(self) -> Iterator[str]:
         """Check all invariants. O(slots ever used + blocks of preempted sequences)."""
         yield from self.host.check()
         yield from self.transfers.check()
         yield from self._check_preempted()
 
-    def _check_preempted(self) -> Findings:
+    def _check_preempted(self) -> Iterator[str]:
         num_wants, kept = 0, set[HostBlockId]()
         for seq_id, left in self._left.items():
-            for places in in_slices(left.keys.items()):
-                for (group, index), key in places:
-                    num_wants += 1
-                    if seq_id not in self._wanted_by.get(key, ()):
-                        yield f"sequence {seq_id} needs block {index} of group {group}, and is not noted there"
-                    published = self._prefix_cache.get(group, left.chain, index) if index < left.num_full else None
-                    if (slot := self.host.kept(key)) is not None:
-                        kept.add(slot)
-                    elif published not in self._wanted_on_device:
-                        yield f"sequence {seq_id} needs block {index} of group {group}, which is nowhere"
-                yield None
+            for (group, index), key in left.keys.items():
+                num_wants += 1
+                if seq_id not in self._wanted_by.get(key, ()):
+                    yield f"sequence {seq_id} needs block {index} of group {group}, and is not noted there"
+                published = self._prefix_cache.get(group, left.chain, index) if index < left.num_full else None
+                if (slot := self.host.kept(key)) is not None:
+                    kept.add(slot)
+                elif published not in self._wanted_on_device:
+                    yield f"sequence {seq_id} needs block {index} of group {group}, which is nowhere"
         if num_wants != (num_noted := sum(map(len, self._wanted_by.values()))):
             yield f"{num_noted} needs of preempted sequences are noted, they have {num_wants}"
         for block, label in self._wanted_on_device.items():

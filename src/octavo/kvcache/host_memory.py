@@ -19,20 +19,18 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, KeysView
+from collections.abc import Callable, Iterable, Iterator, KeysView
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
 from typing import NewType
 
 from octavo.errors import CacheError
-from octavo.kvcache.audit import Findings, in_slices
 from octavo.kvcache.block import BlockId
 from octavo.kvcache.eviction.base import EvictionPolicy
 from octavo.kvcache.eviction.ghosts import GhostList
-from octavo.kvcache.hashing import DIGEST_BYTES, TOKEN_BYTES
+from octavo.kvcache.hashing import DIGEST_BYTES, TOKEN_BYTES, Label
 from octavo.kvcache.key_index import KeyIndex
-from octavo.kvcache.label import Label
 
 HostBlockId = NewType("HostBlockId", int)
 
@@ -314,7 +312,7 @@ class HostMemory:
             if slot not in self._kept:
                 self._unname(slot)
 
-    def check(self) -> Findings:
+    def check(self) -> Iterator[str]:
         """Check every slot, the index, and that somebody answers for each hold and each unfinished slot. O(slots).
 
         Every slot is in exactly one state, and evictable if and only if ready and not held.
@@ -327,38 +325,32 @@ class HostMemory:
             free[slot] = 1
         writing = self.being_written
         held = Counter[int](self._kept.keys())
-        for held_slots in in_slices(chain.from_iterable(holder() for holder in self.holders)):
-            held.update(held_slots)
-            yield None
+        held.update(chain.from_iterable(holder() for holder in self.holders))
         written = {state: set(writer()) for state, writer in self.writers.items()}
-        for slots in in_slices(range(num_used)):
-            for slot in map(HostBlockId, slots):
-                state, holds = self._states[slot], self._holds[slot]
-                idle = BlockId(slot + 1) in self._eviction
-                if bool(free[slot]) != (state is Slot.FREE):
-                    yield f"slot {slot} of host memory is {state.value}, free list: {bool(free[slot])}"
-                if (slot in writing) != (state in (Slot.STORING, Slot.FILLING)):
-                    yield f"slot {slot} of host memory is {state.value}, being written: {slot in writing}"
-                tenants[self._tenants[slot]] += state is not Slot.FREE
-                if idle != (state is Slot.READY and holds == 0):
-                    yield f"slot {slot} of host memory is {state.value} with {holds} holds, idle: {idle}"
-                if state is Slot.FREE and holds:
-                    yield f"slot {slot} of host memory is free and has {holds} holds"
-                if self.holders and holds != held[slot]:
-                    yield f"slot {slot} of host memory has {holds} holds, {held[slot]} are known"
-                if state in written and slot not in written[state]:
-                    yield f"slot {slot} of host memory is {state.value}, and nobody writes it"
-            yield None
+        for slot in map(HostBlockId, range(num_used)):
+            state, holds = self._states[slot], self._holds[slot]
+            idle = BlockId(slot + 1) in self._eviction
+            if bool(free[slot]) != (state is Slot.FREE):
+                yield f"slot {slot} of host memory is {state.value}, free list: {bool(free[slot])}"
+            if (slot in writing) != (state in (Slot.STORING, Slot.FILLING)):
+                yield f"slot {slot} of host memory is {state.value}, being written: {slot in writing}"
+            tenants[self._tenants[slot]] += state is not Slot.FREE
+            if idle != (state is Slot.READY and holds == 0):
+                yield f"slot {slot} of host memory is {state.value} with {holds} holds, idle: {idle}"
+            if state is Slot.FREE and holds:
+                yield f"slot {slot} of host memory is free and has {holds} holds"
+            if self.holders and holds != held[slot]:
+                yield f"slot {slot} of host memory has {holds} holds, {held[slot]} are known"
+            if state in written and slot not in written[state]:
+                yield f"slot {slot} of host memory is {state.value}, and nobody writes it"
         if self.by_tenant() != +tenants:
             yield f"slots of host memory by tenant are {dict(+tenants)}, counted are {self.by_tenant()}"
         for slot, label in self._labels.items():
             if label is not None and self._index.get(label.key) != slot:
                 yield f"slot {slot} of host memory is being written with a key that the index does not have"
-        for slots in in_slices(self._index):
-            for slot in map(HostBlockId, slots):
-                if self._states[slot] is Slot.FREE or (slot in writing and self._labels[slot] is None):
-                    yield f"slot {slot} of host memory is {self._states[slot].value} without a label, and has a key"
-            yield None
+        for slot in map(HostBlockId, self._index):
+            if self._states[slot] is Slot.FREE or (slot in writing and self._labels[slot] is None):
+                yield f"slot {slot} of host memory is {self._states[slot].value} without a label, and has a key"
         swapped = self.swapped
         if swapped.blocks_out != swapped.blocks_in + swapped.blocks_dropped + len(self._kept):
             yield (

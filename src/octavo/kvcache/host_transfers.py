@@ -10,13 +10,13 @@ all if they let go of it before a step has taken it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from octavo.kvcache.audit import Findings
 from octavo.kvcache.block import BlockId
+from octavo.kvcache.hashing import Label
 from octavo.kvcache.host_memory import HostBlockId, HostMemory, Slot
-from octavo.kvcache.label import Label
 from octavo.request import SequenceId
 
 
@@ -169,7 +169,7 @@ class HostTransfers:
         for slot in list(self._stores):
             self._drop_unwanted(slot)
 
-    def check(self) -> Findings:
+    def check(self) -> Iterator[str]:
         """Check that every store is to a slot that is being written. O(transfers)."""
         if stray := (set(self._stores) | set(self._stores_in_flight) | self._chosen) - self.host.being_written:
             yield f"stores are planned for slots {sorted(stray)}, which nobody writes"

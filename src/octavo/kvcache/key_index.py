@@ -19,7 +19,6 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from octavo.kvcache.audit import Findings, in_slices
 from octavo.kvcache.block import BlockIds
 from octavo.kvcache.hashing import DIGEST_BYTES, PREFIX_BYTES, Keys, key_prefix
 
@@ -37,7 +36,7 @@ class KeyIndex:
 
     Args:
         capacity: initial capacity. It doubles when an id exceeds it, which moves every entry, so pass it if known.
-        width: bytes of a key that are stored and compared, 8 or 16; `find_leading` requires 16, `replace_all` 8.
+        width: bytes of a key that are stored and compared, 8 or 16; `replace_all` requires 8.
     """
 
     # Per id of the capacity: its key, and 4 bytes each for a home and for the next key.
@@ -54,11 +53,17 @@ class KeyIndex:
 
     def __iter__(self) -> Iterator[int]:
         """Iterate over all ids that have a key."""
-        after = self._after
-        for entry in self._heads:
-            while entry:
-                yield entry - 1
-                entry = after[entry]
+        return iter(self.ids().tolist())
+
+    def ids(self) -> npt.NDArray[np.int32]:
+        """Return all ids that have a key. O(capacity)."""
+        entries, after = np.array(self._heads, np.int32), np.frombuffer(self._after, np.int32)
+        found = [entries := entries[entries != 0]]
+        # Go on to the next of each home; more rounds than entries would mean a circle.
+        while entries.size and len(found) <= self._length:
+            entries = after.take(entries)
+            found.append(entries := entries[entries != 0])
+        return np.concatenate(found) - 1
 
     def get(self, key: bytes) -> int | None:
         """Return the id of a key, or None."""
@@ -217,9 +222,9 @@ class KeyIndex:
 
     def _differ(self, entries: npt.NDArray[np.int32], keys: Keys) -> npt.NDArray[np.bool_]:
         """Return which entries have a key other than the given one."""
-        parts = np.frombuffer(cast(Any, self._keys), np.uint64).reshape(-1, 2).take(entries, axis=0)
+        parts = np.frombuffer(cast(Any, self._keys), np.uint64).reshape(-1, self._halves).take(entries, axis=0)
         parts ^= keys
-        differ: npt.NDArray[np.bool_] = (parts[:, 0] | parts[:, 1]) != 0
+        differ: npt.NDArray[np.bool_] = (parts[:, 0] | parts[:, -1]) != 0
         return differ
 
     def reserve(self, capacity: int) -> None:
@@ -227,19 +232,14 @@ class KeyIndex:
         if capacity > self._capacity:
             self._grow(capacity)
 
-    def check(self) -> Findings:
-        """Check the table's own invariants. O(capacity)."""
-        length = 0
-        for heads in in_slices(self._heads):
-            for entry in heads:
-                while entry and length <= self._capacity:
-                    length += 1
-                    if entry - 1 not in self:
-                        yield f"id {entry - 1} is not found by its key"
-                    entry = self._after[entry]
-            yield None
-        if length != self._length:
-            yield f"{length} ids have a key, {self._length} are counted"
+    def check(self) -> Iterator[str]:
+        """Yield every violation of the table's own invariants. O(capacity)."""
+        ids = self.ids()
+        if len(ids) != self._length:
+            yield f"{len(ids)} ids have a key, {self._length} are counted"
+        keys = np.frombuffer(cast(Any, self._keys), np.uint64).reshape(-1, self._halves).take(ids + 1, axis=0)
+        if not np.array_equal(self.find_leading(keys), ids):
+            yield from (f"id {i} is not found by its key" for i in ids.tolist() if i not in self)
 
     def _allocate(self, capacity: int) -> None:
         self._capacity = capacity

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import NamedTuple
+from itertools import islice
+from typing import NamedTuple, TypeVar
 
 from octavo.errors import CacheError
-from octavo.kvcache.audit import Findings, in_slices
-from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState, BlockTable
+from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable
 from octavo.kvcache.hashing import DIGEST_BYTES, PREFIX_BYTES, TOKEN_BYTES, Source, TokenChain
 from octavo.kvcache.host_memory import HostBlockId
 from octavo.kvcache.key_index import KeyIndex, LatestKeys
@@ -26,12 +26,18 @@ from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix import PrefixIndex
 from octavo.request import CacheOutcome, CacheReport, Request, RequestId
 
+MOST_EVICTED = 256
+MOST_COPIED = 64
+
 # Evictions are remembered for as many blocks as the pool has, but at most for this many.
 MAX_EVICTIONS = 65_536
 
 # The first block is remembered for one prompt per eight blocks of the pool, but at least for 64 prompts.
 _FEWEST_FIRSTS = 64
 _BLOCKS_PER_FIRST = 8
+
+
+_T = TypeVar("_T")
 
 
 class _Eviction(NamedTuple):
@@ -62,7 +68,7 @@ class _Evictions:
         place = self._keys.index.get(key)
         return None if place is None else _Eviction(self._at[place], self._tenants[place])
 
-    def check(self) -> Findings:
+    def check(self) -> Iterator[str]:
         return self._keys.index.check()
 
 
@@ -85,7 +91,7 @@ class _FirstBlocks:
         source = self._sources[place]
         return source if index.source(BlockId(self._blocks[place])) is source else None
 
-    def check(self) -> Findings:
+    def check(self) -> Iterator[str]:
         return self._keys.index.check()
 
 
@@ -288,13 +294,10 @@ class CacheLedger:
         holdings = [_holding(pool, request, blocks, away[name]) for name, (request, blocks) in held.items()]
         return Stock(states, tenants, holdings, swapped)
 
-    def check(self) -> Findings:
-        """Check the ledger's own invariants. O(blocks)."""
-        for ids in in_slices(self._continued):
-            for i in ids:
-                if self._index.source(BlockId(i)) is None:
-                    yield f"a block that continues another is remembered, but not published: {i}"
-            yield None
+    def check(self) -> Iterator[str]:
+        """Yield every violation of the ledger's own invariants. O(blocks)."""
+        for i in set(self._continued) - set(self._index):
+            yield f"a block that continues another is remembered, but not published: {i}"
         for index in (self._continued, self._firsts, self._evictions):
             yield from index.check()
         for tenant, totals in self.totals.items():
@@ -324,9 +327,50 @@ class NullLedger(CacheLedger):
         """Raise `CacheError`, because no owners are recorded."""
         raise CacheError("this cache was made without a ledger (explains=False): nobody knows whose its blocks are")
 
-    def check(self) -> Findings:
+    def check(self) -> Iterator[str]:
         """Find nothing, because nothing is recorded."""
-        yield None
+        return iter(())
+
+
+class RequestCopy(NamedTuple):
+    """A copy-on-write for a request, which wrote into a block that another sequence held too."""
+
+    request_id: RequestId
+    source: BlockId
+    destination: BlockId
+
+
+class RecentChanges:
+    """Counts evictions and copies since the start, and remembers the latest, which the live page shows.
+
+    Each reader passes the count that it last saw, and gets what came after it.
+
+    Attributes:
+        num_evicted: number of cached blocks evicted since the start.
+        num_copied: number of blocks copied on a write since the start.
+    """
+
+    def __init__(self) -> None:
+        self.num_evicted = 0
+        self.num_copied = 0
+        self._evicted: deque[BlockId] = deque(maxlen=MOST_EVICTED)
+        self._copied: deque[RequestCopy] = deque(maxlen=MOST_COPIED)
+
+    def evicted(self, block_ids: Seq[BlockId]) -> None:
+        self.num_evicted += len(block_ids)
+        self._evicted.extend(block_ids[-MOST_EVICTED:])
+
+    def copied(self, request_id: RequestId, copy: BlockCopy) -> None:
+        self.num_copied += 1
+        self._copied.append(RequestCopy(request_id, copy.source, copy.destination))
+
+    def evicted_since(self, num_evicted: int) -> list[BlockId]:
+        """Return the blocks evicted after the first `num_evicted`, of which at most `MOST_EVICTED` are remembered."""
+        return _latest(self._evicted, self.num_evicted - num_evicted)
+
+    def copied_since(self, num_copied: int) -> list[RequestCopy]:
+        """Return the copies made after the first `num_copied`, of which at most `MOST_COPIED` are remembered."""
+        return _latest(self._copied, self.num_copied - num_copied)
 
 
 def _first_key(chain: TokenChain) -> bytes:
@@ -350,3 +394,7 @@ def _common_tokens(a: bytes, b: bytes) -> int:
     if a == b:
         return len(a) // TOKEN_BYTES
     return next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y) // TOKEN_BYTES
+
+
+def _latest(remembered: deque[_T], count: int) -> list[_T]:
+    return list(islice(remembered, max(0, len(remembered) - count), None))

@@ -7,25 +7,23 @@ references.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import numpy as np
 
 from octavo.errors import CacheError
-from octavo.kvcache.audit import Audit, Findings, counted, proven
 from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable, as_array, new_table
 from octavo.kvcache.eviction import EvictionPolicy, make_eviction_policy
 from octavo.kvcache.hashing import group_key
 from octavo.kvcache.hierarchy import CacheHierarchy
 from octavo.kvcache.holdings import Holding, Holdings
 from octavo.kvcache.host_memory import HostMemory
-from octavo.kvcache.ledger import CacheLedger, NullLedger, Stock
-from octavo.kvcache.matching import PrefixHit, PrefixMatcher
+from octavo.kvcache.ledger import CacheLedger, NullLedger, RecentChanges, Stock
 from octavo.kvcache.pins import PinTable
 from octavo.kvcache.pool import BlockPool, check_references
-from octavo.kvcache.prefix import NullPrefixIndex, PrefixIndex
-from octavo.kvcache.recent import RecentChanges
+from octavo.kvcache.prefix import NullPrefixIndex, PrefixHit, PrefixIndex, PrefixMatcher
 from octavo.kvcache.spec import KVCacheSpec, Window
 from octavo.request import CacheOutcome, CacheReport, PinReceipt, PinRequest, Request, Sequence
 
@@ -35,6 +33,16 @@ DEFAULT_PIN_BUDGET = 0.25
 _COMPARED_BLOCKS = 4096
 
 _NO_COPIES: tuple[BlockCopy, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """The number of blocks in each state; `num_host` counts the blocks of host memory that swapped sequences hold."""
+
+    counts: dict[BlockState, int]
+    num_sequences: int
+    num_swapped: int
+    num_host: int
 
 
 class KVCacheManager:
@@ -351,32 +359,30 @@ class KVCacheManager:
         Raises:
             CacheError: an invariant is violated; the message lists every violation.
         """
-        auditor = self.auditor()
-        while True:
-            try:
-                next(auditor)
-            except StopIteration as end:
-                audit: Audit = end.value
-                return audit
-
-    def auditor(self) -> Generator[None, None, Audit]:
-        """Run `audit` in slices of a few tenths of a millisecond, so that the caller can stop in between.
-
-        After any change to the cache, a new auditor is needed.
-        """
-        pool = self.pool
-        yield from proven(self._check())
-        states = yield from counted(pool.state(BlockId(i)) for i in range(pool.num_blocks))
+        for _ in self.audit_in_parts():
+            pass
         num_sequences = sum(any(holding.tables) for holding in self.holdings)
-        return Audit(states, num_sequences, self.hierarchy.num_preempted, self.hierarchy.host.num_kept)
+        hierarchy = self.hierarchy
+        return Audit(self.pool.count_states(), num_sequences, hierarchy.num_preempted, hierarchy.host.num_kept)
 
-    def _check(self) -> Findings:
-        yield from self.pool.check()
-        yield from check_references(self.pool, self.holdings.tables(), self.prefix_cache)
-        yield from self.prefix_cache.check()
-        yield from self.pins.check()
-        yield from self.ledger.check()
-        yield from self.hierarchy.check()
+    def audit_in_parts(self) -> Iterator[None]:
+        """Run the checks of `audit`, with a pause after each structure's, and raise its error at the end.
+
+        The caller may stop at a pause. After any change to the cache, begin again.
+        """
+        found: list[str] = []
+        for findings in (
+            self.pool.check(),
+            check_references(self.pool, self.holdings.tables(), self.prefix_cache),
+            self.prefix_cache.check(),
+            self.pins.check(),
+            self.ledger.check(),
+            self.hierarchy.check(),
+        ):
+            found += findings
+            yield
+        if found:
+            raise CacheError("audit failed: " + "; ".join(found))
 
     def _on_evict(self, block_ids: Seq[BlockId]) -> None:
         self.recent.evicted(block_ids)

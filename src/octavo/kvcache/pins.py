@@ -18,11 +18,10 @@ from hashlib import blake2b
 from math import inf
 
 import numpy as np
+import numpy.typing as npt
 
 from octavo.errors import CacheError
-from octavo.kvcache.audit import Findings, in_slices
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds, BlockTable, as_array, table_of, where
-from octavo.kvcache.block_counts import BlockCounts
 from octavo.kvcache.hashing import TokenChain, root_hash
 from octavo.kvcache.pool import BlockPool
 
@@ -56,6 +55,66 @@ class PinCounters:
     num_expired: int = 0
     num_yielded: int = 0
     num_unpinned: int = 0
+
+
+class BlockCounts:
+    """Blocks in ascending order, each with its number of references. Every operation takes many blocks at once, because
+    a dictionary would cost a microsecond per block.
+
+    ids      [ 3 | 7 | 8 | … ]
+    counts   [ 1 | 2 | 1 | … ]     never 0
+    """
+
+    __slots__ = ("_counts", "_ids")
+
+    def __init__(self) -> None:
+        self._ids: BlockIds = np.empty(0, np.int32)
+        self._counts: npt.NDArray[np.int32] = np.empty(0, np.int32)
+
+    def __len__(self) -> int:
+        """The number of different blocks."""
+        return len(self._ids)
+
+    def items(self) -> Iterator[tuple[BlockId, int]]:
+        return zip(map(BlockId, self._ids.tolist()), self._counts.tolist(), strict=True)
+
+    def add(self, blocks: BlockIds) -> None:
+        """Count one more reference to each of these blocks, which must be distinct."""
+        new = np.sort(blocks)
+        if not len(self._ids):
+            self._ids, self._counts = new, np.ones(len(new), np.int32)
+            return
+        places, known = self._find(new)
+        self._counts[places[known]] += 1
+        if not known.all():
+            places, new = places[~known], new[~known]
+            self._ids = np.insert(self._ids, places, new)
+            self._counts = np.insert(self._counts, places, 1)
+
+    def remove(self, blocks: BlockIds) -> None:
+        """Drop a reference to each block; duplicates count. Raises KeyError, changing nothing, if one has too few."""
+        gone, times = np.unique(blocks, return_counts=True)
+        places, known = self._find(gone)
+        if not known.all():
+            raise KeyError(int(gone[~known][0]))
+        left = self._counts[places] - times
+        if left.min(initial=0) < 0:
+            raise KeyError(int(gone[left < 0][0]))
+        self._counts[places] = left
+        if not left.all():
+            kept = self._counts > 0
+            self._ids, self._counts = self._ids[kept], self._counts[kept]
+
+    def num_missing(self, blocks: BlockIds) -> int:
+        """Return how many of these blocks are not in the set."""
+        return len(blocks) - int(self._find(blocks)[1].sum())
+
+    def _find(self, blocks: BlockIds) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
+        """Return the position of each block, or where it would be inserted, and whether it is in the set."""
+        places = np.searchsorted(self._ids, blocks)
+        if not len(self._ids):
+            return places, np.zeros(len(blocks), np.bool_)
+        return places, self._ids.take(places, mode="clip") == blocks
 
 
 class PinTable:
@@ -176,16 +235,14 @@ class PinTable:
         """Return the number of blocks that the pins of a tenant hold."""
         return len(self._held.get(tenant, ()))
 
-    def check(self) -> Findings:
-        """Check the pins' own invariants. O(pinned blocks)."""
+    def check(self) -> Iterator[str]:
+        """Yield every violation of the pins' own invariants. O(pinned blocks)."""
         held: dict[str, Counter[BlockId]] = {}
         pinned: Counter[BlockId] = Counter()
         for pin in self._pins.values():
             of_tenant = held.setdefault(pin.tenant, Counter())
-            for batch in in_slices(pin.blocks):
-                of_tenant.update(batch)
-                pinned.update(batch)
-                yield None
+            of_tenant.update(pin.blocks)
+            pinned.update(pin.blocks)
         counts = self._pool.pin_counts
         of_pool = {BlockId(block): int(counts[block]) for block in np.flatnonzero(counts).tolist()}
         yield from _compare("the pool", of_pool, pinned)
@@ -231,12 +288,10 @@ class PinTable:
                 del self._held[tenant]
 
 
-def _compare(name: str, counted: Mapping[BlockId, int], held: Mapping[BlockId, int]) -> Findings:
-    for batch in in_slices(held.items()):
-        for block_id, pins in batch:
-            if counted.get(block_id) != pins:
-                yield f"{name} counts {counted.get(block_id, 0)} pins of block {block_id}, there are {pins}"
-        yield None
+def _compare(name: str, counted: Mapping[BlockId, int], held: Mapping[BlockId, int]) -> Iterator[str]:
+    for block_id, pins in held.items():
+        if counted.get(block_id) != pins:
+            yield f"{name} counts {counted.get(block_id, 0)} pins of block {block_id}, there are {pins}"
     if len(counted) != len(held):
         yield f"{name} counts pins of {len(counted)} blocks, pins hold {len(held)}"
 

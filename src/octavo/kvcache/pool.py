@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from octavo.errors import CacheError
-from octavo.kvcache.audit import Findings, in_slices
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds, BlockState, BlockTable, as_array, as_indices, where
 from octavo.kvcache.eviction.base import EvictionPolicy
-from octavo.kvcache.owners import BlockOwners
 
 # With more blocks than this, counts are updated as whole arrays, whose fixed cost is that of some 30 blocks in a loop.
 _MANY = 64
@@ -279,44 +277,40 @@ class BlockPool:
     def is_published(self, block_id: BlockId) -> bool:
         return bool(self._published[block_id])
 
-    def check(self) -> Findings:
-        """Check the pool's own invariants. O(blocks)."""
-        free, cached = bytearray(self.num_blocks), bytearray(self.num_blocks)
-        held: Iterable[int]
-        for marks, held in ((free, self._free), (cached, self._eviction)):
-            for batch in in_slices(held):
-                for block_id in batch:
-                    if marks[block_id]:
-                        name = "free stack" if marks is free else "eviction policy"
-                        yield f"block {block_id} stands twice in the {name}"
-                    marks[block_id] = 1
-                yield None
+    def count_states(self) -> dict[BlockState, int]:
+        """Return the number of blocks in each state that any block is in."""
+        counts = {
+            BlockState.NULL: 1,
+            BlockState.FREE: self.num_free,
+            BlockState.CACHED: self.num_cached,
+            BlockState.PINNED: self.num_pinned,
+            BlockState.ACTIVE: self.num_active,
+        }
+        return {state: count for state, count in counts.items() if count}
+
+    def check(self) -> Iterator[str]:
+        """Yield every violation of the pool's own invariants. O(blocks)."""
+        free = _times(self._free, self.num_blocks)
+        cached = _times(self._eviction, self.num_blocks)
+        for name, times in (("free stack", free), ("eviction policy", cached)):
+            yield from (f"block {i} stands twice in the {name}" for i in np.flatnonzero(times > 1))
         if self.ref_counts[NULL_BLOCK] or free[NULL_BLOCK] or cached[NULL_BLOCK]:
             yield "the null block is referenced, free or cached"
-        num_pinned = 0
-        with_pins = np.flatnonzero(self._pins_of).tolist()
-        for pins in in_slices(with_pins):
-            for block_id in pins:
-                num_pinned += self.ref_counts[block_id] == 0
-                if not self._published[block_id]:
-                    yield f"block {block_id} is pinned but not published"
-            yield None
-        if len(with_pins) != self.num_with_pins:
-            yield f"{len(with_pins)} blocks have pins, {self.num_with_pins} are counted"
+        unused, published, has_pins = self._count_of == 0, self._is_published != 0, self._pins_of != 0
+        yield from (f"block {i} is pinned but not published" for i in np.flatnonzero(has_pins & ~published))
+        if (num_with_pins := int(has_pins.sum())) != self.num_with_pins:
+            yield f"{num_with_pins} blocks have pins, {self.num_with_pins} are counted"
+        if (num_pinned := int((has_pins & unused).sum())) != self._num_pinned:
+            yield f"{num_pinned} blocks are pinned, but {self._num_pinned} are counted"
         if len(self._eviction) != self.num_cached:
             yield f"the eviction policy holds {len(self._eviction)} blocks, but {self.num_cached} are counted"
-        if num_pinned != self._num_pinned:
-            yield f"{num_pinned} blocks are pinned, but {self._num_pinned} are counted"
-        for numbers in in_slices(range(1, self.num_blocks)):
-            for i in numbers:
-                state = self.state(BlockId(i))
-                if free[i] != (state is BlockState.FREE) or cached[i] != (state is BlockState.CACHED):
-                    yield (
-                        f"block {i} is {state.value} by its counts (references {self.ref_counts[i]}), "
-                        f"but free stack: {bool(free[i])}, eviction policy: {bool(cached[i])}"
-                    )
-            yield None
-
+        is_free, is_cached = unused & ~published, unused & published & ~has_pins
+        is_free[NULL_BLOCK] = free[NULL_BLOCK] != 0
+        for i in np.flatnonzero(((free != 0) != is_free) | ((cached != 0) != is_cached)).tolist():
+            yield (
+                f"block {i} is {self.state(BlockId(i)).value} by its counts (references {self.ref_counts[i]}), "
+                f"but free stack: {bool(free[i])}, eviction policy: {bool(cached[i])}"
+            )
         if self.owners is not None:
             yield from self.owners.check(self.ref_counts)
 
@@ -367,24 +361,65 @@ class BlockPool:
         return victims
 
 
-def check_references(pool: BlockPool, tables: Iterable[BlockTable], published_blocks: Iterable[BlockId]) -> Findings:
-    """Check that the counts match the tables' references, and the published marks the prefix cache. O(blocks)."""
-    references = [0] * pool.num_blocks
-    for table in tables:
-        for blocks in in_slices(table):
-            for block in blocks:
-                references[block] += 1
-            yield None
-    published = bytearray(pool.num_blocks)
-    for blocks in in_slices(published_blocks):
-        for block in blocks:
-            published[block] = 1
-        yield None
+def check_references(
+    pool: BlockPool, tables: Iterable[BlockTable], published_blocks: Iterable[BlockId]
+) -> Iterator[str]:
+    """Yield every block whose count differs from the tables' references, or its mark from the prefix index."""
+    size = pool.num_blocks
+    held = [as_array(table) for table in tables]
+    references = np.bincount(np.concatenate(held), minlength=size) if held else np.zeros(size, np.int64)
     references[NULL_BLOCK] = 0
-    for batch in in_slices(range(pool.num_blocks)):
-        for i in batch:
-            if pool.ref_counts[i] != references[i]:
-                yield f"block {i} counts {pool.ref_counts[i]} references, tables hold {references[i]}"
-            if pool.is_published(BlockId(i)) != published[i]:
-                yield f"block {i}: the pool and the prefix cache disagree whether it is published"
-        yield None
+    for i in np.flatnonzero(np.array(pool.ref_counts) != references).tolist():
+        yield f"block {i} counts {pool.ref_counts[i]} references, tables hold {references[i]}"
+    for i in np.flatnonzero((pool.published_marks != 0) != (_times(published_blocks, size) != 0)).tolist():
+        yield f"block {i}: the pool and the prefix cache disagree whether it is published"
+
+
+def _times(block_ids: Iterable[int], num_blocks: int) -> npt.NDArray[np.intp]:
+    """Return how often each block of a pool is among these, by id."""
+    ids = np.fromiter(block_ids, np.int32)
+    return np.bincount(ids[ids >= 0], minlength=num_blocks)
+
+
+class BlockOwners:
+    """Counts blocks in use by tenant. A block counts once, for the tenant that took it when it was not in use.
+
+    So a block shared by several sequences of a tenant counts once, and a block shared by tenants of one cache group
+    counts for one of them until none holds it.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._owner = array("i", bytes(4 * num_blocks))
+        self._index: dict[str, int] = {}
+        self._held: list[int] = []
+
+    def held(self, tenant: str) -> int:
+        """Return the number of blocks in use that count for a tenant."""
+        index = self._index.get(tenant)
+        return 0 if index is None else self._held[index]
+
+    def took(self, blocks: Iterable[int], tenant: str) -> None:
+        """Count these blocks, which were not in use, for a tenant."""
+        index = self._index.get(tenant)
+        if index is None:
+            index = self._index[tenant] = len(self._held)
+            self._held.append(0)
+        count = 0
+        for block in blocks:
+            self._owner[block] = index
+            count += 1
+        self._held[index] += count
+
+    def gave_back(self, blocks: Iterable[int]) -> None:
+        """Discount these blocks, which are no longer in use."""
+        owner, held = self._owner, self._held
+        for block in blocks:
+            held[owner[block]] -= 1
+
+    def check(self, ref_counts: array[int]) -> Iterator[str]:
+        """Yield every tenant whose count does not match the blocks in use. O(blocks)."""
+        in_use = np.array(self._owner)[np.array(ref_counts) != 0]
+        found = np.bincount(in_use, minlength=len(self._held)).tolist()
+        for tenant, index in self._index.items():
+            if found[index] != self._held[index]:
+                yield f"{found[index]} blocks count for tenant {tenant!r}, but {self._held[index]} are counted"

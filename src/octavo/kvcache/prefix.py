@@ -12,12 +12,22 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
 from octavo.errors import ConfigError
-from octavo.kvcache.audit import Findings, in_slices
-from octavo.kvcache.block import BlockHash, BlockId, BlockIds, BlockTable, new_table, table_of
+from octavo.kvcache.block import (
+    NULL_BLOCK,
+    BlockHash,
+    BlockId,
+    BlockIds,
+    BlockTable,
+    as_array,
+    new_table,
+    table_of,
+)
 from octavo.kvcache.eviction import EvictionPolicy, make_eviction_policy
 from octavo.kvcache.eviction.leaves import LeavesFirst
 from octavo.kvcache.hashing import (
@@ -25,17 +35,19 @@ from octavo.kvcache.hashing import (
     TOKEN,
     TOKEN_BYTES,
     FullBlocks,
+    Label,
     NullChain,
     Source,
     TokenChain,
     Tokens,
     group_bits,
     group_key,
+    label_of,
     root_hash,
 )
+from octavo.kvcache.host_memory import HostBlockId, HostMemory
 from octavo.kvcache.key_index import KeyIndex
-from octavo.kvcache.label import Label
-from octavo.kvcache.spec import KVCacheSpec
+from octavo.kvcache.spec import KVCacheSpec, Window
 
 # The first blocks of a prompt are looked up one by one, the rest as arrays, whose fixed cost is that of several
 # look-ups.
@@ -179,20 +191,16 @@ class PrefixIndex:
 
     def __iter__(self) -> Iterator[BlockId]:
         """Iterate over all published blocks, for audits."""
-        return (BlockId(i) for i, group in enumerate(self._groups) if group != _UNPUBLISHED)
+        return iter(cast(list[BlockId], np.flatnonzero(np.array(self._groups) != _UNPUBLISHED).tolist()))
 
-    def check(self) -> Findings:
-        """Check the index's own invariants. O(blocks)."""
+    def check(self) -> Iterator[str]:
+        """Yield every violation of the index's own invariants. O(blocks)."""
         yield from self._index.check()
-        num_indexed = 0
-        for ids in in_slices(self._index):
-            for i in ids:
-                num_indexed += 1
-                if self._groups[i] == _UNPUBLISHED:
-                    yield f"block {i} has a key, but is not published in the prefix cache"
-            yield None
-        if num_indexed != (num_published := sum(1 for _ in self)):
-            yield f"{num_published} blocks are published in the prefix cache, {num_indexed} have a key"
+        has_key, is_published = self._index.ids(), np.array(self._groups) != _UNPUBLISHED
+        for block_id in has_key[~is_published[has_key]].tolist():
+            yield f"block {block_id} has a key, but is not published in the prefix cache"
+        if len(has_key) != (num_published := int(is_published.sum())):
+            yield f"{num_published} blocks are published in the prefix cache, {len(has_key)} have a key"
 
     def _root(self, salt: str) -> BlockHash:
         # Only the unsalted root is kept, because salts come from clients and are unbounded in number.
@@ -223,6 +231,114 @@ class NullPrefixIndex(PrefixIndex):
 
     def reserve(self, num_blocks: int) -> None:
         return
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """Blocks that hold the beginning of a sequence.
+
+    Attributes:
+        num_tokens: number of tokens covered, at most all but the last of the sequence; a multiple of the block size,
+            unless a preempted sequence finds what it left.
+        tables: blocks per group; null if outside the group's window, or in `loads`.
+        loads: blocks that are not on the device: group, index in its table, and slot of host memory.
+    """
+
+    num_tokens: int
+    tables: tuple[BlockTable, ...]
+    loads: tuple[tuple[int, int, HostBlockId], ...] = ()
+
+
+class TieredIndex:
+    """The device's prefix cache continued by host memory, with the methods that a `PrefixMatcher` needs.
+
+    A block in host memory has a negative id, -1 minus its slot.
+    """
+
+    def __init__(self, prefix_cache: PrefixIndex, host: HostMemory) -> None:
+        self._device = prefix_cache
+        self._host = host
+
+    def leading(self, group: int, chain: TokenChain, limit: int) -> BlockTable:
+        found = self._device.leading(group, chain, limit)
+        while len(found) < limit and (block := self.get(group, chain, len(found))) is not None:
+            found.append(block)
+        return found
+
+    def get(self, group: int, chain: TokenChain, index: int) -> BlockId | None:
+        block = self._device.get(group, chain, index)
+        if block is not None:
+            return block
+        host = self._host.find(label_of(group, chain, index))
+        return None if host is None else BlockId(-1 - host)
+
+
+def split_tiers(tables: tuple[BlockTable, ...], block_size: int) -> PrefixHit:
+    """Return the hit for tables from a `TieredIndex`, whose negative ids become loads."""
+    loads: list[tuple[int, int, HostBlockId]] = []
+    for group, table in enumerate(tables):
+        for index in np.flatnonzero(as_array(table) < 0).tolist():
+            loads.append((group, index, HostBlockId(-1 - table[index])))
+            table[index] = NULL_BLOCK
+    return PrefixHit(len(tables[0]) * block_size, tables, tuple(loads))
+
+
+class PrefixMatcher:
+    """Finds the longest prefix of a chain that all groups have cached.
+
+    A hit of h blocks needs, in each group, the blocks that the token after it attends to: all h under full attention,
+    otherwise those inside the window, and the first blocks that stay.
+
+    Args:
+        windows: sliding window per group, None for full attention.
+    """
+
+    def __init__(
+        self, prefix_cache: PrefixIndex | TieredIndex, block_size: int, windows: Sequence[Window | None]
+    ) -> None:
+        self._prefix_cache = prefix_cache
+        self._block_size = block_size
+        self._windows = windows
+
+    def longest(self, chain: TokenChain, most: int) -> tuple[BlockTable, ...]:
+        """Return the blocks of the longest cached prefix of at most `most` full blocks, as tables of equal length."""
+        size, hit = self._block_size, most
+        tables = [new_table() for _ in self._windows]
+        for group, window in enumerate(self._windows):
+            if window is None:
+                tables[group] = self._prefix_cache.leading(group, chain, hit)
+                hit = len(tables[group])
+        # A block missing at index j fails every hit that ends after j and still sees j, so the end moves to j.
+        settled = False
+        while not settled:
+            settled = True
+            for group, window in enumerate(self._windows):
+                if window is None:
+                    continue
+                first = window.passed(hit * size, size)
+                num_sinks = min(first, window.sink_blocks)
+                seen = (*range(num_sinks), *range(first, hit))
+                found = [self._prefix_cache.get(group, chain, index) for index in seen]
+                missing = max((i for i, block in zip(seen, found, strict=True) if block is None), default=None)
+                if missing is not None:
+                    hit, settled = missing, False
+                    break
+                blocks = [block for block in found if block is not None]
+                tables[group] = new_table(
+                    [*blocks[:num_sinks], *[NULL_BLOCK] * (first - num_sinks), *blocks[num_sinks:]]
+                )
+        return tuple(table if len(table) == hit else table[:hit] for table in tables)
+
+    def ends_at(self, chain: TokenChain, length: int, most: int) -> bool:
+        """Whether the longest prefix most probably still has `length` blocks of at most `most`. O(groups).
+
+        Checks that its last block is cached in every group and the next one is not, because a prefix loses its tail
+        before its head.
+        """
+        groups, get = range(len(self._windows)), self._prefix_cache.get
+        if length and any(get(group, chain, length - 1) is None for group in groups):
+            return False
+        return length == most or any(get(group, chain, length) is None for group in groups)
 
 
 def make_prefix_index(

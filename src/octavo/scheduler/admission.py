@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from octavo.kvcache.block import BlockCopy
 from octavo.kvcache.manager import KVCacheManager
-from octavo.kvcache.matching import PrefixHit
+from octavo.kvcache.prefix import PrefixHit
 from octavo.request import Sequence, SequenceStatus
 from octavo.scheduler.backfill import Backfill
 from octavo.scheduler.budget import StepBudget

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from octavo.kvcache.label import Label
+from octavo.kvcache.hashing import Label
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence, SequenceStatus
 from octavo.scheduler.preemption import RestoreSpeed

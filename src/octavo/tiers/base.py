@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum, StrEnum
 from typing import Protocol, runtime_checkable
 
-from octavo.kvcache.label import Label
+from octavo.kvcache.hashing import Label
 
 LAYOUT_VERSION = 3
 """Version of the layout of a block's bytes and of its verification; part of every key and header."""

@@ -22,7 +22,7 @@ from octavo.errors import ConfigError
 from octavo.kvcache.block import BlockId
 from octavo.kvcache.eviction import EvictionPolicy
 from octavo.kvcache.eviction.recency import LruEviction
-from octavo.kvcache.label import Label
+from octavo.kvcache.hashing import Label
 from octavo.tiers.base import Reason
 from octavo.tiers.header import HEADER_BYTES, Header, make_header, read_header
 from octavo.tiers.slabs import (

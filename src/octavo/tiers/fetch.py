@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from octavo.kvcache.hashing import Label
 from octavo.kvcache.host_memory import HostBlockId
-from octavo.kvcache.label import Label
 from octavo.tiers.store import Store
 from octavo.tiers.transfer import Transfer
 

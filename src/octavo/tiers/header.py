@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from octavo.kvcache.label import Label
+from octavo.kvcache.hashing import Label
 from octavo.tiers.base import LAYOUT_VERSION, Reason
 
 MAGIC = b"OCTAVOKV"

@@ -16,8 +16,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
 
+from octavo.kvcache.hashing import Label
 from octavo.kvcache.host_memory import HostBlockId, HostMemory, Slot
-from octavo.kvcache.label import Label
 from octavo.tiers.base import LookupResult, Reason
 from octavo.tiers.fetch import Fetch
 from octavo.tiers.room import Room

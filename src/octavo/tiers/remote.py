@@ -23,7 +23,7 @@ from redis.connection import PythonRespSerializer
 from redis.retry import Retry
 
 from octavo.errors import ConfigError
-from octavo.kvcache.label import Label
+from octavo.kvcache.hashing import Label
 from octavo.tiers.base import Reason
 from octavo.tiers.header import HEADER_BYTES, make_header, prove, read_header
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from octavo.kvcache.label import Label
+from octavo.kvcache.hashing import Label
 from octavo.tiers.base import DistantMedium, LocalMedium, LookupResult, Medium, Reason
 from octavo.tiers.breaker import Breaker
 from octavo.tiers.counters import StoreCounters

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from enum import Enum
 
-from octavo.kvcache.label import Label
+from octavo.kvcache.hashing import Label
 from octavo.tiers.base import Reason
 
 
