@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cache
+from types import NoneType
+from typing import Literal, NamedTuple, get_args
 
 from octavo.errors import RequestError, shown
+from octavo.option import option, options_of
 from octavo.structured_outputs import StructuredOutputsParams
 
 MAX_LENGTH_PENALTY = 10.0
@@ -19,6 +22,8 @@ GREEDY_EPSILON = 1e-5
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """The parameters, validated at construction; raises `RequestError` naming the field and the value.
+
+    From each field come its check, the flag of `octavo generate` and its range in the API's description.
 
     The limits of an engine are checked separately; see `octavo.limits`.
 
@@ -53,33 +58,63 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
     """
 
-    n: int = 1
-    best_of: int | None = None
-    use_beam_search: bool = False
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Collection[int] = ()
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Collection[int] | None = None
-    bad_words: Sequence[str] = ()
-    include_stop_str_in_output: bool = False
-    structured_outputs: StructuredOutputsParams | None = None
-    detokenize: bool = True
-    skip_special_tokens: bool = True
+    n: int = option(1, "completions of each prompt", least=1)
+    best_of: int | None = option(
+        None, "compute this many completions and return the n most likely; the width of a beam search", least=1
+    )
+    use_beam_search: bool = option(False, "search for the most likely completions instead of sampling")
+    length_penalty: float = option(
+        1.0,
+        "beam search: above 0 favours long completions, below 0 short ones",
+        least=-MAX_LENGTH_PENALTY,
+        most=MAX_LENGTH_PENALTY,
+    )
+    early_stopping: bool | Literal["never"] = option(
+        False, "beam search: stop as soon as there are enough finished beams"
+    )
+    temperature: float = option(1.0, "0 always takes the most likely token; higher values vary more", least=0)
+    top_p: float = option(
+        1.0, "sample from the most likely tokens that together reach this probability", above=0, most=1
+    )
+    top_k: int = option(0, "sample from this many of the most likely tokens; 0: all", least=-1, most=MAX_TOP_K)
+    min_p: float = option(
+        0.0, "leave out tokens that are less likely than this fraction of the most likely one", least=0, most=1
+    )
+    repetition_penalty: float = option(
+        1.0, "above 1: discourage tokens that occur in the prompt or the output", above=0
+    )
+    presence_penalty: float = option(
+        0.0, "-2 to 2; above 0: discourage tokens that occur in the output", least=-2, most=2
+    )
+    frequency_penalty: float = option(
+        0.0, "-2 to 2; above 0: discourage tokens by how often they occur in the output", least=-2, most=2
+    )
+    seed: int | None = option(None, "makes sampling reproducible", least=-(2**63), most=2**64 - 1)
+    stop: str | Sequence[str] = option(
+        (), "text that ends the output, and is left out of it; may be given several times"
+    )
+    stop_token_ids: Collection[int] = option((), "token ids that end the output, such as 1,2,3")
+    ignore_eos: bool = option(False, "continue past the model's end-of-sequence token")
+    max_tokens: int | None = option(16, "maximum number of output tokens", least=1)
+    min_tokens: int = option(0, "minimum number of output tokens", least=0)
+    logprobs: int | None = option(
+        None,
+        "report the log-probability of each output token, and of this many most likely ones",
+        least=0,
+        most=MAX_LOGPROBS,
+    )
+    prompt_logprobs: int | None = option(None, "the same for the prompt's tokens", least=0, most=MAX_LOGPROBS)
+    logit_bias: Mapping[int, float] | None = option(
+        None, "numbers added to the logits of token ids, such as '{\"42\": -100}'"
+    )
+    allowed_token_ids: Collection[int] | None = option(None, "the only token ids that may be sampled, such as 1,2,3")
+    bad_words: Sequence[str] = option((), "text that the output must not contain; may be given several times")
+    include_stop_str_in_output: bool = option(False, "keep the stop string at the end of the output")
+    structured_outputs: StructuredOutputsParams | None = option(  # noqa: RUF009 (the default is None)
+        None, 'constraint on the output, such as \'{"regex": "[0-9]+"}\' (docs/structured_outputs.md)'
+    )
+    detokenize: bool = option(True, "turn the output into text; --no-detokenize gives token ids only")
+    skip_special_tokens: bool = option(True, "leave special tokens out of the text")
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
@@ -104,35 +139,25 @@ class SamplingParams:
         self._validate()
 
     def _validate(self) -> None:
-        _require_int("n", self.n, 1, None)
-        if self.best_of is not None:
-            _require_int("best_of", self.best_of, self.n, None)
-        _require_number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        for name, is_optional, is_integer, low, high, is_open in _numbers():
+            if (value := getattr(self, name)) is None and is_optional:
+                continue
+            if is_integer:
+                _require_int(name, value, low, high)
+            else:
+                _require_number(name, value, low, high, open_low=is_open)
+        if self.num_sequences < self.n:
+            raise RequestError(f"best_of must be at least {self.n}, got {self.best_of}", param="best_of")
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise RequestError(
                 f'early_stopping must be true, false or "never", got {shown(self.early_stopping)}',
                 param="early_stopping",
             )
-        _require_number("temperature", self.temperature, 0.0, math.inf)
-        _require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _require_int("top_k", self.top_k, 0, MAX_TOP_K)
-        _require_number("min_p", self.min_p, 0.0, 1.0)
-        _require_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if self.seed is not None:
-            _require_int("seed", self.seed, -(2**63), 2**64 - 1)
-        if self.max_tokens is not None:
-            _require_int("max_tokens", self.max_tokens, 1, None)
-        _require_int("min_tokens", self.min_tokens, 0, None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens ({shown(self.min_tokens)}) must not exceed max_tokens ({shown(self.max_tokens)})",
                 param="min_tokens",
             )
-        for name in ("logprobs", "prompt_logprobs"):
-            if (value := getattr(self, name)) is not None:
-                _require_int(name, value, 0, MAX_LOGPROBS)
         for name in (
             "ignore_eos",
             "detokenize",
@@ -149,7 +174,7 @@ class SamplingParams:
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True", param="stop")
         for token_id, bias in (self.logit_bias or {}).items():
-            _require_int("logit_bias", token_id, 0, None)
+            _require_int("logit_bias", token_id, 0, math.inf)
             _require_number("logit_bias", bias, -100.0, 100.0)
         self._validate_structured()
         self._validate_beams()
@@ -230,11 +255,36 @@ class SamplingParams:
         return replace(self, max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens))
 
 
+class _Number(NamedTuple):
+    """A parameter that is a number, and its range; `is_open`: the lower bound is not in it."""
+
+    name: str
+    is_optional: bool
+    is_integer: bool
+    low: float
+    high: float
+    is_open: bool
+
+
+@cache
+def _numbers() -> tuple[_Number, ...]:
+    """Return the parameters that are numbers, as their fields declare them."""
+    numbers = []
+    for each in options_of(SamplingParams).values():
+        if {int, float} & {*each.types}:
+            low = each.least if each.above is None else each.above
+            assert low is not None
+            high = math.inf if each.most is None else each.most
+            is_optional = NoneType in get_args(each.hint)
+            numbers.append(_Number(each.name, is_optional, int in each.types, low, high, each.above is not None))
+    return tuple(numbers)
+
+
 def _token_id_set(name: str, value: object) -> frozenset[int]:
     token_ids = _tuple(name, value)
     for token_id in token_ids:
         # Checked before they become a set, in which 1, 1.0 and True are equal.
-        _require_int(name, token_id, 0, None)
+        _require_int(name, token_id, 0, math.inf)
     return frozenset(token_ids)  # type: ignore[arg-type]
 
 
@@ -246,11 +296,11 @@ def _tuple(name: str, value: object) -> tuple[object, ...]:
     return tuple(value)
 
 
-def _require_int(name: str, value: object, low: int, high: int | None) -> None:
+def _require_int(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(f"{name} must be an integer, got {shown(value)}", param=name)
-    if value < low or (high is not None and value > high):
-        limits = f"at least {low}" if high is None else f"between {low} and {high}"
+    if not low <= value <= high:
+        limits = f"at least {low}" if high == math.inf else f"between {low} and {high}"
         raise RequestError(f"{name} must be {limits}, got {shown(value)}", param=name)
 
 

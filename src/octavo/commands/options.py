@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import MISSING, fields
-from typing import Any, get_args, get_origin, get_type_hints
+from dataclasses import MISSING, fields, replace
+from typing import Any, get_args, get_origin
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
@@ -20,36 +20,6 @@ from octavo.structured_outputs import StructuredOutputsParams
 
 # Characters of an option's choices that fit beside its flag.
 _LONGEST_CHOICES = 50
-
-_SAMPLING_HELP = {
-    "n": "completions of each prompt",
-    "best_of": "compute this many completions and return the n most likely; the width of a beam search",
-    "use_beam_search": "search for the most likely completions instead of sampling",
-    "length_penalty": "beam search: above 0 favours long completions, below 0 short ones",
-    "early_stopping": "beam search: stop as soon as there are enough finished beams",
-    "temperature": "0 always takes the most likely token; higher values vary more",
-    "top_p": "sample from the most likely tokens that together reach this probability",
-    "top_k": "sample from this many of the most likely tokens; 0: all",
-    "min_p": "leave out tokens that are less likely than this fraction of the most likely one",
-    "repetition_penalty": "above 1: discourage tokens that occur in the prompt or the output",
-    "presence_penalty": "-2 to 2; above 0: discourage tokens that occur in the output",
-    "frequency_penalty": "-2 to 2; above 0: discourage tokens by how often they occur in the output",
-    "seed": "makes sampling reproducible",
-    "stop": "text that ends the output, and is left out of it; may be given several times",
-    "stop_token_ids": "token ids that end the output, such as 1,2,3",
-    "ignore_eos": "continue past the model's end-of-sequence token",
-    "max_tokens": "maximum number of output tokens",
-    "min_tokens": "minimum number of output tokens",
-    "logprobs": "report the log-probability of each output token, and of this many most likely ones",
-    "prompt_logprobs": "the same for the prompt's tokens",
-    "logit_bias": "numbers added to the logits of token ids, such as '{\"42\": -100}'",
-    "structured_outputs": 'constraint on the output, such as \'{"regex": "[0-9]+"}\' (docs/structured_outputs.md)',
-    "allowed_token_ids": "the only token ids that may be sampled, such as 1,2,3",
-    "bad_words": "text that the output must not contain; may be given several times",
-    "include_stop_str_in_output": "keep the stop string at the end of the output",
-    "detokenize": "turn the output into text; --no-detokenize gives token ids only",
-    "skip_special_tokens": "leave special tokens out of the text",
-}
 
 
 def add_options(parser: argparse.ArgumentParser, config: type[Any]) -> None:
@@ -97,16 +67,9 @@ def add_sampling_options(
     parser: argparse.ArgumentParser, *, omit: Collection[str] = (), defaults: Mapping[str, Any] | None = None
 ) -> None:
     """Add one flag per field of `SamplingParams` not in `omit`; `defaults` override those shown in `--help`."""
-    hints = get_type_hints(SamplingParams)
-    shown = {**{each.name: each.default for each in fields(SamplingParams)}, **(defaults or {})}
-    _add_flags(
-        parser,
-        [
-            Option(name, hints[name], shown[name], help, "sampling options")
-            for name, help in _SAMPLING_HELP.items()
-            if name not in omit
-        ],
-    )
+    declared = [each for each in options_of(SamplingParams).values() if each.name not in omit]
+    shown = {**{each.name: each.default for each in declared}, **(defaults or {})}
+    _add_flags(parser, [replace(each, default=shown[each.name], group="sampling options") for each in declared])
 
 
 def _add_flags(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:

@@ -1,7 +1,7 @@
 """Ranges of request fields for the OpenAPI description, from this server's limits and general validity.
 
-pydantic knows only the types; values are checked after parsing, where they are declared once (`SamplingParams`,
-`RequestLimits`). This module restates those checks field by field.
+pydantic knows only the types; values are checked after parsing. The ranges of `SamplingParams` come from its fields;
+this module restates the other checks field by field.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.limits import RequestLimits
-from octavo.sampling_params import MAX_LENGTH_PENALTY, MAX_LOGPROBS, MAX_TOP_K
+from octavo.option import Option, options_of
+from octavo.sampling_params import SamplingParams
 from octavo.server.bodies.prompt_forms import ROLES
 
 Schema = dict[str, Any]
@@ -37,8 +38,8 @@ def field_ranges(server: Described) -> Mapping[str, Schema]:
     return {
         **_names(server.limits),
         **_inputs(server),
-        **_lengths(server),
         **_sampling(server.limits),
+        **_lengths(server),
         **_strings_and_tokens(server),
         "priority": {"integer": {"minimum": -server.limits.max_priority, "maximum": server.limits.max_priority}},
         "cache_salt": {"string": {"maxLength": server.limits.max_cache_salt_length}},
@@ -85,34 +86,22 @@ def _lengths(server: Described) -> dict[str, Schema]:
         "max_tokens": {"integer": length, "or": unlimited},
         "max_completion_tokens": {"integer": length, "or": unlimited},
         "max_output_tokens": {"integer": length},
-        "min_tokens": {"integer": {"minimum": 0}},
         "truncate_prompt_tokens": {"integer": length, "or": unlimited},
     }
 
 
 def _sampling(limits: RequestLimits) -> dict[str, Schema]:
-    """Return ranges of the numbers that say how tokens are drawn, how many completions, and with which logprobs."""
-    penalty = {"number": {"minimum": -2, "maximum": 2}}
+    """Return ranges of the numbers that `SamplingParams` declares, under their names in other APIs too."""
+    ranges = {each.name: _range(each) for each in options_of(SamplingParams).values() if {int, float} & {*each.types}}
     count = {"integer": {"minimum": 1, "maximum": limits.max_n}}
-    logprobs = {"integer": {"minimum": 0, "maximum": MAX_LOGPROBS}}
-    return {
-        "n": count,
-        "best_of": count,
-        "temperature": {"number": {"minimum": 0}},
-        "top_p": {"number": {"exclusiveMinimum": 0, "maximum": 1}},
-        "top_k": {"integer": {"minimum": -1, "maximum": MAX_TOP_K}},
-        "min_p": {"number": {"minimum": 0, "maximum": 1}},
-        "repetition_penalty": {"number": {"exclusiveMinimum": 0}},
-        "repeat_penalty": {"number": {"exclusiveMinimum": 0}},
-        "presence_penalty": penalty,
-        "frequency_penalty": penalty,
-        "length_penalty": {"number": {"minimum": -MAX_LENGTH_PENALTY, "maximum": MAX_LENGTH_PENALTY}},
-        "seed": {"integer": {"minimum": -(2**63), "maximum": 2**64 - 1}},
-        "logprobs": logprobs,
-        "top_logprobs": logprobs,
-        "prompt_logprobs": logprobs,
-        "n_probs": logprobs,
-    }
+    others = {"repeat_penalty": "repetition_penalty", "top_logprobs": "logprobs", "n_probs": "logprobs"}
+    return {**ranges, "n": count, "best_of": count, **{other: ranges[name] for other, name in others.items()}}
+
+
+def _range(number: Option) -> Schema:
+    bounds = {"minimum": number.least, "exclusiveMinimum": number.above, "maximum": number.most}
+    given = {name: bound for name, bound in bounds.items() if bound is not None}
+    return {"integer" if int in number.types else "number": given}
 
 
 def _strings_and_tokens(server: Described) -> dict[str, Schema]:
