@@ -64,6 +64,16 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
             "(see octavo serve --help)",
         ),
         (
+            ["serve", "--speculative-config", "{}"],
+            "octavo serve: error: unknown argument '--speculative-config': Octavo has no speculative decoding (see",
+        ),
+        (["serve", "-c", "4096"], "octavo serve: error: unknown argument '-c': write --max-model-len (see"),
+        (
+            ["serve", "smollm2", "--tensor-parallel-size=2"],
+            "octavo serve: error: unknown argument '--tensor-parallel-size=2': Octavo serves on one device (see",
+        ),
+        (["list"], "octavo: error: there is no command 'list': a server has one model, which GET /v1/models names"),
+        (
             ["serve", "--max-n=3"],
             "octavo serve: error: unknown argument '--max-n=3'; it was removed: it is an entry of --limits, as in",
         ),

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 # Maximum number of characters of a client's own text that an error repeats.
 SHOWN_CHARACTERS = 64
@@ -38,6 +39,14 @@ class _Shown(reprlib.Repr):
 
 
 _repr = _Shown().repr
+
+
+def how_to_install(extra: str) -> str:
+    """Return what installs the packages of one of Octavo's extras: in a checkout, they come with `make install`."""
+    checkout = Path(__file__).parents[2]
+    if (checkout / "Makefile").is_file() and (checkout / "pyproject.toml").is_file():
+        return f"run `make -C {checkout} install`"
+    return f"run `pip install 'octavo[{extra}]'`"
 
 
 def shown(value: object) -> str:

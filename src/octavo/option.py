@@ -348,9 +348,14 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+_MOST_MEANT = 3
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the end of an error about an unknown name: '; did you mean max_num_seqs?', or a list of all names."""
     names = list(known)
+    if len(name) > 1 and 0 < len(longer := [each for each in names if each.startswith(name)]) <= _MOST_MEANT:
+        return f"; did you mean {' or '.join(longer)}?"
     if found := difflib.get_close_matches(name[:80], names, n=1, cutoff=0.6):
         return f"; did you mean {found[0]}?"
     return f"; known: {', '.join(names)}"

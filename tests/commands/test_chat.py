@@ -55,7 +55,7 @@ def test_reset_forgets_the_conversation_but_not_the_system_message() -> None:
 
 
 def test_exit_leaves_and_nothing_after_it_is_read() -> None:
-    for command in ("/exit", "/bye", "/quit"):
+    for command in ("/exit", "/bye", "/quit", "exit", "quit"):
         llm, _ = converse(command, "hi")
         assert llm.conversations == []
 

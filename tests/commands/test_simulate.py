@@ -258,7 +258,7 @@ def test_a_missing_matplotlib_is_told_before_anything_is_simulated(
     monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
     code, _, err = octavo_command("simulate", *ON_H100, "--plot", "x.png")
     assert code == 1
-    assert "pip install 'octavo[plot]'" in err
+    assert "plots need matplotlib: run `make -C " in err
 
 
 def test_a_plot_of_answers_of_one_token_has_no_inter_token_latency(
@@ -328,6 +328,7 @@ def test_the_best_points_are_those_that_no_other_beats_in_both() -> None:
         (["llama-3.1-8b"], "say how fast the server is, in one way"),
         ([*ON_H100, "--plans", "x"], "in one way"),
         (["llama-3.1-8b", "--machine", "h1000"], "did you mean h100?"),
+        (["llama-3.1-8b", "--machine", "a100"], "did you mean a100-40gb or a100-80gb?"),
         (["llama-3.1-70b", "--machine", "h100"], "does not fit"),
         ([*ON_H100, "--find-rate"], "--ttft-slo-ms, --itl-slo-ms or both"),
         ([*ON_H100, "--find-rate", "--ttft-slo-ms", "-1"], "ttft_slo_ms must be above 0"),

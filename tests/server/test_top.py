@@ -6,8 +6,13 @@ import http.client
 import io
 import itertools
 import json
+import os
+import pty
 import re
 import socket
+import subprocess
+import sys
+import termios
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -185,8 +190,8 @@ def test_top_prints_rates_once_if_its_output_is_no_terminal(
 
 
 def test_top_says_why_it_shows_nothing(real: RealServer, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["top", "127.0.0.1:8000"]) == 1
-    assert "write http://127.0.0.1:8000" in capsys.readouterr().err
+    assert main(["top", real.url.removeprefix("http://"), "--once"]) == 0
+    capsys.readouterr()
     assert main(["top", f"{real.url}/elsewhere", "--once"]) == 1
     assert "answers 404" in capsys.readouterr().err
 
@@ -424,3 +429,18 @@ def test_top_counts_no_request_twice_where_several_of_its_sequences_wait() -> No
     console = Console(width=80, height=30, file=io.StringIO(), record=True)
     console.print(state.shown(console))
     assert "more" not in console.export_text()
+
+
+def test_q_quits(real: RealServer) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "octavo", "top", real.url]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    before = termios.tcgetattr(theirs)
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+        seen = b""
+        while b"tiny" not in seen:
+            seen += os.read(ours, 4096)
+        threading.Thread(target=lambda: [*iter(lambda: os.read(ours, 4096), b"")], daemon=True).start()
+        os.write(ours, b"xq")
+        assert process.wait(60) == 0
+    assert termios.tcgetattr(theirs) == before

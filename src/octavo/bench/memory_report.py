@@ -12,7 +12,7 @@ from octavo.bench import memory_codecs
 from octavo.bench.memory import CONTIGUOUS, BlockSize, CacheBudget, Played
 from octavo.bench.report import show
 from octavo.config import format_bytes
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, how_to_install
 
 _COLOURS = {
     "tokens": "#0f766e",
@@ -152,7 +152,7 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise ConfigError(
-            "--output draws a picture with matplotlib, which is missing: pip install 'octavo[plot]'"
+            f"--output draws a picture with matplotlib, which is missing: {how_to_install('plot')}"
         ) from None
 
 

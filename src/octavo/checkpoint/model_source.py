@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from octavo.errors import ModelNotFoundError
 
 _FINGERPRINT_BYTES = 64 * 1024
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_OLLAMA = re.compile(r"[\w./-]+:[\w.-]+")
 # Weights other than safetensors stay on the hub: they would be refused, and are as large.
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 
@@ -57,7 +59,10 @@ def resolve_model(name: str) -> ModelSource:
     if path.is_dir():
         return _folder(name, path)
     if name.endswith(".gguf") or not _HUB_ID.fullmatch(name):
-        raise ModelNotFoundError(f"there is no file or folder {path}, and {name!r} cannot be a Hugging Face hub id")
+        ollama = "; Ollama's names are not known here: give a hub id or a GGUF file" if _OLLAMA.fullmatch(name) else ""
+        raise ModelNotFoundError(
+            f"there is no file or folder {path}, and {name!r} cannot be a Hugging Face hub id{ollama}"
+        )
     return _folder(name, _download(name))
 
 
@@ -104,10 +109,11 @@ def _download(hub_id: str) -> Path:
         return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES))
     except (OSError, ValueError) as error:  # the hub's own errors, and those of the connection, are among these
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        meant = f"did you mean {PACKAGED_MODEL}? " if get_close_matches(hub_id.lower(), [PACKAGED_MODEL]) else ""
         raise ModelNotFoundError(
-            f"there is no local folder {hub_id!r}, and it could not be fetched from the Hugging Face hub ({reason}). "
-            "Without network, give a local folder or a .gguf file, point HF_HUB_CACHE at a cache that holds it "
-            f"(`hf download {hub_id}` on a connected machine fills one), or use the packaged {PACKAGED_MODEL!r}"
+            f"{meant}there is no local folder {hub_id!r}, and it could not be fetched from the Hugging Face hub "
+            f"({reason}). Without network, give a local folder or a .gguf file, point HF_HUB_CACHE at a cache that "
+            f"holds it (`hf download {hub_id}` on a connected machine fills one), or use {PACKAGED_MODEL!r}"
         ) from error
 
 

@@ -17,6 +17,16 @@ EXIT_USAGE = 2
 _MOST_IN_USAGE = 12
 # What Ollama and vLLM call commands.
 _OTHER_COMMANDS = {"run": "chat", "pull": "serve", "ps": "top", "complete": "generate"}
+_ADVICE = {"list": "a server has one model, which GET /v1/models names"}
+# What vLLM and llama.cpp call options, and what to write here.
+_OTHER_FLAGS = {
+    "-m": "the model is an argument without a flag",
+    "-p": "a prompt is an argument of `octavo generate`",
+    "-c": "write --max-model-len",
+    "--ctx-size": "write --max-model-len",
+    "--speculative-config": "Octavo has no speculative decoding",
+    "--tensor-parallel-size": "Octavo serves on one device",
+}
 # Matches argparse's own message.
 _INVALID_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)$")
 
@@ -49,6 +59,8 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if (wrong := _INVALID_CHOICE.search(message)) is not None:
+            if (advice := _ADVICE.get(wrong[1])) is not None:
+                self.exit(EXIT_USAGE, f"{self.prog}: error: there is no command {wrong[1]!r}: {advice}\n")
             hint = nearest(_OTHER_COMMANDS.get(wrong[1], wrong[1]), re.findall(r"[^\s',]+", wrong[2]))
             message = message[: wrong.start(2) - len(" (choose from ")] + hint if "did you mean" in hint else message
         self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
@@ -104,6 +116,8 @@ def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
     from octavo.config import EngineConfig
 
     message = f"unknown argument {shown(word)}"
+    if (advice := _OTHER_FLAGS.get(word.partition("=")[0])) is not None:
+        return f"{message}: {advice}"
     if not word.startswith("--"):
         return message
     name = word[2:].partition("=")[0]

@@ -25,7 +25,7 @@ HELP = """\
 /set system TEXT           replace the system message
 /set parameter NAME VALUE  change a sampling parameter, such as temperature 0.2
 /show                      model, context, parameters and system message
-/bye                       leave; so does Ctrl-D
+/bye                       leave; so do exit and Ctrl-D
 /?                         this list
 Lines between two \"\"\" are one message. Ctrl-C stops an answer; at the prompt, twice, it leaves."""
 COMMANDS = ("/clear", "/set system ", "/set parameter ", "/show", "/bye", "/exit", "/help", "/?")
@@ -91,7 +91,7 @@ class Conversation:
                 self._say("\n(Ctrl-C again, Ctrl-D or /bye leaves)")
                 continue
             interrupted = False
-            if message in ("/bye", "/exit", "/quit"):
+            if message in ("/bye", "/exit", "/quit", "exit", "quit"):
                 return
             if message.startswith("/"):
                 self._command(message)

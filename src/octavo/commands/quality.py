@@ -11,7 +11,7 @@ from octavo.bench import report
 from octavo.commands.common_options import add_json_option, add_window_options, positives
 from octavo.commands.options import add_engine_options, engine_options
 from octavo.config import checked_kv_cache_dtype
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, how_to_install
 from octavo.kvcache.formats import KV_FORMATS
 
 if TYPE_CHECKING:
@@ -44,9 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="exit with 1 if perplexity grows by more than this fraction, such as 0.01",
     )
-    parser.add_argument(
-        "--plot", metavar="FILE", help="write the table as a PNG; needs matplotlib (pip install octavo[plot])"
-    )
+    parser.add_argument("--plot", metavar="FILE", help="write the table as a PNG; needs matplotlib")
     add_json_option(parser)
     add_engine_options(parser, positional_model=True)
 
@@ -56,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     asked = engine.pop("kv_cache_dtype", None)
     codecs = _codecs(args.codecs, asked)
     if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install octavo[plot]")
+        raise ConfigError(f"--plot needs matplotlib: {how_to_install('plot')}")
 
     from octavo import LLM, __version__
     from octavo.bench.quality import measure, plot

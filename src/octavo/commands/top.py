@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import importlib.util
 import json
 import os
 import queue
 import re
+import signal
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
@@ -20,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
 
-DESCRIPTION = "Show the KV cache, requests and latencies of a running server, like its live page. Press Ctrl-C to quit."
+DESCRIPTION = "Show the KV cache, requests and latencies of a running server, like its live page. Press q to quit."
 
 _RETRY_S = 1.0
 _ONCE_S = 1.0
@@ -59,9 +63,41 @@ def run(args: argparse.Namespace) -> int:
     # On what is not a terminal, or cannot place its cursor, nothing can be drawn again and again.
     if args.once or not console.is_terminal or console.is_dumb_terminal:
         return _print_once(server, console)
-    with Live(Text(f"connecting to {server.url} …"), console=console, screen=True, auto_refresh=False) as live:
+    connecting = Text(f"connecting to {server.url} …")
+    with Live(connecting, console=console, screen=True, auto_refresh=False) as live, _until_q():
         _watch(server, live)
     return 0
+
+
+@contextmanager
+def _until_q() -> Iterator[None]:
+    """End the body of the statement where q is typed, if the input is a terminal."""
+    if not sys.stdin.isatty() or importlib.util.find_spec("termios") is None:
+        yield
+        return
+    import termios
+    import tty
+
+    typed = threading.Event()
+
+    def wait() -> None:
+        while key := os.read(terminal, 1):
+            if key in b"qQ":
+                typed.set()
+                signal.raise_signal(signal.SIGINT)  # the main thread waits for the server
+                return
+
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    tty.setcbreak(terminal)
+    threading.Thread(target=wait, daemon=True).start()
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not typed.is_set():
+            raise
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
 def _watch(server: LiveServer, live: Live) -> None:
@@ -146,7 +182,7 @@ class LiveServer:
     """A server whose live page is read.
 
     Args:
-        url: the server's URL, as in http://127.0.0.1:8000.
+        url: the server's URL; http:// may be left out.
         key: an admin key, if the server has keys.
 
     Raises:
@@ -154,7 +190,7 @@ class LiveServer:
     """
 
     def __init__(self, url: str, key: str | None = None) -> None:
-        self.url = url
+        self.url = url = url if "://" in url else f"http://{url}"
         if key is not None and not re.fullmatch(r"[!-~]+", key):
             raise ConfigError("the admin key must be printable ASCII characters without spaces")
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}

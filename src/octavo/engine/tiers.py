@@ -10,7 +10,7 @@ from pathlib import Path
 
 from octavo import kernels
 from octavo.config import EngineConfig, format_bytes
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, how_to_install
 from octavo.kvcache.eviction import make_eviction_policy
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec
@@ -111,7 +111,7 @@ def _open_remote(config: EngineConfig, url: str, fingerprint: bytes, block_bytes
     try:
         from octavo.tiers.remote import RemoteMedium
     except ImportError as error:
-        raise ConfigError(f"kv_remote needs the redis package ({error}): pip install 'octavo[redis]'") from error
+        raise ConfigError(f"kv_remote needs the redis package ({error}): {how_to_install('redis')}") from error
     return RemoteMedium(url, fingerprint, block_bytes, secret=config.kv_remote_secret, ttl=config.kv_remote_ttl)
 
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, how_to_install
 from octavo.request import FinishReason, Request, RequestId
 
 # Time limit for exporting the last spans when a server ends.
@@ -153,4 +153,4 @@ def _needs_packages() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise ConfigError(f"traces need OpenTelemetry ({error}): pip install 'octavo[otel]'") from error
+        raise ConfigError(f"traces need OpenTelemetry ({error}): {how_to_install('otel')}") from error

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, how_to_install
 from octavo.simulator.speed import require_writable
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
@@ -22,7 +22,7 @@ def require_plot(path: str | Path) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        raise ConfigError("plots need matplotlib: pip install 'octavo[plot]'") from None
+        raise ConfigError(f"plots need matplotlib: {how_to_install('plot')}") from None
     formats = FigureCanvasBase.get_supported_filetypes()
     suffix = Path(path).suffix.removeprefix(".").lower()
     if suffix and suffix not in formats:
