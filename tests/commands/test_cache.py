@@ -32,7 +32,7 @@ def test_blocks_are_counted_proven_and_removed(octavo_command: OctavoCommand, tm
     assert model["bytes_by_tenant"] == {"": 2 * BLOCK_BYTES, "ada": BLOCK_BYTES}
     assert "of ada: 0.0 MiB" in out
     medium = disk(tmp_path)
-    at = medium._payload_at(1)
+    _, at, _ = medium._place(1)
     medium.close()
     slab = next(tmp_path.glob("*/slab-*.kv"))
     with slab.open("r+b") as file:

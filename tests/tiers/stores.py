@@ -83,7 +83,7 @@ def overwrite(path: Path, at: int, change: bytes | bytearray) -> None:
 
 def payload_at(folder: Path, slot: int) -> int:
     medium = disk(folder)
-    at = medium._payload_at(slot)
+    _, at, _ = medium._place(slot)
     medium.close()
     return at
 

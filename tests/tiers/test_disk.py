@@ -221,13 +221,42 @@ def test_a_file_system_without_room_for_a_slab_is_used_once_it_has_some(
     monkeypatch.setattr(disk_module, "GROW_AGAIN_SECONDS", 0.0)
     store = Store(disk(small_file_system))
     others = small_file_system / "others"
-    others.write_bytes(bytes((1 << 20) - (64 << 10)))
+    free = os.statvfs(small_file_system)
+    others.write_bytes(bytes(free.f_bavail * free.f_frsize))
     assert put(store, 1, 2) == [Reason.NO_SPACE] * 2
     assert get(store, [label(1)])[0] == [Reason.ABSENT]
     others.unlink()
     assert put(store, 1, 2) == [None] * 2
     assert get(store, [label(1), label(2)])[1] == [payload(1), payload(2)]
     store.close()
+
+
+def test_a_file_system_with_less_room_than_a_slab_gets_smaller_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stay in use when larger ones are added, also after a restart."""
+    reserve, room = os.posix_fallocate, 40_000
+
+    def limited(file: int, at: int, size: int) -> None:
+        if size > room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(file, at, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", limited)
+    store = Store(disk(tmp_path))
+    assert put(store, *range(3)) == [None] * 3
+    small = slab(tmp_path).stat().st_size
+    assert small <= room
+    room = 1 << 20
+    assert put(store, *range(3, 20)) == [None] * 17
+    assert {path.stat().st_size for path in tmp_path.glob("*/slab-*.kv")} == {
+        small,
+        SlabLayout.within(128 << 10, BLOCK_BYTES).slab_bytes,
+    }
+    outcomes, buffers = get(store, [label(n) for n in range(20)])
+    assert (outcomes, buffers) == ([None] * 20, [payload(n) for n in range(20)])
+    store.close()
+    assert load(tmp_path, *range(20)) == [None] * 20
 
 
 def test_a_directory_that_was_deleted_under_a_store_costs_its_oldest_blocks_and_nothing_else(tmp_path: Path) -> None:
@@ -299,7 +328,7 @@ def test_a_directory_that_cannot_be_written_or_a_size_below_a_block_is_refused(t
 
 
 def test_a_size_without_a_directory_is_refused() -> None:
-    with pytest.raises(ConfigError, match="kv_disk_size is for kv_disk, which is not given"):
+    with pytest.raises(ConfigError, match="kv_disk_size needs kv_disk, which is not given"):
         EngineConfig(kv_disk_size="1GiB")
     assert EngineConfig().kv_disk_size == 20 << 30
 

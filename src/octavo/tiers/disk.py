@@ -14,9 +14,11 @@ import os
 import shutil
 import threading
 import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from octavo.errors import ConfigError
 from octavo.kvcache.block import BlockId
@@ -26,6 +28,7 @@ from octavo.kvcache.hashing import Label
 from octavo.tiers.base import Reason
 from octavo.tiers.header import HEADER_BYTES, Header, make_header, read_header
 from octavo.tiers.slabs import (
+    LEAST_SLAB_SHARE,
     PREAMBLE_BYTES,
     SLAB_BYTES,
     SlabLayout,
@@ -41,6 +44,14 @@ logger = logging.getLogger(__name__)
 
 GROW_AGAIN_SECONDS = 30.0
 """Seconds until another slab is tried after the file system had no room for one."""
+
+
+class _Slab(NamedTuple):
+    """An open slab: its file, its layout, and the number of its first slot."""
+
+    file: int
+    layout: SlabLayout
+    first: int
 
 
 class DiskMedium:
@@ -90,7 +101,8 @@ class DiskMedium:
         self._readers: dict[int, int] = {}
         self._num_blocks_of = Counter[bytes]()  # by digest of the tenant
         self._free: list[int] = []
-        self._files: list[int] = []
+        self._slabs: list[_Slab] = []
+        self._firsts: list[int] = []  # first slot of each slab
         self._number = 0
         self._is_full = False  # no slab will be added any more
         self._may_grow_at = 0.0
@@ -156,8 +168,9 @@ class DiskMedium:
         header = make_header(self._fingerprint, label, payload, number, self._names.digest(tenant))
         try:
             # The payload first: until its own header follows, the old one does not match it.
-            _write_all(self._file(slot), payload, self._payload_at(slot))
-            _write_all(self._file(slot), memoryview(header), self._header_at(slot))
+            file, payload_at, header_at = self._place(slot)
+            _write_all(file, payload, payload_at)
+            _write_all(file, memoryview(header), header_at)
         except BaseException:
             with self._lock:
                 self._put_back(slot, evicted)
@@ -171,9 +184,9 @@ class DiskMedium:
         return None
 
     def close(self) -> None:
-        for file in self._files:
-            os.close(file)
-        self._files = []
+        for slab in self._slabs:
+            os.close(slab.file)
+        self._slabs, self._firsts = [], []
         self._slots = {}
         if self._lock_file is not None:
             os.close(self._lock_file)
@@ -194,7 +207,8 @@ class DiskMedium:
         with self._lock:
             slots = [slot for label in labels if (slot := self._slots.get(label.key)) is not None]
         for slot in slots:
-            os.posix_fadvise(self._file(slot), self._payload_at(slot), self._layout.block_bytes, os.POSIX_FADV_WILLNEED)
+            file, payload_at, _ = self._place(slot)
+            os.posix_fadvise(file, payload_at, self._layout.block_bytes, os.POSIX_FADV_WILLNEED)
 
     def _read(self, label: Label, buffer: memoryview) -> Reason | None:
         with self._lock:
@@ -227,9 +241,9 @@ class DiskMedium:
             return header
         if (reason := header.matches(self._fingerprint, label, buffer.nbytes)) is not None:
             return reason
-        done = 0
+        done, (file, payload_at, _) = 0, self._place(slot)
         while done < buffer.nbytes:
-            count = os.preadv(self._file(slot), [buffer[done:]], self._payload_at(slot) + done)
+            count = os.preadv(file, [buffer[done:]], payload_at + done)
             if not count:
                 return Reason.TRUNCATED
             done += count
@@ -286,43 +300,65 @@ class DiskMedium:
         if self._is_full or time.monotonic() < self._may_grow_at:
             return False
         try:
-            file = self._new_slab()
+            if not self._has_room():
+                # For good: the size is fixed, and nobody else writes here. Listing the files again for every block
+                # took nearly half of the time of writing it.
+                self._is_full = True
+                return False
+            self._add(*self._new_slab())
         except OSError as error:
             logger.warning("disk: no further %d bytes for slots: %s", self._layout.slab_bytes, error)
             self._may_grow_at = time.monotonic() + GROW_AGAIN_SECONDS
             return False
-        if file is None:
-            # For good: the size is fixed, and nobody else writes here. Listing the files again for every block took
-            # nearly half of the time of writing it.
-            self._is_full = True
-            return False
-        self._add(file)
         return True
 
-    def _new_slab(self) -> int | None:
-        """Create the file of a slab; None if this model's own slabs leave no room within the total size."""
+    def _has_room(self) -> bool:
+        """Whether the total size allows one more slab, for which other models' are removed, the oldest first."""
         while slab_bytes_in(self._root) + self._layout.slab_bytes > self._size:
             others = [folder for folder in model_folders(self._root) if folder != self._folder]
             if not others:
-                return None
+                return False
             oldest = min(others, key=lambda f: f.stat().st_mtime)
             logger.info("disk: the blocks of %s go for those of this model", oldest.name)
             shutil.rmtree(oldest)
-        path = slab_path(self._folder, len(self._files))
+        return True
+
+    def _new_slab(self) -> tuple[int, SlabLayout]:
+        """Create the file of a slab, smaller than usual if the file system has no room for more.
+
+        Raises:
+            OSError: there is none for the smallest slab either: that of one block if it is the first.
+        """
+        layout = self._layout
+        least = self._layout.slab_bytes // LEAST_SLAB_SHARE if self._slabs else 0
+        while True:
+            try:
+                return self._create(layout), layout
+            except OSError as error:
+                smaller = SlabLayout.within(layout.slab_bytes // 2, layout.block_bytes)
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not smaller.num_slots:
+                    raise
+                if smaller.slab_bytes < least:
+                    raise
+                layout = smaller
+
+    def _create(self, layout: SlabLayout) -> int:
+        path = slab_path(self._folder, len(self._slabs))
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            _reserve(file, self._layout.slab_bytes)
-            _write_all(file, memoryview(self._layout.pack()), 0)
+            _reserve(file, layout.slab_bytes)
+            _write_all(file, memoryview(layout.pack()), 0)
         except OSError:
             os.close(file)
             path.unlink(missing_ok=True)
             raise
         return file
 
-    def _add(self, file: int) -> None:
-        first = len(self._files) * self._layout.num_slots
-        self._files.append(file)
-        self._free.extend(range(first + self._layout.num_slots - 1, first - 1, -1))
+    def _add(self, file: int, layout: SlabLayout) -> None:
+        first = self._slabs[-1].first + self._slabs[-1].layout.num_slots if self._slabs else 0
+        self._slabs.append(_Slab(file, layout, first))
+        self._firsts.append(first)
+        self._free.extend(range(first + layout.num_slots - 1, first - 1, -1))
 
     def _open_all(self) -> None:
         """Open the slabs of an earlier process and read their headers."""
@@ -346,22 +382,24 @@ class DiskMedium:
 
     def _open_slab(self, path: Path) -> Iterator[tuple[int, int, bytes]]:
         """Open a slab and yield its blocks as (number of the write, slot, header); a useless slab is removed."""
-        layout = self._layout
-        expected = slab_path(self._folder, len(self._files))
+        expected = slab_path(self._folder, len(self._slabs))
         file = os.open(path, os.O_RDONLY if self._is_read_only else os.O_RDWR)
-        found = SlabLayout.unpack(os.pread(file, PREAMBLE_BYTES, 0), os.fstat(file).st_size)
-        if found != layout or (len(self._files) + 1) * layout.slab_bytes > self._size:
+        layout = SlabLayout.unpack(os.pread(file, PREAMBLE_BYTES, 0), os.fstat(file).st_size)
+        if not isinstance(layout, Reason) and layout.block_bytes != self._layout.block_bytes:
+            layout = Reason.LAYOUT
+        used = sum(slab.layout.slab_bytes for slab in self._slabs)
+        if isinstance(layout, Reason) or used + layout.slab_bytes > self._size:
             logger.warning("disk: %s is of another layout or size, or cut short: it is given up", path)
-            if found != layout:
-                self.open_misses[found if isinstance(found, Reason) else Reason.LAYOUT] += 1
+            if isinstance(layout, Reason):
+                self.open_misses[layout] += 1
             os.close(file)
             if not self._is_read_only:
                 path.unlink()
             return
         if path != expected and not self._is_read_only:
             path.rename(expected)  # a slab before it was removed
-        first = len(self._files) * layout.num_slots
-        self._add(file)
+        self._add(file, layout)
+        first = self._firsts[-1]
         table = os.pread(file, layout.table_bytes, layout.header_at(0))
         for index in range(layout.num_slots):
             raw = table[index * HEADER_BYTES : (index + 1) * HEADER_BYTES]
@@ -375,14 +413,11 @@ class DiskMedium:
             elif reason is not Reason.ABSENT:
                 self.open_misses[reason] += 1
 
-    def _file(self, slot: int) -> int:
-        return self._files[slot // self._layout.num_slots]
-
-    def _header_at(self, slot: int) -> int:
-        return self._layout.header_at(slot % self._layout.num_slots)
-
-    def _payload_at(self, slot: int) -> int:
-        return self._layout.payload_at(slot % self._layout.num_slots)
+    def _place(self, slot: int) -> tuple[int, int, int]:
+        """Return the file that has a slot, and where its payload and its header begin there."""
+        slab = self._slabs[bisect_right(self._firsts, slot) - 1]
+        index = slot - slab.first
+        return slab.file, slab.layout.payload_at(index), slab.layout.header_at(index)
 
 
 def _noted(raw: bytes) -> Header:

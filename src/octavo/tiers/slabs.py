@@ -26,6 +26,8 @@ from octavo.tiers.header import HEADER_BYTES, Header, read_header
 
 ALIGNMENT = 4096
 SLAB_BYTES = 256 << 20
+LEAST_SLAB_SHARE = 16
+"""Slabs after the first have at least this part of the usual size, however little room the file system has."""
 
 INDEX_BYTES = 560
 """Memory that `DiskMedium` takes at most for each slot that holds a block, besides the eviction policy: its header and
