@@ -98,7 +98,7 @@ def test_bad_words_hold_after_a_preemption() -> None:
     ],
 )
 def test_what_cannot_be_is_refused_with_the_numbers(params: dict[str, Any], param: str, says: str) -> None:
-    with tiny_core(max_allowed_token_ids=256) as core:
+    with tiny_core(limits={"max_allowed_token_ids": 256}) as core:
         with pytest.raises(RequestError, match=says) as refusal:
             core.make_request([1], SamplingParams(**params))
         assert refusal.value.param == param
@@ -106,7 +106,7 @@ def test_what_cannot_be_is_refused_with_the_numbers(params: dict[str, Any], para
 
 
 def test_a_bad_word_and_min_tokens_that_rule_out_the_whole_vocabulary_are_refused() -> None:
-    with tiny_core(max_stop_token_ids=VOCAB_SIZE) as core:
+    with tiny_core(limits={"max_stop_token_ids": VOCAB_SIZE}) as core:
         stops = set(range(VOCAB_SIZE)).difference(letters(core)[:1])
         for words in ["b"], ["aa"]:
             core.make_request([1], SamplingParams(stop_token_ids=stops, bad_words=words, min_tokens=1))

@@ -95,7 +95,7 @@ def test_fewer_continuations_than_beams_are_those_of_transformers(
     make_llm: MakeLLM, tiny_llama: Path, model: Any, num_going_on: int
 ) -> None:
     """Until 6 tokens are there all others end an output and are masked: a search of 4 begins narrower than that."""
-    llm = make_llm(tiny_llama, block_size=4, max_stop_token_ids=VOCAB)
+    llm = make_llm(tiny_llama, block_size=4, limits={"max_stop_token_ids": VOCAB})
     enders = [token for token in range(VOCAB) if not 3 <= token < 3 + num_going_on]
     params = SamplingParams(
         use_beam_search=True, n=4, max_tokens=12, min_tokens=6, ignore_eos=True, stop_token_ids=enders
