@@ -161,9 +161,9 @@ class Recorder:
         self._inner = inner
         self.operations: list[Operation] = []
 
-    def publish(self, block_id: BlockId, position: int, priority: int, key: bytes = b"") -> None:
-        self.operations.append(("publish", (block_id, position, priority, key)))
-        self._inner.publish(block_id, position, priority, key)
+    def publish(self, block_id: BlockId, priority: int, key: bytes = b"") -> None:
+        self.operations.append(("publish", (block_id, priority, key)))
+        self._inner.publish(block_id, priority, key)
 
     def hit(self, block_ids: Sequence[BlockId], priority: int) -> None:
         self.operations.append(("hit", (tuple(block_ids), priority)))

@@ -32,8 +32,8 @@ NAMES = sorted(EVICTION_POLICIES)
 
 def hold(policy: EvictionPolicy, *blocks: int, priority: int = 0) -> None:
     """Publish the blocks as those of one sequence, and give them up from its tail."""
-    for position, block in reversed(list(enumerate(blocks))):
-        policy.publish(BlockId(block), position, priority)
+    for block in reversed(blocks):
+        policy.publish(BlockId(block), priority)
     for block in reversed(blocks):
         policy.add(BlockId(block))
 
@@ -113,7 +113,7 @@ def test_evicting_many_at_once_is_as_evicting_them_one_by_one(name: str) -> None
         priority = rng.randrange(3)
         for policy in (together, alone):
             for block, key in named:
-                policy.publish(BlockId(block), key % 50, priority, key.to_bytes(16, "little"))
+                policy.publish(BlockId(block), priority, key.to_bytes(16, "little"))
             use(policy, *again, priority=priority)
             for block in blocks:
                 policy.add(BlockId(block))
@@ -125,7 +125,7 @@ def test_evicting_many_at_once_is_as_evicting_them_one_by_one(name: str) -> None
 
 
 def test_null_blocks_in_a_hit_are_passed_over(policy: EvictionPolicy) -> None:
-    policy.publish(BlockId(1), 1, 0)
+    policy.publish(BlockId(1), 0)
     policy.hit([NULL_BLOCK, BlockId(1)], 0)
     policy.add(BlockId(1))
     assert policy.evict() == 1
@@ -162,7 +162,7 @@ def test_many_blocks_come_and_go_as_they_would_one_by_one(policy: EvictionPolicy
         for each in (policy, other):
             for block in range(1, 301):
                 if BlockId(block) not in each:
-                    each.publish(BlockId(block), 0, 0)
+                    each.publish(BlockId(block), 0)
         ids = np.array(rng.sample([b for b in range(1, 301) if BlockId(b) not in policy], many), np.int32)
         policy.add_all(ids)
         for block in ids.tolist():
@@ -236,7 +236,7 @@ def replay(policy: EvictionPolicy, references: Iterable[int], pool: int) -> floa
         else:
             block = len(places) + 1 if len(places) < pool else policy.evict()
             places.pop(keys.get(block, -1), None)
-            policy.publish(BlockId(block), 0, 0, reference.to_bytes(16, "little"))
+            policy.publish(BlockId(block), 0, reference.to_bytes(16, "little"))
             places[reference], keys[block] = block, reference
         policy.add(BlockId(block))
     return hits / total
@@ -275,7 +275,7 @@ def replay_prompts(policy: EvictionPolicy, prompts: Iterable[list[int]], pool: i
             block = BlockId(free.pop() if free else policy.evict())
             places.pop(keys.get(block, -1), None)
             places[key], keys[block] = block, key
-            policy.publish(block, position, 0, key.to_bytes(16, "little"))
+            policy.publish(block, 0, key.to_bytes(16, "little"))
             held.append(block)
         for block in reversed(held):
             policy.add(block)
@@ -310,7 +310,7 @@ def test_adaptive_counts_many_hits_at_once_as_it_does_one_by_one() -> None:
         hold(policy, *blocks)
         for number in range(20):  # so that it has begun to count
             policy.restore(policy.evict())
-            policy.publish(BlockId(101), 0, 0, number.to_bytes(16, "little"))
+            policy.publish(BlockId(101), 0, number.to_bytes(16, "little"))
     together.hit([NULL_BLOCK, *blocks, NULL_BLOCK], 0)
     for block in blocks:
         alone.hit([block], 0)
@@ -378,10 +378,10 @@ class PolicyMachine(RuleBasedStateMachine):
         self.active: set[BlockId] = set()
         self.given: BlockId | None = None
 
-    @rule(block=st.integers(1, 12), position=st.integers(0, 6), priority=st.integers(-2, 2))
-    def publish(self, block: int, position: int, priority: int) -> None:
+    @rule(block=st.integers(1, 12), priority=st.integers(-2, 2))
+    def publish(self, block: int, priority: int) -> None:
         if block not in self.held:
-            self.policy.publish(BlockId(block), position, priority)
+            self.policy.publish(BlockId(block), priority)
             self.active.add(BlockId(block))
             self.given = None
 

@@ -59,7 +59,7 @@ def test_a_block_computed_again_under_cached_descendants_waits_for_them() -> Non
     tree.drop([policy.evict()])
     policy.add(BlockId(2))
     publish(tree, [1], first_block=9)
-    policy.publish(BlockId(9), 0, 0, tree.key(BlockId(9)))
+    policy.publish(BlockId(9), 0, tree.key(BlockId(9)))
     policy.add(BlockId(9))
     policy.remove(BlockId(2))
     policy.add(BlockId(2))
@@ -97,7 +97,7 @@ def test_evicting_many_at_once_is_as_evicting_them_one_by_one(name: str, head_fi
             policy.hit(held, 0)
             new = [index for index in range(len(tokens)) if tree.put(0, chain, index, blocks[index])]
             for index in new if head_first else reversed(new):
-                policy.publish(blocks[index], index, 0, chain.key(index + 1))
+                policy.publish(blocks[index], 0, chain.key(index + 1))
             held += [blocks[index] for index in new]
             policy.add_all(np.array(held if head_first else held[::-1], np.int32))
             found.append(held)

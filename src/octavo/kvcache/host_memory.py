@@ -399,7 +399,7 @@ class HostMemory:
         self._origins[slot] = "host"
         if label is not None and not label.is_private:
             self._tokens[slot * self._width : (slot + 1) * self._width] = label.tokens
-            self._eviction.publish(BlockId(slot + 1), 0, 0, label.key)
+            self._eviction.publish(BlockId(slot + 1), 0, label.key)
         self._settle(slot)
         return label if self._states[slot] is Slot.READY else None
 

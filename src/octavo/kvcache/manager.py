@@ -407,7 +407,7 @@ class KVCacheManager:
         # The tail first, as on release, so that among blocks published together the tail is evicted first.
         published.reverse()
         for block, index, group in published:
-            self.pool.mark_published(block, index, seq.request.priority, group_key(group, chain.key(index + 1)))
+            self.pool.mark_published(block, seq.request.priority, group_key(group, chain.key(index + 1)))
         self.ledger.published([(block, index) for block, index, _ in published], chain)
         self.hierarchy.published(published, chain, seq.request.tenant)
         holding.num_published = filled

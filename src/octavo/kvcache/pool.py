@@ -227,11 +227,10 @@ class BlockPool:
         self._eviction.add_all(cached)
         self.num_cached += len(cached)
 
-    def mark_published(self, block_id: BlockId, position: int = 0, priority: int = 0, key: bytes = b"") -> None:
+    def mark_published(self, block_id: BlockId, priority: int = 0, key: bytes = b"") -> None:
         """Mark an active block as published in the prefix cache: once unreferenced it is cached rather than free.
 
         Args:
-            position: index of the block in its sequence, for the eviction policy.
             priority: priority of the request that computed it, for the eviction policy.
             key: key of its contents, for the eviction policy.
         """
@@ -239,7 +238,7 @@ class BlockPool:
             raise CacheError(f"block {block_id} is {self.state(block_id).value} and cannot be published")
         self._published[block_id] = 1
         self.num_published_ever += 1
-        self._eviction.publish(block_id, position, priority, key)
+        self._eviction.publish(block_id, priority, key)
 
     def note_hit(self, block_ids: Sequence[BlockId], priority: int) -> None:
         """Note that a request of this priority acquired these blocks by a prefix hit; null blocks are skipped."""

@@ -279,7 +279,7 @@ class DiskMedium:
 
     def _note(self, slot: int, raw: bytes) -> None:
         self._enter(slot, raw)
-        self._eviction.publish(BlockId(slot + 1), 0, 0, _noted(raw).key)
+        self._eviction.publish(BlockId(slot + 1), 0, _noted(raw).key)
         self._eviction.add(BlockId(slot + 1))
 
     def _enter(self, slot: int, raw: bytes) -> None:

@@ -65,7 +65,7 @@ class AdaptiveEviction:
             self._stamps = self._stamps + array("i", [0]) * missing
             self._prefixes = self._prefixes + array("Q", [0]) * missing
 
-    def publish(self, block_id: BlockId, position: int, priority: int, key: bytes = b"") -> None:
+    def publish(self, block_id: BlockId, priority: int, key: bytes = b"") -> None:
         if block_id >= len(self._kinds):
             self._reserve(block_id)
         if self._clock >= _LATEST:

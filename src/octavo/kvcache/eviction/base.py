@@ -21,11 +21,10 @@ class EvictionPolicy(Protocol):
     Every operation is O(1) or amortised O(log n) in the number of held blocks.
     """
 
-    def publish(self, block_id: BlockId, position: int, priority: int, key: bytes = b"") -> None:
+    def publish(self, block_id: BlockId, priority: int, key: bytes = b"") -> None:
         """Note that an active block enters the prefix cache; what was known about this id is discarded.
 
         Args:
-            position: index of the block within its sequence; it can be recomputed only after those before it.
             priority: priority of the request that computed it; lower is more important.
             key: identifies its contents across evictions; may be empty.
         """

@@ -46,8 +46,8 @@ class LeavesFirst:
         self._inner.reserve(num_blocks)
         self._grow(num_blocks)
 
-    def publish(self, block_id: BlockId, position: int, priority: int, key: bytes = b"") -> None:
-        self._inner.publish(block_id, position, priority, key)
+    def publish(self, block_id: BlockId, priority: int, key: bytes = b"") -> None:
+        self._inner.publish(block_id, priority, key)
         if orphans := self._orphans.pop(key, None):
             self._count(block_id, len(orphans))
 

@@ -44,7 +44,7 @@ class RankedEviction(ABC):
     def rank(self, block_id: BlockId) -> float:
         """Return the rank of a block that is about to be held."""
 
-    def publish(self, block_id: BlockId, position: int, priority: int, key: bytes = b"") -> None:
+    def publish(self, block_id: BlockId, priority: int, key: bytes = b"") -> None:
         return
 
     def hit(self, block_ids: Sequence[BlockId], priority: int) -> None:
@@ -193,7 +193,7 @@ class FifoEviction(RankedEviction):
         self._published = BlockNumbers()
         self._count = 0
 
-    def publish(self, block_id: BlockId, position: int, priority: int, key: bytes = b"") -> None:
+    def publish(self, block_id: BlockId, priority: int, key: bytes = b"") -> None:
         self._count += 1
         self._published[block_id] = self._count
 
@@ -212,7 +212,7 @@ class PriorityEviction(RankedEviction):
         super().__init__()
         self._priority = BlockNumbers()
 
-    def publish(self, block_id: BlockId, position: int, priority: int, key: bytes = b"") -> None:
+    def publish(self, block_id: BlockId, priority: int, key: bytes = b"") -> None:
         self._priority[block_id] = priority
 
     def hit(self, block_ids: Sequence[BlockId], priority: int) -> None:

@@ -38,7 +38,7 @@ class LruEviction:
             # New arrays, because growing one may allocate more than that.
             self._next, self._previous = self._next + more, self._previous + more
 
-    def publish(self, block_id: BlockId, position: int, priority: int, key: bytes = b"") -> None:
+    def publish(self, block_id: BlockId, priority: int, key: bytes = b"") -> None:
         return
 
     def hit(self, block_ids: Sequence[BlockId], priority: int) -> None:
