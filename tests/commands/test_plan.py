@@ -184,9 +184,65 @@ def test_without_options_the_plan_is_for_this_machine(
 def test_the_table_names_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "llama-3.1-70b", "--context", "4096", "--concurrency", "256", "--memory", "80GiB"]) == 0
     out = capsys.readouterr().out
-    for figure in ("327,680 bytes", "1,342,177,280 bytes", "343,597,383,680 bytes (320.00 GiB)", "does not fit"):
+    assert out.startswith("Does not fit: 256 users with 4,096 tokens each need ")
+    for figure in ("320.00 KiB", "1.25 GiB", "320.00 GiB", "by an engine that can: Octavo serves on one"):
         assert figure in out
     assert "contiguous" in out
+
+
+def test_users_and_contexts_that_fit_are_counted(plan: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["llama-3.1-8b", "--memory", "24GiB"]
+    memory = plan(*options)["memory"]
+    longest = memory["longest_context"]
+    assert plan(*options, "--context", longest)["memory"]["sequences_that_fit"] >= 1
+    assert plan(*options, "--context", longest + 1)["memory"]["sequences_that_fit"] == 0
+    for row in memory["by_context"]:
+        at_once = plan(*options, "--context", row["context"])["memory"]["sequences_that_fit"]
+        assert at_once == row["sequences_that_fit"]
+    assert main(["plan", *options, "--context", "8192"]) == 0
+    assert capsys.readouterr().out.startswith("Fits: 5 users with 8,192 tokens each need ")
+
+
+def test_weights_are_counted_by_kind_without_the_file(plan: Callable[..., Any]) -> None:
+    parameters = plan("llama-3.1-8b")["parameters"]
+    assert plan("llama-3.1-8b", "--weights", "q8_0")["weight_bytes"] == parameters * 34 // 32
+    # llama.cpp's file of it has 4.92e9 bytes.
+    assert plan("llama-3.1-8b", "--weights", "q4_k_m")["weight_bytes"] == pytest.approx(4.92e9, rel=0.01)
+    fp8 = plan("deepseek-r1", "--weights", "fp8")
+    assert fp8["weight_bytes"] == pytest.approx(671e9, rel=0.01)
+    assert any("does not load fp8" in note for note in fp8["notes"])
+    assert any("published in fp8: --weights fp8 counts it so" in note for note in plan("deepseek-r1")["notes"])
+
+
+def test_a_process_on_a_cpu_is_counted(plan: Callable[..., Any]) -> None:
+    answer = plan("smollm2", "--device", "cpu", "--memory", "8GiB")
+    assert answer["process_bytes"] == 383 << 20
+    parts = ("weight_bytes_per_device", "activation_bytes_per_device", "kv_bytes_total_per_device", "process_bytes")
+    null_block = answer["block_bytes_per_device"]
+    assert answer["memory_needed_per_device"] == sum(answer[part] for part in parts) + null_block
+    assert plan("smollm2", "--device", "cuda", "--memory", "8GiB")["process_bytes"] == 0
+
+
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True, "head_dim": 64,
+    "hidden_act": "silu", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "sliding_window": 128, "vocab_size": 201088,
+    "max_position_embeddings": 131072, "num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 32,
+    "num_experts_per_tok": 4, "experts_per_token": 4, "rms_norm_eps": 1e-05, "rope_theta": 150000,
+    "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn", "truncate": False,
+                     "original_max_position_embeddings": 4096},
+    "swiglu_limit": 7.0, "tie_word_embeddings": False, "eos_token_id": 200002,
+    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]},
+}  # fmt: skip
+
+
+def test_gpt_oss_is_planned_from_its_configuration(plan: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS))
+    answer = plan(tmp_path, "--context", 8192)
+    assert answer["parameters"] == pytest.approx(20.9e9, rel=0.01)
+    assert answer["kv_bytes_per_token"] == 24 * 8 * 64 * 2 * 2
+    assert answer["sliding_window"]["windows"] == [128]
+    assert any("--weights mxfp4" in note for note in answer["notes"])
 
 
 def test_every_well_known_model_has_a_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,6 +255,7 @@ def test_every_well_known_model_has_a_table(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (["llama-3.1-8b", "--memory", "80"], "memory is 80 bytes; if you mean gigabytes, write 80GiB"),
         (["llma-3.1-70b"], "did you mean llama-3.1-70b"),
         (["llama-2-7b", "--context", "5000"], "a context of 5000 tokens is over max_model_len, which is 4096"),
         (["llama-2-7b", "--max-model-len", "5000"], "max_model_len is 5000, but llama-2-7b supports at most 4096"),
@@ -239,14 +296,14 @@ def test_on_a_cpu_a_swap_space_asked_for_is_part_of_the_memory_needed(
     tight = plan(*options, "--memory", "20GiB", "--kv-cache-memory", "4GiB")
     assert 0 < tight["swap_bytes"] < 2**30
     main(["plan", "llama-3.1-8b", "--device", "cpu", "--swap-space", "4GiB"])
-    assert "swap space   4,294,967,296 bytes (4.00 GiB)" in capsys.readouterr().out
+    assert "swap space   4.00 GiB" in capsys.readouterr().out
 
 
 def test_beside_a_gpu_the_swap_space_is_the_hosts(plan: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
     none, some = (plan("llama-3.1-8b", "--device", "cuda", "--swap-space", size) for size in ("0", "4GiB"))
     assert none["memory_needed_per_device"] == some["memory_needed_per_device"]
     main(["plan", "llama-3.1-8b", "--device", "cuda"])
-    assert "(1.00 GiB), in the host's memory" in capsys.readouterr().out
+    assert "1.00 GiB, in the host's memory" in capsys.readouterr().out
 
 
 def test_prefixes_in_host_memory_are_part_of_the_plan(
@@ -260,7 +317,7 @@ def test_prefixes_in_host_memory_are_part_of_the_plan(
         assert some["memory_needed_per_device"] - none["memory_needed_per_device"] == needed
     main(["plan", "llama-3.1-8b", "--device", "cuda", "--kv-host-memory", "8GiB"])
     slots = some["host_prefix_slots"]
-    assert f"(8.00 GiB), {slots:,} blocks, {16 * slots:,} tokens, in the host's memory" in (capsys.readouterr().out)
+    assert f"8.00 GiB, {slots:,} blocks, {16 * slots:,} tokens, in the host's memory" in (capsys.readouterr().out)
     assert "a block and its bookkeeping take" in refusal("llama-3.1-8b", "--kv-host-memory", "10")
 
 

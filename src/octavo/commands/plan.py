@@ -69,12 +69,13 @@ def _this_machine(args: argparse.Namespace) -> dict[str, Any]:
 
 def _tables(report: Mapping[str, Any]) -> Iterator[str]:
     """Yield the report as text: the workload, its memory by item, and the alternatives."""
+    yield _verdict(report)
     yield f"{report['model']}: {report['architecture']}, {report['parameters'] / 1e9:.2f} billion parameters"
     devices = report["tensor_parallel_size"]
     yield (
         f"{report['concurrency']:,} {'sequence' if report['concurrency'] == 1 else 'sequences'} of "
         f"{report['context']:,} tokens in blocks of {report['block_size']:,}, "
-        f"weights {report['dtype']}, KV cache {report['kv_cache_dtype']}, {devices} × {report['device']}"
+        f"weights {report['weights']}, KV cache {report['kv_cache_dtype']}, {devices} × {report['device']}"
     )
     yield from _table(
         "KV cache",
@@ -95,11 +96,13 @@ def _tables(report: Mapping[str, Any]) -> Iterator[str]:
             "swap space": _swap(report),
             **_host_prefixes(report),
             **_stores(report),
+            **({"process": _size(report["process_bytes"])} if report["process_bytes"] else {}),
             "needed": _size(report["memory_needed_per_device"]),
         },
     )
     if (memory := report["memory"]) is not None:
-        yield from _table("what fits", _fitting(memory))
+        yield from _table("what fits", _fitting(memory, report["device"]))
+        yield from _table("users at once by context", _users(memory["by_context"]))
     yield from _alternatives(report)
     if (window := report["sliding_window"]) is not None:
         yield ""
@@ -111,18 +114,44 @@ def _tables(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"note: {note}"
 
 
-def _fitting(memory: Mapping[str, Any]) -> dict[str, str]:
+def _verdict(report: Mapping[str, Any]) -> str:
+    """Return the answer in a sentence."""
+    count, context, memory = report["concurrency"], report["context"], report["memory"]
+    users = f"{count:,} {'user' if count == 1 else 'users'} with {context:,} tokens each"
+    need = "needs" if count == 1 else "need"
+    needed = f"{need} {format_bytes(report['memory_needed_per_device'])} of each device's memory"
+    if memory is None:
+        return f"{users} {needed}."
+    if memory["sequences_that_fit"] >= count:
+        return f"Fits: {users} {needed}."
+    longest = memory["longest_context"]
+    rest = f"with {longest:,} tokens each they would" if longest else "nor does any shorter context"
+    return f"Does not fit: {users} {needed}; {rest}."
+
+
+def _users(rows: Sequence[Mapping[str, int]]) -> dict[str, str]:
+    fitting = [row for row in rows if row["sequences_that_fit"]]
+    return {f"{row['context']:,} tokens": f"{row['sequences_that_fit']:,}" for row in fitting or rows[:1]}
+
+
+def _fitting(memory: Mapping[str, Any], device: str) -> dict[str, str]:
     rows = {
         "memory of one device": _size(memory["memory_per_device"]) if memory["memory_per_device"] else "not given",
-        "left for the KV cache": _size(memory["kv_cache_bytes_per_device"]),
+        "left for the KV cache": _size(memory["kv_cache_bytes_per_device"])
+        + (", at most 40 % of what the weights leave; --kv-cache-memory gives it more" if device == "cpu" else ""),
         "blocks": f"{memory['pool_blocks']:,}",
         "sequences at once": f"{memory['sequences_that_fit']:,}",
+        "longest context": f"{memory['longest_context']:,} tokens",
     }
     if "fits" in memory:
         rows["the workload"] = "fits" if memory["fits"] else "does not fit"
     if not memory["sequences_that_fit"] or not memory.get("fits", True):
         devices = memory["smallest_tensor_parallel_size"]
-        rows["would fit"] = f"on {devices} such devices" if devices else "on no number of such devices"
+        rows["would fit"] = (
+            f"divided among {devices} such devices, by an engine that can: Octavo serves on one"
+            if devices
+            else "on no number of such devices"
+        )
     return rows
 
 
@@ -189,7 +218,7 @@ def _stores(report: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _size(count: int) -> str:
-    return f"{count:,} bytes" if count < 1024 else f"{count:,} bytes ({format_bytes(count)})"
+    return format_bytes(count)
 
 
 def _share(share: float) -> str:

@@ -38,6 +38,32 @@ from octavo.planner.machine import CPU_MEMORY_SHARE
 from octavo.planner.model_shape import ModelShape, divide, possible_groups
 
 _DEFAULT_MAX_NUM_SEQS = 256
+# Nothing that is planned for has less memory: a number without a unit was meant as gigabytes.
+_LEAST_MEMORY = 1 << 20
+# What an engine's process takes on a CPU besides weights, activations and blocks (interpreter, libraries, tokenizer),
+# and its helper processes: 275 MiB, 88 MiB and 20 MiB, measured with SmolLM2-135M.
+PROCESS_BYTES = (275 + 88 + 20) << 20
+_CONTEXTS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 524288, 1048576)
+
+# Kinds of weights that no loader of ours reads.
+_NOT_LOADED = ("fp8", "int4")
+
+WEIGHT_BITS: Mapping[str, float] = {
+    "float32": 32,
+    "bfloat16": 16,
+    "float16": 16,
+    "fp8": 8,
+    "q8_0": 8.5,
+    "q6_k": 6.5625,
+    "q5_k_m": 5.70,
+    "q4_k_m": 4.89,
+    "q4_1": 5,
+    "q4_0": 4.5,
+    "mxfp4": 4.25,
+    "int4": 4.25,
+}
+"""Bits of a weight by kind, scales included: ggml's blocks; for mixtures of blocks (…_m) what Llama 3.1 8B takes;
+`int4` with a scale of 16 bits for each group of 64, `fp8` with a scale for each block of 128 × 128 or more."""
 
 
 _option = partial(option, group="what is planned for")
@@ -62,6 +88,9 @@ class PlanOptions(Options):
     )
     tensor_parallel_size: int = _option(
         1, "number of devices that share the model; for planning only: octavo serve uses one", least=1
+    )
+    weights: Literal["auto", *WEIGHT_BITS] = _option(  # type: ignore[valid-type]
+        "auto", "kind of weights to count without the file; auto: the file's, or --dtype"
     )
     dtype: Literal["auto", *DTYPE_BYTES] = _option(  # type: ignore[valid-type]
         "auto", "weights and activations; auto: bfloat16"
@@ -105,6 +134,9 @@ class PlanOptions(Options):
     )
 
     def _check_together(self) -> None:
+        for name in ("memory", "kv_cache_memory"):
+            if isinstance(size := getattr(self, name), int) and size < _LEAST_MEMORY:
+                raise ConfigError(f"{name} is {size} bytes; if you mean gigabytes, write {size}GiB")
         if (self.kv_disk_size or self.kv_remote) and not self.kv_host_memory:
             object.__setattr__(self, "kv_host_memory", STAGING_MEMORY)
 
@@ -163,10 +195,19 @@ class Deployment:
 
     @property
     def weights(self) -> int:
+        if self.options.weights != "auto":
+            return int(self.shape.parameters.total * WEIGHT_BITS[self.options.weights] / 8)
         if self.model.packed_bytes and self.options.device == "cpu" and self.dtype != "float32":
             return -(-self.model.packed_bytes // self.options.tensor_parallel_size)
         # With the compiled kernels a tied head is multiplied from the embedding itself.
         return weight_bytes(self.shape, self.dtype, tied_head_copied=False)
+
+    @property
+    def _weight_kind(self) -> str:
+        if self.options.weights != "auto":
+            return self.options.weights
+        packed = self.model.packed_bytes and self.options.device == "cpu" and self.dtype != "float32"
+        return "as in the GGUF file" if packed else self.dtype
 
     @property
     def max_num_seqs(self) -> int:
@@ -268,7 +309,8 @@ class Deployment:
         cache = cost.blocks_for(concurrency) * spec.block_bytes
         on_device = self.weights + self.activations + cache + spec.block_bytes
         on_device += self._swap_set_aside + self._prefixes_set_aside
-        on_device += self._store_bytes if self.options.device == "cpu" else 0
+        process = PROCESS_BYTES if self.options.device == "cpu" else 0
+        on_device += process + (self._store_bytes if self.options.device == "cpu" else 0)
         return {
             "model": self.model.name,
             "architecture": self.model.architecture,
@@ -280,6 +322,7 @@ class Deployment:
             "tensor_parallel_size": devices,
             "kv_heads_per_device": self.shape.num_kv_heads,
             "dtype": self.dtype,
+            "weights": self._weight_kind,
             "kv_cache_dtype": self.kv_dtype,
             "max_model_len": self.max_model_len,
             "context": self.context,
@@ -301,6 +344,7 @@ class Deployment:
             "host_prefix_bytes": self._host_memory,
             "host_prefix_slots": prefix_slots(spec, self._host_memory),
             "store_bytes": self._store_bytes,
+            "process_bytes": process,
             "memory_needed_per_device": on_device,
             "kv_groups": [
                 {
@@ -376,10 +420,33 @@ class Deployment:
             "pool_bookkeeping_bytes": pool.num_blocks * self._bookkeeping_bytes if pool else 0,
             "sequences_that_fit": self.sequences_that_fit(self.cost),
         }
+        figures["by_context"] = self._by_context()
+        figures["longest_context"] = self._longest_context()
         if self.options.concurrency is not None:
             figures["fits"] = self.options.concurrency <= figures["sequences_that_fit"]
         figures["smallest_tensor_parallel_size"] = self._smallest_group()
         return figures
+
+    def _with_context(self, context: int) -> int:
+        """Return how many sequences of that many tokens fit."""
+        return self.sequences_that_fit(SequenceCost.of(self.spec, context, self.options.max_num_batched_tokens))
+
+    def _by_context(self) -> list[dict[str, int]]:
+        """How many users of each context fit, up to the longest context."""
+        contexts = [context for context in _CONTEXTS if context < self.max_model_len] + [self.max_model_len]
+        return [{"context": context, "sequences_that_fit": self._with_context(context)} for context in contexts]
+
+    def _longest_context(self) -> int:
+        """The longest context of which `concurrency` sequences fit, or one if none is given; 0: not one token fits."""
+        wanted = self.options.concurrency or 1
+        fits, too_long = 0, self.max_model_len + 1
+        while too_long - fits > 1:
+            middle = (fits + too_long) // 2
+            if self._with_context(middle) >= wanted:
+                fits = middle
+            else:
+                too_long = middle
+        return fits
 
     def _smallest_group(self) -> int | None:
         """The smallest number of such devices that holds the workload; None if no possible number does."""
@@ -397,10 +464,17 @@ class Deployment:
             notes.append(f"each of the {kv_heads} KV heads is kept by {devices // kv_heads} of the {devices} devices")
         if (latents := self.model.latent_elements_per_token) is not None:
             bits = layer_formats(self.kv_dtype, len(self.model.kv_layers))[0].keys.bits
+            expanded = devices * self.spec.bytes_per_token
             notes.append(
-                f"a cache of latents would take {latents * bits // 8:,} bytes a token, "
-                f"not {devices * self.spec.bytes_per_token:,}"
+                f"an engine whose cache holds the latents takes {latents * bits // 8:,} bytes a token where Octavo "
+                f"takes {expanded:,}: it fits {expanded * 8 / (latents * bits):.0f} times as many"
             )
+        if self.options.weights == "auto" and (published := self.model.published_weights) is not None:
+            notes.append(f"the checkpoint is published in {published}: --weights {published} counts it so")
+        if self.options.weights in _NOT_LOADED:
+            notes.append(f"for planning only: Octavo does not load {self.options.weights} weights")
+        elif "_k" in self.options.weights and self.options.device == "cpu":
+            notes.append("a CPU holds K-quants as Q4_1 or Q8_0 once they are loaded: give the GGUF file to count that")
         if (budget := self.budget) is not None and budget.left < 0:
             notes.append(
                 f"weights ({format_bytes(budget.weights)}), activations ({format_bytes(budget.activations)}) "

@@ -83,6 +83,7 @@ def _deepseek(
     visited: int,
     expert_width: int,
     dense_layers: int,
+    **more: Any,
 ) -> KnownConfig:
     return _row(
         f"Deepseek{generation}",
@@ -99,6 +100,7 @@ def _deepseek(
         num_experts_per_tok=visited,
         moe_intermediate_size=expert_width,
         first_k_dense_replace=dense_layers,
+        **more,
     )
 
 
@@ -116,6 +118,7 @@ _DEEPSEEK_V3 = _deepseek(
     visited=8,
     expert_width=2048,
     dense_layers=3,
+    quantization_config={"quant_method": "fp8"},
 )
 
 # layers, hidden size, intermediate size, query heads, KV heads | vocabulary | context

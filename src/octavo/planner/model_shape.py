@@ -75,6 +75,7 @@ class ModelShape:
         packed_bytes: size of a GGUF file's weights once loaded on a CPU, where they stay quantised; None for other
             checkpoints.
         experts: those that not all tokens use; None without a mixture of experts.
+        published_weights: the kind of weights that the checkpoint has, if it is not the dtype.
         notes: remarks on anything that a reader might expect to be counted differently.
     """
 
@@ -93,6 +94,7 @@ class ModelShape:
     kv_cache_dtype: str | None = None
     packed_bytes: int | None = None
     experts: RoutedExperts | None = None
+    published_weights: str | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -138,6 +140,7 @@ _FAMILIES: Mapping[str, _Family] = {
     "Qwen3MoeForCausalLM": _Family(qk_norm=True, expert_width="moe_intermediate_size"),
     "Gemma2ForCausalLM": _Family(num_norms=4, windows=2),
     "Gemma3ForCausalLM": _Family(num_norms=4, qk_norm=True, windows=6),
+    "GptOssForCausalLM": _Family(expert_width="intermediate_size"),
     "DeepseekV2ForCausalLM": _Family(latent=True, expert_width="moe_intermediate_size"),
     "DeepseekV3ForCausalLM": _Family(latent=True, expert_width="moe_intermediate_size"),
 }
@@ -169,8 +172,10 @@ def model_shape(name: str, config: ModelConfig, raw: Mapping[str, Any] | None = 
     fields = ConfigFields({**(raw or {}), **(raw or {}).get("text_config", {})}, name)
     counter = _Counter(config, _FAMILIES.get(architecture, _Family(qk_norm=config.qk_norm)), fields)
     notes = ["the text model alone, without the vision tower"] if multimodal else []
-    if fields.content.get("quantization_config") and not only_kv_cache_scheme(fields.content["quantization_config"]):
-        notes.append("weights are counted unquantised, in the dtype")
+    quantization, published = fields.content.get("quantization_config"), None
+    if quantization and not only_kv_cache_scheme(quantization):
+        notes.append("weights are counted unquantised, in the dtype, unless --weights says otherwise")
+        published = str(quantization.get("quant_method"))
     latent = None
     if counter.family.latent:
         latent = config.num_layers * (fields.size("kv_lora_rank") + fields.size("qk_rope_head_dim"))
@@ -193,6 +198,7 @@ def model_shape(name: str, config: ModelConfig, raw: Mapping[str, Any] | None = 
         latent_elements_per_token=latent,
         kv_cache_dtype=config.kv_cache_dtype,
         experts=counter.experts(),
+        published_weights=published if published in ("fp8", "mxfp4") else None,
         notes=tuple(notes),
     )
 
