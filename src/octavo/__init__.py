@@ -64,4 +64,4 @@ def _version() -> str:
     try:
         return version("octavo")
     except PackageNotFoundError:  # running from a checkout with PYTHONPATH=src
-        return "0.1.0+checkout"
+        return "0+checkout"
