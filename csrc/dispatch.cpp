@@ -1,5 +1,6 @@
 #include <atomic>
 
+#include "compiled_levels.h"  // written by CMakeLists.txt
 #include "kernels.h"
 
 namespace octavo {
@@ -9,9 +10,7 @@ struct CompiledLevel {
     Isa isa;
     const Kernels* table;
 };
-constexpr CompiledLevel kCompiled[] = {
-#include "compiled_levels.inc"  // written by CMakeLists.txt
-};
+constexpr CompiledLevel kCompiled[] = {OCTAVO_COMPILED_LEVELS};
 
 const Kernels* table_of(Isa isa) {
     for (const CompiledLevel& level : kCompiled)

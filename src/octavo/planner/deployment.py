@@ -205,7 +205,7 @@ class Deployment:
     @property
     def _weight_kind(self) -> str:
         if self.options.weights != "auto":
-            return self.options.weights
+            return str(self.options.weights)
         packed = self.model.packed_bytes and self.options.device == "cpu" and self.dtype != "float32"
         return "as in the GGUF file" if packed else self.dtype
 
