@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -73,3 +75,19 @@ def test_a_server_draws_seeds_that_nobody_can_predict_unless_it_has_one(
     monkeypatch.setattr("octavo.commands.serve.share_among_tenants", shared)
     octavo_command("serve", "model.gguf", *argv)
     assert seeds == [seed]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["/nowhere.gguf"], "there is no file or folder /nowhere.gguf"),
+        (["smollm2", "--chat-template", "/nowhere.jinja"], "chat_template: cannot read /nowhere.jinja: No such file"),
+        (["smollm2", "--kv-cache-dtype", "/nowhere.toml"], "kv_cache_dtype: cannot read /nowhere.toml: No such file"),
+    ],
+)
+def test_a_missing_file_is_reported_before_torch_is_imported(options: list[str], message: str) -> None:
+    code = "import sys; from octavo.cli import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "serve", "--port", "0", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert message in done.stderr
+    assert done.stdout == "False\n"

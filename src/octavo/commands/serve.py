@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from octavo.checkpoint.model_source import resolve_model
 from octavo.commands.interrupt import Interrupt, remembered_interrupt
 from octavo.commands.options import add_engine_options, add_options, engine_options, given_options
 from octavo.commands.settings import Settings
 from octavo.config import EngineConfig
+from octavo.errors import ConfigError
 from octavo.server.access import client_keys
 from octavo.server.config import KEY_OPTIONS, ServerConfig
 from octavo.server.http.logs import configure_logging
@@ -65,7 +68,8 @@ def _serve(config: EngineConfig, server_config: ServerConfig, interrupt: Interru
     interrupt.check()
 
     def make_engine() -> AsyncEngine:
-        # Torch is only imported once the server holds its port, so that a port in use is reported immediately.
+        # Torch is only imported once the server holds its port and its files are there: it takes seconds.
+        check_files(config)
         from octavo import AsyncEngine
         from octavo.engine.builder import build_engine
 
@@ -85,6 +89,25 @@ def _serve(config: EngineConfig, server_config: ServerConfig, interrupt: Interru
     finally:
         if tracer is not None:
             tracer.close()
+
+
+def check_files(config: EngineConfig) -> None:
+    """Raise the error of a model or a file that is not there.
+
+    Raises:
+        ModelNotFoundError: there is no such model.
+        ConfigError: a file cannot be read; the message names its option.
+    """
+    resolve_model(config.model)
+    files = {"chat_template": config.chat_template}
+    if str(config.kv_cache_dtype).endswith(".toml"):
+        files["kv_cache_dtype"] = config.kv_cache_dtype
+    for name, path in files.items():
+        try:
+            if path is not None:
+                Path(path).expanduser().open("rb").close()
+        except OSError as error:
+            raise ConfigError(f"{name}: cannot read {path}: {error.strerror}") from error
 
 
 def share_among_tenants(config: EngineConfig, server: ServerConfig) -> EngineConfig:
