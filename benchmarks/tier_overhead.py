@@ -30,8 +30,7 @@ from benchmarks import this_machine
 from octavo import LLM, SamplingParams
 from octavo.bench.workload import random_token_ids
 from octavo.kvcache.block import BlockId
-from octavo.kvcache.demotion import DemoteEvicted, Demotion, NoDemotion
-from octavo.kvcache.hashing import TokenChain
+from octavo.kvcache.demotion import DemoteUsedTwice, Demotion
 from octavo.kvcache.prefix import PrefixMatcher
 from octavo.scheduler.plan import StepPlan, StepResult
 from tests.redis_server import redis_server
@@ -94,16 +93,17 @@ def fill(model: str, tiers: dict[str, Any], load: Load) -> None:
             load.seconds(llm)
 
 
-class Detached(NoDemotion):
+class Detached(Demotion):
     """Leaves no block that is computed meanwhile marked as used twice, by the one that lay in its place before."""
 
     def __init__(self, demotion: Demotion) -> None:
-        self._used_again = demotion._used_again if isinstance(demotion, DemoteEvicted) else None
+        self._used_again = demotion._used_again if isinstance(demotion, DemoteUsedTwice) else None
 
-    def published(self, blocks: Sequence[tuple[BlockId, int, int]], chain: TokenChain, tenant: str) -> None:
+    def published(self, block_ids: Sequence[BlockId]) -> Sequence[BlockId]:
         if self._used_again is not None:
-            for block_id, _, _ in blocks:
+            for block_id in block_ids:
                 self._used_again[block_id] = 0
+        return ()
 
 
 class Switch:

@@ -21,9 +21,10 @@ from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockTable, new_table
-from octavo.kvcache.demotion import Demoted, Demotion, make_demotion
+from octavo.kvcache.demotion import make_demotion
 from octavo.kvcache.hashing import Label, TokenChain, label_of, private_label
 from octavo.kvcache.host_memory import HostBlockId, HostMemory
 from octavo.kvcache.host_transfers import BlockTransfer, HostTransfers
@@ -33,6 +34,14 @@ from octavo.kvcache.spec import Window
 from octavo.request import Sequence, SequenceId
 
 _TIERS = ("device", "host", "disk", "remote")  # in the order in which they are asked
+
+
+class Demoted(NamedTuple):
+    """A block of the device that is to be stored in host memory."""
+
+    block_id: BlockId
+    label: Label
+    tenant: str
 
 
 @dataclass(slots=True)
@@ -72,26 +81,25 @@ class CacheHierarchy:
         demotion: str,
     ) -> None:
         self.host = host
-        self.transfers = transfers = HostTransfers(host)
+        self.transfers = HostTransfers(host)
         self._pool = pool
         self._prefix_cache = prefix_cache
         self._block_size = block_size
         self._num_groups = len(windows)
-        self._demotion: Demotion = make_demotion(demotion, transfers, pool.num_blocks, prefix_cache)
+        self._demotion = make_demotion(demotion, host, prefix_cache, pool.num_blocks)
         # Without slots for prefixes, a sequence must not find blocks that others have left there.
         index = TieredIndex(prefix_cache, host) if host.num_prefix_slots else prefix_cache
         self._matcher = PrefixMatcher(index, block_size, windows)
         self._left: dict[SequenceId, _Left] = {}
         self._wanted_by: dict[bytes, set[SequenceId]] = {}  # by key
-        self._wanted_on_device: dict[BlockId, Label] = {}  # cached blocks with such a key
         self._resuming: list[SequenceId] = []  # their loads are planned
         self._closing: list[Demoted] | None = None  # what is evicted while the engine closes
 
     # What happens to the device's blocks
 
-    def published(self, blocks: Seq[tuple[BlockId, int, int]], chain: TokenChain, tenant: str) -> None:
-        """Called when blocks, each with its index and group, have been published."""
-        self._demotion.published(blocks, chain, tenant)
+    def published(self, block_ids: Seq[BlockId]) -> None:
+        """Called when blocks have been published."""
+        self.demote(self._demoted(self._demotion.published(block_ids)))
 
     def hit(self, table: BlockTable) -> None:
         """Called when a request has found these blocks on the device."""
@@ -99,11 +107,11 @@ class CacheHierarchy:
 
     def evicted(self, block_ids: Seq[BlockId]) -> None:
         """Called when cached blocks are evicted; their memory does not change before the next step."""
-        if self._wanted_on_device:
+        if self._wanted_by:
             for block_id in block_ids:
-                if (label := self._wanted_on_device.pop(block_id, None)) is not None:
-                    self._keep_evicted(block_id, label)
-        demoted = self._demotion.evicted(block_ids)
+                if (owners := self._wanted_by.get(self._prefix_cache.key(block_id))) is not None:
+                    self._keep_evicted(block_id, owners)
+        demoted = self._demoted(self._demotion.evicted(block_ids))
         if self._closing is None:
             self.demote(demoted)
         else:
@@ -124,8 +132,17 @@ class CacheHierarchy:
         self._pool.evict_all_cached()
         return closing[::-1]
 
-    def _keep_evicted(self, block_id: BlockId, label: Label) -> None:
-        owners = self._wanted_by[label.key]
+    def _demoted(self, block_ids: Seq[BlockId]) -> list[Demoted]:
+        """Return published blocks with what host memory must know of them."""
+        index, found = self._prefix_cache, list[Demoted]()
+        for block_id in block_ids:
+            source = index.source(block_id)
+            assert source is not None  # it is published
+            found.append(Demoted(block_id, index.label(block_id), source.tenant))
+        return found
+
+    def _keep_evicted(self, block_id: BlockId, owners: set[SequenceId]) -> None:
+        label = self._prefix_cache.label(block_id)
         if not self.transfers.keep([(block_id, label)], self._left[min(owners)].tenant):
             for seq_id in list(owners):
                 self.host.swapped.sequences_lost += 1
@@ -164,7 +181,7 @@ class CacheHierarchy:
         num_full = min(len(chain), seq.num_computed // self._block_size)
         lengths = [len(table) for table in tables]
         left = _Left(chain, seq.request.tenant, seq.num_computed, num_full, lengths, {})
-        cached: dict[BlockId, Label] = {}
+        cached = new_table()
         moved: list[tuple[BlockId, Label]] = []
         for group, table in enumerate(tables):
             for index, block in enumerate(table):
@@ -174,14 +191,13 @@ class CacheHierarchy:
                 label = label_of(group, chain, index) if is_full else private_label(seq.seq_id, group, index)
                 left.keys[group, index] = label.key
                 if is_full and (published := self._prefix_cache.get(group, chain, index)) is not None:
-                    cached[published] = label
+                    cached.append(published)
                 else:
                     moved.append((block, label))
         if not self.transfers.keep(moved, left.tenant):
             return False
         self.transfers.cancel_loads(seq.seq_id)
-        self._demotion.hit(new_table(cached))
-        self._wanted_on_device |= cached
+        self._demotion.hit(cached)
         for key in left.keys.values():
             self._wanted_by.setdefault(key, set()).add(seq.seq_id)
         self._left[seq.seq_id] = left
@@ -208,15 +224,12 @@ class CacheHierarchy:
             return
         if seq_id in self._resuming:
             self._resuming.remove(seq_id)
-        for (group, index), key in left.keys.items():
+        for (_, index), key in left.keys.items():
             owners = self._wanted_by[key]
             owners.remove(seq_id)
-            if owners:
-                continue
-            del self._wanted_by[key]
-            self.transfers.let_go(key, is_private=index >= left.num_full)
-            if index < left.num_full and (block := self._prefix_cache.get(group, left.chain, index)) is not None:
-                self._wanted_on_device.pop(block, None)
+            if not owners:
+                del self._wanted_by[key]
+                self.transfers.let_go(key, is_private=index >= left.num_full)
 
     # Finding and loading blocks
 
@@ -310,12 +323,9 @@ class CacheHierarchy:
                 published = self._prefix_cache.get(group, left.chain, index) if index < left.num_full else None
                 if (slot := self.host.kept(key)) is not None:
                     kept.add(slot)
-                elif published not in self._wanted_on_device:
+                elif published is None:
                     yield f"sequence {seq_id} needs block {index} of group {group}, which is nowhere"
         if num_wants != (num_noted := sum(map(len, self._wanted_by.values()))):
             yield f"{num_noted} needs of preempted sequences are noted, they have {num_wants}"
-        for block, label in self._wanted_on_device.items():
-            if label.key not in self._wanted_by or not self._pool.is_published(block):
-                yield f"block {block} is cached for preempted sequences, but not published or not needed"
         if len(kept) != self.host.num_kept:
             yield f"preempted sequences need {len(kept)} slots of host memory, {self.host.num_kept} are kept"

@@ -409,7 +409,7 @@ class KVCacheManager:
         for block, index, group in published:
             self.pool.mark_published(block, seq.request.priority, group_key(group, chain.key(index + 1)))
         self.ledger.published([(block, index) for block, index, _ in published], chain)
-        self.hierarchy.published(published, chain, seq.request.tenant)
+        self.hierarchy.published([block for block, _, _ in published])
         holding.num_published = filled
         holding.next_full = (filled + 1) * self.spec.block_size
 
