@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.request import PinRequest, Request, SequenceStatus, TokenLogprobs
-from octavo.scheduler.budget import NEWCOMERS_BESIDE_STREAMS, SCORED_BESIDE_STREAMS
 from octavo.scheduler.plan import StepPlan
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.scheduler_config import SchedulerConfig
+from octavo.scheduler.step_budget import NEWCOMERS_BESIDE_STREAMS, SCORED_BESIDE_STREAMS
 from octavo.scheduler.waiting import KeyedHeap
 from tests.kvcache.caches import make_manager, make_request, make_sequence
 from tests.scheduler.results import result_of
@@ -113,7 +113,7 @@ def test_an_early_request_that_comes_back_takes_no_running_streams_token() -> No
     streams = [server.add(50, max_tokens=10_000) for _ in range(8)]
     for _ in range(3):
         server.step()
-    server.scheduler._yielding.preempt(first.sequences[0])
+    server.scheduler._preemptor.preempt(first.sequences[0])
     before = sum(outputs(request)[0] for request in streams)
     for _ in range(20):
         server.step()

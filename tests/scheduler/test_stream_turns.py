@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.request import Request, Sequence
-from octavo.scheduler.latency_target import LatencyTarget
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.scheduler.policy import VirtualTokenCounter
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.scheduler_config import SchedulerConfig
+from octavo.scheduler.step_budget import LatencyTarget
 from octavo.scheduler.step_time import StepLoad, StepTimes
 from octavo.scheduler.stream_turns import StreamTurns
 from tests.kvcache.caches import make_manager, make_request, make_sequence

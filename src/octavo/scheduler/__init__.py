@@ -3,19 +3,17 @@
 assembly                        builds the cache and the scheduler from options
 scheduler                       what the engine calls: add, schedule, update, end
 
-a request's way
-results                         applies a step's tokens: plain sampling, or beams
-lifecycle | restart             from the waiting line to the end; what a failed step leads to
-fetching | pinning              beside the line while stores load its prefix; prefixes to be pinned
-
 a step
-parts                           what knows who runs and who waits; a restart replaces all of it
-service | ahead                 tokens for running streams, then for prompts; the step after the one in flight
-admission                       which sequences start to run, and with how many blocks
-backfill | yielding             who may overtake; who gives blocks back
+composer                        which tokens it computes: those of running streams, then of prompts
+ahead                           the step after the one in flight
+admission                       which sequences start to run, with how many blocks, and who may overtake
 stream_turns                    turns among streams that take too long together, or are too many
-latency_target | budget         what a step may take: time and tokens
+step_budget | results           what a step may take: time and tokens; what becomes of its tokens
 step_time                       how long a step will take
+
+a request's way
+lifecycle | fetching            from the waiting line to the end; beside the line while stores load its prefix
+preemptor                       who gives blocks back
 
 who waits and who runs
 waiting | capacity              lines in order of admission; what can ever be served

@@ -6,22 +6,46 @@ parallel samples are bound to take in the next steps (`RunningSet.reserve`).
 
 A sequence that did not fit is tried again only once as many blocks as it lacked have been freed or published, and
 enough steps have passed that the cost of looking up its cached prefix is negligible.
+
+**Backfilling** decides which requests may overtake one that does not fit yet. The head of the line may need more places
+or blocks than are free, if it has as many parallel samples as may run at once or a prompt as long as the pool. Letting
+no other request pass would leave the rest of the machine idle; letting all pass would starve the head. So, as batch
+schedulers of clusters do (EASY backfilling: Lifka, The ANL/IBM SP Scheduling System, 1995), the head is promised a step
+by which it starts, computed from how long the running sequences may last at most. Others pass as long as they keep that
+promise:
+
+    places                     │ promised step
+      ▲   running ─────────────┤
+      │   running ───────┐     │ head ─────────────
+      │   running ──┐ ███│█████│ ───────────────── …      ███ passes, and has ended by then
+      │             │    │  ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒ …      ▒▒▒ passes: the head leaves that much free
+      └──────────────────────────────────────────▶ steps
+
+If the head has not started by that step, because the end of a sequence with shared blocks freed fewer than expected, no
+other request passes until it has. So a head waits no longer than for the sequences that ran when it became the head.
+
+Passing does not delay the head, but it is service that the head's tenant does not receive. If tenants take turns, no
+request passes whose tenant is ahead of the head's by more than a bound (`Policy.may_pass`). Free
+blocks then stay idle, because tenants with small requests would otherwise outdo one whose requests fill the pool.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from octavo.kvcache.block import BlockCopy
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import PrefixHit
+from octavo.kvcache.spec import KVCacheSpec
 from octavo.request import Sequence, SequenceStatus
-from octavo.scheduler.backfill import Backfill
-from octavo.scheduler.budget import StepBudget
 from octavo.scheduler.kv_limits import TenantLimits
 from octavo.scheduler.policy import Policy
+from octavo.scheduler.preemptor import Preemptor
 from octavo.scheduler.running import RunningSet
-from octavo.scheduler.sequences import is_scored, needs_all_tokens, num_pending_siblings
+from octavo.scheduler.sequences import is_scored, needs_all_tokens, num_missing, num_pending_siblings, place_of
+from octavo.scheduler.step_budget import StepBudget
 from octavo.scheduler.waiting import WaitingQueue
-from octavo.scheduler.yielding import Yielding
 from octavo.sequence_state import Refusal
 
 MOST_REFUSED = 8
@@ -50,7 +74,7 @@ class Admission:
         kv: KVCacheManager,
         running: RunningSet,
         waiting: WaitingQueue,
-        yielding: Yielding,
+        preemptor: Preemptor,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -62,7 +86,7 @@ class Admission:
         self._kv = kv
         self._running = running
         self._waiting = waiting
-        self._yielding = yielding
+        self._preemptor = preemptor
         self._tenants = tenants
         self._max_num_seqs = max_num_seqs
         self._watermark = watermark_blocks
@@ -75,6 +99,10 @@ class Admission:
         self._num_long_blocks = 0
         self.copies = []
         self._waiting.bring_back(self._tenants.use_of)
+
+    def start_over(self) -> None:
+        """Drop the promise to the head of the line, because nothing runs any more."""
+        self._backfill.release()
 
     @property
     def has_place(self) -> bool:
@@ -109,7 +137,7 @@ class Admission:
         most = kv.spec.blocks_for_tokens(seq.num_tokens) * len(kv.spec.groups)
         if most + self._reserve(seq, seq.num_tokens) <= kv.pool.num_available:
             return 0
-        self._yielding.settle(seq)
+        self._preemptor.start_over_if_lost(seq)
         hit = self._match(seq)
         shortage = kv.shortage(hit, 1, self._reserve(seq, hit.num_tokens + 1))
         if shortage > 0:
@@ -145,7 +173,7 @@ class Admission:
                     self._backfill.hold(seq, self._step, refusal.shortage if refusal else 1)
                 return 0
             # No running sequence could free blocks by ending.
-            if not self._yielding.free_more():
+            if not self._preemptor.free_more():
                 return 0
         if num_new is None:
             return 0
@@ -169,7 +197,7 @@ class Admission:
             self._tenants.restore_floor(seq.request.tenant)
         elif len(running) and (kv.pool.num_available <= self._watermark or self._is_refused(seq)):
             return 0
-        self._yielding.settle(seq)
+        self._preemptor.start_over_if_lost(seq)
         scored = is_scored(seq)
         hit = self._match(seq)
         start = hit.num_tokens
@@ -259,3 +287,95 @@ class Admission:
 
 def _share_of(chunk: int, share: int) -> int:
     return chunk if share == 1 else max(min(1, chunk), chunk // share)
+
+
+@dataclass(slots=True)
+class _Promise:
+    """A promise that `head` starts by `step`, with `places` and `blocks` left over at that time."""
+
+    head: Sequence
+    step: int
+    places: int
+    blocks: int
+
+
+class Backfill:
+    """Keeps the promise to the head of the line.
+
+    Args:
+        policy: limits which sequences may pass the head at all.
+    """
+
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        running: RunningSet,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        policy: Policy,
+    ) -> None:
+        self._spec = spec
+        self._running = running
+        self._max_num_seqs = max_num_seqs
+        self._max_step = max_num_batched_tokens
+        self._chunk = max(1, max_num_batched_tokens // 4)
+        self._policy = policy
+        self._promise: _Promise | None = None
+
+    def hold(self, head: Sequence, now: int, missing_blocks: int) -> None:
+        """Promise a step to the head of the line, which lacks blocks, places or both in step `now`."""
+        if self._promise is not None and self._promise.head is head:
+            return
+        wanted = 1 + num_pending_siblings(head)
+        places = self._max_num_seqs - self._running.num_places - wanted
+        blocks = -missing_blocks
+        step = now
+        steps_left = self._steps_left
+        for seq in sorted(self._running, key=steps_left):
+            if places >= 0 and blocks >= 0:
+                break
+            place = place_of(seq)
+            places += 1 + place.siblings
+            blocks += place.held * len(self._spec.groups)
+            step = now + steps_left(seq)
+        self._promise = _Promise(head, step, max(0, places), max(0, blocks))
+
+    def release(self) -> None:
+        """Drop the promise, because the head of the line has been admitted."""
+        self._promise = None
+
+    def may_pass(self, seq: Sequence, head: Callable[[], Sequence | None], now: int) -> bool:
+        """Whether a waiting sequence may pass the head of the line; if so, it is assumed to be admitted."""
+        outlasting = self._outlasting(seq, head, now)
+        if outlasting is None:
+            return False
+        if self._promise is not None:
+            self._promise.places -= outlasting[0]
+            self._promise.blocks -= outlasting[1]
+        return True
+
+    def keeps_promise(self, seq: Sequence, head: Callable[[], Sequence | None], now: int) -> bool:
+        """Whether a waiting sequence may pass the head of the line, without assuming that it is admitted."""
+        return self._outlasting(seq, head, now) is not None
+
+    def _outlasting(self, seq: Sequence, head: Callable[[], Sequence | None], now: int) -> tuple[int, int] | None:
+        """Return places and blocks that a sequence would still hold in the promised step; None if it may not pass."""
+        promise = self._promise
+        if promise is None or seq is promise.head or promise.head is not head():
+            return 0, 0
+        if now >= promise.step or not self._policy.may_pass(seq, promise.head):
+            return None
+        if now + self._steps_left(seq) <= promise.step:
+            return 0, 0
+        places, blocks = 1 + num_pending_siblings(seq), self._most_blocks(seq)
+        return None if places > promise.places or blocks > promise.blocks else (places, blocks)
+
+    def _steps_left(self, seq: Sequence) -> int:
+        """Return an upper bound on the number of steps until a sequence ends."""
+        prompt = num_missing(seq) // self._chunk
+        return prompt + (seq.request.params.max_tokens or 1) - seq.num_output_tokens
+
+    def _most_blocks(self, seq: Sequence) -> int:
+        params = seq.request.params
+        longest = seq.num_prompt_tokens + (params.max_tokens or 1) - 1
+        return self._spec.peak_blocks(longest, self._max_step) * (1 + num_pending_siblings(seq))

@@ -13,8 +13,12 @@ from collections.abc import Callable
 
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceStatus
-from octavo.scheduler.parts import Parts
 from octavo.scheduler.plan_builder import PlanBuilder
+from octavo.scheduler.running import RunningSet
+from octavo.scheduler.waiting import WaitingQueue
+from octavo.sequence_state import SequenceState
+
+MayRun = Callable[[RequestId], bool]
 
 
 class Lifecycle:
@@ -24,17 +28,22 @@ class Lifecycle:
         on_finish: called with each sequence that has ended.
 
     Attributes:
-        parts: the running and waiting sequences; set by `Scheduler`, and replaced on a restart.
         requests: the requests that have not ended.
     """
 
-    parts: Parts
-
     def __init__(
-        self, kv: KVCacheManager, builder: PlanBuilder, max_num_seqs: int, on_finish: Callable[[Sequence], None]
+        self,
+        kv: KVCacheManager,
+        running: RunningSet,
+        waiting: WaitingQueue,
+        builder: PlanBuilder,
+        max_num_seqs: int,
+        on_finish: Callable[[Sequence], None],
     ) -> None:
         self.requests: dict[RequestId, Request] = {}
         self._kv = kv
+        self._running = running
+        self._waiting = waiting
         self._builder = builder
         self._max_num_seqs = max_num_seqs
         self._on_finish = on_finish
@@ -45,7 +54,7 @@ class Lifecycle:
 
         If the parent has lost its blocks or all places are taken, the child is parked and will be recomputed.
         """
-        running = self.parts.running
+        running = self._running
         self._give_up_blocks(child)
         child.become_child_of(parent)
         child.status = SequenceStatus.PARKED
@@ -61,7 +70,7 @@ class Lifecycle:
     def resume(self, seq: Sequence) -> None:
         """Resume a sequence with a next token to compute: queue it if it holds no blocks."""
         if seq.status is SequenceStatus.PARKED:
-            self.parts.waiting.push(seq)
+            self._waiting.push(seq)
 
     def vacate(self, seq: Sequence) -> None:
         """Suspend a sequence without a next token: release its blocks and its place among the running."""
@@ -74,7 +83,7 @@ class Lifecycle:
         if seq.finished:
             return
         if seq.status is SequenceStatus.WAITING:
-            self.parts.waiting.discard(seq)
+            self._waiting.discard(seq)
         self._give_up_blocks(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason, seq.stop_reason = reason, stop_reason
@@ -108,10 +117,87 @@ class Lifecycle:
         failures, self._failures = self._failures, []
         return failures
 
+    def hold_back(self, seq: Sequence) -> None:
+        """Move a waiting sequence out of the line, until `start_over` lets it run."""
+        self._waiting.discard(seq)
+        seq.status = SequenceStatus.PARKED
+        seq.state.is_held = True
+
+    def start_over(self, may_run: MayRun | None) -> int:
+        """Release the blocks of every sequence, and requeue it or, if it may not run, hold it back.
+
+        Returns:
+            The number of tokens whose keys and values were dropped.
+        """
+        self._running.clear()
+        self._waiting.clear()
+        num_dropped = 0
+        for seq in [seq for request in self.requests.values() for seq in request.sequences]:
+            is_waiting = seq.status is SequenceStatus.WAITING or seq.state.is_held
+            seq.state = SequenceState(fetch=seq.state.fetch)
+            if seq.status is SequenceStatus.RUNNING:
+                # If nothing is left to compute, it is a beam that waits for its siblings.
+                is_waiting = seq.num_computed < seq.num_tokens
+                seq.num_preemptions += 1
+            elif not is_waiting:
+                continue
+            self._kv.release(seq)
+            num_dropped += seq.num_computed
+            seq.num_computed = 0
+            seq.status = SequenceStatus.PARKED
+            if is_waiting and (may_run is None or may_run(seq.request.request_id)):
+                self._waiting.push(seq)
+            else:
+                seq.state.is_held = is_waiting
+        return num_dropped
+
     def _give_up_blocks(self, seq: Sequence) -> None:
         """Release a sequence's blocks, and its place if it has one or was promised one."""
         if seq.status is SequenceStatus.RUNNING:
-            self.parts.running.leave(seq)
+            self._running.leave(seq)
         elif seq.status is SequenceStatus.FORK_PENDING:
-            self.parts.running.lose_sibling(seq.request.sequences[0])
+            self._running.lose_sibling(seq.request.sequences[0])
         self._kv.forget(seq)
+
+
+class Pinning:
+    """Pins the prefixes of admitted requests as their blocks are computed.
+
+    Args:
+        fail: ends a request if pinning its prefix raised.
+    """
+
+    def __init__(self, kv: KVCacheManager, fail: Callable[[Request, Exception], None]) -> None:
+        self._kv = kv
+        self._fail = fail
+        self._waiting: list[Sequence] = []
+
+    def __len__(self) -> int:
+        """The number of sequences with prefixes still to be pinned."""
+        return len(self._waiting)
+
+    def admitted(self, seq: Sequence) -> None:
+        """Start following a request whose first sequence was admitted; may be called again."""
+        if seq.request.pins and seq not in self._waiting:
+            self._waiting.append(seq)
+
+    def settle(self) -> None:
+        """Pin the prefixes that are computed by now.
+
+        Must run after a step and before anything else is allocated, while sequences that ended in it are still cached.
+        """
+        if self._waiting:
+            self._waiting = [seq for seq in self._waiting if not self._settle(seq)]
+
+    def _settle(self, seq: Sequence) -> bool:
+        """Pin the computed prefixes of a request; returns whether none is left to pin."""
+        request, size = seq.request, self._kv.spec.block_size
+        for wanted in request.pins[len(request.pin_receipts) :]:
+            if seq.num_computed < wanted.num_tokens // size * size:
+                return seq.finished
+            try:
+                request.pin_receipts.append(self._kv.pin(request, wanted))
+            except Exception as error:
+                self._fail(request, error)
+                return True
+        return True

@@ -91,6 +91,11 @@ class RunningSet:
         self.reserve -= place.bound
         self.num_following -= seq.request.params.follows_tokens
 
+    def clear(self) -> None:
+        """Forget all, whose blocks are released and whose states are replaced elsewhere."""
+        self.order = []
+        self.num_promised = self.reserve = self.num_following = 0
+
     def grew(self, seq: Sequence) -> Place:
         """Account for new blocks of a sequence, or copies of shared ones."""
         place = place_of(seq)

@@ -15,24 +15,25 @@ from collections.abc import Callable, Mapping
 from octavo.errors import RequestError
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceStatus
+from octavo.scheduler.admission import Admission
+from octavo.scheduler.ahead import LookAhead
 from octavo.scheduler.capacity import Capacity
+from octavo.scheduler.composer import StepComposer
 from octavo.scheduler.fetching import Fetching
-from octavo.scheduler.kv_limits import KVAmounts, KVLimits, resolve_limits
-from octavo.scheduler.latency_target import LatencyTarget
-from octavo.scheduler.lifecycle import Lifecycle
-from octavo.scheduler.parts import compose
-from octavo.scheduler.pinning import Pinning
+from octavo.scheduler.kv_limits import KVAmounts, KVLimits, TenantLimits, resolve_limits
+from octavo.scheduler.lifecycle import Lifecycle, MayRun, Pinning
 from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
 from octavo.scheduler.plan_builder import PlanBuilder
 from octavo.scheduler.policy import FirstComeFirstServed, Policy
 from octavo.scheduler.preemption import PreemptionMode, Recompute, RestoreSpeed
-from octavo.scheduler.restart import MayRun, hold_back, requeue
+from octavo.scheduler.preemptor import Preemptor, SchedulerCounters
 from octavo.scheduler.results import ResultApplier
+from octavo.scheduler.running import RunningSet
 from octavo.scheduler.scheduler_config import SchedulerConfig
 from octavo.scheduler.sequences import needs_all_tokens
+from octavo.scheduler.step_budget import LatencyTarget
 from octavo.scheduler.step_time import StepLoad
-from octavo.scheduler.waiting import PrefixLengths
-from octavo.scheduler.yielding import SchedulerCounters
+from octavo.scheduler.waiting import PrefixLengths, WaitingQueue
 
 _MOMENT = 0.005
 
@@ -65,14 +66,48 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self.policy = policy or FirstComeFirstServed()
-        self._prefixes = prefixes
         self.speed = RestoreSpeed() if speed is None else speed
         self._builder = PlanBuilder(kv)
         self._latency = None if config.itl_slo_ms is None else LatencyTarget(config.itl_slo_ms / 1e3)
         self._limits: Mapping[str, KVLimits] = {}
-        self._lifecycle = lifecycle = Lifecycle(kv, self._builder, config.max_num_seqs, self._on_finish)
+        self._running = running = RunningSet(kv, config.headroom_tokens, on_leave=self._builder.drop)
+        self._tenants = tenants = TenantLimits(kv, running, self._limits)
+        self._waiting = waiting = WaitingQueue(self.policy, prefixes, tenants.is_capped)
+        self._preemptor = preemptor = Preemptor(kv, running, waiting, preemption or Recompute(), self.policy)
+        self._admission = admission = Admission(
+            kv,
+            running,
+            waiting,
+            preemptor,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            watermark_blocks=int(config.watermark * kv.pool.num_blocks),
+            tenants=tenants,
+            policy=self.policy,
+        )
+        self._composer = StepComposer(
+            kv,
+            running,
+            waiting,
+            preemptor,
+            admission,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            tenants=tenants,
+            policy=self.policy,
+            latency=self._latency,
+        )
+        self._look_ahead = LookAhead(
+            kv,
+            running,
+            tenants,
+            admission,
+            max_model_len=config.max_model_len,
+            takes_places=self.policy.may_claim,
+        )
+        self._lifecycle = lifecycle = Lifecycle(
+            kv, running, waiting, self._builder, config.max_num_seqs, self._on_finish
+        )
         self._requests = lifecycle.requests
-        self._compose(preemption or Recompute())
         self._pinning = Pinning(kv, lifecycle.fail)
         self._results = ResultApplier(kv, lifecycle, self.policy, config.max_model_len)
         self.on_admitted: Callable[[Request], None] = lambda request: None
@@ -85,31 +120,14 @@ class Scheduler:
             max_step=config.max_num_batched_tokens,
         )
 
-    def _compose(self, mode: PreemptionMode) -> None:
-        """Replace the parts by new ones, with nothing running or waiting."""
-        parts = compose(
-            self.config,
-            self.kv,
-            self.policy,
-            mode,
-            self._prefixes,
-            limits=self._limits,
-            latency=self._latency,
-            on_leave=self._builder.drop,
-        )
-        self._lifecycle.parts = parts
-        self._running, self._tenants, self._waiting = parts.running, parts.tenants, parts.waiting
-        self._yielding, self._admission = parts.yielding, parts.admission
-        self._service, self._look_ahead = parts.service, parts.look_ahead
-
     @property
     def counters(self) -> SchedulerCounters:
-        return self._yielding.counters
+        return self._preemptor.counters
 
     @property
     def preemption(self) -> PreemptionMode:
         """The policy that decides whether a victim is swapped or recomputed."""
-        return self._yielding.mode
+        return self._preemptor.mode
 
     @property
     def num_running(self) -> int:
@@ -234,7 +252,7 @@ class Scheduler:
         self._lifecycle.finish(seq, reason, stop_reason)
 
     def schedule(self) -> StepPlan:
-        """Plan the next step: a token for each running stream, then chunks of prompts (`scheduler/service.py`)."""
+        """Plan the next step: a token for each running stream, then chunks of prompts (`scheduler/composer.py`)."""
         builder = self._builder
         builder.begin()
         self.kv.pins.expire()
@@ -244,14 +262,14 @@ class Scheduler:
         if self.fetching is not None:
             for seq in self.fetching.arrived():
                 self._waiting.push(seq)
-        shares = self._service.share()
-        builder.copies.extend(shares.copies)
-        for seq in builder.add_streams(shares.streams, shares.copied):
-            self._plan_sequence(seq, 1, copied=seq.seq_id in shares.copied)
-        for seq, num_new in shares.chunks.values():
-            if seq.seq_id in shares.admitted:
+        draft = self._composer.compose()
+        builder.copies.extend(draft.copies)
+        for seq in builder.add_streams(draft.streams, draft.copied):
+            self._plan_sequence(seq, 1, copied=seq.seq_id in draft.copied)
+        for seq, num_new in draft.chunks.values():
+            if seq.seq_id in draft.admitted:
                 self._note_admitted(seq)
-            self._plan_sequence(seq, num_new, copied=seq.seq_id in shares.copied)
+            self._plan_sequence(seq, num_new, copied=seq.seq_id in draft.copied)
         if builder and hierarchy.transfers.are_planned:
             return builder.finish(*hierarchy.take())
         return builder.finish()
@@ -266,7 +284,7 @@ class Scheduler:
         rows = builder.in_flight
         # Only `schedule` moves arrived requests into the line.
         is_fetching = self.fetching is not None and len(self.fetching) > 0
-        if not rows.draws and not is_fetching and not self._service.take_turns(rows.sequences):
+        if not rows.draws and not is_fetching and not self._composer.take_turns(rows.sequences):
             streams = self._look_ahead.streams(rows.sequences, is_awaited=len(self._waiting) > 0)
             if streams:
                 builder.add_ahead(streams)
@@ -302,13 +320,12 @@ class Scheduler:
             may_run: whether a request may run before the next restart; the others keep waiting. By default all may.
         """
         self.abandon_step()
-        counters = self.counters
-        self._compose(self.preemption)
-        self._yielding.counters = counters
+        self._composer.start_over()
+        self._admission.start_over()
         for request in self._requests.values():
             if request.sequences[0].status is SequenceStatus.RUNNING:
                 self._note_admitted(request.sequences[0])
-        requeue(self._requests.values(), may_run, self.kv, self._waiting, counters)
+        self.counters.recomputed_tokens += self._lifecycle.start_over(may_run)
 
     def hold(self, request: Request) -> None:
         """Make a request that was just added wait until a `restart` that lets it run."""
@@ -316,7 +333,7 @@ class Scheduler:
         if self.fetching is not None and self.fetching.is_waiting(seq):
             self.fetching.release(seq)
             self._waiting.push(seq)
-        hold_back(seq, self._waiting)
+        self._lifecycle.hold_back(seq)
 
     def observe(self, plan: StepPlan, seconds: float, moving_seconds: float = 0.0) -> None:
         """Learn from a step's duration, measured from the end of the previous step if there was no pause in between.

@@ -23,7 +23,7 @@ from collections import defaultdict
 
 from octavo.least_served import LeastServed
 from octavo.request import Sequence, SequenceId
-from octavo.scheduler.latency_target import LatencyTarget, StreamTime
+from octavo.scheduler.step_budget import LatencyTarget, StreamTime
 
 SHARE_BESIDE_PROMPTS = 0.5
 """The part of the time that streams may use in a step whose time is shared, if there are prompts to compute."""

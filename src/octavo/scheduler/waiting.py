@@ -141,6 +141,13 @@ class WaitingQueue:
             line.overtakes = 0 if seq is line.first() else line.overtakes + 1
         self.discard(seq)
 
+    def clear(self) -> None:
+        """Forget all sequences."""
+        self._size = self.num_tokens = 0
+        self._lines = {}
+        self._by_size = KeyedHeap(self._policy.prompt_key)
+        self._head = None
+
     def head(self) -> Sequence | None:
         """Return the next sequence in order of admission, or None."""
         if self._head is None or self._version != self._policy.version:

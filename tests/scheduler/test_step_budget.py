@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.scheduler.budget import StepBudget
-from octavo.scheduler.latency_target import LEAST_CHUNK, SHARE_OF_PROMPTS, ChunkTime, LatencyTarget
+from octavo.scheduler.step_budget import LEAST_CHUNK, SHARE_OF_PROMPTS, ChunkTime, LatencyTarget, StepBudget
 from octavo.scheduler.step_time import StepLoad
 from tests.scheduler.devices import device, fitted, loads
 

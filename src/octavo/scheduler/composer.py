@@ -1,4 +1,4 @@
-"""Decides which tokens a step computes: running streams first, then prompts by how much they have left.
+"""The step composer decides which tokens a step computes: running streams first, then prompts by what they have left.
 
 1. **Streams.** Every running sequence that lacks one token has it computed, whatever else waits: no prompt and no
    priority can take a running stream's token. If the step has fewer tokens than there are streams, they take turns
@@ -16,7 +16,7 @@ of the same step.
 The reasons: shortest remaining first minimises the mean time to the first token (Schrage 1968), and a short prompt
 never waits behind a long one. On its own it would starve long prompts under a stream of short ones. The quarter is the
 ageing: as requests before it end, each prompt becomes the first in order of service, and from then on a stream of
-others costs it at most three quarters of its speed. Equal shares (processor sharing) would bound both as well, but
+others costs it at most three quarters of its speed. Equal draft (processor sharing) would bound both as well, but
 delay the first of k long prompts k times for nothing.
 
 Blocks may run out. A stream then takes those of the last sequence behind it; a prompt takes what
@@ -36,18 +36,17 @@ from octavo.kvcache.block import BlockCopy
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence, SequenceId, SequenceStatus
 from octavo.scheduler.admission import MOST_REFUSED, Admission
-from octavo.scheduler.budget import StepBudget
 from octavo.scheduler.kv_limits import TenantLimits
-from octavo.scheduler.latency_target import LatencyTarget
 from octavo.scheduler.policy import Policy
+from octavo.scheduler.preemptor import Preemptor
 from octavo.scheduler.running import RunningSet
 from octavo.scheduler.sequences import is_scored, num_missing, num_pending_siblings, place_of
+from octavo.scheduler.step_budget import LatencyTarget, StepBudget
 from octavo.scheduler.stream_turns import StreamTurns
 from octavo.scheduler.waiting import WaitingQueue
-from octavo.scheduler.yielding import Yielding
 
 
-class StepShares:
+class StepDraft:
     """The composition of a step, while it is being decided.
 
     Attributes:
@@ -69,8 +68,8 @@ class StepShares:
         return bool(self.streams or self.chunks)
 
 
-class Service:
-    """Decides the shares of each step.
+class StepComposer:
+    """Composes each step.
 
     Args:
         latency: the latency target, which limits the time of prompts, and that of streams of several tenants; if
@@ -82,7 +81,7 @@ class Service:
         kv: KVCacheManager,
         running: RunningSet,
         waiting: WaitingQueue,
-        yielding: Yielding,
+        preemptor: Preemptor,
         admission: Admission,
         *,
         max_num_batched_tokens: int,
@@ -93,7 +92,7 @@ class Service:
         self._kv = kv
         self._running = running
         self._waiting = waiting
-        self._yielding = yielding
+        self._preemptor = preemptor
         self._admission = admission
         self._tenants = tenants
         self._max_tokens = max_num_batched_tokens
@@ -102,20 +101,25 @@ class Service:
         self._policy = policy
         self._stalled: Sequence | None = None  # the first in order of service, if it found no blocks in the last step
 
-    def share(self) -> StepShares:
+    def compose(self) -> StepDraft:
         """Decide how many tokens each sequence computes in the next step, with blocks for all of them."""
         self._admission.begin_step()
-        shares = StepShares()
+        draft = StepDraft()
         claimant = self._claim() if self._policy.may_claim else None
-        self._share(shares, claimant)
-        while not shares and len(self._running):
+        self._share(draft, claimant)
+        while not draft and len(self._running):
             # No sequence with tokens to compute found blocks, so beams that wait for siblings must yield.
             order = self._running.order
             idle = [seq for seq in order if not num_missing(seq)]
-            self._yielding.preempt_one_of(idle or order[1:] or order)
-            self._share(shares)
-        shares.copies.extend(self._admission.copies)
-        return shares
+            self._preemptor.preempt_one_of(idle or order[1:] or order)
+            self._share(draft)
+        draft.copies.extend(self._admission.copies)
+        return draft
+
+    def start_over(self) -> None:
+        """Forget the last step, because nothing runs any more."""
+        self._stalled = None
+        self._turns = StreamTurns(self._latency)
 
     def take_turns(self, streams: list[Sequence]) -> bool:
         """Whether these streams have to take turns in the next step, because they exceed the latency target."""
@@ -144,12 +148,12 @@ class Service:
         if admission.num_lacking_blocks(head) > self._kv.holdings.num_freed_by(victims) + bound:
             return None
         while victims and (admission.num_lacking_places(head) > 0 or admission.num_lacking_blocks(head) > 0):
-            victims.remove(self._yielding.preempt_one_of(victims))
+            victims.remove(self._preemptor.preempt_one_of(victims))
             victims = [seq for seq in victims if self._tenants.helps(seq, head)]
         return head
 
-    def _share(self, shares: StepShares, claimant: Sequence | None = None) -> None:
-        short = self._serve_stalled(shares)
+    def _share(self, draft: StepDraft, claimant: Sequence | None = None) -> None:
+        short = self._serve_stalled(draft)
         streams: list[Sequence] = []
         prompts: list[Sequence] = []
         for seq in self._running.order:
@@ -161,7 +165,7 @@ class Service:
         num_streams = len(streams)
         have_prompts = bool(prompts) or (len(self._waiting) > 0 and self._admission.has_place)
         streams = self._turns.within_time(streams, have_prompts=have_prompts)
-        self._yielding.counters.num_deferred_tokens += num_streams - len(streams)
+        self._preemptor.counters.num_deferred_tokens += num_streams - len(streams)
         budget = self._max_tokens
         if len(streams) >= budget:
             streams, for_prompts = self._turns.within_tokens(streams, budget, have_prompts=bool(prompts))
@@ -169,26 +173,26 @@ class Service:
         if self._policy.takes_turns and self._may_run_out(len(streams)):
             first = self._first()
             streams.sort(key=lambda seq: (seq is not first, *self._policy.key(seq)))
-        short |= self._serve_streams(streams, shares)
-        left = budget - len(shares.streams)
+        short |= self._serve_streams(streams, draft)
+        left = budget - len(draft.streams)
         if left > 0 and (prompts or len(self._waiting)):
             limit = None
-            if self._latency is not None and shares.streams:
-                limit = self._latency.limit([seq.num_tokens for seq in shares.streams])
-            step = StepBudget(left, limit, beside_streams=bool(shares.streams))
-            if claimant is not None and not short and self._admit(claimant, step, shares, self._policy.share_of_first):
+            if self._latency is not None and draft.streams:
+                limit = self._latency.limit([seq.num_tokens for seq in draft.streams])
+            step = StepBudget(left, limit, beside_streams=bool(draft.streams))
+            if claimant is not None and not short and self._admit(claimant, step, draft, self._policy.share_of_first):
                 bisect.insort(prompts, claimant, key=_order)
-            self._serve_prompts(prompts, step, shares, short)
+            self._serve_prompts(prompts, step, draft, short)
 
-    def _serve_stalled(self, shares: StepShares) -> bool:
+    def _serve_stalled(self, draft: StepDraft) -> bool:
         """Find blocks for the first in order of service if the last step had none; returns whether another yielded."""
         first, self._stalled = self._stalled, None
         if first is None or first is not self._first():
             return False
         wanted = min(num_missing(first), self._kv.spec.block_size)
         yielded = False
-        while not self._extend(first, wanted, shares) and (others := self._others(first)):
-            self._yielding.preempt_one_of(others)
+        while not self._extend(first, wanted, draft) and (others := self._others(first)):
+            self._preemptor.preempt_one_of(others)
             yielded = True
         return yielded
 
@@ -203,10 +207,10 @@ class Service:
         # As a last resort regardless of floors and caps, because the first must progress.
         return [seq for seq in behind if helps(seq, first)] or [seq for seq in others if helps(seq, first)] or others
 
-    def _serve_streams(self, streams: list[Sequence], shares: StepShares) -> bool:
+    def _serve_streams(self, streams: list[Sequence], draft: StepDraft) -> bool:
         """Give each stream one token, in order of service; returns whether blocks ran out."""
         running = SequenceStatus.RUNNING
-        served, short = shares.streams, False
+        served, short = draft.streams, False
         full = [seq for seq in streams if seq.num_computed >= place_of(seq).capacity]
         if not full or self._kv.extend_all(full):
             for seq in full:
@@ -216,27 +220,27 @@ class Service:
         for seq in streams:
             if short and seq.status is not running:
                 continue
-            if seq.num_computed >= place_of(seq).capacity and not self._extend(seq, 1, shares):
+            if seq.num_computed >= place_of(seq).capacity and not self._extend(seq, 1, draft):
                 short = True
-                if not self._take_from_those_behind(seq, shares):
+                if not self._take_from_those_behind(seq, draft):
                     continue
             served.append(seq)
         return short
 
-    def _take_from_those_behind(self, seq: Sequence, shares: StepShares) -> bool:
+    def _take_from_those_behind(self, seq: Sequence, draft: StepDraft) -> bool:
         """Find blocks for a stream's next token; False if the stream itself had to yield."""
-        while not self._extend(seq, 1, shares):
+        while not self._extend(seq, 1, draft):
             # The first in order of service yields to no other, so that every request ends eventually.
-            behind = self._others(seq) if seq is self._first() else self._behind(seq, shares)
-            if not behind and self._yielding.free_more():
+            behind = self._others(seq) if seq is self._first() else self._behind(seq, draft)
+            if not behind and self._preemptor.free_more():
                 continue
-            if self._yielding.preempt_one_of(behind or [seq]) is seq:
+            if self._preemptor.preempt_one_of(behind or [seq]) is seq:
                 return False
         return True
 
-    def _behind(self, seq: Sequence, shares: StepShares) -> list[Sequence]:
+    def _behind(self, seq: Sequence, draft: StepDraft) -> list[Sequence]:
         """Return the sequence itself and those that may yield to it, in order of service."""
-        helps, may_take, first, served = self._tenants.helps, self._policy.may_take, self._first(), set(shares.streams)
+        helps, may_take, first, served = self._tenants.helps, self._policy.may_take, self._first(), set(draft.streams)
         others = (other for other in self._running.order if other is not first and other not in served)
         return [other for other in others if may_take(seq, other) and helps(other, seq)]
 
@@ -245,7 +249,7 @@ class Service:
         available = self._kv.pool.num_available - self._tenants.num_kept
         return available < 2 * num_streams * len(self._kv.spec.groups)
 
-    def _serve_prompts(self, prompts: list[Sequence], budget: StepBudget, shares: StepShares, short: bool) -> None:
+    def _serve_prompts(self, prompts: list[Sequence], budget: StepBudget, draft: StepDraft, short: bool) -> None:
         if short:
             prompts = [seq for seq in prompts if seq.status is SequenceStatus.RUNNING]
         admission, waiting = self._admission, self._waiting
@@ -254,14 +258,14 @@ class Service:
         by_rank = sorted(prompts, key=ranking)
         if first is not None and (head is None or first.order < head.order):
             if len(prompts) > 1 or head is not None:
-                short |= self._serve_prompt(first, budget, shares, share)
+                short |= self._serve_prompt(first, budget, draft, share)
         elif head is not None:
             alone = not prompts and len(waiting) == 1
-            if self._admit(head, budget, shares, 1 if alone else share):
+            if self._admit(head, budget, draft, 1 if alone else share):
                 by_rank = sorted((*by_rank, head), key=ranking)
             elif first is not None:
                 # The head does not fit yet, so the first running prompt is served next.
-                short |= self._serve_prompt(first, budget, shares, share)
+                short |= self._serve_prompt(first, budget, draft, share)
         refused: list[Sequence] = []
         place = 0
         while budget.num_tokens > 0:
@@ -271,29 +275,29 @@ class Service:
                 nearest = waiting.candidates(len(refused) + 1)
                 newcomer = next((seq for seq in nearest if seq not in refused), None)
             if newcomer is not None and (prompt is None or ranking(newcomer) < ranking(prompt)):
-                if not self._admit(newcomer, budget, shares, 1):
+                if not self._admit(newcomer, budget, draft, 1):
                     refused.append(newcomer)
             elif prompt is not None:
                 place += 1
                 if prompt.status is SequenceStatus.RUNNING:
-                    short |= self._serve_prompt(prompt, budget, shares, 1)
+                    short |= self._serve_prompt(prompt, budget, draft, 1)
             else:
                 break
 
-    def _admit(self, seq: Sequence, budget: StepBudget, shares: StepShares, share: int) -> bool:
+    def _admit(self, seq: Sequence, budget: StepBudget, draft: StepDraft, share: int) -> bool:
         num_new = self._admission.admit(seq, budget, share)
         if not num_new:
             return False
         self._policy.admitted(seq)
         budget.take(seq.num_computed, num_new, scored=is_scored(seq))
         budget.num_newcomers -= 1 + num_pending_siblings(seq)
-        shares.admitted.add(seq.seq_id)
-        shares.chunks[seq.seq_id] = (seq, num_new)
+        draft.admitted.add(seq.seq_id)
+        draft.chunks[seq.seq_id] = (seq, num_new)
         return True
 
-    def _serve_prompt(self, seq: Sequence, budget: StepBudget, shares: StepShares, share: int) -> bool:
+    def _serve_prompt(self, seq: Sequence, budget: StepBudget, draft: StepDraft, share: int) -> bool:
         """Serve a chunk of a prompt, on top of what it has in this step; returns whether it lacked blocks."""
-        _, has = shares.chunks.get(seq.seq_id, (seq, 0))
+        _, has = draft.chunks.get(seq.seq_id, (seq, 0))
         start = seq.num_computed + has
         scored = is_scored(seq)
         chunk = budget.chunk(start, num_missing(seq) - has, scored=scored)
@@ -301,34 +305,34 @@ class Service:
             chunk = max(min(1, chunk), chunk // share)
         if not chunk:
             return False
-        num_new = self._make_room(seq, has, chunk, shares)
+        num_new = self._make_room(seq, has, chunk, draft)
         if num_new:
             budget.take(start, num_new, scored=scored)
-            shares.chunks[seq.seq_id] = (seq, has + num_new)
+            draft.chunks[seq.seq_id] = (seq, has + num_new)
         elif not has and seq is self._first():
             self._stalled = seq
         return num_new < chunk
 
-    def _make_room(self, seq: Sequence, has: int, chunk: int, shares: StepShares) -> int:
+    def _make_room(self, seq: Sequence, has: int, chunk: int, draft: StepDraft) -> int:
         """Find blocks for as much of a chunk as possible; returns the number of its tokens."""
         while True:
-            if self._extend(seq, has + chunk, shares):
+            if self._extend(seq, has + chunk, draft):
                 return chunk
             place = place_of(seq)
             blocks = self._tenants.room(seq) // len(self._kv.spec.groups)
             fits = place.capacity + blocks * self._kv.spec.block_size - seq.num_computed - has
-            if 0 < fits < chunk and self._extend(seq, has + fits, shares):
+            if 0 < fits < chunk and self._extend(seq, has + fits, draft):
                 return fits
             if has:
                 return 0
-            behind = [s for s in self._running.after(seq)[1:] if s.seq_id not in shares.chunks and num_missing(s) != 1]
+            behind = [s for s in self._running.after(seq)[1:] if s.seq_id not in draft.chunks and num_missing(s) != 1]
             behind = [s for s in behind if self._tenants.helps(s, seq)]
             if behind:
-                self._yielding.preempt_one_of(behind)
-            elif len(self._running) > 1 or not self._yielding.free_more():
+                self._preemptor.preempt_one_of(behind)
+            elif len(self._running) > 1 or not self._preemptor.free_more():
                 return 0
 
-    def _extend(self, seq: Sequence, num_tokens: int, shares: StepShares) -> bool:
+    def _extend(self, seq: Sequence, num_tokens: int, draft: StepDraft) -> bool:
         """Allocate blocks for a running sequence's next tokens; False if there are too few."""
         kv, tenants = self._kv, self._tenants
         copies = kv.extend(seq, num_tokens, tenants.room)
@@ -338,8 +342,8 @@ class Service:
             return False
         self._running.grew(seq)
         if copies:
-            shares.copies.extend(copies)
-            shares.copied.add(seq.seq_id)
+            draft.copies.extend(copies)
+            draft.copied.add(seq.seq_id)
         return True
 
 

@@ -1,4 +1,4 @@
-"""Reclaiming blocks: preemption, and pins that yield."""
+"""The preemptor: frees blocks by preempting sequences, or by letting pins yield."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class SchedulerCounters:
     num_deferred_tokens: int = 0
 
 
-class Yielding:
-    """Reclaims the blocks of sequences."""
+class Preemptor:
+    """Takes blocks and places from running sequences, which wait again, or from pins."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Yielding:
         """Let a pin yield when nothing else can progress; False if there is none."""
         return self._kv.pins.yield_one()
 
-    def settle(self, seq: Sequence) -> None:
+    def start_over_if_lost(self, seq: Sequence) -> None:
         """Make a waiting sequence start over if it can no longer resume, because its blocks were given up."""
         if seq.num_computed and not self._kv.can_resume(seq):
             # Remove and push it, because its place in the line depends on how much it has to compute.
