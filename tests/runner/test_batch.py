@@ -11,9 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.errors import RequestError
+from octavo.kvcache.block import BlockId
 from octavo.kvcache.spec import LayerKVSpec
+from octavo.request import RequestId, SequenceId
 from octavo.runner.batch import BatchBuilder, StepBatch
-from octavo.scheduler.plan import StepPlan
+from octavo.sampling_params import SamplingParams
+from octavo.scheduler.plan import NewSequence, SamplingSnapshot, StepPlan
 from tests.kvcache.caches import FULL, sliding
 from tests.scheduler.plans import rows_of
 from tests.scheduler.test_scheduler import Engine
@@ -182,3 +185,23 @@ def test_a_sequence_that_missed_a_step_goes_on_where_it_was() -> None:
         engine.finish_step(plan)
     assert first.sequences[0].num_output_tokens
     assert second.sequences[0].num_output_tokens
+
+
+def test_a_row_draws_after_each_of_its_last_positions() -> None:
+    """As a sequence does that brings several tokens to be verified."""
+    sampling = SamplingSnapshot(RequestId("r"), SamplingParams(), seed=7, num_prompt_tokens=2)
+    plan = StepPlan(
+        step=1,
+        seq_ids=(SequenceId(1), SequenceId(2)),
+        starts=(4, 0),
+        lengths=(3, 2),
+        draws=(3, 2),
+        token_ids=(10, 11, 12, 13, 14),
+        sibling_seeds={1: (8,)},
+        new=tuple(NewSequence(SequenceId(i), sampling, ((BlockId(i), BlockId(i + 2)),)) for i in (1, 2)),
+    )
+    batch = make_builder().build(plan)
+    assert batch.logits_indices.tolist() == [0, 1, 2, 4]
+    assert batch.sample_rows == [0, 1, 2, 3, 3]
+    assert batch.sampling.positions.tolist() == [3, 4, 5, 0, 0]
+    assert batch.sampling.records["seed"].tolist() == [7, 7, 7, 7, 8]

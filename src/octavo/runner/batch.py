@@ -338,19 +338,19 @@ class BatchBuilder:
         self, plan: StepPlan, rows: Rows, ends: np.ndarray, query_start: np.ndarray, attention: AttentionBatch
     ) -> StepBatch:
         draws = np.array(plan.draws, dtype=np.int64)
-        sampled = np.flatnonzero(draws)
-        indices = query_start[1:][sampled].astype(np.int64) - 1
-        # For each draw, the index of its row among the sampled rows, and its row in the plan.
-        sample_rows = np.repeat(np.arange(len(sampled)), draws[sampled])
-        drawn_from = sampled[sample_rows]
+        own = draws.copy()  # at the last positions of each row; siblings draw at the very last
+        first_draw = np.cumsum(draws) - draws
         seeds = []
-        if plan.sibling_seeds:
-            first_draw = np.cumsum(draws) - draws
-            seeds = [
-                (int(first_draw[row]) + place, seed)
-                for row, siblings in plan.sibling_seeds.items()
-                for place, seed in enumerate(siblings, start=1)
-            ]
+        for row, siblings in plan.sibling_seeds.items():
+            own[row] -= len(siblings)
+            seeds += [(int(first_draw[row] + own[row]) + place, seed) for place, seed in enumerate(siblings)]
+        first_index = np.cumsum(own) - own
+        indices = np.repeat(query_start[1:] - own - first_index, own) + np.arange(own.sum())
+        # For each draw, its row in the plan, and which of the row's own positions it is from.
+        drawn_from = np.repeat(np.arange(len(rows)), draws)
+        place = np.minimum(np.arange(len(drawn_from)) - first_draw[drawn_from], own[drawn_from] - 1)
+        sample_rows = first_index[drawn_from] + place
+        num_tokens = (ends - own + 1)[drawn_from] + place
         scores: list[tuple[int, PromptScores]] = []
         num_rows = len(indices)
         pieces = [indices]
@@ -370,9 +370,9 @@ class BatchBuilder:
             token_ids=self._tensor(np.array(plan.token_ids, dtype=np.int64)),
             attention=attention,
             logits_indices=self._tensor(np.concatenate(pieces) if scores or pools else indices),
-            sampling=self.sequences.sampling.batch(rows[drawn_from], ends[drawn_from], seeds),
+            sampling=self.sequences.sampling.batch(rows[drawn_from], num_tokens, seeds),
             sample_rows=sample_rows.tolist(),
-            num_sample_rows=len(sampled),
+            num_sample_rows=len(indices),
             num_logits=num_logits,
             scores=scores,
             pools=pools,

@@ -1,7 +1,7 @@
 """Step plans and results: immutable plain values that can be pickled.
 
 A plan names sequences by id. The runner, in this process or another, keeps a state for each sequence that it has been
-told about, and a plan contains only what has changed since the previous one:
+sent, and a plan contains only what has changed since the previous one:
 
     scheduler                                      runner
     live sequences, block tables                   by id: table rows, sampling parameters, token counts
@@ -139,9 +139,10 @@ class StepPlan(NamedTuple):
     Attributes:
         step: the plan's number, counted from 1.
         token_ids: the tokens of all rows, concatenated.
-        draws: by row, the number of tokens drawn from the logits of its last token: 0 while a prompt is unfinished, 1,
-            or one for each of a request's parallel samples when its prompt ends.
-        sibling_seeds: by row, the seeds of its draws after the first.
+        draws: by row, the number of tokens that it draws: one after each of its last positions, and one after the very
+            last for each of `sibling_seeds`. 0 while a prompt is unfinished. The scheduler lets no row draw at several
+            positions yet, as verifying several tokens of a sequence would.
+        sibling_seeds: by row, the seeds of draws for the request's other parallel samples, when their prompt ends.
         scores: positions to score, of rows whose prompt's log-probabilities are wanted.
         pools: positions to sum, of rows whose prompt's embedding is wanted.
         reset: whether to forget every sequence before applying the rest of the plan.

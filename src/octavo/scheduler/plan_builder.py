@@ -51,7 +51,7 @@ _NO_ROWS = PlannedRows([], 0, [])
 class PlanBuilder:
     """Collects the rows of one step after another; true if the current step has a row.
 
-        begin ── add, add, … ── finish ──> plan in flight ─┬─ settle(plan)     the runner knows what it said
+        begin ── add, add, … ── finish ──> plan in flight ─┬─ complete(plan)   the runner knows what it said
                                   ^                        └─ abandon()        the runner's state is unknown
                        add_ahead ─┘
                                  a second plan, while that one is in flight
@@ -66,10 +66,10 @@ class PlanBuilder:
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
         self._block_size = kv.spec.block_size
-        self._told: dict[SequenceId, int] = {}  # number of table entries that the runner has
+        self._sent: dict[SequenceId, int] = {}  # number of table entries that the runner has
         self._changes: list[SequenceForked | SequenceDropped] = []
         self._reset = True
-        self._told_grammars = False  # whether the runner may hold grammar states
+        self._sent_grammars = False  # whether the runner may hold grammar states
         self._step = 0
         self._in_flight: deque[tuple[int, PlannedRows]] = deque()  # with the plans' numbers; two at most
         self._clear()
@@ -94,7 +94,7 @@ class PlanBuilder:
         return bool(self.sequences)
 
     def begin(self) -> None:
-        """Start collecting a step. A previous step that was never finished or settled counts as abandoned."""
+        """Start collecting a step. A previous step that was never finished or completed counts as abandoned."""
         if self.sequences or self._in_flight:
             self.abandon()
 
@@ -112,7 +112,7 @@ class PlanBuilder:
         """
         start = seq.num_computed
         end = start + num_new
-        self._tell(seq, start, end, copied=copied)
+        self._send(seq, start, end, copied=copied)
         if len(draws) > 1:
             self._sibling_seeds[len(self.sequences)] = tuple(sibling.seed for sibling in draws[1:])
         self.sequences.append(seq)
@@ -133,7 +133,7 @@ class PlanBuilder:
         Returns:
             Sequences that have no output yet, and so may draw for siblings too; they are not added.
         """
-        told_of, size, new = self._told.get, self._block_size, []
+        sent_of, size, new = self._sent.get, self._block_size, []
         # Inlined in one loop for speed: it runs for every token of every stream.
         add_sequence, add_start, add_token = self.sequences.append, self._starts.append, self._token_ids.append
         for seq in seqs:
@@ -141,8 +141,8 @@ class PlanBuilder:
             if not output:
                 new.append(seq)
                 continue
-            if start >= told_of(seq_id, 0) * size or seq_id in copied:
-                self._tell(seq, start, start + 1, copied=seq_id in copied)
+            if start >= sent_of(seq_id, 0) * size or seq_id in copied:
+                self._send(seq, start, start + 1, copied=seq_id in copied)
             add_sequence(seq)
             add_start(start)
             add_token(output[-1])
@@ -152,12 +152,12 @@ class PlanBuilder:
 
     def add_ahead(self, seqs: Iterable[Sequence]) -> None:
         """Add all rows of a step planned ahead; each computes the token its sequence draws in the plan in flight."""
-        told_of, size = self._told, self._block_size
+        sent_of, size = self._sent, self._block_size
         add_sequence, add_start = self.sequences.append, self._starts.append
         for seq in seqs:
             start = seq.num_computed + 1
-            if start >= told_of[seq.seq_id] * size:
-                self._tell(seq, start, start + 1, copied=False)
+            if start >= sent_of[seq.seq_id] * size:
+                self._send(seq, start, start + 1, copied=False)
             add_sequence(seq)
             add_start(start)
         self.num_streams = self.num_tokens = len(self.sequences)
@@ -207,7 +207,7 @@ class PlanBuilder:
         self._clear()
         return plan
 
-    def settle(self, plan: StepPlan) -> PlannedRows:
+    def complete(self, plan: StepPlan) -> PlannedRows:
         """Note that `plan` was executed, and return its rows; an empty plan has none.
 
         Raises:
@@ -224,7 +224,7 @@ class PlanBuilder:
         """Abandon the plans being collected or in flight, after which the runner's state is unknown."""
         self._in_flight.clear()
         self._clear()
-        self._told.clear()
+        self._sent.clear()
         self._changes.clear()
         self._reset = True
 
@@ -234,10 +234,10 @@ class PlanBuilder:
         Usually the runner drops ended sequences with the next plan, but the state of a grammar is too large to keep
         that long.
         """
-        if self._told or self._in_flight or not self._told_grammars:
+        if self._sent or self._in_flight or not self._sent_grammars:
             return None
         self._step += 1
-        self._changes, self._reset, self._told_grammars = [], False, False
+        self._changes, self._reset, self._sent_grammars = [], False, False
         return StepPlan(step=self._step, reset=True)
 
     def flush(self, stores: Iterable[BlockTransfer]) -> StepPlan:
@@ -247,28 +247,28 @@ class PlanBuilder:
 
     def drop(self, seq: Sequence) -> None:
         """Make the runner drop a sequence that stops running, before its blocks or its id are reused."""
-        if self._told.pop(seq.seq_id, None) is not None:
+        if self._sent.pop(seq.seq_id, None) is not None:
             self._changes.append(SequenceDropped(seq.seq_id))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Note that `child` was forked from `parent`, over the same blocks."""
-        told = self._told.get(parent.seq_id)
-        if told is not None:
-            self._told[child.seq_id] = told
+        sent = self._sent.get(parent.seq_id)
+        if sent is not None:
+            self._sent[child.seq_id] = sent
             self._changes.append(SequenceForked(child.seq_id, parent.seq_id, child.seed))
 
-    def _tell(self, seq: Sequence, start: int, end: int, *, copied: bool) -> None:
-        """Tell the runner what it needs to compute tokens `start .. end` of the next row's sequence."""
-        size, told = self._block_size, self._told.get(seq.seq_id)
-        if told is None:
-            self._tell_whole(seq)
-        elif copied or end > told * size:
-            first = min(told, start // size) if copied else told
+    def _send(self, seq: Sequence, start: int, end: int, *, copied: bool) -> None:
+        """Send the runner what it needs to compute tokens `start .. end` of the next row's sequence."""
+        size, sent = self._block_size, self._sent.get(seq.seq_id)
+        if sent is None:
+            self._send_whole(seq)
+        elif copied or end > sent * size:
+            first = min(sent, start // size) if copied else sent
             tables = self._kv.tables(seq)
             self._tables.append(TableDelta(len(self.sequences), first, tuple(tuple(table[first:]) for table in tables)))
-            self._told[seq.seq_id] = len(tables[0])
+            self._sent[seq.seq_id] = len(tables[0])
 
-    def _tell_whole(self, seq: Sequence) -> None:
+    def _send_whole(self, seq: Sequence) -> None:
         request, tables = seq.request, self._kv.tables(seq)
         params = request.params
         sampling = SamplingSnapshot(
@@ -282,6 +282,6 @@ class PlanBuilder:
         )
         needs_tokens = params.counts_tokens or params.structured_outputs is not None
         token_ids = array("i", seq.token_ids).tobytes() if needs_tokens else b""
-        self._told_grammars |= params.structured_outputs is not None
+        self._sent_grammars |= params.structured_outputs is not None
         self._new.append(NewSequence(seq.seq_id, sampling, tuple(table[:] for table in tables), token_ids))
-        self._told[seq.seq_id] = len(tables[0])
+        self._sent[seq.seq_id] = len(tables[0])

@@ -297,7 +297,7 @@ class Scheduler:
         """
         if len(result.token_ids) != plan.num_draws:
             raise ValueError(f"{plan.num_draws} tokens were to be drawn, {len(result.token_ids)} came back")
-        rows = self._builder.settle(plan)
+        rows = self._builder.complete(plan)
         drew = rows.drawing
         self.policy.drawn(seq for seq in drew if not seq.finished)
         self.policy.drawn(drew[i] for i, following in result.forced.items() for _ in following)
