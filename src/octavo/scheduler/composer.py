@@ -211,7 +211,8 @@ class StepComposer:
         """Give each stream one token, in order of service; returns whether blocks ran out."""
         running = SequenceStatus.RUNNING
         served, short = draft.streams, False
-        full = [seq for seq in streams if seq.num_computed >= place_of(seq).capacity]
+        # Without a call for each of them, because this runs for every token of every stream.
+        full = [seq for seq in streams if (place := seq.state.place) and seq.num_computed >= place.capacity]
         if not full or self._kv.extend_all(full):
             for seq in full:
                 self._running.grew(seq)
