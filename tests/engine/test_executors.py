@@ -26,7 +26,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.scheduler.plan_log import read_facts, read_plans
 from octavo.structured_outputs import StructuredOutputsParams
-from octavo.tiers.shared_file import SharedFile
+from octavo.tiers.host import SharedFile
 from tests.conftest import MakeLLM, assert_idle, without_deadlines
 from tests.engine.preempting import thrash
 from tests.engine.test_same_tokens import alone, assert_same, workload

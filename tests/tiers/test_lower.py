@@ -12,8 +12,8 @@ from octavo.kvcache.eviction import make_eviction_policy
 from octavo.kvcache.hashing import Label
 from octavo.kvcache.host_memory import HostMemory
 from octavo.tiers.base import Reason
-from octavo.tiers.fetch import Fetch
 from octavo.tiers.lower import LowerTiers
+from octavo.tiers.room import Fetch
 from octavo.tiers.store import Store
 from tests.tiers.stores import SECONDS, label
 

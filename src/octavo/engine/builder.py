@@ -30,8 +30,7 @@ from octavo.scheduler.plan_log import PlanLog
 from octavo.structured_outputs import StructuredOutputsParams
 from octavo.text.chat_template import check_template
 from octavo.text.tokenizer import Tokenizer
-from octavo.tiers.host import HostTier
-from octavo.tiers.shared_file import SharedFile
+from octavo.tiers.host import HostTier, SharedFile
 
 logger = logging.getLogger(__name__)
 

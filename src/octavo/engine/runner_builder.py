@@ -36,8 +36,7 @@ from octavo.runner.runner import ModelRunner
 from octavo.runner.warm_up import warm_up
 from octavo.sampling.sampler import warm_up_choice
 from octavo.storage.arena import KVArena
-from octavo.tiers.host import HostTier
-from octavo.tiers.shared_file import SharedFile
+from octavo.tiers.host import HostTier, SharedFile
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,7 @@
 """Stores below host memory. Each line may import only what stands below it; a test holds this drawing.
 
 lower                           between host memory and all stores: writes down, fetches up
-room                            how much of host memory waiting requests may hold
-fetch                           the blocks that one of them waits for
+room                            what waiting requests fetch, and how much of host memory they may hold
 
 store                           makes a medium asynchronous: threads, deadlines, cancellation
 counters | breaker | speed      what it did; when it stops trying; what a load takes
@@ -13,6 +12,5 @@ tenant_names | slabs            beside the slots, whose they are; how slabs lie 
 header                          what each stored block carries, and its proof
 base                            the contract of a medium, and why blocks are misses
 
-host                            the memory that all of them fill and read
-shared_file                     of it, where two processes use it
+host                            the memory that all of them fill and read; two processes can share it
 """

@@ -19,8 +19,7 @@ from itertools import islice, takewhile
 from octavo.kvcache.hashing import Label
 from octavo.kvcache.host_memory import HostBlockId, HostMemory, Slot
 from octavo.tiers.base import LookupResult, Reason
-from octavo.tiers.fetch import Fetch
-from octavo.tiers.room import Room
+from octavo.tiers.room import Fetch, Room
 from octavo.tiers.store import Store
 from octavo.tiers.transfer import Transfer
 
