@@ -17,13 +17,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError
-from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.request import Sequence, SequenceStatus
-from octavo.scheduler.running import RunningSet
 from octavo.scheduler.sequences import place_of
+
+if TYPE_CHECKING:  # the options of `octavo serve` need the amounts, and no numpy
+    from octavo.kvcache.manager import KVCacheManager
+    from octavo.scheduler.running import RunningSet
 
 Amount = int | float
 """An amount of cache: tokens (int), or a fraction of it from 0 to 1 (float)."""
