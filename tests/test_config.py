@@ -79,7 +79,7 @@ def test_the_package_is_marked_as_typed() -> None:
     [(4, 4 * 2**30), ("4", 4 * 2**30), ("0.5", 2**29), ("1023", 1023 * 2**30), (4096, 4096), ("2MiB", 2**21), (0, 0)],
 )
 def test_a_bare_swap_space_is_gib_as_in_vllm(given: int | str, swap_space: int) -> None:
-    config = EngineConfig(swap_space=given)
+    config = EngineConfig.from_options({"swap_space": given})
     assert config.swap_space == swap_space
     assert config.replace(seed=1).swap_space == swap_space
 

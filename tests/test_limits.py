@@ -138,9 +138,9 @@ def test_each_limit_is_raised_singly_in_the_table_of_the_engine(given: Any) -> N
     assert EngineConfig.from_options({"limits": given}).limits == RequestLimits(max_n=3)
 
 
-@pytest.mark.parametrize("given", [{"max_m": 3}, "max_m=3"])
+@pytest.mark.parametrize("given", [{"max_nn": 3}, "max_nn=3"])
 def test_a_limit_that_there_is_not_is_refused_with_the_nearest(given: Any) -> None:
-    with pytest.raises(ConfigError, match=r"limits: unknown option 'max_m'; did you mean max_n\?"):
+    with pytest.raises(ConfigError, match=r"limits: unknown option 'max_nn'; did you mean max_n\?"):
         EngineConfig.from_options({"limits": given})
 
 

@@ -153,7 +153,7 @@ class EngineConfig(Options):
         "the prefix cache is not used; auto: as the model's 1_Pooling/config.json says, or last",
     )
 
-    kv_cache_memory: int | str | None = _cache(
+    kv_cache_memory: int | None = _cache(
         None,
         "memory for the KV cache, such as 2GiB; default: what --gpu-memory-utilization leaves, or on a CPU 40 % of the "
         "free RAM (at most $OCTAVO_MEMORY_LIMIT, if set) beside the weights",
@@ -211,14 +211,14 @@ class EngineConfig(Options):
         most=1,
     )
 
-    swap_space: int | str | None = _below(
+    swap_space: int | None = _below(
         None,
         "host memory for the blocks of preempted sequences, such as 2GiB (a bare 2 means GiB); 0: never swap; "
         "default: 1GiB, or less where less RAM is free",
         unit=SWAP_BYTES,
         least=0,
     )
-    kv_host_memory: int | str = _below(
+    kv_host_memory: int = _below(
         0,
         "host memory for prefixes evicted from the KV cache, in addition to --swap-space, such as 8GiB: they are "
         "copied back instead of recomputed; 0: none",
@@ -233,7 +233,7 @@ class EngineConfig(Options):
     kv_disk: str | None = _below(
         None, "directory for prefixes that outlive the process; one server at a time may use it", metavar="DIR"
     )
-    kv_disk_size: int | str = _below("20GiB", "maximum size of --kv-disk", unit=BYTES, least=1, needs="kv_disk")
+    kv_disk_size: int = _below("20GiB", "maximum size of --kv-disk", unit=BYTES, least=1, needs="kv_disk")
     kv_remote: str | None = _below(
         None,
         "Redis or Valkey in which servers of one model share prefixes: redis://HOST:PORT/DB, rediss:// for TLS, or "

@@ -34,7 +34,8 @@ class Unit:
     Attributes:
         metavar: name of the value in `--help`.
         words: what an error calls a value, such as "a number of seconds".
-        read: converts a number, or a text such as "2GiB", to the unit; None if only numbers are accepted.
+        read: converts a number, or a text such as "2GiB", to the unit; None if only numbers are accepted. The option's
+            type is that of the number, which a checked instance holds.
     """
 
     metavar: str
@@ -186,7 +187,7 @@ class Option:
             return texts
         if self.is_table:
             return _parse_table(text, self.types[0], where)
-        if text in self.choices or (str in self.types and not self.choices):
+        if text in self.choices or self._is_text_of_unit(text) or (str in self.types and not self.choices):
             return text
         if self.is_choice:
             raise self._wrong(text, where)
@@ -222,7 +223,7 @@ class Option:
                 raise ConfigError(f"{self.name} must not be empty")
         elif self.is_table:
             return value if isinstance(value, self.types[0]) else self._table(value)
-        elif not any(_fits(value, hint) for hint in self.types):
+        elif not self._is_text_of_unit(value) and not any(_fits(value, hint) for hint in self.types):
             raise self._wrong(value, self.name)
         read = self.read if self.unit is None else self.unit.read
         if read is not None:
@@ -233,6 +234,9 @@ class Option:
             for each in value if self.is_list else (value,):
                 self.check(each, self.name)
         return value
+
+    def _is_text_of_unit(self, value: object) -> bool:
+        return isinstance(value, str) and self.unit is not None and self.unit.read is not None
 
     def _table(self, value: Any) -> Any:
         table = self.types[0]

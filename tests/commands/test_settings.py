@@ -99,7 +99,7 @@ def test_every_kind_of_option_is_read_alike_from_the_environment_and_the_file(tm
         ('eviction_policy = "cost"', "eviction_policy: 'cost' was removed; use 'adaptive'"),
         ("max_n = 3", r"'max_n'; it was removed: it is an entry of --limits, as in max_n="),
         ("limits = 3", "limits must be a table of values by name, got 3"),
-        ("[limits]\nmax_m = 3", r"limits: unknown option 'max_m'; did you mean max_n\?"),
+        ("[limits]\nmax_nn = 3", r"limits: unknown option 'max_nn'; did you mean max_n\?"),
         ("deterministic = 1", "deterministic must be true or false, got 1"),
         ("api_key = []", "api_key is an empty list"),
         ("api_key = [7]", "api_key must be a text or a list of texts"),

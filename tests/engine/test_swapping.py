@@ -140,7 +140,7 @@ def test_without_swap_space_auto_recomputes_and_swap_is_refused(make_llm: MakeLL
     assert isinstance(core.scheduler.preemption, Recompute)
     assert core.runner.host is None or core.runner.host.num_blocks == 0
     with pytest.raises(ConfigError, match="preemption_mode is 'swap', but swap_space is 0"):
-        EngineConfig(preemption_mode="swap", swap_space="0")
+        EngineConfig.from_options({"preemption_mode": "swap", "swap_space": "0"})
     with pytest.raises(ConfigError, match="swap_space must be at least 0, got -1"):
         EngineConfig(swap_space=-1)
-    assert EngineConfig(swap_space="2GiB").swap_space == 2 << 30
+    assert EngineConfig.from_options({"swap_space": "2GiB"}).swap_space == 2 << 30

@@ -139,7 +139,8 @@ def test_the_swap_space_that_is_planned_is_what_is_allocated_within_a_per_cent(
 ) -> None:
     monkeypatch.setenv(MEMORY_LIMIT_VARIABLE, "64MiB")
     options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_num_batched_tokens": 64, "max_num_seqs": 8}
-    engine = build_engine(EngineConfig(model=tiny_model, swap_space=swap_space, preemption_mode="swap", **options))
+    swap = {"swap_space": swap_space, "preemption_mode": "swap"}
+    engine = build_engine(EngineConfig.from_options({"model": tiny_model, **swap, **options}))
     predicted = sizing(64 * 2**20, tiny_model, CPU_MEMORY_SHARE, swap_space=swap_space, **options)
     assert runner_of(engine).host.nbytes == predicted.budget.swap
     asked = parse_bytes(str(swap_space))
@@ -161,7 +162,7 @@ def test_a_swap_space_over_the_memory_is_refused_itemised_with_one_that_would_st
         "preemption_mode": "swap",
     }
     with pytest.raises(ConfigError, match=r"64\.00 MiB are available: .*, swap space 100\.00 MiB\.") as caught:
-        build_engine(EngineConfig(model=tiny_model, swap_space="100MiB", **options))
+        build_engine(EngineConfig.from_options({"model": tiny_model, "swap_space": "100MiB", **options}))
     message = str(caught.value)
     needed = parse_bytes(re.search(r"needs ([\d.]+ [KMG]iB)", message)[1])  # type: ignore[index]
     items = re.findall(r"(?:weights|activations|KV cache at least|swap space) ([\d.]+ [KMG]iB)", message)

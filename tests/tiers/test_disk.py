@@ -329,7 +329,7 @@ def test_a_directory_that_cannot_be_written_or_a_size_below_a_block_is_refused(t
 
 def test_a_size_without_a_directory_is_refused() -> None:
     with pytest.raises(ConfigError, match="kv_disk_size needs kv_disk, which is not given"):
-        EngineConfig(kv_disk_size="1GiB")
+        EngineConfig.from_options({"kv_disk_size": "1GiB"})
     assert EngineConfig().kv_disk_size == 20 << 30
 
 

@@ -85,7 +85,6 @@ def _open_stores(
     if config.kv_disk is not None:
         from octavo.tiers.disk import DiskMedium
 
-        assert isinstance(config.kv_disk_size, int)
         describe = {"model": config.model, "dtype": spec.dtype, "block_size": str(spec.block_size)}
         medium = DiskMedium(
             Path(config.kv_disk),

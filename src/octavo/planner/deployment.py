@@ -78,7 +78,7 @@ class PlanOptions(Options):
     concurrency: int | None = _option(
         None, "number of such sequences at once; default: as many as --memory holds, at least 1", least=1
     )
-    memory: int | str | None = _size(
+    memory: int | None = _size(
         None,
         "memory of one device, such as 80GiB; default: that of this machine, or with --device: not limited",
         least=1,
@@ -113,22 +113,20 @@ class PlanOptions(Options):
         least=1,
     )
     max_num_batched_tokens: int = _option(2048, "maximum number of tokens computed in one step", least=1)
-    kv_cache_memory: int | str | None = _size(
+    kv_cache_memory: int | None = _size(
         None, "memory for the KV cache of one device, such as 2GiB; default: what --memory leaves", least=1
     )
     gpu_memory_utilization: float = _option(
         0.9, "fraction of a GPU's memory for weights, activations and KV cache", above=0, most=1
     )
-    swap_space: int | str | None = _option(
+    swap_space: int | None = _option(
         None,
         "host memory for the blocks of preempted sequences, such as 1GiB; 0: none; default: 1GiB, or what is left",
         unit=SWAP_BYTES,
         least=0,
     )
-    kv_host_memory: int | str = _size(
-        0, "host memory for prefixes evicted from the KV cache, such as 8GiB; 0: none", least=0
-    )
-    kv_disk_size: int | str = _size(0, "size of --kv-disk, such as 20GiB; 0: none", least=0)
+    kv_host_memory: int = _size(0, "host memory for prefixes evicted from the KV cache, such as 8GiB; 0: none", least=0)
+    kv_disk_size: int = _size(0, "size of --kv-disk, such as 20GiB; 0: none", least=0)
     kv_remote: str | None = _option(
         None, "Redis or Valkey that prefixes are shared in; not connected to", metavar="URL"
     )
@@ -223,7 +221,7 @@ class Deployment:
     def budget(self) -> MemoryBudget | None:
         """How the memory of one device is divided; None if no memory is given."""
         memory = self.options.memory
-        if not isinstance(memory, int):
+        if memory is None:
             return None
         if self.options.device == "cpu":
             set_aside = self._swap_set_aside + self._prefixes_set_aside
@@ -239,7 +237,7 @@ class Deployment:
     @property
     def _prefixes_set_aside(self) -> int:
         """Device memory reserved for --kv-host-memory: on a CPU, device and host memory are the same."""
-        return self._host_memory if self.options.device == "cpu" else 0
+        return self.options.kv_host_memory if self.options.device == "cpu" else 0
 
     @property
     def _bookkeeping_bytes(self) -> int:
@@ -247,14 +245,8 @@ class Deployment:
         return self.spec.bookkeeping_bytes + eviction_bytes(DEFAULT_EVICTION_POLICY)
 
     @property
-    def _host_memory(self) -> int:
-        assert isinstance(self.options.kv_host_memory, int)
-        return self.options.kv_host_memory
-
-    @property
     def _store_bytes(self) -> int:
         """Bytes of host memory that the stores below it take."""
-        assert isinstance(self.options.kv_disk_size, int)
         return store_bytes(self.spec, self.options.kv_disk_size, remote=self.options.kv_remote is not None)
 
     @property
@@ -269,7 +261,7 @@ class Deployment:
     @property
     def cache_bytes(self) -> int | None:
         """Bytes for the KV cache; None if neither these nor the device's memory are given."""
-        if isinstance(self.options.kv_cache_memory, int):
+        if self.options.kv_cache_memory is not None:
             return self.options.kv_cache_memory
         return None if self.budget is None else self.budget.for_cache
 
@@ -341,8 +333,8 @@ class Deployment:
             "bookkeeping_bytes": cost.blocks_for(concurrency) * self._bookkeeping_bytes,
             "swap_bytes": self.swap_bytes,
             "swap_is_needed": self._swap_set_aside > 0,
-            "host_prefix_bytes": self._host_memory,
-            "host_prefix_slots": prefix_slots(spec, self._host_memory),
+            "host_prefix_bytes": self.options.kv_host_memory,
+            "host_prefix_slots": prefix_slots(spec, self.options.kv_host_memory),
             "store_bytes": self._store_bytes,
             "process_bytes": process,
             "memory_needed_per_device": on_device,

@@ -91,7 +91,7 @@ class StartSizing:
                 gpu_context=None if self.host_available is None else self.max_model_len,
             ),
             self.cache_share,
-            0 if self.host_available is not None else (self._wanted_swap or 0) + self._host_memory,
+            0 if self.host_available is not None else (self._wanted_swap or 0) + self.config.kv_host_memory,
         )
 
     def pool(self) -> PoolSize:
@@ -105,7 +105,7 @@ class StartSizing:
         least = smallest_pool(spec).num_bytes
         if self.config.num_blocks is not None:
             pool = PoolSize(self.config.num_blocks, self.config.num_blocks * spec.block_bytes)
-        elif isinstance(self.config.kv_cache_memory, int):
+        elif self.config.kv_cache_memory is not None:
             pool = self._pool_within(self.config.kv_cache_memory)
         elif left < least:
             raise self._too_little(least, "at least ")
@@ -125,7 +125,6 @@ class StartSizing:
     def store_bytes(self) -> int:
         """The host memory that the stores take beside `kv_host_memory`."""
         config = self.config
-        assert isinstance(config.kv_disk_size, int)
         disk_size = 0 if config.kv_disk is None else config.kv_disk_size
         remote = config.kv_remote is not None
         return store_bytes(self.spec, disk_size, remote=remote, eviction_policy=config.eviction_policy)
@@ -143,7 +142,7 @@ class StartSizing:
         left = (
             self.budget.left - pool.num_bytes
             if self.host_available is None
-            else self.host_available - self._host_memory
+            else self.host_available - self.config.kv_host_memory
         )
         left = max(0, left - self.bookkeeping_bytes(pool))
         wanted = self._wanted_swap
@@ -172,11 +171,6 @@ class StartSizing:
                 format_bytes(size),
                 format_bytes(DEFAULT_SWAP_SPACE),
             )
-
-    @property
-    def _host_memory(self) -> int:
-        assert isinstance(self.config.kv_host_memory, int)
-        return self.config.kv_host_memory
 
     @property
     def num_prefix_blocks(self) -> int:
@@ -230,9 +224,9 @@ class StartSizing:
     def _too_little(self, cache: int, qualifier: str = "") -> ConfigError:
         budget = self.budget
         total = budget.weights + budget.activations + cache + budget.swap
-        swap = f", swap space {format_bytes(budget.swap - self._host_memory)}" if budget.swap else ""
-        if self._host_memory:
-            swap += f", prefixes in host memory {format_bytes(self._host_memory)}"
+        swap = f", swap space {format_bytes(budget.swap - self.config.kv_host_memory)}" if budget.swap else ""
+        if self.config.kv_host_memory:
+            swap += f", prefixes in host memory {format_bytes(self.config.kv_host_memory)}"
         return ConfigError(
             f"{self.config.model} needs {format_bytes(total)}, but {format_bytes(self.available)} are available: "
             f"weights {format_bytes(budget.weights)}, "

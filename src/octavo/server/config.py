@@ -124,13 +124,13 @@ class ServerConfig(Options):
     strict_requests: bool = _api(
         False, "refuse unknown fields of a request (400) instead of ignoring them with a warning"
     )
-    max_stored_responses: int | str = _api(
+    max_stored_responses: int = _api(
         "64MiB",
         "memory for stored responses (previous_response_id) of all tenants; 0: none are stored",
         unit=BYTES,
         least=0,
     )
-    max_stored_tenant_responses: int | str = _api(
+    max_stored_tenant_responses: int = _api(
         "16MiB", "memory for stored responses of one tenant; the oldest are dropped", unit=BYTES, least=0
     )
 
@@ -188,10 +188,10 @@ class ServerConfig(Options):
         least=0,
         most=inf,
     )
-    max_body_size: int | str = _connection(
+    max_body_size: int = _connection(
         "16MiB", "maximum size of a request body; larger ones get a 413", unit=BYTES, least=1
     )
-    max_total_body_size: int | str = _connection(
+    max_total_body_size: int = _connection(
         "256MiB",
         "maximum size of all bodies being received or read, beyond the first 64 KiB of each; above it, the tenant with "
         "the most gets a 503 for the oldest of its bodies",
@@ -205,43 +205,18 @@ class ServerConfig(Options):
         above=0,
         most=inf,
     )
-    max_body_memory: int | str = _connection(
+    max_body_memory: int = _connection(
         "1GiB", "memory that reading one large body, or one chat, may take", unit=BYTES, least=1
     )
 
     def _check_together(self) -> None:
         if self.keys_file is not None and self.api_key:
             raise ConfigError("give either keys_file or api_key: the file holds all keys")
-        if self.total_body_limit < self.body_limit:
+        if self.max_total_body_size < self.max_body_size:
             raise ConfigError(
-                f"max_total_body_size ({self.total_body_limit}) must be at least max_body_size ({self.body_limit}): no "
-                "body of that size could be received"
+                f"max_total_body_size ({self.max_total_body_size}) must be at least max_body_size "
+                f"({self.max_body_size}): no body of that size could be received"
             )
-
-    @property
-    def body_limit(self) -> int:
-        """`max_body_size` as a number of bytes."""
-        return int(self.max_body_size)
-
-    @property
-    def total_body_limit(self) -> int:
-        """`max_total_body_size` as a number of bytes."""
-        return int(self.max_total_body_size)
-
-    @property
-    def stored_responses_limit(self) -> int:
-        """`max_stored_responses` as a number of bytes."""
-        return int(self.max_stored_responses)
-
-    @property
-    def stored_tenant_responses_limit(self) -> int:
-        """`max_stored_tenant_responses` as a number of bytes."""
-        return int(self.max_stored_tenant_responses)
-
-    @property
-    def body_memory(self) -> int:
-        """`max_body_memory` as a number of bytes."""
-        return int(self.max_body_memory)
 
     @property
     def accepted_admin_key(self) -> str | None:

@@ -105,8 +105,8 @@ class Handling:
             reasoning_parser=config.reasoning_parser,
         )
         self._ignored = IgnoredFields()
-        self.intake = BodyIntake(config.body_limit, config.total_body_limit)
-        self.reading = ReaderPool(self._reader, config.max_body_seconds, config.body_memory)
+        self.intake = BodyIntake(config.max_body_size, config.max_total_body_size)
+        self.reading = ReaderPool(self._reader, config.max_body_seconds, config.max_body_memory)
 
     def warm_up(self) -> None:
         """Start the process that reads chats in the background, so that the first chat need not wait for it."""

@@ -50,7 +50,7 @@ class OpenAIApi:
         self._completions = Completions(engine, self._texts)
         self._chat = ChatCompletions(engine, self._texts)
         self._embeddings = Embeddings(engine)
-        self._responses = ResponseStore(config.stored_responses_limit, config.stored_tenant_responses_limit)
+        self._responses = ResponseStore(config.max_stored_responses, config.max_stored_tenant_responses)
 
     def endpoints(self) -> list[Endpoint]:
         chat = [{"role": "user", "content": "What is a block?"}]

@@ -120,7 +120,7 @@ class Plan:
         config, spec = self.config, self.spec
         if config.num_blocks is not None:
             return config.num_blocks
-        if isinstance(config.kv_cache_memory, int):
+        if config.kv_cache_memory is not None:
             return self._pool(config.kv_cache_memory)
         if self.machine is not None:
             return self._pool(self._machine_memory(self.machine))
@@ -166,7 +166,6 @@ class Plan:
     @property
     def num_prefix_blocks(self) -> int:
         """Blocks that fit the host memory given by --kv-host-memory."""
-        assert isinstance(self.config.kv_host_memory, int), "the configuration has parsed it"
         spec, policy = self.spec, self.config.eviction_policy
         each = spec.block_bytes + HostMemory.bookkeeping_bytes(spec.block_size) + eviction_bytes(policy)
         return self.config.kv_host_memory // each

@@ -197,7 +197,7 @@ def test_the_limit_of_all_bodies_is_no_less_than_that_of_one() -> None:
     from octavo.server.config import ServerConfig
 
     with pytest.raises(ConfigError, match=r"max_total_body_size \(1024\) must be at least max_body_size \(2048\)"):
-        ServerConfig(max_body_size="2KiB", max_total_body_size="1KiB")
+        ServerConfig.from_options({"max_body_size": "2KiB", "max_total_body_size": "1KiB"})
 
 
 @pytest.mark.parametrize("most", [200, 100], ids=["to make room", "because it is too large"])
