@@ -211,6 +211,18 @@ class KeyIndex:
         ids -= 1
         return ids
 
+    def find_all(self, keys: Keys) -> npt.NDArray[np.int32]:
+        """Return the id of each key; -1 for a key that has none."""
+        after = np.frombuffer(self._after, np.int32)
+        found = np.frombuffer(self._heads, np.int32).take(self._homes(keys))
+        open_ = np.arange(len(keys))
+        while open_.size:
+            there = found.take(open_)
+            open_ = open_[self._differ(there, keys.take(open_, axis=0)) & (there != 0)]
+            found[open_] = after.take(found.take(open_))
+        found -= 1
+        return found
+
     def _homes(self, keys: Keys) -> npt.NDArray[np.int64]:
         """Return the home of each key."""
         # In place, because a long prompt has tens of thousands of keys.
@@ -238,8 +250,7 @@ class KeyIndex:
         if len(ids) != self._length:
             yield f"{len(ids)} ids have a key, {self._length} are counted"
         keys = np.frombuffer(cast(Any, self._keys), np.uint64).reshape(-1, self._halves).take(ids + 1, axis=0)
-        if not np.array_equal(self.find_leading(keys), ids):
-            yield from (f"id {i} is not found by its key" for i in ids.tolist() if i not in self)
+        yield from (f"id {i} is not found by its key" for i in ids[self.find_all(keys) != ids].tolist())
 
     def _allocate(self, capacity: int) -> None:
         self._capacity = capacity

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 
 from octavo.errors import ConfigError
 from octavo.kvcache.block import (
@@ -32,6 +33,7 @@ from octavo.kvcache.eviction import EvictionPolicy, make_eviction_policy
 from octavo.kvcache.eviction.leaves import LeavesFirst
 from octavo.kvcache.hashing import (
     DIGEST_BYTES,
+    KEY_HALF,
     TOKEN,
     TOKEN_BYTES,
     FullBlocks,
@@ -188,6 +190,17 @@ class PrefixIndex:
         if group < 0:
             return None
         return group_key(group, bytes(self._parents[block_id * DIGEST_BYTES : (block_id + 1) * DIGEST_BYTES]))
+
+    def parents(self, block_ids: BlockIds) -> npt.NDArray[np.int32]:
+        """Return the published parent of each published block: null for a block outside the tree or at its root, and -1
+        for one whose parent is not published.
+        """
+        groups = np.frombuffer(self._groups, np.int16).take(block_ids)
+        keys = np.frombuffer(self._parents, KEY_HALF).reshape(-1, 2).take(block_ids, axis=0)
+        keys[:, 1] ^= np.maximum(groups, 0).astype(np.uint64) << np.uint64(48)  # as `group_bits`
+        parents = self._index.find_all(keys)
+        parents[groups < 0] = NULL_BLOCK
+        return parents
 
     def __iter__(self) -> Iterator[BlockId]:
         """Iterate over all published blocks, for audits."""

@@ -7,9 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds
 from octavo.kvcache.eviction.base import EvictionPolicy
+
+_UNPUBLISHED = -1
 
 
 class Tree(Protocol):
@@ -18,6 +21,8 @@ class Tree(Protocol):
     def find(self, key: bytes) -> BlockId | None: ...
 
     def parent_key(self, block_id: BlockId) -> bytes | None: ...
+
+    def parents(self, block_ids: BlockIds) -> npt.NDArray[np.int32]: ...
 
 
 class LeavesFirst:
@@ -56,19 +61,19 @@ class LeavesFirst:
 
     def add(self, block_id: BlockId) -> None:
         self._inner.add(block_id)
-        self._attach(block_id)
+        self._attach(block_id, self._parent(block_id))
 
     def remove(self, block_id: BlockId) -> None:
         if block_id in self._aside:
             self._aside.remove(block_id)
         else:
             self._inner.remove(block_id)
-        self._detach_and_restore(block_id)
+        self._detach_and_restore(block_id, self._parent(block_id))
 
     def add_all(self, block_ids: BlockIds) -> None:
         self._inner.add_all(block_ids)
-        for block_id in block_ids.tolist():
-            self._attach(block_id)
+        for block_id, parent in zip(block_ids.tolist(), self._tree.parents(block_ids).tolist(), strict=True):
+            self._attach(block_id, parent)
 
     def remove_all(self, block_ids: BlockIds) -> None:
         held = block_ids
@@ -76,8 +81,8 @@ class LeavesFirst:
             held = np.array([b for b in block_ids.tolist() if b not in self._aside], block_ids.dtype)
         self._inner.remove_all(held)
         self._aside.difference_update(block_ids.tolist())
-        for block_id in block_ids.tolist():
-            self._detach_and_restore(block_id)
+        for block_id, parent in zip(block_ids.tolist(), self._tree.parents(block_ids).tolist(), strict=True):
+            self._detach_and_restore(block_id, parent)
 
     def evict(self) -> BlockId:
         return self.evict_many(1)[0]
@@ -96,7 +101,7 @@ class LeavesFirst:
                     self._aside.add(block_id)
                     continue
                 victims.append(block_id)
-                if (parent := self._detach(block_id)) != NULL_BLOCK:
+                if (parent := self._detach(block_id, self._parent(block_id))) != NULL_BLOCK:
                     # It may precede the other candidates, so the inner policy chooses again. This may happen with every
                     # victim, as under FIFO, so fewer are taken at a time.
                     for other in (*reversed(candidates[number:]), parent):
@@ -107,7 +112,7 @@ class LeavesFirst:
 
     def restore(self, block_id: BlockId) -> None:
         self._inner.restore(block_id)
-        self._attach(block_id)
+        self._attach(block_id, self._parent(block_id))
 
     def __len__(self) -> int:
         return len(self._inner) + len(self._aside)
@@ -119,37 +124,42 @@ class LeavesFirst:
         yield from self._inner
         yield from self._aside
 
-    def _attach(self, block_id: BlockId) -> None:
-        """Count a block that is now held as a child of its parent, or remember that its parent is not published."""
+    def _parent(self, block_id: BlockId) -> int:
+        """Return a block's parent as `Tree.parents` does."""
         if (key := self._tree.parent_key(block_id)) is None:
-            return
-        if (parent := self._tree.find(key)) is None:
-            self._orphans.setdefault(key, set()).add(block_id)
-        else:
-            self._count(parent, 1)
+            return NULL_BLOCK
+        parent = self._tree.find(key)
+        return _UNPUBLISHED if parent is None else parent
 
-    def _detach(self, block_id: BlockId) -> BlockId:
+    def _attach(self, block_id: BlockId, parent: int) -> None:
+        """Count a block that is now held as a child of its parent, or remember that its parent is not published."""
+        if parent == _UNPUBLISHED:
+            key = self._tree.parent_key(block_id)
+            assert key is not None
+            self._orphans.setdefault(key, set()).add(block_id)
+        elif parent != NULL_BLOCK:
+            self._count(BlockId(parent), 1)
+
+    def _detach(self, block_id: BlockId, parent: int) -> BlockId:
         """Discount a block that is no longer held; returns its parent if that now leaves the blocks set aside, else
         null. The caller must restore the parent.
         """
-        if (key := self._tree.parent_key(block_id)) is None:
-            return NULL_BLOCK
-        if (orphans := self._orphans.get(key)) is not None:
-            orphans.remove(block_id)
-            if not orphans:
+        if parent == _UNPUBLISHED:  # a published parent is not evicted before its held children
+            key = self._tree.parent_key(block_id)
+            assert key is not None
+            self._orphans[key].remove(block_id)
+            if not self._orphans[key]:
                 del self._orphans[key]
-            return NULL_BLOCK
-        parent = self._tree.find(key)
-        assert parent is not None  # it is not evicted before its held children
-        self._num_children[parent] -= 1
-        if self._num_children[parent] or parent not in self._aside:
-            return NULL_BLOCK
-        self._aside.remove(parent)
-        return parent
+        elif parent != NULL_BLOCK:
+            self._num_children[parent] -= 1
+            if not self._num_children[parent] and parent in self._aside:
+                self._aside.remove(BlockId(parent))
+                return BlockId(parent)
+        return NULL_BLOCK
 
-    def _detach_and_restore(self, block_id: BlockId) -> None:
-        if (parent := self._detach(block_id)) != NULL_BLOCK:
-            self._inner.restore(parent)
+    def _detach_and_restore(self, block_id: BlockId, parent: int) -> None:
+        if (restored := self._detach(block_id, parent)) != NULL_BLOCK:
+            self._inner.restore(restored)
 
     def _count(self, parent: BlockId, children: int) -> None:
         if parent >= len(self._num_children):
