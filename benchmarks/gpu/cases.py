@@ -15,7 +15,7 @@ from octavo.attention.base import AttentionBatch, GroupBatch
 from octavo.attention.triton import rows
 from octavo.attention.triton.backend import TritonAttention
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
-from octavo.models.ops import Heads, QKNorm
+from octavo.models.ops import Heads, NormWeights, QKNorm
 from octavo.models.rotary import Rotation
 from octavo.models.triton_ops import TritonLayerOps
 from octavo.sampling.triton_draw import draw_rows
@@ -142,11 +142,12 @@ def _store(name: str, count: int) -> None:
 
 def _rotate(name: str, count: int, *, norm: bool = False, dim: int = 128, rotary: int = 128) -> None:
     step = _LayerCase(name, (dim, dim), 1, count)
-    angles, weight = torch.zeros(4096, rotary // 2), torch.zeros(dim, dtype=step.dtype)
+    angles = torch.zeros(4096, rotary // 2)
+    weights = NormWeights(torch.zeros(dim, dtype=step.dtype), None, 1e-6)
     TritonLayerOps().rotate_and_store(
         torch.zeros(count, (32 + 8 + 8) * dim, dtype=step.dtype),
         Heads(32, 8, dim, dim),
-        QKNorm(weight, weight, 1e-6) if norm else None,
+        QKNorm(weights, weights) if norm else None,
         Rotation(angles, angles, step.batch.positions),
         step.kv,
         step.batch,

@@ -19,7 +19,7 @@ from octavo.checkpoint.hf_config import hf_model_config
 from octavo.checkpoint.model_config import ModelConfig
 from octavo.kvcache.block import BlockId
 from octavo.kvcache.spec import KVCacheSpec
-from octavo.models.decoder import LlamaDecoder
+from octavo.models.decoder import Decoder
 from octavo.models.loader import expected_shapes
 from octavo.models.ops import LayerOps
 from octavo.models.weights import RawTensor
@@ -99,7 +99,7 @@ class DecodeBench:
         config = hf_model_config(
             {**SHAPES[name], "dtype": str(dtype).removeprefix("torch.")}, Path(name, "config.json")
         )
-        self.model = LlamaDecoder(config, _RandomWeights(config, device), dtype=dtype, device=device, ops=ops)
+        self.model = Decoder(config, _RandomWeights(config, device), dtype=dtype, device=device, ops=ops)
         spec = KVCacheSpec.build(self.model.kv_layers, block_size, str(dtype).removeprefix("torch."))
         # All blocks, including those of the last tokens, are allocated from the start, so that no plan changes a table.
         self._blocks = spec.blocks_for_tokens(context + WARM_UP_STEPS + steps + 1)

@@ -65,7 +65,7 @@ def test_a_configuration_that_transformers_saved_is_read_as_transformers_means_i
     assert config.tie_word_embeddings == theirs.tie_word_embeddings
     assert config.qkv_bias == (model.model.layers[0].self_attn.q_proj.bias is not None)
     assert config.output_bias == (model.model.layers[0].self_attn.o_proj.bias is not None)
-    assert config.qk_norm == hasattr(model.model.layers[0].self_attn, "q_norm")
+    assert (config.layer.qk_norm == "head") == hasattr(model.model.layers[0].self_attn, "q_norm")
     assert config.eos_token_ids == {2}
     assert config.bos_token_id == 1
 
@@ -103,7 +103,7 @@ def test_a_scaling_without_its_factor_is_corrupt(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
         ({"partial_rotary_factor": 0.5}, "partial rotary"),
         ({"hidden_act": "quick_gelu"}, "quick_gelu"),
-        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
         ({"architectures": ["OlmoForCausalLM"]}, "OlmoForCausalLM"),
     ],
 )
@@ -268,6 +268,33 @@ def test_a_folder_with_several_gguf_files_asks_for_one_of_them(tmp_path: Path) -
         (tmp_path / name).write_bytes(b"GGUF")
     with pytest.raises(ModelNotFoundError, match=r"name one: .*a\.gguf.*b\.gguf"):
         resolve_model(str(tmp_path))
+
+
+def test_an_adapters_folder_says_what_to_do_with_it(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    with pytest.raises(UnsupportedModelError, match=r"adapter \(LoRA\) for org/base.*merge_and_unload"):
+        resolve_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"intermediate_size": [64, 96]}, "intermediate_size differs between layers"),
+        ({"architectures": ["MambaForCausalLM"], "num_attention_heads": None}, "has no attention heads"),
+    ],
+)
+def test_whole_checkpoints_that_cannot_be_run_are_not_called_corrupt(
+    change: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        read(tmp_path, LLAMA | change)
+
+
+def test_a_window_of_zero_is_none_and_equal_sizes_may_be_listed_by_layer(tmp_path: Path) -> None:
+    moe = {"architectures": ["Qwen2MoeForCausalLM"], "sliding_window": 0, "intermediate_size": [96, 96]}
+    config = read(tmp_path, LLAMA | moe)
+    assert set(config.layer_windows) == {None}
+    assert config.intermediate_size == 96
 
 
 def test_an_empty_folder_is_no_model(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from octavo import kernels
 from octavo.attention.native import NativeAttention
-from octavo.models.decoder import LlamaDecoder
+from octavo.models.decoder import Decoder
 from octavo.planner.sources import find_shape
 from octavo.sampling_params import SamplingParams
 from tests.conftest import MakeLLM
@@ -31,7 +31,7 @@ def test_the_cache_follows_the_checkpoint_and_its_scales_reach_the_kernel(
     folder = copied(strategy, tmp_path)
     llm = make_llm(folder)
     runner = llm.core.runner
-    assert isinstance(runner.model, LlamaDecoder)
+    assert isinstance(runner.model, Decoder)
     assert runner.arena.spec.dtype == "fp8_e4m3"
     assert find_shape(str(folder)).kv_dtype("auto", "bfloat16") == "fp8_e4m3"
     stored = load_file(folder / "model.safetensors")

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from octavo.checkpoint.model_source import load_model_config, resolve_model
-from octavo.models.decoder import LlamaDecoder
+from octavo.models.decoder import Decoder
 from octavo.models.loader import iter_weights
 from octavo.sampling_params import SamplingParams
 from tests.conftest import MakeLLM
@@ -110,7 +110,7 @@ def test_native_families(make_llm: MakeLLM, tmp_path: Path, family: str, block_s
     options: dict[str, Any] = {"Mistral": {"sliding_window": 11}, "Qwen3": {"head_dim": 32}}.get(family, {})
     model = write_hf_model(tmp_path, family, **options)
     llm = make_llm(tmp_path, block_size=block_size, max_num_batched_tokens=32)
-    assert isinstance(llm.core.runner.model, LlamaDecoder)
+    assert isinstance(llm.core.runner.model, Decoder)
     assert_generates_the_same(llm, model, vocab=320)
 
 

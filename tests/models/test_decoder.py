@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +13,17 @@ import torch
 import transformers
 
 from octavo.attention.reference import ReferenceAttention
+from octavo.checkpoint.hf_config import hf_model_config
 from octavo.checkpoint.model_config import ModelConfig, RopeConfig
 from octavo.errors import CorruptModelError, UnsupportedModelError
 from octavo.models import decoder as decoder_module
-from octavo.models.decoder import LlamaDecoder, loading_bar
+from octavo.models.decoder import Decoder, loading_bar
 from octavo.models.linear import PackedLinear, PlainLinear, make_linear
 from octavo.models.ops import LayerOps
 from octavo.models.rotary import RotaryTable, inverse_frequencies
+from octavo.models.weights import rotary_row_order
 from tests.attention.batches import PagedSequences
+from tests.models import tiny
 from tests.models.paged import assert_same_logits, paged_logits, random_sequences, whole_logits
 
 VOCAB = 61
@@ -41,6 +45,17 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+GRANITE_SCALES = {
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 4.0,
+}
+GEMMA3_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+}
 FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "grouped queries": ("Llama", {}),
     "multi-head": ("Llama", {"num_key_value_heads": 4}),
@@ -55,6 +70,21 @@ FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen2, half of it sliding": ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
+    "gemma2": ("Gemma2", {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 7}),
+    "gemma3": (
+        "Gemma3",
+        {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 7, "layer_types": GEMMA3_TYPES},
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo2, biases": ("Olmo2", {"attention_bias": True}),
+    "phi3": ("Phi3", {}),
+    "phi3, partly rotated in a window": ("Phi3", {"partial_rotary_factor": 0.5, "sliding_window": 9}),
+    "granite": ("Granite", GRANITE_SCALES),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1]}),
+    "glm4": ("Glm4", {"head_dim": 16, "attention_bias": True}),
+    "cohere2": ("Cohere2", {"sliding_window": 7, "layer_types": GEMMA3_TYPES}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 9}),
+    "gemma3, linear rope": ("Gemma3", {"head_dim": 16, "sliding_window": 7, "rope_parameters": GEMMA3_ROPE}),
 }
 
 
@@ -62,7 +92,11 @@ class StateDict:
     """A model's tensors as a weight source."""
 
     def __init__(self, model: Any) -> None:
-        self.tensors = dict(model.state_dict())
+        config = model_config(model)
+        self.tensors = {}
+        for name, tensor in model.state_dict().items():
+            order = rotary_row_order(name, config)
+            self.tensors[name] = tensor if order is None else tensor[order]
 
     def has(self, name: str) -> bool:
         return name in self.tensors
@@ -77,7 +111,7 @@ class StateDict:
 def build(case: str) -> Any:
     """A tiny random model of transformers', attending eagerly."""
     name, extra = FAMILY[case]
-    config = getattr(transformers, f"{name}Config")(**{**TINY, **extra})
+    config = getattr(transformers, tiny.CONFIG_CLASSES.get(name, f"{name}Config"))(**{**TINY, **extra})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -88,47 +122,13 @@ def build(case: str) -> Any:
 
 
 def model_config(model: Any) -> ModelConfig:
-    """What the loader makes of a transformers configuration, told apart by the tensors that are there."""
-    config, tensors = model.config, model.state_dict()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rope = config.rope_parameters
-    layer_types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
-    sliding = type(config).__name__ == "MistralConfig"
-    return ModelConfig(
-        architecture=type(model).__name__,
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim,
-        value_dim=head_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        rope=RopeConfig(
-            theta=rope["rope_theta"],
-            rotary_dim=head_dim,
-            kind=rope["rope_type"],
-            factor=rope.get("factor", 1.0),
-            low_freq_factor=rope.get("low_freq_factor", 1.0),
-            high_freq_factor=rope.get("high_freq_factor", 4.0),
-            original_max_position=rope.get("original_max_position_embeddings", 8192),
-        ),
-        norm_eps=config.rms_norm_eps,
-        hidden_act=config.hidden_act,
-        qkv_bias="model.layers.0.self_attn.q_proj.bias" in tensors,
-        output_bias="model.layers.0.self_attn.o_proj.bias" in tensors,
-        mlp_bias="model.layers.0.mlp.up_proj.bias" in tensors,
-        qk_norm="model.layers.0.self_attn.q_norm.weight" in tensors,
-        tie_word_embeddings=config.tie_word_embeddings,
-        layer_windows=tuple(
-            config.sliding_window if sliding or kind == "sliding_attention" else None for kind in layer_types
-        ),
-    )
+    """What the loader makes of the model's `config.json`."""
+    raw = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    return hf_model_config(raw, Path("config.json"))
 
 
-def decoder(model: Any, dtype: torch.dtype = torch.float32, **options: Any) -> LlamaDecoder:
-    return LlamaDecoder(model_config(model), StateDict(model), dtype=dtype, **options)
+def decoder(model: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
+    return Decoder(model_config(model), StateDict(model), dtype=dtype, **options)
 
 
 @pytest.mark.parametrize("case", FAMILY)
@@ -182,9 +182,9 @@ def test_values_may_be_narrower_than_keys() -> None:
             narrow.tensors[name] = weight.view(-1, 4, 8)[:, :, :5].reshape(-1, 20)
     config = model_config(model)
     sequences = random_sequences(VOCAB, [19, 8])
-    wide_logits = paged_logits(LlamaDecoder(config, padded, dtype=torch.float32), sequences)
+    wide_logits = paged_logits(Decoder(config, padded, dtype=torch.float32), sequences)
     config = dataclasses.replace(config, value_dim=5)
-    assert_same_logits(paged_logits(LlamaDecoder(config, narrow, dtype=torch.float32), sequences), wide_logits)
+    assert_same_logits(paged_logits(Decoder(config, narrow, dtype=torch.float32), sequences), wide_logits)
 
 
 def test_only_the_asked_for_rows_become_logits() -> None:
@@ -213,12 +213,12 @@ def test_bfloat16_stays_close_to_float32(case: str) -> None:
 
 def test_frequency_factors_say_the_same_as_llama3_scaling() -> None:
     model = build("llama3 rope")
-    scaled = decoder(model)
     plain = 1.0 / (10000.0 ** (torch.arange(0, 8, 2, dtype=torch.float32) / 8))
     config = model_config(model)
-    factors = tuple((plain / scaled._rotary.inv_freq).tolist())
+    scaled = inverse_frequencies(config.rope)
+    factors = tuple((plain / scaled).tolist())
     explicit = RopeConfig(theta=config.rope.theta, rotary_dim=8, frequency_factors=factors)
-    torch.testing.assert_close(RotaryTable(explicit, torch.device("cpu")).inv_freq, scaled._rotary.inv_freq)
+    torch.testing.assert_close(RotaryTable(explicit, torch.device("cpu")).inv_freq, scaled)
     with pytest.raises(UnsupportedModelError, match="3 RoPE frequency factors for 4 frequencies"):
         inverse_frequencies(RopeConfig(rotary_dim=8, frequency_factors=(1.0, 1.0, 1.0)))
 
@@ -262,7 +262,7 @@ def test_a_missing_tensor_is_named_with_its_shape() -> None:
     with pytest.raises(
         CorruptModelError, match=r"'model.layers.2.mlp.down_proj.weight' of shape \[32, 48\] is missing"
     ):
-        LlamaDecoder(model_config(model), weights, dtype=torch.float32)
+        Decoder(model_config(model), weights, dtype=torch.float32)
 
 
 def test_a_misshaped_tensor_is_named_with_both_shapes() -> None:
@@ -270,13 +270,13 @@ def test_a_misshaped_tensor_is_named_with_both_shapes() -> None:
     weights = StateDict(model)
     weights.tensors["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(32, 32)
     with pytest.raises(CorruptModelError, match=r"k_proj.weight' has shape \[32, 32\], .* declares \[16, 32\]"):
-        LlamaDecoder(model_config(model), weights, dtype=torch.float32)
+        Decoder(model_config(model), weights, dtype=torch.float32)
 
 
 def test_an_unknown_activation_is_refused() -> None:
     config = dataclasses.replace(model_config(build("grouped queries")), hidden_act="snake")
     with pytest.raises(UnsupportedModelError, match="activation 'snake' is not one of silu"):
-        LlamaDecoder(config, StateDict(build("grouped queries")), dtype=torch.float32)
+        Decoder(config, StateDict(build("grouped queries")), dtype=torch.float32)
 
 
 class FakeTerminal(io.StringIO):

@@ -20,11 +20,12 @@ from octavo.checkpoint.gguf_requantize import loaded_bytes
 from octavo.checkpoint.model_source import load_model_config, resolve_model
 from octavo.errors import CorruptModelError
 from octavo.kernels import PackedWeight
-from octavo.models.decoder import LlamaDecoder
+from octavo.models.decoder import Decoder
 from octavo.models.loader import open_weights
 from octavo.models.native_decoder import NativeDecoder, make_decoder
 from octavo.models.ops import LayerOps
 from octavo.models.packing import native_parts
+from octavo.models.program import Multiply, Norm, Register
 from octavo.models.weights import RawTensor
 from tests.attention.batches import PagedSequences
 from tests.models import test_decoder
@@ -38,6 +39,8 @@ pytestmark = [
 ]
 LEVELS = kernels.supported_isas() if kernels.available() else []
 CPU = torch.device("cpu")
+# The families whose layers the library computes.
+LIKE_LLAMA = [case for case, (name, _) in test_decoder.FAMILY.items() if name in ("Llama", "Mistral", "Qwen2", "Qwen3")]
 # Wide enough for whole vectors; the head's bias-free product and the vocabulary keep their odd widths.
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4}
 NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -76,7 +79,13 @@ def native(model: Any, dtype: torch.dtype, weights: Any = None, **options: Any) 
     return made
 
 
-@pytest.mark.parametrize("case", test_decoder.FAMILY)
+def products(model: NativeDecoder, target: Register) -> list[Any]:
+    """The products whose results go to `target`, in the order of the layers."""
+    program = [instruction for instruction in model._program if isinstance(instruction, Multiply)]
+    return [instruction.linear for instruction in program if instruction.target is target]
+
+
+@pytest.mark.parametrize("case", LIKE_LLAMA)
 def test_logits_are_those_of_transformers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(case, monkeypatch)
     sequences = random_sequences(VOCAB, [37, 5, 21])
@@ -97,13 +106,13 @@ def test_every_level_agrees_with_transformers(level: str, case: str, monkeypatch
         assert (ours - exact).norm() < 0.05 * exact.norm()
 
 
-@pytest.mark.parametrize("case", test_decoder.FAMILY)
+@pytest.mark.parametrize("case", LIKE_LLAMA)
 def test_bfloat16_is_that_of_the_python_decoder(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(case, monkeypatch)
     sequences = random_sequences(VOCAB, [40, 18])
     options: dict[str, Any] = {"attention": NativeAttention(), "dtype": "bfloat16"}
     ours = paged_logits(native(model, torch.bfloat16), sequences, **options)
-    python = LlamaDecoder(model_config(model), StateDict(model), dtype=torch.bfloat16)
+    python = Decoder(model_config(model), StateDict(model), dtype=torch.bfloat16)
     for actual, expected in zip(ours, paged_logits(python, sequences, **options), strict=True):
         assert (actual - expected).norm() < 0.02 * expected.norm()
 
@@ -174,7 +183,7 @@ def test_quantised_weights_compute_what_their_values_do(
     options: dict[str, Any] = {"attention": NativeAttention(), "dtype": "bfloat16"}
     ours = native(model, torch.bfloat16, weights, quantised=True)
     plain = native(model, torch.bfloat16, weights)
-    assert [part.weight.format.removeprefix("coded ") for part in ours._layers[0].qkv.parts] == formats  # type: ignore[attr-defined]
+    assert [part.weight.format.removeprefix("coded ") for part in products(ours, Register.QKV)[0].parts] == formats
     assert ours.weight_bytes < plain.weight_bytes or formats == ["bfloat16"]
     for actual, expected in zip(
         paged_logits(ours, sequences, **options), paged_logits(plain, sequences, **options), strict=True
@@ -186,9 +195,9 @@ def test_float32_dequantises(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("tied head", monkeypatch)
     weights = StateDict(model, {"proj": "Q4_0", "embed": "Q8_0"})
     ours = native(model, torch.float32, weights, quantised=True)
-    assert {part.weight.format for layer in ours._layers for part in layer.down.parts} == {"float32"}  # type: ignore[attr-defined]
+    assert {part.weight.format for linear in products(ours, Register.HIDDEN) for part in linear.parts} == {"float32"}
     sequences = random_sequences(VOCAB, [21])
-    python = LlamaDecoder(model_config(model), weights, dtype=torch.float32)
+    python = Decoder(model_config(model), weights, dtype=torch.float32)
     assert_same_logits(paged_logits(ours, sequences, attention=NativeAttention()), paged_logits(python, sequences))
 
 
@@ -196,11 +205,10 @@ def test_float32_dequantises(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_weights_take_is_counted(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(case, monkeypatch)
     ours = native(model, torch.float32)
-    linears = [linear for layer in ours._layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-    norms = [norm for layer in ours._layers for norm in (layer.input_norm, layer.post_attention_norm)]
+    linears = [instruction.linear for instruction in ours._program if isinstance(instruction, Multiply)]
+    norms = [instruction.weights.weight for instruction in ours._program if isinstance(instruction, Norm)]
     table = 0 if isinstance(ours._embedding, PackedWeight) else ours._embedding.nbytes
-    norm_bytes = sum(norm.nbytes for norm in (*norms, ours._final_norm))
-    held = table + norm_bytes + sum(linear.nbytes for linear in (*linears, ours._head))
+    held = table + sum(norm.nbytes for norm in norms) + sum(linear.nbytes for linear in (*linears, ours._head))
     assert ours.weight_bytes == held
     # Of what is loaded, only the head's odd width is padded, to whole panels.
     assert held - sum(parameter.nbytes for parameter in model.parameters()) == (-VOCAB % 32) * 64 * 4
@@ -233,9 +241,9 @@ def test_what_the_kernels_do_not_support_goes_to_the_python_decoder(monkeypatch:
             "device": CPU,
             **changed,
         }
-        assert type(make_decoder(**options)) is LlamaDecoder
+        assert type(make_decoder(**options)) is Decoder
     monkeypatch.setattr(kernels, "available", lambda: False)
-    assert type(make_decoder(config, weights, dtype=torch.float32, device=CPU)) is LlamaDecoder
+    assert type(make_decoder(config, weights, dtype=torch.float32, device=CPU)) is Decoder
 
 
 def test_only_the_asked_for_rows_become_logits_even_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +365,10 @@ def test_a_gguf_file_is_used_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("stored", "loaded"), [("Q4_K", "Q4_1"), ("Q6_K", "Q8_0"), ("IQ4_XS", "Q8_0")])
-def test_types_without_kernels_stay_quantised_as_planned(stored: str, loaded: str, tmp_path: Path) -> None:
+def test_types_without_kernels_stay_quantised_as_planned_and_it_is_said(
+    stored: str, loaded: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "octavo.models.packing")
     write_gguf(tmp_path / "tiny.gguf", make_model("Llama", hidden_size=256, intermediate_size=256), quantization=stored)
     source = resolve_model(str(tmp_path / "tiny.gguf"))
     config = load_model_config(source)
@@ -365,8 +376,9 @@ def test_types_without_kernels_stay_quantised_as_planned(stored: str, loaded: st
     ours = make_decoder(config, weights, dtype=torch.bfloat16, device=CPU, quantised=True)
     assert isinstance(ours, NativeDecoder)
     assert 0 <= ours.weight_bytes - loaded_bytes(GGUFFile(source.path)) < 0.02 * ours.weight_bytes  # norms are float32
-    for layer, linear in enumerate(ours._layers):
-        ((kind, packed, outputs, inputs, _),) = native_parts(linear.output)
+    assert f"of weights in {stored} are multiplied as {loaded}" in caplog.text
+    for layer, linear in enumerate(products(ours, Register.HIDDEN)[::2]):
+        ((kind, packed, outputs, inputs, _),) = native_parts(linear)
         assert kind == loaded
         stored_values = weights.get(f"model.layers.{layer}.self_attn.o_proj.weight", torch.float32)
         found = PackedWeight(cast(kernels.WeightFormat, kind), outputs, inputs, packed).rows(

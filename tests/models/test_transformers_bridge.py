@@ -229,6 +229,15 @@ def test_code_that_a_folder_brings_is_not_run(
     assert "y/N" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("method", [{"quant_method": "bitsandbytes", "load_in_4bit": True}, {"quant_method": "hqq"}])
+def test_a_quantisation_whose_package_is_missing_is_refused(method: dict[str, Any], tmp_path: Path) -> None:
+    build("Olmo2").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
+    with pytest.raises(UnsupportedModelError, match=str(tmp_path)):
+        TransformersModel.load(tmp_path, dtype=torch.float32)
+
+
 def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
     model = build("Olmo2")
     model.config.save_pretrained(tmp_path)

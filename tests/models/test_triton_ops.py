@@ -7,7 +7,7 @@ import torch
 
 from octavo.attention.reference import ReferenceAttention
 from octavo.kvcache.spec import LayerKVSpec
-from octavo.models.ops import Heads, LayerOps, QKNorm
+from octavo.models.ops import Heads, LayerOps, NormWeights, QKNorm
 from octavo.models.rotary import Rotation
 from octavo.storage.arena import BlockLayout
 from tests.attention.batches import PagedSequences
@@ -30,6 +30,10 @@ def triton_ops() -> LayerOps:
     from octavo.models.triton_ops import TritonLayerOps
 
     return TritonLayerOps()
+
+
+def norm_weights(dim: int, dtype: torch.dtype, seed: int) -> NormWeights:
+    return NormWeights(randn(dim, dtype=dtype, seed=seed), None, 1e-6)
 
 
 def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -70,7 +74,7 @@ def test_heads_are_normalised_rotated_and_stored(
 
     heads, value_dim = Heads(6, 2, dim, 48), 48
     angles = torch.arange(200.0, device=DEVICE)[:, None] * torch.linspace(0.01, 1, rotary // 2, device=DEVICE)
-    norm = QKNorm(randn(dim, dtype=dtype, seed=2), randn(dim, dtype=dtype, seed=3), 1e-6) if with_norm else None
+    norm = QKNorm(norm_weights(dim, dtype, 2), norm_weights(dim, dtype, 3)) if with_norm else None
     name = str(dtype).removeprefix("torch.")
     found = []
     for ops in (LayerOps(), triton_ops()):
@@ -95,7 +99,7 @@ def test_keys_and_values_are_encoded_on_the_way_as_the_codec_does(codec: str) ->
 
     dim, value_dim, count = (64, 32, 19) if codec == "nvfp4" else (48, 24, 19)
     rotary = dim // 2
-    norm = QKNorm(randn(dim, dtype=torch.float32, seed=2), randn(dim, dtype=torch.float32, seed=3), 1e-6)
+    norm = QKNorm(norm_weights(dim, torch.float32, 2), norm_weights(dim, torch.float32, 3))
     angles = torch.arange(60.0, device=DEVICE)[:, None] * torch.linspace(0.01, 1, rotary // 2, device=DEVICE)
     qkv = randn(count, 6 * dim + 2 * dim + 2 * value_dim, dtype=torch.float32)
     qkv *= torch.tensor([0.01, 1.0, 300.0, 0.0], device=DEVICE)[torch.arange(count) % 4, None]

@@ -21,7 +21,10 @@ with contextlib.suppress(ImportError):
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
-GGUF_NAMES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3"}
+GGUF_NAMES = {"Mistral": "llama"}  # of the families that llama.cpp calls otherwise
+CONFIG_CLASSES = {"Gemma3": "Gemma3TextConfig"}  # of the families whose name another configuration has
+# Which architectures' rows of q and k llama.cpp's converter reorders for interleaved rotation.
+REORDERED = ("llama", "granite", "smollm3")
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -52,7 +55,8 @@ def make_model(family: str, **overrides: Any) -> Any:
     Args:
         overrides: fields of the family's configuration class.
     """
-    config = getattr(transformers, f"{family}Config")(**{**_SIZES, **overrides})
+    config_class = getattr(transformers, CONFIG_CLASSES.get(family, f"{family}Config"))
+    config = config_class(**{"pad_token_id": None, **_SIZES, **overrides})
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
@@ -130,7 +134,7 @@ def write_gguf(
     """
     family = type(model).__name__.removesuffix("ForCausalLM")
     config = model.config
-    stated = architecture or GGUF_NAMES[family]
+    stated = architecture or GGUF_NAMES.get(family, family.lower())
     writer = gguf.GGUFWriter(path, stated)
     writer.add_name(f"tiny {family.lower()}")
     writer.add_block_count(config.num_hidden_layers)
@@ -139,27 +143,34 @@ def write_gguf(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        writer.add_layer_norm_eps(getattr(config, "layer_norm_eps", None) or config.norm_epsilon)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if family == "Qwen3":
+    if head_dim * config.num_attention_heads != config.hidden_size or family == "Qwen3":
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     add_byte_level_vocabulary(writer, pre=pre)
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in (keys or {}).items():
         add[type(value)](key, value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA if stated == "llama" else gguf.MODEL_ARCH.QWEN3, 2)
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == stated)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         stem, kind = name.rsplit(".", 1)
         gguf_name = f"{names.get_name(stem)}.{kind}"
         values = tensor.numpy()
-        if stated == "llama" and "q_proj" in name:
+        if stated in REORDERED and "q_proj" in name:
             values = _interleave(values, config.num_attention_heads)
-        elif stated == "llama" and "k_proj" in name:
+        elif stated in REORDERED and "k_proj" in name:
             values = _interleave(values, config.num_key_value_heads)
+        elif stated.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + 1
         if gguf_name not in leave_out:
             _add_tensor(writer, gguf_name, values, quantization if values.ndim > 1 else "F32")
     for name, values in (tensors or {}).items():

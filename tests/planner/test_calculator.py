@@ -13,7 +13,7 @@ from octavo.attention.native import NativeAttention
 from octavo.checkpoint.model_source import load_model_config, resolve_model
 from octavo.errors import ConfigError
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
-from octavo.models.decoder import LlamaDecoder
+from octavo.models.decoder import Decoder
 from octavo.models.linear import PackedLinear, PlainLinear
 from octavo.models.loader import open_weights
 from octavo.models.transformers_bridge import TransformersModel
@@ -33,7 +33,7 @@ from tests.kvcache.caches import FULL, admit_and_compute, make_manager, make_seq
 from tests.models.tiny import FAMILIES, write_hf_model
 
 
-def peak_of_a_step(model: LlamaDecoder, num_tokens: int, num_rows: int) -> int:
+def peak_of_a_step(model: Decoder, num_tokens: int, num_rows: int) -> int:
     """Bytes of tensors alive at once, at most, while one prompt is computed; oneDNN's and numpy's own not counted."""
     paged = PagedSequences(model.kv_layers, 16, 1, num_tokens, dtype="float32", seed=0)
     batch = paged.step({0: num_tokens})
@@ -140,9 +140,9 @@ def test_a_decoders_weights_take_the_predicted_bytes(family: str, tied: bool, dt
     shape = shape_of_source(source, config)
     torch_dtype = getattr(torch, dtype)
     copied = PackedLinear.supports(torch.empty(0, dtype=torch_dtype))
-    model = LlamaDecoder(config, open_weights(source, config), dtype=torch_dtype)
+    model = Decoder(config, open_weights(source, config), dtype=torch_dtype)
     assert weight_bytes(shape, dtype, tied_head_copied=copied) == model.weight_bytes
-    plain = LlamaDecoder(config, open_weights(source, config), dtype=torch_dtype, linear=PlainLinear)
+    plain = Decoder(config, open_weights(source, config), dtype=torch_dtype, linear=PlainLinear)
     assert weight_bytes(shape, dtype, tied_head_copied=False) == plain.weight_bytes
     assert shape.kv_layers == model.kv_layers
 
@@ -150,7 +150,7 @@ def test_a_decoders_weights_take_the_predicted_bytes(family: str, tied: bool, dt
 def test_the_packaged_models_weights_take_the_predicted_bytes() -> None:
     source = resolve_model("smollm2")
     config = load_model_config(source)
-    model = LlamaDecoder(config, open_weights(source, config), dtype=torch.bfloat16)
+    model = Decoder(config, open_weights(source, config), dtype=torch.bfloat16)
     copied = PackedLinear.supports(torch.empty(0, dtype=torch.bfloat16))
     assert weight_bytes(find_shape("smollm2"), "bfloat16", tied_head_copied=copied) == model.weight_bytes
     assert find_shape("smollm2").kv_layers == find_shape("smollm2-135m").kv_layers
@@ -174,7 +174,7 @@ def test_a_steps_tensors_take_what_is_estimated(max_rows: int, tmp_path: Path) -
     )
     source = resolve_model(str(tmp_path))
     config = load_model_config(source)
-    model = LlamaDecoder(config, open_weights(source, config), dtype=torch.float32)
+    model = Decoder(config, open_weights(source, config), dtype=torch.float32)
     measured = peak_of_a_step(model, num_tokens=256, num_rows=max_rows)
     estimate = activation_bytes(find_shape(str(tmp_path)), "float32", max_step=256, max_rows=max_rows)
     assert measured == pytest.approx(estimate, rel=0.02)

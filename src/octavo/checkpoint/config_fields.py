@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.errors import CorruptModelError
+from octavo.errors import CorruptModelError, UnsupportedModelError
 
 # What older architectures call the things every decoder has.
 _ALIASES = {
@@ -16,6 +16,7 @@ _ALIASES = {
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "d_ff"),
     "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length"),
     "hidden_act": ("activation_function", "hidden_activation"),
+    "rms_norm_eps": ("layer_norm_eps", "norm_epsilon"),
 }
 
 
@@ -42,8 +43,15 @@ class ConfigFields:
 
         Raises:
             CorruptModelError: the key is missing without a default, or its value is not such an integer.
+            UnsupportedModelError: it differs between layers.
         """
         value = self.get(key)
+        if isinstance(value, list) and value:
+            if any(each != value[0] for each in value):
+                raise UnsupportedModelError(
+                    f"{self.source}: {key} differs between layers, which Octavo does not support"
+                )
+            value = value[0]
         if value is None:
             value = default
         if value is None:

@@ -1,62 +1,25 @@
-"""Read a GGUF file's metadata as a ModelConfig, and map its tensors to Hugging Face's names.
-
-For the architecture "llama", llama.cpp's converter reorders the rows of each query and key head, because llama.cpp
-rotates neighbouring dimensions where Hugging Face rotates the two halves:
-
-    Hugging Face  x0 x1 x2 x3 | y0 y1 y2 y3     (x_i rotates with y_i)
-    GGUF          x0 y0 x1 y1 x2 y2 x3 y3
-"""
+"""Read a GGUF file's metadata as a ModelConfig."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import gguf
-import numpy as np
-import numpy.typing as npt
 
+from octavo.checkpoint.families import NATIVE_ARCHITECTURES, NativeArchitecture
 from octavo.checkpoint.gguf_file import GGUFFile
-from octavo.checkpoint.model_config import NATIVE_ARCHITECTURES, ModelConfig, NativeArchitecture, RopeConfig
+from octavo.checkpoint.model_config import ModelConfig, RopeConfig
+from octavo.checkpoint.tensor_names import TensorNames
 from octavo.errors import CorruptModelError, UnsupportedModelError
 
-_TOP_LEVEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_IN_A_LAYER = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 
+def tensor_names(file: GGUFFile) -> TensorNames:
+    """Return what Hugging Face calls the tensors of a file's architecture.
 
-def hf_name(gguf_name: str) -> str | None:
-    """Map 'blk.3.attn_q.weight' to 'model.layers.3.self_attn.q_proj.weight'; None if the decoder does not use it."""
-    if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", gguf_name):
-        inner = _IN_A_LAYER.get(match[2])
-        return f"model.layers.{match[1]}.{inner}.{match[3]}" if inner else None
-    stem, _, kind = gguf_name.rpartition(".")
-    return f"{_TOP_LEVEL[stem]}.{kind}" if stem in _TOP_LEVEL else None
-
-
-def rotary_row_order(gguf_name: str, config: ModelConfig) -> npt.NDArray[np.intp] | None:
-    """Return the indices that bring a tensor's rows into Hugging Face's order; None if they are already in it.
-
-    Whole rows move, so the same indices apply to quantised bytes, dequantised values and biases.
+    Raises:
+        UnsupportedModelError: the native decoder does not run it.
     """
-    native = NATIVE_ARCHITECTURES.get(config.architecture)
-    match = re.fullmatch(r"blk\.\d+\.attn_([qk])\.(?:weight|bias)", gguf_name)
-    if match is None or native is None or not native.rotary_rows_interleaved:
-        return None
-    heads = config.num_heads if match[1] == "q" else config.num_kv_heads
-    rows = np.arange(heads * config.head_dim).reshape(heads, config.head_dim // 2, 2)
-    return rows.swapaxes(1, 2).reshape(-1)
+    return _native(file.get("general.architecture"), file)[1].names
 
 
 def gguf_model_config(file: GGUFFile) -> ModelConfig:
@@ -75,14 +38,15 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
     hidden_size = meta.uniform("embedding_length")
     head_dim = meta.uniform("attention.key_length", hidden_size // num_heads)
     num_layers = meta.uniform("block_count")
-    if (last := f"blk.{num_layers - 1}.attn_norm.weight") not in file.tensors:
+    if (last := f"blk.{num_layers - 1}.attn_output.weight") not in file.tensors:
         raise CorruptModelError(
             f"{file.path} states a {stated}.block_count of {num_layers}, but holds no tensor {last}"
         )
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CorruptModelError(f"{file.path} holds no matrix token_embd.weight")
-    window = meta.get("attention.sliding_window", 0) or None
+    windows = _windows(meta, native, num_layers)
+    ropes = _layer_ropes(file, meta, native, head_dim, windows)
     return ModelConfig(
         architecture=name,
         vocab_size=embedding.shape[0],
@@ -94,14 +58,19 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
         head_dim=head_dim,
         value_dim=meta.uniform("attention.value_length", head_dim),
         max_position_embeddings=meta.uniform("context_length"),
-        rope=_rope(file, meta, head_dim),
-        norm_eps=meta.get("attention.layer_norm_rms_epsilon"),
-        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        rope=next((rope for rope in reversed(ropes) if rope), RopeConfig(rotary_dim=head_dim)),
+        norm_eps=meta.get(f"attention.layer_norm{'' if native.layer.norm == 'layer' else '_rms'}_epsilon"),
+        hidden_act=native.default_act,
+        qkv_bias="blk.0.attn_q.bias" in file.tensors or "blk.0.attn_qkv.bias" in file.tensors,
         output_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_up.bias" in file.tensors,
-        qk_norm=native.qk_norm,
         tie_word_embeddings="output.weight" not in file.tensors,
-        layer_windows=(window,) * num_layers,
+        layer=native.layer,
+        names=native.names,
+        layer_windows=windows,
+        layer_ropes=tuple(ropes),
+        rotary_interleaved=native.rotary_interleaved != "none",
+        **_scalars(meta, native, num_layers, num_heads, hidden_size),
         dtype=_dtype(file),
         bos_token_id=file.get("tokenizer.ggml.bos_token_id", None),
         eos_token_ids=gguf_eos_token_ids(file),
@@ -147,9 +116,46 @@ def _native(stated: str, file: GGUFFile) -> tuple[str, NativeArchitecture]:
     )
 
 
-def _rope(file: GGUFFile, meta: _Keys, head_dim: int) -> RopeConfig:
+def _scalars(
+    meta: _Keys, native: NativeArchitecture, num_layers: int, num_heads: int, hidden_size: int
+) -> dict[str, Any]:
+    """Return the fields of `ModelConfig` that metadata sets by numbers of the family's own."""
+    stated = {name: meta.get(scalar.gguf_key, None) for name, scalar in native.scalars.items() if scalar.gguf_key}
+    found = {name: float(n) ** native.scalars[name].power for name, n in stated.items() if n}
+    if native.scales_embedding:
+        found["embedding_scale"] = hidden_size**0.5
+    if num_layers == native.head_dim_scaled_layers:
+        found["attention_scale"] = (hidden_size / num_heads) ** -0.5
+    return found
+
+
+def _windows(meta: _Keys, native: NativeArchitecture, num_layers: int) -> tuple[int | None, ...]:
+    window = meta.get("attention.sliding_window", 0) or None
+    if not isinstance(native.windowed, int):
+        return (window,) * num_layers
+    every = native.windowed
+    return tuple(window if (layer + 1) % every else None for layer in range(num_layers))
+
+
+def _layer_ropes(
+    file: GGUFFile, meta: _Keys, native: NativeArchitecture, head_dim: int, windows: tuple[int | None, ...]
+) -> list[RopeConfig | None]:
+    rope = _rope(file, meta, head_dim, partial=native.partial_rotary is not None)
+    if native.unrotated == "full_attention":
+        return [None if window is None else rope for window in windows]
+    if native.unrotated == "listed":  # llama.cpp knows no other list either
+        return [rope if (layer + 1) % 4 else None for layer in range(len(windows))]
+    if native.local_rope_theta is None:
+        return [rope] * len(windows)
+    local = RopeConfig(theta=float(meta.get("rope.freq_base_swa", native.local_rope_theta)), rotary_dim=rope.rotary_dim)
+    return [rope if window is None else local for window in windows]
+
+
+def _rope(file: GGUFFile, meta: _Keys, head_dim: int, *, partial: bool) -> RopeConfig:
     rotary_dim = meta.get("rope.dimension_count", head_dim)
-    if rotary_dim != head_dim:
+    if "rope_factors_long.weight" in file.tensors:
+        raise UnsupportedModelError(f"{file.path}: RoPE scaling 'longrope' is not supported in GGUF files")
+    if rotary_dim != head_dim and not partial:
         raise UnsupportedModelError(
             f"{file.path}: {rotary_dim} of {head_dim} dimensions of a head are rotated; only all of them is supported"
         )

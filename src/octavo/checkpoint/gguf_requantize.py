@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType as GGMLType
 
-from octavo.checkpoint.gguf_config import hf_name
+from octavo.checkpoint.gguf_config import tensor_names
 from octavo.checkpoint.gguf_file import GGUFFile
 
 Bytes = npt.NDArray[np.uint8]
@@ -70,9 +70,9 @@ def requantize(rows: Bytes, stored: Any, wanted: Any, *, num_threads: int = 1) -
 
 def loaded_bytes(file: GGUFFile) -> int:
     """Return the bytes of a file's weights once loaded: quantised ones as the kernels take them, floats in bf16."""
-    total = 0
+    total, names = 0, tensor_names(file)
     for name, tensor in file.tensors.items():
-        if hf_name(name):
+        if names.from_gguf(name):
             kind = GGMLType.BF16 if tensor.type in FLOAT_TYPES else kernel_type(tensor.type)
             block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
             total += prod(tensor.shape) * block_bytes // block_size

@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.config_fields import ConfigFields
+from octavo.checkpoint.families import NATIVE_ARCHITECTURES, NativeArchitecture
 from octavo.checkpoint.kv_cache_scheme import kv_cache_scheme_dtype, only_kv_cache_scheme
 from octavo.checkpoint.model_config import (
     NATIVE_ACTIVATIONS,
-    NATIVE_ARCHITECTURES,
     NATIVE_ROPE_KINDS,
+    LayerDescription,
     ModelConfig,
-    NativeArchitecture,
     RopeConfig,
 )
+from octavo.checkpoint.tensor_names import TensorNames
 from octavo.errors import CorruptModelError, ModelNotFoundError, OctavoError, UnsupportedModelError, shown
 
 _NATIVE_BY_MODEL_TYPE = {native.model_type: name for name, native in NATIVE_ARCHITECTURES.items()}
@@ -64,14 +65,22 @@ def _model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
     fields = ConfigFields({**raw, **raw.get("text_config", {})}, str(path))
     native = NATIVE_ARCHITECTURES.get(architecture)
     reason = _why_not_native(fields, architecture, native)
+    if native is None and fields.get("num_attention_heads") is None:
+        raise UnsupportedModelError(
+            f"{path}: {architecture} has no attention heads; Octavo serves models with attention"
+        )
     num_heads = fields.size("num_attention_heads")
     hidden_size = fields.size("hidden_size")
     head_dim, value_dim = _head_dims(fields, native, hidden_size, num_heads)
-    bias_option = bool(fields.get("attention_bias", False)) and (native is None or native.bias_option)
     num_layers = fields.size("num_hidden_layers")
     if num_layers > _MOST_LAYERS:
         raise CorruptModelError(f"{path}: num_hidden_layers is {num_layers}, and at most {_MOST_LAYERS} are accepted")
+    windows = _layer_windows(fields, native, num_layers)
     max_position = fields.size("max_position_embeddings", default=2048)
+    biased = _biased(fields, native)
+    ropes: list[RopeConfig | None] = [RopeConfig(rotary_dim=head_dim)] * num_layers
+    if reason is None:
+        ropes = _layer_ropes(fields, native, head_dim, max_position, windows)
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.size("vocab_size"),
@@ -83,15 +92,19 @@ def _model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
         head_dim=head_dim,
         value_dim=value_dim,
         max_position_embeddings=max_position,
-        rope=_rope(fields, head_dim, max_position) if reason is None else RopeConfig(rotary_dim=head_dim),
-        norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
-        hidden_act=_activation(fields),
-        qkv_bias=bias_option or (native is not None and native.biased == "qkv"),
-        output_bias=bias_option,
-        mlp_bias=bool(fields.get("mlp_bias", False)) and (native is None or native.model_type == "llama"),
-        qk_norm=native is not None and native.qk_norm,
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", native is None)),
-        layer_windows=_layer_windows(fields, native, num_layers),
+        rope=next((rope for rope in reversed(ropes) if rope), RopeConfig(rotary_dim=head_dim)),
+        norm_eps=float(fields.get("rms_norm_eps", native.default_eps if native else 1e-6)),
+        hidden_act=_activation(fields, native),
+        qkv_bias="qkv" in biased or "all" in biased,
+        output_bias="all" in biased,
+        mlp_bias=_mlp_bias(fields, native),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", native is None or native.default_tied)),
+        layer=native.layer if native else LayerDescription(),
+        names=native.names if native else TensorNames(),
+        layer_windows=windows,
+        layer_ropes=tuple(ropes),
+        rotary_interleaved=native is not None and native.rotary_interleaved == "both",
+        **(_scalars(fields, native, hidden_size) if native else {}),
         dtype=_dtype(fields, folder),
         bos_token_id=_first_id(fields.get("bos_token_id", native.default_bos if native else None)),
         eos_token_ids=_eos_token_ids(fields, native, folder),
@@ -136,32 +149,45 @@ def _architecture(raw: dict[str, Any], path: Path) -> str:
 
 def _why_not_native(fields: ConfigFields, architecture: str, native: NativeArchitecture | None) -> str | None:
     if native is None:
-        return f"{architecture} is not among {', '.join(NATIVE_ARCHITECTURES)}"
+        return f"the native decoder does not know {architecture}"
     rope = fields.rope()
     if rope["rope_type"] not in NATIVE_ROPE_KINDS:
         return f"RoPE scaling {rope['rope_type']!r}"
-    if any(isinstance(value, dict) for value in rope.values()):
+    if any(isinstance(value, dict) for value in rope.values()) and native.local_rope_theta is None:
         return "a RoPE that differs between layers"
-    if (rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0) != 1.0:
+    if native.partial_rotary is None and _partial_rotary(fields, rope, 1.0) != 1.0:
         return "a partial rotary factor"
-    if (activation := _activation(fields)) not in NATIVE_ACTIVATIONS:
+    if (activation := _activation(fields, native)) not in NATIVE_ACTIVATIONS:
         return f"activation {activation!r}"
     quantization = fields.get("quantization_config")
-    if quantization and not only_kv_cache_scheme(quantization):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        return f"weights quantised by {method!r}"
-    if native.windowed == "by_layer":
+    unread = _unread_quantization(quantization)
+    if quantization and unread and not only_kv_cache_scheme(quantization):
+        return f"weights quantised by {unread}"
+    if native.windowed not in ("always", "never"):
         kinds = set(fields.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
         if kinds:
             return f"layers of type {', '.join(sorted(map(repr, kinds)))}"
     return None
 
 
-def _activation(fields: ConfigFields) -> str:
-    activation = fields.get("hidden_act", "silu")
-    if not isinstance(activation, str):
-        raise CorruptModelError(f"{fields.source}: hidden_act must be the name of a function, got {shown(activation)}")
-    return activation
+def _unread_quantization(quantization: object) -> str | None:
+    """Return what `models/quantised_checkpoint.py` does not read of a `quantization_config`; None if it reads it."""
+    if not isinstance(quantization, dict):
+        return repr(quantization)
+    method = quantization.get("quant_method")
+    if method == "fp8":
+        return None
+    if method in ("gptq", "awq"):
+        bits = quantization.get("bits", quantization.get("w_bit", 4))
+        read = bits == 4 or (method == "gptq" and bits in (2, 8))
+        version = str(quantization.get("version", "gemm")).lower()
+        return None if read and version in ("gemm", "") else f"{method!r} in {bits} bits, version {version!r}"
+    if method == "compressed-tensors":
+        formats = {quantization.get("format")}
+        formats |= {group.get("format") for group in (quantization.get("config_groups") or {}).values()} - {None}
+        unread = formats - {"float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "dense"}
+        return f"{method!r} in format {sorted(map(str, unread))}" if unread else None
+    return repr(method)
 
 
 def _head_dims(
@@ -185,8 +211,78 @@ def _num_kv_heads(fields: ConfigFields, native: NativeArchitecture | None, num_h
     return fields.size("num_key_value_heads", default=(native.default_kv_heads if native else None) or num_heads)
 
 
-def _rope(fields: ConfigFields, head_dim: int, max_position: int) -> RopeConfig:
+def _biased(fields: ConfigFields, native: NativeArchitecture | None) -> set[str]:
+    """Return which projections of attention have a bias, as `NativeArchitecture` names them."""
+    if native is None:
+        return {"all"} if fields.get("attention_bias", False) else set()
+    stated = (
+        fields.get("use_bias", True) if native.mlp_bias_option == "use_bias" else fields.get("attention_bias", False)
+    )
+    return {native.biased, native.bias_option if stated else "none"}
+
+
+def _mlp_bias(fields: ConfigFields, native: NativeArchitecture | None) -> bool:
+    key = "mlp_bias" if native is None else native.mlp_bias_option
+    return bool(key and fields.get(key, key == "use_bias"))
+
+
+def _activation(fields: ConfigFields, native: NativeArchitecture | None) -> str:
+    activation = fields.get("hidden_act", native.default_act if native else "silu")
+    if not isinstance(activation, str):
+        raise CorruptModelError(f"{fields.source}: hidden_act must be the name of a function, got {shown(activation)}")
+    return activation
+
+
+def _scalars(fields: ConfigFields, native: NativeArchitecture, hidden_size: int) -> dict[str, Any]:
+    """Return the fields of `ModelConfig` that the configuration sets by numbers of the family's own."""
+    stated = {name: fields.get(scalar.hf_key, scalar.default) for name, scalar in native.scalars.items()}
+    found = {name: float(n) ** native.scalars[name].power for name, n in stated.items() if n is not None}
+    return {"embedding_scale": hidden_size**0.5, **found} if native.scales_embedding else found
+
+
+def _layer_ropes(
+    fields: ConfigFields,
+    native: NativeArchitecture | None,
+    head_dim: int,
+    max_position: int,
+    windows: tuple[int | None, ...],
+) -> list[RopeConfig | None]:
+    """Return each layer's rotary embedding: windowed layers may have one of their own."""
     parameters = fields.rope()
+    if native is not None and native.partial_rotary is not None:
+        head_dim = int(head_dim * _partial_rotary(fields, parameters, native.partial_rotary))
+    if native is None or native.local_rope_theta is None:
+        rope = _rope(fields, parameters, head_dim, max_position)
+        return [rope if rotates else None for rotates in _rotating(fields, native, windows)]
+    both = ("full_attention", "sliding_attention")
+    if all(isinstance(parameters.get(kind), dict) for kind in both):
+        everywhere, local = ({"rope_type": "default", "rope_theta": 10000.0} | parameters[kind] for kind in both)
+    else:
+        everywhere = parameters
+        theta = fields.get("rope_local_base_freq", native.local_rope_theta)
+        local = {"rope_type": "default", "rope_theta": theta}
+    full, windowed = (_rope(fields, kind, head_dim, max_position) for kind in (everywhere, local))
+    return [full if window is None else windowed for window in windows]
+
+
+def _partial_rotary(fields: ConfigFields, rope: dict[str, Any], default: float) -> float:
+    return float(rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or default)
+
+
+def _rotating(fields: ConfigFields, native: NativeArchitecture | None, windows: tuple[int | None, ...]) -> list[bool]:
+    """Return for each layer whether queries and keys rotate."""
+    if native is None or native.unrotated == "none":
+        return [True] * len(windows)
+    if native.unrotated == "full_attention":
+        return [window is not None for window in windows]
+    step = fields.size("no_rope_layer_interval", default=4)
+    listed = fields.get("no_rope_layers") or [(layer + 1) % step for layer in range(len(windows))]
+    if len(listed) != len(windows):
+        raise CorruptModelError(f"{fields.source}: {len(listed)} no_rope_layers for {len(windows)} layers")
+    return [bool(rotates) for rotates in listed]
+
+
+def _rope(fields: ConfigFields, parameters: dict[str, Any], head_dim: int, max_position: int) -> RopeConfig:
     kind = parameters["rope_type"]
     values: dict[str, Any] = {"theta": float(parameters["rope_theta"]), "rotary_dim": head_dim, "kind": kind}
     keys = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}.get(kind, ())
@@ -207,9 +303,12 @@ def _layer_windows(fields: ConfigFields, native: NativeArchitecture | None, num_
     """Return each layer's sliding window, by the rules of the family's configuration class in transformers."""
     if native is not None and native.windowed == "never":
         return (None,) * num_layers
-    window = fields.get("sliding_window", 4096 if native else None)
-    if window is not None:
+    if native is not None and isinstance(native.windowed, int):
+        return _alternating_windows(fields, native.windowed, num_layers)
+    window = fields.get("sliding_window", native.default_window if native else None)
+    if window:
         window = fields.size("sliding_window", default=4096)
+    window = window or None  # 0 in configurations of models without one
     if native is not None and native.windowed == "always":
         return (window,) * num_layers
     if native is not None and not fields.get("use_sliding_window", False):
@@ -223,6 +322,17 @@ def _layer_windows(fields: ConfigFields, native: NativeArchitecture | None, num_
     if len(layer_types) != num_layers:
         raise CorruptModelError(f"{fields.source}: {len(layer_types)} layer_types for {num_layers} layers")
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+def _alternating_windows(fields: ConfigFields, every: int, num_layers: int) -> tuple[int | None, ...]:
+    """Return windows of all layers but every n-th, unless the configuration has `layer_types`."""
+    window = fields.size("sliding_window", default=4096)
+    every = fields.size("sliding_window_pattern", default=fields.size("_sliding_window_pattern", default=every))
+    by_rule = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
+    kinds = fields.get("layer_types") or by_rule
+    if len(kinds) != num_layers:
+        raise CorruptModelError(f"{fields.source}: {len(kinds)} layer_types for {num_layers} layers")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _dtype(fields: ConfigFields, folder: Path) -> str:

@@ -6,10 +6,10 @@ calculator read it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from octavo.checkpoint.tensor_names import TensorNames
 from octavo.errors import UnsupportedModelError
 
 NATIVE_ROPE_KINDS = ("default", "linear", "llama3")
@@ -17,69 +17,34 @@ NATIVE_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NativeArchitecture:
-    """An architecture that the native decoder runs.
+class LayerDescription:
+    """How a layer is built from norms, attention and an MLP. The defaults are Llama's.
 
     Attributes:
-        model_type, gguf_name: what `config.json` and GGUF's `general.architecture` call it.
-        biased: the projections that carry a bias whatever the configuration says ("qkv" or none); where
-            `bias_option` is set, `attention_bias` in the configuration gives q, k, v and o one.
-        rotary_rows_interleaved: GGUF files hold the rows of q and k reordered for interleaved rotation.
-        windowed: "always" (every layer, by `sliding_window`), "by_layer" (Qwen's rules) or "never".
-        default_kv_heads: what a configuration without `num_key_value_heads` means; None: as many as query heads.
-        default_bos, default_eos: what a configuration that does not mention them means.
+        norm: "rms" rounds a normalised row before its weights multiply it; "rms_once" after, with float32 weights;
+            "layer" is LayerNorm, rounded once.
+        norm_offset: added to the weights of a checkpoint's norms, which may be their difference from one.
+        norm_bias: whether norms have a bias ("layer" only).
+        norms_before, norms_after: whether attention and MLP each have a norm of their input, and one of their output
+            before it is added to the residual.
+        parallel: attention and MLP read the same norm, and both are added to the residual.
+        qk_norm: "head": each head of queries and keys is normalised before it rotates; "projection": all heads at once.
+        gated: the MLP is down(activation(gate) * up); if not, down(activation(up)).
     """
 
-    model_type: str
-    gguf_name: str
-    biased: Literal["qkv", "none"] = "none"
-    bias_option: bool = False
-    qk_norm: bool = False
-    rotary_rows_interleaved: bool = False
-    windowed: Literal["always", "by_layer", "never"] = "never"
-    default_kv_heads: int | None = None
-    default_head_dim: int | None = None
-    default_bos: int | None = None
-    default_eos: int | None = None
+    norm: Literal["rms", "rms_once", "layer"] = "rms"
+    norm_offset: float = 0.0
+    norm_bias: bool = False
+    norms_before: bool = True
+    norms_after: bool = False
+    parallel: bool = False
+    qk_norm: Literal["head", "projection", "none"] = "none"
+    gated: bool = True
 
-
-NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
-    "LlamaForCausalLM": NativeArchitecture(
-        model_type="llama",
-        gguf_name="llama",
-        bias_option=True,
-        rotary_rows_interleaved=True,
-        default_bos=1,
-        default_eos=2,
-    ),
-    "MistralForCausalLM": NativeArchitecture(
-        model_type="mistral",
-        gguf_name="llama",
-        rotary_rows_interleaved=True,
-        windowed="always",
-        default_kv_heads=8,
-        default_bos=1,
-        default_eos=2,
-    ),
-    "Qwen2ForCausalLM": NativeArchitecture(
-        model_type="qwen2", gguf_name="qwen2", biased="qkv", windowed="by_layer", default_kv_heads=32
-    ),
-    "Qwen3ForCausalLM": NativeArchitecture(
-        model_type="qwen3",
-        gguf_name="qwen3",
-        bias_option=True,
-        qk_norm=True,
-        windowed="by_layer",
-        default_kv_heads=32,
-        default_head_dim=128,
-    ),
-}
-
-
-def family_name(architecture: str) -> str:
-    """Return the short name of an architecture: 'LlamaForCausalLM' -> 'llama'."""
-    native = NATIVE_ARCHITECTURES.get(architecture)
-    return architecture.removesuffix("ForCausalLM").lower() if native is None else native.model_type
+    @property
+    def num_norms(self) -> int:
+        """Norms over the hidden size in a layer."""
+        return (1 if self.parallel else 2) * (int(self.norms_before) + int(self.norms_after))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +82,12 @@ class ModelConfig:
         head_dim: dimensions of a query and key head; value_dim those of a value head.
         layer_windows: for each layer the sliding window in tokens (a query sees itself and window - 1 tokens
             before it), or None for full attention.
+        layer_ropes: for each layer its rotary embedding, or None for none; `rope` in every layer if not given.
+        attention_scale: what scores are multiplied by; head_dim ** -0.5 if None.
+        attention_softcap, logits_softcap: x -> cap * tanh(x / cap) of scores and of logits; None: none.
+        embedding_scale, residual_scale, logits_scale: factors of embeddings, of what attention and MLP add to the
+            residual, and of logits.
+        rotary_interleaved: the checkpoint's rows of q and k are ordered for interleaved rotation.
         dtype: the checkpoint's own floating type: "float32", "float16" or "bfloat16".
         eos_token_ids: every id that ends a generation (from `generation_config.json` too, where there is one).
         kv_cache_dtype: the codec of keys and values that the checkpoint asks for (`kv_cache_scheme`); None: none.
@@ -140,9 +111,18 @@ class ModelConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
     tie_word_embeddings: bool = False
-    layer_windows: tuple[int | None, ...] = field(default=())
+    layer: LayerDescription = field(default_factory=LayerDescription)
+    names: TensorNames = field(default_factory=TensorNames)
+    layer_windows: tuple[int | None, ...] = ()
+    layer_ropes: tuple[RopeConfig | None, ...] = ()
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+    rotary_interleaved: bool = False
     dtype: str = "bfloat16"
     bos_token_id: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
@@ -152,7 +132,9 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if not self.layer_windows:
             object.__setattr__(self, "layer_windows", (None,) * self.num_layers)
-        if len(self.layer_windows) != self.num_layers:
+        if not self.layer_ropes:
+            object.__setattr__(self, "layer_ropes", (self.rope,) * self.num_layers)
+        if {len(self.layer_windows), len(self.layer_ropes)} != {self.num_layers}:
             raise UnsupportedModelError(
                 f"{self.architecture}: {len(self.layer_windows)} layer types for {self.num_layers} layers"
             )

@@ -12,10 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from octavo.checkpoint.hf_config import read_hf_config
+from octavo.checkpoint.hf_config import read_hf_config, read_json
 from octavo.checkpoint.model_config import ModelConfig
 from octavo.checkpoint.packaged_model import PACKAGED_MODEL, PACKAGED_SAMPLING, packaged_gguf
-from octavo.errors import ModelNotFoundError
+from octavo.errors import ModelNotFoundError, UnsupportedModelError
 
 _FINGERPRINT_BYTES = 64 * 1024
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -92,6 +92,12 @@ def _file(name: str, path: Path) -> ModelSource:
 def _folder(name: str, folder: Path) -> ModelSource:
     if (folder / "config.json").is_file():
         return ModelSource(name, folder, ModelFormat.HUGGINGFACE)
+    if (folder / "adapter_config.json").is_file():
+        base = (read_json(folder / "adapter_config.json") or {}).get("base_model_name_or_path", "its base model")
+        raise UnsupportedModelError(
+            f"{folder} holds an adapter (LoRA) for {base}, which Octavo does not apply: merge it into the model with "
+            "peft's merge_and_unload() and serve the folder that save_pretrained() writes"
+        )
     files = sorted(folder.glob("*.gguf"))
     if len(files) == 1:
         return ModelSource(name, files[0], ModelFormat.GGUF)

@@ -13,9 +13,10 @@ from octavo import kernels
 from octavo.attention import make_backend
 from octavo.attention.base import AttentionBackend
 from octavo.attention.native import NativeAttention
+from octavo.checkpoint.families import family_name
 from octavo.checkpoint.gguf_file import GGUFFile
 from octavo.checkpoint.gguf_requantize import loaded_bytes
-from octavo.checkpoint.model_config import ModelConfig, family_name
+from octavo.checkpoint.model_config import ModelConfig
 from octavo.checkpoint.model_source import ModelFormat, ModelSource, load_model_config, resolve_model
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, ModelError

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file for the decoder, with Hugging Face names and row order, as floats or stored bytes."""
+"""The tensors of a GGUF file for the decoder, with Hugging Face names and values, as floats or stored bytes."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from octavo.checkpoint.gguf_config import hf_name, rotary_row_order
 from octavo.checkpoint.gguf_file import GGUFFile, GGUFTensor, check_tensor_type
 from octavo.checkpoint.model_config import ModelConfig
 from octavo.errors import CorruptModelError
-from octavo.models.weights import RawTensor
+from octavo.models.weights import RawTensor, rotary_row_order
 
 
 class GGUFWeights:
-    """The tensors of a GGUF file, dequantised on request, with q and k rows in Hugging Face order."""
+    """The tensors of a GGUF file, dequantised on request, with q and k rows in the decoder's order."""
 
     def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
         self._file = file
         self._config = config
         self._gguf_names: dict[str, str] = {}
         for gguf_name, tensor in file.tensors.items():
-            if name := hf_name(gguf_name):
+            if name := config.names.from_gguf(gguf_name):
                 check_tensor_type(tensor, file.path)
                 self._gguf_names[name] = gguf_name
 
@@ -36,18 +35,20 @@ class GGUFWeights:
         return self._tensor(name).shape
 
     def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        tensor = self._tensor(name)
-        return _dequantize(self._rows(tensor), tensor, dtype)
+        tensor, offset = self._tensor(name), self._config.layer.norm_offset
+        if offset and name.endswith("norm.weight"):  # llama.cpp's converter has added it
+            return _dequantize(self._rows(name), tensor, torch.float32).sub_(offset).to(dtype)
+        return _dequantize(self._rows(name), tensor, dtype)
 
     def raw(self, name: str) -> RawTensor | None:
         tensor = self._tensor(name)
         if tensor.type.name in _FLOATS:
             return None
-        return RawTensor(self._rows(tensor), tensor.type, tensor.shape)
+        return RawTensor(self._rows(name), tensor.type, tensor.shape)
 
-    def _rows(self, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
-        rows = self._file.raw(tensor.name)
-        order = rotary_row_order(tensor.name, self._config)
+    def _rows(self, name: str) -> npt.NDArray[np.uint8]:
+        rows = self._file.raw(self._gguf_names[name])
+        order = rotary_row_order(name, self._config)
         if order is None:
             return rows
         return rows.reshape(len(order), -1)[order].reshape(rows.shape)  # a bias is one row of many values

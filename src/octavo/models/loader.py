@@ -17,7 +17,11 @@ from octavo.checkpoint.hf_config import read_json
 from octavo.checkpoint.model_config import ModelConfig
 from octavo.checkpoint.model_source import ModelFormat, ModelSource
 from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
-from octavo.models.weights import RawTensor, WeightSource
+from octavo.models.linear import PlainLinear
+from octavo.models.program import make_program
+from octavo.models.quantised_checkpoint import QuantisedCheckpoint
+from octavo.models.weight_reader import WeightReader
+from octavo.models.weights import RawTensor, WeightSource, rotary_row_order
 
 
 def open_weights(source: ModelSource, config: ModelConfig) -> WeightSource:
@@ -41,7 +45,7 @@ def open_weights(source: ModelSource, config: ModelConfig) -> WeightSource:
 
 def _open(source: ModelSource, config: ModelConfig) -> WeightSource:
     if source.format is ModelFormat.HUGGINGFACE:
-        return SafetensorsWeights(source.path)
+        return SafetensorsWeights(source.path, config)
     # Imported here, because the gguf package takes a sixth of a second to import and folders do not need it.
     from octavo.checkpoint.gguf_file import GGUFFile
     from octavo.models.gguf_weights import GGUFWeights
@@ -58,39 +62,34 @@ def iter_weights(source: ModelSource, config: ModelConfig, dtype: torch.dtype) -
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the tensors of a natively supported model, in the order of the layers."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    v_rows, o_columns = config.num_kv_heads * config.value_dim, config.num_heads * config.value_dim
-    layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
-    for name, rows, columns, biased in (
-        ("self_attn.q_proj", q_rows, hidden, config.qkv_bias),
-        ("self_attn.k_proj", kv_rows, hidden, config.qkv_bias),
-        ("self_attn.v_proj", v_rows, hidden, config.qkv_bias),
-        ("self_attn.o_proj", hidden, o_columns, config.output_bias),
-        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
-        ("mlp.up_proj", inner, hidden, config.mlp_bias),
-        ("mlp.down_proj", hidden, inner, config.mlp_bias),
-    ):
-        layer[f"{name}.weight"] = (rows, columns)
-        if biased:
-            layer[f"{name}.bias"] = (rows,)
-    if config.qk_norm:
-        layer["self_attn.q_norm.weight"] = layer["self_attn.k_norm.weight"] = (config.head_dim,)
-    layer["post_attention_layernorm.weight"] = (hidden,)
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for index in range(config.num_layers):
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    return shapes
+    reader = _ShapeReader(config)
+    reader.embedding_and_head()
+    list(make_program(config, reader, range(config.num_layers)))
+    return reader.shapes
+
+
+class _ShapeReader(WeightReader):
+    """Notes which tensors a program asks for."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, {}, torch.float32, torch.device("meta"), PlainLinear)  # type: ignore[arg-type]
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        self.shapes[name] = shape
+        return torch.empty(shape, dtype=dtype, device="meta")
 
 
 class SafetensorsWeights:
     """The safetensors files of a Hugging Face folder: one, or shards listed in model.safetensors.index.json."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, config: ModelConfig | None = None) -> None:
         self._folder = folder
+        self._config = config
+        quantization = (read_json(folder / "config.json") or {}).get("quantization_config")
+        self._quantised = QuantisedCheckpoint(
+            quantization if isinstance(quantization, dict) else {}, lambda name: name in self._file_of, self._stored
+        )
         self._file_of: dict[str, Any] = {}
         index = read_json(folder / "model.safetensors.index.json")
         if index is None:
@@ -112,17 +111,24 @@ class SafetensorsWeights:
         return list(self._file_of)
 
     def has(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._file_of or self._quantised.holds(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        if self._quantised.holds(name):
+            return tuple(self._quantised.read(name).shape)
         return tuple(self._file(name).get_slice(name).get_shape())
 
     def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        tensor: torch.Tensor = self._file(name).get_tensor(name)
-        return tensor.to(dtype).contiguous()
+        tensor = self._quantised.read(name) if self._quantised.holds(name) else self._stored(name)
+        order = rotary_row_order(name, self._config) if self._config else None
+        return (tensor if order is None else tensor[order]).to(dtype).contiguous()
 
     def raw(self, name: str) -> RawTensor | None:
         return None
+
+    def _stored(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._file(name).get_tensor(name)
+        return tensor
 
     def _file(self, name: str) -> Any:
         try:

@@ -7,6 +7,7 @@ weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,13 +15,15 @@ import torch
 from octavo import kernels
 from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.attention.native import NativeAttention
-from octavo.checkpoint.model_config import ModelConfig
+from octavo.checkpoint.model_config import LayerDescription, ModelConfig
 from octavo.kernels import PackedWeight
 from octavo.models.base import CausalLM, LaterRows
-from octavo.models.decoder import LlamaDecoder, WeightReader, Weights
+from octavo.models.decoder import Decoder
 from octavo.models.linear import LinearFactory, make_linear
 from octavo.models.ops import LayerOps
 from octavo.models.packing import TILE, PackingReader, native_part, native_parts
+from octavo.models.program import Attend, Multiply, Norm
+from octavo.models.weight_reader import WeightReader, Weights
 from octavo.storage.arena import FloatKV
 from octavo.storage.coded_kv import CodedArguments, CodedKV
 from octavo.storage.layer_kv import LayerKV
@@ -51,15 +54,15 @@ def make_decoder(
         ops: row-wise operations that must be used, which selects the Python decoder.
 
     Raises:
-        CorruptModelError, UnsupportedModelError: see `LlamaDecoder`.
+        CorruptModelError, UnsupportedModelError: see `Decoder`.
     """
     if ops is None and NativeDecoder.supports(config, dtype, device):
         return NativeDecoder(config, weights, dtype=dtype, quantised=quantised and dtype is torch.bfloat16)
-    return LlamaDecoder(config, weights, dtype=dtype, device=device, ops=ops)
+    return Decoder(config, weights, dtype=dtype, device=device, ops=ops)
 
 
-class NativeDecoder(LlamaDecoder):
-    """A Llama-family model on the CPU, with one call per step.
+class NativeDecoder(Decoder):
+    """A model on the CPU, with one call per step.
 
     A token's logits are bitwise independent of the batch, the chunks and the number of threads, unless `allow_rounding`
     was called.
@@ -75,12 +78,13 @@ class NativeDecoder(LlamaDecoder):
 
     @staticmethod
     def supports(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether this model is supported: bfloat16 or float32 on a CPU, and a supported shape and activation.
+        """Whether this model is supported: bfloat16 or float32 on a CPU, layers like Llama's, and a supported shape.
 
         Widths must be multiples of 16, heads at most 256, and the activation SiLU or GELU's tanh form.
         """
         return (
             kernels.available()
+            and _supports_layers(config)
             and device.type == "cpu"
             and dtype in kernels.FLOAT_FORMATS
             and config.value_dim % TILE == 0
@@ -133,7 +137,7 @@ class NativeDecoder(LlamaDecoder):
         self, token_ids: torch.Tensor, batch: AttentionBatch, logits_indices: torch.Tensor, num_now: int
     ) -> torch.Tensor:
         """Compute a step in one call; returns the logits of the first `num_now` rows; the library keeps all rows."""
-        cos, sin = self._rotary.tables(batch.max_context_len)
+        cos, sin = self._rotations[self.config.rope].tables(batch.max_context_len)
         logits = self._logits_rows(num_now)
         self._native.forward(
             token_ids,
@@ -210,18 +214,31 @@ class NativeDecoder(LlamaDecoder):
             eps=config.norm_eps,
             activation=config.hidden_act,
         )
-        for layer in self._layers:
-            norm = layer.qk_norm
-            native.add_layer(
-                layer.input_norm,
-                layer.post_attention_norm,
-                norm.query if norm else None,
-                norm.key if norm else None,
-                *(native_parts(linear) for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)),
-            )
+        # `_supports_layers` has made sure that the program has Llama's form: two norms, four products and an attention
+        # to a layer, and one more norm.
+        norms = [instruction.weights.weight for instruction in self._program if isinstance(instruction, Norm)]
+        products = [instruction.linear for instruction in self._program if isinstance(instruction, Multiply)]
+        attends = [instruction for instruction in self._program if isinstance(instruction, Attend)]
+        for index, attend in enumerate(attends):
+            input_norm, post_attention_norm = norms[2 * index : 2 * index + 2]
+            qkv, output, gate_up, down = map(native_parts, products[4 * index : 4 * index + 4])
+            query = attend.qk_norm.query.weight if attend.qk_norm else None
+            key = attend.qk_norm.key.weight if attend.qk_norm else None
+            native.add_layer(input_norm, post_attention_norm, query, key, qkv, output, gate_up, down)
         head = native_parts(self._head)
         if isinstance(self._embedding, PackedWeight):
-            native.set_ends(None, [native_part(self._embedding, None)], self._final_norm, head)
+            native.set_ends(None, [native_part(self._embedding, None)], norms[-1], head)
         else:
-            native.set_ends(self._embedding, [], self._final_norm, head)
+            native.set_ends(self._embedding, [], norms[-1], head)
         return native
+
+
+def _supports_layers(config: ModelConfig) -> bool:
+    """Whether the library computes layers of this description: Llama's, with or without norms of heads."""
+    return (
+        replace(config.layer, qk_norm="none") == LayerDescription()
+        and config.layer.qk_norm != "projection"
+        and set(config.layer_ropes) == {config.rope}
+        and (config.attention_scale, config.attention_softcap, config.logits_softcap) == (None, None, None)
+        and (config.embedding_scale, config.residual_scale, config.logits_scale) == (1.0, 1.0, 1.0)
+    )

@@ -37,12 +37,24 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class QKNorm:
-    """The weights [key_dim] for normalising each query and key head (Qwen 3)."""
+class NormWeights:
+    """The weights [width] of a norm; LayerNorm if `centred`, which alone may have a bias.
 
-    query: torch.Tensor
-    key: torch.Tensor
+    RMS weights in the dtype of activations multiply the rounded row; in float32, the row before it is rounded.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
     eps: float
+    centred: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class QKNorm:
+    """The norms over [key_dim] of each query and key head (Qwen 3)."""
+
+    query: NormWeights
+    key: NormWeights
 
 
 class LayerOps:
@@ -51,9 +63,24 @@ class LayerOps:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Apply root mean square normalisation over the last dimension (Zhang & Sennrich 2019), weight [x.shape[-1]].
 
-        The variance is float32; the normalised row is cast to x's dtype before the weight multiplies it.
+        The variance is float32; the normalised row is cast to x's dtype before a weight of that dtype multiplies it,
+        and after a wider one does.
         """
-        return weight * functional.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
+        normal = functional.rms_norm(x.float(), x.shape[-1:], eps=eps)
+        return weight * normal.to(x.dtype) if weight.dtype is x.dtype else (weight * normal).to(x.dtype)
+
+    def norm(self, x: torch.Tensor, norm: NormWeights) -> torch.Tensor:
+        """Normalise rows x [rows, width]."""
+        if norm.centred:
+            return functional.layer_norm(x.float(), x.shape[-1:], norm.weight, norm.bias, norm.eps).to(x.dtype)
+        return self.rms_norm(x, norm.weight, norm.eps)
+
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: NormWeights) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (normalised sum, sum) of x and residual, both [rows, hidden]. May reuse the memory of either."""
+        if not norm.centred:
+            return self.add_rms_norm(x, residual, norm.weight, norm.eps)
+        residual = residual + x
+        return self.norm(residual, norm), residual
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
@@ -94,12 +121,16 @@ class LayerOps:
         query, key, value = torch.split(qkv, widths, dim=-1)
         query, key = query.view(-1, heads.num_heads, heads.key_dim), key.view(-1, heads.kv_heads, heads.key_dim)
         if norm is not None:
-            query = self.rms_norm(query.reshape(-1, heads.key_dim), norm.query, norm.eps).view(query.shape)
-            key = self.rms_norm(key.reshape(-1, heads.key_dim), norm.key, norm.eps).view(key.shape)
+            query = self.norm(query.reshape(-1, heads.key_dim), norm.query).view(query.shape)
+            key = self.norm(key.reshape(-1, heads.key_dim), norm.key).view(key.shape)
         query = self.rotate(query, rotation.token_cos, rotation.token_sin)
         key = self.rotate(key, rotation.token_cos, rotation.token_sin)
         attention.write(kv, key, value.view(-1, heads.kv_heads, heads.value_dim), batch)
         return query
+
+    def activate(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """Return activation(x); see `ACTIVATIONS`."""
+        return ACTIVATIONS[activation](x)
 
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """Return activation(gate) * up [rows, n] for gate_up [rows, 2 n] = | gate | up |; see `ACTIVATIONS`."""
@@ -111,11 +142,15 @@ class NativeLayerOps(LayerOps):
     """The same operations with the C++ kernels, on CPU tensors in bfloat16 or float32."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if weight.dtype is not x.dtype:
+            return super().rms_norm(x, weight, eps)
         return kernels.rms_norm(x, weight, eps)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if weight.dtype is not x.dtype:
+            return super().add_rms_norm(x, residual, weight, eps)
         # The kernel stores the sum in its first argument.
         return kernels.add_rms_norm(residual, x, weight, eps), residual
 
@@ -132,6 +167,8 @@ class NativeLayerOps(LayerOps):
         native = isinstance(attention, NativeAttention) and attention.supports(kv)
         store: Callable[..., None]
         own = without_copies(kv)
+        if rotation.cos.shape[1] == 0 or (norm is not None and norm.query.weight.dtype is not qkv.dtype):
+            native = False
         if native and isinstance(own, CodedKV) and not own.finds_scales:
             copies = None
             if isinstance(kv, RecentKV):
@@ -146,9 +183,9 @@ class NativeLayerOps(LayerOps):
             rotation.sin,
             rotation.positions,
             batch.groups[kv.group].slot_mapping,
-            query_norm=norm.query if norm else None,
-            key_norm=norm.key if norm else None,
-            eps=norm.eps if norm else 0.0,
+            query_norm=norm.query.weight if norm else None,
+            key_norm=norm.key.weight if norm else None,
+            eps=norm.query.eps if norm else 0.0,
         )
         query = qkv[:, : heads.num_heads * heads.key_dim]
         return query.view(-1, heads.num_heads, heads.key_dim)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,6 +11,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TypeVar, cast
 
+import gguf
 import torch
 from gguf import GGMLQuantizationType as GGMLType
 
@@ -17,9 +20,11 @@ from octavo.checkpoint.gguf_requantize import kernel_type, requantize
 from octavo.checkpoint.model_config import ModelConfig
 from octavo.errors import CorruptModelError
 from octavo.kernels import PackedWeight, WeightFormat
-from octavo.models.decoder import WeightReader, Weights
 from octavo.models.linear import Linear, make_linear
+from octavo.models.weight_reader import WeightReader, Weights
 from octavo.models.weights import RawTensor
+
+logger = logging.getLogger(__name__)
 
 TILE = 16  # outputs per vector register
 # format, packed weight, outputs, inputs, bias
@@ -84,10 +89,17 @@ class _Matrix:
     raw: RawTensor | None
     get: Callable[[], torch.Tensor]
 
-    def pack_into(self, packed: PackedWeight, first_output: int, step: int = 1) -> None:
-        """Read it into `packed`, see `PackedWeight.put`; raises `CorruptModelError` if its numbers cannot be packed."""
+    def pack_into(self, packed: PackedWeight, *first_outputs: int, step: int = 1) -> None:
+        """Read it into `packed`, in one equal part for each of `first_outputs`, see `PackedWeight.put`.
+
+        Raises:
+            CorruptModelError: its numbers cannot be packed.
+        """
+        stored = self._read()
+        rows = len(stored) // len(first_outputs)
         try:
-            packed.put(self._read(), first_output, step)
+            for part, first_output in enumerate(first_outputs):
+                packed.put(stored[part * rows : (part + 1) * rows], first_output, step)
         except ValueError as error:
             raise CorruptModelError(f"{self.name}: {error}") from error
 
@@ -105,18 +117,34 @@ class PackingReader(WeightReader):
     def __init__(self, config: ModelConfig, weights: Weights, dtype: torch.dtype, quantised: bool) -> None:
         super().__init__(config, weights, dtype, torch.device("cpu"), make_linear)
         self._quantised = quantised
+        self._converted: Counter[tuple[str, str]] = Counter()  # stored bytes by stored and loaded type
+
+    def finish(self) -> None:
+        """Log which types were converted to others, and how much larger they have become."""
+        for (stored, loaded), nbytes in sorted(self._converted.items()):
+            sizes = [gguf.GGML_QUANT_SIZES[GGMLType[name]] for name in (stored, loaded)]
+            (stored_values, stored_bytes), (loaded_values, loaded_bytes) = sizes
+            larger = loaded_bytes / loaded_values / (stored_bytes / stored_values) - 1
+            logger.info(
+                "%.0f MB of weights in %s are multiplied as %s, which takes %.0f %% more memory",
+                nbytes / 1e6,
+                stored,
+                loaded,
+                100 * larger,
+            )
 
     def embedding_and_head(self) -> tuple[torch.Tensor | PackedWeight, Linear]:
         config = self._config
         shape = (config.vocab_size, config.hidden_size)
+        name = f"{config.names.hf('embedding')}.weight"
         if config.tie_word_embeddings:
             # One copy serves both, because rows are looked up in the packed head.
-            tied = self._pack(["model.embed_tokens.weight"], [shape[0]], shape[1])
+            tied = self._pack([name], [shape[0]], shape[1])
             return tied.parts[0].weight, self._count(tied)
-        head = self.linear(["lm_head"], [shape[0]], shape[1], bias=False)
-        if not self._stored("model.embed_tokens.weight", *shape):
-            return self.tensor("model.embed_tokens.weight", *shape), head
-        return self._count(self._pack(["model.embed_tokens.weight"], [shape[0]], shape[1])).parts[0].weight, head
+        head = self.linear([config.names.hf("head")], [shape[0]], shape[1], bias=False)
+        if not self._stored(name, *shape):
+            return self.tensor(name, *shape), head
+        return self._count(self._pack([name], [shape[0]], shape[1])).parts[0].weight, head
 
     def linear(self, names: list[str], out_features: list[int], in_features: int, *, bias: bool) -> Linear:
         packed = self._pack([f"{name}.weight" for name in names], out_features, in_features)
@@ -128,19 +156,22 @@ class PackingReader(WeightReader):
                 first += part.weight.outputs
         return self._count(SideBySide(packed.parts))
 
-    def gate_up(self, names: list[str], inner: int, hidden: int, *, bias: bool) -> Linear:
-        matrices = [self._matrix(f"{name}.weight", inner, hidden) for name in names]
+    def fused_gate_up(self, names: list[str], rows: int, hidden: int, *, bias: bool) -> Linear:
+        matrices = [self._matrix(f"{name}.weight", rows, hidden) for name in names]
         if len({matrix.format for matrix in matrices}) > 1:
             # One product cannot combine different formats.
             quantised = all(matrix.raw is not None for matrix in matrices)
             matrices = [replace(m, format="Q8_0") if quantised else self._floats(m) for m in matrices]
+        inner = rows * len(names) // 2
         weight = PackedWeight.empty(matrices[0].format, 2 * inner, hidden)
-        for index, matrix in enumerate(matrices):
-            matrix.pack_into(weight, TILE * index, 2)
+        # One matrix of gates, then one of ups; or one that holds both.
+        firsts = [[0, TILE]] if len(names) == 1 else [[0], [TILE]]
+        for matrix, first_outputs in zip(matrices, firsts, strict=True):
+            matrix.pack_into(weight, *first_outputs, step=2)
         both = None
         if bias:
-            biases = [self.get(f"{name}.bias", inner).view(-1, TILE) for name in names]
-            both = torch.stack(biases, dim=1).flatten()
+            biases = torch.cat([self.get(f"{name}.bias", rows) for name in names])
+            both = biases.view(2, -1, TILE).transpose(0, 1).flatten()
         return self._count(_Interleaved([_Part(weight.compact(), both)]))
 
     def _pack(self, names: list[str], out_features: list[int], in_features: int) -> SideBySide:
@@ -164,7 +195,10 @@ class PackingReader(WeightReader):
         matrix = _Matrix(name, self._float_format, outputs, None, partial(self.get, name, outputs, inputs))
         if (raw := self._stored(name, outputs, inputs)) is None:
             return matrix
-        return replace(matrix, format=kernel_type(raw.type).name, raw=raw)
+        format = kernel_type(raw.type).name
+        if format != raw.type.name:
+            self._converted[raw.type.name, format] += raw.rows.nbytes
+        return replace(matrix, format=format, raw=raw)
 
     def _floats(self, matrix: _Matrix) -> _Matrix:
         return replace(matrix, format=self._float_format, raw=None)

@@ -25,6 +25,12 @@ class Rotation:
     sin: torch.Tensor
     positions: torch.Tensor
 
+    @staticmethod
+    def none(positions: torch.Tensor) -> Rotation:
+        """No rotation: tables without frequencies."""
+        empty = positions.new_empty(1, 0, dtype=torch.float32)
+        return Rotation(empty, empty, torch.zeros_like(positions))
+
     @cached_property
     def token_cos(self) -> torch.Tensor:
         """float32 [tokens, rotary_dim / 2], the table's rows at `positions`, for operations that do not index it."""

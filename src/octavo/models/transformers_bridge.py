@@ -94,6 +94,8 @@ class TransformersModel(CausalLM):
             )
         except OSError as error:
             raise ModelNotFoundError(f"{folder}: {error}") from error
+        except (ImportError, RuntimeError) as error:  # of packages or devices that a quantisation method needs
+            raise UnsupportedModelError(f"{folder}: transformers cannot load it here: {error}") from error
         except ValueError as error:
             if "trust_remote_code" in str(error):
                 raise UnsupportedModelError(

@@ -16,11 +16,15 @@ class TritonLayerOps(LayerOps):
     """Triton kernels that round like `LayerOps`. A single one rotates heads, and stores keys and values."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if weight.dtype is not x.dtype:
+            return super().rms_norm(x, weight, eps)
         return rows.rms_norm(x, weight, eps)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if weight.dtype is not x.dtype:
+            return super().add_rms_norm(x, residual, weight, eps)
         # The kernel stores the sum in the residual.
         return rows.add_rms_norm(x, residual, weight, eps), residual
 
@@ -34,7 +38,8 @@ class TritonLayerOps(LayerOps):
         batch: AttentionBatch,
         attention: AttentionBackend,
     ) -> torch.Tensor:
-        if not isinstance(attention, TritonAttention):
+        plain = norm is None or (norm.query.weight.dtype is qkv.dtype and not norm.query.centred)
+        if not isinstance(attention, TritonAttention) or not plain or rotation.cos.shape[1] == 0:
             return super().rotate_and_store(qkv, heads, norm, rotation, kv, batch, attention)
         new = store.NewHeads(
             qkv,
@@ -43,9 +48,9 @@ class TritonLayerOps(LayerOps):
             rotation.positions,
             rotation.cos,
             rotation.sin,
-            norm.query if norm else None,
-            norm.key if norm else None,
-            norm.eps if norm else 0.0,
+            norm.query.weight if norm else None,
+            norm.key.weight if norm else None,
+            norm.query.eps if norm else 0.0,
         )
         if attention.supports(kv):
             store.rotate_and_store(new, kv)

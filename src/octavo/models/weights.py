@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from octavo.checkpoint.model_config import ModelConfig
+
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
@@ -25,8 +27,28 @@ class RawTensor:
     shape: tuple[int, ...]
 
 
+def rotary_row_order(name: str, config: ModelConfig) -> npt.NDArray[np.intp] | None:
+    """Return the indices that bring the rows of a query or key projection into the decoder's order, or None.
+
+    The decoder rotates the halves of a head; files may have been written for the rotation of neighbouring dimensions:
+
+        decoder       x0 x1 x2 x3 | y0 y1 y2 y3     (x_i rotates with y_i)
+        interleaved   x0 y0 x1 y1 x2 y2 x3 y3
+
+    Whole rows move, so the same indices apply to quantised bytes, dequantised values and biases.
+    """
+    part = config.names.part_of(name)
+    if not config.rotary_interleaved or part not in ("q", "k"):
+        return None
+    heads, dim = config.num_heads if part == "q" else config.num_kv_heads, config.rope.rotary_dim
+    rows = np.arange(heads * config.head_dim).reshape(heads, config.head_dim)
+    rotated = rows[:, :dim].reshape(heads, dim // 2, 2).swapaxes(1, 2).reshape(heads, dim)
+    return np.concatenate((rotated, rows[:, dim:]), axis=1).reshape(-1)
+
+
 class WeightSource(Protocol):
-    """Tensors by their Hugging Face names, such as "model.layers.0.self_attn.q_proj.weight"."""
+    """Tensors by their Hugging Face names, such as "model.layers.0.self_attn.q_proj.weight", with rows of queries and
+    keys in the decoder's order (`rotary_row_order`)."""
 
     def names(self) -> list[str]: ...
 

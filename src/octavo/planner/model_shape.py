@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from octavo.checkpoint.config_fields import ConfigFields
+from octavo.checkpoint.families import NATIVE_ARCHITECTURES
 from octavo.checkpoint.kv_cache_scheme import only_kv_cache_scheme
-from octavo.checkpoint.model_config import NATIVE_ARCHITECTURES, ModelConfig
+from octavo.checkpoint.model_config import ModelConfig
 from octavo.errors import UnsupportedModelError
 from octavo.kvcache.codec_table import kv_dtype
 from octavo.kvcache.spec import LayerKVSpec
@@ -138,8 +139,8 @@ class _Family:
 _FAMILIES: Mapping[str, _Family] = {
     "MixtralForCausalLM": _Family(expert_width="intermediate_size"),
     "Qwen3MoeForCausalLM": _Family(qk_norm=True, expert_width="moe_intermediate_size"),
-    "Gemma2ForCausalLM": _Family(num_norms=4, windows=2),
-    "Gemma3ForCausalLM": _Family(num_norms=4, qk_norm=True, windows=6),
+    # The text model of the multimodal ones.
+    "Gemma3ForConditionalGeneration": _Family(num_norms=4, qk_norm=True, windows=6),
     "GptOssForCausalLM": _Family(expert_width="intermediate_size"),
     "DeepseekV2ForCausalLM": _Family(latent=True, expert_width="moe_intermediate_size"),
     "DeepseekV3ForCausalLM": _Family(latent=True, expert_width="moe_intermediate_size"),
@@ -148,7 +149,11 @@ _FAMILIES: Mapping[str, _Family] = {
 # What families, and versions of transformers, call the number of experts of a layer.
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
-COUNTED_ARCHITECTURES = (*NATIVE_ARCHITECTURES, *_FAMILIES)
+# Native families whose layers have the parts that `_Counter` counts; others are counted in their files.
+_COUNTED_NATIVE = (
+    name for name, native in NATIVE_ARCHITECTURES.items() if native.layer.gated and native.layer.qk_norm != "projection"
+)
+COUNTED_ARCHITECTURES = (*_COUNTED_NATIVE, *_FAMILIES)
 
 
 def model_shape(name: str, config: ModelConfig, raw: Mapping[str, Any] | None = None) -> ModelShape:
@@ -163,14 +168,13 @@ def model_shape(name: str, config: ModelConfig, raw: Mapping[str, Any] | None = 
     """
     architecture = config.architecture
     multimodal = architecture == "Gemma3ForConditionalGeneration"
-    if multimodal:
-        architecture = "Gemma3ForCausalLM"
     if architecture not in COUNTED_ARCHITECTURES:
         raise UnsupportedModelError(
             f"{name}: the calculator cannot count {architecture}; it knows {', '.join(COUNTED_ARCHITECTURES)}"
         )
     fields = ConfigFields({**(raw or {}), **(raw or {}).get("text_config", {})}, name)
-    counter = _Counter(config, _FAMILIES.get(architecture, _Family(qk_norm=config.qk_norm)), fields)
+    native = _Family(num_norms=config.layer.num_norms, qk_norm=config.layer.qk_norm != "none")
+    counter = _Counter(config, _FAMILIES.get(architecture, native), fields)
     notes = ["the text model alone, without the vision tower"] if multimodal else []
     quantization, published = fields.content.get("quantization_config"), None
     if quantization and not only_kv_cache_scheme(quantization):

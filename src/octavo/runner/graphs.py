@@ -20,7 +20,7 @@ import torch
 
 from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.kvcache.splits import SPLIT
-from octavo.models.decoder import LlamaDecoder
+from octavo.models.decoder import Decoder
 from octavo.runner.batch import StepInputs, padded_size
 from octavo.storage.layer_kv import LayerKV
 
@@ -58,7 +58,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: LlamaDecoder,
+        model: Decoder,
         kv: Sequence[LayerKV],
         attention: AttentionBackend,
         inputs: StepInputs,

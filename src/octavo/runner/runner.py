@@ -13,7 +13,7 @@ from octavo.attention.reference import ReferenceAttention
 from octavo.errors import ExecutorError
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.models.base import CausalLM, LaterRows
-from octavo.models.decoder import LlamaDecoder
+from octavo.models.decoder import Decoder
 from octavo.planner.calculator import scored_rows
 from octavo.request import TokenLogprobs
 from octavo.runner.batch import BatchBuilder
@@ -38,7 +38,7 @@ class ModelRunner(Executor):
         max_model_len: maximum sequence length in tokens, which determines the length of block tables.
         host: host memory for swapped blocks; None if no plan swaps.
         num_threads: threads of the kernels in each step; if None, as many as they have then.
-        capture: records decode steps of a `LlamaDecoder`, to be replayed; if None, or for other models, each step is
+        capture: records decode steps of a `Decoder`, to be replayed; if None, or for other models, each step is
             launched kernel by kernel.
     """
 
@@ -71,7 +71,7 @@ class ModelRunner(Executor):
             mirrored=True if capture is not None else None,
         )
         self.graphs: DecodeGraphs | None = None
-        if capture is not None and isinstance(model, LlamaDecoder) and self._batches.inputs is not None:
+        if capture is not None and isinstance(model, Decoder) and self._batches.inputs is not None:
             self.graphs = DecodeGraphs(
                 model, arena.layers, attention, self._batches.inputs, capture, max_model_len=max_model_len
             )

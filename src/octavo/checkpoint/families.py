@@ -1,0 +1,251 @@
+"""The families that the native decoder runs: a row each.
+
+A row says how the layers are built, what the checkpoints call their tensors, and how to read the configuration.
+Everything that runs a model reads the resulting `ModelConfig` and knows no family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from octavo.checkpoint.model_config import LayerDescription
+from octavo.checkpoint.tensor_names import TensorNames
+
+
+class Scalar(NamedTuple):
+    """A number of a family's own: its keys in `config.json` and in GGUF's metadata, the power to which it is raised,
+    and the number where `config.json` has no such key."""
+
+    hf_key: str
+    gguf_key: str = ""
+    power: float = 1.0
+    default: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeArchitecture:
+    """An architecture that the native decoder runs.
+
+    Attributes:
+        model_type, gguf_name: what `config.json` and GGUF's `general.architecture` call it.
+        biased: the projections that carry a bias whatever the configuration says ("qkv" or none).
+        bias_option: the projections of attention to which `attention_bias` or `use_bias` gives one.
+        mlp_bias_option: the key that gives the MLP's projections one; None: they have none.
+        rotary_interleaved: the files whose rows of q and k are ordered for interleaved rotation: "gguf", "both" kinds,
+            or "none".
+        windowed: "always" (every layer, by `sliding_window`), "by_layer" (Qwen's rules), "never", or a number n: all
+            but every n-th layer, unless the configuration has `layer_types`.
+        unrotated: layers without rotary embedding: "listed" (`no_rope_layers`, or every fourth) or "full_attention".
+        partial_rotary: the part of a head that rotates if `partial_rotary_factor` says nothing else; None: all of it,
+            and the factor is not one of this family's.
+        scalars: fields of `ModelConfig` that the configuration sets by numbers of the family's own.
+        local_rope_theta: base of the frequencies in windowed layers, if they have their own.
+        scales_embedding: whether embeddings are multiplied by the root of their width.
+        head_dim_scaled_layers: in GGUF files, the number of layers of the one model whose attention is scaled by
+            hidden_size / num_heads instead of head_dim.
+        default_*: what a configuration means that does not mention a key; `default_kv_heads` None: as many as query
+            heads.
+    """
+
+    model_type: str
+    gguf_name: str
+    layer: LayerDescription = field(default_factory=LayerDescription)
+    names: TensorNames = field(default_factory=TensorNames)
+    biased: Literal["qkv", "none"] = "none"
+    bias_option: Literal["qkv", "all", "none"] = "none"
+    mlp_bias_option: str | None = None
+    rotary_interleaved: Literal["gguf", "both", "none"] = "none"
+    windowed: Literal["always", "by_layer", "never"] | int = "never"
+    unrotated: Literal["listed", "full_attention", "none"] = "none"
+    partial_rotary: float | None = None
+    scalars: Mapping[str, Scalar] = field(default_factory=dict)
+    local_rope_theta: float | None = None
+    scales_embedding: bool = False
+    head_dim_scaled_layers: int | None = None
+    default_window: int | None = 4096
+    default_kv_heads: int | None = None
+    default_head_dim: int | None = None
+    default_bos: int | None = None
+    default_eos: int | None = None
+    default_act: str = "silu"
+    default_eps: float = 1e-6
+    default_tied: bool = False
+
+
+_GEMMA_NAMES = TensorNames({"mlp_norm": "pre_feedforward_layernorm"})
+
+NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
+    "LlamaForCausalLM": NativeArchitecture(
+        model_type="llama",
+        gguf_name="llama",
+        bias_option="all",
+        mlp_bias_option="mlp_bias",
+        rotary_interleaved="gguf",
+        default_bos=1,
+        default_eos=2,
+    ),
+    "MistralForCausalLM": NativeArchitecture(
+        model_type="mistral",
+        gguf_name="llama",
+        rotary_interleaved="gguf",
+        windowed="always",
+        default_kv_heads=8,
+        default_bos=1,
+        default_eos=2,
+    ),
+    "Qwen2ForCausalLM": NativeArchitecture(
+        model_type="qwen2", gguf_name="qwen2", biased="qkv", windowed="by_layer", default_kv_heads=32
+    ),
+    "Qwen3ForCausalLM": NativeArchitecture(
+        model_type="qwen3",
+        gguf_name="qwen3",
+        layer=LayerDescription(qk_norm="head"),
+        bias_option="all",
+        windowed="by_layer",
+        default_kv_heads=32,
+        default_head_dim=128,
+    ),
+    "Gemma2ForCausalLM": NativeArchitecture(
+        model_type="gemma2",
+        gguf_name="gemma2",
+        layer=LayerDescription(norm="rms_once", norm_offset=1.0, norms_after=True),
+        names=_GEMMA_NAMES,
+        bias_option="all",
+        windowed=2,
+        scalars={
+            "attention_scale": Scalar("query_pre_attn_scalar", power=-0.5, default=256),
+            "attention_softcap": Scalar("attn_logit_softcapping", "attn_logit_softcapping", default=50.0),
+            "logits_softcap": Scalar("final_logit_softcapping", "final_logit_softcapping", default=30.0),
+        },
+        scales_embedding=True,
+        head_dim_scaled_layers=46,
+        default_kv_heads=4,
+        default_head_dim=256,
+        default_bos=2,
+        default_eos=1,
+        default_act="gelu_pytorch_tanh",
+        default_tied=True,
+    ),
+    "Gemma3ForCausalLM": NativeArchitecture(
+        model_type="gemma3_text",
+        gguf_name="gemma3",
+        layer=LayerDescription(norm="rms_once", norm_offset=1.0, norms_after=True, qk_norm="head"),
+        names=_GEMMA_NAMES,
+        bias_option="all",
+        windowed=6,
+        scalars={
+            "attention_scale": Scalar("query_pre_attn_scalar", power=-0.5, default=256),
+            "attention_softcap": Scalar("attn_logit_softcapping", "attn_logit_softcapping"),
+            "logits_softcap": Scalar("final_logit_softcapping", "final_logit_softcapping"),
+        },
+        local_rope_theta=10000.0,
+        scales_embedding=True,
+        head_dim_scaled_layers=62,
+        default_kv_heads=4,
+        default_head_dim=256,
+        default_bos=2,
+        default_eos=1,
+        default_act="gelu_pytorch_tanh",
+        default_tied=True,
+    ),
+    "Olmo2ForCausalLM": NativeArchitecture(
+        model_type="olmo2",
+        gguf_name="olmo2",
+        layer=LayerDescription(norm="rms_once", norms_before=False, norms_after=True, qk_norm="projection"),
+        bias_option="all",
+        default_eps=1e-5,
+        default_eos=50279,
+    ),
+    "Phi3ForCausalLM": NativeArchitecture(
+        model_type="phi3",
+        gguf_name="phi3",
+        names=TensorNames(fused=frozenset(("qkv", "gate_up"))),
+        windowed="always",
+        partial_rotary=1.0,
+        default_window=None,
+        default_bos=1,
+        default_eos=32000,
+        default_eps=1e-5,
+    ),
+    "GraniteForCausalLM": NativeArchitecture(
+        model_type="granite",
+        gguf_name="granite",
+        bias_option="all",
+        mlp_bias_option="mlp_bias",
+        rotary_interleaved="gguf",
+        scalars={
+            "attention_scale": Scalar("attention_multiplier", "attention.scale", default=1.0),
+            "embedding_scale": Scalar("embedding_multiplier", "embedding_scale"),
+            "residual_scale": Scalar("residual_multiplier", "residual_scale"),
+            "logits_scale": Scalar("logits_scaling", "logit_scale", power=-1.0),
+        },
+        default_bos=1,
+        default_eos=2,
+    ),
+    "SmolLM3ForCausalLM": NativeArchitecture(
+        model_type="smollm3",
+        gguf_name="smollm3",
+        bias_option="all",
+        mlp_bias_option="mlp_bias",
+        rotary_interleaved="gguf",
+        windowed="by_layer",
+        unrotated="listed",
+        default_kv_heads=4,
+        default_bos=128000,
+        default_eos=128001,
+        default_tied=True,
+    ),
+    "Glm4ForCausalLM": NativeArchitecture(
+        model_type="glm4",
+        gguf_name="glm4",
+        layer=LayerDescription(norms_after=True),
+        names=TensorNames(
+            {"attention_post_norm": "post_self_attn_layernorm", "mlp_post_norm": "post_mlp_layernorm"},
+            fused=frozenset(("gate_up",)),
+        ),
+        bias_option="qkv",
+        rotary_interleaved="both",
+        partial_rotary=0.5,
+        default_kv_heads=2,
+        default_head_dim=128,
+        default_eps=1.5625e-07,
+    ),
+    "Cohere2ForCausalLM": NativeArchitecture(
+        model_type="cohere2",
+        gguf_name="cohere2",
+        layer=LayerDescription(norm="layer", parallel=True),
+        bias_option="all",
+        rotary_interleaved="both",
+        windowed=4,
+        unrotated="full_attention",
+        scalars={"logits_scale": Scalar("logit_scale", "logit_scale", default=0.0625)},
+        default_bos=5,
+        default_eos=255001,
+        default_eps=1e-5,
+        default_tied=True,
+    ),
+    "Starcoder2ForCausalLM": NativeArchitecture(
+        model_type="starcoder2",
+        gguf_name="starcoder2",
+        layer=LayerDescription(norm="layer", norm_bias=True, gated=False),
+        names=TensorNames({"up": "mlp.c_fc", "down": "mlp.c_proj"}),
+        bias_option="all",
+        mlp_bias_option="use_bias",
+        windowed="always",
+        default_window=None,
+        default_kv_heads=2,
+        default_bos=50256,
+        default_eos=50256,
+        default_act="gelu_pytorch_tanh",
+        default_eps=1e-5,
+        default_tied=True,
+    ),
+}
+
+
+def family_name(architecture: str) -> str:
+    """Return the short name of an architecture: 'LlamaForCausalLM' -> 'llama'."""
+    native = NATIVE_ARCHITECTURES.get(architecture)
+    return architecture.removesuffix("ForCausalLM").lower() if native is None else native.model_type

@@ -1,0 +1,74 @@
+"""What checkpoints call the tensors of a decoder: Hugging Face's names and GGUF's, by the part of the net."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+# Tensors outside the layers, and those inside a layer: part, Hugging Face's name in Llama, GGUF's.
+_TOP_LEVEL = (
+    ("embedding", "model.embed_tokens", "token_embd"),
+    ("final_norm", "model.norm", "output_norm"),
+    ("head", "lm_head", "output"),
+)
+_IN_A_LAYER = (
+    ("attention_norm", "input_layernorm", "attn_norm"),
+    ("q", "self_attn.q_proj", "attn_q"),
+    ("k", "self_attn.k_proj", "attn_k"),
+    ("v", "self_attn.v_proj", "attn_v"),
+    ("qkv", "self_attn.qkv_proj", "attn_qkv"),
+    ("q_norm", "self_attn.q_norm", "attn_q_norm"),
+    ("k_norm", "self_attn.k_norm", "attn_k_norm"),
+    ("output", "self_attn.o_proj", "attn_output"),
+    ("attention_post_norm", "post_attention_layernorm", "post_attention_norm"),
+    ("mlp_norm", "post_attention_layernorm", "ffn_norm"),
+    ("gate", "mlp.gate_proj", "ffn_gate"),
+    ("up", "mlp.up_proj", "ffn_up"),
+    ("gate_up", "mlp.gate_up_proj", "ffn_up"),
+    ("down", "mlp.down_proj", "ffn_down"),
+    ("mlp_post_norm", "post_feedforward_layernorm", "post_ffw_norm"),
+)
+_HF = {part: name for part, name, _ in (*_TOP_LEVEL, *_IN_A_LAYER)}
+_IN_LAYERS = frozenset(part for part, _, _ in _IN_A_LAYER)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """A family's names.
+
+    Attributes:
+        changed: parts that Hugging Face's checkpoints of this family call otherwise than Llama's.
+        fused: "qkv" and "gate_up", as far as the family stores these projections as one matrix.
+    """
+
+    changed: Mapping[str, str] = field(default_factory=dict)
+    fused: frozenset[str] = frozenset()
+
+    def hf(self, part: str, layer: int | None = None) -> str:
+        """Hugging Face's name of a part without its ending: hf("q", 3) -> 'model.layers.3.self_attn.q_proj'."""
+        name = self.changed.get(part) or _HF[part]
+        return name if layer is None else f"model.layers.{layer}.{name}"
+
+    def from_gguf(self, name: str) -> str | None:
+        """Hugging Face's name of a GGUF tensor, 'blk.3.attn_q.weight' for example; None if the decoder has no such."""
+        match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+        if match is None:
+            return None
+        layer = None if match[1] is None else int(match[1])
+        for part, _, gguf in _TOP_LEVEL if layer is None else _IN_A_LAYER:
+            if gguf == match[2] and not self._is_stored_otherwise(part):
+                return f"{self.hf(part, layer)}.{match[3]}"
+        return None
+
+    def part_of(self, hf_name: str) -> str | None:
+        """The part that a tensor of one of Hugging Face's names belongs to, within a layer; None if there is none."""
+        match = re.fullmatch(r"model\.layers\.\d+\.(.+)\.(?:weight|bias)", hf_name)
+        named = {self.hf(part): part for part in _IN_LAYERS if not self._is_stored_otherwise(part)}
+        return named.get(match[1]) if match else None
+
+    def _is_stored_otherwise(self, part: str) -> bool:
+        """Whether the family stores a part within a fused matrix, or apart from one."""
+        if part in ("qkv", "gate_up"):
+            return part not in self.fused
+        return (part in "qkv" and "qkv" in self.fused) or (part in ("gate", "up") and "gate_up" in self.fused)

@@ -1,0 +1,183 @@
+"""The layers of a decoder as a program: the one place that says in which order norms, attention and MLP are computed.
+
+`make_program` writes it from a model's description. `models/decoder.py` runs it with torch, and `csrc/decoder.cpp` in
+one call; both work on buffers of activations, [tokens, width].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from octavo.checkpoint.model_config import ModelConfig, RopeConfig
+from octavo.models.linear import Linear
+from octavo.models.ops import NormWeights, QKNorm
+from octavo.models.weight_reader import WeightReader
+
+
+class Register(StrEnum):
+    """A buffer of activations. The program begins with the embeddings in RESIDUAL and ends with the head's input in
+    HIDDEN."""
+
+    RESIDUAL = "residual"
+    HIDDEN = "hidden"
+    BRANCH = "branch"
+    QKV = "qkv"
+    ATTENDED = "attended"
+    INNER = "inner"
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """target = norm(source); of some columns only, in place, if `first` is given; source += added before."""
+
+    source: Register
+    target: Register
+    weights: NormWeights
+    added: Register | None = None
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """target += source."""
+
+    target: Register
+    source: Register
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """place *= factor, which is rounded to the dtype of activations."""
+
+    place: Register
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Multiply:
+    """target = linear(source), or activation(gates) * ups if `gate` names an activation."""
+
+    linear: Linear
+    source: Register
+    target: Register
+    gate: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Activate:
+    """place = activation(place)."""
+
+    place: Register
+    activation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attend:
+    """ATTENDED = attention of the queries in QKV, whose keys and values are stored in the blocks of this layer."""
+
+    layer: int
+    rope: RopeConfig | None
+    qk_norm: QKNorm | None
+
+
+@dataclass(frozen=True, slots=True)
+class KeepRows:
+    """From here on, `place` holds only the rows that become logits."""
+
+    place: Register
+
+
+Instruction = Norm | Add | Scale | Multiply | Activate | Attend | KeepRows
+
+
+def make_program(config: ModelConfig, reader: WeightReader, layers: Iterable[int]) -> Iterator[Instruction]:
+    """Yield the instructions of `layers` and the final norm, reading the weights of each as it is reached."""
+    if config.embedding_scale != 1.0:
+        yield Scale(Register.RESIDUAL, config.embedding_scale)
+    writer = _Writer(config, reader)
+    for layer in layers:
+        yield from writer.layer(layer)
+    yield writer.norm_of_residual("final_norm", None)
+
+
+class _Writer:
+    """Writes layers. What a layer has computed in HIDDEN is added to the residual by the next norm of the residual."""
+
+    def __init__(self, config: ModelConfig, reader: WeightReader) -> None:
+        self._config = config
+        self._reader = reader
+        self._pending: Register | None = None
+
+    def layer(self, layer: int) -> Iterator[Instruction]:
+        description = self._config.layer
+        source = Register.RESIDUAL
+        if description.norms_before:
+            yield self.norm_of_residual("attention_norm", layer)
+            source = Register.HIDDEN
+        yield from self._attention(layer, source)
+        last = layer + 1 == self._config.num_layers
+        if last:
+            # All keys and values are stored by now.
+            yield KeepRows(Register.RESIDUAL)
+            yield KeepRows(Register.ATTENDED)
+        if description.parallel:
+            if last:
+                yield KeepRows(Register.HIDDEN)
+            yield from self._output(layer, Register.BRANCH)
+            yield Add(Register.RESIDUAL, Register.BRANCH)
+        else:
+            yield from self._output(layer, Register.HIDDEN)
+            if description.norms_before:
+                yield self.norm_of_residual("mlp_norm", layer)
+            else:
+                yield from self._add_now()
+        yield from self._mlp(layer, source)
+        if not description.norms_before and not last:
+            yield from self._add_now()
+
+    def norm_of_residual(self, part: str, layer: int | None) -> Instruction:
+        """Return a norm of the residual, to which it first adds what has been computed since the last one."""
+        added, self._pending = self._pending, None
+        return Norm(Register.RESIDUAL, Register.HIDDEN, self._reader.norm(part, layer), added)
+
+    def _add_now(self) -> Iterator[Instruction]:
+        self._pending = None
+        yield Add(Register.RESIDUAL, Register.HIDDEN)
+
+    def _attention(self, layer: int, source: Register) -> Iterator[Instruction]:
+        config, reader = self._config, self._reader
+        yield Multiply(reader.qkv(layer), source, Register.QKV)
+        widths = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
+        qk_norm = None
+        if config.layer.qk_norm == "head":
+            norms = [reader.norm(part, layer, config.head_dim) for part in ("q_norm", "k_norm")]
+            qk_norm = QKNorm(*norms)
+        elif config.layer.qk_norm == "projection":
+            yield Norm(Register.QKV, Register.QKV, reader.norm("q_norm", layer, widths[0]))
+            yield Norm(Register.QKV, Register.QKV, reader.norm("k_norm", layer, widths[1]), first=widths[0])
+        yield Attend(layer, config.layer_ropes[layer], qk_norm)
+
+    def _output(self, layer: int, target: Register) -> Iterator[Instruction]:
+        yield Multiply(self._reader.output(layer), Register.ATTENDED, target)
+        yield from self._finish("attention_post_norm", layer, target)
+
+    def _mlp(self, layer: int, source: Register) -> Iterator[Instruction]:
+        config, reader = self._config, self._reader
+        if config.layer.gated:
+            yield Multiply(reader.gate_up(layer), source, Register.INNER, config.hidden_act)
+        else:
+            yield Multiply(reader.up(layer), source, Register.INNER)
+            yield Activate(Register.INNER, config.hidden_act)
+        yield Multiply(reader.down(layer), Register.INNER, Register.HIDDEN)
+        yield from self._finish("mlp_post_norm", layer, Register.HIDDEN)
+
+    def _finish(self, norm: str, layer: int, place: Register) -> Iterator[Instruction]:
+        """Norm and scale what is to be added to the residual."""
+        if self._config.layer.norms_after:
+            yield Norm(place, place, self._reader.norm(norm, layer))
+        if self._config.residual_scale != 1.0:
+            yield Scale(place, self._config.residual_scale)
+        if place is Register.HIDDEN:
+            self._pending = place

@@ -1,0 +1,149 @@
+"""Reads, checks and fuses the weights that a program asks for."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from octavo.checkpoint.model_config import ModelConfig
+from octavo.errors import CorruptModelError
+from octavo.kernels import PackedWeight
+from octavo.models.linear import Linear, LinearFactory
+from octavo.models.ops import NormWeights
+from octavo.models.weights import RawTensor
+
+
+class Weights(Protocol):
+    """Tensors by their Hugging Face names; a subset of `WeightSource`."""
+
+    def has(self, name: str) -> bool: ...
+
+    def get(self, name: str, dtype: torch.dtype) -> torch.Tensor: ...
+
+    def raw(self, name: str) -> RawTensor | None: ...
+
+
+class WeightReader:
+    """Reads weights layer by layer, so that loading needs memory for only one more layer.
+
+    Args:
+        linear: factory that determines how weight matrices are stored.
+
+    Raises:
+        CorruptModelError: a tensor is missing, or its shape differs from the configuration.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device, linear: LinearFactory
+    ) -> None:
+        self._config = config
+        self._weights = weights
+        self._dtype = dtype
+        self._device = device
+        self._make_linear = linear
+        self.nbytes = 0
+
+    def embedding_and_head(self) -> tuple[torch.Tensor | PackedWeight, Linear]:
+        """Return the token embedding [vocab_size, hidden_size], and the projection to logits."""
+        config = self._config
+        shape = (config.vocab_size, config.hidden_size)
+        embedding = self.tensor(f"{config.names.hf('embedding')}.weight", *shape)
+        if not config.tie_word_embeddings:
+            return embedding, self.linear([config.names.hf("head")], [shape[0]], shape[1], bias=False)
+        # On a CPU a tied head is a second, packed copy, because rows cannot be looked up in oneDNN's packed format, and
+        # products with the plain format are slow.
+        return embedding, self.keep(embedding, None)
+
+    def norm(self, part: str, layer: int | None, width: int | None = None) -> NormWeights:
+        """Return the weights of a norm; `width` is the hidden size if not given."""
+        config, name = self._config, self._config.names.hf(part, layer)
+        width = config.hidden_size if width is None else width
+        description = config.layer
+        dtype = self._dtype if description.norm == "rms" else torch.float32
+        weight = self.tensor(f"{name}.weight", width, dtype=dtype)
+        if description.norm_offset:
+            weight = weight + description.norm_offset
+        bias = self.tensor(f"{name}.bias", width, dtype=dtype) if description.norm_bias else None
+        return NormWeights(weight, bias, config.norm_eps, description.norm == "layer")
+
+    def qkv(self, layer: int) -> Linear:
+        config = self._config
+        widths = [config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim]
+        widths.append(config.num_kv_heads * config.value_dim)
+        parts = ["q", "k", "v"]
+        if "qkv" in config.names.fused:
+            parts, widths = ["qkv"], [sum(widths)]
+        names = [config.names.hf(part, layer) for part in parts]
+        return self.linear(names, widths, config.hidden_size, bias=config.qkv_bias)
+
+    def output(self, layer: int) -> Linear:
+        config = self._config
+        width = config.num_heads * config.value_dim
+        return self.linear([config.names.hf("output", layer)], [config.hidden_size], width, bias=config.output_bias)
+
+    def gate_up(self, layer: int) -> Linear:
+        """Return gate and up projections as one product, | gate | up |."""
+        config = self._config
+        parts = ["gate_up"] if "gate_up" in config.names.fused else ["gate", "up"]
+        names = [config.names.hf(part, layer) for part in parts]
+        rows = 2 * config.intermediate_size // len(names)
+        return self.fused_gate_up(names, rows, config.hidden_size, bias=config.mlp_bias)
+
+    def up(self, layer: int) -> Linear:
+        config = self._config
+        name = config.names.hf("up", layer)
+        return self.linear([name], [config.intermediate_size], config.hidden_size, bias=config.mlp_bias)
+
+    def down(self, layer: int) -> Linear:
+        config = self._config
+        name = config.names.hf("down", layer)
+        return self.linear([name], [config.hidden_size], config.intermediate_size, bias=config.mlp_bias)
+
+    def finish(self) -> None:
+        """Called once when everything has been read."""
+
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return a checked tensor that is stored unchanged."""
+        tensor = self.get(name, *shape, dtype=dtype)
+        self.nbytes += tensor.nbytes
+        return tensor
+
+    def keep(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Pass a matrix to the factory; a layer that only references `weight` adds no memory."""
+        linear = self._make_linear(weight, bias)
+        shared = getattr(linear, "weight", None) is weight
+        self.nbytes += 0 if shared else linear.nbytes
+        return linear
+
+    def linear(self, names: list[str], out_features: list[int], in_features: int, *, bias: bool) -> Linear:
+        """Return one product for the projections `names`, with concatenated outputs."""
+        parts = list(zip(names, out_features, strict=True))
+        weights = [self.get(f"{name}.weight", rows, in_features) for name, rows in parts]
+        biases = [self.get(f"{name}.bias", rows) for name, rows in parts] if bias else []
+        weight = weights[0] if len(parts) == 1 else torch.cat(weights)
+        linear = self._make_linear(weight, torch.cat(biases) if bias else None)
+        self.nbytes += linear.nbytes
+        return linear
+
+    def fused_gate_up(self, names: list[str], rows: int, hidden: int, *, bias: bool) -> Linear:
+        """Return the product of a gate and an up projection, or of the matrix that holds both."""
+        return self.linear(names, [rows] * len(names), hidden, bias=bias)
+
+    def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return a checked tensor for further processing."""
+        if not self._weights.has(name):
+            raise CorruptModelError(
+                f"{self._config.architecture}: tensor {name!r} of shape {list(shape)} is missing from the checkpoint"
+            )
+        dtype = dtype or self._dtype
+        tensor = self._weights.get(name, dtype)
+        self.check_shape(name, tuple(tensor.shape), shape)
+        return tensor.to(device=self._device, dtype=dtype)
+
+    def check_shape(self, name: str, found: tuple[int, ...], declared: tuple[int, ...]) -> None:
+        if found != declared:
+            raise CorruptModelError(
+                f"{self._config.architecture}: tensor {name!r} has shape {list(found)}, "
+                f"the configuration declares {list(declared)}"
+            )

@@ -1,0 +1,80 @@
+"""Every family from the files that people have: a Hugging Face folder and a GGUF file give transformers' logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import kernels
+from octavo.attention.native import NativeAttention
+from octavo.attention.reference import ReferenceAttention
+from octavo.checkpoint.families import NATIVE_ARCHITECTURES
+from octavo.checkpoint.model_source import load_model_config, resolve_model
+from octavo.models.loader import open_weights
+from octavo.models.native_decoder import make_decoder
+from tests.models.paged import assert_same_logits, paged_logits, random_sequences, whole_logits
+from tests.models.tiny import make_model, write_gguf
+
+# Fields of the family's configuration, and what llama.cpp's converter writes of them under GGUF's keys.
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Llama": ({}, {}),
+    "Mistral": ({"sliding_window": 9}, {"llama.attention.sliding_window": 9}),
+    "Qwen2": ({}, {}),
+    "Qwen3": ({"head_dim": 32}, {}),
+    "Gemma2": (
+        {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 7},
+        {
+            "gemma2.attention.sliding_window": 7,
+            "gemma2.attn_logit_softcapping": 50.0,
+            "gemma2.final_logit_softcapping": 30.0,
+        },
+    ),
+    "Gemma3": (
+        {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 7, "num_hidden_layers": 7},
+        {"gemma3.attention.sliding_window": 7},
+    ),
+    "Olmo2": ({}, {}),
+    "Phi3": ({"pad_token_id": 0}, {}),
+    "Granite": (
+        {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 4.0},
+        {
+            "granite.attention.scale": 0.3,
+            "granite.embedding_scale": 3.0,
+            "granite.residual_scale": 0.5,
+            "granite.logit_scale": 4.0,
+        },
+    ),
+    "SmolLM3": ({"num_hidden_layers": 5}, {}),
+    "Glm4": ({"head_dim": 16, "attention_bias": True}, {"glm4.rope.dimension_count": 8}),
+    "Cohere2": (
+        {"sliding_window": 7, "num_hidden_layers": 5},
+        {"cohere2.attention.sliding_window": 7, "cohere2.logit_scale": 0.0625},
+    ),
+    "Starcoder2": ({"sliding_window": 9}, {"starcoder2.attention.sliding_window": 9}),
+}
+
+
+def test_every_family_is_here() -> None:
+    assert {f"{family}ForCausalLM" for family in FAMILIES} == set(NATIVE_ARCHITECTURES)
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_has_transformers_logits(family: str, kind: str, tmp_path: Path) -> None:
+    fields, keys = FAMILIES[family]
+    model = make_model(family, **fields)
+    if kind == "folder":
+        model.save_pretrained(tmp_path / "model")
+    else:
+        write_gguf(tmp_path / "model", model, keys=keys)
+    source = resolve_model(str(tmp_path / "model"))
+    config = load_model_config(source)
+    assert config.runs_natively
+    weights = open_weights(source, config)
+    ours = make_decoder(config, weights, dtype=torch.float32, device=torch.device("cpu"))
+    attention = NativeAttention() if kernels.available() else ReferenceAttention()
+    sequences = random_sequences(config.vocab_size, [40, 5, 23])
+    assert_same_logits(paged_logits(ours, sequences, attention=attention), whole_logits(model, sequences))

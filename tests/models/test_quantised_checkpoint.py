@@ -1,0 +1,169 @@
+"""Folders with quantised weights give the logits of the weights that they stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from octavo.attention.reference import ReferenceAttention
+from octavo.checkpoint.model_source import load_model_config, resolve_model
+from octavo.errors import CorruptModelError
+from octavo.models.loader import open_weights
+from octavo.models.native_decoder import make_decoder
+from tests.models.paged import assert_same_logits, paged_logits, random_sequences, whole_logits
+from tests.models.tiny import make_model
+
+Parts = dict[str, torch.Tensor]
+GROUP = 32
+
+
+def pack(numbers: list[int], bits: int) -> int:
+    """Numbers in an int32, the first in its lowest bits."""
+    word = sum(number << bits * place for place, number in enumerate(numbers))
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+def packed_rows(rows: list[list[int]], bits: int = 4) -> torch.Tensor:
+    each = 32 // bits
+    return torch.tensor(
+        [[pack(row[i : i + each], bits) for i in range(0, len(row), each)] for row in rows], dtype=torch.int32
+    )
+
+
+def fp8_in_blocks(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+    quants = (weight * 50).to(torch.float8_e4m3fn)
+    rows, columns = (-(-size // 16) for size in weight.shape)
+    scales = torch.rand(rows, columns) * 0.04
+    meant = quants.float().clone()
+    for row in range(weight.shape[0]):
+        for column in range(weight.shape[1]):
+            meant[row, column] *= scales[row // 16, column // 16]
+    return {"weight": quants, "weight_scale_inv": scales}, meant
+
+
+def fp8_in_channels(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+    quants, scales = (weight * 50).to(torch.float8_e4m3fn), torch.rand(len(weight), 1) * 0.04
+    return {"weight": quants, "weight_scale": scales}, quants.float() * scales
+
+
+def int8(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+    quants = (weight * 40).round().clamp(-127, 127).to(torch.int8)
+    return {"weight": quants, "weight_scale": torch.tensor([0.02])}, quants.float() * 0.02
+
+
+def _quants(weight: torch.Tensor) -> tuple[list[list[int]], torch.Tensor]:
+    """Four bits of each weight, and a scale for each group of inputs: [out][in], [out, groups]."""
+    quants = (weight * 4 + 8).round().clamp(0, 15).int()
+    return quants.tolist(), torch.rand(len(weight), weight.shape[1] // GROUP) * 0.3
+
+
+def packed(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+    quants, scales = _quants(weight)
+    meant = [[(q - 8) * scales[o, i // GROUP].item() for i, q in enumerate(row)] for o, row in enumerate(quants)]
+    parts = {"weight_packed": packed_rows(quants), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
+    return parts, torch.tensor(meant)
+
+
+def packed_with_zeros(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+    quants, scales = _quants(weight)
+    zeros = torch.randint(0, 16, scales.shape)
+    meant = [
+        [(q - int(zeros[o, i // GROUP])) * scales[o, i // GROUP].item() for i, q in enumerate(row)]
+        for o, row in enumerate(quants)
+    ]
+    parts, _ = packed(weight)
+    parts |= {"weight_scale": scales, "weight_zero_point": packed_rows(zeros.T.tolist()).T.contiguous()}
+    return parts, torch.tensor(meant)
+
+
+def _groups(weight: torch.Tensor) -> tuple[list[list[int]], torch.Tensor, list[list[int]]]:
+    """Quants [in][out], scales [groups, out], zero points [groups][out]."""
+    quants, scales = _quants(weight)
+    columns = [list(column) for column in zip(*quants, strict=True)]
+    return columns, scales.T.contiguous(), torch.randint(1, 16, scales.T.shape).tolist()
+
+
+def gptq(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+    quants, scales, zeros = _groups(weight)
+    order = torch.randperm(len(quants)) // GROUP  # of activations
+    meant = [
+        [(q - zeros[order[i]][o]) * scales[order[i], o].item() for i, q in enumerate(column)]
+        for o, column in enumerate(zip(*quants, strict=True))
+    ]
+    return {
+        "qweight": packed_rows([list(row) for row in zip(*quants, strict=True)]).T.contiguous(),
+        "qzeros": packed_rows([[zero - 1 for zero in row] for row in zeros]),
+        "scales": scales,
+        "g_idx": order.int(),
+    }, torch.tensor(meant)
+
+
+def awq(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+    quants, scales, zeros = _groups(weight)
+    meant = [
+        [(q - zeros[i // GROUP][o]) * scales[i // GROUP, o].item() for i, q in enumerate(column)]
+        for o, column in enumerate(zip(*quants, strict=True))
+    ]
+
+    def mixed(rows: list[list[int]]) -> torch.Tensor:
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        return packed_rows([[row[i + k] for i in range(0, len(row), 8) for k in order] for row in rows])
+
+    return {"qweight": mixed(quants), "qzeros": mixed(zeros), "scales": scales}, torch.tensor(meant)
+
+
+SCHEMES: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], tuple[Parts, torch.Tensor]]]] = {
+    "fp8": ({"quant_method": "fp8", "weight_block_size": [16, 16]}, fp8_in_blocks),
+    "W8A8, fp8": ({"quant_method": "compressed-tensors", "format": "float-quantized"}, fp8_in_channels),
+    "W8A8, int8": ({"quant_method": "compressed-tensors", "format": "int-quantized"}, int8),
+    "W4A16": ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, packed),
+    "W4A16 with zeros": ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, packed_with_zeros),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True}, gptq),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
+}
+
+
+def write(folder: Path, scheme: str) -> tuple[Any, Parts]:
+    """Write a tiny model with quantised projections; returns the model with what they stand for, and the tensors."""
+    quantization, quantise = SCHEMES[scheme]
+    model = make_model("Llama")
+    tensors: Parts = {}
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if "_proj" not in name:
+                tensors[name] = tensor.clone()
+                continue
+            parts, meant = quantise(tensor)
+            tensor.copy_(meant)
+            tensors |= {f"{name.removesuffix('.weight')}.{part}": values for part, values in parts.items()}
+    config = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"], "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return model, tensors
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_quantised_weights_give_the_logits_of_what_they_stand_for(scheme: str, tmp_path: Path) -> None:
+    model, _ = write(tmp_path, scheme)
+    source = resolve_model(str(tmp_path))
+    config = load_model_config(source)
+    assert config.runs_natively
+    ours = make_decoder(config, open_weights(source, config), dtype=torch.float32, device=torch.device("cpu"))
+    sequences = random_sequences(config.vocab_size, [20, 7])
+    paged = paged_logits(ours, sequences, attention=ReferenceAttention())
+    assert_same_logits(paged, whole_logits(model, sequences), tolerance=1e-3)
+
+
+def test_parts_that_do_not_fit_together_are_corrupt(tmp_path: Path) -> None:
+    _, tensors = write(tmp_path, "gptq")
+    tensors["model.layers.1.mlp.down_proj.scales"] = torch.ones(7, 3)
+    save_file(tensors, tmp_path / "model.safetensors")
+    source = resolve_model(str(tmp_path))
+    with pytest.raises(CorruptModelError, match=r"layers.1.mlp.down_proj.weight: its quantised parts do not fit"):
+        open_weights(source, load_model_config(source))
