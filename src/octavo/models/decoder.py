@@ -149,6 +149,8 @@ class Decoder(CausalLM):
                     registers[place] = registers[place] * torch.tensor(factor, dtype=self.dtype)
                 case Multiply(linear, source, target, None):
                     registers[target] = linear(registers[source])
+                    if source is Register.INNER:
+                        del registers[source]
                 case Multiply(linear, source, target, str() as gate):
                     registers[target] = ops.gate(linear(registers[source]), gate)
                 case Activate(place, activation):
@@ -162,6 +164,7 @@ class Decoder(CausalLM):
                     softcap = self.config.attention_softcap
                     attended = attention.attend(cache, query, batch, scale=self._scale, softcap=softcap)
                     registers[Register.ATTENDED] = attended.flatten(1)
+                    del registers[Register.QKV], query, attended  # frees memory that the next products need
                 case KeepRows(place):
                     registers[place] = registers[place][logits_indices]
         return registers[Register.HIDDEN]
