@@ -14,7 +14,7 @@ WALL_CLOCK = re.compile(
     re.MULTILINE,
 )
 TELL_THE_TIME = {
-    "server/api.py",  # when a model was created
+    "server/openai_api.py",  # when a model was created
     "server/answers/generation.py",  # when an answer was created
     "server/answers/responses.py",  # when it was completed
     "server/bodies/ollama_body.py",  # when an answer of Ollama's API was created

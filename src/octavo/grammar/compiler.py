@@ -77,7 +77,7 @@ class CompiledGrammar:
     Attributes:
         matcher: llguidance's matcher, which is never advanced: every sequence begins with a copy.
         vocabulary: the model's vocabulary.
-        has_json: whether parts of it are JSON, whose numbers are kept short (`sampling/numbers.py`).
+        has_json: whether parts of it are JSON, whose numbers are kept short (`sampling/masks.py`).
     """
 
     def __init__(self, lark: str, vocabulary: Vocabulary) -> None:
