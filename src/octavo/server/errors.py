@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.errors import (
@@ -214,7 +216,7 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
         return to_api_error(error).response(request.scope)
     where = f"{request.method} {shortened(request.url.path)}"
     message = {
-        404: f"Invalid URL ({where}){_hint(request.url.path)}",
+        404: f"Invalid URL ({where}){_hint(request.url.path, _paths(request))}",
         405: f"Method not allowed ({where})",
     }.get(error.status_code, str(error.detail))
     return ApiError(error.status_code, message, headers=error.headers).response(request.scope)
@@ -223,8 +225,13 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
 _OLLAMA_MANAGEMENT = ("/api/create", "/api/copy", "/api/delete", "/api/push")
 
 
-def _hint(path: str) -> str:
-    """Return what clients of other servers' own APIs use here instead."""
+def _paths(request: Request) -> list[str]:
+    """Return the paths of the server's endpoints."""
+    return [route.path for route in request.app.routes if isinstance(route, Route)]
+
+
+def _hint(path: str, known: Iterable[str]) -> str:
+    """Return what to use instead of an unknown path: for clients of other servers' APIs, and for a misspelt one."""
     if path in _OLLAMA_MANAGEMENT or path.startswith("/api/blobs/"):
         return (
             ". Models are not created, copied, deleted or pushed here: there is one, which is chosen when the server "
@@ -241,7 +248,8 @@ def _hint(path: str) -> str:
         return ". Of llama.cpp's own API, /completion, /infill, /props, /slots, /tokenize and /detokenize are served."
     if path in ("/chat/completions", "/responses", "/embeddings", "/models"):
         return f". OpenAI's API is below /v1: is the base URL without it? Use /v1{path}."
-    return ""
+    nearest = difflib.get_close_matches(path[:80], known, n=1, cutoff=0.8)
+    return f". Did you mean {nearest[0]}?" if nearest else ""
 
 
 class LastResort:

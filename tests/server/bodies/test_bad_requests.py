@@ -147,6 +147,20 @@ def test_an_unknown_path_is_a_404(server: Running, path: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "nearest"),
+    [
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/v1/completion", "/v1/completions"),
+        ("/V1/models", "/v1/models"),
+    ],
+)
+def test_a_misspelt_path_is_a_404_that_names_the_nearest(server: Running, path: str, nearest: str) -> None:
+    response = server.client.post(path, json={})
+    assert response.status_code == 404
+    assert response.json()["error"]["message"].endswith(f". Did you mean {nearest}?")
+
+
+@pytest.mark.parametrize(
     ("path", "says"),
     [
         ("/v1/v1/messages", "Anthropic's clients add it themselves"),
