@@ -95,18 +95,11 @@ def byte_alphabet() -> dict[str, int]:
     return dict(zip(characters, [*printable, *others], strict=True))
 
 
-def special_tokens(file: GGUFFile) -> dict[str, str]:
-    """Return bos_token, eos_token, unk_token and pad_token, as far as the file names them."""
-    tokens: list[str] = _array(file, "tokens", str)
-    named = {name: file.get(f"tokenizer.ggml.{key}_token_id", None) for name, key in _SPECIAL_TOKEN_KEYS.items()}
-    for name, token_id in named.items():
-        if token_id is not None and not (type(token_id) is int and 0 <= token_id < len(tokens)):
-            raise CorruptModelError(f"{file.path}: {name} has id {token_id!r:.80} in a vocabulary of {len(tokens)}")
-    return {name: tokens[token_id] for name, token_id in named.items() if token_id is not None}
-
-
-def build_tokenizer(file: GGUFFile) -> Tokenizer:
+def build_tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, str]]:
     """Build the tokenizer that a GGUF file describes.
+
+    Returns:
+        It, and its bos_token, eos_token, unk_token and pad_token, as far as the file names them.
 
     Raises:
         UnsupportedModelError: the kind of vocabulary or the pre-tokenizer is not supported; the message names it.
@@ -120,7 +113,7 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
         raise CorruptModelError(f"{file.path}: its vocabulary cannot be used: {error}") from error
 
 
-def _build(file: GGUFFile) -> Tokenizer:
+def _build(file: GGUFFile) -> tuple[Tokenizer, dict[str, str]]:
     kind = file.get("tokenizer.ggml.model")
     tokens: list[str] = _array(file, "tokens", str)
     types: list[int] = [TokenType.NORMAL] * len(tokens)
@@ -128,7 +121,7 @@ def _build(file: GGUFFile) -> Tokenizer:
         types = _array(file, "token_type", int)
     if len(types) != len(tokens):
         raise CorruptModelError(f"{file.path}: {len(types)} token types for {len(tokens)} tokens")
-    named = special_tokens(file)
+    named = _special_tokens(file, tokens)
     if kind == "gpt2":
         tokenizer, add_bos = _byte_level(file, tokens, types)
     elif kind == "llama":
@@ -145,7 +138,15 @@ def _build(file: GGUFFile) -> Tokenizer:
         bos=named.get("bos_token") if file.get("tokenizer.ggml.add_bos_token", add_bos) else None,
         eos=named.get("eos_token") if file.get("tokenizer.ggml.add_eos_token", False) else None,
     )
-    return tokenizer
+    return tokenizer, named
+
+
+def _special_tokens(file: GGUFFile, tokens: Sequence[str]) -> dict[str, str]:
+    named = {name: file.get(f"tokenizer.ggml.{key}_token_id", None) for name, key in _SPECIAL_TOKEN_KEYS.items()}
+    for name, token_id in named.items():
+        if token_id is not None and not (type(token_id) is int and 0 <= token_id < len(tokens)):
+            raise CorruptModelError(f"{file.path}: {name} has id {token_id!r:.80} in a vocabulary of {len(tokens)}")
+    return {name: tokens[token_id] for name, token_id in named.items() if token_id is not None}
 
 
 def _array(file: GGUFFile, name: str, kind: type[Any]) -> list[Any]:
@@ -227,12 +228,12 @@ def _merges_by_score(file: GGUFFile, tokens: Sequence[str]) -> list[tuple[str, s
     scores: list[float] = _array(file, "scores", float)
     if len(scores) != len(tokens):
         raise CorruptModelError(f"{file.path}: {len(scores)} scores for {len(tokens)} tokens")
-    rank = {token: index for index, token in enumerate(tokens)}
-    merges: list[tuple[float, int, int, int, int, str, str]] = []
-    for order, (token, score) in enumerate(zip(tokens, scores, strict=True)):
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in rank and right in rank:
-                merges.append((-score, -len(left), -len(right), order, rank[left], left, right))
-    merges.sort()
-    return [(left, right) for *_, left, right in merges]
+    pieces = set(tokens)
+    merges = [
+        (order, left, right)
+        for order, token in enumerate(tokens)
+        for cut in range(1, len(token))
+        if (left := token[:cut]) in pieces and (right := token[cut:]) in pieces
+    ]
+    merges.sort(key=lambda merge: (-scores[merge[0]], -len(merge[1]), -len(merge[2])))
+    return [(left, right) for _, left, right in merges]

@@ -18,7 +18,7 @@ from octavo.checkpoint.model_source import ModelFormat, ModelSource
 from octavo.errors import CorruptModelError, ModelNotFoundError, RequestError, UnsupportedModelError
 from octavo.text.byte_pieces import BytePieces
 from octavo.text.chat_template import render_chat
-from octavo.text.gguf_tokenizer import build_tokenizer, byte_alphabet, special_tokens, write_spaces_as_sentencepiece
+from octavo.text.gguf_tokenizer import build_tokenizer, byte_alphabet, write_spaces_as_sentencepiece
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BYTE_OF = byte_alphabet()
@@ -94,9 +94,10 @@ class Tokenizer:
 
         file = GGUFFile(path)
         template = file.get("tokenizer.chat_template", None)
+        backend, named = build_tokenizer(file)
         return cls(
-            build_tokenizer(file),
-            named_tokens=special_tokens(file),
+            backend,
+            named_tokens=named,
             eos_token_ids=gguf_eos_token_ids(file),
             chat_templates={"default": template} if isinstance(template, str) else {},
         )
