@@ -99,7 +99,8 @@ class CacheHierarchy:
 
     def published(self, block_ids: Seq[BlockId]) -> None:
         """Called when blocks have been published."""
-        self.demote(self._demoted(self._demotion.published(block_ids)))
+        if chosen := self._demotion.published(block_ids):
+            self.demote(self._demoted(chosen))
 
     def hit(self, table: BlockTable) -> None:
         """Called when a request has found these blocks on the device."""

@@ -136,20 +136,22 @@ class Sampling:
         """Continue sequences with the draws from `first_draw` on; the blocks of the first one are committed."""
         for sibling in seqs[1:]:
             self._lifecycle.fork(seqs[0], sibling)
+        logprobs_of, forced = result.logprobs, result.forced
         for draw, seq in enumerate(seqs, start=first_draw):
-            logprobs = result.logprobs.get(draw)
-            if logprobs is not None:
-                seq.cumulative_logprob += logprobs.logprob
-            token_ids = (result.token_ids[draw], *result.forced.get(draw, ()))
-            for length, token_id in enumerate(token_ids, start=1):
+            update = SequenceUpdate(seq, (result.token_ids[draw],))
+            if draw in logprobs_of:
+                update.logprobs = (logprobs_of[draw],)
+                seq.cumulative_logprob += logprobs_of[draw].logprob
+            update.cumulative_logprob = seq.cumulative_logprob
+            if draw in forced:
+                update.token_ids = (*update.token_ids, *forced[draw])
+            for length, token_id in enumerate(update.token_ids, start=1):
                 seq.output_token_ids.append(token_id)
                 if self._ends(seq, token_id):
-                    token_ids = token_ids[:length]
+                    update.token_ids = update.token_ids[:length]
+                    update.note_end()
                     break
-            known = () if logprobs is None else (logprobs,)
-            update = SequenceUpdate(seq, token_ids, known, seq.cumulative_logprob)
             updates.append(update)
-            update.note_end()
 
     def _ends(self, seq: Sequence, token_id: int) -> bool:
         """End a sequence if its last token does; returns whether it has ended."""

@@ -298,9 +298,10 @@ class Scheduler:
         if len(result.token_ids) != plan.num_draws:
             raise ValueError(f"{plan.num_draws} tokens were to be drawn, {len(result.token_ids)} came back")
         rows = self._builder.complete(plan)
-        drew = rows.drawing
-        self.policy.drawn(seq for seq in drew if not seq.finished)
-        self.policy.drawn(drew[i] for i, following in result.forced.items() for _ in following)
+        drew, finished = rows.drawing, SequenceStatus.FINISHED
+        self.policy.drawn(seq for seq in drew if seq.status is not finished)
+        if result.forced:
+            self.policy.drawn(drew[i] for i, following in result.forced.items() for _ in following)
         self.kv.hierarchy.complete()
         updates = self._results.apply(plan, result, rows.sequences, rows.draws)
         self._pinning.settle()
