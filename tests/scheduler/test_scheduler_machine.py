@@ -580,6 +580,33 @@ def test_a_newcomer_leaves_a_sliding_window_the_blocks_that_fill_it() -> None:
     machine.teardown()
 
 
+def test_a_resumption_without_loads_leaves_the_loads_of_another_planned() -> None:
+    """The other's slot was let go before the step had taken the load, and then counted as kept for ever."""
+    machine = SchedulerMachine()
+    machine.build(
+        num_blocks=13,
+        block_size=1,
+        layers=(FULL,),
+        dtype="float32",
+        prefix_cache="hashed",
+        eviction="adaptive",
+        max_num_seqs=3,
+        budget=3,
+        pin_budget=0.25,
+        pin_tenant_share=0.5,
+        num_host_blocks=1,
+        num_prefix_blocks=0,
+        demotion="on_evict",
+        mode="swap",
+        policy="fcfs",
+        headroom=0,
+        itl_slo_ms=None,
+        kv_shares=None,
+    )
+    machine.crowd(count=5, n=1, steps=3, tokens=[0])
+    machine.teardown()
+
+
 class _MachineByHand(SchedulerMachine):
     def find(self, prompt: int, max_tokens: int, width: int) -> None:
         self.search([0] * prompt, max_tokens, width, 0, 1.0, "never", None)

@@ -271,10 +271,10 @@ class CacheHierarchy:
             tables[group][index] = block
             self.transfers.plan_load(slot, block, seq.seq_id, resumes=resumes)
             host.release(slot)
-        if resumes:
+        if resumes and hit.loads:
             self._resuming.append(seq.seq_id)
-            if not hit.loads:
-                self._resume()
+        elif resumes:
+            self._note_resumed(seq.seq_id)
 
     def forget(self, seq_id: SequenceId) -> None:
         """Give up a sequence's blocks, including those it left behind, and cancel loads that no step has taken."""
@@ -302,11 +302,15 @@ class CacheHierarchy:
                     self._give_up(seq_id)
 
     def _resume(self) -> None:
-        """Forget what sequences left that have it back."""
+        """Forget what sequences left whose loads a step has taken."""
         resumed, self._resuming = self._resuming, []
         for seq_id in resumed:
-            self.host.swapped.sequences_in += 1
-            self._give_up(seq_id)
+            self._note_resumed(seq_id)
+
+    def _note_resumed(self, seq_id: SequenceId) -> None:
+        """Forget what a sequence left that has it back."""
+        self.host.swapped.sequences_in += 1
+        self._give_up(seq_id)
 
     def check(self) -> Iterator[str]:
         """Check all invariants. O(slots ever used + blocks of preempted sequences)."""
