@@ -193,5 +193,5 @@ def test_what_cannot_be_compared_is_refused(octavo_command: OctavoCommand, argv:
 
 def test_a_missing_matplotlib_is_told_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"pip install 'octavo\[plot\]'"):
+    with pytest.raises(ConfigError, match=r"make -C .* install"):
         require_matplotlib()

@@ -14,8 +14,10 @@ from octavo.models.decoder import Decoder
 from octavo.models.loader import iter_weights
 from octavo.sampling_params import SamplingParams
 from tests.conftest import MakeLLM
+from tests.engine.preempting import thrash
+from tests.models.test_families import FAMILIES
 from tests.models.test_transformers_bridge import build
-from tests.models.tiny import FAMILIES, write_hf_model
+from tests.models.tiny import write_hf_model
 
 SMOLLM2_PROMPTS = [
     "Once upon a time",
@@ -40,8 +42,8 @@ SMOLLM2_PROMPTS = [
     "🙂",
 ]  # fmt: skip
 
-# Beyond the native families: full attention without RoPE, mixed windows with soft-capping, experts, latent attention.
-THROUGH_TRANSFORMERS = ("GPT2", "Gemma2", "Mixtral", "DeepseekV3")
+# Beyond the native families: attention without RoPE, experts, latent attention.
+THROUGH_TRANSFORMERS = ("GPT2", "Mixtral", "DeepseekV3")
 
 
 def generate(model: Any, prompts: list[list[int]], num_tokens: int, **options: Any) -> list[list[int]]:
@@ -94,7 +96,8 @@ def test_smollm2_on_twenty_prompts(make_llm: MakeLLM) -> None:
     assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
-def assert_generates_the_same(llm: Any, model: Any, vocab: int) -> None:
+def assert_generates_the_same(llm: Any, model: Any, vocab: int) -> int:
+    """Compare greedy tokens with transformers'; returns how many prompt tokens were cached."""
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, vocab, (n,), generator=generator).tolist() for n in (1, 2, 9, 30, 33, 50)]
     expected = [generate(model, [p], 40, eos_token_id=None)[0] for p in prompts]
@@ -102,16 +105,23 @@ def assert_generates_the_same(llm: Any, model: Any, vocab: int) -> None:
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == expected
     assert len({tuple(tokens) for tokens in expected}) == len(prompts), "the model is blind to its context"
+    return sum(output.num_cached_tokens for output in outputs)
 
 
-@pytest.mark.parametrize("block_size", [4, 16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_native_families(make_llm: MakeLLM, tmp_path: Path, family: str, block_size: int) -> None:
-    options: dict[str, Any] = {"Mistral": {"sliding_window": 11}, "Qwen3": {"head_dim": 32}}.get(family, {})
-    model = write_hf_model(tmp_path, family, **options)
-    llm = make_llm(tmp_path, block_size=block_size, max_num_batched_tokens=32)
+def test_native_families(make_llm: MakeLLM, tmp_path: Path, family: str) -> None:
+    """In batches and chunks, after preemptions, and from the prefix cache."""
+    fields, _ = FAMILIES[family]
+    model = write_hf_model(tmp_path, family, **fields)
+    llm = make_llm(tmp_path, block_size=16, max_num_batched_tokens=32)
     assert isinstance(llm.core.runner.model, Decoder)
     assert_generates_the_same(llm, model, vocab=320)
+    assert assert_generates_the_same(llm, model, vocab=320) > 0, "nothing was cached"
+    tight = make_llm(tmp_path, block_size=4, max_num_batched_tokens=32, num_blocks=80)
+    thrash(tight.core)
+    assert_generates_the_same(tight, model, vocab=320)
+    if family not in ("Mistral", "Starcoder2"):  # all their layers slide, so they need few blocks
+        assert tight.core.scheduler.counters.num_preemptions
 
 
 @pytest.mark.parametrize("name", THROUGH_TRANSFORMERS)

@@ -270,3 +270,20 @@ def test_preempted_sequences_of_one_tenant_do_not_displace_those_of_another() ->
     assert manager.demote(first)
     assert not manager.demote(second)
     assert (manager.can_resume(first), host_of(manager).by_tenant()) == (True, {"ada": 3})
+
+
+def test_a_sequence_that_has_nothing_to_load_resumes_alone() -> None:
+    """Others that resume with the same step still wait for it."""
+    manager = make_manager(num_blocks=12, num_host_blocks=5)
+    moved, cached = running(manager, 10), running(manager, 8, first=50)
+    for seq in (moved, cached):
+        assert manager.demote(seq)
+    step(manager)
+    assert resume(manager, moved)
+    assert resume(manager, cached)
+    assert (manager.can_resume(moved), manager.can_resume(cached)) == (True, False)
+    manager.audit()
+    assert len(step(manager)[1]) == 1
+    assert host_of(manager).num_kept == 0
+    swapped = host_of(manager).swapped
+    assert (swapped.sequences_in, swapped.blocks_out, swapped.blocks_in) == (2, 1, 1)

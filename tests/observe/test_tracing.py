@@ -159,7 +159,7 @@ def test_no_span_waits_in_memory_after_its_request(traced: Running) -> None:
 
 def test_without_the_packages_the_option_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(ConfigError, match=r"pip install 'octavo\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"make -C .* install"):
         tracing.otlp_tracer("http://127.0.0.1:4318/v1/traces", "tiny")
 
 
