@@ -230,8 +230,9 @@ class HostMemory:
             self.hold(slot)
 
     def kept_returns(self, slot: HostBlockId) -> None:
-        """Note that a step loads a kept slot back for a preempted sequence."""
-        self._kept[slot] = True
+        """Note that a step loads a slot back for a preempted sequence, which may have been given up meanwhile."""
+        if slot in self._kept:
+            self._kept[slot] = True
 
     def let_go(self, slot: HostBlockId, *, is_private: bool) -> None:
         """Keep a slot no longer. It stays as a prefix, unless its key is private."""
