@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -221,3 +223,13 @@ def test_the_packaged_model_is_bit_by_bit_what_gguf_and_transformers_make_of_it(
         theirs = stored[f"{names.get_name(stem)}.{kind}"]
         expected = reorder.process(gguf.dequantize(theirs.data, theirs.tensor_type), theirs.name).weights
         assert np.array_equal(tensor.numpy().view(np.int32), np.ascontiguousarray(expected).view(np.int32)), name
+
+
+def test_the_shapes_of_a_model_are_found_without_importing_torchs_compiler() -> None:
+    """That import takes longer than all else that is done to load the default model."""
+    code = (
+        "import sys; from octavo.models.loader import expected_shapes\n"
+        "from octavo.checkpoint.model_source import load_model_config, resolve_model\n"
+        "expected_shapes(load_model_config(resolve_model('smollm2'))); assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -17,7 +17,7 @@ from octavo.checkpoint.hf_config import read_json
 from octavo.checkpoint.model_config import ModelConfig
 from octavo.checkpoint.model_source import ModelFormat, ModelSource
 from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
-from octavo.models.linear import PlainLinear
+from octavo.models.linear import Linear, PlainLinear
 from octavo.models.program import make_program
 from octavo.models.quantised_checkpoint import QuantisedCheckpoint
 from octavo.models.weight_reader import WeightReader
@@ -78,6 +78,14 @@ class _ShapeReader(WeightReader):
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         self.shapes[name] = shape
         return torch.empty(shape, dtype=dtype, device="meta")
+
+    def linear(self, names: list[str], out_features: list[int], in_features: int, *, bias: bool) -> Linear:
+        # Nothing is concatenated: torch.cat of meta tensors imports torch._dynamo, which takes more than a second.
+        for name, rows in zip(names, out_features, strict=True):
+            self.get(f"{name}.weight", rows, in_features)
+        for name, rows in zip(names, out_features, strict=True) if bias else ():
+            self.get(f"{name}.bias", rows)
+        return PlainLinear(torch.empty(sum(out_features), in_features, device="meta"), None)
 
 
 class SafetensorsWeights:
