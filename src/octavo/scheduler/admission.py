@@ -34,7 +34,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from octavo.kvcache.block import BlockCopy
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import PrefixHit
 from octavo.kvcache.spec import KVCacheSpec
@@ -63,11 +62,7 @@ _BLOCKS_PER_STEP = 200
 
 
 class Admission:
-    """Admits waiting sequences one by one.
-
-    Attributes:
-        copies: block copies that the step must make for the sequences admitted in it.
-    """
+    """Admits waiting sequences one by one."""
 
     def __init__(
         self,
@@ -82,7 +77,6 @@ class Admission:
         tenants: TenantLimits,
         policy: Policy,
     ) -> None:
-        self.copies: list[BlockCopy] = []
         self._kv = kv
         self._running = running
         self._waiting = waiting
@@ -97,7 +91,6 @@ class Admission:
     def begin_step(self) -> None:
         self._step += 1
         self._num_long_blocks = 0
-        self.copies = []
         self._waiting.bring_back(self._tenants.use_of)
 
     def start_over(self) -> None:

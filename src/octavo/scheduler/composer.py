@@ -10,13 +10,13 @@
    priorities age, the rest follows the order of service too; if tenants take turns, it goes to the tenant that has
    recently received least for its weight, and 1 / 32 to the prompt that arrived first.
 
-Before that, the claimant may have claimed places and blocks of others (`Claims`). It is then served among the prompts
-of the same step.
+Before that, the claimant may have claimed places and blocks of others (`claimant` and `victims` of the policy). It is
+then served among the prompts of the same step.
 
 The reasons: shortest remaining first minimises the mean time to the first token (Schrage 1968), and a short prompt
 never waits behind a long one. On its own it would starve long prompts under a stream of short ones. The quarter is the
 ageing: as requests before it end, each prompt becomes the first in order of service, and from then on a stream of
-others costs it at most three quarters of its speed. Equal draft (processor sharing) would bound both as well, but
+others costs it at most three quarters of its speed. Equal shares (processor sharing) would bound both as well, but
 delay the first of k long prompts k times for nothing.
 
 Blocks may run out. A stream then takes those of the last sequence behind it; a prompt takes what
@@ -113,7 +113,6 @@ class StepComposer:
             idle = [seq for seq in order if not num_missing(seq)]
             self._preemptor.preempt_one_of(idle or order[1:] or order)
             self._share(draft)
-        draft.copies.extend(self._admission.copies)
         return draft
 
     def start_over(self) -> None:
