@@ -14,11 +14,11 @@ from octavo.attention.reference import ReferenceAttention
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.storage.arena import KVArena
 from tests.attention.batches import PagedSequences
+from tests.levels import LEVELS
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled")
 
 CODECS = ("fp8_e4m3", "fp8_e5m2", "int8", "k8v4", "int4")
-LEVELS = kernels.supported_isas() if kernels.available() else []
 
 
 @pytest.fixture(params=LEVELS)

@@ -15,12 +15,13 @@ from octavo import kernels
 from octavo.kernels import PackedWeight, packed_weight
 from octavo.kernels.library import native
 from octavo.storage import pages
+from tests.levels import LEVELS
 
 pytestmark = [
     pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled"),
     pytest.mark.usefixtures("restore_kernels"),
 ]
-every_level = pytest.mark.parametrize("level", kernels.supported_isas() if kernels.available() else [])
+every_level = pytest.mark.parametrize("level", LEVELS)
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:

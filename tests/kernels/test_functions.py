@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from octavo import kernels
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.storage.arena import KVArena
+from tests.levels import LEVELS
 
 compiled = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled")
-LEVELS = kernels.supported_isas() if kernels.available() else []
 DTYPES = [torch.bfloat16, torch.float32]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -288,12 +288,14 @@ def in_a_fresh_process(code: str, **environment: str) -> subprocess.CompletedPro
 
 @compiled
 def test_the_emulated_level_is_compiled_for_tests() -> None:
-    assert "amx_emulated" in LEVELS, "run `make install`, which compiles it: an ordinary installation does without"
+    assert "amx_emulated" in kernels.supported_isas(), (
+        "run `make install`, which compiles it: an ordinary installation does without"
+    )
 
 
 @compiled
 def test_the_environment_forces_a_level() -> None:
-    level = LEVELS[0]  # the last would be chosen without it
+    level = kernels.supported_isas()[0]  # the last would be chosen without it
     result = in_a_fresh_process("from octavo import kernels; print(kernels.isa())", OCTAVO_ISA=level)
     assert result.stdout.split() == [level], result.stderr
 

@@ -21,6 +21,7 @@ from octavo.attention.native import NativeAttention
 from octavo.kernels import PackedWeight
 from octavo.kvcache.spec import LayerKVSpec
 from tests.attention.batches import PagedSequences
+from tests.levels import LEVELS
 
 pytestmark = [
     pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled"),
@@ -28,7 +29,6 @@ pytestmark = [
 ]
 
 RECORD = Path(__file__).with_name("golden_bits.json")
-LEVELS = kernels.supported_isas() if kernels.available() else []
 ROWS = (1, 2, 5, 8, 19, 40)
 # Bytes of a block of 32 weights as GGUF stores it, and where its fp16 numbers lie.
 BLOCKS: dict[Any, tuple[int, tuple[int, ...]]] = {"Q4_0": (18, (0,)), "Q4_1": (20, (0, 2)), "Q8_0": (34, (0,))}

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from octavo import kernels
 from octavo.kernels import PackedWeight
 from octavo.kernels.library import native
+from tests.levels import LEVELS
 
 pytestmark = [
     pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled"),
     pytest.mark.usefixtures("restore_kernels"),
 ]
-LEVELS = kernels.supported_isas() if kernels.available() else []
 FLOATS = [torch.bfloat16, torch.float32]
 QUANTISED = ["Q4_0", "Q4_1", "Q8_0"]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}

@@ -28,6 +28,7 @@ from octavo.models.packing import native_parts
 from octavo.models.program import Multiply, Norm, Register
 from octavo.models.weights import RawTensor
 from tests.attention.batches import PagedSequences
+from tests.levels import LEVELS
 from tests.models import test_decoder
 from tests.models.paged import assert_same_logits, paged_logits, random_sequences, whole_logits
 from tests.models.test_decoder import VOCAB, model_config
@@ -37,7 +38,6 @@ pytestmark = [
     pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled"),
     pytest.mark.usefixtures("restore_kernels"),
 ]
-LEVELS = kernels.supported_isas() if kernels.available() else []
 CPU = torch.device("cpu")
 # The families whose layers the library computes.
 LIKE_LLAMA = [case for case, (name, _) in test_decoder.FAMILY.items() if name in ("Llama", "Mistral", "Qwen2", "Qwen3")]

@@ -16,6 +16,7 @@ from octavo.sampling.choice import DrawMasks, TorchChoice
 from octavo.sampling.draw import uniforms
 from octavo.sampling.native_choice import NativeChoice
 from octavo.sampling.penalties import add_amounts, adjust, penalise_repetition
+from tests.levels import LEVELS
 from tests.sampling.draws import batch_of, make_sequence
 from tests.sampling.test_sampler import filters, oracle_probs
 
@@ -151,7 +152,7 @@ def test_the_likeliest_tokens_are_those_of_torch(vocab: int, num_top: int) -> No
     torch.testing.assert_close(logits.gather(1, ids), logits.gather(1, expected_ids), atol=2e-6, rtol=0.0)
 
 
-@pytest.mark.parametrize("isa", kernels.supported_isas() if kernels.available() else [])
+@pytest.mark.parametrize("isa", LEVELS)
 def test_every_instruction_set_draws_what_torch_draws(isa: str) -> None:
     before = kernels.isa()
     kernels.force_isa(isa)
