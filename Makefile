@@ -15,7 +15,7 @@ NATIVE_SOURCES := $(wildcard CMakeLists.txt) $(shell find csrc -type f 2>/dev/nu
 MADE_FROM := pyproject.toml constraints.txt $(NATIVE_SOURCES) $(MODULES)
 
 .DEFAULT_GOAL := install
-.PHONY: install serve test test-native test-arm sanitize bench-native coverage check lint format bench clean distclean FORCE
+.PHONY: install serve test quick test-native test-arm sanitize bench-native coverage check lint format bench clean distclean FORCE
 .NOTPARALLEL:
 
 # For development: also the tests' and tools' packages, plots, and the kernels of every instruction-set level that this
@@ -66,6 +66,10 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test: install
 	$(PYTEST) $(ARGS)
+
+# The inner loop, about a minute: no slow test, none that starts processes or servers, and kernels at one level.
+quick: install
+	KERNEL_TEST_LEVELS=best $(PYTEST) -m "not slow and not integration and not soak" $(ARGS)
 
 # The C++ kernels without Python: each header on its own, tests at every instruction-set level that this machine has,
 # the same under sanitizers, and their speed. They need a compiler, and CMake and Ninja, which come from PyPI.

@@ -6,7 +6,7 @@ import os
 
 from octavo import kernels
 
-# All that this machine can run, the slowest first; with `OCTAVO_TEST_LEVELS=best` (`make quick`) only the fastest.
+# All that this machine can run, the slowest first; with `KERNEL_TEST_LEVELS=best` (`make quick`) only the fastest.
 LEVELS = kernels.supported_isas() if kernels.available() else []
-if os.environ.get("OCTAVO_TEST_LEVELS") == "best":
+if os.environ.get("KERNEL_TEST_LEVELS") == "best":
     LEVELS = LEVELS[-1:]

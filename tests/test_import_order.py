@@ -265,12 +265,14 @@ def test_bookkeeping_starts_without_torch() -> None:
     assert not (HEAVY | WEB) & modules_loaded_by("import octavo.scheduler.scheduler, octavo.kvcache.manager")
 
 
+@pytest.mark.slow
 def test_a_native_model_is_loaded_without_transformers_and_without_a_web_framework() -> None:
     loaded = modules_loaded_by("import octavo.llm, octavo.engine.builder")
     assert not (WEB | {"transformers"}) & loaded
     assert "torch" in loaded
 
 
+@pytest.mark.slow
 def test_no_two_public_classes_have_one_name() -> None:
     where: dict[str, list[str]] = {}
     for module, path in modules().items():
@@ -295,6 +297,7 @@ def test_names_of_types_are_found() -> None:
     assert list(type_names(ast.parse(code))) == ["A", "Pair", "_Own"]
 
 
+@pytest.mark.slow
 def test_no_two_types_have_one_name() -> None:
     where = defaultdict(list)
     for module, path in modules().items():

@@ -10,7 +10,7 @@ import pytest
 
 MAKEFILE = Path(__file__).parents[1] / "Makefile"
 
-pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+pytestmark = [pytest.mark.integration, pytest.mark.skipif(shutil.which("make") is None, reason="needs make")]
 
 
 @pytest.fixture

@@ -57,6 +57,7 @@ def fill(sequences: PagedSequences, batch: AttentionBatch, heads: int, seed: int
     return torch.randn(batch.num_tokens, heads, dim, generator=generator).to(sequences.arena.float_layers[0].key.dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("level", LEVELS)
 @settings(max_examples=12, deadline=None)

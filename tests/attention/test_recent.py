@@ -41,6 +41,7 @@ def expected_at(
     return attend_dense(query, *dense, scale=0.25, window=None, softcap=None, sinks=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["int4", "k8v4", "nvfp4"])
 @pytest.mark.parametrize("kept", [(0, 1), (1, 1), (1, 3), (4, 2)])
 def test_each_query_reads_its_own_first_and_most_recent_blocks_in_int8(codec: str, kept: tuple[int, int]) -> None:
@@ -89,7 +90,7 @@ def test_a_sliding_window_ends_what_is_read_of_the_copies_too() -> None:
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled")
 
 
-@pytest.fixture(params=LEVELS or [None])
+@pytest.fixture(params=LEVELS)
 def level(request: pytest.FixtureRequest) -> Iterator[str]:
     before = kernels.isa()
     kernels.force_isa(request.param)
@@ -97,6 +98,7 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
     kernels.force_isa(before)
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("codec", ["int4", "k8v4"])
 @pytest.mark.parametrize("kept", [(0, 1), (1, 3), (14, 10)])

@@ -116,6 +116,7 @@ def problems(draw: st.DrawFn, dtype: str = "float32") -> Problem:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(problem=problems())
 def test_it_agrees_with_the_textbook(problem: Problem) -> None:

@@ -117,6 +117,7 @@ def check_chunks(shape: Shape, first: list[int], more: list[int], window: int | 
     assert_right(sequences, batch, query, TOLERANCE[dtype], softcap=softcap, sinks=sinks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", DRAWN)
 def test_a_decode_agrees_with_float64(seed: int) -> None:
     draw = random.Random(seed)
@@ -124,6 +125,7 @@ def test_a_decode_agrees_with_float64(seed: int) -> None:
     check_decode(shape_of(draw), contexts, draw.choice([None, 1, 100, 270]), seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "contexts", "window"),
     [
@@ -138,6 +140,7 @@ def test_a_decode_over_several_splits_agrees_with_float64(
     check_decode(shape, contexts, window, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 400])
 def test_programs_find_their_split_in_any_batch(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences are counted two at a time, one of them is a prompt, and the longest have two splits of 512 tokens."""
@@ -156,6 +159,7 @@ def test_programs_find_their_split_in_any_batch(window: int | None, monkeypatch:
     assert_right(sequences, batch, query, TOLERANCE["float16"], sinks=sinks_of(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", DRAWN)
 def test_ragged_chunks_agree_with_float64(seed: int) -> None:
     draw = random.Random(100 + seed)
@@ -164,6 +168,7 @@ def test_ragged_chunks_agree_with_float64(seed: int) -> None:
     check_chunks(shape_of(draw), first, more, draw.choice([None, 1, 7, 100, 270]), seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "first", "more", "window"),
     [
@@ -189,6 +194,7 @@ def test_a_chunk_over_several_tiles_agrees_with_float64(window: int | None) -> N
 CODECS = ["fp8_e4m3", "fp8_e5m2", "int8", "k8v4", "int4", "nvfp4"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS)
 def test_attention_over_codes_is_that_over_what_they_decode_to(codec: str) -> None:
     from octavo.attention.triton.backend import TritonAttention
@@ -233,6 +239,7 @@ def test_queries_that_are_part_of_a_wider_row_are_read_where_they_lie() -> None:
         assert_right(sequences, batch, wide[:, 32:].view(-1, 2, 16), TOLERANCE["float32"])
 
 
+@pytest.mark.slow
 def test_a_decodes_bits_do_not_depend_on_its_neighbours() -> None:
     def result(neighbours: list[int]) -> torch.Tensor:
         sequences = paged(LayerKVSpec(1, 16, 16), 16, 3, 600, dtype="float16", layout=BlockLayout.TOKENS)

@@ -22,6 +22,7 @@ def same_threads() -> Iterator[Any]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_every_step_after_the_last_first_token_is_a_decode_step(make_llm: MakeLLM, tiny_llama: Path) -> None:
     llm = make_llm(tiny_llama, max_num_batched_tokens=16)
     requests = [BenchRequest(list(range(20, 20 + length)), 6) for length in (24, 30)]
@@ -33,6 +34,7 @@ def test_every_step_after_the_last_first_token_is_a_decode_step(make_llm: MakeLL
     assert run.prefill + sum(run.decode_steps) <= run.total
 
 
+@pytest.mark.slow
 def test_passes_that_warm_up_do_not_count(make_llm: MakeLLM, tiny_llama: Path) -> None:
     llm = make_llm(tiny_llama)
     assert len(measure(llm, [BenchRequest([5, 6, 7], 2)], runs=2, warm_ups=3)) == 2

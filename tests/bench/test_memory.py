@@ -66,6 +66,7 @@ def test_a_speed_must_be_positive(llama: ModelShape, speeds: tuple[int, int]) ->
         simulated_engine(CacheBudget.build(llama, config, 4), 16, config, *speeds)
 
 
+@pytest.mark.slow
 def test_paging_wastes_under_four_per_cent_and_runs_several_times_as_many_at_once(llama: ModelShape) -> None:
     config = EngineConfig(max_model_len=2048, enable_prefix_caching=False)
     budget = CacheBudget.build(llama, config, contiguous_seqs=4)
@@ -83,6 +84,7 @@ def test_paging_wastes_under_four_per_cent_and_runs_several_times_as_many_at_onc
     assert paged.output_tokens == contiguous.output_tokens == sum(r.max_tokens for r in named_workload("mixed96"))
 
 
+@pytest.mark.slow
 def test_the_command_simulates_every_block_size_and_says_what_sharing_saves(
     octavo_command: OctavoCommand, tmp_path: Path
 ) -> None:
@@ -121,6 +123,7 @@ def test_without_json_there_are_markdown_tables(octavo_command: OctavoCommand) -
     assert "Simulated: a step takes" in out
 
 
+@pytest.mark.slow
 def test_the_real_engine_plays_the_same_comparison(
     octavo_command: OctavoCommand, tiny_llama: Path, same_threads: None
 ) -> None:
@@ -137,6 +140,7 @@ def test_the_real_engine_plays_the_same_comparison(
     assert paged["waste"] < contiguous["waste"]
 
 
+@pytest.mark.slow
 def test_codecs_hold_more_sequences_in_the_same_memory(octavo_command: OctavoCommand) -> None:
     argv = ["--workload", "mixed64", "--contiguous-seqs", 2, "--codecs", "all", "--json"]
     code, out, err = octavo_command("bench", "memory", *SIMULATE, *argv)
@@ -153,6 +157,7 @@ def test_codecs_hold_more_sequences_in_the_same_memory(octavo_command: OctavoCom
     assert "| KV cache | bytes a token |" in markdown(result)
 
 
+@pytest.mark.slow
 def test_codecs_are_drawn(octavo_command: OctavoCommand, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     argv = ["--workload", "mixed4", "--codecs", "int8", "--output", tmp_path / "codecs"]
@@ -160,6 +165,7 @@ def test_codecs_are_drawn(octavo_command: OctavoCommand, tmp_path: Path) -> None
     assert (tmp_path / "codecs.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_real_engine_plays_with_each_codec(
     octavo_command: OctavoCommand, tiny_llama: Path, same_threads: None
 ) -> None:

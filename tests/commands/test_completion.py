@@ -10,6 +10,7 @@ from octavo.commands.completion import SHELLS
 from tests.commands.conftest import OctavoCommand
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_script_names_every_command(octavo_command: OctavoCommand, shell: str) -> None:
     code, out, _ = octavo_command("completion", shell)

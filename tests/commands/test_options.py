@@ -62,6 +62,7 @@ ENGINE_CONFIGS = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(ENGINE_CONFIGS)
 def test_any_engine_config_survives_the_way_over_the_command_line(config: EngineConfig) -> None:
     argv = engine_argv(asdict(config))

@@ -245,6 +245,7 @@ def test_gpt_oss_is_planned_from_its_configuration(plan: Callable[..., Any], tmp
     assert any("--weights mxfp4" in note for note in answer["notes"])
 
 
+@pytest.mark.slow
 def test_every_well_known_model_has_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     for name in KNOWN_MODELS:
         assert main(["plan", name, "--memory", "48GiB", "--context", "1024"]) == 0

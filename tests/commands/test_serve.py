@@ -77,6 +77,7 @@ def test_a_server_draws_seeds_that_nobody_can_predict_unless_it_has_one(
     assert seeds == [seed]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -102,6 +102,7 @@ def test_the_table_counts_requests_that_were_cut_to_the_models_length(octavo_com
     assert [line.split()[-1] for line in (heading, cut, whole)] == ["clipped", "3", "0"]
 
 
+@pytest.mark.slow
 def test_a_swept_target_is_the_one_that_is_checked(octavo_command: OctavoCommand) -> None:
     argv = [*ON_H100, *SHORT, "--sweep", "itl_slo_ms=1,1000", "--slo-percentile", "90", "--json"]
     code, out, err = octavo_command("simulate", *argv, "--request-rate", "5")
@@ -115,6 +116,7 @@ def test_a_swept_target_is_the_one_that_is_checked(octavo_command: OctavoCommand
     assert loose["met_all_at_once"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "last",
     [
@@ -158,6 +160,7 @@ def test_tokens_and_the_fleet_have_a_price(octavo_command: OctavoCommand) -> Non
     assert "price of 1 M" in out
 
 
+@pytest.mark.slow
 def test_ten_rates_up_to_saturation_are_simulated(octavo_command: OctavoCommand) -> None:
     code, out, err = octavo_command("simulate", *ON_H100, *SHORT, "--rates", "auto", "--json")
     assert code == 0, err
@@ -174,6 +177,7 @@ def test_a_slower_machine_takes_longer_in_proportion(octavo_command: OctavoComma
     assert slow["duration_s"] == pytest.approx(1.25 * usual["duration_s"], rel=0.001)
 
 
+@pytest.mark.slow
 def test_the_largest_rate_and_the_number_of_replicas_are_found(octavo_command: OctavoCommand) -> None:
     slo = ["--ttft-slo-ms", "40", "--max-num-seqs", "4", "--num-requests", "16", "--output-len", "4"]
     code, out, err = octavo_command("simulate", *ON_H100, "--input-len", "200", *slo, "--find-rate", "--json")
@@ -195,6 +199,7 @@ def test_the_largest_rate_and_the_number_of_replicas_are_found(octavo_command: O
     assert "not met at any rate" not in out
 
 
+@pytest.mark.slow
 def test_a_largest_rate_of_a_trace_is_also_told_as_a_factor(octavo_command: OctavoCommand, tmp_path: Path) -> None:
     trace = tmp_path / "t.csv"
     rows = [f"{at},a,200,4\n" for at in (*range(20), *(19 + i / 100 for i in range(20)))]
@@ -210,6 +215,7 @@ def test_a_largest_rate_of_a_trace_is_also_told_as_a_factor(octavo_command: Octa
     assert run["requests_s"] == pytest.approx(point["requests_s"], rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "question",
     [["--find-rate"], ["--find-replicas", "--request-rate", "500"], ["--rates", "500"], ["--request-rate", "5"]],
@@ -243,6 +249,7 @@ def test_of_many_short_runs_the_table_names_the_shortest(octavo_command: OctavoC
     assert "note" not in octavo_command("simulate", *argv)[1], "all at once is what was asked for"
 
 
+@pytest.mark.slow
 def test_a_plot_is_drawn_of_all_rates(octavo_command: OctavoCommand, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot = tmp_path / "deep" / "p.png"

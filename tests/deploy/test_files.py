@@ -79,6 +79,7 @@ def test_every_alert_says_what_to_do_and_has_a_test_in_which_it_fires_and_one_in
         assert alert["labels"]["severity"] in {"critical", "warning", "info"}
 
 
+@pytest.mark.slow
 @needs_promtool
 @pytest.mark.parametrize(
     "command",

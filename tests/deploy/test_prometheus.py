@@ -18,7 +18,7 @@ from tests.deploy.files import ADMIN_KEY, HOW_TO_GET_IT, PROMETHEUS, RULES, aler
 from tests.ports import free_port
 from tests.server.real_engine import RealServer, real_server
 
-pytestmark = pytest.mark.skipif(PROMETHEUS is None, reason=HOW_TO_GET_IT)
+pytestmark = [pytest.mark.integration, pytest.mark.skipif(PROMETHEUS is None, reason=HOW_TO_GET_IT)]
 
 
 class Prometheus:

@@ -276,6 +276,7 @@ keys = st.from_regex(r"[a-z_]{1,6}", fullmatch=True)
 random_calls = st.lists(st.tuples(names, st.dictionaries(keys, json_values, max_size=3)), min_size=1, max_size=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hermes", "mistral", "mistral_named", "llama3_json", "pythonic"])
 @given(calls=random_calls, data=st.data())
 def test_random_calls_come_back_as_they_were(name: str, calls: list[Call], data: st.DataObject) -> None:
@@ -303,6 +304,7 @@ MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<thin
          "a=", "}", "]", ")", '"', "\\", "\n", " ", "1", "x"]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("each", CALL_FORMATS, ids=lambda each: each.name)
 @given(parts=st.lists(st.sampled_from(MARKS), max_size=14), cut=st.integers(0, 200))
 def test_an_answer_parsed_in_pieces_equals_the_answer_parsed_whole(
@@ -338,6 +340,7 @@ formats = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(each=formats, data=st.data())
 def test_random_formats_are_read_alike_at_every_split(each: CallFormat, data: st.DataObject) -> None:

@@ -302,6 +302,7 @@ async def test_when_a_step_raises_every_caller_hears_of_it(core: EngineCore, cap
     assert "RuntimeError: secret insides" in caplog.text
 
 
+@pytest.mark.slow
 async def test_an_idle_engine_proves_its_accounting(core: EngineCore) -> None:
     async with started(core, idle_audit_seconds=0.02) as engine:
         # It is idle from the start. Once is enough as long as nothing happens.

@@ -180,6 +180,7 @@ def test_all_but_the_first_steps_and_the_last_are_planned_ahead(core: EngineCore
     assert [plan.num_rows for plan in played.plans] == [2] * 20, "nobody computes past a length that is known"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"prefix_cache": "radix"}, {"max_num_seqs": 5, "kv_host_memory": "1MiB"}], ids=str)
 def test_tokens_are_those_of_steps_one_by_one(one_by_one: Played, options: dict[str, Any]) -> None:
     script = a_busy_day()

@@ -34,6 +34,7 @@ def model() -> Any:
 MANY_ENDS = list(range(3, VOCAB, 40))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "length_penalty", "early_stopping"),
     [
@@ -63,6 +64,7 @@ def test_beams_that_end_are_those_of_transformers(
     assert len(lengths) > 3 or length_penalty > 1, "the outputs all end alike"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [2, 4, 8])
 def test_beams_that_run_into_their_limit_are_those_of_transformers(
     make_llm: MakeLLM, tiny_llama: Path, model: Any, width: int
@@ -76,6 +78,7 @@ def test_beams_that_run_into_their_limit_are_those_of_transformers(
         assert [c.finish_reason for c in output.outputs] == [FinishReason.LENGTH] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"repetition_penalty": 1.3}, {"min_new_tokens": 8}])
 def test_penalties_and_minimum_lengths_are_those_of_transformers(
     make_llm: MakeLLM, tiny_llama: Path, model: Any, options: dict[str, Any]
@@ -137,6 +140,7 @@ def run(llm: Any) -> list[Beams]:
 _PLAIN: dict[Path, list[Beams]] = {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", ["tiny_llama", "tiny_mistral"])
 def test_the_batch_the_blocks_and_preemption_change_no_beam(

@@ -32,6 +32,7 @@ def table(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["tiny_llama", "tiny_mistral"])
 def test_the_cache_the_chunks_and_preemption_change_no_token(
     make_llm: MakeLLM, request: pytest.FixtureRequest, table: str, model: str
@@ -50,6 +51,7 @@ def test_the_cache_the_chunks_and_preemption_change_no_token(
         assert tokens(tight) == expected
 
 
+@pytest.mark.slow
 def test_samples_and_beams_copy_a_shared_block_before_they_write(
     make_llm: MakeLLM, tiny_llama: Path, table: str
 ) -> None:

@@ -39,6 +39,7 @@ def recent_table(folder: Path, codec: str, sinks: int = 1, recent: int = 2) -> s
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["tiny_llama", "tiny_mistral"])
 @pytest.mark.parametrize("codec", ["int4", "k8v4", "nvfp4"])
 def test_recent_blocks_in_int8_are_read_alike_cold_warm_and_in_chunks(
@@ -79,6 +80,7 @@ def test_the_cache_and_the_chunks_change_no_token(
     assert tokens(warm) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODED)
 def test_samples_and_beams_copy_a_shared_block_before_they_write(
     make_llm: MakeLLM, tiny_llama: Path, codec: str

@@ -87,6 +87,7 @@ def test_blocks_that_held_nan_do_not_taint_their_next_owner(
         assert [tokens(drain(core)[r.request_id]) for r in add_all(core, prompts(1))] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"block_size": 4}, {"block_size": 16}, {"attention_backend": "reference"}])
 def test_a_block_that_slid_out_of_a_window_is_not_read_whatever_its_next_holder_writes(
     make_llm: MakeLLM, tiny_mistral: Path, options: dict[str, Any]

@@ -63,6 +63,7 @@ def by_transformers(model: Any, prompt: dict[str, list[int]], count: int) -> lis
     return generated[0, ids.shape[1] :].tolist()
 
 
+@pytest.mark.slow
 def test_the_kernels_generate_what_transformers_does(make_llm: MakeLLM, small: tuple[Path, Any]) -> None:
     folder, model = small
     llm = make_llm(folder, device=DEVICE, attention_backend="triton", max_num_batched_tokens=20)
@@ -72,6 +73,7 @@ def test_the_kernels_generate_what_transformers_does(make_llm: MakeLLM, small: t
     assert tokens(llm, given) == [[by_transformers(model, prompt, 4)] for prompt in given]
 
 
+@pytest.mark.slow
 def test_the_kernels_see_a_sliding_window(make_llm: MakeLLM, windowed: Path) -> None:
     (prompt,) = prompts(21)
     llm = make_llm(windowed, device=DEVICE, attention_backend="triton")
@@ -79,6 +81,7 @@ def test_the_kernels_see_a_sliding_window(make_llm: MakeLLM, windowed: Path) -> 
     assert tokens(llm, prompt) == tokens(reference, prompt)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["k8v4", "fp8_e4m3"])
 def test_the_kernels_write_and_read_quantised_caches(make_llm: MakeLLM, small: tuple[Path, Any], codec: str) -> None:
     from octavo.attention.triton.backend import TritonAttention
@@ -90,6 +93,7 @@ def test_the_kernels_write_and_read_quantised_caches(make_llm: MakeLLM, small: t
     assert tokens(llm, given) == tokens(make_llm(folder, attention_backend="reference", **options), given)
 
 
+@pytest.mark.slow
 def test_tokens_and_structured_outputs_are_drawn_on_the_device(make_llm: MakeLLM, small: tuple[Path, Any]) -> None:
     from octavo.sampling.sampler import Sampler
     from octavo.sampling.triton_choice import TritonChoice
@@ -110,6 +114,7 @@ def test_tokens_and_structured_outputs_are_drawn_on_the_device(make_llm: MakeLLM
     assert tokens(llm, given, params) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_cached_forked_and_preempted_sequences_get_the_same_tokens(
     make_llm: MakeLLM, small: tuple[Path, Any], mode: str

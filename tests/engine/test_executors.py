@@ -32,6 +32,8 @@ from tests.engine.preempting import thrash
 from tests.engine.test_same_tokens import alone, assert_same, workload
 from tests.engine.tiny_engine import tiny_model
 
+pytestmark = pytest.mark.integration
+
 BREAKING, POISON = 318, 319
 
 # Little room, so that sequences are swapped out, computed again, forked and moved.

@@ -56,6 +56,7 @@ def where(core: EngineCore, request: Request) -> str:
     return "swapped" if core.scheduler.kv.hierarchy.host_blocks(seq.seq_id) else "waiting"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "cache"),
     [

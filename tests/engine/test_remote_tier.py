@@ -14,6 +14,8 @@ from tests.conftest import MakeLLM
 from tests.engine.test_tiers import PROMPT, ask, host_of
 from tests.redis_server import RedisServer
 
+pytestmark = pytest.mark.integration
+
 SECRET = "only our servers know"
 
 

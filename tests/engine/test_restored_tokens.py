@@ -105,6 +105,7 @@ def assert_found(engines: Engines, llm: Any, tier: str) -> None:
     assert found[tier] == RESTORABLE or (engines.folder.name.startswith("Mistral") and found[tier] > 0)
 
 
+@pytest.mark.slow
 def test_a_batch_in_chunks_and_the_device_give_the_cold_tokens(engines: Engines) -> None:
     llm = engines.make(max_num_batched_tokens=17, max_num_seqs=4)
     assert tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == engines.cold()
@@ -120,6 +121,7 @@ def test_host_memory_gives_the_cold_tokens(engines: Engines) -> None:
     assert_found(engines, llm, "host")
 
 
+@pytest.mark.slow
 def test_the_disk_gives_the_cold_tokens_after_a_restart(engines: Engines, tmp_path: Path) -> None:
     options = {"kv_disk": str(tmp_path), "kv_disk_size": "4MiB", "kv_demotion": "all"}
     first = engines.make(**options)

@@ -76,6 +76,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", ["tiny_llama", "tiny_mistral"])
 def test_the_batch_the_chunks_and_the_blocks_change_no_token(
@@ -89,6 +90,7 @@ def test_the_batch_the_chunks_and_the_blocks_change_no_token(
     assert_same(llm.generate(prompts, params, use_tqdm=False), alone(make_llm, folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "chunk", "prefix_cache"),
     [
@@ -110,6 +112,7 @@ def test_a_warm_prefix_cache_changes_no_token(
     assert_same(warm, alone(make_llm, folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cache", [{"enable_prefix_caching": False}, {"prefix_cache": "hashed"}, {"prefix_cache": "radix"}]
 )

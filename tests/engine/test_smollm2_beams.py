@@ -14,6 +14,8 @@ from tests.conftest import assert_idle
 from tests.engine.beams import assert_same_beams, expected_beams, scored
 from tests.engine.test_transformers_generate import smollm2_of_transformers
 
+pytestmark = pytest.mark.integration
+
 PROMPTS = [
     "Once upon a time, in a village by the sea,",
     "The capital of France is",

@@ -124,6 +124,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_the_batch_the_chunks_and_preemption_change_no_token(make_llm: MakeLLM, tiny_llama: Path, way: str) -> None:
     expected = alone(make_llm, tiny_llama)
@@ -138,6 +139,7 @@ def test_the_batch_the_chunks_and_preemption_change_no_token(make_llm: MakeLLM, 
     assert_nothing_left(llm)
 
 
+@pytest.mark.slow
 def test_masks_that_are_made_beside_the_step_change_no_token(
     make_llm: MakeLLM, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +157,7 @@ def test_masks_that_are_made_beside_the_step_change_no_token(
     assert_nothing_left(llm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"deterministic": True, "block_size": 16}])
 def test_64_streams_follow_32_grammars_at_once(make_llm: MakeLLM, tiny_llama: Path, options: dict[str, Any]) -> None:
     llm = make_llm(tiny_llama, max_num_seqs=64, **options)
@@ -185,6 +188,7 @@ def test_forced_tokens_take_no_step_of_their_own(make_llm: MakeLLM, tiny_llama: 
 TIGHT: dict[str, Any] = {"block_size": 4, "num_blocks": 30, "max_num_batched_tokens": 16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("wanted", "options"), [*zip(DESCRIPTIONS[:4], [{}, TIGHT, {}, TIGHT], strict=True)])
 def test_parallel_samples_follow_the_grammar_each_for_itself(
     make_llm: MakeLLM, tiny_llama: Path, wanted: StructuredOutputsParams, options: dict[str, Any]
@@ -202,6 +206,7 @@ def test_parallel_samples_follow_the_grammar_each_for_itself(
     assert_nothing_left(llm)
 
 
+@pytest.mark.slow
 def test_a_grammar_that_cannot_end_stops_at_max_tokens(make_llm: MakeLLM, tiny_llama: Path) -> None:
     llm = make_llm(tiny_llama)
     wanted = StructuredOutputsParams(grammar='start: "a" start')
@@ -238,6 +243,7 @@ def test_logprobs_are_those_of_the_model_without_the_grammar(make_llm: MakeLLM, 
     assert ours == pytest.approx(theirs, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_request_aborted_in_mid_grammar_leaves_nothing(make_llm: MakeLLM, tiny_llama: Path) -> None:
     llm = make_llm(tiny_llama)
     core = llm.core
@@ -253,6 +259,7 @@ def test_a_request_aborted_in_mid_grammar_leaves_nothing(make_llm: MakeLLM, tiny
     assert_nothing_left(llm)
 
 
+@pytest.mark.slow
 def test_a_failed_step_leaves_nothing_and_the_request_goes_on(make_llm: MakeLLM, tiny_llama: Path) -> None:
     llm = make_llm(tiny_llama)
     core, execute = llm.core, llm.core.runner.execute
@@ -289,6 +296,7 @@ def assert_too_complex_ends_its_own_request_only(llm: Any, how: dict[str, Any]) 
     assert told(fine) == told(alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{"temperature": 0.0}, {"top_k": 3, "n": 2}])
 def test_a_grammar_that_becomes_too_complex_ends_its_own_request_only(
     make_llm: MakeLLM, tiny_llama: Path, how: dict[str, Any]
@@ -298,6 +306,7 @@ def test_a_grammar_that_becomes_too_complex_ends_its_own_request_only(
     assert_nothing_left(llm)
 
 
+@pytest.mark.slow
 def test_deterministic_engines_agree_in_every_batch(make_llm: MakeLLM) -> None:
     llm = make_llm("smollm2", deterministic=True, max_model_len=128, dtype="auto", block_size=16)
     wanted = StructuredOutputsParams(json=PERSON)
@@ -408,6 +417,7 @@ def shared_llm(tiny_llama: Path) -> Any:
         assert_nothing_left(llm)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schema=st.recursive(_leaves, _containers, max_leaves=5), seed=st.integers(0, 2**32), compact=st.booleans())
 def test_whatever_a_random_schema_generates_validates(

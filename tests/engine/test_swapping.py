@@ -33,6 +33,7 @@ def block_bytes(core: EngineCore) -> int:
 
 
 # Each model and each cache meets each way: how blocks are moved does not depend on what they are.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "cache", "way"),
     [
@@ -67,6 +68,7 @@ def test_swapping_changes_no_token(
     assert_same(outputs, alone(make_llm, folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "cache"), [("tiny_mistral", CACHES[0]), ("tiny_llama", CACHES[1]), ("tiny_mistral", CACHES[2])]
 )
@@ -85,6 +87,7 @@ def test_a_host_without_room_changes_no_token(
     assert_same(outputs, alone(make_llm, folder))
 
 
+@pytest.mark.slow
 def test_auto_changes_no_token_where_it_recomputes_some_and_swaps_others(make_llm: MakeLLM, tiny_llama: Path) -> None:
     # Not by `make_llm`, whose engines swap every preempted sequence.
     llm = LLM(str(tiny_llama), dtype="float32", device="cpu", num_threads=1, **tight(enable_prefix_caching=False))

@@ -86,6 +86,7 @@ def cpus_of_threads(*arguments: str, **environment: str) -> tuple[list[int], lis
     return allowed, threads
 
 
+@pytest.mark.slow
 @with_affinity
 def test_threads_do_not_share_the_one_cpu_that_openmp_binds_the_first_to() -> None:
     allowed, threads = cpus_of_threads(OMP_PROC_BIND="true")
@@ -93,6 +94,7 @@ def test_threads_do_not_share_the_one_cpu_that_openmp_binds_the_first_to() -> No
     assert all(cpus == allowed for cpus in threads)
 
 
+@pytest.mark.slow
 @with_affinity
 def test_an_affinity_that_the_program_sets_itself_stays() -> None:
     own = min(os.sched_getaffinity(0))

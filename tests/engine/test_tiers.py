@@ -37,6 +37,7 @@ def serve(llm: Any) -> Any:
     return llm.generate(prompts[:NUM_REQUESTS], params[:NUM_REQUESTS], use_tqdm=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "cache", "demotion"),
     [
@@ -62,6 +63,7 @@ def test_blocks_that_come_back_from_host_memory_change_no_token(
     llm.core.scheduler.kv.audit()
 
 
+@pytest.mark.slow
 def test_a_host_memory_of_a_few_blocks_evicts_and_changes_no_token(make_llm: MakeLLM, tiny_llama: Any) -> None:
     llm = make_llm(
         tiny_llama, kv_host_memory=20_000, swap_space=20_000, kv_demotion="on_evict", **tight(preemption_mode="swap")
@@ -73,6 +75,7 @@ def test_a_host_memory_of_a_few_blocks_evicts_and_changes_no_token(make_llm: Mak
     assert host.counters.evicted > 0
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_leaves_nothing_unproven_in_host_memory(make_llm: MakeLLM, tiny_llama: Any) -> None:
     llm = make_llm(tiny_llama, kv_host_memory="2MiB", kv_demotion="all", **tight(preemption_mode="recompute"))
     runner = runner_of(llm.core)
@@ -301,6 +304,7 @@ def test_after_a_restart_a_tenant_finds_its_prefixes_on_disk_and_no_other_does_w
     assert host_of(second).counters.filled == 6, "from disk, for her alone"
 
 
+@pytest.mark.slow
 def test_another_dtype_or_codec_finds_nothing_on_disk(make_llm: MakeLLM, tiny_llama: Path, tmp_path: Path) -> None:
     """A coded cache looks alike whatever the model computes in, but holds other keys and values."""
     found = []
@@ -317,6 +321,7 @@ def test_stores_need_the_prefix_cache(tmp_path: Path) -> None:
     assert EngineConfig(kv_disk=str(tmp_path)).kv_host_memory == 256 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["in_process", "process"])
 def test_the_times_of_transfers_and_what_loads_are_weighed_against_are_told(
     make_llm: MakeLLM, tiny_llama: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, executor: str

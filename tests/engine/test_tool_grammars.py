@@ -104,6 +104,7 @@ def test_a_named_call_is_of_that_tool(core: EngineCore, calls: CallFormat) -> No
     assert calls_in(text, Dialect(calls, tools=TYPES))[0] == [("stop", {})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_open", [True, False])
 def test_reasoning_comes_before_a_call_that_must_be_made(core: EngineCore, is_open: bool) -> None:
     calls = CALL_FORMATS[1]

@@ -19,6 +19,8 @@ from tests.models.test_families import FAMILIES
 from tests.models.test_transformers_bridge import build
 from tests.models.tiny import write_hf_model
 
+pytestmark = pytest.mark.integration
+
 SMOLLM2_PROMPTS = [
     "Once upon a time",
     "The capital of France is",

@@ -15,6 +15,8 @@ from tests.server.conftest import running_server
 from tests.server.fake_engine import FakeEngine
 from tests.server.real_engine import real_server
 
+pytestmark = pytest.mark.integration
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

@@ -93,6 +93,7 @@ ENDLESS = [
 ]
 
 
+@pytest.mark.slow
 def test_grammars_that_would_take_minutes_keep_neither_a_thread_nor_a_core() -> None:
     compiler = GrammarCompiler(tiny_tokenizer, VOCAB_SIZE, frozenset({2}), 100)
     for wanted in ENDLESS:  # more than there are threads

@@ -293,6 +293,7 @@ def test_the_emulated_level_is_compiled_for_tests() -> None:
     )
 
 
+@pytest.mark.slow
 @compiled
 def test_the_environment_forces_a_level() -> None:
     level = kernels.supported_isas()[0]  # the last would be chosen without it
@@ -300,6 +301,7 @@ def test_the_environment_forces_a_level() -> None:
     assert result.stdout.split() == [level], result.stderr
 
 
+@pytest.mark.slow
 @compiled
 def test_a_level_that_does_not_exist_is_a_clear_error() -> None:
     result = in_a_fresh_process("from octavo import kernels", OCTAVO_ISA="mmx")
@@ -308,6 +310,7 @@ def test_a_level_that_does_not_exist_is_a_clear_error() -> None:
     assert "'mmx' is not one of portable, amx_emulated, avx2, avx2_vnni, avx512" in result.stderr
 
 
+@pytest.mark.slow
 def test_without_the_library_the_reference_attends_and_one_warning_says_so() -> None:
     code = """
 import sys, logging

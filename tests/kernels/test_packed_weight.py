@@ -357,6 +357,7 @@ def test_flushing_subnormals_in_the_calling_thread_leaves_rows_with_a_subnormal_
     assert torch.equal(rows, torch.full((1, 32), 2.0**-24))
 
 
+@pytest.mark.slow
 def test_a_product_never_takes_the_activations_of_another_kind_of_weight() -> None:
     # In a process of its own, where both kinds of product have been called equally often.
     program = """

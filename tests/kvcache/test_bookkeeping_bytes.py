@@ -20,6 +20,7 @@ ODD_SIZES = (1500, 2900, 3001, 4096)
 
 
 # The fixed part counts most in small pools. The other sizes are those after which lists and tables would have grown.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prefix_cache", "eviction", "num_blocks"),
     [*((*cache, 2049) for cache in CACHES), ("radix", "fifo", 3000), *(("hashed", "adaptive", n) for n in ODD_SIZES)],
@@ -35,6 +36,7 @@ def test_a_full_pools_books_take_no_more_than_the_plan_says(prefix_cache: str, e
     assert taken <= planned * num_blocks + FIXED_BYTES
 
 
+@pytest.mark.slow
 def test_blocks_of_an_answer_take_no_more_than_those_of_a_prompt() -> None:
     answered(2049)
     taken, manager = measured(lambda: answered(2049))

@@ -282,6 +282,7 @@ def replay_prompts(policy: EvictionPolicy, prompts: Iterable[list[int]], pool: i
     return hits / total
 
 
+@pytest.mark.slow
 def test_adaptive_keeps_prefixes_whole_where_all_conversations_return_alike() -> None:
     rng, tokens = random.Random(0), itertools.count()
     live: list[list[int]] = [[] for _ in range(40)]
@@ -425,7 +426,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
 
 PolicyMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
-TestPolicyMachine = PolicyMachine.TestCase
+TestPolicyMachine = pytest.mark.slow(PolicyMachine.TestCase)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -15,6 +15,7 @@ from octavo.kvcache.key_index import KeyIndex, LatestKeys
 KEYS = [(i % 5).to_bytes(8, "little") + i.to_bytes(8, "little") for i in range(40)]
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(
     capacity=st.integers(1, 40),
@@ -53,6 +54,7 @@ def test_any_history_leaves_what_a_dictionary_would_hold(
         assert index.find_leading(np.frombuffer(b"".join(keys), np.uint64).reshape(-1, 2)).tolist() == leading
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     capacity=st.integers(1, 12),

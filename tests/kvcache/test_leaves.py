@@ -68,6 +68,7 @@ def test_a_block_computed_again_under_cached_descendants_waits_for_them() -> Non
 
 # Where blocks are released head first, some return from aside. Evicting and restoring others changes what `adaptive`
 # has learned.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "head_first"),
     [*((name, False) for name in EVICTION_POLICIES), *((name, True) for name in ("lru", "fifo", "priority"))],
@@ -119,6 +120,7 @@ def unreachable(manager: KVCacheManager) -> list[BlockId]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eviction", sorted(EVICTION_POLICIES))
 @settings(max_examples=30, deadline=None)
 @given(

@@ -411,7 +411,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 CacheMachine.TestCase.settings = settings(max_examples=180, stateful_step_count=80, deadline=None)
-TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine = pytest.mark.slow(CacheMachine.TestCase)
 
 
 def machine_of(cache: str | None, policy: str) -> Any:

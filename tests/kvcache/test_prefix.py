@@ -169,6 +169,7 @@ operations = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     sequences=st.lists(tokens_lists, min_size=4, max_size=4),
@@ -209,6 +210,7 @@ def test_any_history_of_puts_and_drops_gives_the_answers_of_a_dictionary(
     assert list(cache.check()) == []
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     layers=st.sampled_from(GROUPS),

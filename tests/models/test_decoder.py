@@ -284,6 +284,7 @@ class FakeTerminal(io.StringIO):
         return True
 
 
+@pytest.mark.slow
 def test_loading_that_takes_long_shows_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     for stderr, shown in ((FakeTerminal(), True), (io.StringIO(), False)):
         monkeypatch.setattr("sys.stderr", stderr)

@@ -150,6 +150,7 @@ def test_gguf_weights_are_bit_by_bit_those_transformers_loads(family: str, quant
     assert_same_bits(dict(iter_weights(source, load_model_config(source), torch.float32)), theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
 def test_k_quants_are_bit_by_bit_those_transformers_loads(quantization: str, tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
@@ -225,6 +226,7 @@ def test_the_packaged_model_is_bit_by_bit_what_gguf_and_transformers_make_of_it(
         assert np.array_equal(tensor.numpy().view(np.int32), np.ascontiguousarray(expected).view(np.int32)), name
 
 
+@pytest.mark.slow
 def test_the_shapes_of_a_model_are_found_without_importing_torchs_compiler() -> None:
     """That import takes longer than all else that is done to load the default model."""
     code = (

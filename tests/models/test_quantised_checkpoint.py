@@ -148,6 +148,7 @@ def write(folder: Path, scheme: str) -> tuple[Any, Parts]:
     return model, tensors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_quantised_weights_give_the_logits_of_what_they_stand_for(scheme: str, tmp_path: Path) -> None:
     model, _ = write(tmp_path, scheme)
@@ -160,6 +161,7 @@ def test_quantised_weights_give_the_logits_of_what_they_stand_for(scheme: str, t
     assert_same_logits(paged, whole_logits(model, sequences), tolerance=1e-3)
 
 
+@pytest.mark.slow
 def test_parts_that_do_not_fit_together_are_corrupt(tmp_path: Path) -> None:
     _, tensors = write(tmp_path, "gptq")
     tensors["model.layers.1.mlp.down_proj.scales"] = torch.ones(7, 3)

@@ -246,6 +246,7 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
         TransformersModel.load(tmp_path, dtype=torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_logits_asked_for_in_slices_are_those_of_one_pass_and_no_more_are_made_at_once(name: str) -> None:
     bridge = TransformersModel(build(name))

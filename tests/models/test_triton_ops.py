@@ -59,6 +59,7 @@ def test_a_gated_activation(dtype: torch.dtype, activation: str) -> None:
     assert_near(triton_ops().gate(gate_up, activation), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "dim", "rotary", "with_norm", "layout"),
     [

@@ -17,6 +17,8 @@ from octavo.observe import tracing
 from tests.engine.tiny_engine import tiny_core
 from tests.server.conftest import Running, running_server, wait_until
 
+pytestmark = pytest.mark.integration
+
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
 

@@ -147,6 +147,7 @@ def test_a_decoders_weights_take_the_predicted_bytes(family: str, tied: bool, dt
     assert shape.kv_layers == model.kv_layers
 
 
+@pytest.mark.slow
 def test_the_packaged_models_weights_take_the_predicted_bytes() -> None:
     source = resolve_model("smollm2")
     config = load_model_config(source)

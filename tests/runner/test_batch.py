@@ -86,6 +86,7 @@ def assert_rows_are_wanted(batch: StepBatch, plan: StepPlan, engine: Engine, sta
         assert list(scores.targets) == seq.token_ids[scores.first + 1 : scores.first + count + 1]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_course_of_arrivals_chunks_forks_windows_and_preemptions(data: st.DataObject) -> None:

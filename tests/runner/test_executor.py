@@ -17,6 +17,8 @@ from octavo.scheduler.plan import StepResult
 from octavo.structured_outputs import StructuredOutputsParams
 from tests.runner import scripted
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture
 def executor() -> Iterator[ProcessExecutor[dict[str, int]]]:

@@ -14,6 +14,8 @@ from octavo.errors import ExecutorError, RequestError
 from octavo.runner.process_executor import GrammarLink, serve_grammars
 from octavo.structured_outputs import StructuredOutputsParams
 
+pytestmark = pytest.mark.integration
+
 PATIENCE = 60.0
 
 

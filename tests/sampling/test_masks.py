@@ -31,6 +31,7 @@ rows = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(allowed=rows)
 def test_only_what_is_allowed_keeps_its_logit(allowed: list[list[int]]) -> None:

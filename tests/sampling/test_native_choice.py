@@ -79,6 +79,7 @@ def require_same_draw(logits: torch.Tensor, params: dict[str, Any], seed: int, w
     assert is_close_call(looked_at, batch, bool(again))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(vocab=vocabularies, row=st.integers(0, 2**32), params=options, seed=st.integers(0, 2**64 - 1))
 def test_the_kernel_draws_the_token_that_torch_draws(vocab: int, row: int, params: dict[str, Any], seed: int) -> None:

@@ -127,6 +127,7 @@ def logit_rows(draw_from: Callable[..., Any], rows: int = 1) -> torch.Tensor:
     return torch.from_numpy(x.astype(np.float32))
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(logits=logit_rows(), params=filters, seed=st.integers(0, 2**64 - 1))
 def test_a_draw_agrees_with_the_oracle(logits: torch.Tensor, params: dict[str, Any], seed: int) -> None:
@@ -147,6 +148,7 @@ def test_top_p_is_a_share_of_all_equals_of_the_k_th_largest() -> None:
     assert draw(logits, sequences, [0] * 64) == [oracle_token(probs, seq)[0] for seq in sequences]
 
 
+@pytest.mark.slow
 @each_choice
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
@@ -176,6 +178,7 @@ def test_a_batch_drawn_in_slices_draws_what_it_draws_at_once(monkeypatch: pytest
     assert sample(logits, sequences) == at_once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "params",
     [
@@ -200,6 +203,7 @@ def test_frequencies_match_the_exact_probabilities(params: dict[str, Any]) -> No
     assert chi_square < 31.3
 
 
+@pytest.mark.slow
 def test_positions_of_one_sequence_are_as_independent_as_sequences() -> None:
     logits = torch.zeros(1, 10)
     sequences = [make_sequence(output=[0] * position, seed=7) for position in range(2000)]
@@ -350,6 +354,7 @@ def adjusted(logits: torch.Tensor, *sequences: Sequence) -> torch.Tensor:
     return changed
 
 
+@pytest.mark.slow
 def test_repetition_penalty_is_that_of_transformers_over_prompt_and_output() -> None:
     logits = torch.from_numpy(np.random.default_rng(0).normal(size=(2, 30)).astype(np.float32))
     sequences = [

@@ -73,6 +73,7 @@ def made_anew(state: SamplingState) -> SamplingState:
     return replace(state, grammar=GrammarState(compiler().begin(wanted), state.grammar.token_ids))
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(wanted=st.sampled_from(WANTED), choices=st.lists(st.integers(0, 10**6), max_size=12), looks=st.booleans())
 def test_what_a_grammar_says_of_the_next_token_depends_on_the_output_alone(
@@ -102,6 +103,7 @@ def test_what_a_grammar_says_of_the_next_token_depends_on_the_output_alone(
             assert (grammar.mask is None) == grammar.in_free_text
 
 
+@pytest.mark.slow
 def test_free_text_is_drawn_without_a_mask_and_names_under_one() -> None:
     wanted = StructuredOutputsParams(regex="(name|age)=[a-z]*")
     state = state_of(wanted)
@@ -119,6 +121,7 @@ def drawn(state: SamplingState, logits: torch.Tensor) -> int:
     return Sampler().sample(logits.unsqueeze(0), SamplingBatch.of([state], [0])).token_ids[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regex", ["[a-h]x", "[a-z]x"])
 def test_draws_have_the_distribution_of_the_masked_logits(regex: str) -> None:
     wanted = StructuredOutputsParams(regex=regex)

@@ -45,6 +45,7 @@ def rows_of(num_rows: int, vocab: int, seed: int) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [37, 1500])
 def test_every_filter_draws_what_torch_draws(vocab: int) -> None:
     count = 2 * len(FILTERS)
@@ -76,6 +77,7 @@ def test_logits_that_make_no_distribution_are_refused(bad: float, params: dict[s
     assert refused.value.request_ids == ["bad"]
 
 
+@pytest.mark.slow
 def test_a_mask_leaves_only_what_it_allows() -> None:
     count, vocab = len(FILTERS), 70
     logits = rows_of(count + 1, vocab, 3)

@@ -127,6 +127,7 @@ def test_a_block_that_goes_to_the_host_is_stored_before_a_step_writes_over_it() 
     assert {store.device for store in storing.stores} & written
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     requests=st.lists(

@@ -128,6 +128,7 @@ def test_more_headroom_is_held_where_tenants_take_turns() -> None:
     assert [scheduler.config.headroom_tokens for scheduler in found] == [32, 96]
 
 
+@pytest.mark.slow
 def test_only_assembly_joins_a_cache_and_a_scheduler() -> None:
     """Neither in the package nor in benchmarks: whoever did would drop options silently."""
     package = Path(octavo.__file__).parent

@@ -110,6 +110,7 @@ def test_one_beam_waits_for_the_others_where_a_step_has_no_room_for_all() -> Non
     assert outputs(request) == beams.search_alone(request)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_blocks", [9, 12, 20, 200])
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("budget", [1, 5, 64])

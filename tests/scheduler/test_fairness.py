@@ -88,6 +88,7 @@ SHAPES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1,
 WEIGHTS = st.sampled_from([0.5, 1.0, 2.0, 3.0])
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     tenants=st.lists(st.tuples(WEIGHTS, SHAPES), min_size=2, max_size=4),
@@ -115,6 +116,7 @@ def test_tenants_that_always_wait_differ_by_a_bound_that_does_not_grow(
     server.kv.audit()
 
 
+@pytest.mark.slow
 def test_large_requests_get_their_share_of_a_pool_that_one_of_them_nearly_fills() -> None:
     server = Server("vtc", num_blocks=20, seqs=6)
     small, large = (1, 1), (40, 11)
@@ -130,6 +132,7 @@ def test_large_requests_get_their_share_of_a_pool_that_one_of_them_nearly_fills(
     assert max(received) < 1.5 * min(received)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     work=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=25),

@@ -124,6 +124,7 @@ def test_one_that_was_overtaken_often_enough_is_next() -> None:
     assert pop(queue) is unlucky
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     line=st.lists(st.tuples(st.integers(0, 5), st.sampled_from("ab")), min_size=1, max_size=12),

@@ -77,6 +77,7 @@ class Service:
 
 
 # Either cache leaves what is pinned to the pool, which asks no policy: each policy once, with one or the other.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cache", "eviction"), [*zip(itertools.cycle(["hashed", "radix"]), sorted(EVICTION_POLICIES), strict=False)]
 )
@@ -89,6 +90,7 @@ def test_a_pinned_prefix_of_2000_tokens_survives_a_flood_of_20_pools(cache: str,
     assert rate >= 0.99
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cache", "eviction"), [("hashed", "lru"), ("radix", "fifo")])
 def test_the_same_prefix_unpinned_is_lost_in_the_flood(cache: str, eviction: str) -> None:
     service = Service(cache, eviction)

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import Any, Literal
 from unittest.mock import patch
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -559,7 +560,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
-TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine = pytest.mark.slow(SchedulerMachine.TestCase)
 
 
 def test_a_claim_that_its_victims_blocks_do_not_satisfy_preempts_nobody() -> None:

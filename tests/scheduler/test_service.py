@@ -133,6 +133,7 @@ def test_a_short_prompt_behind_a_long_one_has_its_first_token_within_three_steps
     assert server.num_steps <= 1.1 * steps_alone
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     prompts=st.lists(st.integers(1, 400), min_size=1, max_size=8),
@@ -165,6 +166,7 @@ def test_a_wide_request_at_the_head_does_not_leave_places_empty() -> None:
     assert wide.sequences[0].status is SequenceStatus.WAITING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [4, 100, 5000])
 def test_a_wide_request_does_not_starve_behind_a_stream_of_narrow_ones(max_tokens: int) -> None:
     server = Server(20_001)
@@ -266,6 +268,7 @@ def test_what_waits_is_counted_and_what_is_aborted_is_gone_at_once() -> None:
     assert not queue._lines
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["push", "pop", "discard", "look"]), st.integers(0, 5)), max_size=120))
 def test_a_keyed_heap_is_a_sorted_list_that_forgets(operations: list[tuple[str, int]]) -> None:
@@ -292,6 +295,7 @@ def test_a_keyed_heap_is_a_sorted_list_that_forgets(operations: list[tuple[str, 
         assert len(heap._entries) <= 2 * len(there) + 34
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 4])
 def test_a_crowd_is_admitted_in_parts_where_streams_wait_for_the_step(n: int) -> None:
     server = Server(20_001, seqs=256)

@@ -13,6 +13,7 @@ from octavo.scheduler.step_time import StepLoad
 from tests.scheduler.devices import device, fitted, loads
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 8000), st.integers(1, 3000), st.floats(0.001, 1.0))
 def test_a_chunk_is_the_longest_that_fits(start: int, most: int, seconds: float) -> None:

@@ -114,6 +114,7 @@ def test_time_is_shared_by_weight() -> None:
     assert heavy / light == pytest.approx(3, rel=0.1)
 
 
+@pytest.mark.slow
 def test_tenants_of_which_each_takes_more_than_its_share_all_have_their_turn() -> None:
     server = Server(StepTimes(0.003, SMALL.products, 0.1e-6))
     requests = [server.add(f"tenant {i}", 1000 + 500 * i) for i in range(12)]
@@ -174,6 +175,7 @@ def streams_of(tenants: list[tuple[str, float, list[int]]]) -> list[Sequence]:
     return streams
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(
     tenants=st.lists(

@@ -15,7 +15,7 @@ import pytest
 
 from tests.attention.triton_device import ON_GPU, needs_triton
 
-pytestmark = [*needs_triton, pytest.mark.skipif(ON_GPU, reason="is itself run there")]
+pytestmark = [pytest.mark.integration, *needs_triton, pytest.mark.skipif(ON_GPU, reason="is itself run there")]
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "gpu_check.py"

@@ -10,7 +10,7 @@ import pytest
 from tests.server.chromium import EXECUTABLE, HOW_TO_GET_IT, Page, chromium
 from tests.server.real_engine import RealServer, real_server, slowed_down
 
-pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason=HOW_TO_GET_IT)
+pytestmark = [pytest.mark.integration, pytest.mark.skipif(EXECUTABLE is None, reason=HOW_TO_GET_IT)]
 
 READY = "typeof send === 'function' && $('model').value !== ''"
 ABOUT = "[...document.querySelectorAll('.assistant .about')].map((line) => line.textContent)"

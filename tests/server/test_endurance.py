@@ -20,6 +20,8 @@ from tests.engine.preempting import thrash
 from tests.engine.tiny_engine import slow_down
 from tests.server.real_engine import RealServer, real_server
 
+pytestmark = pytest.mark.integration
+
 NUM_CLIENTS = 60
 CRAMPED: dict[str, Any] = {"num_blocks": 24, "max_num_seqs": 16, "max_num_batched_tokens": 64, "deterministic": True}
 ENGINES: dict[str, dict[str, Any]] = {

@@ -200,6 +200,7 @@ def test_with_no_page_open_nothing_is_looked_at(real: RealServer, monkeypatch: p
     real.complete("x", max_tokens=3)
 
 
+@pytest.mark.slow
 def test_a_request_and_a_block_say_who_they_are(real: RealServer) -> None:
     with slowed_down(real):
         thread = threading.Thread(target=lambda: real.complete(f"new {STORY}", max_tokens=300))
@@ -341,6 +342,7 @@ def test_a_page_counts_the_others_that_are_open(real: RealServer, monkeypatch: p
         wait_until(lambda: 2 in counted)
 
 
+@pytest.mark.slow
 def test_one_page_too_many_takes_the_place_of_the_first_and_none_holds_up_a_shutdown() -> None:
     with ExitStack() as pages, real_server({"shutdown_timeout": 60}, num_blocks=33) as server:
         kept = []

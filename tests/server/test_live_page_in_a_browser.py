@@ -17,7 +17,7 @@ from tests.server.real_engine import RealServer, real_server, revocable, slowed_
 
 STORY = "There was an old man with a beard, who said: it is just as I feared. " * 3
 
-pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason=HOW_TO_GET_IT)
+pytestmark = [pytest.mark.integration, pytest.mark.skipif(EXECUTABLE is None, reason=HOW_TO_GET_IT)]
 
 
 @pytest.fixture(scope="module")

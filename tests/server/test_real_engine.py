@@ -189,6 +189,7 @@ class TestUsage:
         assert second.usage.prompt_tokens_details.cached_tokens == (second.usage.prompt_tokens - 1) // 16 * 16 > 0
         assert second.choices == first.choices
 
+    @pytest.mark.slow
     def test_the_sums_over_responses_are_the_servers_counters(self) -> None:
         with real_server(num_blocks=40) as server:  # so small that cached blocks are evicted
             reports = []

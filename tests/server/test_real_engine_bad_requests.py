@@ -27,6 +27,7 @@ def cramped() -> Iterator[RealServer]:
         yield running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("body", "status", "param", "says"),
@@ -155,6 +156,7 @@ def test_a_body_that_is_no_json_object(server: RealServer, content: bytes, says:
     server.assert_nothing_runs()
 
 
+@pytest.mark.slow
 def test_a_body_of_fifty_megabytes_is_refused_unread(server: RealServer) -> None:
     prompt = json.dumps({"prompt": "x" * 50 * MIB}).encode()
     response = server.client.post("/v1/completions", content=prompt)

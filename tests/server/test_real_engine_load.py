@@ -17,6 +17,8 @@ from tests.server.conftest import wait_until
 from tests.server.http.test_disconnect import leave, send
 from tests.server.real_engine import RealServer, real_server
 
+pytestmark = pytest.mark.integration
+
 NUM_CLIENTS = 64
 STEP = 0.03
 

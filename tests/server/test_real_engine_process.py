@@ -22,6 +22,8 @@ from tests.engine.tiny_engine import tiny_model
 from tests.models.tiny import make_model, write_gguf
 from tests.server.conftest import wait_until
 
+pytestmark = pytest.mark.integration
+
 # A model of random weights never ends by itself within these.
 LONG = {"prompt": [5, 6], "max_tokens": 300, "ignore_eos": True, "stream": True}
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -63,6 +63,7 @@ STRINGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 def test_strings_without_quotes_fit_their_schemas() -> None:
     named = {"type": "function", "function": {"name": "f"}}
     with real_server({"tool_call_parser": "qwen3_xml"}) as server:

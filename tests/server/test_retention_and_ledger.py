@@ -63,6 +63,7 @@ def flood(real: RealServer) -> None:
         real.complete([(i * 37 + j * j + i * j) % 300 for j in range(500)], max_tokens=1)
 
 
+@pytest.mark.slow
 def test_a_system_message_with_cache_control_survives_a_flood(real: RealServer) -> None:
     first = chat(real, "Why is the sea salt?", {"type": "ephemeral", "ttl": "5m"})
     (pin,) = first["octavo"]["pins"]
@@ -280,6 +281,7 @@ def await_departures(real: RealServer, prompts: list[list[int]]) -> None:
     core.runner.execute = waiting
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_ledger_usage_and_metrics_add_up_under_preemption(mode: str) -> None:
     """Eight requests of ten blocks each in a pool of 24, beside others that are cancelled and asked again."""

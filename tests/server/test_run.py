@@ -25,6 +25,8 @@ from octavo.server.run import serve
 from tests.server.conftest import wait_until
 from tests.server.fake_engine import FakeEngine
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).parents[2]
 STEP = 0.02
 

@@ -24,6 +24,8 @@ from tests.server.conftest import wait_until
 from tests.server.real_engine import RealServer, real_server
 from tests.server.test_real_engine_tools import TOOL
 
+pytestmark = pytest.mark.integration
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 # So little room that sequences are swapped out and come back.
 TIGHT = {"num_blocks": 160, "block_size": 4, "max_num_seqs": 16, "preemption_mode": "swap", "swap_space": "16MiB"}

@@ -37,6 +37,8 @@ from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.server.live_page import MOST_PAGES
 from tests.server.real_engine import RealServer, real_server
 
+pytestmark = pytest.mark.integration
+
 STORY = "There was an old man with a beard, who said: it is just as I feared. " * 3
 HEAD: dict[str, Any] = {"model": "m", "ttft_bounds": [1.0], "itl_bounds": [1.0]}
 NOTHING: dict[str, Any] = {"totals": [0] * 5, "ttft": [0, 0], "itl": [0, 0], "counters": [0] * 7, "tiers": []}

@@ -199,6 +199,7 @@ def test_a_step_knows_which_requests_came_beside_it_and_which_ended_before_it() 
     assert [step.load.num_arrived for step in periods(found)] == [0, 2, 0]
 
 
+@pytest.mark.slow
 def test_what_a_request_costs_that_comes_or_ends_beside_a_step_is_found() -> None:
     law, rng, found = replace(LAW, per_arrival=0.0025, per_end=0.001), random.Random(1), []
     for step in steps(1):

@@ -320,6 +320,7 @@ def test_a_store_on_disk_is_said_not_to_be_simulated() -> None:
         plan(kv_disk="/tmp/x", kv_host_memory="1GiB")
 
 
+@pytest.mark.slow
 def test_a_simulation_leaves_no_request_to_the_garbage_collector() -> None:
     def num_requests() -> int:
         return sum(type(one) is Request for one in gc.get_objects())

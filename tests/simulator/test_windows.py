@@ -30,6 +30,7 @@ def test_queries_save_what_lies_before_their_windows(start: int, length: int, si
     assert reading.saved([start, 5], [length, 1]) == reading.saved([start], [length]) + reading.saved([5], [1])
 
 
+@pytest.mark.slow
 def test_long_contexts_take_less_time_with_windows_and_short_ones_do_not() -> None:
     # The same architecture; v0.1 has windows of 4,096 tokens.
     for prompt, is_less in (("3000", False), ("20000", True)):

@@ -42,6 +42,7 @@ makers = pytest.mark.parametrize("make", [mixed, smollm2], ids=lambda make: make
 group_sizes = st.one_of(st.just([1]), st.lists(st.integers(1, 7), min_size=1, max_size=4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 2, 3, 4])
 def test_bytes_in_any_grouping_decode_as_a_whole(length: int) -> None:
     pieces = BytePieces(lambda byte: bytes([byte]))
@@ -55,6 +56,7 @@ def test_bytes_in_any_grouping_decode_as_a_whole(length: int) -> None:
             assert "".join([decoder.append(group) for group in cut_up(list(some), sizes)]) + decoder.flush() == whole
 
 
+@pytest.mark.slow
 @makers
 @settings(max_examples=400, deadline=None)
 @given(data=st.data(), sizes=group_sizes, skip=st.booleans())
@@ -71,6 +73,7 @@ def test_deltas_add_up_to_what_the_tokenizer_decodes(
     assert detokenizer.num_tokens == len(output)
 
 
+@pytest.mark.slow
 @makers
 @settings(max_examples=400, deadline=None)
 @given(data=st.data(), skip=st.booleans())

@@ -134,6 +134,7 @@ group_sizes = st.lists(st.integers(1, 7), min_size=1, max_size=4)
 exact = pytest.mark.parametrize("make", [byte_level, straddling, metaspace, smollm2], ids=lambda make: make.__name__)
 
 
+@pytest.mark.slow
 @exact
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), sizes=st.one_of(st.just([1]), group_sizes), skip=st.booleans())
@@ -169,6 +170,7 @@ def test_no_delta_holds_half_a_character(make: Callable[..., Any], prompt: str, 
     assert sum(piece.count("\ufffd") for piece in pieces) == whole.count("\ufffd")
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), sizes=group_sizes)
 def test_bytes_outside_utf8_never_take_back_or_lose_text(data: st.DataObject, sizes: list[int]) -> None:
@@ -262,6 +264,7 @@ def first_match(text: str, stop: list[str]) -> tuple[int, str] | None:
 stops = st.lists(st.text("ab<", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(pieces=st.lists(st.text("ab<", max_size=6), max_size=10), stop=stops)
 def test_a_stop_string_that_is_kept_is_given_out_too(pieces: list[str], stop: list[str]) -> None:
@@ -286,6 +289,7 @@ def test_text_is_given_out_up_to_the_first_stop_string(pieces: list[str], stop: 
     assert (out, matcher.matched) == ((text[: match[0]], match[1]) if match else (text, None))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(text=texts, data=st.data(), sizes=group_sizes)
 def test_no_part_of_a_stop_string_is_given_out(text: str, data: st.DataObject, sizes: list[int]) -> None:

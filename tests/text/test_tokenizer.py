@@ -85,6 +85,7 @@ def smollm2_of_transformers() -> Any:
     return theirs
 
 
+@pytest.mark.slow
 def test_the_packaged_model_tokenises_as_transformers(smollm2: Tokenizer, smollm2_of_transformers: Any) -> None:
     assert_equal_on(CORPUS, smollm2, smollm2_of_transformers)
     assert smollm2.vocab_size == len(smollm2_of_transformers) == 49152
@@ -92,6 +93,7 @@ def test_the_packaged_model_tokenises_as_transformers(smollm2: Tokenizer, smollm
     assert smollm2.special_ids == frozenset(range(17))
 
 
+@pytest.mark.slow
 def test_the_packaged_model_renders_chats_as_transformers(smollm2: Tokenizer, smollm2_of_transformers: Any) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     expected = smollm2_of_transformers.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -373,6 +375,7 @@ def test_a_damaged_vocabulary_is_an_error_that_names_the_part(key: str, value: A
         Tokenizer.from_source(write_vocabulary(tmp_path / "v.gguf", fill))
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_has_decoded_can_be_sent_to_another_process() -> None:
     tokenizer = Tokenizer.from_source(resolve_model("smollm2"))
     assert tokenizer.byte_pieces(True) is not None
@@ -383,6 +386,7 @@ def test_a_tokenizer_that_has_decoded_can_be_sent_to_another_process() -> None:
     assert copy.byte_pieces(True) is not None
 
 
+@pytest.mark.slow
 def test_a_text_has_at_most_so_many_bytes_a_token_but_for_those_that_the_vocabulary_lacks(smollm2: Tokenizer) -> None:
     most, dropped = smollm2.max_kept_token_bytes, smollm2.dropped_bytes
     assert most is not None

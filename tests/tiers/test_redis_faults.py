@@ -10,6 +10,8 @@ import pytest
 
 from tests.redis_server import HOW, PROGRAM
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).parents[2]
 
 

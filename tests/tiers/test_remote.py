@@ -31,6 +31,8 @@ from tests.ports import free_port
 from tests.redis_server import PROGRAM, RedisServer
 from tests.tiers.stores import BLOCK_BYTES, FINGERPRINT, SECONDS, get, label, payload, put, remote
 
+pytestmark = pytest.mark.integration
+
 SECRET = "only our servers know"
 
 

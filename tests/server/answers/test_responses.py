@@ -41,6 +41,7 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
         yield client
 
 
+@pytest.mark.slow
 def test_a_text_is_answered(client: openai.OpenAI, server: Running) -> None:
     answer = client.responses.create(model="fake", input="weather?", instructions="be brief", max_output_tokens=100)
     assert (answer.object, answer.status, answer.output_text) == ("response", "completed", CALL)

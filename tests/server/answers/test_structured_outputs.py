@@ -43,6 +43,7 @@ def text(server: RealServer, **fields: Any) -> str:
     return str(choice["message"]["content"] if "message" in choice else choice["text"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [

@@ -210,6 +210,7 @@ class TestLargeBodies:
             connection.sendall(b"800\r\n" + b" " * 0x800 + b"\r\n")  # and no end
             assert_refused(connection)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("chunked", [False, True])
     def test_fifty_megabytes_get_an_answer_and_leave_the_server_well(
         self, start_server: Callable[..., Running], chunked: bool

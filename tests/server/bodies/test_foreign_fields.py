@@ -197,6 +197,7 @@ def test_ollamas_options_are_the_fields_that_they_stand_for(server: Running, pat
     assert server.error(path, {**given, "options": {"temperature": "hot"}}, 400)["param"] == "temperature"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [PATH, CHAT])
 def test_ollamas_format_describes_the_output(server: Running, path: str) -> None:
     given = {"prompt": "x"} if path == PATH else {"messages": [{"role": "user", "content": "x"}]}

@@ -81,6 +81,7 @@ def read(bodies: ReaderPool, body: dict[str, Any], method: str = "completion") -
     return asyncio.run(bodies.read(method, json.dumps(body).encode()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [10, SMALL_BODY, MEDIUM_BODY])
 def test_a_body_is_read_alike_inline_in_a_thread_and_in_a_process(size: int) -> None:
     body = {"prompt": "x" * size, "echo": True, "stop": ["a"], "n": 2, "cache_salt": "s", "user": "u"}
@@ -91,6 +92,7 @@ def test_a_body_is_read_alike_inline_in_a_thread_and_in_a_process(size: int) -> 
     assert (found.body.echo, found.body.prompt, found.body.stop) == (True, None, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [10, SMALL_BODY, MEDIUM_BODY])
 def test_a_refusal_is_the_same_wherever_it_is_found(size: int) -> None:
     with pytest.raises(RequestError, match="token id 999 in prompt is out of range") as refusal:
@@ -101,6 +103,7 @@ def test_a_refusal_is_the_same_wherever_it_is_found(size: int) -> None:
     assert (missing.value.status, missing.value.code) == (404, "model_not_found")
 
 
+@pytest.mark.slow
 def test_a_body_that_takes_too_long_is_refused_and_the_next_one_is_read() -> None:
     bodies = reading(seconds=1.0)
     with pytest.raises(ApiError, match=r"took longer than 1 s.*--max-body-seconds") as refusal:
@@ -110,6 +113,7 @@ def test_a_body_that_takes_too_long_is_refused_and_the_next_one_is_read() -> Non
     assert len(read(bodies, {"prompt": "x" * MEDIUM_BODY}).prompts[0].token_ids) == MEDIUM_BODY + 1
 
 
+@pytest.mark.slow
 def test_a_body_that_ends_its_reader_is_a_500_and_the_next_one_is_read() -> None:
     bodies = reading()
     with pytest.raises(ApiError) as failure:
@@ -118,6 +122,7 @@ def test_a_body_that_ends_its_reader_is_a_500_and_the_next_one_is_read() -> None
     assert len(read(bodies, {"prompt": "x" * MEDIUM_BODY}).prompts[0].token_ids) == MEDIUM_BODY + 1
 
 
+@pytest.mark.slow
 def test_a_chat_however_short_is_rendered_in_another_process() -> None:
     bodies = reading()
     found = read(bodies, chat("{{ 6 * 7 }}"), "chat")
@@ -128,6 +133,7 @@ def test_a_chat_however_short_is_rendered_in_another_process() -> None:
     assert json.loads(read(bodies, chat("{{ 6 * 7 }}"), "tokenize").content)["count"] == 2
 
 
+@pytest.mark.slow
 def test_a_chat_to_tokenize_whose_field_is_escaped_is_rendered_in_another_process() -> None:
     bodies = reading()
     raw = json.dumps(chat("crash")).replace("messages", r"\u006dessages").encode()
@@ -136,6 +142,7 @@ def test_a_chat_to_tokenize_whose_field_is_escaped_is_rendered_in_another_proces
     assert failure.value.status == 500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["completion", "embedding"])
 def test_a_short_body_of_many_prompts_is_read_in_another_process(method: str) -> None:
     field = {"completion": "prompt", "embedding": "input"}[method]
@@ -156,6 +163,7 @@ def test_bodies_that_go_on_from_a_response_share_its_items_until_they_are_read()
     assert any(part is items for part in parts)
 
 
+@pytest.mark.slow
 def test_a_template_that_loops_is_ended_and_the_next_chat_is_read() -> None:
     bodies = reading(seconds=1.0)
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -166,6 +174,7 @@ def test_a_template_that_loops_is_ended_and_the_next_chat_is_read() -> None:
     assert list(read(bodies, chat("x"), "chat").prompt.token_ids) == SlowTokenizer().encode("x", False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", ["{{ '%999999999d' % 1 }}", "{{ 'x'.ljust(999999999) }}", "{{ 'x' * 10 ** 9 }}"])
 def test_a_template_that_fills_the_memory_is_refused_and_the_next_chat_is_read(template: str) -> None:
     bodies = reading(memory=256 * 2**20)
@@ -175,17 +184,20 @@ def test_a_template_that_fills_the_memory_is_refused_and_the_next_chat_is_read(t
     assert list(read(bodies, chat("x"), "chat").prompt.token_ids) == SlowTokenizer().encode("x", False)
 
 
+@pytest.mark.slow
 def test_a_template_that_goes_on_writing_is_refused_with_the_limit() -> None:
     writes = "{% for i in range(99999) %}{{ 'x' * 100000 }}{% endfor %}"
     with pytest.raises(RequestError, match=f"makes more than {MAX_RENDERED} characters of them"):
         read(reading(), chat(writes), "chat")
 
 
+@pytest.mark.slow
 def test_a_large_body_that_fills_the_memory_is_refused() -> None:
     with pytest.raises(ApiError, match="bytes of memory"):
         read(reading(memory=16 * 2**20), {"prompt": [[1]] * 500_000})
 
 
+@pytest.mark.slow
 def test_a_process_that_keeps_too_much_memory_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     bodies = reading()
     assert list(read(bodies, chat("x"), "chat").prompt.token_ids) == SlowTokenizer().encode("x", False)
@@ -197,6 +209,7 @@ def test_a_process_that_keeps_too_much_memory_is_replaced(monkeypatch: pytest.Mo
     assert list(read(bodies, chat("y"), "chat").prompt.token_ids) == SlowTokenizer().encode("y", False)
 
 
+@pytest.mark.slow
 def test_a_process_that_ended_while_it_was_idle_is_replaced() -> None:
     bodies = reading()
     assert list(read(bodies, chat("x"), "chat").prompt.token_ids) == SlowTokenizer().encode("x", False)
@@ -305,6 +318,7 @@ def test_a_tenants_medium_bodies_hold_up_no_other_tenants(monkeypatch: pytest.Mo
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_processes_of_large_bodies_give_way_to_the_engine() -> None:
     bodies = reading()
     read(bodies, {"prompt": "x" * MEDIUM_BODY})

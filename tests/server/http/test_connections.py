@@ -89,6 +89,7 @@ def error_code(answer: bytes) -> str:
     return json.loads(body)["error"]["code"]
 
 
+@pytest.mark.slow
 def test_a_header_that_trickles_ends_in_a_408(start: Callable[..., Running]) -> None:
     server = start(header_timeout=SHORT)
     with connect(server) as connection:
@@ -100,12 +101,14 @@ def test_a_header_that_trickles_ends_in_a_408(start: Callable[..., Running]) -> 
     assert server.server.connections.slow_header == 1
 
 
+@pytest.mark.slow
 def test_a_connection_that_asks_nothing_is_closed_without_a_word(start: Callable[..., Running]) -> None:
     server = start(header_timeout=SHORT)
     with connect(server) as connection:
         assert rest(connection) == b""
 
 
+@pytest.mark.slow
 def test_a_connection_that_was_used_is_kept_for_its_own_time(start: Callable[..., Running]) -> None:
     server = start(keep_alive_timeout=600)
     with connect(server) as connection:
@@ -118,6 +121,7 @@ def test_a_connection_that_was_used_is_kept_for_its_own_time(start: Callable[...
         assert rest(connection) == b""
 
 
+@pytest.mark.slow
 def test_a_second_request_on_a_kept_connection_has_its_own_time_for_a_header(start: Callable[..., Running]) -> None:
     server = start()
     with connect(server) as connection:
@@ -127,6 +131,7 @@ def test_a_second_request_on_a_kept_connection_has_its_own_time_for_a_header(sta
         assert rest(connection).startswith(b"HTTP/1.1 408 ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trickles", [False, True])
 def test_a_body_that_stalls_or_trickles_ends_in_a_408(start: Callable[..., Running], trickles: bool) -> None:
     server = start(body_timeout=SHORT)
@@ -141,6 +146,7 @@ def test_a_body_that_stalls_or_trickles_ends_in_a_408(start: Callable[..., Runni
     assert server.engine.received == []
 
 
+@pytest.mark.slow
 def test_a_large_body_has_the_time_that_its_size_takes(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +176,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return parts
 
 
+@pytest.mark.slow
 def test_a_body_in_chunks_of_a_byte_is_parsed_a_few_lines_at_a_time(
     start: Callable[..., Running], parsed: list[bytes]
 ) -> None:
@@ -225,6 +232,7 @@ def test_a_probe_does_not_wait_behind_requests_with_bodies(
             assert answer_of(probe).startswith(b"HTTP/1.1 200 ")
 
 
+@pytest.mark.slow
 def test_of_a_body_in_chunks_of_a_byte_whose_client_leaves_the_rest_is_not_parsed(
     start: Callable[..., Running], parsed: list[bytes]
 ) -> None:
@@ -257,6 +265,7 @@ def test_what_is_no_http_is_told_so_in_an_error_object(start: Callable[..., Runn
     assert error_code(answer) == "invalid_http"
 
 
+@pytest.mark.slow
 def test_an_answer_that_takes_long_is_not_the_clients_fault(start: Callable[..., Running]) -> None:
     server = start(FakeEngine(step_seconds=0.02))
     with connect(server) as connection:
@@ -264,6 +273,7 @@ def test_an_answer_that_takes_long_is_not_the_clients_fault(start: Callable[...,
         assert ask(connection, b'{"prompt": "x", "max_tokens": 50}').startswith(b"HTTP/1.1 200 ")
 
 
+@pytest.mark.slow
 def test_an_unread_stream_is_cut_and_its_request_ended(start: Callable[..., Running]) -> None:
     server = start(FakeEngine(max_model_len=30_000), write_timeout=SHORT)
     with socket.socket() as connection:
@@ -277,6 +287,7 @@ def test_an_unread_stream_is_cut_and_its_request_ended(start: Callable[..., Runn
     assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_connection_that_was_reset_is_freed_without_a_garbage_collection(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,6 +387,7 @@ def gone(connection: socket.socket) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_a_hundred_stalled_headers_do_not_keep_others_waiting(start: Callable[..., Running]) -> None:
     server = start()
     assert server.client.get("/health").status_code == 200  # over a connection that is kept

@@ -61,6 +61,7 @@ def test_a_chat_is_aborted_as_soon_as_its_client_leaves(slow: Running, stream: b
     assert len(slow.engine.aborted) == 1
 
 
+@pytest.mark.slow
 def test_a_client_that_stops_reading_does_not_stop_the_others(start_server: Callable[..., Running]) -> None:
     server = start_server(FakeEngine(max_model_len=40_000))
     body = {"prompt": "x", "max_tokens": 30_000, "stream": True, "n": 2}

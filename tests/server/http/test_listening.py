@@ -53,6 +53,7 @@ def test_a_server_without_descriptors_says_so_once_a_second(caplog: pytest.LogCa
     assert (first.exc_info, other.getMessage()) == (None, "something else")
 
 
+@pytest.mark.slow
 def test_a_server_on_a_unix_socket_says_so_and_removes_it_at_its_end(
     start: Callable[..., ServerProcess], path: str
 ) -> None:

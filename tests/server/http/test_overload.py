@@ -46,6 +46,7 @@ def crowded(narrow: RealServer) -> Iterator[RealServer]:
     narrow.assert_nothing_runs()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_more_than_may_wait_is_a_503(crowded: RealServer, stream: bool) -> None:
     response = crowded.post("/v1/completions", {**LONG, "stream": stream})
@@ -58,6 +59,7 @@ def test_one_more_than_may_wait_is_a_503(crowded: RealServer, stream: bool) -> N
     )
 
 
+@pytest.mark.slow
 def test_the_openai_client_knows_a_full_queue(crowded: RealServer) -> None:
     with (
         openai.OpenAI(base_url=f"{crowded.url}/v1", api_key="unused", max_retries=0) as client,
@@ -128,6 +130,7 @@ def post_as(server: RealServer, key: str, count: int, max_tokens: int = 300) -> 
     return server.client.post("/v1/completions", json=body, headers={"x-api-key": key})
 
 
+@pytest.mark.slow
 def test_a_tenant_whose_queue_is_full_gets_a_429_and_another_is_taken_in(keys: dict[str, Any]) -> None:
     with real_server(keys, max_num_seqs=1) as server, ThreadPoolExecutor(4) as callers:
         hurry = step_for_news(server.engine)
@@ -151,6 +154,7 @@ def test_a_tenant_whose_queue_is_full_gets_a_429_and_another_is_taken_in(keys: d
         server.assert_nothing_runs()
 
 
+@pytest.mark.slow
 def test_a_tenants_waiting_tokens_are_bounded(keys: dict[str, Any]) -> None:
     with real_server(keys, max_num_seqs=1) as server, ThreadPoolExecutor(4) as callers:
         hurry = step_for_news(server.engine)
@@ -167,6 +171,7 @@ def test_a_tenants_waiting_tokens_are_bounded(keys: dict[str, Any]) -> None:
         server.assert_nothing_runs()
 
 
+@pytest.mark.slow
 def test_no_tenant_may_fill_the_queue_that_all_share(keys: dict[str, Any]) -> None:
     with (
         real_server(keys, max_num_seqs=1, limits={"max_waiting_requests": 2}, queue_tenant_share=0.5) as server,

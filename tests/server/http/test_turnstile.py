@@ -94,6 +94,7 @@ def test_who_is_cancelled_in_line_is_passed_over() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_requests_that_come_at_once_begin_in_many_rounds_and_all_are_answered(
     start_server: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +123,7 @@ def test_requests_that_come_at_once_begin_in_many_rounds_and_all_are_answered(
     assert max(begun.values()) <= _BEGUN_AT_ONCE
 
 
+@pytest.mark.slow
 def test_bodies_in_many_chunks_are_parsed_one_in_a_round(
     start_server: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:

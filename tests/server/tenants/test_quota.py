@@ -175,6 +175,7 @@ def test_a_tenant_over_its_rate_gets_a_429_and_another_is_served(limited: Runnin
     assert ask(limited, "bob").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_stream_counts_until_its_end_and_its_tokens_are_charged(limited: Running) -> None:
     body = {"prompt": "x", "max_tokens": 3000, "stream": True}
     with limited.client.stream("POST", "/v1/completions", json=body, headers={"x-api-key": "bob"}) as response:
@@ -200,6 +201,7 @@ def test_a_refused_body_gives_its_place_back(limited: Running) -> None:
     assert ask(limited, "bob").status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_takes_too_long_is_ended_with_an_error(
     start_server: Callable[..., Running], stream: bool
