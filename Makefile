@@ -11,11 +11,13 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SERVING := $(VENV)/.serving
 INSTALLED := $(VENV)/.installed
 MODULES := $(VENV)/.modules
+DOCUMENTED := $(VENV)/.documented
 NATIVE_SOURCES := $(wildcard CMakeLists.txt) $(shell find csrc -type f 2>/dev/null)
 MADE_FROM := pyproject.toml constraints.txt $(NATIVE_SOURCES) $(MODULES)
 
 .DEFAULT_GOAL := install
-.PHONY: install serve test quick test-native test-arm sanitize bench-native coverage check lint format bench clean distclean FORCE
+.PHONY: install serve test quick test-native test-arm sanitize bench-native coverage check lint format docs bench \
+    clean distclean FORCE
 .NOTPARALLEL:
 
 # For development: also the tests' and tools' packages, plots, and the kernels of every instruction-set level that this
@@ -123,6 +125,16 @@ format: install
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+# The documentation site, in build/site. Its generator imports the package: what serving needs, and the extra `docs`.
+docs: $(DOCUMENTED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "Open build/site/index.html"
+
+$(DOCUMENTED): pyproject.toml constraints.txt | $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(SERVING))
+	$(PIP) --constraint constraints.txt $$($(BIN)/python -c "import tomllib; \
+	    print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	touch $@
+
 bench: install
 	for workload in single uniform64 mixed64; do \
 	    $(BIN)/octavo bench throughput --workload $$workload --runs 3 --max-num-seqs 64 --kv-cache-memory 2GiB \
@@ -132,7 +144,7 @@ bench: install
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
-	rm -f $(SERVING) $(INSTALLED) $(MODULES)
+	rm -f $(SERVING) $(INSTALLED) $(MODULES) $(DOCUMENTED)
 
 # Also removes the environment, with its gigabyte of packages.
 distclean: clean

@@ -1,4 +1,4 @@
-"""Take the screenshots of docs/live_page.md from a running page: python scripts/live_page_screenshots.py [FOLDER]
+"""Take the screenshots of docs/serve/live_page.md from a running page: python scripts/live_page_screenshots.py [FOLDER]
 
 Needs chromium. Each is taken when the page shows what it is about, so that no clock matters.
 """
@@ -92,7 +92,7 @@ def busy_server(page: Page, folder: Path) -> None:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else REPOSITORY / "docs"
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else REPOSITORY / "docs" / "serve"
     with chromium() as page:
         small_pool(page, folder)
         busy_server(page, folder)

@@ -1,4 +1,4 @@
-"""Every import follows the rules of docs/architecture.md, section "Layers".
+"""Every import follows the rules of docs/internals/architecture.md, section "Layers".
 
 The rules are read from that document; the imports, those inside functions too, from the syntax tree of every module. So
 are the names of classes and types, of which no two modules have the same.
@@ -23,7 +23,7 @@ import octavo
 
 SOURCE = Path(octavo.__file__).parent
 
-DRAWING = Path(__file__).parents[1] / "docs" / "architecture.md"
+DRAWING = Path(__file__).parents[1] / "docs" / "internals" / "architecture.md"
 HEAVY = {"torch", "transformers"}
 WEB = {"starlette", "uvicorn", "pydantic", "prometheus_client", "fastapi"}
 

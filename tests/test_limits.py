@@ -13,7 +13,7 @@ from octavo.errors import ConfigError, OverloadedError, RequestError, shortened,
 from octavo.limits import DEFAULT_LIMITS, RequestLimits, limits_table
 from octavo.sampling_params import SamplingParams
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "limits.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "operate" / "limits.md"
 SMALL = RequestLimits(
     max_stop_strings=3,
     max_stop_string_length=5,
@@ -152,7 +152,7 @@ def test_a_limit_that_was_an_option_is_refused_with_its_new_place() -> None:
 def test_the_table_of_limits_is_the_declaration() -> None:
     document = DOCUMENT.read_text()
     assert limits_table() in document, (
-        "docs/limits.md has another table: replace it with what octavo.limits.limits_table() returns"
+        "docs/operate/limits.md has another table: replace it with what octavo.limits.limits_table() returns"
     )
     assert all(f"`{limit.name}`" in document for limit in fields(RequestLimits))
 

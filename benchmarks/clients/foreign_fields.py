@@ -1,4 +1,4 @@
-"""Fields of llama.cpp's, Ollama's and vLLM's clients, as described in docs/coming_from.md. Standard library only."""
+"""Fields of llama.cpp's, Ollama's and vLLM's clients, as docs/serve/coming_from.md has them. Standard library only."""
 
 from __future__ import annotations
 

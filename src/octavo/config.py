@@ -106,7 +106,7 @@ _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 _model = partial(option, group="model options")
 _cache = partial(option, group="KV cache options")
-_below = partial(option, group="options for memory below the KV cache (docs/tiers.md)")
+_below = partial(option, group="options for memory below the KV cache (docs/serve/tiers.md)")
 _scheduling = partial(option, group="scheduling options")
 _execution = partial(option, group="execution options")
 
@@ -173,8 +173,8 @@ class EngineConfig(Options):
     )
     kv_cache_dtype: str = _cache(
         "auto",
-        f"format of keys and values (docs/kv_codecs.md): {', '.join(KV_CACHE_DTYPES)}; or a .toml file with a format "
-        "for each layer, written by `octavo calibrate --search`; auto: the checkpoint's kv_cache_scheme, or the "
+        f"format of keys and values (docs/serve/kv_codecs.md): {', '.join(KV_CACHE_DTYPES)}; or a .toml file with a "
+        "format for each layer, written by `octavo calibrate --search`; auto: the checkpoint's kv_cache_scheme, or the "
         "model's dtype; k8v4: keys in int8, values in int4",
         metavar="NAME|FILE",
         read=checked_kv_cache_dtype,
@@ -276,7 +276,7 @@ class EngineConfig(Options):
         "fcfs",
         "which waiting request is admitted next; fcfs: by priority, then arrival; priority: the same with ageing, and "
         "an urgent request preempts others; vtc: one of the tenant (API key) that has received the least service for "
-        "its weight (docs/fairness.md)",
+        "its weight (docs/operate/fairness.md)",
         removed={"dlpm": "vtc"},
     )
     preemption_mode: Literal["auto", "recompute", "swap"] = _scheduling(
@@ -289,7 +289,7 @@ class EngineConfig(Options):
     )
     limits: RequestLimits = _scheduling(  # noqa: RUF009 (the default is frozen)
         DEFAULT_LIMITS,
-        "the most that one request may ask for, such as max_n=128,max_tools=16; docs/limits.md lists all",
+        "the most that one request may ask for, such as max_n=128,max_tools=16; docs/operate/limits.md lists all",
         metavar="NAME=N,…",
     )
     queue_tenant_share: float | None = _scheduling(

@@ -1,4 +1,4 @@
-"""The limits of one request: the entries of the option `limits`, their checks, and the table of docs/limits.md.
+"""The limits of one request: the entries of the option `limits`, their checks, and the table of docs/operate/limits.md.
 
 They bound the work that a few bytes of a body can cause, so that other requests need not wait for it.
 """
@@ -235,6 +235,6 @@ DEFAULT_LIMITS = RequestLimits()
 
 
 def limits_table() -> str:
-    """Return the table of docs/limits.md, with one row per limit."""
+    """Return the table of docs/operate/limits.md, with one row per limit."""
     rows = [f"| `{limit.name}` | {limit.default} | {limit.help} |" for limit in options_of(RequestLimits).values()]
     return "\n".join(["| limit | default | what it limits |", "|---|---:|---|", *rows])

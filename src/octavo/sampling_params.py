@@ -53,7 +53,7 @@ class SamplingParams:
             is not sampled if it would complete the text's tokens. Where no other token is left (with few
             `allowed_token_ids`), a text of several tokens may come; a text of one token never does.
         include_stop_str_in_output: keep the stop string that ended the output, or the text of the token that did.
-        structured_outputs: constraint on the output (`docs/structured_outputs.md`); may be given as a dictionary.
+        structured_outputs: constraint on the output (`docs/serve/structured_outputs.md`); may be given as a dictionary.
         detokenize: if False, return token ids only (text stays empty, and `stop` is not allowed).
         skip_special_tokens: leave special tokens out of the text.
     """
@@ -111,7 +111,7 @@ class SamplingParams:
     bad_words: Sequence[str] = option((), "text that the output must not contain; may be given several times")
     include_stop_str_in_output: bool = option(False, "keep the stop string at the end of the output")
     structured_outputs: StructuredOutputsParams | None = option(  # noqa: RUF009 (the default is None)
-        None, 'constraint on the output, such as \'{"regex": "[0-9]+"}\' (docs/structured_outputs.md)'
+        None, 'constraint on the output, such as \'{"regex": "[0-9]+"}\' (docs/serve/structured_outputs.md)'
     )
     detokenize: bool = option(True, "turn the output into text; --no-detokenize gives token ids only")
     skip_special_tokens: bool = option(True, "leave special tokens out of the text")

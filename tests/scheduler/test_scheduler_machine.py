@@ -490,7 +490,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 held, own = pool.owners.held(tenant), [seq for seq in running if seq.request.tenant == tenant]
                 unused += max(0, limit.floor - held)
                 assert limit.cap is None or held <= limit.cap or len(own) <= 1
-            # One that runs alone is held to no floor (docs/fairness.md), but fits beside the others'.
+            # One that runs alone is held to no floor (docs/operate/fairness.md), but fits beside the others'.
             assert pool.num_available + pool.num_pinned >= unused
 
     @invariant()

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from octavo.calibration.text import Text
 
 DESCRIPTION = """\
-Run a model over text and choose how to quantise its KV cache (docs/kv_codecs.md). Without --search: write the scales of
-an fp8 or nvfp4 cache to a file beside the model, where `octavo serve` finds it. With --search: write a codec for the
-keys and the values of each layer, for --kv-cache-dtype FILE.
+Run a model over text and choose how to quantise its KV cache (docs/serve/kv_codecs.md). Without --search: write the
+scales of an fp8 or nvfp4 cache to a file next to the model, where `octavo serve` finds it. With --search: write a codec
+for the keys and the values of each layer, for --kv-cache-dtype FILE.
 """
 
 

@@ -32,7 +32,7 @@ DESCRIPTION = """\
 Run the scheduler and the cache of `octavo serve` on a virtual clock, under any traffic, and report time to first token,
 inter-token latency, throughput, cache hits and preemptions. A step's time comes from a model that was fitted to this
 machine (`octavo calibrate-speed`, --speed), from recorded plans (--plans), or, as an estimate, from a machine's data
-sheet (--machine). Engine options mean what they mean to `octavo serve`. See docs/simulator.md.
+sheet (--machine). Engine options mean what they mean to `octavo serve`. See docs/size/simulator.md.
 """
 
 

@@ -41,7 +41,7 @@ def _check_url(url: str, name: str) -> None:
 
 
 _address = partial(option, group="address options")
-_access = partial(option, group="access options (docs/operating.md)")
+_access = partial(option, group="access options (docs/operate/keys.md)")
 _api = partial(option, group="API options")
 _log = partial(option, group="log and monitoring options")
 _connection = partial(option, group="connection options")
