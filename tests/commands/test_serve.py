@@ -84,6 +84,10 @@ def test_a_server_draws_seeds_that_nobody_can_predict_unless_it_has_one(
         (["/nowhere.gguf"], "there is no file or folder /nowhere.gguf"),
         (["smollm2", "--chat-template", "/nowhere.jinja"], "chat_template: cannot read /nowhere.jinja: No such file"),
         (["smollm2", "--kv-cache-dtype", "/nowhere.toml"], "kv_cache_dtype: cannot read /nowhere.toml: No such file"),
+        (["smollm2", "--kv-disk", __file__], f"kv_disk: cannot write {__file__}: it is a file"),
+        (["smollm2", "--kv-disk", f"{__file__}/kv"], f"{__file__} is a file"),
+        (["smollm2", "--record-plans", "/"], "record_plans: cannot write /: it is a folder"),
+        (["smollm2", "--record-plans", "/nowhere/x.plans"], "/nowhere/x.plans: there is no folder /nowhere"),
     ],
 )
 def test_a_missing_file_is_reported_before_torch_is_imported(options: list[str], message: str) -> None:

@@ -19,6 +19,7 @@ from octavo.engine.core import EngineCore
 from octavo.engine.delivery import DELIVERED_AT_ONCE, Stream
 from octavo.engine.outputs import STEP_FAILED, Ended, OutputKind, RequestOutput, StepNews
 from octavo.errors import ContextLengthError, EngineDeadError, RequestError, UnreadError
+from octavo.grammar.compiler import GrammarCompiler
 from octavo.request import DEFAULT_CONTEXT, FinishReason, Request, RequestContext, RequestId, Sequence
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
@@ -300,6 +301,19 @@ async def test_when_a_step_raises_every_caller_hears_of_it(core: EngineCore, cap
             await collect(engine, PROMPT, tokens(1))
     assert "the step loop died" in caplog.text
     assert "RuntimeError: secret insides" in caplog.text
+
+
+async def test_structured_outputs_are_prepared_once_when_the_engine_is_first_idle(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[GrammarCompiler] = []
+    monkeypatch.setattr(GrammarCompiler, "prepare", lambda compiler: prepared.append(compiler))
+    async with started(core, idle_audit_seconds=0.01, prepare_grammars=True) as engine:
+        for _ in range(3):
+            await until(lambda: len(prepared) > 0)
+            await collect(engine, PROMPT, tokens(3))
+            await asyncio.sleep(0.05)
+    assert prepared == [core.inputs.grammars]
 
 
 @pytest.mark.slow

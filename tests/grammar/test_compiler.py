@@ -14,8 +14,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from octavo.checkpoint.model_source import resolve_model
-from octavo.config import EngineConfig
-from octavo.engine.builder import build_engine
 from octavo.errors import RequestError
 from octavo.grammar import trial
 from octavo.grammar.compiler import GrammarCompiler
@@ -63,18 +61,6 @@ def test_a_grammar_is_there_once_it_is_in_the_process_that_draws_with_it_too() -
     assert not compiling.result(60).matcher.is_error()
     compiler.compile(WANTED)
     assert sent == [WANTED]
-
-
-@pytest.mark.parametrize("prepare", [False, True])
-def test_an_engine_that_serves_reads_the_tokenizer_for_grammars_while_it_loads(
-    prepare: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepared: list[GrammarCompiler] = []
-    monkeypatch.setattr(GrammarCompiler, "prepare", lambda compiler: prepared.append(compiler))
-    config = EngineConfig(model=str(tiny_model()), dtype="float32", num_threads=1, num_blocks=20)
-    core = build_engine(config, prepare_grammars=prepare)
-    core.close()
-    assert prepared == ([core.inputs.grammars] if prepare else [])
 
 
 def test_a_model_without_a_tokenizer_refuses_grammars_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,10 +8,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.checkpoint.model_source import resolve_model
+from octavo.checkpoint.model_source import load_model_config, resolve_model
 from octavo.commands.interrupt import Interrupt, remembered_interrupt
 from octavo.commands.options import add_engine_options, add_options, engine_options, given_options
 from octavo.commands.settings import Settings
+from octavo.commands.torch_start import collection_paused, import_torch_to_serve, load_torch_libraries
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.server.access import client_keys
@@ -63,18 +64,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve(config: EngineConfig, server_config: ServerConfig, interrupt: Interrupt) -> None:
-    from octavo.server.run import serve
+    load_torch_libraries()
+    with collection_paused():
+        from octavo.server.run import serve
 
     interrupt.check()
 
     def make_engine() -> AsyncEngine:
-        # Torch is only imported once the server holds its port and its files are there: it takes seconds.
+        # Torch is only imported once the server holds its port and its files are there: it takes a second.
         check_files(config)
-        from octavo import AsyncEngine
-        from octavo.engine.builder import build_engine
+        with collection_paused():
+            if load_model_config(config.model).runs_natively:
+                import_torch_to_serve()
+            from octavo import AsyncEngine
+            from octavo.engine.builder import build_engine
 
-        core = build_engine(config, prepare_grammars=True)
-        engine = AsyncEngine(core, config.model, watchdog_seconds=server_config.watchdog_timeout or None)
+        core = build_engine(config)
+        watchdog = server_config.watchdog_timeout or None
+        engine = AsyncEngine(core, config.model, watchdog_seconds=watchdog, prepare_grammars=True)
         engine.stats.tracer = tracer
         interrupt.check()
         return engine
@@ -108,6 +115,20 @@ def check_files(config: EngineConfig) -> None:
                 Path(path).expanduser().open("rb").close()
         except OSError as error:
             raise ConfigError(f"{name}: cannot read {path}: {error.strerror}") from error
+    for name, place, is_folder in [("kv_disk", config.kv_disk, True), ("record_plans", config.record_plans, False)]:
+        if place is not None and (problem := _cannot_write(Path(place).expanduser(), is_folder)):
+            raise ConfigError(f"{name}: cannot write {place}: {problem}")
+
+
+def _cannot_write(path: Path, is_folder: bool) -> str | None:
+    """Return why a file or a folder cannot be made or written there; None if nothing speaks against it."""
+    if path.exists():
+        return None if path.is_dir() == is_folder else f"it is a {'file' if is_folder else 'folder'}"
+    # A folder is made with those above it.
+    above = next(folder for folder in path.absolute().parents if folder.exists()) if is_folder else path.parent
+    if not above.is_dir():
+        return f"{above} is a file" if above.exists() else f"there is no folder {above}"
+    return None if os.access(above, os.W_OK) else f"{above} is not writable"
 
 
 def share_among_tenants(config: EngineConfig, server: ServerConfig) -> EngineConfig:

@@ -119,6 +119,9 @@ class AsyncEngine:
             and reported by `/health`, but does not stop the engine.
         idle_collect_seconds: further idle time after which a full garbage collection runs once.
         watchdog_seconds: how long a step may take before it is reported; if None, steps are not watched.
+        prepare_grammars: whether to prepare structured outputs when the engine is first idle. This takes a third of a
+            second in which no other Python code runs; otherwise the first structured output, and every request running
+            at that time, waits for it.
     """
 
     def __init__(
@@ -129,11 +132,13 @@ class AsyncEngine:
         idle_audit_seconds: float = IDLE_AUDIT_SECONDS,
         idle_collect_seconds: float = IDLE_COLLECT_SECONDS,
         watchdog_seconds: float | None = None,
+        prepare_grammars: bool = False,
     ) -> None:
         self.core = core
         self.info = replace(core.info, model_name=model_name)
         self._idle_audit_seconds = idle_audit_seconds
         self._idle_collect_seconds = idle_collect_seconds
+        self._prepares_grammars = prepare_grammars
         self._delivery = Delivery(core.outputs, self.abort, lambda *failure: self._send(OutputFailed(*failure)))
         # One queue for all messages, so that those about one request stay in order.
         self._inbox: deque[Message] = deque()
@@ -350,6 +355,9 @@ class AsyncEngine:
         if news:
             self._call_in_loop(self._delivery.deliver, news)
         elif not self.core.has_work and not self._wake.wait(self._idle_audit_seconds):
+            if self._prepares_grammars and self.core.inputs.grammars is not None:
+                self._prepares_grammars = False
+                self.core.inputs.grammars.prepare()
             self._audit()
             if not self._wake.wait(self._idle_collect_seconds):
                 # A full collection may take tens of milliseconds, so the server's settings defer it until idle.

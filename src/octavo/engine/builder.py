@@ -38,13 +38,8 @@ logger = logging.getLogger(__name__)
 _MOST_TEMPLATE = 1024 * 1024
 
 
-def build_engine(config: EngineConfig, *, prepare_grammars: bool = False) -> EngineCore:
+def build_engine(config: EngineConfig) -> EngineCore:
     """Load `config.model` and build an engine for it.
-
-    Args:
-        prepare_grammars: whether to prepare structured outputs while the model is loaded. This takes a third of a
-            second in which no other Python code runs; otherwise the first structured output, and every request running
-            at that time, waits for it.
 
     Raises:
         ModelError: the model cannot be found, read or run.
@@ -54,7 +49,7 @@ def build_engine(config: EngineConfig, *, prepare_grammars: bool = False) -> Eng
     source = resolve_model(config.model)
     default_sampling = sampling_defaults(config.generation_config, source)
     pooling = model_pooling(config.pooling, source)
-    runner, facts, (tokenizer, grammars), host = _start_runner(config, source, prepare_grammars)
+    runner, facts, (tokenizer, grammars), host = _start_runner(config, source)
     if isinstance(runner, ModelRunner):
         runner.grammars = grammars  # shared with the engine
     try:
@@ -120,9 +115,7 @@ def build_engine(config: EngineConfig, *, prepare_grammars: bool = False) -> Eng
 _Text = tuple[Tokenizer | None, GrammarCompiler]
 
 
-def _start_runner(
-    config: EngineConfig, source: ModelSource, prepare_grammars: bool
-) -> tuple[Executor, RunnerFacts, _Text, HostTier | None]:
+def _start_runner(config: EngineConfig, source: ModelSource) -> tuple[Executor, RunnerFacts, _Text, HostTier | None]:
     """Start the runner in the process that `config.executor` asks for, and load the tokenizer meanwhile.
 
     Returns:
@@ -133,11 +126,11 @@ def _start_runner(
     def load_text(model: ModelConfig | RunnerFacts, link: GrammarLink | None = None) -> _Text:
         tokenizer = _load_tokenizer(source, config)
         elsewhere = None if link is None else link.compile
-        return tokenizer, _grammar_compiler(config, model, lambda: tokenizer, prepare_grammars, elsewhere=elsewhere)
+        return tokenizer, _grammar_compiler(config, model, lambda: tokenizer, elsewhere=elsewhere)
 
     if config.executor == "process":
         with closing(SharedFile()) if config.has_stores else nullcontext() as file:
-            process = ProcessExecutor(partial(_build_runner_apart, config, file, prepare_grammars))
+            process = ProcessExecutor(partial(_build_runner_apart, config, file))
             try:
                 load = partial(load_text, link=process.grammar_link)
                 _, facts, text = _load_beside(source, lambda: (process, process.facts()), load)
@@ -153,16 +146,14 @@ def _start_runner(
     return runner, facts, text, runner.host
 
 
-def _build_runner_apart(
-    config: EngineConfig, file: SharedFile | None, prepare_grammars: bool
-) -> tuple[ModelRunner, RunnerFacts]:
+def _build_runner_apart(config: EngineConfig, file: SharedFile | None) -> tuple[ModelRunner, RunnerFacts]:
     """Call `build_runner` in another process, which loads the tokenizer itself for grammars."""
     source = resolve_model(config.model)
 
     def load_grammars(model: ModelConfig | RunnerFacts) -> GrammarCompiler:
         load_tokenizer = partial(_load_tokenizer, source, config)
         # The other process has tried them.
-        return _grammar_compiler(config, model, load_tokenizer, prepare_grammars, on_trial=False)
+        return _grammar_compiler(config, model, load_tokenizer, on_trial=False)
 
     runner, facts, grammars = _load_beside(source, partial(build_runner, config, file), load_grammars)
     runner.grammars = grammars
@@ -196,12 +187,11 @@ def _grammar_compiler(
     config: EngineConfig,
     model: ModelConfig | RunnerFacts,
     load_tokenizer: Callable[[], Tokenizer | None],
-    prepare: bool,
     *,
     on_trial: bool = True,
     elsewhere: Callable[[StructuredOutputsParams], Future[None]] | None = None,
 ) -> GrammarCompiler:
-    grammars = GrammarCompiler(
+    return GrammarCompiler(
         load_tokenizer,
         model.vocab_size,
         model.eos_token_ids,
@@ -209,9 +199,6 @@ def _grammar_compiler(
         on_trial=on_trial,
         elsewhere=elsewhere,
     )
-    if prepare:
-        grammars.prepare()
-    return grammars
 
 
 def _recorded_facts(config: EngineConfig, facts: RunnerFacts) -> dict[str, Any]:

@@ -133,8 +133,8 @@ class GrammarCompiler:
     def prepare(self) -> None:
         """Import llguidance and let it read the tokenizer, so that the first grammar does not wait for it.
 
-        This holds the interpreter's lock for a third of a second with 49,152 tokens, so a server does it while its
-        model is loaded and nobody waits yet. Compiling does not hold the lock.
+        This holds the interpreter's lock for a third of a second with 49,152 tokens, so a server does it when it is
+        first idle. Compiling does not hold the lock.
         """
         try:
             if self._on_trial:

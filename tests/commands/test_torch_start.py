@@ -1,0 +1,37 @@
+"""A server's import of torch leaves nothing out that is asked for later."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import gc, sys
+from octavo.commands.torch_start import collection_paused, import_torch_to_serve, load_torch_libraries
+
+load_torch_libraries()
+with collection_paused():
+    assert not gc.isenabled()
+    import_torch_to_serve()
+assert gc.isenabled() and gc.get_freeze_count() > 10_000
+import torch
+
+assert "torch._meta_registrations" not in sys.modules
+assert torch.ones(3).sum() == 3
+
+# Attributes and functions of the real module, for whoever asks for them after all.
+import torch._meta_registrations
+
+assert callable(torch._meta_registrations.meta_index_Tensor)
+assert torch.nn.functional.embedding_bag(
+    torch.ones(1, 2, dtype=torch.int64, device="meta"), torch.ones(4, 3, device="meta")
+).shape == (1, 3)
+"""
+
+
+@pytest.mark.slow
+def test_what_a_server_leaves_out_of_torch_can_be_imported_later() -> None:
+    ran = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
