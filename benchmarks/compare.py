@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import this_machine
-from octavo.bench.workload import named_workload
+from octavo.workloads.workload import named_workload
 
 HERE = Path(__file__).parent
 PEERS_HOME = Path(os.environ.get("PEERS_HOME", Path.home() / ".cache" / "peers"))

@@ -24,7 +24,7 @@ from typing import Any
 
 import octavo
 from benchmarks import this_machine
-from octavo.bench.server_process import ServerStartError, running_server
+from octavo.workloads.server_process import ServerStartError, running_server
 
 HERE = Path(__file__).parent
 REPORT = HERE / "results" / "compatibility.md"

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import this_machine
-from octavo.bench.traces import TOKENS_PER_HASH, read_trace
 from octavo.config import EngineConfig
 from octavo.kvcache.block import BlockId, BlockIds
 from octavo.kvcache.eviction import EVICTION_POLICIES, EvictionPolicy, make_eviction_policy
@@ -31,6 +30,7 @@ from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.request import Request, RequestId
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.assembly import assemble_cache
+from octavo.workloads.traces import TOKENS_PER_HASH, read_trace
 
 POOLS = [1_000, 4_000, 16_000, 40_000, 80_000]
 CACHES = ["hashed", "radix"]

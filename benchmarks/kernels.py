@@ -26,10 +26,10 @@ import gguf
 import torch
 
 from octavo import kernels
-from octavo.bench.limits import CACHE_BYTES, read_bandwidth
-from octavo.bench.timing import Call, interleaved, paired_ratio, threads
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.storage.arena import KVArena
+from octavo.workloads.limits import CACHE_BYTES, read_bandwidth
+from octavo.workloads.timing import Call, interleaved, paired_ratio, threads
 
 QUANTISED: tuple[kernels.WeightFormat, ...] = ("Q4_0", "Q4_1", "Q8_0")
 # The qkv, output, gate-up, down and logits products of SmolLM2-135M, and one of a wider model.

@@ -22,13 +22,13 @@ from pathlib import Path
 
 from octavo import LLM, kernels
 from octavo.attention.native import NativeAttention
-from octavo.bench.attention import LARGE, SMALL, AttentionCase, HeadCounts
-from octavo.bench.limits import DRAM_BYTES, read_bandwidth
-from octavo.bench.memory import RealEngine
-from octavo.bench.report import columns
-from octavo.bench.timing import Timing, interleaved, paired_ratio, threads
-from octavo.bench.workload import BenchRequest
 from octavo.planner.machine import default_num_threads
+from octavo.workloads.attention import LARGE, SMALL, AttentionCase, HeadCounts
+from octavo.workloads.limits import DRAM_BYTES, read_bandwidth
+from octavo.workloads.memory import RealEngine
+from octavo.workloads.report import columns
+from octavo.workloads.timing import Timing, interleaved, paired_ratio, threads
+from octavo.workloads.workload import BenchRequest
 
 BASELINE = "bfloat16"
 CODECS = ("fp8_e4m3", "fp8_e5m2", "int8", "k8v4", "int4")

@@ -36,7 +36,6 @@ from typing import Any
 
 import httpx
 
-from octavo.bench.server_process import running_server
 from octavo.config import EngineConfig
 from octavo.engine.live import LiveView
 from octavo.kvcache.spec import KVCacheSpec
@@ -47,6 +46,7 @@ from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.plan import StepResult
 from octavo.scheduler.scheduler import Scheduler
 from octavo.server.live_page import MOST_PAGES, _event, pause
+from octavo.workloads.server_process import running_server
 
 STEPS_BETWEEN = 10
 PAGE = Path(__file__).parents[1] / "src" / "octavo" / "server" / "static"

@@ -55,8 +55,6 @@ from benchmarks.simulator_loads import (
 )
 from benchmarks.simulator_report import HIGHEST_SHARE, PERCENTILES, as_markdown, draw
 from octavo import LLM, EngineConfig, SamplingParams
-from octavo.bench import report, serving
-from octavo.bench.workload import named_workload
 from octavo.planner.sources import find_shape
 from octavo.scheduler.step_time import StepLoad, StepTimes
 from octavo.simulator.calibration import calibrate
@@ -69,6 +67,8 @@ from octavo.simulator.sketch import Sketch
 from octavo.simulator.speed import Speed
 from octavo.simulator.spread import Draws
 from octavo.simulator.traffic import Traffic
+from octavo.workloads import report, serving
+from octavo.workloads.workload import named_workload
 
 SHARES = "0.6,0.8,0.95,closed"
 CRAMPED = {**ENGINE, "num_blocks": 257, "swap_space": 0}

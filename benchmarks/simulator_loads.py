@@ -10,15 +10,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from octavo.bench.processor_time import ProcessorTime
-from octavo.bench.server_process import running_server
-from octavo.bench.serving import RequestRecord, Target
-from octavo.bench.workload import END_TOKEN_ID, FIRST_TOKEN_ID, BenchRequest, arrival_times, named_workload
 from octavo.scheduler.plan_log import RecordedStep, read_facts, read_plans
 from octavo.simulator.calibration import RoundSender, run_load, warm_up
 from octavo.simulator.overheads import Sent, overheads
 from octavo.simulator.speed import Speed, speed_of_plans
 from octavo.simulator.traffic import ClosedTraffic, OpenTraffic, Shape, Traffic
+from octavo.workloads.processor_time import ProcessorTime
+from octavo.workloads.server_process import running_server
+from octavo.workloads.serving import RequestRecord, Target
+from octavo.workloads.workload import END_TOKEN_ID, FIRST_TOKEN_ID, BenchRequest, arrival_times, named_workload
 
 MODEL = "smollm2"
 ENGINE = {"num_blocks": 2049, "max_model_len": 2048, "max_num_seqs": 64}

@@ -15,7 +15,6 @@ import json
 import resource
 import time
 
-from octavo.bench import report
 from octavo.config import EngineConfig
 from octavo.planner.roofline import find_machine
 from octavo.planner.sources import find_shape
@@ -23,6 +22,7 @@ from octavo.simulator.questions import Demand
 from octavo.simulator.setup import Plan
 from octavo.simulator.simulation import Simulation
 from octavo.simulator.traffic import SimulatedRequest, Traffic
+from octavo.workloads import report
 
 MODEL = "llama-3.1-8b"
 

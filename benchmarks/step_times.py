@@ -34,12 +34,12 @@ from pathlib import Path
 from typing import Any
 
 from octavo import LLM, SamplingParams
-from octavo.bench import report
-from octavo.bench.workload import random_token_ids
 from octavo.scheduler.plan_log import RecordedStep, read_plans
 from octavo.scheduler.step_time import StepLoad
 from octavo.simulator.calibration import Round, rounds
 from octavo.simulator.fitting import MeasuredStep, executions, fit, mean_abs_error, periods, with_coldness
+from octavo.workloads import report
+from octavo.workloads.workload import random_token_ids
 
 MODEL = "smollm2"
 ENGINE = {"num_blocks": 2049, "max_model_len": 2048, "max_num_seqs": 64, "enable_prefix_caching": False}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from octavo import kernels
-from octavo.bench import report
+from octavo.workloads import report
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -29,13 +29,13 @@ from unittest import mock
 
 from benchmarks import this_machine
 from octavo import LLM, SamplingParams
-from octavo.bench.workload import random_token_ids
 from octavo.engine.outputs import RequestOutput
 from octavo.kvcache.hashing import Label
 from octavo.tiers.disk import DiskMedium, _write_all
 from octavo.tiers.header import Header
 from octavo.tiers.slabs import model_folders, stored_blocks
 from octavo.tiers.store import Store
+from octavo.workloads.workload import random_token_ids
 
 # SmolLM2-135M in bfloat16: 30 layers, 3 heads of 64, 16 tokens.
 BLOCK_BYTES = 30 * 2 * 3 * 64 * 2 * 16

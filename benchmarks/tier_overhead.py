@@ -28,11 +28,11 @@ from typing import Any
 
 from benchmarks import this_machine
 from octavo import LLM, SamplingParams
-from octavo.bench.workload import random_token_ids
 from octavo.kvcache.block import BlockId
 from octavo.kvcache.demotion import DemoteUsedTwice, Demotion
 from octavo.kvcache.prefix import PrefixMatcher
 from octavo.scheduler.plan import StepPlan, StepResult
+from octavo.workloads.workload import random_token_ids
 from tests.redis_server import redis_server
 
 ORDERS = ["AOBBOA", "OABBAO", "ABOOBA"]

@@ -32,11 +32,11 @@ from typing import Any
 
 from benchmarks import this_machine
 from octavo import LLM, SamplingParams
-from octavo.bench.report import percentile
-from octavo.bench.traces import TOKENS_PER_HASH, read_trace
-from octavo.bench.workload import BenchRequest, random_token_ids
 from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.spec import eviction_bytes
+from octavo.workloads.report import percentile
+from octavo.workloads.traces import TOKENS_PER_HASH, read_trace
+from octavo.workloads.workload import BenchRequest, random_token_ids
 from tests.redis_server import PROGRAM, redis_server
 
 BLOCK_SIZE = 16

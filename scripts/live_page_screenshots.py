@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from octavo.bench.server_process import running_server
+from octavo.workloads.server_process import running_server
 
 REPOSITORY = Path(__file__).parents[1]
 sys.path.insert(0, str(REPOSITORY))

@@ -35,7 +35,7 @@ from typing import Any
 import httpx
 
 from benchmarks import this_machine
-from octavo.bench.server_process import running_server
+from octavo.workloads.server_process import running_server
 from tests.campaigns.attacks import write_model
 from tests.campaigns.endurance_clients import CHATML, LONG, Client, Manner, Question, Reply, questions
 from tests.campaigns.faulty_server import CURSE

@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks import this_machine
-from octavo.bench.server_process import running_server
 from octavo.request import cache_scope
+from octavo.workloads.server_process import running_server
 from tests.redis_server import RedisServer
 
 STORES = ("hashed", "radix", "host", "disk", "redis")

@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from octavo.bench.server_process import running_server
+from octavo.workloads.server_process import running_server
 
 VICTIM_KEY, ATTACKER_KEY, ADMIN_KEY = "a-key-of-the-victim", "a-key-of-the-attacker", "a-key-of-the-admin"
 # What the watched stream requests, again and again.

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from octavo.bench.serving import RequestRecord, Target
-from octavo.bench.workload import BenchRequest
 from octavo.errors import ConfigError
 from octavo.scheduler.plan_log import RecordedStep
 from octavo.simulator import calibration
 from octavo.simulator.calibration import RoundSender, rounds
 from octavo.simulator.overheads import Sent, overheads
+from octavo.workloads.serving import RequestRecord, Target
+from octavo.workloads.workload import BenchRequest
 
 RECORDED = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
 

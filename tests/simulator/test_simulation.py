@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from octavo.bench.traces import TraceRequest
 from octavo.config import EngineConfig
 from octavo.errors import CacheError, ConfigError
 from octavo.planner.sources import find_shape
@@ -32,6 +31,7 @@ from octavo.simulator.sketch import Sketch
 from octavo.simulator.speed import MEASURED, Speed
 from octavo.simulator.spread import Spread
 from octavo.simulator.traffic import Tenants
+from octavo.workloads.traces import TraceRequest
 
 SHAPE = find_shape("llama-2-7b")
 STEP = 0.01

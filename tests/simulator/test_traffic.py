@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.bench.traces import TraceRequest
 from octavo.errors import ConfigError
 from octavo.simulator import traffic
 from octavo.simulator.traffic import SimulatedRequest, Tenants, trace_shapes
+from octavo.workloads.traces import TraceRequest
 
 ANYBODY = Tenants()
 

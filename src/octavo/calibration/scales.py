@@ -15,13 +15,13 @@ from typing import Literal
 import torch
 
 from octavo.attention.base import AttentionBackend
-from octavo.bench.forward_text import block_tables, logits_of_chunks
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.models.base import CausalLM
 from octavo.models.kv_scale_file import Scales
 from octavo.models.kv_scales import calibrated_sides
 from octavo.storage.arena import KVArena
 from octavo.storage.codec import VectorCodec
+from octavo.workloads.forward_text import block_tables, logits_of_chunks
 
 Method = Literal["max", "percentile", "mse"]
 

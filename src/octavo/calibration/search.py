@@ -23,7 +23,6 @@ from dataclasses import dataclass
 import torch
 
 from octavo.attention.base import AttentionBackend
-from octavo.bench.forward_text import logits_of_chunks
 from octavo.errors import ConfigError
 from octavo.kvcache.formats import CODES, KVFormat, kv_format, pair_format, spelled
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
@@ -31,6 +30,7 @@ from octavo.models.base import CausalLM
 from octavo.models.kv_scale_file import Scales
 from octavo.models.kv_scales import apply_scales
 from octavo.storage.arena import KVArena
+from octavo.workloads.forward_text import logits_of_chunks
 
 _NEAREST = 24  # number of exchanges to draw from: those with the least cost by the sensitivities
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.bench.quality import english
 from octavo.errors import ConfigError
+from octavo.workloads.quality import english
 
 _MOST_BYTES = 64 << 20
 

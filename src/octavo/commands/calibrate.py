@@ -6,12 +6,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.bench import report
 from octavo.commands.common_options import add_json_option, add_window_options
 from octavo.commands.options import add_engine_options, engine_options
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kvcache.formats import KV_FORMATS, layer_formats
+from octavo.workloads import report
 
 if TYPE_CHECKING:
     from octavo.calibration.text import Text

@@ -12,7 +12,6 @@ from typing import Any
 
 from octavo import LLM, __version__
 from octavo.attention import make_backend
-from octavo.bench import report
 from octavo.calibration.scales import calibrate
 from octavo.calibration.search import Found, Loss, Probe, check_candidates, search
 from octavo.calibration.text import Text, windows_of
@@ -20,6 +19,7 @@ from octavo.errors import ConfigError
 from octavo.kvcache.codec_table import write_table
 from octavo.kvcache.formats import KV_FORMATS
 from octavo.runner.runner import ModelRunner
+from octavo.workloads import report
 
 _BLOCK_SIZE = 16
 _HELD_OUT = 4  # times as many windows as the calibration uses, from the other half of the text

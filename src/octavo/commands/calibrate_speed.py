@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from octavo.bench import report
     from octavo.commands.options import engine_argv, engine_options
     from octavo.config import DEFAULT_MODEL
     from octavo.errors import ConfigError
@@ -43,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from octavo.simulator.calibration import calibrate
     from octavo.simulator.drift import VARIATION_S
     from octavo.simulator.speed import require_writable
+    from octavo.workloads import report
 
     options = engine_options(args)
     if "record_plans" in options:

@@ -7,12 +7,12 @@ import importlib.util
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from octavo.bench import report
 from octavo.commands.common_options import add_json_option, add_window_options, positives
 from octavo.commands.options import add_engine_options, engine_options
 from octavo.config import checked_kv_cache_dtype
 from octavo.errors import ConfigError, how_to_install
 from octavo.kvcache.formats import KV_FORMATS
+from octavo.workloads import report
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--plot needs matplotlib: {how_to_install('plot')}")
 
     from octavo import LLM, __version__
-    from octavo.bench.quality import measure, plot
+    from octavo.workloads.quality import measure, plot
 
     longest = max(args.window, *args.needle_lengths) + 160
     defaults: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": longest, "kv_cache_memory": "512MiB"}

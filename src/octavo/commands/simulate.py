@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from octavo.bench import report
-from octavo.bench.traces import read_trace
 from octavo.commands.common_options import (
     add_json_option,
     add_length_options,
@@ -23,6 +21,8 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError, shortened
 from octavo.option import flag
 from octavo.planner.roofline import MACHINES, find_machine
+from octavo.workloads import report
+from octavo.workloads.traces import read_trace
 
 if TYPE_CHECKING:
     from octavo.simulator.questions import Demand

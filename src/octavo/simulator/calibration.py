@@ -22,15 +22,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from octavo.bench import report, serving
-from octavo.bench.processor_time import ProcessorTime, ProcessorWatch, disturbed
-from octavo.bench.server_process import fetch_json, running_server
-from octavo.bench.serving import RequestRecord, Target
-from octavo.bench.workload import END_TOKEN_ID, BenchRequest, arrival_times, random_token_ids
 from octavo.errors import ConfigError
 from octavo.scheduler.plan_log import read_facts, read_plans
 from octavo.simulator.overheads import Sent, overheads
 from octavo.simulator.speed import Speed, speed_of_plans
+from octavo.workloads import report, serving
+from octavo.workloads.processor_time import ProcessorTime, ProcessorWatch, disturbed
+from octavo.workloads.server_process import fetch_json, running_server
+from octavo.workloads.serving import RequestRecord, Target
+from octavo.workloads.workload import END_TOKEN_ID, BenchRequest, arrival_times, random_token_ids
 
 # Long enough that a round has steps in which all of its streams run.
 _STREAMED = 24
@@ -208,7 +208,7 @@ def run_load(
     arrivals: Sequence[float],
     max_concurrency: int | None = None,
 ) -> tuple[float, list[RequestRecord]]:
-    """Run `bench.serving.run_load`; returns the `time.perf_counter` that its times count from, and its records."""
+    """Run `workloads.serving.run_load`; returns the `time.perf_counter` that its times count from, and its records."""
 
     async def run() -> tuple[float, list[RequestRecord]]:
         return time.perf_counter(), await serving.run_load(target, requests, arrivals, max_concurrency)

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from octavo.bench.traces import TraceRequest
-from octavo.bench.workload import Lengths
 from octavo.errors import ConfigError
 from octavo.simulator.setup import Plan
 from octavo.simulator.simulation import Results, Simulation
@@ -24,6 +22,8 @@ from octavo.simulator.traffic import (
     drawn_shapes,
     trace_shapes,
 )
+from octavo.workloads.traces import TraceRequest
+from octavo.workloads.workload import Lengths
 
 Simulate = Callable[[float], Results]
 

@@ -21,9 +21,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from octavo.bench.traces import TOKENS_PER_HASH, TraceRequest
-from octavo.bench.workload import Lengths, check_rate
 from octavo.errors import ConfigError
+from octavo.workloads.traces import TOKENS_PER_HASH, TraceRequest
+from octavo.workloads.workload import Lengths, check_rate
 
 # Token ids below are shared prefixes, ids above are unshared parts of prompts; all of them fit an int32. Each
 # repetition of a trace takes new ids for its prefixes, and when none are left, those of repetitions long ago.
@@ -286,7 +286,7 @@ class ClosedTraffic:
 
 
 def arrivals(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) -> Iterator[float]:
-    """Yield the arrival times of `bench.workload.arrival_times` one by one.
+    """Yield the arrival times of `workloads.workload.arrival_times` one by one.
 
     Raises:
         ConfigError: `rate` or `burstiness` is not positive, or `burstiness` is infinite.

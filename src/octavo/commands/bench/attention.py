@@ -6,14 +6,14 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from octavo.bench import report
 from octavo.commands.common_options import add_json_option, block_sizes, positive, positives, thread_count
 from octavo.errors import ConfigError
 from octavo.kvcache.formats import KV_FORMATS
 from octavo.planner.machine import default_num_threads
+from octavo.workloads import report
 
 if TYPE_CHECKING:
-    from octavo.bench.attention import AttentionFigure, Kind
+    from octavo.workloads.attention import AttentionFigure, Kind
 
 KINDS: tuple[Kind, ...] = ("decode", "prefill")
 
@@ -81,9 +81,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--heads must be Q,KV,DIM with Q a multiple of KV, got {args.heads}")
 
     from octavo import __version__, kernels
-    from octavo.bench.attention import HeadCounts, cases, measure_case, worst_slowdown
-    from octavo.bench.limits import read_bandwidth
-    from octavo.bench.timing import threads
+    from octavo.workloads.attention import HeadCounts, cases, measure_case, worst_slowdown
+    from octavo.workloads.limits import read_bandwidth
+    from octavo.workloads.timing import threads
 
     backends = args.attention_backend or (["native"] if kernels.available() else []) + ["reference"]
     count = args.num_threads or default_num_threads()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from octavo.bench import report, workload
 from octavo.commands.common_options import add_json_option, add_length_options, add_seed_option, positive
 from octavo.commands.options import add_engine_options, engine_options
 from octavo.errors import ConfigError
+from octavo.workloads import report, workload
 
 DESCRIPTION = "Measure the latency of one batch: its prefill, and each decode step."
 
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     engine = engine_options(args)
 
     from octavo import LLM, __version__
-    from octavo.bench import latency
+    from octavo.workloads import latency
 
     with LLM(**engine) as llm:
         requests, num_clipped = workload.clip(requests, max_model_len=llm.info.max_model_len)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-from octavo.bench import report
 from octavo.commands.common_options import add_json_option, positive, thread_count
+from octavo.workloads import report
 
 DESCRIPTION = "Measure the hardware limits that the other benchmarks are compared with."
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from octavo import __version__, kernels
-    from octavo.bench.limits import measure_limits, thread_counts
+    from octavo.workloads.limits import measure_limits, thread_counts
 
     limits = list(
         measure_limits(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from octavo.bench.workload import NAMED_WORKLOADS
 from octavo.commands.common_options import add_json_option, add_seed_option, block_sizes, positive, positives
 from octavo.commands.options import add_engine_options
+from octavo.workloads.workload import NAMED_WORKLOADS
 
 DESCRIPTION = """\
 Play the same requests at one memory budget with several block sizes; 'max' is one contiguous block of max_model_len

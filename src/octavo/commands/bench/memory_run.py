@@ -10,8 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from octavo.bench import memory_codecs, memory_report, report, traces, workload
-from octavo.bench.memory import (
+from octavo.commands.options import engine_options
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.kvcache.formats import KV_FORMATS
+from octavo.planner.roofline import without_overlap
+from octavo.planner.sources import find_shape
+from octavo.workloads import memory_codecs, memory_report, report, traces, workload
+from octavo.workloads.memory import (
     CONTIGUOUS,
     BenchEngine,
     BlockSize,
@@ -22,13 +28,7 @@ from octavo.bench.memory import (
     real_engine,
     simulated_engine,
 )
-from octavo.bench.workload import BenchRequest
-from octavo.commands.options import engine_options
-from octavo.config import EngineConfig
-from octavo.errors import ConfigError
-from octavo.kvcache.formats import KV_FORMATS
-from octavo.planner.roofline import without_overlap
-from octavo.planner.sources import find_shape
+from octavo.workloads.workload import BenchRequest
 
 _SIMULATED_SIZES: list[BlockSize] = [1, 2, 4, 8, 16, 32, 64, 128, 256, CONTIGUOUS]
 _PAGED = EngineConfig().block_size

@@ -11,15 +11,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from octavo.bench import report, serving
-from octavo.bench.http import PostUrl
-from octavo.bench.server_process import RunningServer, fetch_json, running_server
-from octavo.bench.serving import Target
-from octavo.bench.workload import BenchRequest, arrival_times
 from octavo.commands.bench.workload_options import Workload, add_workload_options, clip_to_model, load_requests
 from octavo.commands.common_options import add_json_option, add_rate_options
 from octavo.commands.options import add_engine_options, engine_argv, engine_options
 from octavo.errors import ConfigError
+from octavo.workloads import report, serving
+from octavo.workloads.http import PostUrl
+from octavo.workloads.server_process import RunningServer, fetch_json, running_server
+from octavo.workloads.serving import Target
+from octavo.workloads.workload import BenchRequest, arrival_times
 
 EXIT_ERROR = 1
 

@@ -6,11 +6,11 @@ import argparse
 import sys
 import time
 
-from octavo.bench import report, throughput
 from octavo.commands.bench.workload_options import add_workload_options, clip_to_model, load_requests
 from octavo.commands.common_options import add_json_option
 from octavo.commands.options import add_engine_options, engine_options
 from octavo.errors import ConfigError
+from octavo.workloads import report, throughput
 
 DESCRIPTION = "Measure the throughput of a workload whose requests are all queued at once."
 

@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.bench import traces, workload
-from octavo.bench.workload import BenchRequest, Lengths
 from octavo.commands.common_options import add_length_options, add_seed_option, positive
 from octavo.errors import ConfigError
+from octavo.workloads import traces, workload
+from octavo.workloads.workload import BenchRequest, Lengths
 
 RANDOM = "random"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo.bench import processor_time
-from octavo.bench.processor_time import ProcessorTime, ProcessorWatch, TakenSpan, disturbed
+from octavo.workloads import processor_time
+from octavo.workloads.processor_time import ProcessorTime, ProcessorWatch, TakenSpan, disturbed
 
 
 class Proc:

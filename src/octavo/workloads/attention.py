@@ -20,12 +20,12 @@ import torch
 
 from octavo.attention import make_backend
 from octavo.attention.base import AttentionBackend, AttentionBatch, GroupBatch
-from octavo.bench.limits import DRAM_BYTES
-from octavo.bench.timing import Call, Timing, interleaved, paired_ratio
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.planner.calculator import block_tokens
 from octavo.storage.arena import KVArena
 from octavo.storage.layer_kv import LayerKV
+from octavo.workloads.limits import DRAM_BYTES
+from octavo.workloads.timing import Call, Timing, interleaved, paired_ratio
 
 Kind = Literal["decode", "prefill"]
 BlockSize = int | Literal["max"]

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from octavo.bench.workload import BenchRequest
 from octavo.sampling_params import SamplingParams
+from octavo.workloads.workload import BenchRequest
 
 if TYPE_CHECKING:
     from octavo.llm import LLM

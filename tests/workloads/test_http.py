@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.bench.http import BodyDecoder, EventLines, PostUrl, ProtocolError, parse_head
+from octavo.workloads.http import BodyDecoder, EventLines, PostUrl, ProtocolError, parse_head
 
 
 def cut(data: bytes, places: list[int]) -> list[bytes]:

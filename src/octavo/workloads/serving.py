@@ -21,9 +21,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.bench.http import EventLines, PostUrl, ProtocolError, post_json
-from octavo.bench.report import summarise
-from octavo.bench.workload import BenchRequest
+from octavo.workloads.http import EventLines, PostUrl, ProtocolError, post_json
+from octavo.workloads.report import summarise
+from octavo.workloads.workload import BenchRequest
 
 
 @dataclass(frozen=True, slots=True)

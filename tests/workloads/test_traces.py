@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from octavo.bench.traces import TraceRequest, as_requests, read_trace
 from octavo.errors import ConfigError
+from octavo.workloads.traces import TraceRequest, as_requests, read_trace
 
 DATA = Path(__file__).parent / "data"
 

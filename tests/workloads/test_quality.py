@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from octavo import cli
-from octavo.bench import quality
 from octavo.planner.model_shape import ModelShape
+from octavo.workloads import quality
 
 ARGUMENTS = ["--windows", "2", "--window", "80", "--needle-lengths", "20", "--dtype", "float32", "--num-threads", "1"]
 

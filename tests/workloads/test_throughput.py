@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from octavo.bench.throughput import ThroughputRun, summary
+from octavo.workloads.throughput import ThroughputRun, summary
 from tests.commands.conftest import OctavoCommand
 from tests.commands.fake_llm import MAX_MODEL_LEN, FakeLLM
 

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from octavo.bench.report import summarise
-from octavo.bench.workload import BenchRequest
 from octavo.engine.outputs import OutputKind
 from octavo.errors import ConfigError
 from octavo.request import Request
 from octavo.sampling_params import SamplingParams
+from octavo.workloads.report import summarise
+from octavo.workloads.workload import BenchRequest
 
 if TYPE_CHECKING:
     from octavo.llm import LLM

@@ -19,8 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from octavo.bench.memory_usage import MemoryObserver, MemoryUsage
-from octavo.bench.workload import FIRST_TOKEN_ID, BenchRequest
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kvcache.spec import KVCacheSpec
@@ -40,6 +38,8 @@ from octavo.scheduler.plan import StepResult
 from octavo.scheduler.preemption import RestoreSpeed
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.step_time import StepLoad, StepTimes
+from octavo.workloads.memory_usage import MemoryObserver, MemoryUsage
+from octavo.workloads.workload import FIRST_TOKEN_ID, BenchRequest
 
 BlockSize = int | Literal["max"]
 

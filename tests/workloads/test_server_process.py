@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo.bench.server_process import ServerStartError, fetch_json, running_server
 from octavo.errors import ConfigError
+from octavo.workloads.server_process import ServerStartError, fetch_json, running_server
 
 HEALTHY = """
 import http.server, json, sys

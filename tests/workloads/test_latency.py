@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.bench.latency import LatencyRun, measure, summary
-from octavo.bench.workload import BenchRequest
 from octavo.errors import ConfigError
+from octavo.workloads.latency import LatencyRun, measure, summary
+from octavo.workloads.workload import BenchRequest
 from tests.commands.conftest import OctavoCommand
 from tests.conftest import MakeLLM
 

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from octavo.bench.forward_text import CHUNK, logits_of_chunks
 from octavo.config import KV_CACHE_TABLE
 from octavo.llm import LLM
 from octavo.runner.runner import ModelRunner
 from octavo.sampling_params import SamplingParams
+from octavo.workloads.forward_text import CHUNK, logits_of_chunks
 
 GREEDY_TOKENS = 48
 GREEDY_PROMPTS = 8

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from octavo.bench.serving import RequestRecord, Target, peak_concurrency, run_load, summary
-from octavo.bench.workload import BenchRequest
-from tests.bench.fake_server import MAX_MODEL_LEN, MODEL, FakeServer
+from octavo.workloads.serving import RequestRecord, Target, peak_concurrency, run_load, summary
+from octavo.workloads.workload import BenchRequest
 from tests.commands.conftest import OctavoCommand
+from tests.workloads.fake_server import MAX_MODEL_LEN, MODEL, FakeServer
 
 
 def requests(count: int, max_tokens: int = 5) -> list[BenchRequest]:

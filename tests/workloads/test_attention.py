@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo import kernels
-from octavo.bench.attention import AttentionCase, AttentionFigure, HeadCounts, cases, worst_slowdown
+from octavo.workloads.attention import AttentionCase, AttentionFigure, HeadCounts, cases, worst_slowdown
 from tests.commands.conftest import OctavoCommand
 
 BACKENDS = ["reference", pytest.param("native", marks=pytest.mark.skipif(not kernels.available(), reason="no kernels"))]

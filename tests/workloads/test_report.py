@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.bench.report import as_json_line, as_table, machine, percentile, summarise
+from octavo.workloads.report import as_json_line, as_table, machine, percentile, summarise
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30), st.floats(0, 100))

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.bench.workload import (
+from octavo.errors import ConfigError
+from octavo.workloads.workload import (
     BenchRequest,
     Lengths,
     arrival_times,
@@ -20,7 +21,6 @@ from octavo.bench.workload import (
     named_workload,
     random_workload,
 )
-from octavo.errors import ConfigError
 
 
 def fingerprint(requests: list[BenchRequest]) -> str:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.bench.memory import CacheBudget, play, simulated_engine
-from octavo.bench.memory_report import markdown, require_matplotlib
-from octavo.bench.workload import named_workload
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.planner.model_shape import ModelShape
 from octavo.planner.sources import find_shape
+from octavo.workloads.memory import CacheBudget, play, simulated_engine
+from octavo.workloads.memory_report import markdown, require_matplotlib
+from octavo.workloads.workload import named_workload
 from tests.commands.conftest import OctavoCommand
 
 SPEEDS = (1000.0, 100_000.0)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.bench.fake_server import FakeServer
 from tests.commands.conftest import fake_llm, octavo_command
+from tests.workloads.fake_server import FakeServer
 
 __all__ = ["fake_llm", "octavo_command"]
 

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from octavo.bench.memory import CacheBudget, Played
-from octavo.bench.report import show
+from octavo.workloads.memory import CacheBudget, Played
+from octavo.workloads.report import show
 
 HEADING = (
     ("KV cache", "bytes a token", "sequences at once (max)"),

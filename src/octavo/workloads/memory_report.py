@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from octavo.bench import memory_codecs
-from octavo.bench.memory import CONTIGUOUS, BlockSize, CacheBudget, Played
-from octavo.bench.report import show
 from octavo.config import format_bytes
 from octavo.errors import ConfigError, how_to_install
+from octavo.workloads import memory_codecs
+from octavo.workloads.memory import CONTIGUOUS, BlockSize, CacheBudget, Played
+from octavo.workloads.report import show
 
 _COLOURS = {
     "tokens": "#0f766e",

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo.bench.timing import Timing, interleaved, paired_ratio, threads
+from octavo.workloads.timing import Timing, interleaved, paired_ratio, threads
 
 
 def test_candidates_take_turns_and_every_other_round_runs_backwards() -> None:

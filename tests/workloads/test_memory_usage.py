@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.bench.memory_usage import MemoryObserver, Moment, Slots
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import make_prefix_index
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
@@ -15,6 +14,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import StepResult
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.scheduler_config import SchedulerConfig
+from octavo.workloads.memory_usage import MemoryObserver, Moment, Slots
 
 FULL, SLIDING = LayerKVSpec(1, 16, 16), LayerKVSpec(1, 16, 16, sliding_window=20)
 

@@ -15,10 +15,10 @@ from functools import partial
 import torch
 
 from octavo import kernels
-from octavo.bench.timing import Call, Timing, interleaved, threads
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.planner.machine import default_num_threads
 from octavo.storage.arena import KVArena
+from octavo.workloads.timing import Call, Timing, interleaved, threads
 
 DRAM_BYTES = 256 << 20
 CACHE_BYTES = 4 << 20

@@ -22,8 +22,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from octavo.bench.workload import END_TOKEN_ID, BenchRequest, random_token_ids
 from octavo.errors import ConfigError
+from octavo.workloads.workload import END_TOKEN_ID, BenchRequest, random_token_ids
 
 TOKENS_PER_HASH = 512
 """Number of prompt tokens that one of Mooncake's hash ids stands for; the last one of a prompt may stand for fewer."""

@@ -1,1 +1,0 @@
-"""Benchmarks: workloads, traces, offline runs and an open-loop client. The commands are in `octavo.commands`."""

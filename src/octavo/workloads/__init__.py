@@ -1,0 +1,1 @@
+"""What benchmarks, calibration and the simulator send and measure. The commands are in `octavo.commands.bench`."""
