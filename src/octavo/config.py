@@ -267,10 +267,11 @@ class EngineConfig(Options):
         None,
         "target for the time between two tokens of a running stream, in milliseconds: prompts are computed in chunks "
         "small enough to keep it, by a model of step times that is fitted while serving, and if the streams of several "
-        "tenants exceed it together, those that take more than their share take turns; default: only "
-        "--max-num-batched-tokens limits a step",
+        "tenants exceed it together, those that take more than their share take turns; none: only "
+        "--max-num-batched-tokens limits a step; default: 500 in octavo serve, otherwise none",
         unit=MILLISECONDS,
         above=0,
+        none=True,
     )
     scheduling_policy: Literal["fcfs", "priority", "vtc"] = _scheduling(
         "fcfs",

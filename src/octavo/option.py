@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, ge
 from octavo.errors import ConfigError, shown
 
 HIDDEN = "(hidden)"
+NONE = "none"
 _SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -61,6 +62,7 @@ def option(
     check: Callable[[Any, str], None] | None = None,
     needs: str | None = None,
     removed: Mapping[str, str] | None = None,
+    none: bool = False,
     secret: bool = False,
     internal: bool = False,
 ) -> Any:
@@ -75,6 +77,7 @@ def option(
         check: raises `ConfigError` for an invalid value; its arguments are the value, each one of a list, and the name.
         needs: another option without which this one has no meaning.
         removed: words that earlier versions accepted, and what to use instead.
+        none: whether the word "none" may be given for None, because a command has another default.
         secret: whether the value must never be shown.
         internal: whether the option is a keyword only: no flag, environment variable or TOML key.
     """
@@ -92,6 +95,7 @@ def option(
         "check": check,
         "needs": needs,
         "removed": removed or {},
+        "none": none,
     }
     return field(default=default, repr=not secret, metadata={"option": declared})
 
@@ -114,6 +118,7 @@ class Option:
     check: Callable[[Any, str], None] | None = None
     needs: str | None = None
     removed: Mapping[str, str] = field(default_factory=dict)
+    none: bool = False
     secret: bool = False
     internal: bool = False
 
@@ -151,7 +156,7 @@ class Option:
     def expected(self) -> str:
         """What a value must be, for an error."""
         if self.unit is not None:
-            return self.unit.words
+            return self.unit.words + " or none" * self.none
         if self.is_choice:
             return f"one of {', '.join(self.choices)}"
         words = [_WORDS[each] for each in self.types if each in _WORDS]
@@ -163,7 +168,9 @@ class Option:
         """Return the flag that gives `value`."""
         if isinstance(value, bool):
             return [flag(self.name) if value else flag("no_" + self.name)]
-        if self.is_table:
+        if value is None and self.none:
+            value = NONE
+        elif self.is_table:
             entries = value if isinstance(value, Mapping) else value.changed()
             value = ",".join(f"{name}={entry}" for name, entry in entries.items())
         return [f"{flag(self.name)}={value}"]
@@ -174,6 +181,8 @@ class Option:
         Args:
             where: begins the message of the `ConfigError` that is raised if it has none.
         """
+        if self.none and text == NONE:
+            return None
         if self.is_switch:
             if text.lower() not in _SWITCH:
                 raise self._wrong(text, where)

@@ -62,19 +62,36 @@ def test_keys_of_the_environment_are_tenants_too(monkeypatch: pytest.MonkeyPatch
     assert share_among_tenants(EngineConfig(), ServerConfig()).pin_tenant_share == 0.5
 
 
-@pytest.mark.parametrize(("argv", "seed"), [([], None), (["--seed", 0], 0), (["--seed", 7], 7)])
-def test_a_server_draws_seeds_that_nobody_can_predict_unless_it_has_one(
-    octavo_command: OctavoCommand, served: list[Any], monkeypatch: pytest.MonkeyPatch, argv: list[Any], seed: int | None
+@pytest.mark.parametrize(
+    ("argv", "seed", "itl_slo_ms"),
+    [
+        ([], None, 500.0),
+        (["--seed", 0], 0, 500.0),
+        (["--seed", 7, "--itl-slo-ms", 50], 7, 50.0),
+        (["--itl-slo-ms", "none"], None, None),
+    ],
+)
+def test_a_server_has_seeds_that_nobody_can_predict_and_a_latency_target_unless_told_otherwise(
+    octavo_command: OctavoCommand,
+    served: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    argv: list[Any],
+    seed: int | None,
+    itl_slo_ms: float | None,
 ) -> None:
-    seeds = []
+    configs = []
 
     def shared(config: EngineConfig, _: ServerConfig) -> EngineConfig:
-        seeds.append(config.seed)
+        configs.append(config)
         return config
 
     monkeypatch.setattr("octavo.commands.serve.share_among_tenants", shared)
     octavo_command("serve", "model.gguf", *argv)
-    assert seeds == [seed]
+    assert [(config.seed, config.itl_slo_ms) for config in configs] == [(seed, itl_slo_ms)]
+
+
+def test_offline_there_is_no_latency_target() -> None:
+    assert EngineConfig().itl_slo_ms is None
 
 
 @pytest.mark.slow

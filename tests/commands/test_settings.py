@@ -138,6 +138,16 @@ def test_a_variable_that_means_nothing_is_refused(tmp_path: Path, variable: str,
         settings(tmp_path, environment={variable: value})
 
 
+def test_none_turns_an_option_off_that_a_command_sets(tmp_path: Path) -> None:
+    for found in (
+        settings(tmp_path, 'itl_slo_ms = "none"'),
+        settings(tmp_path, "itl_slo_ms = 50", {"OCTAVO_ITL_SLO_MS": "none"}),
+    ):
+        assert values(found) == {"itl_slo_ms": None}
+    with pytest.raises(ConfigError, match="OCTAVO_ITL_SLO_MS must be a number of milliseconds or none, got 'never'"):
+        settings(tmp_path, environment={"OCTAVO_ITL_SLO_MS": "never"})
+
+
 def test_variables_that_are_no_options_are_let_be(tmp_path: Path) -> None:
     environment = {
         "OCTAVO_ISA": "avx2",

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.commands.serve import DEFAULTS
 from octavo.request import Request, Sequence
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.scheduler.policy import VirtualTokenCounter
@@ -28,19 +29,24 @@ TARGET = 0.05
 class Server:
     """A scheduler whose steps take as long as a device would, and which draws token 7 for everyone."""
 
-    def __init__(self, device: StepTimes = SMALL, *, seqs: int = 128, fair: bool = False) -> None:
+    def __init__(
+        self, device: StepTimes = SMALL, *, seqs: int = 128, fair: bool = False, target: float | None = TARGET
+    ) -> None:
         self.kv = make_manager(6001, 16)
-        config = SchedulerConfig(seqs, 2048, max_model_len=1 << 16, itl_slo_ms=TARGET * 1e3)
+        config = SchedulerConfig(seqs, 2048, max_model_len=1 << 16, itl_slo_ms=target and target * 1e3)
         self.scheduler = Scheduler(config, self.kv, policy=VirtualTokenCounter() if fair else None)
         self.device = device
         self.seconds: list[float] = []
         self._arrivals = 0
 
-    def add(self, tenant: str, tokens: int, n: int = 1, max_tokens: int = 5000, weight: float = 1.0) -> Request:
+    def add(
+        self, tenant: str, tokens: int, n: int = 1, max_tokens: int = 5000, weight: float = 1.0, priority: int = 0
+    ) -> Request:
         self._arrivals += 1
         prompt = [self._arrivals * 10_000 + i for i in range(tokens)]
         request = make_request(prompt, n=n, max_tokens=max_tokens, ignore_eos=True, tenant=tenant)
         request.arrival_time, request.weight = float(self._arrivals), weight
+        request.priority = priority
         self.scheduler.add(request)
         return request
 
@@ -97,11 +103,27 @@ def test_streams_of_one_tenant_have_a_token_in_every_step() -> None:
 
 
 def test_without_a_latency_target_nobody_takes_turns() -> None:
-    server = Server()
-    server.scheduler = Scheduler(SchedulerConfig(128, 2048, max_model_len=1 << 16), server.kv)
+    server = Server(target=None)
     other, request = server.add("other", 5), server.add("attacker", 6000, n=63)
     server.run_until_streaming(other, request)
     assert min(server.run(10)) > 0.25
+
+
+@pytest.mark.parametrize(("target_ms", "least", "most"), [(DEFAULTS["itl_slo_ms"], 0.3, 0.6), (None, 1.5, 2.0)])
+def test_an_urgent_long_prompt_holds_no_stream_for_longer_than_a_servers_default_target(
+    target_ms: float | None, least: float, most: float
+) -> None:
+    """A step of 2,048 tokens takes this device 1.6 s."""
+    slow = StepTimes(0.006, ((1, 0.002), (64, 0.05), (2048, 1.6)), 1.2e-6, 2e-9)
+    server = Server(slow, target=target_ms and target_ms / 1e3)
+    streams = [server.add("other", 50) for _ in range(8)]
+    server.run_until_streaming(*streams)
+    server.run(20)
+    before, steps = [drawn(stream)[0] for stream in streams], len(server.seconds)
+    server.run_until_streaming(server.add("urgent", 7000, priority=-1))
+    beside = server.seconds[steps:]
+    assert least < max(beside) < most
+    assert [drawn(stream)[0] for stream in streams] == [count + len(beside) for count in before]
 
 
 def test_time_is_shared_by_weight() -> None:

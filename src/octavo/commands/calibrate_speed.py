@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
     from octavo.simulator.speed import require_writable
     from octavo.workloads import report
 
-    options = engine_options(args)
+    # Steps of all sizes are measured, so a server's default latency target must not limit them.
+    options = {"itl_slo_ms": None, **engine_options(args)}
     if "record_plans" in options:
         raise ConfigError("plans are recorded for the measurement itself: --keep-plans FILE keeps them")
     require_writable(args.output)

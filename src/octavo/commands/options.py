@@ -57,9 +57,13 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def engine_argv(options: Mapping[str, Any]) -> list[str]:
-    """Return flags equivalent to `options`; None has no flag, because it is the default wherever it is allowed."""
+    """Return flags equivalent to `options`; None has a flag only where a command may have another default."""
     declared = options_of(EngineConfig)
-    given = {name: value for name, value in options.items() if value is not None and not declared[name].internal}
+    given = {
+        name: value
+        for name, value in options.items()
+        if (value is not None or declared[name].none) and not declared[name].internal
+    }
     return [argument for name, value in given.items() for argument in declared[name].argv(value)]
 
 

@@ -31,8 +31,8 @@ file. Options of the environment and the file are logged at the start, keys hidd
 """
 
 # Defaults of a server where they differ from those of `LLM`: with a seed that others know, a client could predict what
-# is drawn for another.
-DEFAULTS: dict[str, Any] = {"seed": None}
+# is drawn for another; without a latency target, one long prompt would hold all streams for as long as a step takes.
+DEFAULTS: dict[str, Any] = {"seed": None, "itl_slo_ms": 500.0}
 # Share of the pin budget and of the queue that one tenant may take if there are several.
 SHARE_OF_SEVERAL = 0.5
 
