@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from octavo.engine.inspection import EngineInfo, limits_in_bytes
@@ -136,6 +137,10 @@ class FakeEngine:
     async def set_kv_limits(self, limits: Mapping[str, KVLimits]) -> None:
         self.kv_limits = dict(limits)
         self.stats.kv_limits = {tenant: limits_in_bytes(limit, 2) for tenant, limit in limits.items()}
+
+    async def inspect(self, look: Callable[[Any], Any]) -> Any:
+        """No sequence runs in a scheduler here."""
+        return look(SimpleNamespace(running=[]))
 
     async def reset_prefix_cache(self) -> int:
         self.cached.clear()

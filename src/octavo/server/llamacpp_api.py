@@ -58,7 +58,7 @@ class LlamaCppApi:
             ),
             Endpoint(
                 *("GET", "/slots", self.list_slots),
-                *("LlamaCppSlots", "How many sequences can run, and which places are taken"),
+                *("LlamaCppSlots", "How many sequences can run, and how many of the client's do"),
             ),
         ]
 
@@ -79,9 +79,12 @@ class LlamaCppApi:
         return await self._handling.respond(request, body, answer, streams=body.streams)
 
     async def list_slots(self, request: Request) -> Response:
-        """List as many slots as sequences can run. They say nothing of requests: those belong to tenants."""
-        running, length = self._engine.stats.num_running, self._engine.info.max_model_len
-        return json_response(slots(self._engine.info.max_num_seqs, running, length))
+        """List as many slots as sequences can run, and those of the client's own tenant as taken."""
+        tenant, info = client_of(request.scope).tenant, self._engine.info
+        running = await self._engine.inspect(
+            lambda scheduler: sum(seq.request.tenant == tenant for seq in scheduler.running)
+        )
+        return json_response(slots(info.max_num_seqs, running, info.max_model_len))
 
     async def show_properties(self, request: Request) -> Response:
         try:

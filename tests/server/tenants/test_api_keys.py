@@ -13,6 +13,7 @@ from octavo.server.config import ServerConfig
 from octavo.server.tenants.keys import tenant_of
 from tests.server.conftest import Running, running_server
 from tests.server.fake_engine import FakeEngine
+from tests.server.real_engine import real_server, slowed_down
 
 BODY = {"prompt": "x", "max_tokens": 1}
 
@@ -131,3 +132,18 @@ def test_a_variable_that_holds_no_key_does_not_open_the_server(
 def test_an_option_that_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         ServerConfig(**options)
+
+
+def test_slots_show_a_key_its_own_sequences_and_nobody_elses() -> None:
+    with real_server({"api_key": ["ada", "bob"]}, num_blocks=65) as shared, slowed_down(shared):
+
+        def taken(key: str) -> int:
+            listed = shared.client.get("/slots", headers=bearer(key)).json()
+            assert len(listed) == shared.engine.info.max_num_seqs
+            return sum(slot["is_processing"] for slot in listed)
+
+        body = {"prompt": [5, 6], "max_tokens": 100, "ignore_eos": True, "stream": True, "n": 2}
+        with shared.client.stream("POST", "/v1/completions", json=body, headers=bearer("ada")) as response:
+            lines = response.iter_lines()
+            assert next(lines)
+            assert (taken("ada"), taken("bob")) == (2, 0)
