@@ -156,6 +156,23 @@ def tiny(start: Callable[..., ServerProcess], slow: Path) -> ServerProcess:
     return start(script(SLOW, slow, "serve", tiny_model(), *options))
 
 
+def test_a_server_stopped_gracefully_restarts_warm(start: Callable[..., ServerProcess], tmp_path: Path) -> None:
+    options = ["--num-blocks", "96", "--dtype", "float32", "--num-threads", "1", "--kv-disk", str(tmp_path)]
+    body = {"prompt": [(7 * i) % 200 for i in range(100)], "max_tokens": 4, "ignore_eos": True, "temperature": 0}
+
+    def ask(server: ServerProcess) -> tuple[str, int]:
+        answer = server.post("/v1/completions", body)
+        return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    first = start(command(tiny_model(), *options))
+    (text, cold), (_, reused) = ask(first), ask(first)
+    assert (cold, reused) == (0, 96)
+    assert first.leave(signal.SIGTERM) == ""
+    second = start(command(tiny_model(), *options))
+    assert ask(second) == (text, 96)
+    assert second.leave(signal.SIGTERM) == ""
+
+
 def test_the_default_model_answers_a_question(start: Callable[..., ServerProcess]) -> None:
     server = start(command("smollm2", "--max-model-len", "512", "--num-blocks", "128", "--num-threads", "1"))
     assert re.fullmatch(r"Octavo serving smollm2 on http://127\.0\.0\.1:\d+\n", server.ready)
