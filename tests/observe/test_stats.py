@@ -90,7 +90,7 @@ def test_what_vllms_dashboard_asks_for_is_there() -> None:
     stats.cache_config = {"block_size": "16", "cache_dtype": "auto"}
     stats.on_step(prompt_tokens=100, generation_tokens=3)
     stats.on_tokens(0.3)
-    stats.on_served(n=2, max_tokens=64, prefill_time=0.5, decode_time=1.5)
+    stats.on_served(n=2, max_tokens=64, longest=30, prefill_time=0.5, decode_time=1.5)
     families = exposed(stats)
     for name, total in {
         "vllm:request_prefill_time_seconds": 0.5,
@@ -99,6 +99,7 @@ def test_what_vllms_dashboard_asks_for_is_there() -> None:
         "vllm:iteration_tokens_total": 103,
         "vllm:request_params_n": 2,
         "vllm:request_params_max_tokens": 64,
+        "vllm:request_max_num_generation_tokens": 30,
         "vllm:time_per_output_token_seconds": 0.3,
     }.items():
         assert families[name].type == "histogram"

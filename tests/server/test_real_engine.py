@@ -35,6 +35,27 @@ def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         request.getfixturevalue("server").assert_nothing_runs()
 
 
+# The series in the queries of vLLM's published Grafana dashboard; "gpu_cache_usage_perc" of its older versions is
+# "kv_cache_usage_perc" in newer ones.
+VLLM_DASHBOARD = {
+    *(f"{name}_seconds_{part}" for name in ("e2e_request_latency", "time_to_first_token") for part in ("sum", "count")),
+    *(f"time_per_output_token_seconds_{part}" for part in ("sum", "count")),
+    *(f"request_{name}_time_seconds_sum" for name in ("queue", "prefill", "decode")),
+    *("prompt_tokens_total", "generation_tokens_total", "num_requests_running", "num_requests_waiting"),
+    *("request_prompt_tokens_sum", "request_generation_tokens_sum", "request_max_num_generation_tokens_sum"),
+    *("kv_cache_usage_perc", "request_success_total/length"),
+}
+
+
+def test_a_live_server_has_every_series_of_vllms_dashboard(server: RealServer) -> None:
+    server.complete([5, 6, 7], max_tokens=3, n=2, temperature=1)
+    counters = server.counters()
+    missing = {name for name in VLLM_DASHBOARD if f"vllm:{name}" not in counters}
+    assert not missing
+    idle = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"}
+    assert all(counters[f"vllm:{name}"] > 0 for name in VLLM_DASHBOARD - idle)
+
+
 @pytest.fixture(scope="module")
 def client(server: RealServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:

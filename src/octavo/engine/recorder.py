@@ -116,6 +116,7 @@ class StatsRecorder:
             self._stats.on_served(
                 n=request.params.n,
                 max_tokens=request.most_output_tokens,
+                longest=max((seq.num_output_tokens for seq in request.sequences), default=0),
                 prefill_time=request.first_token_time - request.admitted_time,
                 decode_time=now - request.first_token_time,
             )

@@ -64,6 +64,11 @@ _HISTOGRAMS = (
     ("request_params_max_tokens", "request_max_tokens", "Output tokens that each finished request allowed."),
     ("request_prompt_tokens", "request_prompt_tokens", "Prompt tokens of each finished request."),
     ("request_generation_tokens", "request_generation_tokens", "Generated tokens of each finished request."),
+    (
+        "request_max_num_generation_tokens",
+        "longest_generation",
+        "Tokens of each finished request's longest completion.",
+    ),
 )
 
 

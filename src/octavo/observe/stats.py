@@ -142,6 +142,7 @@ class EngineStats:
         self.request_max_tokens = Histogram(one_two_five_buckets(max_model_len))
         self.request_prompt_tokens = Histogram(one_two_five_buckets(max_model_len))
         self.request_generation_tokens = Histogram(one_two_five_buckets(max_model_len))
+        self.longest_generation = Histogram(one_two_five_buckets(max_model_len))
 
     def on_audit(self, problem: str | None) -> None:
         """Record an audit of the block accounting; `problem` describes a mismatch, or is None."""
@@ -228,10 +229,15 @@ class EngineStats:
         self.request_prompt_tokens.observe(prompt_tokens)
         self.request_generation_tokens.observe(generation_tokens)
 
-    def on_served(self, *, n: int, max_tokens: int, prefill_time: float, decode_time: float) -> None:
-        """Record, with `on_finished`, a request that had its first token: what it asked for, and how long it took."""
+    def on_served(self, *, n: int, max_tokens: int, longest: int, prefill_time: float, decode_time: float) -> None:
+        """Record, with `on_finished`, a request that had its first token: what it asked for, and how long it took.
+
+        Args:
+            longest: tokens of its longest completion.
+        """
         self.request_n.observe(n)
         self.request_max_tokens.observe(max_tokens)
+        self.longest_generation.observe(longest)
         self.prefill_time.observe(prefill_time)
         self.decode_time.observe(decode_time)
         self.inference_time.observe(prefill_time + decode_time)
