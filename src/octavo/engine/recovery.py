@@ -1,17 +1,12 @@
-"""Recovery after a failed step: ends the requests at fault, and restarts the others.
-
-`Containment` decides which requests are tried next. `Recovery` applies that to the scheduler, and probes with a request
-of its own whether anything can be computed at all.
-"""
+"""Recovery after a failed step: finds the request at fault, ends it, and restarts the others."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 
-from octavo.engine.containment import Containment
 from octavo.errors import CacheError, EngineDeadError, LogitsError
 from octavo.observe.stats import EngineStats
 from octavo.request import CacheOutcome, CacheReport, FinishReason, Request, RequestId, Sequence
@@ -31,9 +26,92 @@ PROBES = 3
 _MAX_NAMED = 20
 
 
+Progress = Callable[[RequestId], int | None]
+"""Returns how many tokens of a request (of its longest sequence) are computed; None if it has ended."""
+
+
+class FaultIsolation:
+    """Decides which requests may take part in the next step, until the one at fault is found; knows only their ids.
+
+        all ──fails──> all once more ──fails──> one half ──fails──> … ──fails──> a single one ──fails twice──> at fault
+         ^                  │                      └──succeeds──> the other half, and so on
+         └─────succeeds─────┴───────── all have passed the point of failure ─────────┘
+
+    A step that fails once is simply computed again, and no request ends. If it fails again for the same requests, they
+    are split in halves. Between two successes a request takes part in at most 3 + ceil(log2(requests)) failed steps, so
+    that within a bounded number of tries some request ends or progresses.
+
+    A suspect is cleared once it has computed all tokens that the failed step would have computed, or has ended. A
+    smaller chunk of its prompt does not clear it, because it may still fail at the same token.
+    """
+
+    def __init__(self) -> None:
+        self._once: dict[RequestId, int] = {}  # requests of the last failed step, with their goals
+        self._groups: list[dict[RequestId, int]] = []  # the last group is being tried, the others are held back
+        self._alone: RequestId | None = None  # has failed once while no other ran
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether there are no suspects."""
+        return not self._once and not self._groups
+
+    def may_run(self, request_id: RequestId) -> bool:
+        return not self._groups or request_id in self._groups[-1]
+
+    def failed(self, goals: Mapping[RequestId, int]) -> RequestId | None:
+        """Record a failed step, and decide what to try next.
+
+        Args:
+            goals: the requests that took part, with the number of computed tokens that each would have had after it;
+                not empty.
+
+        Returns:
+            The request at fault, once it has failed twice alone, and is no longer a suspect; else None.
+        """
+        if self._groups:
+            group = self._groups.pop()
+            if unplanned := {name: goal for name, goal in group.items() if name not in goals}:
+                self._groups.append(unplanned)
+        elif self._once.keys().isdisjoint(goals):
+            self._once = dict(goals)
+            return None
+        self._once = {}
+        suspects = list(goals.items())
+        if len(suspects) == 1:
+            name = suspects[0][0]
+            if self._alone == name:
+                self._alone = None
+                return name
+            self._alone = name
+            self._groups.append(dict(suspects))
+            return None
+        middle = (len(suspects) + 1) // 2
+        self._groups += [dict(suspects[middle:]), dict(suspects[:middle])]
+        return None
+
+    def advance(self, progress: Progress) -> bool:
+        """Clear requests that have passed the point of failure; returns whether other requests may run now."""
+        self._once = _uncleared(self._once, progress)
+        changed = False
+        while self._groups and not (left := _uncleared(self._groups[-1], progress)):
+            self._groups.pop()
+            self._alone = None
+            changed = True
+        if self._groups and not changed:
+            self._groups[-1] = left
+        return changed
+
+
+def _uncleared(goals: dict[RequestId, int], progress: Progress) -> dict[RequestId, int]:
+    if not goals:
+        return goals
+    return {name: goal for name, goal in goals.items() if (computed := progress(name)) is not None and computed < goal}
+
+
 class Recovery:
     """Ends the requests that make a step fail, and starts over with all others.
 
+    Before it blames a request, it computes a token of a request of its own, to see whether anything can be computed.
     Methods that handle a failure return the requests that they have ended, with `FinishReason.ERROR`.
     """
 
@@ -41,22 +119,22 @@ class Recovery:
         self._scheduler = scheduler
         self._runner = runner
         self._stats = stats
-        self._containment = Containment()
+        self._isolation = FaultIsolation()
         self._ids = itertools.count()
 
     def may_run(self, request_id: RequestId) -> bool:
         """Whether a request may take part in the next step."""
-        return self._containment.may_run(request_id)
+        return self._isolation.may_run(request_id)
 
     @property
     def is_calm(self) -> bool:
         """Whether every request has passed the point where it failed."""
-        return self._containment.is_calm
+        return self._isolation.is_calm
 
     def advance(self) -> None:
         """Let other requests run if those being tried have passed the point of failure; called before each step."""
-        if self._containment.advance(self._num_computed):
-            self._scheduler.restart(self._containment.may_run)
+        if self._isolation.advance(self._num_computed):
+            self._scheduler.restart(self._isolation.may_run)
 
     def step_failed(self, rows: list[StepRow] | None, error: Exception) -> list[Request]:
         """Handle a step that raised before its result was used: it is tried again, or a request ends.
@@ -74,7 +152,7 @@ class Recovery:
             self.log(error, [], "all of them have ended")
             self._restart(error)
             return []
-        culprit = self._containment.failed(goals)
+        culprit = self._isolation.failed(goals)
         self.log(error, list(goals), "it is tried again" if culprit is None else "it ends")
         self._restart(error)
         if culprit is None:
@@ -122,7 +200,7 @@ class Recovery:
     def _restart(self, error: Exception) -> None:
         """Start over from the requests alone; raises `EngineDeadError` if even that fails."""
         try:
-            self._scheduler.restart(self._containment.may_run)
+            self._scheduler.restart(self._isolation.may_run)
         except Exception as failure:
             raise EngineDeadError(f"a step failed ({error}), and so did starting over: {failure}") from error
         self.audit(error)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from octavo.engine.containment import Containment
 from octavo.engine.core import EngineCore
 from octavo.engine.outputs import STEP_FAILED, OutputKind, RequestOutput
+from octavo.engine.recovery import FaultIsolation
 from octavo.errors import EngineDeadError
 from octavo.request import FinishReason, RequestContext, RequestId
 from octavo.sampling_params import SamplingParams
@@ -204,11 +204,11 @@ def test_an_engine_whose_accounting_is_broken_says_so() -> None:
             run(core)
 
 
-class TestContainment:
+class TestFaultIsolation:
     def test_all_are_tried_once_more_before_anybody_is_held_back(self) -> None:
-        containment = Containment()
-        assert containment.failed(dict.fromkeys(names(4), 1)) is None
-        assert all(map(containment.may_run, names(4)))
+        isolation = FaultIsolation()
+        assert isolation.failed(dict.fromkeys(names(4), 1)) is None
+        assert all(map(isolation.may_run, names(4)))
 
     def test_the_culprit_is_found_in_a_logarithmic_number_of_steps(self) -> None:
         for count in (1, 2, 3, 7, 8, 100):
@@ -219,28 +219,28 @@ class TestContainment:
         assert find(16, {0, 3, 4, 15}) <= 4 * (3 + 4)
 
     def test_a_failure_of_others_is_a_first_one(self) -> None:
-        containment = Containment()
-        containment.failed({RequestId("a"): 1})
-        assert [containment.failed({RequestId("b"): 1}) for _ in range(3)] == [None, None, "b"]
+        isolation = FaultIsolation()
+        isolation.failed({RequestId("a"): 1})
+        assert [isolation.failed({RequestId("b"): 1}) for _ in range(3)] == [None, None, "b"]
 
-    def test_who_got_past_where_it_failed_begins_anew(self) -> None:
-        containment = Containment()
-        containment.failed({RequestId("a"): 8})
-        containment.advance(lambda _: 7)  # another chunk of its prompt, but not that one
-        assert [containment.failed({RequestId("a"): 8}) for _ in range(2)] == [None, "a"]
-        containment.failed({RequestId("b"): 8})
-        containment.advance(lambda _: 8)
-        assert containment.failed({RequestId("b"): 9}) is None
+    def test_a_request_that_passed_its_point_of_failure_begins_anew(self) -> None:
+        isolation = FaultIsolation()
+        isolation.failed({RequestId("a"): 8})
+        isolation.advance(lambda _: 7)  # another chunk of its prompt, but not that one
+        assert [isolation.failed({RequestId("a"): 8}) for _ in range(2)] == [None, "a"]
+        isolation.failed({RequestId("b"): 8})
+        isolation.advance(lambda _: 8)
+        assert isolation.failed({RequestId("b"): 9}) is None
 
-    def test_who_has_ended_is_no_suspect(self) -> None:
-        containment = Containment()
-        containment.failed(dict.fromkeys(names(4), 1))
-        containment.failed(dict.fromkeys(names(4), 1))
-        assert [containment.may_run(name) for name in names(4)] == [True, True, False, False]
-        assert containment.advance(lambda name: None if name in names(2) else 0)
-        assert [containment.may_run(name) for name in names(4)] == [False, False, True, True]
-        assert containment.advance(lambda _: None)
-        assert all(map(containment.may_run, names(4)))
+    def test_a_request_that_has_ended_is_no_suspect(self) -> None:
+        isolation = FaultIsolation()
+        isolation.failed(dict.fromkeys(names(4), 1))
+        isolation.failed(dict.fromkeys(names(4), 1))
+        assert [isolation.may_run(name) for name in names(4)] == [True, True, False, False]
+        assert isolation.advance(lambda name: None if name in names(2) else 0)
+        assert [isolation.may_run(name) for name in names(4)] == [False, False, True, True]
+        assert isolation.advance(lambda _: None)
+        assert all(map(isolation.may_run, names(4)))
 
 
 def names(count: int) -> list[RequestId]:
@@ -249,18 +249,18 @@ def names(count: int) -> list[RequestId]:
 
 def find(count: int, culprits: set[int]) -> int:
     """How many steps fail until all culprits have ended and the others have got past them; each has one token."""
-    containment = Containment()
+    isolation = FaultIsolation()
     computed: dict[RequestId, int] = dict.fromkeys(names(count), 0)
     ended: set[RequestId] = set()
     guilty = {RequestId(str(i)) for i in culprits}
     failed = 0
     while guilty - ended or any(not computed[name] for name in computed.keys() - ended):
-        containment.advance(lambda name: None if name in ended else computed.get(name))
-        step = [name for name in names(count) if name not in ended and containment.may_run(name)]
+        isolation.advance(lambda name: None if name in ended else computed.get(name))
+        step = [name for name in names(count) if name not in ended and isolation.may_run(name)]
         assert step
         if guilty & set(step):
             failed += 1
-            if (found := containment.failed(dict.fromkeys(step, 1))) is not None:
+            if (found := isolation.failed(dict.fromkeys(step, 1))) is not None:
                 assert found in guilty
                 ended.add(found)
         else:
