@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -82,9 +83,10 @@ def test_of_64_streaming_clients_some_leave_and_all_others_get_every_token(optio
 
         # Most are there before any goes on, whenever they come.
         go_on = step_for_news(server.engine)
+        opened = server.engine._delivery.open = Mock(wraps=server.engine._delivery.open)
 
         async def begin() -> None:
-            while server.engine._sent.requests < NUM_CLIENTS - len(before_first):
+            while opened.call_count < NUM_CLIENTS - len(before_first):
                 await asyncio.sleep(0.005)
             go_on()
 

@@ -1,7 +1,7 @@
 """The asyncio front end of the engine: steps run in their own thread, which wakes the event loop once per step.
 
 event loop                                          engine thread
-generate() ── add / abort ──> inbox ──────────────> take in, step, step, …
+generate() ── calls ──────> inbox ──────────────> take in, step, step, …
    ^                                                   │ results of one step
    └── stream <── outputs <── Delivery <── call_soon_threadsafe
 
@@ -19,9 +19,9 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, Generic, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from octavo.engine.core import EngineCore
 from octavo.engine.delivery import Delivery
@@ -57,58 +57,11 @@ NUM_SHARED_THREADS = 2
 _T = TypeVar("_T")
 
 
-class Tally:
-    """A count of requests and prompt tokens that only increases and has a single writer thread."""
+class _CoreCall(NamedTuple):
+    """A call for the engine's thread to make between two steps."""
 
-    def __init__(self) -> None:
-        self.requests = 0
-        self.tokens = 0
-
-    def add(self, request: Request) -> None:
-        self.requests += 1
-        self.tokens += len(request.prompt_token_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class Addition:
-    """A request to queue."""
-
-    request: Request
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """A request to abort."""
-
-    request_id: RequestId
-
-
-@dataclass(frozen=True, slots=True)
-class OutputFailed:
-    """A request whose output could not be made."""
-
-    request: Request
-    error: Exception
-
-
-class Question(Generic[_T]):
-    """A call to run on the core between two steps, and the future for its result."""
-
-    def __init__(self, ask: Callable[[EngineCore], _T], answer: asyncio.Future[_T]) -> None:
-        self._ask = ask
-        self._answer = answer
-
-    def put_to(self, core: EngineCore) -> Callable[[], None]:
-        """Run the call; returns a function that delivers the result in the event loop."""
-        try:
-            found = self._ask(core)
-        except Exception as error:
-            failure = error
-            return lambda: None if self._answer.done() else self._answer.set_exception(failure)
-        return lambda: None if self._answer.done() else self._answer.set_result(found)
-
-
-Message = Addition | Abort | OutputFailed | Question[Any]
+    make: Callable[[], None]
+    is_abort: bool = False
 
 
 class AsyncEngine:
@@ -139,12 +92,10 @@ class AsyncEngine:
         self._idle_audit_seconds = idle_audit_seconds
         self._idle_collect_seconds = idle_collect_seconds
         self._prepares_grammars = prepare_grammars
-        self._delivery = Delivery(core.outputs, self.abort, lambda *failure: self._send(OutputFailed(*failure)))
-        # One queue for all messages, so that those about one request stay in order.
-        self._inbox: deque[Message] = deque()
-        # Requests put into the inbox, counted by the event loop, and taken out, counted by the engine's thread.
-        self._sent = Tally()
-        self._taken = Tally()
+        self._delivery = Delivery(core.outputs, self.abort, self._end_failed)
+        # One queue for all calls, so that those about one request stay in order.
+        self._inbox: deque[_CoreCall] = deque()
+        self._aborted: list[Ended] = []  # since the last step's results
         self._answers: set[asyncio.Future[Any]] = set()
         self._wake = threading.Event()
         self._stopping = False
@@ -222,10 +173,9 @@ class AsyncEngine:
         # Nothing is awaited from here until the request is queued, so the check stays valid.
         self._check_room(len(request.prompt_token_ids), context)
         stream = self._delivery.open(request.request_id)
-        self._sent.add(request)
         self.stats.waiting.enter(request)
         self.core.outputs.add(request, prompt if isinstance(prompt, str) else None, output_kind)
-        self._send(Addition(request))
+        self._send(_CoreCall(partial(self._add, request)))
         try:
             finished = False
             while not finished:
@@ -240,7 +190,7 @@ class AsyncEngine:
 
         Unknown ids are ignored, because the request may just have finished.
         """
-        self._send(Abort(RequestId(request_id)))
+        self._send(_CoreCall(partial(self._end, RequestId(request_id)), is_abort=True))
 
     async def kv_report(self) -> dict[str, Any]:
         """Return the cache report, ready for JSON; see `engine.inspection.kv_report`."""
@@ -279,7 +229,15 @@ class AsyncEngine:
         answer: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         self._answers.add(answer)
         answer.add_done_callback(self._answers.discard)
-        self._send(Question(question, answer))
+
+        def ask() -> None:
+            try:
+                give = partial(answer.set_result, question(self.core))
+            except Exception as error:
+                give = partial(answer.set_exception, error)
+            self._call_in_loop(lambda: None if answer.done() else give())
+
+        self._send(_CoreCall(ask))
         return await answer
 
     async def shutdown(self, drain_seconds: float) -> None:
@@ -315,15 +273,11 @@ class AsyncEngine:
                 most_requests=context.max_waiting_requests or max(1, int(share * limits.max_waiting_requests)),
                 most_tokens=context.max_waiting_tokens or max(1, int(share * limits.max_waiting_tokens)),
             )
-        scheduler = self.core.scheduler
-        limits.check_room(
-            waiting_requests=scheduler.num_waiting + self._sent.requests - self._taken.requests,
-            waiting_tokens=scheduler.num_waiting_tokens + self._sent.tokens - self._taken.tokens,
-            num_tokens=num_tokens,
-        )
+        waiting = self.stats.waiting.total
+        limits.check_room(waiting_requests=waiting.requests, waiting_tokens=waiting.tokens, num_tokens=num_tokens)
 
-    def _send(self, message: Message) -> None:
-        self._inbox.append(message)
+    def _send(self, call: _CoreCall) -> None:
+        self._inbox.append(call)
         self._wake.set()
 
     def _run(self) -> None:
@@ -337,7 +291,7 @@ class AsyncEngine:
             self._error = cause
             dead = EngineDeadError(f"the engine has stopped: {error}")
             dead.__cause__ = cause
-            self._call_in_loop(self._fail, dead)
+            self._call_in_loop(partial(self._fail, dead))
         finally:
             self._watchdog.stop()
 
@@ -348,12 +302,13 @@ class AsyncEngine:
         if self._stopping:
             return False
         self._watchdog.began = time.monotonic()
-        aborted = self._take_in()
+        self._take_in()
         news = self.core.advance() if self.core.has_work else StepNews()
         self._watchdog.began = None
-        news.ended += aborted
+        news.ended += self._aborted
+        self._aborted = []
         if news:
-            self._call_in_loop(self._delivery.deliver, news)
+            self._call_in_loop(partial(self._delivery.deliver, news))
         elif not self.core.has_work and not self._wake.wait(self._idle_audit_seconds):
             if self._prepares_grammars and self.core.inputs.grammars is not None:
                 self._prepares_grammars = False
@@ -377,27 +332,24 @@ class AsyncEngine:
                 logger.error("the block accounting of the idle engine is wrong; it goes on: %s", error)
             self.stats.on_audit(str(error))
 
-    def _take_in(self) -> list[Ended]:
-        """Process the messages in the inbox; returns the requests that were aborted."""
-        aborted = []
+    def _take_in(self) -> None:
+        """Make the calls in the inbox."""
         began = time.monotonic()
         while self._inbox:
-            most = GIVE_UP_SECONDS if isinstance(self._inbox[0], Abort) else TAKE_IN_SECONDS
+            most = GIVE_UP_SECONDS if self._inbox[0].is_abort else TAKE_IN_SECONDS
             if time.monotonic() - began > most:
                 # Many new requests must not delay the running ones; the rest is processed before the next step.
                 self._wake.set()
                 break
-            message = self._inbox.popleft()
-            if isinstance(message, Addition):
-                self._add(message.request)
-                self._taken.add(message.request)
-            elif isinstance(message, Question):
-                self._call_in_loop(lambda deliver: deliver(), message.put_to(self.core))
-            elif isinstance(message, OutputFailed):
-                self.core.output_failed(message.request, message.error)
-            elif (ended := self.core.end(message.request_id)) is not None:
-                aborted.append(ended)
-        return aborted
+            self._inbox.popleft().make()
+
+    def _end(self, request_id: RequestId) -> None:
+        if (ended := self.core.end(request_id)) is not None:
+            self._aborted.append(ended)
+
+    def _end_failed(self, request: Request, error: Exception) -> None:
+        """Have a request ended whose output could not be made."""
+        self._send(_CoreCall(partial(self.core.output_failed, request, error)))
 
     def _add(self, request: Request) -> None:
         request_id = request.request_id
@@ -408,13 +360,13 @@ class AsyncEngine:
             self.core.end(request_id)
             self.stats.waiting.leave(request_id)
             failure = error if isinstance(error, OctavoError) else RequestFailedError(request_id)
-            self._call_in_loop(lambda failed: self._delivery.refuse(request_id, failed), failure)
+            self._call_in_loop(partial(self._delivery.refuse, request_id, failure))
 
-    def _call_in_loop(self, callback: Callable[[_T], None], argument: _T) -> None:
+    def _call_in_loop(self, callback: Callable[[], None]) -> None:
         assert self._loop is not None  # `start` sets it before it starts the thread
         # If the loop has been closed, there is nobody left to notify.
         with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(callback, argument)
+            self._loop.call_soon_threadsafe(callback)
 
     def _fail(self, error: OctavoError) -> None:
         self._delivery.fail(error)

@@ -10,49 +10,50 @@ from octavo.request import Request, RequestId
 
 
 class Waiting(NamedTuple):
-    """The waiting requests of one tenant."""
+    """A number of waiting requests, and of their prompt tokens."""
 
     requests: int = 0
     tokens: int = 0
 
 
 class TenantQueues:
-    """Waiting requests by tenant. Any thread may call any method: one queues requests, another admits them."""
+    """Waiting requests by tenant. Any thread may call any method: one queues requests, another admits them.
+
+    Attributes:
+        total: the waiting requests of all tenants.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[str, Waiting] = {}
-        self._entered: dict[RequestId, tuple[str, int, float]] = {}  # tenant, tokens, arrival
+        self._requests: dict[RequestId, Request] = {}  # in order of arrival
+        self._of: dict[str, Waiting] = {}
+        self.total = Waiting()
 
     def enter(self, request: Request) -> None:
         """Add a request that starts to wait."""
-        tenant, tokens = request.tenant, len(request.prompt_token_ids)
         with self._lock:
-            self._entered[request.request_id] = (tenant, tokens, request.arrival_time)
-            self._add(tenant, 1, tokens)
+            self._requests[request.request_id] = request
+            self._add(request.tenant, 1, len(request.prompt_token_ids))
 
     def leave(self, request_id: RequestId) -> None:
         """Remove a request that was admitted or has ended; does nothing if it is not waiting."""
         with self._lock:
-            if (entered := self._entered.pop(request_id, None)) is not None:
-                tenant, tokens, _ = entered
-                self._add(tenant, -1, -tokens)
+            if (request := self._requests.pop(request_id, None)) is not None:
+                self._add(request.tenant, -1, -len(request.prompt_token_ids))
 
     def of(self, tenant: str) -> Waiting:
-        return self._waiting.get(tenant, Waiting())
+        return self._of.get(tenant, Waiting())
 
     def snapshot(self) -> dict[str, Waiting]:
         """Return the waiting requests of each tenant that has any."""
         with self._lock:
-            return dict(self._waiting)
+            return dict(self._of)
 
     def oldest_age(self, now: float) -> float:
         """Return the seconds that the oldest waiting request has waited at `now` (monotonic clock); 0 if none waits."""
         with self._lock:
-            # The first one is the oldest, because dictionaries keep the order of insertion.
-            for _, _, arrival in self._entered.values():
-                return max(0.0, now - arrival)
-        return 0.0
+            oldest = next(iter(self._requests.values()), None)
+        return 0.0 if oldest is None else max(0.0, now - oldest.arrival_time)
 
     def check_room(self, tenant: str, num_tokens: int, *, most_requests: int, most_tokens: int) -> None:
         """Check that a tenant may queue another prompt of `num_tokens`.
@@ -73,9 +74,9 @@ class TenantQueues:
             )
 
     def _add(self, tenant: str, requests: int, tokens: int) -> None:
-        before = self.of(tenant)
-        after = Waiting(before.requests + requests, before.tokens + tokens)
-        if after.requests:
-            self._waiting[tenant] = after
+        total, own = (Waiting(n + requests, t + tokens) for n, t in (self.total, self.of(tenant)))
+        self.total = total
+        if own.requests:
+            self._of[tenant] = own
         else:
-            self._waiting.pop(tenant, None)
+            self._of.pop(tenant, None)

@@ -143,11 +143,6 @@ class Scheduler:
         return len(self._waiting) + (0 if self.fetching is None else len(self.fetching))
 
     @property
-    def num_waiting_tokens(self) -> int:
-        """The number of tokens of all waiting sequences, including output from before a preemption. O(1)."""
-        return self._waiting.num_tokens
-
-    @property
     def num_promised_places(self) -> int:
         """The number of places promised to parallel samples and beams whose prompt is still being computed."""
         return self._running.num_promised

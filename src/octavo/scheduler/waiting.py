@@ -66,9 +66,6 @@ class WaitingQueue:
         is_capped: whether a tenant has a cap.
         max_overtakes: how many sequences may overtake the first of a line.
         window: how many sequences of a line are compared by their prefixes.
-
-    Attributes:
-        num_tokens: tokens of all waiting sequences, including output from before a preemption. O(1), as is `len`.
     """
 
     def __init__(
@@ -80,7 +77,6 @@ class WaitingQueue:
         max_overtakes: int = 16,
         window: int = 16,
     ) -> None:
-        self.num_tokens = 0
         self._policy = policy
         self._prefix_length = prefix_length if policy.prefix_may_pass else None
         self._is_capped = is_capped
@@ -99,7 +95,6 @@ class WaitingQueue:
         """Add a new sequence, or one that was preempted; that returns to its old place."""
         seq.status = SequenceStatus.WAITING
         self._size += 1
-        self.num_tokens += seq.num_tokens
         name = self._name(seq)
         line = self._lines.get(name)
         if line is None:
@@ -119,7 +114,6 @@ class WaitingQueue:
     def discard(self, seq: Sequence) -> None:
         """Remove a sequence that ended, or was admitted."""
         self._size -= 1
-        self.num_tokens -= seq.num_tokens
         seq.state.cached_prefix = None
         name = self._name(seq)
         line = self._lines[name]
@@ -143,7 +137,7 @@ class WaitingQueue:
 
     def clear(self) -> None:
         """Forget all sequences."""
-        self._size = self.num_tokens = 0
+        self._size = 0
         self._lines = {}
         self._by_size = KeyedHeap(self._policy.prompt_key)
         self._head = None

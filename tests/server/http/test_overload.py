@@ -85,7 +85,7 @@ def test_tokens_that_wait_are_bounded_too(narrow: RealServer) -> None:
         wait_until(lambda: narrow.core.scheduler.num_running == 1)
         waiting = callers.submit(post, 60)
         _waiting(narrow, 1)
-        assert narrow.core.scheduler.num_waiting_tokens == 60
+        assert narrow.core.stats.waiting.total == (1, 60)
         response = narrow.post("/v1/completions", {"prompt": [5] * 41})
         assert response.status_code == 503
         assert (
@@ -94,7 +94,7 @@ def test_tokens_that_wait_are_bounded_too(narrow: RealServer) -> None:
         )
         hurry()
         assert running.result() == waiting.result() == 200
-    assert narrow.core.scheduler.num_waiting_tokens == 0
+    assert narrow.core.stats.waiting.total == (0, 0)
     narrow.assert_nothing_runs()
 
 
