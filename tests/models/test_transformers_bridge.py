@@ -114,6 +114,39 @@ def test_paged_logits_are_those_of_transformers(name: str) -> None:
     assert_same_logits(paged_logits(TransformersModel(model), sequences, block_size=4), expected)
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packed_matrices_give_the_logits_of_transformers(name: str) -> None:
+    model = build(name)
+    sequences = random_sequences(VOCAB, [37, 5, 21])
+    expected = whole_logits(model, sequences)
+    before = sum(parameter.nbytes for parameter in model.parameters())
+    packed = TransformersModel(model, packed=True)
+    assert_same_logits(paged_logits(packed, sequences, block_size=4), expected)
+    assert not any(type(module) is torch.nn.Linear for module in model.modules())
+    left = sum(parameter.nbytes for parameter in model.parameters())
+    assert left < before / 3  # the embedding, norms and routers
+
+
+def test_a_head_tied_to_the_embedding_is_packed_once() -> None:
+    model = build("Llama", tie_word_embeddings=True)
+    sequences = random_sequences(VOCAB, [9])
+    expected = whole_logits(model, sequences)
+    packed = TransformersModel(model, packed=True)
+    assert_same_logits(paged_logits(packed, sequences, block_size=4), expected)
+    assert not any(parameter.shape[0] == VOCAB for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("format", "within"), [("Q8_0", 0.1), ("Q4_0", 0.8)])
+def test_matrices_can_be_quantised_when_they_are_packed(format: Any, within: float) -> None:
+    sequences = random_sequences(VOCAB, [21])
+    [expected] = whole_logits(build("Llama"), sequences)
+    whole = TransformersModel(build("Llama"), packed=True)
+    quantised = TransformersModel(build("Llama"), packed=True, format=format)
+    [logits] = paged_logits(quantised, sequences, block_size=4)
+    assert 0 < (logits - expected).norm() / expected.norm() < within
+    assert quantised.weight_bytes < whole.weight_bytes / 1.5
+
+
 def test_windows_are_read_off_the_models_own_masks() -> None:
     windows = {name: [layer.sliding_window for layer in TransformersModel(build(name)).kv_layers] for name in WINDOWED}
     assert windows == WINDOWED

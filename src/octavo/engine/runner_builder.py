@@ -239,7 +239,9 @@ def _capture(config: EngineConfig, attention: AttentionBackend, arena: KVArena, 
 def _load_through_transformers(config: EngineConfig, source: ModelSource, device: torch.device) -> CausalLM:
     from octavo.models.transformers_bridge import TransformersModel
 
-    return TransformersModel.load(source.path, dtype=_dtype(config, device), device=device)
+    # The reference for the fast paths uses no kernels at all.
+    packed = config.attention_backend != "reference"
+    return TransformersModel.load(source.path, dtype=_dtype(config, device), device=device, packed=packed)
 
 
 def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:

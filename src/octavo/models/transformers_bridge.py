@@ -25,6 +25,7 @@ from octavo.attention.reference import attend_dense
 from octavo.errors import CorruptModelError, ModelNotFoundError, OctavoError, UnsupportedModelError
 from octavo.kvcache.spec import LayerKVSpec
 from octavo.models.base import CausalLM, LaterRows
+from octavo.models.packed_modules import OnlineFormat, can_pack, pack_modules
 from octavo.storage.layer_kv import LayerKV
 
 _ATTENTION = "octavo_paged"
@@ -38,23 +39,27 @@ class TransformersModel(CausalLM):
 
     Args:
         model: a model with any attention implementation, which is switched to Octavo's.
+        packed: whether Octavo's kernels multiply its matrices, where they can: this replaces the modules of `model`.
+        format: what to quantise packed matrices to.
 
     Raises:
         UnsupportedModelError: the model cannot be run; the message has its class and the reason.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, packed: bool = False, format: OnlineFormat | None = None) -> None:
         _register_attention()
         _refuse_unsupported(type(model), model.config)
         model.set_attn_implementation(_ATTENTION)
         self._model = model.eval()
+        self.dtype = model.dtype
+        self.device = model.device
+        if packed and can_pack(model):
+            pack_modules(model, format)
         text_config = model.config.get_text_config(decoder=True)
         self.architecture = type(model).__name__
         self.vocab_size = text_config.vocab_size
         self.max_position_embeddings = text_config.max_position_embeddings
         self.eos_token_ids = _eos_token_ids(model.generation_config, text_config)
-        self.dtype = model.dtype
-        self.device = model.device
         probe = _probe(model, self.max_position_embeddings)
         self.kv_layers = tuple(probe.layers)
         self._layer_of = probe.layer_of
@@ -63,8 +68,16 @@ class TransformersModel(CausalLM):
         self.weight_bytes = sum(tensors.values())
 
     @classmethod
-    def load(cls, folder: Path | str, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> TransformersModel:
-        """Load a Hugging Face folder.
+    def load(
+        cls,
+        folder: Path | str,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        packed: bool = False,
+        format: OnlineFormat | None = None,
+    ) -> TransformersModel:
+        """Load a Hugging Face folder; `packed` and `format` as above.
 
         Raises:
             ModelNotFoundError: the configuration or the weights cannot be read.
@@ -109,7 +122,7 @@ class TransformersModel(CausalLM):
             raise CorruptModelError(
                 f"{model_class.__name__}: {len(missing)} tensors are missing from {folder}, the first is {missing[0]!r}"
             )
-        return cls(model.to(device))
+        return cls(model.to(device), packed=packed, format=format)
 
     def forward(
         self,
