@@ -231,6 +231,7 @@ class Sequence:
     Attributes:
         output_token_ids: the output so far, extended by `append_token`.
         cumulative_logprob: sum of the output tokens' logprobs, as far as they are known; a beam's running score.
+        last_token_time: when it got its last token, as `Request.arrival_time`; None before its first.
         state: what the scheduler keeps of it between steps.
     """
 
@@ -246,6 +247,7 @@ class Sequence:
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    last_token_time: float | None = None
     state: SequenceState = field(default_factory=SequenceState)
 
     @property
@@ -285,6 +287,7 @@ class Sequence:
         """Take over the parent's output, with a new id and a fresh state: nothing known of it before holds any more."""
         self.seq_id = SequenceId(next(_sequence_ids))
         self.state = SequenceState()
+        self.last_token_time = None
         self.output_token_ids = parent.output_token_ids.copy()
         self.cumulative_logprob = parent.cumulative_logprob
         self.num_computed = parent.num_computed

@@ -82,7 +82,7 @@ def test_bad_words_hold_after_a_preemption() -> None:
         found: dict[str, RequestOutput] = {}
         while core.has_work:
             found |= {output.request_id: output for output in core.step() if output.finished}
-        assert core.stats.num_preemptions > 0
+        assert core.stats.gauges().num_preemptions > 0
         assert [found[request.request_id].outputs[0].token_ids for request in requests] == [expected] * 6
         assert_drained(core)
 

@@ -28,11 +28,9 @@ def check(core: EngineCore, requests: list[Request]) -> dict[str, Any]:
     for state in ("active", "cached", "pinned", "swapped"):
         assert sum(tenant["bytes"][state] for tenant in tenants) == sizes[state]
     assert sum(entry["blocks"]["swapped"] for entry in report["requests"]) * report["block_bytes"] == sizes["swapped"]
-    assert {state.value: size for state, size in stats.kv_bytes.items()} | {"swapped": stats.swapped_bytes} == sizes
-    assert (stats.swapped_out_bytes, stats.swapped_in_bytes) == (swap["out_bytes"], swap["in_bytes"])
-    assert stats.num_preemptions == core.scheduler.counters.num_preemptions
-    assert (stats.num_running, stats.num_waiting) == (core.scheduler.num_running, core.scheduler.num_waiting)
-    assert stats.num_swapped == core.scheduler.num_swapped
+    gauges = stats.gauges()
+    assert {state.value: size for state, size in gauges.kv_bytes.items()} | {"swapped": gauges.swapped_bytes} == sizes
+    assert (gauges.swapped_out_bytes, gauges.swapped_in_bytes) == (swap["out_bytes"], swap["in_bytes"])
     booked, totals = [r for r in requests if r.cache_report is not None], report["prefix_cache"]
     assert totals["queried_tokens"] == stats.prefix_cache_queries == sum(len(r.prompt_token_ids) for r in booked)
     assert totals["cached_tokens"] == stats.prefix_cache_hits == sum(r.num_cached_tokens or 0 for r in booked)
@@ -103,7 +101,7 @@ def test_all_sums_are_exact_after_every_step_under_preemption_cancellation_retri
         assert_drained(core)
         report = check(core, requests)
     assert report["bytes"]["active"] == report["bytes"]["swapped"] == 0
-    assert core.stats.num_preemptions > 10
+    assert core.stats.gauges().num_preemptions > 10
     assert core.stats.finished[FinishReason.ERROR] > 3
     assert min(cancelled["running"], cancelled["waiting"]) > 5
     if mode == "swap":
@@ -130,7 +128,7 @@ def test_a_step_whose_logits_are_unusable_leaves_no_host_block_behind_and_its_pr
         core.runner.model._embedding[away.sequences[0].token_ids[-1]] = float("nan")  # type: ignore[attr-defined]
         core.step()
         assert away.sequences[0].finish_reason is FinishReason.ERROR
-        assert core.stats.swapped_in_bytes == core.stats.swapped_out_bytes > 0
+        assert core.stats.gauges().swapped_in_bytes == core.stats.gauges().swapped_out_bytes > 0
         assert check(core, requests)["swap"]["free_bytes"] == check(core, requests)["swap"]["space_bytes"]
         assert_drained(core)
 

@@ -63,8 +63,8 @@ def test_swapping_changes_no_token(
     swapped = llm.core.scheduler.kv.hierarchy.host.swapped
     assert swapped.blocks_in > 0
     assert llm.core.scheduler.counters.recomputed_tokens == 0
-    assert llm.core.stats.swapped_in_bytes == swapped.blocks_in * block_bytes(llm.core)
-    assert llm.core.stats.swapped_out_bytes == swapped.blocks_out * block_bytes(llm.core)
+    assert llm.core.stats.gauges().swapped_in_bytes == swapped.blocks_in * block_bytes(llm.core)
+    assert llm.core.stats.gauges().swapped_out_bytes == swapped.blocks_out * block_bytes(llm.core)
     assert_same(outputs, alone(make_llm, folder))
 
 
@@ -131,11 +131,11 @@ def test_an_aborted_swapped_request_leaves_nothing_in_host_memory(make_llm: Make
         core.add(requests[-1])
     while not core.scheduler.num_swapped:
         core.step()
-    assert core.stats.num_swapped == core.scheduler.num_swapped
+    assert core.stats.gauges().num_swapped == core.scheduler.num_swapped
     for request in requests:
         core.abort(request.request_id)
     assert core.scheduler.kv.audit().num_host == 0
-    assert core.stats.num_swapped == 0
+    assert core.stats.gauges().num_swapped == 0
 
 
 def test_without_swap_space_auto_recomputes_and_swap_is_refused(make_llm: MakeLLM, tiny_llama: Path) -> None:

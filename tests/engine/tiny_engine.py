@@ -119,11 +119,11 @@ def break_after(core: EngineCore, steps: int) -> None:
 
 def is_drained(core: EngineCore) -> bool:
     """Nothing runs or waits, as far as the engine and its statistics say."""
-    return not core.has_work and core.stats.num_running == core.stats.num_waiting == 0
+    return not core.has_work and core.scheduler.num_running == core.scheduler.num_waiting == 0
 
 
 def assert_drained(core: EngineCore) -> None:
     """No request is left, no block is held, and the accounting is proven. Only while the engine is idle."""
     assert_idle(core)
     assert is_drained(core)
-    assert core.stats.kv_usage == 0
+    assert core.stats.gauges().kv_usage == 0

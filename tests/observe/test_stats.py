@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,9 +13,10 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.observe.metrics import MetricsPage
-from octavo.observe.stats import EngineStats, Histogram, one_two_five_buckets
-from octavo.request import FinishReason, Request, RequestId
+from octavo.observe.stats import EngineStats, Gauges, Histogram, one_two_five_buckets
+from octavo.request import FinishReason, Request, RequestId, SequenceStatus
 from octavo.sampling_params import SamplingParams
+from octavo.scheduler.plan import SequenceUpdate
 
 
 def exposed(stats: EngineStats) -> dict[str, Metric]:
@@ -38,14 +41,26 @@ def test_a_format_of_no_version_is_answered_in_the_oldest(version: str) -> None:
     assert content_type.startswith("text/plain; version=0.0.4")
 
 
-def test_gauges_and_counters_follow_the_steps() -> None:
-    stats = EngineStats(max_model_len=1024)
-    stats.on_admitted(queue_time=0.1, queried_tokens=100, hit_tokens=64)
-    stats.on_step(prompt_tokens=100)
-    stats.on_step(generation_tokens=3)
-    stats.on_step(generation_tokens=3)
-    stats.on_queues(num_running=9, num_waiting=9, kv_usage=0.9, preemptions=1, deferred_tokens=7)
-    stats.on_queues(num_running=3, num_waiting=2, kv_usage=0.5)
+def served(
+    stats: EngineStats, arrival: float, admitted: float, tokens: Iterable[float], reason: FinishReason, **params: Any
+) -> Request:
+    """Record a request of seven prompt tokens, four of them cached, that got tokens at these times, and ended."""
+    request = Request(RequestId("r"), [1] * 7, SamplingParams(**params), arrival_time=arrival, num_cached_tokens=4)
+    seq, times = request.sequences[0], list(tokens)
+    stats.on_admitted(request, admitted)
+    for now in times:
+        seq.append_token(5)
+        if now == times[-1]:
+            for each in request.sequences:
+                each.status, each.finish_reason = SequenceStatus.FINISHED, reason
+        stats.on_step([SequenceUpdate(seq, (5,), finish_reason=seq.finish_reason)], now)
+    return request
+
+
+def test_the_present_state_is_read_when_it_is_asked_for() -> None:
+    now = Gauges(num_running=9)
+    stats = EngineStats(max_model_len=1024, gauges=lambda: now)
+    now = Gauges(num_running=3, num_waiting=2, kv_usage=0.5, num_preemptions=1, deferred_tokens=7, evicted_blocks=8)
     families = exposed(stats)
     for name, expected in {
         "vllm:num_requests_running": 3,
@@ -55,12 +70,24 @@ def test_gauges_and_counters_follow_the_steps() -> None:
         assert families[name].type == "gauge"
         assert value(families, name) == expected
     for name, expected in {
-        "vllm:prefix_cache_queries": 100,
-        "vllm:prefix_cache_hits": 64,
         "vllm:num_preemptions": 1,
-        "vllm:prompt_tokens": 100,
-        "vllm:generation_tokens": 6,
         "octavo:deferred_tokens": 7,
+        "octavo:evicted_blocks": 8,
+    }.items():
+        assert families[name].type == "counter"
+        assert value(families, name, f"{name}_total") == expected
+
+
+def test_tokens_are_counted_with_the_step_that_drew_them() -> None:
+    stats = EngineStats(max_model_len=1024)
+    served(stats, 1.0, 1.5, [2.0, 2.25, 3.0], FinishReason.STOP)
+    families = exposed(stats)
+    for name, expected in {
+        "vllm:prefix_cache_queries": 7,
+        "vllm:prefix_cache_hits": 4,
+        "vllm:prompt_tokens": 7,
+        "vllm:generation_tokens": 3,
+        "octavo:steps": 3,
     }.items():
         assert families[name].type == "counter"
         assert value(families, name, f"{name}_total") == expected
@@ -69,7 +96,7 @@ def test_gauges_and_counters_follow_the_steps() -> None:
 def test_finished_requests_are_counted_by_reason() -> None:
     stats = EngineStats(max_model_len=1024)
     for reason in (FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH):
-        stats.on_finished(reason, e2e_latency=1.2, prompt_tokens=7, generation_tokens=30)
+        served(stats, 1.0, 1.0, [1.5, 2.25], reason)
     families = exposed(stats)
     counts = {
         reason: value(families, "vllm:request_success", "vllm:request_success_total", finished_reason=reason)
@@ -78,8 +105,8 @@ def test_finished_requests_are_counted_by_reason() -> None:
     assert counts == {"stop": 2, "length": 1, "abort": 0}
     for name, total in {
         "vllm:request_prompt_tokens": 21,
-        "vllm:request_generation_tokens": 90,
-        "vllm:e2e_request_latency_seconds": pytest.approx(3.6),
+        "vllm:request_generation_tokens": 6,
+        "vllm:e2e_request_latency_seconds": 3.75,
     }.items():
         assert value(families, name, f"{name}_sum") == total
         assert value(families, name, f"{name}_count") == 3
@@ -88,42 +115,42 @@ def test_finished_requests_are_counted_by_reason() -> None:
 def test_what_vllms_dashboard_asks_for_is_there() -> None:
     stats = EngineStats(max_model_len=1024)
     stats.cache_config = {"block_size": "16", "cache_dtype": "auto"}
-    stats.on_step(prompt_tokens=100, generation_tokens=3)
-    stats.on_tokens(0.3)
-    stats.on_served(n=2, max_tokens=64, longest=30, prefill_time=0.5, decode_time=1.5)
+    served(stats, 1.0, 1.25, [1.75, 3.25], FinishReason.LENGTH, n=2, max_tokens=64)
     families = exposed(stats)
-    for name, total in {
-        "vllm:request_prefill_time_seconds": 0.5,
-        "vllm:request_decode_time_seconds": 1.5,
-        "vllm:request_inference_time_seconds": 2.0,
-        "vllm:iteration_tokens_total": 103,
-        "vllm:request_params_n": 2,
-        "vllm:request_params_max_tokens": 64,
-        "vllm:request_max_num_generation_tokens": 30,
-        "vllm:time_per_output_token_seconds": 0.3,
-    }.items():
+    for name, total, count in (
+        ("vllm:request_queue_time_seconds", 0.25, 1),
+        ("vllm:time_to_first_token_seconds", 0.75, 1),
+        ("vllm:request_prefill_time_seconds", 0.5, 1),
+        ("vllm:request_decode_time_seconds", 1.5, 1),
+        ("vllm:request_inference_time_seconds", 2.0, 1),
+        ("vllm:iteration_tokens_total", 9, 2),
+        ("vllm:request_params_n", 2, 1),
+        ("vllm:request_params_max_tokens", 64, 1),
+        ("vllm:request_max_num_generation_tokens", 2, 1),
+        ("vllm:time_per_output_token_seconds", 1.5, 1),
+    ):
         assert families[name].type == "histogram"
-        assert (value(families, name, f"{name}_sum"), value(families, name, f"{name}_count")) == (total, 1)
+        assert (value(families, name, f"{name}_sum"), value(families, name, f"{name}_count")) == (total, count)
     assert value(families, "vllm:cache_config_info", block_size="16", cache_dtype="auto") == 1
     assert "vllm:swapped_out_bytes" not in families
 
 
-def test_latencies_are_histograms_under_vllms_names() -> None:
+def test_a_request_that_never_ran_counts_as_finished_but_not_as_served() -> None:
     stats = EngineStats(max_model_len=1024)
-    stats.on_first_token(0.03)
-    stats.on_tokens(0.012, times=5)
-    stats.on_tokens(0.3)
-    stats.on_admitted(queue_time=0.0, queried_tokens=1, hit_tokens=0)
-    families = exposed(stats)
-    for name, count in {
-        "vllm:time_to_first_token_seconds": 1,
-        "vllm:inter_token_latency_seconds": 6,
-        "vllm:request_queue_time_seconds": 1,
-    }.items():
-        assert families[name].type == "histogram"
-        assert value(families, name, f"{name}_count") == count
-    itl = "vllm:inter_token_latency_seconds"
-    assert value(families, itl, f"{itl}_sum") == pytest.approx(0.36)
+    request = Request(RequestId("r"), [1], SamplingParams(), arrival_time=1.0)
+    stats.on_finished(request, FinishReason.ABORT, 2.0)
+    assert (stats.e2e_latency.count, stats.decode_time.count) == (1, 0)
+
+
+def test_streams_that_got_their_last_token_together_share_an_observation() -> None:
+    stats = EngineStats(max_model_len=1024)
+    requests = [Request(RequestId(str(i)), [1], SamplingParams(), arrival_time=0.0) for i in range(5)]
+    for now in (1.0, 1.0125):
+        stats.on_step([SequenceUpdate(request.sequences[0], (5,)) for request in requests], now)
+    stats.on_step([SequenceUpdate(requests[0].sequences[0], (5,))], 1.3125)
+    families, itl = exposed(stats), "vllm:inter_token_latency_seconds"
+    assert value(families, itl, f"{itl}_count") == 6
+    assert value(families, itl, f"{itl}_sum") == pytest.approx(0.3625)
     assert value(families, itl, f"{itl}_bucket", le="0.01") == 0
     assert value(families, itl, f"{itl}_bucket", le="0.025") == 5
     assert value(families, itl, f"{itl}_bucket", le="+Inf") == 6
@@ -147,23 +174,13 @@ def test_token_buckets_go_one_two_five_up_to_the_context() -> None:
 
 
 def test_two_engines_in_one_process_do_not_mix_their_metrics() -> None:
-    first, second = EngineStats(max_model_len=8), EngineStats(max_model_len=8)
-    first.on_queues(num_running=1, num_waiting=0, kv_usage=0.0)
+    first, second = EngineStats(max_model_len=8, gauges=lambda: Gauges(num_running=1)), EngineStats(max_model_len=8)
     assert value(exposed(first), "vllm:num_requests_running") == 1
     assert value(exposed(second), "vllm:num_requests_running") == 0
 
 
 def test_the_process_itself_is_measured() -> None:
     assert "process_resident_memory_bytes" in exposed(EngineStats(max_model_len=8))
-
-
-def test_evictions_and_steps_are_counted() -> None:
-    stats = EngineStats(max_model_len=1024)
-    stats.on_step()
-    stats.on_blocks({}, 7)
-    families = exposed(stats)
-    assert value(families, "octavo:steps", "octavo:steps_total") == 1
-    assert value(families, "octavo:evicted_blocks", "octavo:evicted_blocks_total") == 7
 
 
 def test_the_age_of_the_queue_is_that_of_its_oldest_request() -> None:

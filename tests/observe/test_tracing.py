@@ -15,7 +15,7 @@ from octavo.engine.async_engine import AsyncEngine
 from octavo.errors import ConfigError
 from octavo.observe import tracing
 from tests.engine.tiny_engine import tiny_core
-from tests.server.conftest import Running, running_server, wait_until
+from tests.server.conftest import Running, running_server
 
 pytestmark = pytest.mark.integration
 
@@ -151,12 +151,6 @@ def _abort() -> Any:
     from octavo.request import FinishReason
 
     return FinishReason.ABORT
-
-
-def test_no_span_waits_in_memory_after_its_request(traced: Running) -> None:
-    ask(traced)
-    tracer = traced.engine.core.stats.tracer
-    wait_until(lambda: not tracer._times)
 
 
 def test_without_the_packages_the_option_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 import octavo
 from octavo.limits import RequestLimits
+from octavo.observe.stats import Gauges
 from octavo.server.app import create_app
 from octavo.server.openapi.description import describe
 from octavo.server.openapi.schema_ranges import Described
@@ -98,7 +99,7 @@ def test_detokenize_refuses_ids_out_of_the_vocabulary(server: Running) -> None:
 
 def test_metrics_are_exposed_under_the_served_name(start_server: Callable[..., Running]) -> None:
     engine = FakeEngine()
-    engine.stats.on_queues(num_running=2, num_waiting=1, kv_usage=0.25)
+    engine.stats.gauges = lambda: Gauges(num_running=2, num_waiting=1, kv_usage=0.25)
     server = start_server(engine, served_model_name="mine")
     response = server.client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")

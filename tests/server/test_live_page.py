@@ -182,7 +182,7 @@ def test_a_request_in_host_memory_is_swapped_out(monkeypatch: pytest.MonkeyPatch
 
         monkeypatch.setattr(core.scheduler, "update", update)
         server.complete([[number] * 30 for number in range(5, 13)], max_tokens=60)
-        assert core.stats.num_preemptions > 0
+        assert core.stats.gauges().num_preemptions > 0
     assert {live.RUNNING, live.SWAPPED} <= seen
 
 

@@ -102,7 +102,7 @@ def test_of_64_streaming_clients_some_leave_and_all_others_get_every_token(optio
         assert finished[FinishReason.LENGTH] + finished[FinishReason.ABORT] <= NUM_CLIENTS
         assert finished[FinishReason.LENGTH] >= NUM_CLIENTS - 16
         if options:
-            assert server.core.stats.num_preemptions > 0
+            assert server.core.stats.gauges().num_preemptions > 0
         assert server.complete([5, 6], max_tokens=3)["usage"]["completion_tokens"] == 3
 
 
@@ -157,7 +157,7 @@ class TestOneThatLeaves:
 
     def test_and_does_not_read_holds_up_nobody(self, slow: RealServer) -> None:
         connection = send(slow, "/v1/completions", {"prompt": [5], "max_tokens": 900, "stream": True, "n": 4})
-        wait_until(lambda: slow.core.stats.num_running == 4)
+        wait_until(lambda: slow.core.stats.gauges().num_running == 4)
         slow.complete([6], max_tokens=5)
-        wait_until(lambda: slow.core.stats.num_running == 4)  # its samples have not ended
+        wait_until(lambda: slow.core.stats.gauges().num_running == 4)  # its samples have not ended
         connection.close()

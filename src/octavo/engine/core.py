@@ -22,11 +22,10 @@ from octavo.engine.outputs import (
     StepNews,
 )
 from octavo.engine.processor import OutputProcessor, StopStrings
-from octavo.engine.recorder import StatsRecorder
 from octavo.engine.recovery import Recovery, live_rows, planned_rows
 from octavo.errors import GrammarError, LogitsError
 from octavo.grammar.compiler import GrammarCompiler
-from octavo.observe.stats import EngineStats
+from octavo.observe.stats import EngineStats, Gauges
 from octavo.request import (
     DEFAULT_CONTEXT,
     FinishReason,
@@ -86,7 +85,7 @@ class EngineCore:
         self.runner = runner
         self.tokenizer = tokenizer
         self.tiers = tiers
-        self.stats = EngineStats(max_model_len=info.max_model_len)
+        self.stats = EngineStats(max_model_len=info.max_model_len, gauges=partial(Gauges.of, scheduler))
         self.stats.block_bytes = scheduler.kv.spec.block_bytes
         self.stats.cache_config = {
             "block_size": str(scheduler.kv.spec.block_size),
@@ -99,7 +98,6 @@ class EngineCore:
         self.stats.host = memory.counters if memory.num_prefix_slots else None
         self.stats.stores = () if tiers is None else tuple(tiers.stores)
         self.stats.fetching = scheduler.fetching
-        self._recorder = StatsRecorder(self.stats, scheduler)
         self.inputs = InputProcessor(
             config=config,
             scheduler=scheduler,
@@ -167,7 +165,7 @@ class EngineCore:
         if request is None:
             return None
         self._stop_strings.forget(request_id)
-        self._recorder.on_ended(request, reason)
+        self.stats.on_finished(request, reason, time.monotonic())
         self._release()
         return Ended(request)
 
@@ -264,40 +262,32 @@ class EngineCore:
         if failures:
             self._recovery.audit()
         try:
-            self._recorder.on_step(updates)
+            self.stats.on_step(updates, time.monotonic())
         except Exception:
             logger.exception("the statistics of a step are lost")
         return StepNews(updates, ended)
 
     def _book_admission(self, request: Request) -> None:
         try:
-            self._recorder.on_admitted(request)
+            self.stats.on_admitted(request, time.monotonic())
         except Exception:
             logger.exception("the statistics of an admission are lost")
 
     def kv_report(self) -> dict[str, Any]:
-        """Return who holds which bytes of the cache, and how much it helped, ready for JSON; see `engine.inspection`.
-
-        Also refreshes the statistics, because making the report releases expired pins.
-        """
+        """Return who holds which bytes of the cache, and how much it helped, for JSON; see `engine.inspection`."""
         report = kv_report(self.scheduler)
         if (host := self.scheduler.kv.hierarchy.host).num_prefix_slots:
             stores = () if self.tiers is None else self.tiers.stores
             report["tiers"] = tiers_report(host, stores, self.scheduler.kv.spec.block_bytes)
-        self._recorder.on_changed()
         return report
 
     def pins(self) -> list[PinInfo]:
         """Return all pins, the soonest to expire first."""
-        found = list_pins(self.scheduler.kv)
-        self._recorder.on_changed()
-        return found
+        return list_pins(self.scheduler.kv)
 
     def unpin(self, pin_id: str) -> bool:
         """Remove a pin before it expires; False if there is none with that id."""
-        found = self.scheduler.kv.pins.unpin(pin_id)
-        self._recorder.on_changed()
-        return found
+        return self.scheduler.kv.pins.unpin(pin_id)
 
     def set_kv_limits(self, limits: Mapping[str, KVLimits]) -> None:
         """Replace the tenants' floors and caps, also in the statistics; see `Scheduler.set_limits`."""
@@ -307,9 +297,7 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> int:
         """Evict every cached block that is neither in use nor pinned, and return their number."""
-        count = self.scheduler.kv.reset_prefix_cache()
-        self._recorder.on_changed()
-        return count
+        return self.scheduler.kv.reset_prefix_cache()
 
     def close(self, seconds: float = CLOSING_SECONDS) -> None:
         """Abort all requests, write reused blocks to the stores, and close these and the runner.
@@ -371,7 +359,7 @@ class EngineCore:
         """Record requests that have ended with an error."""
         for request in requests:
             self._stop_strings.forget(request.request_id)
-            self._recorder.on_ended(request, FinishReason.ERROR)
+            self.stats.on_finished(request, FinishReason.ERROR, time.monotonic())
         return [Ended(request, STEP_FAILED) for request in requests]
 
     def _end_faulty(self, error: LogitsError) -> StepNews:

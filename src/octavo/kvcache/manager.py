@@ -140,11 +140,13 @@ class KVCacheManager:
     def bytes_by_state(self) -> dict[BlockState, int]:
         """Return the bytes of the pool's blocks by state, without the null block. O(1)."""
         pool, size = self.pool, self.spec.block_bytes
+        free, cached, pinned = pool.num_free, pool.num_cached, pool.num_pinned
         return {
-            BlockState.FREE: pool.num_free * size,
-            BlockState.CACHED: pool.num_cached * size,
-            BlockState.PINNED: pool.num_pinned * size,
-            BlockState.ACTIVE: pool.num_active * size,
+            BlockState.FREE: free * size,
+            BlockState.CACHED: cached * size,
+            BlockState.PINNED: pinned * size,
+            # The rest, so that they add up even if another thread reads them in the middle of a step.
+            BlockState.ACTIVE: (pool.num_blocks - 1 - free - cached - pinned) * size,
         }
 
     def explain(self, seq: Sequence, hit: PrefixHit) -> CacheReport:

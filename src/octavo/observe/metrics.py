@@ -81,14 +81,19 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         names, values = list(self._labels), list(self._labels.values())
+        gauges = self._stats.gauges()
+
+        def read(attribute: str) -> float:
+            return float(getattr(gauges if hasattr(gauges, attribute) else self._stats, attribute))
+
         for name, attribute, help in _GAUGES:
             gauge = GaugeMetricFamily(f"vllm:{name}", help, labels=names)
-            gauge.add_metric(values, getattr(self._stats, attribute))
+            gauge.add_metric(values, read(attribute))
             yield gauge
         for prefix, counters in (("vllm", _COUNTERS), ("octavo", _OWN_COUNTERS)):
             for name, attribute, help in counters:
                 counter = CounterMetricFamily(f"{prefix}:{name}", help, labels=names)
-                counter.add_metric(values, getattr(self._stats, attribute))
+                counter.add_metric(values, read(attribute))
                 yield counter
         about = self._stats.cache_config
         cache_config = GaugeMetricFamily(
@@ -119,9 +124,9 @@ class EngineCollector(Collector):
             "The KV cache by state; what is swapped is in host memory, all others add up to the cache.",
             labels=[*names, "state"],
         )
-        for state, size in self._stats.kv_bytes.items():
+        for state, size in gauges.kv_bytes.items():
             kv_bytes.add_metric([*values, state.value], size)
-        kv_bytes.add_metric([*values, "swapped"], self._stats.swapped_bytes)
+        kv_bytes.add_metric([*values, "swapped"], gauges.swapped_bytes)
         yield kv_bytes
         for name, attribute, help in _BY_OUTCOME:
             family = CounterMetricFamily(f"octavo:{name}", help, labels=[*names, "reason"])

@@ -1,21 +1,24 @@
 """The engine's statistics: plain numbers, so that counting costs the step loop next to nothing.
 
-Only the step loop's thread writes; any thread may read. A reader can see one field a step ahead of another, which does
-not matter for a scrape. `observe/metrics.py` turns these numbers into Prometheus' format.
+`EngineStats` counts what happens to requests; what the scheduler and the cache count themselves is read from them, as
+`Gauges`. Only the step loop's thread writes; any thread may read. A reader can see one field a step ahead of another,
+which does not matter for a scrape. `observe/metrics.py` turns these numbers into Prometheus' format.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from octavo.kvcache.block import BlockState
 from octavo.kvcache.host_memory import HostCounters
 from octavo.observe.tenant_queues import TenantQueues
 from octavo.observe.tracing import RequestTracer
-from octavo.request import CacheOutcome, CacheReport, FinishReason
+from octavo.request import CacheOutcome, FinishReason, Request, RequestId
 from octavo.scheduler.fetching import Fetching
-from octavo.scheduler.plan import StepPlan, StepResult
+from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
+from octavo.scheduler.scheduler import Scheduler
 from octavo.tiers.counters import LATENCY_BOUNDS
 from octavo.tiers.store import Store
 
@@ -74,14 +77,55 @@ class Histogram:
         return sum(self.counts)
 
 
-class EngineStats:
-    """The counters, gauges and histograms of one engine. Times are in seconds.
-
-    The gauges, at most 50 ms behind the latest step or change, are `num_running`, `num_waiting`, `num_swapped` (of
-    those waiting), `kv_usage` (share of blocks in use, 0 to 1), `kv_bytes` (of the pool, by state) and `swapped_bytes`
-    (in host memory). All other numbers are counters since the start.
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """What the scheduler and the cache say of themselves at one moment.
 
     Attributes:
+        num_swapped: number of the waiting sequences whose blocks are in host memory.
+        kv_usage: share of blocks in use, 0 to 1.
+        kv_bytes: bytes of the pool by state, which add up to the whole.
+        swapped_bytes: bytes of preempted sequences in host memory.
+        num_preemptions, deferred_tokens, evicted_blocks, swapped_out_bytes, swapped_in_bytes: totals since the start.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_swapped: int = 0
+    kv_usage: float = 0.0
+    kv_bytes: dict[BlockState, int] = field(default_factory=dict)
+    swapped_bytes: int = 0
+    num_preemptions: int = 0
+    deferred_tokens: int = 0
+    evicted_blocks: int = 0
+    swapped_out_bytes: int = 0
+    swapped_in_bytes: int = 0
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> Gauges:
+        """Read the present values, from any thread. O(1)."""
+        kv, counters, size = scheduler.kv, scheduler.counters, scheduler.kv.spec.block_bytes
+        host = kv.hierarchy.host
+        return cls(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_swapped=scheduler.num_swapped,
+            kv_usage=kv.usage,
+            kv_bytes=kv.bytes_by_state(),
+            swapped_bytes=host.num_kept * size,
+            num_preemptions=counters.num_preemptions,
+            deferred_tokens=counters.num_deferred_tokens,
+            evicted_blocks=kv.num_evicted,
+            swapped_out_bytes=host.swapped.blocks_out * size,
+            swapped_in_bytes=host.swapped.blocks_in * size,
+        )
+
+
+class EngineStats:
+    """The counters and histograms of one engine, since its start. Times are in seconds.
+
+    Attributes:
+        gauges: reads what the scheduler and the cache count themselves.
         tracer: makes the requests' traces; None if tracing is off.
         hung_step_seconds: how long the current step has hung, as last seen by the watchdog; None if it has not.
         waiting: requests waiting for their first step, by tenant.
@@ -92,9 +136,11 @@ class EngineStats:
         fetching: decides what is loaded from the stores; None if there are none.
         cache_config: the cache's configuration, as labels of vLLM's `cache_config_info`.
         audit_problem: what the latest audit found wrong with the block accounting; None if it found nothing.
+        kv_limits: "floor_bytes" and "cap_bytes" by tenant.
     """
 
-    def __init__(self, *, max_model_len: int) -> None:
+    def __init__(self, *, max_model_len: int, gauges: Callable[[], Gauges] = Gauges) -> None:
+        self.gauges = gauges
         self.waiting = TenantQueues()
         self.tracer: RequestTracer | None = None
         self.host: HostCounters | None = None
@@ -105,27 +151,16 @@ class EngineStats:
         self.fetching: Fetching | None = None
         self.num_hung_steps = 0
         self.hung_step_seconds: float | None = None
-        self.num_running = 0
-        self.num_waiting = 0
-        self.num_swapped = 0
-        self.kv_usage = 0.0
         self.num_steps = 0
-        self.num_preemptions = 0
-        self.deferred_tokens = 0
         self.num_failed_steps = 0
         self.num_audits = 0
         self.num_failed_audits = 0
         self.audit_problem: str | None = None
-        self.swapped_out_bytes = 0
-        self.swapped_in_bytes = 0
-        self.swapped_bytes = 0
-        self.evicted_blocks = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
-        self.kv_bytes: dict[BlockState, int] = {}
-        self.kv_limits: dict[str, dict[str, int | None]] = {}  # by tenant: "floor_bytes", "cap_bytes"
+        self.kv_limits: dict[str, dict[str, int | None]] = {}
         self.cache_outcomes: dict[CacheOutcome, int] = dict.fromkeys(CacheOutcome, 0)
         self.uncached_tokens: dict[CacheOutcome, int] = dict.fromkeys(CacheOutcome, 0)
         self.cache_config: dict[str, str] = {}
@@ -150,36 +185,6 @@ class EngineStats:
         self.num_failed_audits += problem is not None
         self.audit_problem = problem
 
-    def on_step(self, prompt_tokens: int = 0, generation_tokens: int = 0) -> None:
-        """Record a step.
-
-        Args:
-            prompt_tokens: prompt tokens, including cached ones, of requests whose prompt was completed in this step.
-            generation_tokens: tokens sampled in this step.
-        """
-        self.num_steps += 1
-        self.step_tokens.observe(prompt_tokens + generation_tokens)
-        self.prompt_tokens += prompt_tokens
-        self.generation_tokens += generation_tokens
-
-    def on_queues(
-        self,
-        *,
-        num_running: int,
-        num_waiting: int,
-        kv_usage: float,
-        num_swapped: int = 0,
-        preemptions: int = 0,
-        deferred_tokens: int = 0,
-    ) -> None:
-        """Record the lengths of the queues, and how often sequences were preempted or put off since the last call."""
-        self.num_running = num_running
-        self.num_waiting = num_waiting
-        self.num_swapped = num_swapped
-        self.kv_usage = kv_usage
-        self.num_preemptions += preemptions
-        self.deferred_tokens += deferred_tokens
-
     def on_moved(self, plan: StepPlan, result: StepResult) -> None:
         """Record how long a step's transfers took."""
         if plan.loads:
@@ -187,57 +192,61 @@ class EngineStats:
         if plan.stores:
             self.host_stores.observe(result.store_seconds)
 
-    def on_swapped(self, *, bytes_out: int, bytes_in: int, bytes_held: int) -> None:
-        """Record, with `on_queues`, bytes moved to host memory and back since the start, and bytes held there."""
-        self.swapped_out_bytes = bytes_out
-        self.swapped_in_bytes = bytes_in
-        self.swapped_bytes = bytes_held
+    def on_admitted(self, request: Request, now: float) -> None:
+        """Record a request's first admission, before it is computed."""
+        request.admitted_time = now
+        self.waiting.leave(request.request_id)
+        self.queue_time.observe(now - request.arrival_time)
+        self.prefix_cache_queries += len(request.prompt_token_ids)
+        self.prefix_cache_hits += request.num_cached_tokens or 0
+        if request.cache_report is not None:
+            # Only what its tenant may know, because the metrics are open to everyone.
+            report = request.cache_report.as_told_to(request.tenant)
+            self.cache_outcomes[report.outcome] += 1
+            self.uncached_tokens[report.outcome] += report.num_uncached_tokens
 
-    def on_admitted(self, *, queue_time: float, queried_tokens: int, hit_tokens: int) -> None:
-        """Record, once per request when it is first scheduled, its wait and how much of its prompt was cached."""
-        self.queue_time.observe(queue_time)
-        self.prefix_cache_queries += queried_tokens
-        self.prefix_cache_hits += hit_tokens
+    def on_step(self, updates: Iterable[SequenceUpdate], now: float) -> None:
+        """Record a step, after stop strings have been applied."""
+        prompt_tokens = generation_tokens = 0
+        # Most sequences got their previous token in the same step, so they share one observation.
+        last_tokens: dict[float, int] = {}
+        finished: dict[RequestId, tuple[Request, FinishReason]] = {}
+        for update in updates:
+            seq = update.seq
+            generation_tokens += len(update.token_ids)
+            if (last := seq.last_token_time) is not None:
+                last_tokens[last] = last_tokens.get(last, 0) + 1
+            elif seq.index == 0:
+                prompt_tokens += len(seq.request.prompt_token_ids)
+                seq.request.first_token_time = now
+                self.time_to_first_token.observe(now - seq.request.arrival_time)
+            seq.last_token_time = now
+            if update.finish_reason is not None and seq.request.finished:
+                finished[seq.request.request_id] = (seq.request, update.finish_reason)
+        for last, times in last_tokens.items():
+            self.inter_token_latency.observe(now - last, times)
+        self.num_steps += 1
+        self.step_tokens.observe(prompt_tokens + generation_tokens)
+        self.prompt_tokens += prompt_tokens
+        self.generation_tokens += generation_tokens
+        for request, reason in finished.values():
+            self.on_finished(request, reason, now)
 
-    def on_cache_report(self, report: CacheReport) -> None:
-        """Record, with `on_admitted`, why no more was cached. Hits and uncached tokens add up to the queries."""
-        self.cache_outcomes[report.outcome] += 1
-        self.uncached_tokens[report.outcome] += report.num_uncached_tokens
-
-    def on_blocks(self, kv_bytes: dict[BlockState, int], num_evicted: int) -> None:
-        """Record, with `on_queues`, the pool's bytes by state, and the number of blocks evicted since the start.
-
-        The dictionary must not change afterwards.
-        """
-        self.kv_bytes = kv_bytes
-        self.evicted_blocks = num_evicted
-
-    def on_first_token(self, ttft: float) -> None:
-        """Record a request's first token, `ttft` seconds after the request arrived; once per request."""
-        self.time_to_first_token.observe(ttft)
-
-    def on_tokens(self, itl: float, times: int = 1) -> None:
-        """Record tokens of `times` sequences that came `itl` seconds after the sequence's previous token."""
-        self.inter_token_latency.observe(itl, times)
-
-    def on_finished(
-        self, reason: FinishReason, *, e2e_latency: float, prompt_tokens: int, generation_tokens: int
-    ) -> None:
-        """Record the end of a request's last sequence; `generation_tokens` counts all its sequences."""
+    def on_finished(self, request: Request, reason: FinishReason, now: float) -> None:
+        """Record the end of a request, in a step or between two."""
+        self.waiting.leave(request.request_id)
+        if self.tracer is not None:
+            self.tracer.on_finished(request, reason, now)
+        lengths = [seq.num_output_tokens for seq in request.sequences]
         self.finished[reason] += 1
-        self.e2e_latency.observe(e2e_latency)
-        self.request_prompt_tokens.observe(prompt_tokens)
-        self.request_generation_tokens.observe(generation_tokens)
-
-    def on_served(self, *, n: int, max_tokens: int, longest: int, prefill_time: float, decode_time: float) -> None:
-        """Record, with `on_finished`, a request that had its first token: what it asked for, and how long it took.
-
-        Args:
-            longest: tokens of its longest completion.
-        """
-        self.request_n.observe(n)
-        self.request_max_tokens.observe(max_tokens)
-        self.longest_generation.observe(longest)
-        self.prefill_time.observe(prefill_time)
-        self.decode_time.observe(decode_time)
-        self.inference_time.observe(prefill_time + decode_time)
+        self.e2e_latency.observe(now - request.arrival_time)
+        self.request_prompt_tokens.observe(len(request.prompt_token_ids))
+        self.request_generation_tokens.observe(sum(lengths))
+        admitted, first_token = request.admitted_time, request.first_token_time
+        if admitted is not None and first_token is not None:
+            self.request_n.observe(request.params.n)
+            self.request_max_tokens.observe(request.most_output_tokens)
+            self.longest_generation.observe(max(lengths, default=0))
+            self.prefill_time.observe(first_token - admitted)
+            self.decode_time.observe(now - first_token)
+            self.inference_time.observe(now - admitted)

@@ -20,16 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.errors import ConfigError, how_to_install
-from octavo.request import FinishReason, Request, RequestId
+from octavo.request import FinishReason, Request
 
 # Time limit for exporting the last spans when a server ends.
 FLUSH_SECONDS = 5.0
-
-
-@dataclass(slots=True)
-class _Times:
-    admitted: float
-    first_token: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +33,8 @@ class _Ended:
     traceparent: str | None
     attributes: dict[str, Any]
     arrival: float
-    times: _Times | None
+    admitted: float | None
+    first_token: float | None
     reason: FinishReason
     finished: float
 
@@ -66,25 +61,15 @@ class RequestTracer:
         self._tracer = self._provider.get_tracer("octavo")
         self._propagator = TraceContextTextMapPropagator()
         self._model_name = model_name
-        self._times: dict[RequestId, _Times] = {}
         self._ended: queue.SimpleQueue[_Ended | None] = queue.SimpleQueue()
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
         self._thread = threading.Thread(target=self._run, name="octavo-tracing", daemon=True)
         self._thread.start()
 
-    def on_admitted(self, request: Request, now: float) -> None:
-        """Record that a request is scheduled for the first time."""
-        self._times[request.request_id] = _Times(now)
-
-    def on_first_token(self, request: Request, now: float) -> None:
-        if (times := self._times.get(request.request_id)) is not None:
-            times.first_token = now
-
     def on_finished(self, request: Request, reason: FinishReason, now: float) -> None:
         """Record the end of a request, whether it was ever scheduled or not, and make its spans."""
-        times = self._times.pop(request.request_id, None)
-        attributes = self._attributes(request, reason)
-        self._ended.put(_Ended(request.traceparent, attributes, request.arrival_time, times, reason, now))
+        times = request.arrival_time, request.admitted_time, request.first_token_time
+        self._ended.put(_Ended(request.traceparent, self._attributes(request, reason), *times, reason, now))
 
     def close(self) -> None:
         """Export the remaining spans, waiting up to `FLUSH_SECONDS` for each of the two threads."""
@@ -99,7 +84,6 @@ class RequestTracer:
     def _make_spans(self, ended: _Ended) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
-        times = ended.times
         carrier = {} if ended.traceparent is None else {"traceparent": ended.traceparent}
         span = self._tracer.start_span(
             "llm_request",
@@ -112,10 +96,10 @@ class RequestTracer:
             span.set_status(Status(StatusCode.ERROR))
         context = set_span_in_context(span)
         marks = [("queue", ended.arrival)]
-        if times is not None:
-            marks.append(("prefill", times.admitted))
-            if times.first_token is not None:
-                marks.append(("decode", times.first_token))
+        if ended.admitted is not None:
+            marks.append(("prefill", ended.admitted))
+        if ended.first_token is not None:
+            marks.append(("decode", ended.first_token))
         ends = [start for _, start in marks[1:]] + [ended.finished]
         for (name, start), end in zip(marks, ends, strict=True):
             part = self._tracer.start_span(name, context, start_time=self._ns(start))

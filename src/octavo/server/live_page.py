@@ -222,7 +222,8 @@ def _timed_look(view: LiveView, scheduler: Scheduler) -> tuple[dict[str, Any], f
 
 def _marks(stats: EngineStats) -> tuple[int, ...]:
     """Return numbers of which at least one differs from before if anything may have changed."""
-    return (stats.num_steps, stats.num_running, stats.num_waiting, stats.prompt_tokens, stats.num_preemptions)
+    gauges = stats.gauges()
+    return (stats.num_steps, gauges.num_running, gauges.num_waiting, stats.prompt_tokens, gauges.num_preemptions)
 
 
 def _bounds(stats: EngineStats) -> dict[str, Any]:

@@ -106,9 +106,9 @@ class Operations:
         return json_response(b'{"status":"ready"}')
 
     async def load(self, request: Request) -> Response:
-        stats = self._engine.stats
-        load = {"server_load": len(self._in_flight), "running": stats.num_running, "waiting": stats.num_waiting}
-        return json_response(json_bytes({**load, "kv_cache_usage": stats.kv_usage}))
+        gauges = self._engine.stats.gauges()
+        load = {"server_load": len(self._in_flight), "running": gauges.num_running, "waiting": gauges.num_waiting}
+        return json_response(json_bytes({**load, "kv_cache_usage": gauges.kv_usage}))
 
     async def show_version(self, request: Request) -> Response:
         return json_response(json_bytes({"version": octavo.__version__}))
