@@ -210,7 +210,7 @@ def rowwise(count: int, seconds: float) -> Iterator[Figure]:
                 [partial(kernels.add_rms_norm, x, residual, weight, 1e-5, out)],
                 Work(4 * x.nbytes),
             ),
-            f"silu_mul {rows} x 3072": ([partial(kernels.silu_mul, gate_up, half)], Work(gate_up.nbytes * 3 // 2)),
+            f"silu_mul {rows} x 3072": ([partial(kernels.gate, gate_up, "silu", half)], Work(gate_up.nbytes * 3 // 2)),
             f"rope_write {rows} x 9/3 heads of 64": (
                 [partial(kernels.rope_write, qkv, kv.key, kv.value, cos, sin, places, places)],
                 Work(2 * qkv.nbytes),

@@ -1,8 +1,8 @@
 #include "decoder.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "level/simd/common.h"
 #include "thread_pool.h"
@@ -14,65 +14,90 @@ int64_t element_bytes(Storage storage) { return storage == kBf16 ? 2 : 4; }
 
 }  // namespace
 
-Matrix Decoder::rows(Buffer& buffer, int64_t count, int64_t width) {
+Matrix Decoder::room(Buffer& buffer, int64_t count, int64_t width) const {
     const int64_t stride = width * element_bytes(shape.storage);
     if (static_cast<int64_t>(buffer.size()) < count * stride) buffer.resize(count * stride);
     return {buffer.data(), count, width, stride};
 }
 
-void Decoder::forward(const DecoderStep& step) {
-    wake_threads();
-    run(step);
+const Matrix& Decoder::make(Register place, int64_t count, int64_t width) {
+    return rows_[place] = room(memory_[place], count, width);
 }
 
-void Decoder::run(const DecoderStep& step) {
-    const int64_t tokens = step.num_tokens;
-    Matrix residual = rows(residual_, tokens, shape.hidden), hidden = rows(hidden_, tokens, shape.hidden);
-    Matrix attended = rows(attended_, tokens, int64_t{shape.num_heads} * shape.value_dim);
-    const Storage storage = shape.storage;
-    embed(step, residual);
-    rms_norm(storage, residual, nullptr, layers[0].input_norm, hidden, shape.eps);
-    for (std::size_t index = 0; index < layers.size(); ++index) {
-        const DecoderLayer& layer = layers[index];
-        const bool last = index + 1 == layers.size();
-        attend(step, index, hidden, attended);
-        if (last) {
-            // Every key and value is stored by now: only the rows that become logits need the rest.
-            keep_rows(step, attended, qkv_);
-            keep_rows(step, residual, attended_);
-            hidden = rows(hidden_, step.num_logits, shape.hidden);
-        }
-        multiply(layer.output, attended, hidden, storage, kPlain);
-        rms_norm(storage, residual, &hidden, layer.post_attention_norm, hidden, shape.eps);
-        const Matrix gated = rows(gated_, residual.rows, shape.inner);
-        multiply(layer.gate_up, hidden, gated, storage, shape.activation);
-        multiply(layer.down, gated, hidden, storage, kPlain);
-        rms_norm(storage, residual, &hidden, last ? final_norm : layers[index + 1].input_norm, hidden, shape.eps);
-    }
+void Decoder::forward(const DecoderStep& step) {
+    wake_threads();
+    embed(step, make(kResidual, step.num_tokens, shape.hidden));
+    for (const Instruction& instruction : program)
+        std::visit([&](const auto& one) { execute(step, one); }, instruction);
     num_kept_ = step.num_logits;
     logits(0, step.num_now, step.logits);
 }
 
+void Decoder::execute(const DecoderStep&, const Norm& norm) {
+    const Matrix source = rows_[norm.source];
+    const Matrix columns{source.base + norm.first * element_bytes(shape.storage), source.rows, norm.width,
+                         source.stride};
+    const Matrix out = norm.source == norm.target ? columns : make(norm.target, source.rows, norm.width);
+    normalise(shape.storage, columns, norm.added ? &rows_[*norm.added] : nullptr, norm.weights, out);
+}
+
+void Decoder::execute(const DecoderStep&, const Add& sum) {
+    add(shape.storage, rows_[sum.target], rows_[sum.source]);
+}
+
+void Decoder::execute(const DecoderStep&, const Scale& scaled) {
+    scale(shape.storage, rows_[scaled.place], scaled.factor);
+}
+
+void Decoder::execute(const DecoderStep&, const Multiply& product) {
+    const int64_t outputs = product.linear.outputs();
+    const Matrix& out =
+        make(product.target, rows_[product.source].rows, product.epilogue == kPlain ? outputs : outputs / 2);
+    multiply(product.linear, rows_[product.source], out, shape.storage, product.epilogue);
+}
+
+void Decoder::execute(const DecoderStep&, const Activate& activated) {
+    activate(shape.storage, activated.activation, rows_[activated.place]);
+}
+
+void Decoder::execute(const DecoderStep& step, const Attend& attend) {
+    make(kAttended, step.num_tokens, shape.attended_width());
+    rope_write(shape.storage, rotation(step, attend), step.num_tokens);
+    octavo::attend(attention(step, attend));
+}
+
+void Decoder::execute(const DecoderStep& step, const KeepRows& keep) {
+    const Matrix& all = rows_[keep.place];
+    const Matrix kept = room(spare_, step.num_logits, all.width);
+    for (int64_t i = 0; i < step.num_logits; ++i)
+        std::memcpy(kept.row(i), all.row(step.logits_indices[i]), kept.stride);
+    std::swap(memory_[keep.place], spare_);
+    rows_[keep.place] = kept;
+}
+
 void Decoder::logits(int64_t first, int64_t count, float* out) {
     const int64_t stride = shape.hidden * element_bytes(shape.storage);
-    const Matrix hidden{hidden_.data() + first * stride, count, shape.hidden, stride};
-    multiply(head, hidden, {reinterpret_cast<char*>(out), count, shape.vocab, shape.vocab * 4}, kF32, kPlain);
+    const Matrix hidden{memory_[kHidden].data() + first * stride, count, shape.hidden, stride};
+    const Matrix rows{reinterpret_cast<char*>(out), count, shape.vocab, shape.vocab * 4};
+    multiply(head, hidden, rows, kF32, kPlain);
+    if (shape.logits_scale != 1.0f) scale(kF32, rows, shape.logits_scale);
+    if (shape.logits_softcap != 0.0f) softcap(rows, shape.logits_softcap);
 }
 
 void Decoder::hidden(int64_t first, int64_t count, float* out) const {
     const int64_t begin = first * shape.hidden, elements = count * shape.hidden;
     if (shape.storage == kF32) {
-        std::memcpy(out, hidden_.data() + begin * 4, elements * 4);
+        std::memcpy(out, memory_[kHidden].data() + begin * 4, elements * 4);
         return;
     }
     for (int64_t i = 0; i < elements; ++i) {
         portable::bf16 value;
-        std::memcpy(&value, hidden_.data() + (begin + i) * 2, sizeof value);
+        std::memcpy(&value, memory_[kHidden].data() + (begin + i) * 2, sizeof value);
         out[i] = portable::bf16_to_float(value);
     }
 }
 
-void Decoder::embed(const DecoderStep& step, const Matrix& residual) {
+void Decoder::embed(const DecoderStep& step, const Matrix& residual) const {
     constexpr int64_t kTokensPerTask = 32;
     parallel_for(static_cast<int>((step.num_tokens + kTokensPerTask - 1) / kTokensPerTask), [&](int task) {
         const int64_t end = std::min(step.num_tokens, (task + 1) * kTokensPerTask);
@@ -86,24 +111,23 @@ void Decoder::embed(const DecoderStep& step, const Matrix& residual) {
     });
 }
 
-// `qkv` is rotated in place.
-RopeTask Decoder::rotation(const DecoderStep& step, std::size_t index, const Matrix& qkv) const {
-    const DecoderLayer& layer = layers[index];
-    const LayerCache& cache = caches[index];
+// Queries are rotated in place.
+RopeTask Decoder::rotation(const DecoderStep& step, const Attend& attend) const {
+    const LayerCache& cache = caches[attend.layer];
+    const Rotation angles = attend.rotation < 0 ? Rotation{} : step.rotations[attend.rotation];
     RopeTask rope{};
-    rope.qkv = qkv.base;
-    rope.qkv_stride = qkv.stride;
+    rope.qkv = rows_[kQkv].base;
+    rope.qkv_stride = rows_[kQkv].stride;
     rope.kv = &cache.kv;
-    rope.cos = step.cos;
-    rope.sin = step.sin;
+    rope.cos = angles.cos;
+    rope.sin = angles.sin;
     rope.positions = step.positions;
     rope.slots = step.groups[cache.group].slots;
-    rope.query_norm = layer.query_norm;
-    rope.key_norm = layer.key_norm;
-    rope.norm_eps = shape.eps;
+    rope.query_norm = attend.query_norm;
+    rope.key_norm = attend.key_norm;
     rope.num_heads = shape.num_heads;
     rope.key_dim = shape.key_dim;
-    rope.rotary_dim = step.rotary_dim;
+    rope.rotary_dim = angles.dim;
     if (cache.recent_blocks) {
         rope.copies = &cache.copies;
         rope.copies_slots = step.groups[cache.copies_group].slots;
@@ -111,9 +135,9 @@ RopeTask Decoder::rotation(const DecoderStep& step, std::size_t index, const Mat
     return rope;
 }
 
-AttentionCall Decoder::attention(const DecoderStep& step, std::size_t index, const Matrix& qkv,
-                                 const Matrix& attended) const {
-    const LayerCache& cache = caches[index];
+AttentionCall Decoder::attention(const DecoderStep& step, const Attend& attend) const {
+    const LayerCache& cache = caches[attend.layer];
+    const Matrix &qkv = rows_[kQkv], &attended = rows_[kAttended];
     const GroupTables& tables = step.groups[cache.group];
     const int64_t element = element_bytes(shape.storage);
     AttentionCall call{};
@@ -131,7 +155,8 @@ AttentionCall Decoder::attention(const DecoderStep& step, std::size_t index, con
     call.block_table_stride = tables.stride;
     call.max_blocks = tables.max_blocks;
     call.num_tokens = step.num_tokens;
-    call.scale = 1.0f / std::sqrt(static_cast<float>(shape.key_dim));
+    call.scale = shape.attention_scale;
+    call.softcap = shape.attention_softcap;
     call.num_seqs = static_cast<int>(step.num_seqs);
     call.num_heads = shape.num_heads;
     call.window = cache.window;
@@ -144,23 +169,8 @@ AttentionCall Decoder::attention(const DecoderStep& step, std::size_t index, con
     return call;
 }
 
-void Decoder::attend(const DecoderStep& step, std::size_t index, const Matrix& hidden, const Matrix& attended) {
-    const Linear& projection = layers[index].qkv;
-    const Matrix qkv = rows(qkv_, step.num_tokens, projection.outputs());
-    multiply(projection, hidden, qkv, shape.storage, kPlain);
-    rope_write(shape.storage, rotation(step, index, qkv), step.num_tokens);
-    octavo::attend(attention(step, index, qkv, attended));
-}
-
-// Copies the rows that become logits to `spare`, whose contents are no longer needed, and points `matrix` to them.
-void Decoder::keep_rows(const DecoderStep& step, Matrix& matrix, Buffer& spare) {
-    const Matrix kept = rows(spare, step.num_logits, matrix.width);
-    for (int64_t i = 0; i < step.num_logits; ++i)
-        std::memcpy(kept.row(i), matrix.row(step.logits_indices[i]), kept.stride);
-    matrix = kept;
-}
-
-void Decoder::multiply(const Linear& linear, const Matrix& x, const Matrix& out, Storage storage, Epilogue epilogue) {
+void Decoder::multiply(const Linear& linear, const Matrix& x, const Matrix& out, Storage storage,
+                       Epilogue epilogue) const {
     char* base = out.base;
     for (const Linear::Part& part : linear.parts) {
         const int64_t width = epilogue == kPlain ? part.weight.outputs : part.weight.outputs / 2;

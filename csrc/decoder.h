@@ -1,15 +1,18 @@
-// A whole step of a Llama-family decoder in one call.
+// A whole step of a decoder in one call: a program over registers, which models/program.py has written.
 //
 //     ids -> embedding -> residual
-//     each layer:   residual -> norm -> | q | k | v | -> rotate, store in blocks -> attention -> output -> +residual
-//                            -> norm -> | gate | up | through the activation -> down -> +residual
-//     last:         after the attention, only the rows that become logits continue -> norm -> head -> logits
+//     each layer of Llama's:   residual -> norm -> multiply | q | k | v | -> attend: rotate, store in blocks, attention
+//                                       -> multiply -> norm of residual + hidden -> multiply, through the activation
+//                                       -> multiply
+//     last:                    after the attention, only the rows that become logits continue; norm -> head -> logits
 //
 // Activations are rounded where the Python decoder (models/decoder.py) rounds them.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <variant>
 #include <vector>
 
 #include "attention.h"
@@ -19,7 +22,8 @@
 
 namespace octavo {
 
-// Matrices with the same inputs, whose outputs are concatenated.
+// Matrices with the same inputs, whose outputs are concatenated. A gated product has one, of 16 gates and 16 ups
+// alternating.
 struct Linear {
     struct Part {
         Weight weight;
@@ -33,11 +37,42 @@ struct Linear {
     }
 };
 
-struct DecoderLayer {
-    const char *input_norm, *post_attention_norm;
-    const char *query_norm, *key_norm;  // or null
-    Linear qkv, output, gate_up, down;  // gate_up: one part, 16 gates and 16 ups alternating
+// Buffers of activations, [tokens][width]. A program begins with the embeddings in kResidual and ends with the head's
+// input in kHidden.
+enum Register { kResidual, kHidden, kBranch, kQkv, kAttended, kInner, kNumRegisters };
+
+// The instructions, as models/program.py documents them.
+struct Norm {  // in place, columns [first, first + width) may be normalised alone
+    Register source, target;
+    std::optional<Register> added;
+    NormWeights weights;
+    int64_t first, width;
 };
+struct Add {
+    Register target, source;
+};
+struct Scale {
+    Register place;
+    float factor;
+};
+struct Multiply {
+    Linear linear;
+    Register source, target;
+    Epilogue epilogue;
+};
+struct Activate {
+    Register place;
+    Activation activation;
+};
+struct Attend {
+    std::size_t layer;
+    int rotation;  // index of the step's rotations; -1: none
+    NormWeights query_norm, key_norm;
+};
+struct KeepRows {
+    Register place;
+};
+using Instruction = std::variant<Norm, Add, Scale, Multiply, Activate, Attend, KeepRows>;
 
 struct LayerCache {
     LayerKV kv;
@@ -47,11 +82,12 @@ struct LayerCache {
 };
 
 struct DecoderShape {
-    Storage storage;  // of activations, norms, biases and the cache
-    int64_t hidden, inner, vocab;
+    Storage storage;  // of activations, biases and the cache
+    int64_t hidden, vocab;
     int num_heads, kv_heads, key_dim, value_dim;
-    float eps;
-    Epilogue activation;
+    float attention_scale, attention_softcap, logits_scale, logits_softcap;  // softcaps 0: none
+    int64_t qkv_width() const { return int64_t{num_heads + kv_heads} * key_dim + int64_t{kv_heads} * value_dim; }
+    int64_t attended_width() const { return int64_t{num_heads} * value_dim; }
 };
 
 struct GroupTables {
@@ -60,26 +96,29 @@ struct GroupTables {
     const int64_t* slots;
 };
 
+struct Rotation {
+    const float *cos, *sin;  // [positions][dim / 2]
+    int dim;
+};
+
 struct DecoderStep {
     const int64_t *token_ids, *positions;
     const int32_t *query_start, *context_lens;
     const int64_t* table_rows;  // for each sequence, its row of every group's block_tables
     const GroupTables* groups;
-    const float *cos, *sin;
+    const Rotation* rotations;
     const int64_t* logits_indices;
     float* logits;  // [num_now][vocab] of the first num_now of num_logits rows; `Decoder::logits` computes the others
     int64_t num_tokens, num_seqs, num_logits, num_now;
-    int rotary_dim;
 };
 
 class Decoder {
   public:
     DecoderShape shape;
-    std::vector<DecoderLayer> layers;
-    std::vector<LayerCache> caches;  // one for each layer
+    std::vector<Instruction> program;
+    std::vector<LayerCache> caches;  // one for each layer that attends
     Weight embedding;                // packed; unused if `embedding_rows` is set
     const char* embedding_rows = nullptr;
-    const char* final_norm = nullptr;
     Linear head;
     bool exact = true;  // see `linear` and AttentionCall
 
@@ -93,20 +132,25 @@ class Decoder {
     void hidden(int64_t first, int64_t count, float* out) const;
 
   private:
-    using Buffer = StreamBuffer<char>;  // [tokens][width] activations; keeps its memory from step to step
-    Buffer residual_, hidden_, qkv_, attended_, gated_;
+    using Buffer = StreamBuffer<char>;  // keeps its memory from step to step
 
+    Matrix rows_[kNumRegisters] = {};
+    Buffer memory_[kNumRegisters], spare_;
     int64_t num_kept_ = 0;
 
-    Matrix rows(Buffer& buffer, int64_t count, int64_t width);
-    void run(const DecoderStep& step);
-    void embed(const DecoderStep& step, const Matrix& residual);
-    void attend(const DecoderStep& step, std::size_t layer, const Matrix& hidden, const Matrix& attended);
-    RopeTask rotation(const DecoderStep& step, std::size_t layer, const Matrix& qkv) const;
-    AttentionCall attention(const DecoderStep& step, std::size_t layer, const Matrix& qkv,
-                            const Matrix& attended) const;
-    void keep_rows(const DecoderStep& step, Matrix& matrix, Buffer& spare);
-    void multiply(const Linear& linear, const Matrix& x, const Matrix& out, Storage storage, Epilogue epilogue);
+    Matrix room(Buffer& buffer, int64_t count, int64_t width) const;
+    const Matrix& make(Register place, int64_t count, int64_t width);
+    void embed(const DecoderStep& step, const Matrix& residual) const;
+    void execute(const DecoderStep& step, const Norm& norm);
+    void execute(const DecoderStep& step, const Add& add);
+    void execute(const DecoderStep& step, const Scale& scale);
+    void execute(const DecoderStep& step, const Multiply& multiply);
+    void execute(const DecoderStep& step, const Activate& activate);
+    void execute(const DecoderStep& step, const Attend& attend);
+    void execute(const DecoderStep& step, const KeepRows& keep);
+    RopeTask rotation(const DecoderStep& step, const Attend& attend) const;
+    AttentionCall attention(const DecoderStep& step, const Attend& attend) const;
+    void multiply(const Linear& linear, const Matrix& x, const Matrix& out, Storage storage, Epilogue epilogue) const;
 };
 
 }  // namespace octavo

@@ -12,16 +12,25 @@
 
 namespace octavo {
 
-enum Activation { kSilu, kGeluTanh, kNumActivations };
+enum Activation { kSilu, kGeluTanh, kGelu, kRelu, kNumActivations };
+
+// How a row is normalised: by its root mean square, rounded before weights of the storage type multiply it; the same
+// with float weights, rounded once; or to mean 0 and variance 1, with float weights and perhaps a bias, rounded once.
+enum NormKind { kRmsNorm, kRmsNormRoundedOnce, kLayerNorm, kNumNormKinds };
+struct NormWeights {
+    NormKind kind;
+    const char* weight;  // null: no norm
+    const float* bias;   // of kLayerNorm, or null
+    float eps;
+};
 
 struct RopeTask {
     char* qkv;  // [tokens][q heads * key_dim | kv heads * key_dim | kv heads * value_dim]; queries rotate in place
     int64_t qkv_stride;  // bytes
     const LayerKV* kv;
-    const float *cos, *sin;  // [positions][rotary_dim / 2]
+    const float *cos, *sin;  // [positions][rotary_dim / 2]; unused if rotary_dim is 0
     const int64_t *positions, *slots;
-    const char *query_norm, *key_norm;  // [key_dim] weights in the storage type, or null
-    float norm_eps;
+    NormWeights query_norm, key_norm;  // of each head
     int num_heads, key_dim, rotary_dim;
     const LayerKV* copies;  // of a coded layer, or null, and their slots
     const int64_t* copies_slots;
@@ -39,8 +48,13 @@ struct Kernels {
     void (*merge[kNumStorages])(const AttendTask&, int first_node, int count, AttendScratch&);
     void (*rope_write[kNumStorages])(const RopeTask&, int64_t token_begin, int64_t token_end);
     // If residual is not null, x += residual first.
-    void (*rms_norm[kNumStorages])(char* x, const char* residual, const char* weight, char* out, int width, float eps);
+    void (*normalise[kNumStorages][kNumNormKinds])(char* x, const char* residual, const NormWeights&, char* out,
+                                                   int width);
     void (*gated[kNumStorages][kNumActivations])(const char* gate, const char* up, char* out, int64_t width);
+    void (*activate[kNumStorages][kNumActivations])(char* x, int64_t width);
+    void (*add[kNumStorages])(char* x, const char* y, int64_t width);
+    void (*scale[kNumStorages])(char* x, float factor, int64_t width);
+    void (*softcap)(float* x, float cap, int64_t count);  // x = cap * tanh(x / cap)
     // Index of the first NaN of x[0, count) or, if there is none, of the first of the largest.
     int64_t (*argmax[kNumStorages])(const char* x, int64_t count, float* value);
     // See level/vocab.h.

@@ -18,15 +18,40 @@ template <class Body> void parallel_rows(int64_t rows, int64_t elements_per_row,
     parallel_for(static_cast<int>(pieces), [&](int i) { body(rows * i / pieces, rows * (i + 1) / pieces); });
 }
 
+// Calls body(i) for each row of x.
+template <class Body> void each_row(const Matrix& x, const Body& body) {
+    parallel_rows(x.rows, x.width, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) body(i);
+    });
+}
+
 }  // namespace
 
-void rms_norm(Storage storage, const Matrix& x, const Matrix* residual, const char* weight, const Matrix& out,
-              float eps) {
-    const auto kernel = kernels().rms_norm[storage];
-    parallel_rows(x.rows, x.width, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i)
-            kernel(x.row(i), residual ? residual->row(i) : nullptr, weight, out.row(i), static_cast<int>(x.width), eps);
+void normalise(Storage storage, const Matrix& x, const Matrix* residual, const NormWeights& norm, const Matrix& out) {
+    const auto kernel = kernels().normalise[storage][norm.kind];
+    each_row(x, [&](int64_t i) {
+        kernel(x.row(i), residual ? residual->row(i) : nullptr, norm, out.row(i), static_cast<int>(x.width));
     });
+}
+
+void add(Storage storage, const Matrix& x, const Matrix& y) {
+    const auto kernel = kernels().add[storage];
+    each_row(x, [&](int64_t i) { kernel(x.row(i), y.row(i), x.width); });
+}
+
+void scale(Storage storage, const Matrix& x, float factor) {
+    const auto kernel = kernels().scale[storage];
+    each_row(x, [&](int64_t i) { kernel(x.row(i), factor, x.width); });
+}
+
+void softcap(const Matrix& x, float cap) {
+    const auto kernel = kernels().softcap;
+    each_row(x, [&](int64_t i) { kernel(reinterpret_cast<float*>(x.row(i)), cap, x.width); });
+}
+
+void activate(Storage storage, Activation activation, const Matrix& x) {
+    const auto kernel = kernels().activate[storage][activation];
+    each_row(x, [&](int64_t i) { kernel(x.row(i), x.width); });
 }
 
 void gated(Storage storage, Activation activation, const Matrix& gate_up, const Matrix& out) {

@@ -13,7 +13,12 @@ struct Matrix {  // rows of contiguous elements
     char* row(int64_t index) const { return base + index * stride; }
 };
 
-void rms_norm(Storage, const Matrix& x, const Matrix* residual, const char* weight, const Matrix& out, float eps);
+// x += residual, if not null; then out = the normalised x.
+void normalise(Storage, const Matrix& x, const Matrix* residual, const NormWeights&, const Matrix& out);
+void add(Storage, const Matrix& x, const Matrix& y);  // x += y
+void scale(Storage, const Matrix& x, float factor);
+void softcap(const Matrix& x, float cap);  // of float32
+void activate(Storage, Activation, const Matrix& x);
 void gated(Storage, Activation, const Matrix& gate_up, const Matrix& out);  // [T, 2 I] -> [T, I]
 void rope_write(Storage, const RopeTask&, int64_t num_tokens);
 void argmax(Storage, const Matrix& logits, int64_t* out);

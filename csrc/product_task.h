@@ -22,7 +22,8 @@ struct RowGroups {
     int64_t begin(int64_t group) const { return rows * group / count; }
 };
 
-enum Epilogue { kPlain, kSiluGate, kGeluGate };  // a gate turns pairs of 16 sums, | gate | up |, into 16 outputs
+// A gate turns pairs of 16 sums, | gate | up |, into 16 outputs. Gates are in the order of Activation.
+enum Epilogue { kPlain, kSiluGate, kGeluTanhGate, kGeluGate, kReluGate };
 
 struct LinearOutput {
     char* base;

@@ -170,6 +170,35 @@ void check_copies(const LayerKV& kv, const LayerKV& copies, int first_blocks, in
                 " recent ones, got " + std::to_string(first_blocks) + " and " + std::to_string(recent_blocks));
 }
 
+NormWeights norm_weights(const Tensor& weight, const Tensor& bias, float eps, bool centred, const char* name,
+                         DType dtype, int64_t width) {
+    NormWeights norm{};
+    if (weight.is_null()) return norm;
+    const bool wide = centred || (weight.dtype == DType::f32 && dtype != DType::f32);
+    check_dense(weight, name, wide ? DType::f32 : dtype, {width});
+    norm.kind = centred ? kLayerNorm : wide ? kRmsNormRoundedOnce : kRmsNorm;
+    norm.weight = weight.base;
+    norm.eps = eps;
+    if (!bias.is_null()) {
+        require(centred, std::string(name) + " may have a bias only if it is centred");
+        check_dense(bias, name, DType::f32, {width});
+        norm.bias = bias.data<float>();
+    }
+    return norm;
+}
+
+Activation activation_of(const std::string& name) {
+    const char* names[kNumActivations] = {"silu", "gelu_pytorch_tanh", "gelu", "relu"};
+    for (int activation = 0; activation < kNumActivations; ++activation)
+        if (name == names[activation]) return static_cast<Activation>(activation);
+    require(false, "activation '" + name + "' is not one of silu, gelu_pytorch_tanh, gelu, relu");
+    return kSilu;
+}
+
+Epilogue epilogue_of(const std::string& activation) {
+    return activation.empty() ? kPlain : static_cast<Epilogue>(kSiluGate + activation_of(activation));
+}
+
 void check_range(const int64_t* x, int64_t count, int64_t end, const char* name, int64_t begin) {
     for (int64_t i = 0; i < count; ++i)
         if (x[i] < begin || x[i] >= end)

@@ -28,6 +28,11 @@ LayerKV coded_layer_kv(const CodedArguments& keys, const CodedArguments& values,
 void check_copies(const LayerKV& kv, const LayerKV& copies, int first_blocks, int recent_blocks);
 void check_range(const int64_t* x, int64_t count, int64_t end, const char* name, int64_t begin = 0);
 Weight weight_of(const std::string& format, const Tensor& packed, int64_t outputs, int64_t inputs);
+// A norm of `width` columns of `dtype`. RMS weights are of `dtype` or float32, which decides where it rounds; weights
+// and bias of a `centred` norm (LayerNorm) are float32. No norm if `weight` is null.
+NormWeights norm_weights(const Tensor& weight, const Tensor& bias, float eps, bool centred, const char* name,
+                         DType dtype, int64_t width);
+Activation activation_of(const std::string& name);
 Epilogue epilogue_of(const std::string& activation);  // of the gate; "" for none
 
 void bind_linear(nanobind::module_& m);

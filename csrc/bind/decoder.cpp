@@ -20,65 +20,164 @@ using LinearArguments = std::vector<PartArguments>;
 using CacheCopies = std::tuple<nb::object, nb::object, int, int, int>;
 using CacheArguments = std::tuple<nb::object, nb::object, int, int, std::optional<CacheCopies>>;
 
+// Weight, bias or None, eps, whether it is centred.
+using NormArguments = std::tuple<nb::object, nb::object, float, bool>;
+
+constexpr const char* kRegisterNames[kNumRegisters] = {"residual", "hidden", "branch", "qkv", "attended", "inner"};
+
+Register register_of(const std::string& name) {
+    for (int place = 0; place < kNumRegisters; ++place)
+        if (name == kRegisterNames[place]) return static_cast<Register>(place);
+    require(false, "register '" + name + "' is not one of residual, hidden, branch, qkv, attended, inner");
+    return kResidual;
+}
+
+// What the registers hold after the instructions so far, so that no program can read what is not there.
+class Contents {
+  public:
+    explicit Contents(int64_t hidden) { set(kResidual, hidden, false); }
+    int64_t width(Register place) const {
+        require(widths_[place] > 0, std::string(kRegisterNames[place]) + " is read before it is written");
+        return widths_[place];
+    }
+    bool kept(Register place) const { return kept_[place]; }  // whether only rows that become logits are left
+    void set(Register place, int64_t width, bool kept) {
+        widths_[place] = width;
+        kept_[place] = kept;
+    }
+    void check_width(Register place, int64_t expected, const char* what) const {
+        require(width(place) == expected, std::string(what) + " is for " + std::to_string(expected) + " columns, " +
+                                              kRegisterNames[place] + " has " + std::to_string(width(place)));
+    }
+    void check_alike(Register a, Register b) const {
+        require(width(a) == width(b) && kept_[a] == kept_[b],
+                std::string(kRegisterNames[a]) + " and " + kRegisterNames[b] + " differ in rows or columns");
+    }
+
+  private:
+    int64_t widths_[kNumRegisters] = {};
+    bool kept_[kNumRegisters] = {};
+};
+
 // A decoder, and the Python objects whose memory it refers to.
 class BoundDecoder {
   public:
-    BoundDecoder(const std::string& dtype, int64_t hidden, int64_t inner, int64_t vocab, int num_heads, int kv_heads,
-                 int key_dim, int value_dim, float eps, const std::string& activation) {
+    BoundDecoder(const std::string& dtype, int64_t hidden, int64_t vocab, int num_heads, int kv_heads, int key_dim,
+                 int value_dim, float attention_scale, float attention_softcap, float logits_scale,
+                 float logits_softcap)
+        : contents_(hidden) {
         require(dtype == "bfloat16" || dtype == "float32", "dtype '" + dtype + "' is not one of bfloat16, float32");
-        require(hidden > 0 && inner > 0 && inner % 16 == 0 && vocab > 0,
-                "a decoder's inner width must be a multiple of 16, got " + std::to_string(inner));
+        require(hidden > 0 && vocab > 0, "a decoder must have columns and a vocabulary");
         require(kv_heads > 0 && num_heads > 0 && num_heads % kv_heads == 0,
                 "query heads must be a multiple of KV heads");
         require(key_dim > 0 && key_dim <= kMaxHeadDim && value_dim > 0 && value_dim <= kMaxHeadDim,
                 "heads must have 1 to 256 dimensions");
-        const Epilogue gate = epilogue_of(activation);
-        require(gate != kPlain, "a decoder needs an activation");
+        require(attention_scale > 0, "attention_scale must be positive, got " + std::to_string(attention_scale));
         decoder_.shape = {dtype == "bfloat16" ? kBf16 : kF32,
                           hidden,
-                          inner,
                           vocab,
                           num_heads,
                           kv_heads,
                           key_dim,
                           value_dim,
-                          eps,
-                          gate};
+                          attention_scale,
+                          attention_softcap,
+                          logits_scale,
+                          logits_softcap};
     }
 
-    void add_layer(nb::object input_norm, nb::object post_attention_norm, nb::object query_norm, nb::object key_norm,
-                   const LinearArguments& qkv, const LinearArguments& output, const LinearArguments& gate_up,
-                   const LinearArguments& down) {
+    void add_norm(const std::string& source_name, const std::string& target_name, const NormArguments& weights,
+                  const std::optional<std::string>& added_name, int64_t first, int64_t width) {
+        const Register source = register_of(source_name), target = register_of(target_name);
+        const int64_t columns = contents_.width(source);
+        require(first >= 0 && width > 0 && first <= columns - width && (source == target || width == columns),
+                "a norm of columns " + std::to_string(first) + " to " + std::to_string(first + width) + " of " +
+                    std::to_string(columns));
+        Norm norm{source, target, {}, norm_of(weights, "norm", width), first, width};
+        if (added_name) {
+            norm.added = register_of(*added_name);
+            require(width == columns, "what is added needs a norm of whole rows");
+            contents_.check_alike(source, *norm.added);
+        }
+        contents_.set(target, columns, contents_.kept(source));
+        decoder_.program.emplace_back(norm);
+    }
+
+    void add_sum(const std::string& target, const std::string& source) {
+        const Add add{register_of(target), register_of(source)};
+        contents_.check_alike(add.target, add.source);
+        decoder_.program.emplace_back(add);
+    }
+
+    void add_scale(const std::string& place, float factor) {
+        const Scale scale{register_of(place), factor};
+        contents_.width(scale.place);
+        decoder_.program.emplace_back(scale);
+    }
+
+    void add_product(const LinearArguments& parts, const std::string& source, const std::string& target,
+                     const std::string& gate) {
+        Multiply multiply{product(parts, "weight"), register_of(source), register_of(target), epilogue_of(gate)};
+        require(multiply.source != multiply.target, "a product cannot replace its own input, " + source);
+        contents_.check_width(multiply.source, multiply.linear.parts[0].weight.inputs, "weight");
+        int64_t width = multiply.linear.outputs();
+        if (multiply.epilogue != kPlain) {
+            require(multiply.linear.parts.size() == 1 && width % 32 == 0,
+                    "a gated product needs one matrix with a multiple of 32 outputs, got " +
+                        std::to_string(multiply.linear.parts.size()) + " with " + std::to_string(width));
+            width /= 2;
+        }
+        contents_.set(multiply.target, width, contents_.kept(multiply.source));
+        decoder_.program.emplace_back(std::move(multiply));
+    }
+
+    void add_activation(const std::string& place, const std::string& activation) {
+        const Activate activate{register_of(place), activation_of(activation)};
+        contents_.width(activate.place);
+        decoder_.program.emplace_back(activate);
+    }
+
+    // `rotation`: index of the step's rotations, or -1.
+    void add_attention(int rotation, const std::optional<NormArguments>& query_norm,
+                       const std::optional<NormArguments>& key_norm) {
         const DecoderShape& s = decoder_.shape;
-        DecoderLayer layer{};
-        layer.input_norm = vector(input_norm, "input_norm", s.hidden);
-        layer.post_attention_norm = vector(post_attention_norm, "post_attention_norm", s.hidden);
-        layer.query_norm = query_norm.is_none() ? nullptr : vector(query_norm, "query_norm", s.key_dim);
-        layer.key_norm = key_norm.is_none() ? nullptr : vector(key_norm, "key_norm", s.key_dim);
-        const int64_t width = int64_t{s.num_heads} * s.key_dim + int64_t{s.kv_heads} * (s.key_dim + s.value_dim);
-        layer.qkv = product(qkv, "qkv", width, s.hidden);
-        layer.output = product(output, "output", s.hidden, int64_t{s.num_heads} * s.value_dim);
-        layer.gate_up = product(gate_up, "gate_up", 2 * s.inner, s.hidden);
-        require(layer.gate_up.parts.size() == 1, "gate_up must be one matrix of interleaved gates and ups");
-        layer.down = product(down, "down", s.hidden, s.inner);
-        decoder_.layers.push_back(std::move(layer));
+        contents_.check_width(kQkv, s.qkv_width(), "attention");
+        require(!contents_.kept(kQkv), "attention needs every row of qkv");
+        require(rotation >= -1, "rotation must be an index or -1, got " + std::to_string(rotation));
+        Attend attend{num_layers_++, rotation, {}, {}};
+        if (query_norm) attend.query_norm = norm_of(*query_norm, "query_norm", s.key_dim);
+        if (key_norm) attend.key_norm = norm_of(*key_norm, "key_norm", s.key_dim);
+        num_rotations_ = std::max(num_rotations_, static_cast<size_t>(rotation + 1));
+        contents_.set(kAttended, s.attended_width(), false);
+        decoder_.program.emplace_back(attend);
+    }
+
+    void keep_rows(const std::string& name) {
+        const Register place = register_of(name);
+        const int64_t width = contents_.width(place);
+        require(!contents_.kept(place), name + " has only the rows that become logits already");
+        contents_.set(place, width, true);
+        decoder_.program.emplace_back(KeepRows{place});
     }
 
     // The embedding is plain rows, or one packed matrix.
-    void set_ends(nb::object embedding_rows, const LinearArguments& embedding, nb::object final_norm,
-                  const LinearArguments& head) {
+    void set_ends(nb::object embedding_rows, const LinearArguments& embedding, const LinearArguments& head) {
         const DecoderShape& s = decoder_.shape;
+        contents_.check_width(kHidden, s.hidden, "head");
+        require(contents_.kept(kHidden), "the program must end with the rows that become logits");
         if (embedding_rows.is_none()) {
-            const Linear packed = product(embedding, "embedding", s.vocab, s.hidden);
+            const Linear packed = product(embedding, "embedding");
             require(packed.parts.size() == 1, "the embedding must be one matrix");
             decoder_.embedding = packed.parts[0].weight;
+            check_size(packed, "embedding");
         } else {
             const Tensor rows = tensor(embedding_rows, "embedding");
             check_dense(rows, "embedding", dtype(), {s.vocab, s.hidden});
             decoder_.embedding_rows = rows.base;
         }
-        decoder_.final_norm = vector(final_norm, "final_norm", s.hidden);
-        decoder_.head = product(head, "head", s.vocab, s.hidden);
+        decoder_.head = product(head, "head");
+        check_size(decoder_.head, "head");
+        complete_ = true;
     }
 
     void set_exact(bool exact) { decoder_.exact = exact; }
@@ -87,9 +186,8 @@ class BoundDecoder {
     // layer's arguments.
     void set_caches(const std::vector<CacheArguments>& caches) {
         const DecoderShape& s = decoder_.shape;
-        require(caches.size() == decoder_.layers.size(), "there are " + std::to_string(decoder_.layers.size()) +
-                                                             " layers, got " + std::to_string(caches.size()) +
-                                                             " caches");
+        require(caches.size() == num_layers_, "there are " + std::to_string(num_layers_) + " layers, got " +
+                                                  std::to_string(caches.size()) + " caches");
         std::vector<LayerCache> bound;
         std::vector<nb::object> kept;
         size_t num_groups = 0;
@@ -127,19 +225,20 @@ class BoundDecoder {
 
     void forward(const Tensor& token_ids, const Tensor& positions, const Tensor& query_start,
                  const Tensor& context_lens, const Tensor& table_rows,
-                 const std::vector<std::pair<Tensor, Tensor>>& groups, const Tensor& cos, const Tensor& sin,
-                 const Tensor& logits_indices, const Tensor& logits) {
+                 const std::vector<std::pair<Tensor, Tensor>>& groups,
+                 const std::vector<std::pair<Tensor, Tensor>>& rotations, const Tensor& logits_indices,
+                 const Tensor& logits) {
         const DecoderShape& s = decoder_.shape;
-        require(!decoder_.layers.empty() && decoder_.final_norm, "the decoder is not complete");
-        require(decoder_.caches.size() == decoder_.layers.size(), "the decoder has no caches: call set_caches first");
+        require(complete_, "the decoder is not complete");
+        require(decoder_.caches.size() == num_layers_, "the decoder has no caches: call set_caches first");
         DecoderStep step{};
         check_shape(token_ids, "token_ids", {-1});
         step.num_tokens = token_ids.shape[0];
         step.token_ids = indices(token_ids, "token_ids", step.num_tokens, s.vocab);
-        step.rotary_dim = check_rotation(cos, sin, s.key_dim);
-        step.cos = cos.data<float>();
-        step.sin = sin.data<float>();
-        step.positions = indices(positions, "positions", step.num_tokens, cos.shape[0]);
+        check_dense(positions, "positions", DType::i64, {step.num_tokens});
+        step.positions = positions.data<int64_t>();
+        const std::vector<Rotation> angles = rotation_tables(step, rotations);
+        step.rotations = angles.data();
         check_shape(context_lens, "context_lens", {-1});
         step.num_seqs = context_lens.shape[0];
         check_dense(context_lens, "context_lens", DType::i32, {step.num_seqs});
@@ -213,6 +312,20 @@ class BoundDecoder {
         return tables;
     }
 
+    // The tables of angles, once it is certain that they have every position.
+    std::vector<Rotation> rotation_tables(const DecoderStep& step,
+                                          const std::vector<std::pair<Tensor, Tensor>>& rotations) const {
+        require(rotations.size() >= num_rotations_, "the layers have " + std::to_string(num_rotations_) +
+                                                        " rotations, got " + std::to_string(rotations.size()));
+        std::vector<Rotation> tables;
+        for (const auto& [cos, sin] : rotations) {
+            const int dim = check_rotation(cos, sin, decoder_.shape.key_dim);
+            check_range(step.positions, step.num_tokens, cos.shape[0], "positions");
+            tables.push_back({cos.data<float>(), sin.data<float>(), dim});
+        }
+        return tables;
+    }
+
     LayerKV float_cache(const nb::object& key_object, const nb::object& value_object) const {
         Tensor key, value;
         require(borrow_tensor(key_object.ptr(), &key) && borrow_tensor(value_object.ptr(), &value),
@@ -239,7 +352,14 @@ class BoundDecoder {
         check_dense(view, name, dtype(), {width});
         return view.base;
     }
-    Linear product(const LinearArguments& parts, const char* name, int64_t outputs, int64_t inputs) {
+    NormWeights norm_of(const NormArguments& arguments, const char* name, int64_t width) {
+        const auto& [weight, bias, eps, centred] = arguments;
+        const Tensor added = bias.is_none() ? Tensor{} : tensor(bias, name);
+        return norm_weights(tensor(weight, name), added, eps, centred, name, dtype(), width);
+    }
+    Linear product(const LinearArguments& parts, const char* name) {
+        require(!parts.empty(), std::string(name) + " has no matrix");
+        const int64_t inputs = std::get<3>(parts[0]);
         Linear linear;
         for (const auto& [format, packed, part_outputs, part_inputs, bias] : parts) {
             const Weight weight = weight_of(format, tensor(packed, name), part_outputs, part_inputs);
@@ -249,9 +369,15 @@ class BoundDecoder {
                     std::string(name) + " must have the decoder's dtype, got " + format);
             linear.parts.push_back({weight, bias.is_none() ? nullptr : vector(bias, name, part_outputs)});
         }
-        require(linear.outputs() == outputs, std::string(name) + " must have " + std::to_string(outputs) +
-                                                 " outputs, got " + std::to_string(linear.outputs()));
         return linear;
+    }
+    // Checks that a matrix maps rows of the model's width to the vocabulary.
+    void check_size(const Linear& linear, const char* name) const {
+        const int64_t outputs = linear.outputs(), inputs = linear.parts[0].weight.inputs;
+        require(outputs == decoder_.shape.vocab && inputs == decoder_.shape.hidden,
+                std::string(name) + " must be [" + std::to_string(decoder_.shape.vocab) + ", " +
+                    std::to_string(decoder_.shape.hidden) + "], got [" + std::to_string(outputs) + ", " +
+                    std::to_string(inputs) + "]");
     }
     static const int64_t* indices(const Tensor& tensor, const char* name, int64_t count, int64_t end) {
         check_dense(tensor, name, DType::i64, {count});
@@ -260,26 +386,34 @@ class BoundDecoder {
     }
 
     Decoder decoder_;
+    Contents contents_;
     std::vector<nb::object> kept_, kept_caches_;
-    size_t num_groups_ = 0;
+    size_t num_layers_ = 0, num_rotations_ = 0, num_groups_ = 0;
+    bool complete_ = false;
 };
 
 }  // namespace
 
 void bind_decoder(nb::module_& m) {
     nb::class_<BoundDecoder>(m, "Decoder")
-        .def(nb::init<const std::string&, int64_t, int64_t, int64_t, int, int, int, int, float, const std::string&>(),
-             "dtype"_a, "hidden"_a, "inner"_a, "vocab"_a, "num_heads"_a, "kv_heads"_a, "key_dim"_a, "value_dim"_a,
-             "eps"_a, "activation"_a)
+        .def(nb::init<const std::string&, int64_t, int64_t, int, int, int, int, float, float, float, float>(),
+             "dtype"_a, "hidden"_a, "vocab"_a, "num_heads"_a, "kv_heads"_a, "key_dim"_a, "value_dim"_a,
+             "attention_scale"_a, "attention_softcap"_a, "logits_scale"_a, "logits_softcap"_a)
+        .def("norm", &BoundDecoder::add_norm, "source"_a, "target"_a, "weights"_a, "added"_a.none(), "first"_a,
+             "width"_a)
+        .def("add", &BoundDecoder::add_sum, "target"_a, "source"_a)
+        .def("scale", &BoundDecoder::add_scale, "place"_a, "factor"_a)
+        .def("multiply", &BoundDecoder::add_product, "parts"_a, "source"_a, "target"_a, "gate"_a)
+        .def("activate", &BoundDecoder::add_activation, "place"_a, "activation"_a)
+        .def("attend", &BoundDecoder::add_attention, "rotation"_a, "query_norm"_a.none(), "key_norm"_a.none())
+        .def("keep_rows", &BoundDecoder::keep_rows, "place"_a)
+        .def("set_ends", &BoundDecoder::set_ends, "embedding_rows"_a.none(), "embedding"_a, "head"_a)
         .def("logits", &BoundDecoder::logits, "first"_a, "out"_a)
         .def("hidden", &BoundDecoder::hidden, "first"_a, "out"_a)
-        .def("add_layer", &BoundDecoder::add_layer, "input_norm"_a, "post_attention_norm"_a, "query_norm"_a.none(),
-             "key_norm"_a.none(), "qkv"_a, "output"_a, "gate_up"_a, "down"_a)
-        .def("set_ends", &BoundDecoder::set_ends, "embedding_rows"_a.none(), "embedding"_a, "final_norm"_a, "head"_a)
         .def("set_exact", &BoundDecoder::set_exact, "exact"_a)
         .def("set_caches", &BoundDecoder::set_caches, "caches"_a)
         .def("forward", &BoundDecoder::forward, "token_ids"_a, "positions"_a, "query_start"_a, "context_lens"_a,
-             "table_rows"_a, "groups"_a, "cos"_a, "sin"_a, "logits_indices"_a, "logits"_a);
+             "table_rows"_a, "groups"_a, "rotations"_a, "logits_indices"_a, "logits"_a);
 }
 
 }  // namespace octavo

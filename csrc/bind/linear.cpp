@@ -125,13 +125,6 @@ Weight weight_of(const std::string& format, const Tensor& packed, int64_t output
     return weight;
 }
 
-Epilogue epilogue_of(const std::string& activation) {
-    if (activation.empty()) return kPlain;
-    if (activation == "silu") return kSiluGate;
-    require(activation == "gelu_pytorch_tanh", "activation '" + activation + "' is not one of silu, gelu_pytorch_tanh");
-    return kGeluGate;
-}
-
 void bind_linear(nb::module_& m) {
     m.def("packed_bytes", &checked_packed_bytes, "format"_a, "outputs"_a, "inputs"_a);
     m.def("pack_rows", &py_pack_rows, "format"_a, "packed"_a, "outputs"_a, "inputs"_a, "rows"_a, "first_output"_a,

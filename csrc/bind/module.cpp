@@ -122,8 +122,6 @@ void rope_write_layer(const LayerKV& kv, const Tensor& qkv, const Tensor& cos, c
     check_dense(slots, "slots", DType::i64, {rows.rows});
     check_range(positions.data<int64_t>(), rows.rows, cos.shape[0], "positions");
     check_range(slots.data<int64_t>(), rows.rows, kv.num_blocks * kv.block_size, "slots");
-    if (!query_norm.is_null()) check_dense(query_norm, "query_norm", dtype, {key_dim});
-    if (!key_norm.is_null()) check_dense(key_norm, "key_norm", dtype, {key_dim});
     RopeTask task{};
     task.qkv = rows.base;
     task.qkv_stride = rows.stride;
@@ -132,9 +130,8 @@ void rope_write_layer(const LayerKV& kv, const Tensor& qkv, const Tensor& cos, c
     task.sin = sin.data<float>();
     task.positions = positions.data<int64_t>();
     task.slots = slots.data<int64_t>();
-    task.query_norm = query_norm.base;
-    task.key_norm = key_norm.base;
-    task.norm_eps = eps;
+    task.query_norm = norm_weights(query_norm, {}, eps, false, "query_norm", dtype, key_dim);
+    task.key_norm = norm_weights(key_norm, {}, eps, false, "key_norm", dtype, key_dim);
     task.num_heads = static_cast<int>(query_width / key_dim);
     task.key_dim = key_dim;
     task.rotary_dim = rotary_dim;
@@ -170,22 +167,23 @@ void py_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, 
     const Storage storage = storage_of(x, "x");
     const Matrix rows = matrix(x, "x", x.dtype), normal = matrix(out, "out", x.dtype);
     check_shape(out, "out", {rows.rows, rows.width});
-    check_dense(weight, "weight", x.dtype, {rows.width});
+    const NormWeights norm = norm_weights(weight, {}, eps, false, "weight", x.dtype, rows.width);
     Matrix added{};
     if (!residual.is_null()) {
         added = matrix(residual, "residual", x.dtype);
         check_shape(residual, "residual", {rows.rows, rows.width});
     }
     nb::gil_scoped_release release;
-    rms_norm(storage, rows, residual.is_null() ? nullptr : &added, weight.base, normal, eps);
+    normalise(storage, rows, residual.is_null() ? nullptr : &added, norm, normal);
 }
 
-void py_gated(const Tensor& gate_up, const Tensor& out, bool gelu) {
+void py_gated(const Tensor& gate_up, const Tensor& out, const std::string& activation) {
     const Storage storage = storage_of(gate_up, "gate_up");
     const Matrix in = matrix(gate_up, "gate_up", gate_up.dtype), rows = matrix(out, "out", gate_up.dtype);
     check_shape(gate_up, "gate_up", {rows.rows, rows.width * 2});
+    const Activation of_gates = activation_of(activation);
     nb::gil_scoped_release release;
-    gated(storage, gelu ? kGeluTanh : kSilu, in, rows);
+    gated(storage, of_gates, in, rows);
 }
 
 void py_argmax(const Tensor& logits, const Tensor& out) {
@@ -235,7 +233,7 @@ NB_MODULE(_native, m) {
     m.def("rope_write_coded", &py_rope_write_coded, "qkv"_a, "keys"_a, "values"_a, "cos"_a, "sin"_a, "positions"_a,
           "slots"_a, "query_norm"_a.none(), "key_norm"_a.none(), "eps"_a, "copies"_a.none());
     m.def("rms_norm", &py_rms_norm, "x"_a, "residual"_a.none(), "weight"_a, "out"_a, "eps"_a);
-    m.def("gated", &py_gated, "gate_up"_a, "out"_a, "gelu"_a);
+    m.def("gated", &py_gated, "gate_up"_a, "out"_a, "activation"_a);
     m.def("argmax", &py_argmax, "logits"_a, "out"_a);
     bind_linear(m);
     bind_decoder(m);

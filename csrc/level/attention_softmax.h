@@ -2,6 +2,7 @@
 #pragma once
 
 #include "level/attention_state.h"
+#include "level/rowwise.h"
 
 namespace octavo::OCTAVO_LEVEL {
 
@@ -18,11 +19,6 @@ template <Storage S> inline F16 exp2_weight(F16 x) {
         return exp2_coarse(x);
     else
         return exp2_bounded(x);
-}
-
-inline F16 tanh16(F16 x) {
-    const F16 e = exp2(min(x, F16::set1(30.0f)) * F16::set1(2 * kLog2E));
-    return F16::set1(1.0f) - F16::set1(2.0f) / (e + F16::set1(1.0f));
 }
 
 struct TokenRange {

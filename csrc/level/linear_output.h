@@ -37,8 +37,14 @@ template <class T, int R> void store_rows(const LinearOutput& out, int64_t row, 
         case kSiluGate:
             for (int r = 0; r < R; ++r) store_gated<T, kSilu>(out, row + r, pair, sums[r][0], sums[r][1]);
             return;
-        case kGeluGate:
+        case kGeluTanhGate:
             for (int r = 0; r < R; ++r) store_gated<T, kGeluTanh>(out, row + r, pair, sums[r][0], sums[r][1]);
+            return;
+        case kGeluGate:
+            for (int r = 0; r < R; ++r) store_gated<T, kGelu>(out, row + r, pair, sums[r][0], sums[r][1]);
+            return;
+        case kReluGate:
+            for (int r = 0; r < R; ++r) store_gated<T, kRelu>(out, row + r, pair, sums[r][0], sums[r][1]);
             return;
     }
 }

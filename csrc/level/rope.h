@@ -10,6 +10,15 @@
 
 namespace octavo::OCTAVO_LEVEL {
 
+template <Storage S> inline void normalise_head(char* head, const NormWeights& norm, int width) {
+    if (!norm.weight) return;
+    switch (norm.kind) {
+        case kRmsNorm: return normalise<S, kRmsNorm>(head, nullptr, norm, head, width);
+        case kRmsNormRoundedOnce: return normalise<S, kRmsNormRoundedOnce>(head, nullptr, norm, head, width);
+        default: return normalise<S, kLayerNorm>(head, nullptr, norm, head, width);
+    }
+}
+
 // The half rotation of Hugging Face's Llama: (a, b) -> (a cos - b sin, b cos + a sin), a and b rotary_dim / 2 apart.
 template <class T> inline void rotate(T* head, const float* cos, const float* sin, int rotary_dim) {
     const int half = rotary_dim / 2;
@@ -35,15 +44,14 @@ template <Storage S> void rope_write(const RopeTask& task, int64_t token_begin, 
                 ask_to_write(kv.key + block * kv.key_block_stride + head * kv.key_head_stride +
                              (int64_t{unit} * kv.block_size + offset) * 4);
         const int half = task.rotary_dim / 2;
-        const float *cos = task.cos + task.positions[token] * half, *sin = task.sin + task.positions[token] * half;
+        const int64_t angles = half ? task.positions[token] * half : 0;
+        const float *cos = task.cos + angles, *sin = task.sin + angles;
         for (int head = 0; head < task.num_heads; ++head, row += task.key_dim) {
-            if (task.query_norm)
-                rms_norm<S>(as_bytes(row), nullptr, task.query_norm, as_bytes(row), task.key_dim, task.norm_eps);
+            normalise_head<S>(as_bytes(row), task.query_norm, task.key_dim);
             rotate(row, cos, sin, task.rotary_dim);
         }
         for (int head = 0; head < kv.kv_heads; ++head, row += task.key_dim) {
-            if (task.key_norm)
-                rms_norm<S>(as_bytes(row), nullptr, task.key_norm, as_bytes(row), task.key_dim, task.norm_eps);
+            normalise_head<S>(as_bytes(row), task.key_norm, task.key_dim);
             rotate(row, cos, sin, task.rotary_dim);
             if (kv.coded()) {
                 write_coded_key(kv, row, task.key_dim, block, head, offset);

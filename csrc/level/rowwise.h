@@ -1,4 +1,4 @@
-// Kernels that work on one row at a time: norms, gated activations, argmax. Widths need not be multiples of sixteen:
+// Kernels that work on one row at a time: norms, activations, sums, argmax. Widths need not be multiples of sixteen:
 // the last vector is padded with zeros.
 #pragma once
 
@@ -34,35 +34,68 @@ template <class T> inline F16 round_through(F16 x) {
     return F16::load(rounded);
 }
 
-// x += residual, if not null; then out = round(x / sqrt(mean(x^2) + eps)) * weight, rounded where transformers'
-// LlamaRMSNorm rounds.
-template <Storage S>
-void rms_norm(char* x_bytes, const char* residual_bytes, const char* weight_bytes, char* out_bytes, int width,
-              float eps) {
+// x += residual, if not null; then out = the normalised x, rounded where transformers' norms round: see NormKind.
+template <Storage S, NormKind K>
+void normalise(char* x_bytes, const char* residual_bytes, const NormWeights& norm, char* out_bytes, int width) {
     using T = Element<S>;
+    using Weight = std::conditional_t<K == kRmsNorm, T, float>;
     auto* x = reinterpret_cast<T*>(x_bytes);
-    const auto *residual = reinterpret_cast<const T*>(residual_bytes),
-               *weight = reinterpret_cast<const T*>(weight_bytes);
+    const auto* residual = reinterpret_cast<const T*>(residual_bytes);
+    const auto* weight = reinterpret_cast<const Weight*>(norm.weight);
     auto* out = reinterpret_cast<T*>(out_bytes);
-    F16 squares[2] = {F16::zero(), F16::zero()};
+    F16 sums[2] = {F16::zero(), F16::zero()}, squares[2] = {F16::zero(), F16::zero()};
     for (int i = 0; i < width; i += 16) {
         F16 v = load_some(x + i, width - i);
         if (residual) {
             v = round_through<T>(v + load_some(residual + i, width - i));
             store_some(v, x + i, width - i);
         }
-        squares[i / 16 % 2] = fma(v, v, squares[i / 16 % 2]);
+        if constexpr (K == kLayerNorm)
+            sums[i / 16 % 2] = sums[i / 16 % 2] + v;
+        else
+            squares[i / 16 % 2] = fma(v, v, squares[i / 16 % 2]);
     }
-    const float mean = reduce_add(squares[0] + squares[1]) / static_cast<float>(width);
-    const F16 factor = F16::set1(1.0f / __builtin_sqrtf(mean + eps));
+    const F16 mean = F16::set1(reduce_add(sums[0] + sums[1]) / static_cast<float>(width));
+    if constexpr (K == kLayerNorm)
+        for (int i = 0; i < width; i += 16) {
+            F16 v = load_some(x + i, width - i) - mean;
+            if (width - i < 16) v = keep_lanes(v, 0, width - i, F16::zero());
+            squares[i / 16 % 2] = fma(v, v, squares[i / 16 % 2]);
+        }
+    const float variance = reduce_add(squares[0] + squares[1]) / static_cast<float>(width);
+    const F16 factor = F16::set1(1.0f / __builtin_sqrtf(variance + norm.eps));
     for (int i = 0; i < width; i += 16) {
-        const F16 normal = round_through<T>(load_some(x + i, width - i) * factor);
-        store_some(normal * load_some(weight + i, width - i), out + i, width - i);
+        F16 v = load_some(x + i, width - i);
+        if constexpr (K == kLayerNorm) v = v - mean;
+        v = v * factor;
+        if constexpr (K == kRmsNorm) v = round_through<T>(v);
+        v = v * load_some(weight + i, width - i);
+        if (K == kLayerNorm && norm.bias) v = v + load_some(norm.bias + i, width - i);
+        store_some(v, out + i, width - i);
     }
+}
+
+inline F16 tanh16(F16 x) {
+    const F16 e = exp2(min(x, F16::set1(30.0f)) * F16::set1(2 * kLog2E));
+    return F16::set1(1.0f) - F16::set1(2.0f) / (e + F16::set1(1.0f));
+}
+
+// x Phi(x) = max(x, 0) - |x| Phi(-|x|), with the normal distribution's tail by Abramowitz and Stegun 7.1.26, whose
+// absolute error is 8e-8.
+inline F16 gelu(F16 x) {
+    const F16 size = max(x, F16::zero() - x), scaled = size * F16::set1(0.70710678f);
+    const F16 t = F16::set1(1.0f) / fma(scaled, F16::set1(0.3275911f), F16::set1(1.0f));
+    constexpr float kTail[] = {-0.7265760135f, 0.7107068705f, -0.142248368f, 0.127414796f};  // halved
+    F16 tail = F16::set1(0.5307027145f);
+    for (const float coefficient : kTail) tail = fma(tail, t, F16::set1(coefficient));
+    tail = tail * t * exp2(scaled * scaled * F16::set1(-kLog2E));
+    return max(F16::zero(), x) - min(size, F16::set1(1e30f)) * tail;  // infinity times zero would not be zero
 }
 
 template <Activation A> inline F16 activate(F16 x) {
     if constexpr (A == kSilu) return x / (F16::set1(1.0f) + exp2(x * F16::set1(-kLog2E)));
+    if constexpr (A == kGelu) return gelu(x);
+    if constexpr (A == kRelu) return max(F16::zero(), x);
     // GELU, tanh form (Hendrycks & Gimpel 2016); 0.5 (1 + tanh(u)) = 1 / (1 + e^-2u)
     const F16 u = (x + x * x * x * F16::set1(0.044715f)) * F16::set1(0.7978845608f);
     return x / (F16::set1(1.0f) + exp2(u * F16::set1(-2.0f * kLog2E)));
@@ -77,6 +110,29 @@ void gated(const char* gate_bytes, const char* up_bytes, char* out_bytes, int64_
         const F16 activated = round_through<T>(activate<A>(load_some(gate + i, width - i)));
         store_some(activated * load_some(up + i, width - i), out + i, width - i);
     }
+}
+
+template <Storage S, Activation A> void activate(char* bytes, int64_t width) {
+    auto* x = reinterpret_cast<Element<S>*>(bytes);
+    for (int64_t i = 0; i < width; i += 16) store_some(activate<A>(load_some(x + i, width - i)), x + i, width - i);
+}
+
+template <Storage S> void add(char* x_bytes, const char* y_bytes, int64_t width) {
+    auto* x = reinterpret_cast<Element<S>*>(x_bytes);
+    const auto* y = reinterpret_cast<const Element<S>*>(y_bytes);
+    for (int64_t i = 0; i < width; i += 16)
+        store_some(load_some(x + i, width - i) + load_some(y + i, width - i), x + i, width - i);
+}
+
+template <Storage S> void scale(char* bytes, float factor, int64_t width) {
+    auto* x = reinterpret_cast<Element<S>*>(bytes);
+    for (int64_t i = 0; i < width; i += 16)
+        store_some(load_some(x + i, width - i) * F16::set1(factor), x + i, width - i);
+}
+
+inline void softcap(float* x, float cap, int64_t count) {
+    for (int64_t i = 0; i < count; i += 16)
+        store_some(tanh16(load_some(x + i, count - i) / F16::set1(cap)) * F16::set1(cap), x + i, count - i);
 }
 
 // Stops at the first NaN.

@@ -5,6 +5,8 @@
 // failures can be repeated.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -104,6 +106,16 @@ inline void fill_normal(const Buffer& buffer, Storage storage, float scale = 1.0
 }
 // Relative bound of the error of rounding a result to its storage type.
 inline double rounding(Storage storage) { return storage == kBf16 ? 0x1p-8 : 0x1p-23; }
+
+// The textbook's activation.
+inline double activated(Activation activation, double x) {
+    switch (activation) {
+        case kSilu: return x < -700 ? 0 : x / (1 + std::exp(-x));
+        case kGeluTanh: return 0.5 * x * (1 + std::tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)));
+        case kGelu: return 0.5 * x * std::erfc(-x * 0.7071067811865476);
+        default: return std::max(x, 0.0);
+    }
+}
 
 void check_near(double actual, double expected, double tolerance, const char* file, int line, const std::string& what);
 

@@ -37,11 +37,12 @@ TEST(norms_agree_with_float64) {
     for (int i = cases(40); i > 0; --i) {
         const Storage storage = static_cast<Storage>(random_int(0, 1));
         const int64_t rows = random_int(0, 60), width = random_int(1, 700);
-        const bool add = random_bool(), in_place = random_bool();
+        const auto kind = static_cast<NormKind>(random_int(0, kNumNormKinds - 1));
+        const bool add = random_bool(), in_place = random_bool(), biased = kind == kLayerNorm && random_bool();
         set_num_threads(random_int(1, 4));
         describe_case(std::to_string(rows) + " x " + std::to_string(width) + " storage " + std::to_string(storage));
-        const Rows x(storage, rows, width), residual(storage, rows, width), weight(storage, 1, width),
-            other(storage, rows, width);
+        const Rows x(storage, rows, width), residual(storage, rows, width), other(storage, rows, width),
+            weight(kind == kRmsNorm ? storage : kF32, 1, width), bias(kF32, 1, width);
         const Rows& out = in_place ? residual : other;
         std::vector<double> sums(static_cast<size_t>(rows * width));
         for (int64_t row = 0; row < rows; ++row)
@@ -49,25 +50,62 @@ TEST(norms_agree_with_float64) {
                 sums[static_cast<size_t>(row * width + column)] =
                     rounded(double{x.at(row, column)} + (add ? residual.at(row, column) : 0.0), storage);
         const Matrix added = residual.matrix();
-        rms_norm(storage, x.matrix(), add ? &added : nullptr, weight.buffer.data(), out.matrix(), 1e-5f);
+        const NormWeights norm{kind, weight.buffer.data(), biased ? bias.buffer.as<float>() : nullptr, 1e-5f};
+        normalise(storage, x.matrix(), add ? &added : nullptr, norm, out.matrix());
         for (int64_t row = 0; row < rows; ++row) {
-            double squares = 0;
-            for (int64_t c = 0; c < width; ++c) squares += std::pow(sums[static_cast<size_t>(row * width + c)], 2);
+            double squares = 0, mean = 0;
+            for (int64_t c = 0; c < width && kind == kLayerNorm; ++c)
+                mean += sums[static_cast<size_t>(row * width + c)] / static_cast<double>(width);
+            for (int64_t c = 0; c < width; ++c)
+                squares += std::pow(sums[static_cast<size_t>(row * width + c)] - mean, 2);
             for (int64_t c = 0; c < width; ++c) {
                 const double sum = sums[static_cast<size_t>(row * width + c)];
                 if (add) CHECK_NEAR(x.at(row, c), sum, std::abs(sum) * 0x1p-7, "a residual");
-                const double expected = sum / std::sqrt(squares / static_cast<double>(width) + 1e-5) * weight.at(0, c);
-                CHECK_NEAR(out.at(row, c), expected, std::abs(expected) * (3 * rounding(storage) + 1e-6) + 1e-30,
-                           "a norm");
+                const double factor = weight.at(0, c) / std::sqrt(squares / static_cast<double>(width) + 1e-5);
+                const double shift = biased ? bias.at(0, c) : 0;
+                const double size = (std::abs(sum) + std::abs(mean)) * std::abs(factor) + std::abs(shift);
+                const double expected = (sum - mean) * factor + shift;
+                CHECK_NEAR(out.at(row, c), expected, size * (3 * rounding(storage) + 1e-6) + 1e-30, "a norm");
             }
         }
+    }
+}
+
+TEST(activations_sums_and_factors_agree_with_float64) {
+    for (int i = cases(40); i > 0; --i) {
+        const Storage storage = static_cast<Storage>(random_int(0, 1));
+        const auto activation = static_cast<Activation>(random_int(0, kNumActivations - 1));
+        const int64_t rows = random_int(0, 20), width = random_int(1, 300);
+        set_num_threads(random_int(1, 4));
+        const Rows x(storage, rows, width), y(storage, rows, width), capped(kF32, rows, width);
+        std::vector<double> expected;
+        for (int64_t at = 0; at < rows * width; ++at)
+            expected.push_back(activated(activation, x.at(at / width, at % width)));
+        activate(storage, activation, x.matrix());
+        for (int64_t at = 0; at < rows * width; ++at)
+            CHECK_NEAR(x.at(at / width, at % width), expected[static_cast<size_t>(at)],
+                       std::abs(expected[static_cast<size_t>(at)]) * (rounding(storage) + 1e-5) + 1e-6,
+                       "an activation");
+        for (int64_t at = 0; at < rows * width; ++at)
+            expected[static_cast<size_t>(at)] =
+                rounded(double{x.at(at / width, at % width)} + y.at(at / width, at % width), storage) * 1.25;
+        add(storage, x.matrix(), y.matrix());
+        scale(storage, x.matrix(), 1.25f);
+        for (int64_t at = 0; at < rows * width; ++at)
+            CHECK_NEAR(x.at(at / width, at % width), expected[static_cast<size_t>(at)],
+                       std::abs(expected[static_cast<size_t>(at)]) * 2 * rounding(storage), "a scaled sum");
+        for (int64_t at = 0; at < rows * width; ++at)
+            expected[static_cast<size_t>(at)] = 3 * std::tanh(double{capped.at(at / width, at % width)} / 3);
+        softcap(capped.matrix(), 3.0f);
+        for (int64_t at = 0; at < rows * width; ++at)
+            CHECK_NEAR(capped.at(at / width, at % width), expected[static_cast<size_t>(at)], 1e-6, "a capped number");
     }
 }
 
 TEST(gates_agree_with_float64) {
     for (int i = cases(40); i > 0; --i) {
         const Storage storage = static_cast<Storage>(random_int(0, 1));
-        const auto activation = static_cast<Activation>(random_int(0, 1));
+        const auto activation = static_cast<Activation>(random_int(0, kNumActivations - 1));
         const int64_t rows = random_int(0, 40), width = random_int(1, 300);
         set_num_threads(random_int(1, 4));
         Rows in(storage, rows, 2 * width);
@@ -78,9 +116,7 @@ TEST(gates_agree_with_float64) {
         for (int64_t row = 0; row < rows; ++row)
             for (int64_t c = 0; c < width; ++c) {
                 const double x = in.at(row, c), up = in.at(row, width + c);
-                const double opened = activation == kSilu
-                                          ? (x < -700 ? 0 : x / (1 + std::exp(-x)))
-                                          : 0.5 * x * (1 + std::tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)));
+                const double opened = activated(activation, x);
                 CHECK_NEAR(out.at(row, c), opened * up,
                            std::abs(opened * up) * (3 * rounding(storage) + 1e-5) + std::abs(up) * 1e-6,
                            "a gated value");
@@ -161,9 +197,10 @@ TEST(rotation_writes_keys_and_values_to_their_slots) {
         task.sin = sin.buffer.as<float>();
         task.positions = at.data();
         task.slots = slots.data();
-        task.query_norm = norms ? query_norm.buffer.data() : nullptr;
-        task.key_norm = norms ? key_norm.buffer.data() : nullptr;
-        task.norm_eps = 1e-5f;
+        if (norms) {
+            task.query_norm = {kRmsNorm, query_norm.buffer.data(), nullptr, 1e-5f};
+            task.key_norm = {kRmsNorm, key_norm.buffer.data(), nullptr, 1e-5f};
+        }
         task.num_heads = heads;
         task.key_dim = key_dim;
         task.rotary_dim = rotary;

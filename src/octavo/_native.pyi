@@ -60,7 +60,7 @@ def rope_write(
     eps: float,
 ) -> None: ...
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None: ...
-def gated(gate_up: Tensor, out: Tensor, gelu: bool) -> None: ...
+def gated(gate_up: Tensor, out: Tensor, activation: str) -> None: ...
 def argmax(logits: Tensor, out: Tensor) -> None: ...
 def draw_tokens(
     logits: Tensor,
@@ -103,34 +103,31 @@ def set_num_threads(count: int) -> None: ...
 
 _Part = tuple[str, Tensor, int, int, Tensor | None]
 
+_Norm = tuple[Tensor, Tensor | None, float, bool]  # weight, bias, eps, centred
+
 class Decoder:
     def __init__(
         self,
         dtype: str,
         hidden: int,
-        inner: int,
         vocab: int,
         num_heads: int,
         kv_heads: int,
         key_dim: int,
         value_dim: int,
-        eps: float,
-        activation: str,
+        attention_scale: float,
+        attention_softcap: float,
+        logits_scale: float,
+        logits_softcap: float,
     ) -> None: ...
-    def add_layer(
-        self,
-        input_norm: Tensor,
-        post_attention_norm: Tensor,
-        query_norm: Tensor | None,
-        key_norm: Tensor | None,
-        qkv: list[_Part],
-        output: list[_Part],
-        gate_up: list[_Part],
-        down: list[_Part],
-    ) -> None: ...
-    def set_ends(
-        self, embedding_rows: Tensor | None, embedding: list[_Part], final_norm: Tensor, head: list[_Part]
-    ) -> None: ...
+    def norm(self, source: str, target: str, weights: _Norm, added: str | None, first: int, width: int) -> None: ...
+    def add(self, target: str, source: str) -> None: ...
+    def scale(self, place: str, factor: float) -> None: ...
+    def multiply(self, parts: list[_Part], source: str, target: str, gate: str) -> None: ...
+    def activate(self, place: str, activation: str) -> None: ...
+    def attend(self, rotation: int, query_norm: _Norm | None, key_norm: _Norm | None) -> None: ...
+    def keep_rows(self, place: str) -> None: ...
+    def set_ends(self, embedding_rows: Tensor | None, embedding: list[_Part], head: list[_Part]) -> None: ...
     def set_exact(self, exact: bool) -> None: ...
     def set_caches(
         self,
@@ -146,8 +143,7 @@ class Decoder:
         context_lens: Tensor,
         table_rows: Tensor,
         groups: list[tuple[Tensor, Tensor]],
-        cos: Tensor,
-        sin: Tensor,
+        rotations: list[tuple[Tensor, Tensor]],
         logits_indices: Tensor,
         logits: Tensor,
     ) -> None: ...

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from octavo import kernels
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
+from octavo.models.ops import ACTIVATIONS
 from octavo.storage.arena import KVArena
 from tests.levels import LEVELS
 
@@ -77,6 +78,9 @@ def test_rms_norm_rounds_where_transformers_does() -> None:
     wide = x.double()
     normal = (wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()).float().bfloat16()
     assert (kernels.rms_norm(x, weight, 1e-5) == weight * normal).float().mean() > 0.999
+    precise = weight.float() + 1e-3  # of float32, so that the row is rounded after it, and only then
+    once = (precise.double() * wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()).float().bfloat16()
+    assert (kernels.rms_norm(x, precise, 1e-5) == once).float().mean() > 0.999
 
 
 @compiled
@@ -90,11 +94,8 @@ def test_gated_activations_agree_with_float64(level: str, dtype: torch.dtype, ro
     gate, up = gate_up.double().chunk(2, dim=-1)
     # Relative to what is multiplied: far below zero the activation itself is nothing, in float32 exactly so.
     scale = (gate * up).norm().clamp_min(1e-30)
-    for kernel, activation in (
-        (kernels.silu_mul, torch.nn.functional.silu),
-        (kernels.gelu_tanh_mul, lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
-    ):
-        error = (kernel(gate_up).double() - activation(gate) * up).norm() / scale
+    for name, activation in ACTIVATIONS.items():
+        error = (kernels.gate(gate_up, cast(Any, name)).double() - activation(gate) * up).norm() / scale
         assert error < TOLERANCE[dtype]
 
 
@@ -104,8 +105,8 @@ def test_activations_saturate_without_nan(level: str) -> None:
     kernels.force_isa(level)
     gate_up = torch.tensor([[-1e30, -200.0, -100.0, 0.0, 100.0, 1e4, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
     expected = torch.tensor([[0.0, 0.0, 0.0, 0.0, 100.0, 1e4]])
-    torch.testing.assert_close(kernels.silu_mul(gate_up), expected, atol=1e-7, rtol=1e-6)
-    torch.testing.assert_close(kernels.gelu_tanh_mul(gate_up), expected, atol=1e-7, rtol=1e-6)
+    for name in ACTIVATIONS:
+        torch.testing.assert_close(kernels.gate(gate_up, cast(Any, name)), expected, atol=1e-7, rtol=1e-6)
 
 
 @compiled
@@ -228,10 +229,10 @@ def test_rope_write_rotates_and_stores(
 def test_row_wise_bits_do_not_depend_on_threads(threads: int) -> None:
     x, weight = randn(500, 576, dtype=torch.bfloat16, seed=0), randn(576, dtype=torch.bfloat16, seed=1)
     kernels.set_num_threads(1)
-    expected = kernels.rms_norm(x, weight, 1e-5), kernels.silu_mul(x)
+    expected = kernels.rms_norm(x, weight, 1e-5), kernels.gate(x, "silu")
     kernels.set_num_threads(threads)
     assert torch.equal(kernels.rms_norm(x, weight, 1e-5), expected[0])
-    assert torch.equal(kernels.silu_mul(x), expected[1])
+    assert torch.equal(kernels.gate(x, "silu"), expected[1])
 
 
 @compiled
@@ -241,7 +242,7 @@ def test_row_wise_bits_do_not_depend_on_threads(threads: int) -> None:
         (lambda: kernels.rms_norm(torch.zeros(2, 8).half(), torch.ones(8), 1e-5), "x must be bfloat16 or float32"),
         (lambda: kernels.rms_norm(torch.zeros(2, 8), torch.ones(7), 1e-5), r"weight must have shape \[8\]"),
         (lambda: kernels.rms_norm(torch.zeros(8, 2).t(), torch.ones(8), 1e-5, torch.zeros(2, 8)), "last one contig"),
-        (lambda: kernels.silu_mul(torch.zeros(2, 7)), r"gate_up must have shape \[2, 6\], got float32 \[2, 7\]"),
+        (lambda: kernels.gate(torch.zeros(2, 7), "silu"), r"gate_up must have shape \[2, 6\], got float32 \[2, 7\]"),
         (lambda: kernels.argmax(torch.zeros(2, 0)), "no columns"),
         (lambda: kernels.set_num_threads(0), "between 1 and 1024, got 0"),
         (lambda: kernels.force_isa("sse9"), "'sse9' is not one of portable, amx_emulated, avx2, avx2_vnni, avx512"),

@@ -70,8 +70,8 @@ def rowwise(dtype: torch.dtype) -> Iterator[torch.Tensor]:
         x, residual = numbers(3, width, dtype=dtype, seed=1), numbers(3, width, dtype=dtype, seed=2)
         yield kernels.rms_norm(x, numbers(width, dtype=dtype, seed=3), 1e-5)
         yield kernels.add_rms_norm(x, residual, numbers(width, dtype=dtype, seed=3), 1e-5)
-        yield kernels.silu_mul(x)
-        yield kernels.gelu_tanh_mul(x)
+        yield kernels.gate(x, "silu")
+        yield kernels.gate(x, "gelu_pytorch_tanh")
 
 
 def attention(dtype: torch.dtype, codec: str | None, window: int | None) -> Iterator[torch.Tensor]:

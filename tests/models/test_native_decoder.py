@@ -39,8 +39,6 @@ pytestmark = [
     pytest.mark.usefixtures("restore_kernels"),
 ]
 CPU = torch.device("cpu")
-# The families whose layers the library computes.
-LIKE_LLAMA = [case for case, (name, _) in test_decoder.FAMILY.items() if name in ("Llama", "Mistral", "Qwen2", "Qwen3")]
 # Wide enough for whole vectors; the head's bias-free product and the vocabulary keep their odd widths.
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4}
 NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -85,7 +83,7 @@ def products(model: NativeDecoder, target: Register) -> list[Any]:
     return [instruction.linear for instruction in program if instruction.target is target]
 
 
-@pytest.mark.parametrize("case", LIKE_LLAMA)
+@pytest.mark.parametrize("case", test_decoder.FAMILY)
 def test_logits_are_those_of_transformers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(case, monkeypatch)
     sequences = random_sequences(VOCAB, [37, 5, 21])
@@ -94,7 +92,9 @@ def test_logits_are_those_of_transformers(case: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("case", ["biases everywhere", "sliding window", "qwen2, half of it sliding", "qwen3"])
+@pytest.mark.parametrize(
+    "case", ["biases everywhere", "qwen3", "gemma2", "gemma3", "olmo2", "granite", "cohere2", "starcoder2"]
+)
 def test_every_level_agrees_with_transformers(level: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels.force_isa(level)
     model = build(case, monkeypatch)
@@ -106,7 +106,7 @@ def test_every_level_agrees_with_transformers(level: str, case: str, monkeypatch
         assert (ours - exact).norm() < 0.05 * exact.norm()
 
 
-@pytest.mark.parametrize("case", LIKE_LLAMA)
+@pytest.mark.parametrize("case", test_decoder.FAMILY)
 def test_bfloat16_is_that_of_the_python_decoder(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(case, monkeypatch)
     sequences = random_sequences(VOCAB, [40, 18])
@@ -229,8 +229,11 @@ def test_the_python_pass_serves_where_the_kernels_do_not_reach(
 def test_what_the_kernels_do_not_support_goes_to_the_python_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("grouped queries", monkeypatch)
     config, weights = model_config(model), StateDict(model)
+    assert NativeDecoder.supports(config, torch.float32, CPU)
+    sizes: list[dict[str, Any]] = [{"value_dim": 12}, {"head_dim": 24}, {"head_dim": 272}, {"intermediate_size": 100}]
+    for size in sizes:
+        assert not NativeDecoder.supports(dataclasses.replace(config, **size), torch.float32, CPU)
     for changed in (
-        {"config": dataclasses.replace(config, hidden_act="relu")},
         {"ops": LayerOps()},
         {"dtype": torch.float16},
     ):

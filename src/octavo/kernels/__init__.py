@@ -16,20 +16,20 @@ from octavo.kernels.functions import (
     argmax,
     attend,
     attend_coded,
-    gelu_tanh_mul,
+    gate,
     make_decoder,
     rms_norm,
     rope_write,
     rope_write_coded,
-    silu_mul,
 )
 from octavo.kernels.library import available, force_isa, isa, num_threads, set_num_threads, supported_isas
-from octavo.kernels.packed_weight import FLOAT_FORMATS, QUANTISED_FORMATS, PackedWeight, WeightFormat
+from octavo.kernels.packed_weight import FLOAT_FORMATS, QUANTISED_FORMATS, Activation, PackedWeight, WeightFormat
 from octavo.kernels.sampling import add_amounts, draw_tokens, penalise_repetition, score_tokens
 
 __all__ = [
     "FLOAT_FORMATS",
     "QUANTISED_FORMATS",
+    "Activation",
     "PackedWeight",
     "WeightFormat",
     "add_amounts",
@@ -40,7 +40,7 @@ __all__ = [
     "available",
     "draw_tokens",
     "force_isa",
-    "gelu_tanh_mul",
+    "gate",
     "isa",
     "make_decoder",
     "num_threads",
@@ -50,6 +50,5 @@ __all__ = [
     "rope_write_coded",
     "score_tokens",
     "set_num_threads",
-    "silu_mul",
     "supported_isas",
 ]

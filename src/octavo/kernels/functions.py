@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from octavo.kernels.library import native
+from octavo.kernels.packed_weight import Activation
 
 if TYPE_CHECKING:
     from octavo import _native
@@ -17,18 +18,20 @@ def make_decoder(
     dtype: torch.dtype,
     *,
     hidden: int,
-    inner: int,
     vocab: int,
     num_heads: int,
     kv_heads: int,
     key_dim: int,
     value_dim: int,
-    eps: float,
-    activation: str,
+    attention_scale: float,
+    attention_softcap: float = 0.0,
+    logits_scale: float = 1.0,
+    logits_softcap: float = 0.0,
 ) -> _native.Decoder:
-    """A decoder without layers, to be filled by `models/native_decoder.py`; whole steps in one call."""
-    name = str(dtype).removeprefix("torch.")
-    return native.Decoder(name, hidden, inner, vocab, num_heads, kv_heads, key_dim, value_dim, eps, activation)
+    """A decoder without a program, to be filled by `models/native_decoder.py`; whole steps in one call."""
+    heads = (num_heads, kv_heads, key_dim, value_dim)
+    factors = (attention_scale, attention_softcap, logits_scale, logits_softcap)
+    return native.Decoder(str(dtype).removeprefix("torch."), hidden, vocab, *heads, *factors)
 
 
 def attend(
@@ -166,7 +169,7 @@ def rope_write(
         key, value: one layer's cache, as in `attend`.
         cos, sin: float32 [max_position, rotary_dim / 2]; dimension i is paired with i + rotary_dim / 2.
         positions, slots: int64 [num_tokens]; a slot is block * block_size + offset.
-        query_norm, key_norm: [key_dim] in qkv's dtype.
+        query_norm, key_norm: [key_dim], as in `rms_norm`.
 
     Raises:
         ValueError: mismatched shapes or dtypes, a position outside the table, a slot outside the cache.
@@ -177,7 +180,7 @@ def rope_write(
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
     """x / sqrt(mean(x²) + eps) * weight over rows [rows, width] (Zhang & Sennrich 2019); `out` may be x.
 
-    Float32 inside; rounded to x's dtype before the weight multiplies, as transformers does.
+    Float32 inside; rounded to x's dtype before a weight of that dtype multiplies, and after a float32 one does.
     """
     if out is None:
         out = torch.empty_like(x)
@@ -195,19 +198,11 @@ def add_rms_norm(
     return out
 
 
-def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """silu(gate) * up [rows, width] of gate_up [rows, 2 * width] = | gate | up |."""
+def gate(gate_up: torch.Tensor, activation: Activation, out: torch.Tensor | None = None) -> torch.Tensor:
+    """activation(gate) * up [rows, width] of gate_up [rows, 2 * width] = | gate | up |, rounded between the two."""
     if out is None:
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    native.gated(gate_up, out, False)
-    return out
-
-
-def gelu_tanh_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """gelu(gate) * up, in the tanh form (Hendrycks & Gimpel 2016), shapes as `silu_mul`."""
-    if out is None:
-        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    native.gated(gate_up, out, True)
+    native.gated(gate_up, out, activation)
     return out
 
 

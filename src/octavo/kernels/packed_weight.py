@@ -11,6 +11,7 @@ import torch
 from octavo.kernels.library import isa, native
 from octavo.storage.pages import zero_pages
 
+Activation = Literal["silu", "gelu_pytorch_tanh", "gelu", "relu"]
 WeightFormat = Literal["bfloat16", "float32", "coded bfloat16", "Q4_0", "Q4_1", "Q8_0"]
 QUANTISED_FORMATS: frozenset[WeightFormat] = frozenset(("Q4_0", "Q4_1", "Q8_0"))
 FLOAT_FORMATS: dict[torch.dtype, WeightFormat] = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -136,7 +137,7 @@ class PackedWeight:
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         *,
-        activation: Literal["silu", "gelu_pytorch_tanh"] | None = None,
+        activation: Activation | None = None,
         exact: bool = True,
     ) -> torch.Tensor:
         """x @ weight.T + bias [rows, outputs], or activation(gate) * up [rows, outputs / 2] of | gate | up |.

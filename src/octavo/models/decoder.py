@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -14,7 +15,6 @@ from octavo.errors import UnsupportedModelError
 from octavo.kernels import PackedWeight
 from octavo.kvcache.spec import LayerKVSpec
 from octavo.models.base import CausalLM, LaterRows
-from octavo.models.fastest_ops import make_layer_ops
 from octavo.models.linear import LinearFactory, make_linear
 from octavo.models.ops import ACTIVATIONS, Heads, LayerOps
 from octavo.models.program import Activate, Add, Attend, KeepRows, Multiply, Norm, Register, Scale, make_program
@@ -67,7 +67,7 @@ class Decoder(CausalLM):
             LayerKVSpec(config.num_kv_heads, config.head_dim, config.value_dim, window)
             for window in config.layer_windows
         )
-        self._ops = ops or make_layer_ops(dtype, self.device)
+        self._ops = ops or _fastest_ops(self.device)
         self._heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, config.value_dim)
         self._scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         self._rotations = {rope: RotaryTable(rope, self.device) for rope in config.layer_ropes if rope is not None}
@@ -173,6 +173,14 @@ class Decoder(CausalLM):
         if isinstance(self._embedding, PackedWeight):
             return self._embedding.rows(token_ids, self.dtype)
         return functional.embedding(token_ids, self._embedding)
+
+
+def _fastest_ops(device: torch.device) -> LayerOps:
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from octavo.models.triton_ops import TritonLayerOps
+
+        return TritonLayerOps()
+    return LayerOps()
 
 
 def loading_bar(num_layers: int) -> Iterable[int]:

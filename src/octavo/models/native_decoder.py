@@ -1,4 +1,4 @@
-"""A decoder that computes a whole step in one call of the C++ library, and uses quantised weights directly.
+"""A decoder that runs its program in one call of the C++ library, and uses quantised weights directly.
 
 If the library does not support the step's cache or backend, the Python decoder's forward pass uses the same packed
 weights.
@@ -7,7 +7,6 @@ weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,14 +14,14 @@ import torch
 from octavo import kernels
 from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.attention.native import NativeAttention
-from octavo.checkpoint.model_config import LayerDescription, ModelConfig
+from octavo.checkpoint.model_config import NATIVE_ACTIVATIONS, ModelConfig
 from octavo.kernels import PackedWeight
 from octavo.models.base import CausalLM, LaterRows
 from octavo.models.decoder import Decoder
 from octavo.models.linear import LinearFactory, make_linear
-from octavo.models.ops import LayerOps
+from octavo.models.ops import LayerOps, NormWeights
 from octavo.models.packing import TILE, PackingReader, native_part, native_parts
-from octavo.models.program import Attend, Multiply, Norm
+from octavo.models.program import Activate, Add, Attend, KeepRows, Multiply, Norm, Scale
 from octavo.models.weight_reader import WeightReader, Weights
 from octavo.storage.arena import FloatKV
 from octavo.storage.coded_kv import CodedArguments, CodedKV
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 _MAX_HEAD_DIM = 256
 _KEPT_ROWS = 256  # rows of logits whose memory is reused
-_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 
 def make_decoder(
@@ -78,20 +76,19 @@ class NativeDecoder(Decoder):
 
     @staticmethod
     def supports(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether this model is supported: bfloat16 or float32 on a CPU, layers like Llama's, and a supported shape.
+        """Whether this model is supported: bfloat16 or float32 on a CPU, and a supported shape.
 
-        Widths must be multiples of 16, heads at most 256, and the activation SiLU or GELU's tanh form.
+        Widths must be multiples of 16, and heads at most 256.
         """
         return (
             kernels.available()
-            and _supports_layers(config)
             and device.type == "cpu"
             and dtype in kernels.FLOAT_FORMATS
             and config.value_dim % TILE == 0
             and config.head_dim % TILE == 0
             and max(config.head_dim, config.value_dim) <= _MAX_HEAD_DIM
             and config.intermediate_size % TILE == 0
-            and config.hidden_act in _ACTIVATIONS
+            and config.hidden_act in NATIVE_ACTIVATIONS
         )
 
     def forward(
@@ -137,7 +134,6 @@ class NativeDecoder(Decoder):
         self, token_ids: torch.Tensor, batch: AttentionBatch, logits_indices: torch.Tensor, num_now: int
     ) -> torch.Tensor:
         """Compute a step in one call; returns the logits of the first `num_now` rows; the library keeps all rows."""
-        cos, sin = self._rotations[self.config.rope].tables(batch.max_context_len)
         logits = self._logits_rows(num_now)
         self._native.forward(
             token_ids,
@@ -146,8 +142,7 @@ class NativeDecoder(Decoder):
             batch.context_lens,
             batch.table_rows,
             [(group.block_tables, group.slot_mapping) for group in batch.groups],
-            cos,
-            sin,
+            [table.tables(batch.max_context_len) for table in self._rotations.values()],
             logits_indices,
             logits,
         )
@@ -201,44 +196,47 @@ class NativeDecoder(Decoder):
         return PackingReader(self.config, weights, self.dtype, self._quantised)
 
     def _assemble(self) -> _native.Decoder:
+        """Write the program into the library."""
         config = self.config
         native = kernels.make_decoder(
             self.dtype,
             hidden=config.hidden_size,
-            inner=config.intermediate_size,
             vocab=config.vocab_size,
             num_heads=config.num_heads,
             kv_heads=config.num_kv_heads,
             key_dim=config.head_dim,
             value_dim=config.value_dim,
-            eps=config.norm_eps,
-            activation=config.hidden_act,
+            attention_scale=self._scale,
+            attention_softcap=config.attention_softcap or 0.0,
+            logits_scale=config.logits_scale,
+            logits_softcap=config.logits_softcap or 0.0,
         )
-        # `_supports_layers` has made sure that the program has Llama's form: two norms, four products and an attention
-        # to a layer, and one more norm.
-        norms = [instruction.weights.weight for instruction in self._program if isinstance(instruction, Norm)]
-        products = [instruction.linear for instruction in self._program if isinstance(instruction, Multiply)]
-        attends = [instruction for instruction in self._program if isinstance(instruction, Attend)]
-        for index, attend in enumerate(attends):
-            input_norm, post_attention_norm = norms[2 * index : 2 * index + 2]
-            qkv, output, gate_up, down = map(native_parts, products[4 * index : 4 * index + 4])
-            query = attend.qk_norm.query.weight if attend.qk_norm else None
-            key = attend.qk_norm.key.weight if attend.qk_norm else None
-            native.add_layer(input_norm, post_attention_norm, query, key, qkv, output, gate_up, down)
+        rotations = list(self._rotations)
+        for instruction in self._program:
+            match instruction:
+                case Norm(source, target, weights, added, first):
+                    native.norm(source, target, _norm_arguments(weights), added, first, len(weights.weight))
+                case Add(target, source):
+                    native.add(target, source)
+                case Scale(place, factor):
+                    native.scale(place, torch.tensor(factor, dtype=self.dtype).item())
+                case Multiply(linear, source, target, gate):
+                    native.multiply(native_parts(linear), source, target, gate or "")
+                case Activate(place, activation):
+                    native.activate(place, activation)
+                case Attend(_, rope, qk_norm):
+                    norms = (qk_norm.query, qk_norm.key) if qk_norm else ()
+                    query_norm, key_norm = map(_norm_arguments, norms) if norms else (None, None)
+                    native.attend(-1 if rope is None else rotations.index(rope), query_norm, key_norm)
+                case KeepRows(place):
+                    native.keep_rows(place)
         head = native_parts(self._head)
         if isinstance(self._embedding, PackedWeight):
-            native.set_ends(None, [native_part(self._embedding, None)], norms[-1], head)
+            native.set_ends(None, [native_part(self._embedding, None)], head)
         else:
-            native.set_ends(self._embedding, [], norms[-1], head)
+            native.set_ends(self._embedding, [], head)
         return native
 
 
-def _supports_layers(config: ModelConfig) -> bool:
-    """Whether the library computes layers of this description: Llama's, with or without norms of heads."""
-    return (
-        replace(config.layer, qk_norm="none") == LayerDescription()
-        and config.layer.qk_norm != "projection"
-        and set(config.layer_ropes) == {config.rope}
-        and (config.attention_scale, config.attention_softcap, config.logits_softcap) == (None, None, None)
-        and (config.embedding_scale, config.residual_scale, config.logits_scale) == (1.0, 1.0, 1.0)
-    )
+def _norm_arguments(norm: NormWeights) -> tuple[torch.Tensor, torch.Tensor | None, float, bool]:
+    return norm.weight, norm.bias, norm.eps, norm.centred

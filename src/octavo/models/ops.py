@@ -1,22 +1,16 @@
-"""The row-wise operations between the matrix products, in plain torch and with the C++ kernels."""
+"""The row-wise operations between the matrix products, in plain torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch.nn import functional
 
-from octavo import kernels
 from octavo.attention.base import AttentionBackend, AttentionBatch
-from octavo.attention.native import NativeAttention
 from octavo.models.rotary import Rotation
-from octavo.storage.arena import FloatKV
-from octavo.storage.coded_kv import CodedKV
 from octavo.storage.layer_kv import LayerKV
-from octavo.storage.recent_kv import RecentKV, without_copies
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
@@ -136,63 +130,3 @@ class LayerOps:
         """Return activation(gate) * up [rows, n] for gate_up [rows, 2 n] = | gate | up |; see `ACTIVATIONS`."""
         gate, up = gate_up.chunk(2, dim=-1)
         return ACTIVATIONS[activation](gate) * up
-
-
-class NativeLayerOps(LayerOps):
-    """The same operations with the C++ kernels, on CPU tensors in bfloat16 or float32."""
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        if weight.dtype is not x.dtype:
-            return super().rms_norm(x, weight, eps)
-        return kernels.rms_norm(x, weight, eps)
-
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if weight.dtype is not x.dtype:
-            return super().add_rms_norm(x, residual, weight, eps)
-        # The kernel stores the sum in its first argument.
-        return kernels.add_rms_norm(residual, x, weight, eps), residual
-
-    def rotate_and_store(
-        self,
-        qkv: torch.Tensor,
-        heads: Heads,
-        norm: QKNorm | None,
-        rotation: Rotation,
-        kv: LayerKV,
-        batch: AttentionBatch,
-        attention: AttentionBackend,
-    ) -> torch.Tensor:
-        native = isinstance(attention, NativeAttention) and attention.supports(kv)
-        store: Callable[..., None]
-        own = without_copies(kv)
-        if rotation.cos.shape[1] == 0 or (norm is not None and norm.query.weight.dtype is not qkv.dtype):
-            native = False
-        if native and isinstance(own, CodedKV) and not own.finds_scales:
-            copies = None
-            if isinstance(kv, RecentKV):
-                copies = *kv.copies.for_kernels, batch.groups[kv.copies.group].slot_mapping
-            store = partial(kernels.rope_write_coded, qkv, *own.for_kernels, copies=copies)
-        elif native and isinstance(kv, FloatKV) and kv.key.dtype is qkv.dtype:
-            store = partial(kernels.rope_write, qkv, kv.key, kv.value)
-        else:
-            return super().rotate_and_store(qkv, heads, norm, rotation, kv, batch, attention)
-        store(
-            rotation.cos,
-            rotation.sin,
-            rotation.positions,
-            batch.groups[kv.group].slot_mapping,
-            query_norm=norm.query.weight if norm else None,
-            key_norm=norm.key.weight if norm else None,
-            eps=norm.query.eps if norm else 0.0,
-        )
-        query = qkv[:, : heads.num_heads * heads.key_dim]
-        return query.view(-1, heads.num_heads, heads.key_dim)
-
-    def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        if activation == "silu":
-            return kernels.silu_mul(gate_up)
-        if activation == "gelu_pytorch_tanh":
-            return kernels.gelu_tanh_mul(gate_up)
-        return super().gate(gate_up, activation)
