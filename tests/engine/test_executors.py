@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from octavo.runner.runner import ModelRunner
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.scheduler.plan_log import read_facts, read_plans
-from octavo.structured_outputs import StructuredOutputsParams
 from octavo.tiers.host import SharedFile
 from tests.conftest import MakeLLM, assert_idle, without_deadlines
 from tests.engine.preempting import thrash
@@ -55,22 +53,6 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         thrash(without_deadlines(llm.core))
         yield llm
         assert_idle(llm.core)
-
-
-def test_a_grammar_is_sent_before_the_request_that_uses_it(apart: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    core, sent = apart.core, []
-    assert isinstance(core.runner, ProcessExecutor)
-    compile_there = core.runner.grammar_link.compile
-
-    def send(wanted: StructuredOutputsParams) -> Future[None]:
-        sent.append(wanted)
-        return compile_there(wanted)
-
-    monkeypatch.setattr(core.inputs.grammars, "_elsewhere", send)
-    wanted = StructuredOutputsParams(choice=["of this test only", "or not"])
-    request = core.make_request([3, 4, 5], SamplingParams(max_tokens=8, structured_outputs=wanted))
-    assert sent == [wanted]
-    assert request.grammar is not None
 
 
 def test_embeddings_come_through_the_pipe(apart: LLM, make_llm: MakeLLM) -> None:

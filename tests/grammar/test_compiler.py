@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-from concurrent.futures import Future
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
@@ -44,23 +43,6 @@ def test_the_tokenizer_is_read_once_ahead_of_the_first_grammar() -> None:
     assert len(read) == 1
     assert not compiler.compile(WANTED).matcher.is_error()
     assert len(read) == 1
-
-
-def test_a_grammar_is_there_once_it_is_in_the_process_that_draws_with_it_too() -> None:
-    sent: list[StructuredOutputsParams] = []
-    there: Future[None] = Future()
-
-    def compile_there(wanted: StructuredOutputsParams) -> Future[None]:
-        sent.append(wanted)
-        return there
-
-    compiler = GrammarCompiler(tiny_tokenizer, VOCAB_SIZE, frozenset({2}), 10_000, elsewhere=compile_there)
-    compiling = compiler.begin(WANTED)
-    assert not compiling.done()
-    there.set_result(None)
-    assert not compiling.result(60).matcher.is_error()
-    compiler.compile(WANTED)
-    assert sent == [WANTED]
 
 
 def test_a_model_without_a_tokenizer_refuses_grammars_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:

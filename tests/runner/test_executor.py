@@ -14,7 +14,6 @@ import pytest
 from octavo.errors import ExecutorError, LogitsError, ModelNotFoundError
 from octavo.runner.process_executor import ProcessExecutor
 from octavo.scheduler.plan import StepResult
-from octavo.structured_outputs import StructuredOutputsParams
 from tests.runner import scripted
 
 pytestmark = pytest.mark.integration
@@ -100,20 +99,6 @@ def test_a_process_that_dies_while_it_loads_says_so_and_what_scripts_must_do() -
     executor = ProcessExecutor(scripted.build_and_die)
     with pytest.raises(ExecutorError, match=r"exit code 9 before its model was loaded: .*if __name__ == '__main__'"):
         executor.facts()
-
-
-def test_a_grammar_does_not_wait_for_a_runner_that_has_no_compiler(executor: ProcessExecutor[dict[str, int]]) -> None:
-    executor.facts()
-    executor.grammar_link.compile(StructuredOutputsParams(choice=["a"])).result(60)
-
-
-def test_a_grammar_that_it_compiles_fails_when_it_dies(executor: ProcessExecutor[dict[str, int]]) -> None:
-    pid = executor.facts()["pid"]
-    os.kill(pid, signal.SIGSTOP)
-    compiling = executor.grammar_link.compile(StructuredOutputsParams(choice=["a"]))
-    os.kill(pid, signal.SIGKILL)
-    with pytest.raises(ExecutorError, match="has ended"):
-        compiling.result(60)
 
 
 def test_closing_ends_the_process_and_may_be_done_again(executor: ProcessExecutor[dict[str, int]]) -> None:

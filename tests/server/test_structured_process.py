@@ -14,7 +14,6 @@ import httpx
 import pytest
 
 from octavo.engine import builder
-from octavo.grammar.compiler import GrammarCompiler
 from octavo.grammar.state import live_states
 from octavo.runner.executor import Executor
 from octavo.scheduler.plan import StepPlan, StepResult
@@ -37,10 +36,6 @@ class _Counting(Executor):
     def __init__(self, runner: Executor, num_states: Any) -> None:
         self._runner = runner
         self._num_states = num_states
-
-    @property
-    def grammars(self) -> GrammarCompiler | None:
-        return self._runner.grammars
 
     def execute(self, plan: StepPlan) -> StepResult:
         result = self._runner.execute(plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
@@ -23,11 +23,10 @@ from octavo.engine.tiers import join_stores, tier_identity
 from octavo.errors import ConfigError, ModelNotFoundError
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.runner.executor import Executor, RecordingExecutor
-from octavo.runner.process_executor import GrammarLink, ProcessExecutor
+from octavo.runner.process_executor import ProcessExecutor
 from octavo.runner.runner import ModelRunner
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.plan_log import PlanLog
-from octavo.structured_outputs import StructuredOutputsParams
 from octavo.text.chat_template import check_template
 from octavo.text.tokenizer import Tokenizer
 from octavo.tiers.host import HostTier, SharedFile
@@ -51,7 +50,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
     pooling = model_pooling(config.pooling, source)
     runner, facts, (tokenizer, grammars), host = _start_runner(config, source)
     if isinstance(runner, ModelRunner):
-        runner.grammars = grammars  # shared with the engine
+        runner.use_grammars(grammars)  # shared with the engine
     try:
         if config.record_plans is not None:
             runner = RecordingExecutor(runner, PlanLog(config.record_plans, _recorded_facts(config, facts)))
@@ -123,17 +122,15 @@ def _start_runner(config: EngineConfig, source: ModelSource) -> tuple[Executor, 
         another process unless stores read and write it.
     """
 
-    def load_text(model: ModelConfig | RunnerFacts, link: GrammarLink | None = None) -> _Text:
+    def load_text(model: ModelConfig | RunnerFacts) -> _Text:
         tokenizer = _load_tokenizer(source, config)
-        elsewhere = None if link is None else link.compile
-        return tokenizer, _grammar_compiler(config, model, lambda: tokenizer, elsewhere=elsewhere)
+        return tokenizer, _grammar_compiler(config, model, lambda: tokenizer)
 
     if config.executor == "process":
         with closing(SharedFile()) if config.has_stores else nullcontext() as file:
             process = ProcessExecutor(partial(_build_runner_apart, config, file))
             try:
-                load = partial(load_text, link=process.grammar_link)
-                _, facts, text = _load_beside(source, lambda: (process, process.facts()), load)
+                _, facts, text = _load_beside(source, lambda: (process, process.facts()), load_text)
             except BaseException:
                 process.close()
                 raise
@@ -156,7 +153,7 @@ def _build_runner_apart(config: EngineConfig, file: SharedFile | None) -> tuple[
         return _grammar_compiler(config, model, load_tokenizer, on_trial=False)
 
     runner, facts, grammars = _load_beside(source, partial(build_runner, config, file), load_grammars)
-    runner.grammars = grammars
+    runner.use_grammars(grammars)
     if file is not None:
         file.close()
     return runner, facts
@@ -189,16 +186,9 @@ def _grammar_compiler(
     load_tokenizer: Callable[[], Tokenizer | None],
     *,
     on_trial: bool = True,
-    elsewhere: Callable[[StructuredOutputsParams], Future[None]] | None = None,
 ) -> GrammarCompiler:
-    return GrammarCompiler(
-        load_tokenizer,
-        model.vocab_size,
-        model.eos_token_ids,
-        config.limits.max_grammar_ms,
-        on_trial=on_trial,
-        elsewhere=elsewhere,
-    )
+    most_ms = config.limits.max_grammar_ms
+    return GrammarCompiler(load_tokenizer, model.vocab_size, model.eos_token_ids, most_ms, on_trial=on_trial)
 
 
 def _recorded_facts(config: EngineConfig, facts: RunnerFacts) -> dict[str, Any]:

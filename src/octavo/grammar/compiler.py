@@ -102,8 +102,6 @@ class GrammarCompiler:
         max_ms: time limit for compiling one grammar, in milliseconds.
         on_trial: whether grammars are compiled in another process first, because clients may send any; otherwise
             they must have been compiled elsewhere before.
-        elsewhere: starts to compile a grammar in the process whose runner will draw with it, if that is another; a
-            grammar is compiled here only once it is there.
     """
 
     def __init__(
@@ -114,14 +112,12 @@ class GrammarCompiler:
         max_ms: int,
         *,
         on_trial: bool = True,
-        elsewhere: Callable[[StructuredOutputsParams], Future[None]] | None = None,
     ) -> None:
         self._load_tokenizer = load_tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._max_ms = max_ms
         self._on_trial = on_trial
-        self._elsewhere = elsewhere
         self._lock = threading.Lock()
         self._compiled: OrderedDict[tuple[str, StructuredOutputsParams], Future[CompiledGrammar]] = OrderedDict()
         # All compiled grammars in use, including those that have been dropped from the cache.
@@ -202,15 +198,12 @@ class GrammarCompiler:
             lark = without_forcing(lark)
         if self._on_trial:
             self._try(wanted, lark, tenant)
-        there = None if self._elsewhere is None else self._elsewhere(wanted)
         compiled = CompiledGrammar(lark, self._vocabulary)
         error = first_error(compiled.matcher, self._vocabulary.eos_token_ids)
         if error and not compiled.matcher.is_error():
             error = first_error(compiled.without_forcing, self._vocabulary.eos_token_ids)
         if error:
             raise RequestError(_reason(wanted, error), param="structured_outputs")
-        if there is not None:
-            there.result()
         with self._lock:
             # One for all who use it, so that it is found for as long as any of them does.
             return self._used.setdefault(wanted, compiled)

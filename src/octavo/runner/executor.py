@@ -15,7 +15,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from octavo.grammar.compiler import GrammarCompiler
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.scheduler.plan_log import PlanLog
 
@@ -31,11 +30,6 @@ class Executor(ABC):
     """
 
     is_computing = False
-
-    @property
-    def grammars(self) -> GrammarCompiler | None:
-        """The compiler of grammars for structured outputs; None if no plan may use one."""
-        return None
 
     @abstractmethod
     def execute(self, plan: StepPlan) -> StepResult:

@@ -79,13 +79,8 @@ class ModelRunner(Executor):
         self._mover = BlockMover(arena, host, make_link(model.device))
         self._has_failed = False
 
-    @property
-    def grammars(self) -> GrammarCompiler | None:
-        """The compiler of grammars for structured outputs; None if no plan may use one."""
-        return self._batches.sequences.grammars
-
-    @grammars.setter
-    def grammars(self, compiler: GrammarCompiler) -> None:
+    def use_grammars(self, compiler: GrammarCompiler) -> None:
+        """Set the compiler of grammars, without which no plan may have structured outputs."""
         self._batches.sequences.grammars = compiler
 
     def execute(self, plan: StepPlan) -> StepResult:
