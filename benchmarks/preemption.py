@@ -23,7 +23,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.scheduler.preemption import RestoreSpeed
-from octavo.scheduler.scheduler_config import DEFAULT_HEADROOM_TOKENS, DEFAULT_WATERMARK
+from octavo.scheduler.scheduler import DEFAULT_HEADROOM_TOKENS, DEFAULT_WATERMARK
 
 MAX_MODEL_LEN = 4096
 BLOCK_SIZE = 16

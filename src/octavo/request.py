@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from hashlib import blake2b
-from typing import NewType, overload
+from typing import Any, NewType, overload
 
 from octavo.pooling import PooledStates, Pooling
 from octavo.sampling_params import SamplingParams
@@ -258,6 +258,19 @@ class Sequence:
     def num_output_tokens(self) -> int:
         return len(self.output_token_ids)
 
+    @property
+    def num_missing(self) -> int:
+        """The number of tokens to compute, some of which may turn out to be cached at admission."""
+        return self.num_prompt_tokens + len(self.output_token_ids) - self.num_computed
+
+    @property
+    def num_pending_siblings(self) -> int:
+        """The number of parallel samples or beams that wait for this sequence to compute their prompt."""
+        siblings = self.request.sequences
+        if self.index or len(siblings) == 1:
+            return 0
+        return sum(sibling.status is SequenceStatus.FORK_PENDING for sibling in siblings)
+
     def max_num_tokens(self, max_model_len: int) -> int:
         """Return the maximum number of tokens: the least of what its request and the model allow."""
         return min(self.num_prompt_tokens + (self.request.params.max_tokens or 1), max_model_len)
@@ -333,6 +346,7 @@ class Request:
         cache_scope: derived from tenant, group and salt; cached blocks are only shared within one scope.
         ending_ids: tokens that may end an output: end-of-sequence unless it is ignored, and `stop_token_ids`.
         grammar: the compiled structured output, kept as long as the request; None before it is compiled.
+        search: the scheduler's beam search; None if its sequences are sampled.
         seed: seed of the first sequence; those of the others are derived from it (`sibling_seed`).
         bad_word_ids: the token sequences that spell `params.bad_words`.
         pins: prefixes of the prompt to pin once they are computed.
@@ -364,6 +378,7 @@ class Request:
     traceparent: str | None = None
     full_blocks: object = None
     grammar: object = None
+    search: Any = None
     was_admitted: bool = False
     uncomputed_charge: int = 0
     admitted_time: float | None = None
@@ -400,6 +415,23 @@ class Request:
     def most_output_tokens(self) -> int:
         """The maximum number of output tokens; the token drawn after an embedding's prompt does not count."""
         return 0 if self.pooled is not None else self.params.max_tokens or 1
+
+    @property
+    def num_candidates(self) -> int:
+        """The number of candidates for its next token that each beam needs; 0 if tokens are drawn."""
+        return self.params.num_sequences + len(self.ending_ids) if self.params.use_beam_search else 0
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be computed, which need the logits of every token."""
+        wanted = self.params.prompt_logprobs is not None
+        return wanted and len(self.prompt_logprobs) < len(self.prompt_token_ids) - 1
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Whether all prompt tokens must be computed, because their log-probabilities or an embedding are wanted."""
+        pooled = self.pooled
+        return self.is_scored or (pooled is not None and pooled.next_position < len(self.prompt_token_ids) - 1)
 
     @property
     def finished(self) -> bool:

@@ -26,8 +26,9 @@ class Place:
         bound: blocks it is bound to take, including siblings, as counted in `RunningSet.reserve`.
         capacity: number of tokens that fit in blocks it does not share.
         publish_at: number of computed tokens from which they must be committed to the cache.
-        attend_at: number of computed tokens from which a drawn token needs more than being appended; 0 means always.
+        slow_path_at: number of computed tokens from which a drawn token needs more than being appended; 0 means always.
         ending_ids: tokens that may end it, which need more than being appended too.
+        num_sent: entries of each of its block tables that the runner has; 0 if the runner does not know it.
     """
 
     held: int
@@ -40,8 +41,9 @@ class Place:
     capacity: int = 0
     bound: int = 0
     publish_at: int = 0
-    attend_at: int = 0
+    slow_path_at: int = 0
     ending_ids: frozenset[int] = frozenset()
+    num_sent: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -88,3 +90,9 @@ class SequenceState:
     fetch: Any = None
     is_held: bool = False
     last_served: int = 0
+
+    @property
+    def placed(self) -> Place:
+        """The place of a running sequence."""
+        assert self.place is not None, "it runs"
+        return self.place

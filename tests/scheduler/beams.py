@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from octavo.request import Request, Sequence
-from octavo.scheduler.beam import Beam, BeamSearch, num_candidates
+from octavo.scheduler.beam import Beam, BeamSearch
 from octavo.scheduler.plan import Candidate
 from tests.scheduler.results import Draw
 
@@ -22,7 +22,7 @@ def candidates(request: Request, token_ids: list[int]) -> tuple[Candidate, ...]:
     ranked = sorted(((rng.uniform(-6.0, -0.1), token) for token in range(VOCAB)), reverse=True)
     if request.params.seed is not None and len(token_ids) % 2:
         ranked = ranked[: rng.randint(1, 2)]
-    return tuple(Candidate(token, logprob) for logprob, token in ranked[: num_candidates(request)])
+    return tuple(Candidate(token, logprob) for logprob, token in ranked[: request.num_candidates])
 
 
 def sample(seq: Sequence) -> Draw:

@@ -262,7 +262,7 @@ def test_cached_tokens_of_a_prompt_are_not_charged_and_neither_is_recomputation(
     server.step()
     # 16 of 20 are in full blocks before the last token.
     assert server.received("a") == 20 + 4 + 2 * OUTPUT_TOKEN
-    server.scheduler._preemptor.preempt(seq)
+    server.scheduler._lifecycle.preempt(seq)
     while not seq.finished:
         server.step()
     assert server.received("a") == 20 + 4 + 9 * OUTPUT_TOKEN
@@ -284,7 +284,7 @@ def test_what_was_computed_of_a_prompt_is_charged_though_a_preemption_threw_it_a
     request = server.add("a", 40, 4)
     for _ in range(3):
         server.step()
-    server.scheduler._preemptor.preempt(request.sequences[0])
+    server.scheduler._lifecycle.preempt(request.sequences[0])
     server.scheduler.end_request(request.request_id)
     assert server.received("a") == 24
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from octavo.kvcache.holdings import RestoreCost
 from octavo.request import Request, SequenceStatus
-from octavo.scheduler.preemption import CheaperWay, RestoreSpeed, Swap
-from octavo.scheduler.scheduler import Scheduler
-from octavo.scheduler.scheduler_config import SchedulerConfig
-from tests.kvcache.caches import make_sequence
+from octavo.scheduler.preemption import Preemption, RestoreSpeed
+from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
+from tests.kvcache.caches import make_manager, make_sequence
 from tests.scheduler.test_scheduler import Engine, shares, status  # type: ignore[attr-defined]
 
 
@@ -37,13 +36,16 @@ def test_speeds_are_learnt_from_steps_and_swapping_is_tried_until_they_are_known
 
 
 def test_recomputing_is_checked_against_swapping_now_and_then() -> None:
-    mode = CheaperWay(lambda seq: RestoreCost(tokens=1, blocks=1), RestoreSpeed(1.0, 1.0))
-    assert [mode.swaps(make_sequence([1])) for _ in range(64)] == ([False] * 31 + [True]) * 2
+    kv = make_manager()
+    assert kv.admit(seq := make_sequence([1]), kv.no_hit, 1)
+    mode = Preemption("auto", kv.holdings, RestoreSpeed(1.0, 1.0))
+    assert [mode.swaps(seq) for _ in range(64)] == ([False] * 31 + [True]) * 2
 
 
 def swapping_engine(num_host_blocks: int = 20, speed: RestoreSpeed | None = None, **cache: Any) -> Engine:
     engine = Engine(num_blocks=1 + 6, num_host_blocks=num_host_blocks, **cache)
-    mode = Swap() if speed is None else CheaperWay(engine.kv.holdings.restore_cost, speed)
+    how: Literal["swap", "auto"] = "swap" if speed is None else "auto"
+    mode = Preemption(how, engine.kv.holdings, speed or RestoreSpeed())
     engine.scheduler = Scheduler(engine.scheduler.config, engine.kv, preemption=mode)
     return engine
 

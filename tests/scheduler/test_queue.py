@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from octavo.request import Sequence, SequenceStatus
 from octavo.scheduler.plan import StepResult
 from octavo.scheduler.policy import AgeingPriority, FirstComeFirstServed, VirtualTokenCounter
-from octavo.scheduler.scheduler import Scheduler
-from octavo.scheduler.scheduler_config import SchedulerConfig
+from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
 from octavo.scheduler.waiting import PrefixLengths, WaitingQueue
 from tests.kvcache.caches import make_manager, make_request
 

@@ -10,8 +10,7 @@ from octavo.kvcache.block import BlockState
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.request import FinishReason, PinReceipt, PinRequest, Request
 from octavo.scheduler.plan import StepResult
-from octavo.scheduler.scheduler import Scheduler
-from octavo.scheduler.scheduler_config import SchedulerConfig
+from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
 from octavo.scheduler.waiting import PrefixLengths
 from tests.kvcache.caches import Clock, make_manager, make_request
 
@@ -168,4 +167,4 @@ def test_an_aborted_requests_prefix_is_not_pinned() -> None:
     service.run([1, 2, 3])
     assert request.pin_receipts == []
     assert len(service.kv.pins) == 0
-    assert len(service.scheduler._pinning) == 0
+    assert not service.scheduler._to_pin

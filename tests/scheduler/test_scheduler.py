@@ -13,8 +13,7 @@ from octavo.kvcache.manager import KVCacheManager
 from octavo.request import FinishReason, Request, Sequence, SequenceStatus, TokenLogprobs
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
 from octavo.scheduler.policy import Policy
-from octavo.scheduler.scheduler import Scheduler
-from octavo.scheduler.scheduler_config import SchedulerConfig
+from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
 from tests.kvcache.caches import make_manager, make_request
 from tests.scheduler.plans import rows_of, shares
 from tests.scheduler.results import result_of

@@ -20,13 +20,13 @@ from octavo.kvcache.block import BlockState
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.kvcache.ledger import CacheTotals
 from octavo.request import CacheOutcome, FinishReason, PinRequest, Request, Sequence, SequenceStatus
+from octavo.scheduler.beam import BeamDecoding
 from octavo.scheduler.kv_limits import KVLimits
 from octavo.scheduler.plan import StepPlan
 from octavo.scheduler.policy import AgeingPriority, make_policy
-from octavo.scheduler.preemption import CheaperWay, Recompute, RestoreSpeed, Swap
-from octavo.scheduler.results import BeamDecoding, Sampling
-from octavo.scheduler.scheduler import Scheduler
-from octavo.scheduler.scheduler_config import SchedulerConfig
+from octavo.scheduler.preemption import Preemption, RestoreSpeed
+from octavo.scheduler.results import ResultApplier
+from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
 from octavo.scheduler.waiting import PrefixLengths
 from tests.kvcache.caches import COPIES, FULL, Clock, make_manager, make_request, positions_seen, sliding
 from tests.scheduler import beams
@@ -116,7 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pin_budget: float,
         pin_tenant_share: float,
         num_host_blocks: int,
-        mode: str,
+        mode: Literal["auto", "recompute", "swap"],
         policy: Literal["fcfs", "priority", "vtc"],
         headroom: int,
         itl_slo_ms: float | None,
@@ -141,8 +141,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             dtype=dtype,
         )
         # A block out and back costs what three tokens do: some victims are cheaper one way, some the other.
-        auto = CheaperWay(kv.holdings.restore_cost, RestoreSpeed(seconds_per_token=1.0, seconds_per_block=1.5))
-        modes = {"recompute": Recompute(), "swap": Swap(), "auto": auto}
+        speed = RestoreSpeed(seconds_per_token=1.0, seconds_per_block=1.5)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs,
@@ -153,7 +152,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ),
             kv,
             policy=AgeingPriority(3.0) if policy == "priority" else make_policy(policy),
-            preemption=modes[mode],  # type: ignore[arg-type]
+            preemption=Preemption(mode, kv.holdings, speed),
             prefixes=PrefixLengths(kv) if prefix_cache == "radix" else None,
         )
         self.limits: dict[str, KVLimits] = {}
@@ -375,10 +374,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.scheduler
         with ExitStack() as stack:
             if place in ("schedule", "update"):
-                owners = (Sampling, BeamDecoding) if operation == "take" else (scheduler.kv,)
+                taking: list[tuple[Any, str]] = [(ResultApplier, "_append"), (BeamDecoding, "take")]
                 raising = _Raising(nth, done)
-                for owner in owners:
-                    stack.enter_context(patch.object(owner, operation, raising.instead_of(getattr(owner, operation))))
+                for owner, name in taking if operation == "take" else [(scheduler.kv, operation)]:
+                    stack.enter_context(patch.object(owner, name, raising.instead_of(getattr(owner, name))))
             try:
                 plan = scheduler.schedule()
                 if place == "before compute":

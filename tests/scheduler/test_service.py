@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from octavo.request import PinRequest, Request, SequenceStatus, TokenLogprobs
 from octavo.scheduler.plan import StepPlan
-from octavo.scheduler.scheduler import Scheduler
-from octavo.scheduler.scheduler_config import SchedulerConfig
+from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
 from octavo.scheduler.step_budget import NEWCOMERS_BESIDE_STREAMS, SCORED_BESIDE_STREAMS
 from octavo.scheduler.waiting import KeyedHeap
 from tests.kvcache.caches import make_manager, make_request, make_sequence
@@ -113,7 +112,7 @@ def test_an_early_request_that_comes_back_takes_no_running_streams_token() -> No
     streams = [server.add(50, max_tokens=10_000) for _ in range(8)]
     for _ in range(3):
         server.step()
-    server.scheduler._preemptor.preempt(first.sequences[0])
+    server.scheduler._lifecycle.preempt(first.sequences[0])
     before = sum(outputs(request)[0] for request in streams)
     for _ in range(20):
         server.step()
@@ -250,7 +249,7 @@ def test_requests_that_wait_with_pins_cost_a_step_nothing() -> None:
         request.pins = (PinRequest(48, 60.0),)
         server.scheduler.add(request)
     server.step()
-    assert len(server.scheduler._pinning) == 0
+    assert not server.scheduler._to_pin
 
 
 def test_what_waits_is_counted_and_what_is_aborted_is_gone_at_once() -> None:

@@ -12,8 +12,7 @@ from octavo.commands.serve import DEFAULTS
 from octavo.request import Request, Sequence
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.scheduler.policy import VirtualTokenCounter
-from octavo.scheduler.scheduler import Scheduler
-from octavo.scheduler.scheduler_config import SchedulerConfig
+from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
 from octavo.scheduler.step_budget import LatencyTarget
 from octavo.scheduler.step_time import StepLoad, StepTimes
 from octavo.scheduler.stream_turns import StreamTurns

@@ -12,8 +12,7 @@ from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.request import Request, RequestId
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import StepResult
-from octavo.scheduler.scheduler import Scheduler
-from octavo.scheduler.scheduler_config import SchedulerConfig
+from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
 from octavo.workloads.memory_usage import MemoryObserver, Moment, Slots
 
 FULL, SLIDING = LayerKVSpec(1, 16, 16), LayerKVSpec(1, 16, 16, sliding_window=20)

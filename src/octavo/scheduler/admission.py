@@ -34,17 +34,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import PrefixHit
-from octavo.kvcache.spec import KVCacheSpec
-from octavo.request import Sequence, SequenceStatus
-from octavo.scheduler.kv_limits import TenantLimits
-from octavo.scheduler.policy import Policy
-from octavo.scheduler.preemptor import Preemptor
-from octavo.scheduler.running import RunningSet
-from octavo.scheduler.sequences import is_scored, needs_all_tokens, num_missing, num_pending_siblings, place_of
+from octavo.request import Sequence
+from octavo.scheduler.lifecycle import Lifecycle
 from octavo.scheduler.step_budget import StepBudget
-from octavo.scheduler.waiting import WaitingQueue
 from octavo.sequence_state import Refusal
 
 MOST_REFUSED = 8
@@ -64,27 +57,14 @@ _BLOCKS_PER_STEP = 200
 class Admission:
     """Admits waiting sequences one by one."""
 
-    def __init__(
-        self,
-        kv: KVCacheManager,
-        running: RunningSet,
-        waiting: WaitingQueue,
-        preemptor: Preemptor,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        watermark_blocks: int,
-        tenants: TenantLimits,
-        policy: Policy,
-    ) -> None:
-        self._kv = kv
-        self._running = running
-        self._waiting = waiting
-        self._preemptor = preemptor
-        self._tenants = tenants
-        self._max_num_seqs = max_num_seqs
+    def __init__(self, lifecycle: Lifecycle, *, max_num_batched_tokens: int, watermark_blocks: int) -> None:
+        self._lifecycle = lifecycle
+        self._kv = lifecycle.kv
+        self._running = lifecycle.running
+        self._waiting = lifecycle.waiting
+        self._tenants = lifecycle.tenants
         self._watermark = watermark_blocks
-        self._backfill = Backfill(kv.spec, running, max_num_seqs, max_num_batched_tokens, policy)
+        self._backfill = Backfill(lifecycle, max_num_batched_tokens)
         self._step = 0
         self._num_long_blocks = 0  # of long prompts, found in this step
 
@@ -99,7 +79,8 @@ class Admission:
 
     @property
     def has_place(self) -> bool:
-        return self._running.num_places < self._max_num_seqs and len(self._waiting) > 0
+        """Whether a waiting sequence may have a place."""
+        return len(self._waiting) > 0 and self._lifecycle.has_place
 
     @property
     def may_admit(self) -> bool:
@@ -119,7 +100,7 @@ class Admission:
 
     def num_lacking_places(self, seq: Sequence) -> int:
         """Return the number of places that a waiting sequence and its siblings lack."""
-        return self._running.num_places + 1 + num_pending_siblings(seq) - self._max_num_seqs
+        return 1 + seq.num_pending_siblings - self._lifecycle.num_free_places
 
     def num_lacking_blocks(self, seq: Sequence) -> int:
         """Return the number of blocks that a waiting sequence lacks to be admitted; 0 or negative if it lacks none."""
@@ -130,7 +111,7 @@ class Admission:
         most = kv.spec.blocks_for_tokens(seq.num_tokens) * len(kv.spec.groups)
         if most + self._reserve(seq, seq.num_tokens) <= kv.pool.num_available:
             return 0
-        self._preemptor.start_over_if_lost(seq)
+        self._lifecycle.start_over_if_lost(seq)
         hit = self._match(seq)
         shortage = kv.shortage(hit, 1, self._reserve(seq, hit.num_tokens + 1))
         if shortage > 0:
@@ -166,16 +147,14 @@ class Admission:
                     self._backfill.hold(seq, self._step, refusal.shortage if refusal else 1)
                 return 0
             # No running sequence could free blocks by ending.
-            if not self._preemptor.free_more():
+            if not self._lifecycle.free_more():
                 return 0
         if num_new is None:
             return 0
         if is_head:
             self._backfill.release()
         seq.state.refusal = None
-        self._waiting.admit(seq)
-        seq.status = SequenceStatus.RUNNING
-        self._running.enter(seq)
+        self._lifecycle.admit(seq)
         return num_new
 
     def _take_blocks(self, seq: Sequence, budget: StepBudget, share: int) -> int | None:
@@ -190,8 +169,8 @@ class Admission:
             self._tenants.restore_floor(seq.request.tenant)
         elif len(running) and (kv.pool.num_available <= self._watermark or self._is_refused(seq)):
             return 0
-        self._preemptor.start_over_if_lost(seq)
-        scored = is_scored(seq)
+        self._lifecycle.start_over_if_lost(seq)
+        scored = seq.request.is_scored
         hit = self._match(seq)
         start = hit.num_tokens
         num_new = _share_of(budget.chunk(start, seq.num_tokens - start, scored=scored, is_new=True), share)
@@ -214,7 +193,7 @@ class Admission:
     def _match(self, seq: Sequence) -> PrefixHit:
         """Return the tokens that need not be computed: those from before a preemption, or a cached prefix."""
         kv = self._kv
-        if needs_all_tokens(seq) and not kv.can_resume(seq):
+        if seq.request.needs_all_tokens and not kv.can_resume(seq):
             return kv.no_hit
         hit = kv.match(seq)
         if self._is_long(seq):
@@ -293,41 +272,30 @@ class _Promise:
 
 
 class Backfill:
-    """Keeps the promise to the head of the line.
+    """Keeps the promise to the head of the line."""
 
-    Args:
-        policy: limits which sequences may pass the head at all.
-    """
-
-    def __init__(
-        self,
-        spec: KVCacheSpec,
-        running: RunningSet,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        policy: Policy,
-    ) -> None:
-        self._spec = spec
-        self._running = running
-        self._max_num_seqs = max_num_seqs
+    def __init__(self, lifecycle: Lifecycle, max_num_batched_tokens: int) -> None:
+        self._lifecycle = lifecycle
+        self._spec = lifecycle.kv.spec
+        self._running = lifecycle.running
+        self._policy = lifecycle.policy
         self._max_step = max_num_batched_tokens
         self._chunk = max(1, max_num_batched_tokens // 4)
-        self._policy = policy
         self._promise: _Promise | None = None
 
     def hold(self, head: Sequence, now: int, missing_blocks: int) -> None:
         """Promise a step to the head of the line, which lacks blocks, places or both in step `now`."""
         if self._promise is not None and self._promise.head is head:
             return
-        wanted = 1 + num_pending_siblings(head)
-        places = self._max_num_seqs - self._running.num_places - wanted
+        wanted = 1 + head.num_pending_siblings
+        places = self._lifecycle.num_free_places - wanted
         blocks = -missing_blocks
         step = now
         steps_left = self._steps_left
         for seq in sorted(self._running, key=steps_left):
             if places >= 0 and blocks >= 0:
                 break
-            place = place_of(seq)
+            place = seq.state.placed
             places += 1 + place.siblings
             blocks += place.held * len(self._spec.groups)
             step = now + steps_left(seq)
@@ -360,15 +328,15 @@ class Backfill:
             return None
         if now + self._steps_left(seq) <= promise.step:
             return 0, 0
-        places, blocks = 1 + num_pending_siblings(seq), self._most_blocks(seq)
+        places, blocks = 1 + seq.num_pending_siblings, self._most_blocks(seq)
         return None if places > promise.places or blocks > promise.blocks else (places, blocks)
 
     def _steps_left(self, seq: Sequence) -> int:
         """Return an upper bound on the number of steps until a sequence ends."""
-        prompt = num_missing(seq) // self._chunk
+        prompt = seq.num_missing // self._chunk
         return prompt + (seq.request.params.max_tokens or 1) - seq.num_output_tokens
 
     def _most_blocks(self, seq: Sequence) -> int:
         params = seq.request.params
         longest = seq.num_prompt_tokens + (params.max_tokens or 1) - 1
-        return self._spec.peak_blocks(longest, self._max_step) * (1 + num_pending_siblings(seq))
+        return self._spec.peak_blocks(longest, self._max_step) * (1 + seq.num_pending_siblings)

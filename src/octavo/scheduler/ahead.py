@@ -67,7 +67,7 @@ class LookAhead:
         streams = []
         for seq, place in going:
             computed = seq.num_computed + 1
-            if computed >= place.attend_at and self._ends(seq):
+            if computed >= place.slow_path_at and self._ends(seq):
                 if is_awaited:
                     return []  # the next step can give its place away
             elif computed < place.capacity or self._extend(seq):

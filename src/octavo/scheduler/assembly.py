@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Literal
 
 from octavo.config import EngineConfig
 from octavo.kvcache.eviction import EvictionPolicy, make_eviction_policy
@@ -20,18 +21,8 @@ from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import make_prefix_index
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.scheduler.policy import make_policy
-from octavo.scheduler.preemption import (
-    CheaperWay,
-    PreemptionMode,
-    Recompute,
-    RestoreSpeed,
-    Swap,
-)
-from octavo.scheduler.scheduler import Scheduler
-from octavo.scheduler.scheduler_config import (
-    DEFAULT_WATERMARK,
-    SchedulerConfig,
-)
+from octavo.scheduler.preemption import Preemption, RestoreSpeed
+from octavo.scheduler.scheduler import DEFAULT_WATERMARK, Scheduler, SchedulerConfig
 from octavo.scheduler.waiting import PrefixLengths
 
 
@@ -115,17 +106,14 @@ def assemble_scheduler(
         ),
         kv,
         policy=policy,
-        preemption=_preemption_mode(config, kv, speed),
+        preemption=Preemption(_preemption_mode(config, kv), kv.holdings, speed),
         prefixes=PrefixLengths(kv) if by_prefix else None,
-        speed=speed,
     )
 
 
-def _preemption_mode(config: EngineConfig, kv: KVCacheManager, speed: RestoreSpeed) -> PreemptionMode:
-    if not kv.hierarchy.host.num_swap_slots or config.preemption_mode == "recompute":
-        return Recompute()
+def _preemption_mode(config: EngineConfig, kv: KVCacheManager) -> Literal["auto", "recompute", "swap"]:
+    if not kv.hierarchy.host.num_swap_slots:
+        return "recompute"
     # Prompts and decodes round quantised keys and values differently, so what decodes computed is not recomputed.
     rounds_alike = config.deterministic or all(each.plain for each in kv.spec.formats)
-    if config.preemption_mode == "swap" or not rounds_alike:
-        return Swap()
-    return CheaperWay(kv.holdings.restore_cost, speed)
+    return "swap" if config.preemption_mode == "auto" and not rounds_alike else config.preemption_mode

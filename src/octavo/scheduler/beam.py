@@ -1,4 +1,6 @@
-"""Beam search over one prompt: which continuations survive, and which finished ones are kept. Pure computation.
+"""Beam search over one prompt: which continuations survive, and which finished ones are kept.
+
+`BeamSearch` is the search itself, pure computation; `BeamDecoding` makes forks and vacant places of what it chose.
 
 The rules are those of transformers' `generate(num_beams=w, do_sample=False)` (`_beam_search` in 5.23):
 
@@ -19,8 +21,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal
 
-from octavo.request import FinishReason, Request, TokenLogprobs
-from octavo.scheduler.plan import Candidate
+from octavo.request import FinishReason, Request, Sequence, TokenLogprobs
+from octavo.scheduler.lifecycle import Lifecycle
+from octavo.scheduler.plan import Candidate, SequenceUpdate, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +168,86 @@ class BeamSearch:
         return going[0].score / math.pow(best_length, self._length_penalty) <= self.hypotheses[-1].score
 
 
+class BeamDecoding:
+    """Beam search: the beams of one request advance together, once all of them have their candidates.
+
+        beam 0   …the  ├─ cat    stays in its place: appends the token
+                       └─ dog    takes the place of beam 1: forks the blocks of beam 0
+        beam 1   …a              has no child: gives its blocks back
+
+    A step may find fewer continuations than there are beams, if most tokens are masked or end an output. The remaining
+    places stay vacant until a later step finds more.
+
+    A waiting beam has computed all its tokens, so it is not scheduled. It takes part even if it loses its blocks in the
+    meantime: its candidates are kept here, and its children are recomputed.
+    """
+
+    def __init__(self, request: Request, lifecycle: Lifecycle) -> None:
+        self._request = request
+        self._lifecycle = lifecycle
+        self._search = BeamSearch.of(request)
+        self._live = [request.sequences[0]]  # the others start as forks of it, once the prompt is computed
+        self._candidates: dict[int, Seq[Candidate]] = {}  # by the index of the sequence
+        self._logprobs: dict[int, tuple[TokenLogprobs, ...]] = {0: ()}
+
+    def take(self, seqs: Seq[Sequence], first_draw: int, result: StepResult, updates: list[SequenceUpdate]) -> None:
+        """Give one beam the candidates of its draw; the last one of a step advances all of them."""
+        self._candidates[seqs[0].index] = result.candidates[first_draw]
+        if len(self._candidates) < len(self._live):
+            return
+        beams = [
+            Beam(s.output_token_ids, s.cumulative_logprob, self._logprobs[s.index], self._candidates[s.index])
+            for s in self._live
+        ]
+        self._candidates = {}
+        if going := self._search.advance(beams):
+            self._go_on(beams, going)
+        else:
+            self._end(updates)
+
+    def _go_on(self, beams: list[Beam], going: list[Extension]) -> None:
+        live = self._live
+        stays: dict[int, Extension] = {}
+        # The first child of each parent keeps its parent's place.
+        leaves = [extension for extension in going if stays.setdefault(extension.parent, extension) is not extension]
+        parents = {live[place].index for place in stays}
+        vacant = [seq for seq in self._request.sequences if seq.index not in parents]
+        self._logprobs = {}
+        grown = [(live[extension.parent], extension) for extension in stays.values()]
+        for extension in leaves:
+            # Fork before the parent itself grows.
+            child = vacant.pop()
+            self._lifecycle.fork(live[extension.parent], child)
+            grown.append((child, extension))
+        for seq in vacant:
+            self._lifecycle.vacate(seq)
+        # Sorted by sequence, because this order breaks ties.
+        self._live = sorted((seq for seq, _ in grown), key=lambda seq: seq.index)
+        for seq, extension in grown:
+            seq.output_token_ids.append(extension.candidate.token_id)
+            seq.cumulative_logprob = extension.score
+            self._logprobs[seq.index] = beams[extension.parent].logprobs_with(extension.candidate)
+            self._lifecycle.resume(seq)
+
+    def _end(self, updates: list[SequenceUpdate]) -> None:
+        """End the request, with the best hypotheses as its sequences."""
+        request = self._request
+        # Fewer hypotheses than requested are found only if nearly every token is masked. The missing outputs are then
+        # empty and end with STOP, because no limit was reached.
+        nothing = Hypothesis([], 0.0, 0.0, (), FinishReason.STOP, None)
+        best = iter(self._search.hypotheses[: request.params.n])
+        for seq in request.sequences:
+            found = next(best, nothing)
+            self._lifecycle.finish(seq, found.finish_reason, found.stop_reason)
+            seq.output_token_ids = list(found.token_ids)
+            seq.cumulative_logprob = found.cumulative_logprob
+            if seq.index < request.params.n:
+                update = SequenceUpdate(seq, found.token_ids, found.logprobs, found.cumulative_logprob)
+                update.note_end()
+                updates.append(update)
+        del request.sequences[request.params.n :]
+
+
 def _extensions(place: int, beam: Beam) -> Iterator[Extension]:
     """Yield the extensions of a beam, best first."""
     for candidate in beam.candidates:
@@ -184,8 +267,3 @@ def enders(request: Request) -> dict[int, int | None]:
     if not params.ignore_eos:
         found.update(dict.fromkeys(request.eos_token_ids))
     return found
-
-
-def num_candidates(request: Request) -> int:
-    """Return how many candidates of each beam the search of a request needs."""
-    return request.params.num_sequences + len(enders(request))

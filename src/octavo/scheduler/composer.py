@@ -33,17 +33,11 @@ from __future__ import annotations
 import bisect
 
 from octavo.kvcache.block import BlockCopy
-from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence, SequenceId, SequenceStatus
 from octavo.scheduler.admission import MOST_REFUSED, Admission
-from octavo.scheduler.kv_limits import TenantLimits
-from octavo.scheduler.policy import Policy
-from octavo.scheduler.preemptor import Preemptor
-from octavo.scheduler.running import RunningSet
-from octavo.scheduler.sequences import is_scored, num_missing, num_pending_siblings, place_of
+from octavo.scheduler.lifecycle import Lifecycle
 from octavo.scheduler.step_budget import LatencyTarget, StepBudget
 from octavo.scheduler.stream_turns import StreamTurns
-from octavo.scheduler.waiting import WaitingQueue
 
 
 class StepDraft:
@@ -78,27 +72,22 @@ class StepComposer:
 
     def __init__(
         self,
-        kv: KVCacheManager,
-        running: RunningSet,
-        waiting: WaitingQueue,
-        preemptor: Preemptor,
+        lifecycle: Lifecycle,
         admission: Admission,
         *,
         max_num_batched_tokens: int,
-        tenants: TenantLimits,
-        policy: Policy,
-        latency: LatencyTarget | None = None,
+        latency: LatencyTarget | None,
     ) -> None:
-        self._kv = kv
-        self._running = running
-        self._waiting = waiting
-        self._preemptor = preemptor
+        self._lifecycle = lifecycle
+        self._kv = lifecycle.kv
+        self._running = lifecycle.running
+        self._waiting = lifecycle.waiting
+        self._tenants = lifecycle.tenants
+        self._policy = lifecycle.policy
         self._admission = admission
-        self._tenants = tenants
         self._max_tokens = max_num_batched_tokens
         self._latency = latency
         self._turns = StreamTurns(latency)
-        self._policy = policy
         self._stalled: Sequence | None = None  # the first in order of service, if it found no blocks in the last step
 
     def compose(self) -> StepDraft:
@@ -110,8 +99,8 @@ class StepComposer:
         while not draft and len(self._running):
             # No sequence with tokens to compute found blocks, so beams that wait for siblings must yield.
             order = self._running.order
-            idle = [seq for seq in order if not num_missing(seq)]
-            self._preemptor.preempt_one_of(idle or order[1:] or order)
+            idle = [seq for seq in order if not seq.num_missing]
+            self._lifecycle.preempt_one_of(idle or order[1:] or order)
             self._share(draft)
         return draft
 
@@ -143,11 +132,11 @@ class StepComposer:
         victims = [seq for seq in policy.victims(head, running.order) if self._tenants.helps(seq, head)]
         if num_places > len(victims) or not victims:
             return None
-        bound = sum(place_of(seq).bound for seq in victims)
+        bound = sum(seq.state.placed.bound for seq in victims)
         if admission.num_lacking_blocks(head) > self._kv.holdings.num_freed_by(victims) + bound:
             return None
         while victims and (admission.num_lacking_places(head) > 0 or admission.num_lacking_blocks(head) > 0):
-            victims.remove(self._preemptor.preempt_one_of(victims))
+            victims.remove(self._lifecycle.preempt_one_of(victims))
             victims = [seq for seq in victims if self._tenants.helps(seq, head)]
         return head
 
@@ -164,7 +153,7 @@ class StepComposer:
         num_streams = len(streams)
         have_prompts = bool(prompts) or (len(self._waiting) > 0 and self._admission.has_place)
         streams = self._turns.within_time(streams, have_prompts=have_prompts)
-        self._preemptor.counters.num_deferred_tokens += num_streams - len(streams)
+        self._lifecycle.counters.num_deferred_tokens += num_streams - len(streams)
         budget = self._max_tokens
         if len(streams) >= budget:
             streams, for_prompts = self._turns.within_tokens(streams, budget, have_prompts=bool(prompts))
@@ -188,16 +177,16 @@ class StepComposer:
         first, self._stalled = self._stalled, None
         if first is None or first is not self._first():
             return False
-        wanted = min(num_missing(first), self._kv.spec.block_size)
+        wanted = min(first.num_missing, self._kv.spec.block_size)
         yielded = False
         while not self._extend(first, wanted, draft) and (others := self._others(first)):
-            self._preemptor.preempt_one_of(others)
+            self._lifecycle.preempt_one_of(others)
             yielded = True
         return yielded
 
     def _first(self) -> Sequence | None:
         """Return the first in order of service among the running sequences that have tokens to compute."""
-        return next((seq for seq in self._running.order if num_missing(seq)), None)
+        return next((seq for seq in self._running.order if seq.num_missing), None)
 
     def _others(self, first: Sequence) -> list[Sequence]:
         """Return the sequences that may yield to the first: those behind it, or else all others, such as beams."""
@@ -220,7 +209,7 @@ class StepComposer:
         for seq in streams:
             if short and seq.status is not running:
                 continue
-            if seq.num_computed >= place_of(seq).capacity and not self._extend(seq, 1, draft):
+            if seq.num_computed >= seq.state.placed.capacity and not self._extend(seq, 1, draft):
                 short = True
                 if not self._take_from_those_behind(seq, draft):
                     continue
@@ -232,9 +221,9 @@ class StepComposer:
         while not self._extend(seq, 1, draft):
             # The first in order of service yields to no other, so that every request ends eventually.
             behind = self._others(seq) if seq is self._first() else self._behind(seq, draft)
-            if not behind and self._preemptor.free_more():
+            if not behind and self._lifecycle.free_more():
                 continue
-            if self._preemptor.preempt_one_of(behind or [seq]) is seq:
+            if self._lifecycle.preempt_one_of(behind or [seq]) is seq:
                 return False
         return True
 
@@ -289,8 +278,8 @@ class StepComposer:
         if not num_new:
             return False
         self._policy.admitted(seq)
-        budget.take(seq.num_computed, num_new, scored=is_scored(seq))
-        budget.num_newcomers -= 1 + num_pending_siblings(seq)
+        budget.take(seq.num_computed, num_new, scored=seq.request.is_scored)
+        budget.num_newcomers -= 1 + seq.num_pending_siblings
         draft.admitted.add(seq.seq_id)
         draft.chunks[seq.seq_id] = (seq, num_new)
         return True
@@ -299,8 +288,8 @@ class StepComposer:
         """Serve a chunk of a prompt, on top of what it has in this step; returns whether it lacked blocks."""
         _, has = draft.chunks.get(seq.seq_id, (seq, 0))
         start = seq.num_computed + has
-        scored = is_scored(seq)
-        chunk = budget.chunk(start, num_missing(seq) - has, scored=scored)
+        scored = seq.request.is_scored
+        chunk = budget.chunk(start, seq.num_missing - has, scored=scored)
         if share > 1:
             chunk = max(min(1, chunk), chunk // share)
         if not chunk:
@@ -318,18 +307,18 @@ class StepComposer:
         while True:
             if self._extend(seq, has + chunk, draft):
                 return chunk
-            place = place_of(seq)
+            place = seq.state.placed
             blocks = self._tenants.room(seq) // len(self._kv.spec.groups)
             fits = place.capacity + blocks * self._kv.spec.block_size - seq.num_computed - has
             if 0 < fits < chunk and self._extend(seq, has + fits, draft):
                 return fits
             if has:
                 return 0
-            behind = [s for s in self._running.after(seq)[1:] if s.seq_id not in draft.chunks and num_missing(s) != 1]
+            behind = [s for s in self._running.after(seq)[1:] if s.seq_id not in draft.chunks and s.num_missing != 1]
             behind = [s for s in behind if self._tenants.helps(s, seq)]
             if behind:
-                self._preemptor.preempt_one_of(behind)
-            elif len(self._running) > 1 or not self._preemptor.free_more():
+                self._lifecycle.preempt_one_of(behind)
+            elif len(self._running) > 1 or not self._lifecycle.free_more():
                 return 0
 
     def _extend(self, seq: Sequence, num_tokens: int, draft: StepDraft) -> bool:

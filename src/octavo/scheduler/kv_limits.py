@@ -1,4 +1,4 @@
-"""Floors and caps: the blocks that each tenant can always have, and the most that it may have.
+"""Limits: what can ever be served, and the blocks that each tenant can always have, and may have at most.
 
     pool  ├─ held by a ─┤─ a's unused floor ─┤─ held by b, beyond its floor ─┤─ for any ─────┤
           └─────────── a's floor ────────────┘
@@ -14,15 +14,15 @@ on arrival that they fit, and every accepted request must complete even if the l
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from octavo.errors import ConfigError
+from octavo.errors import CapacityError, ConfigError, ContextLengthError
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.request import Sequence, SequenceStatus
-from octavo.scheduler.sequences import place_of
 
 if TYPE_CHECKING:  # the options of `octavo serve` need the amounts, and no numpy
     from octavo.kvcache.manager import KVCacheManager
@@ -86,26 +86,26 @@ def resolve_limits(amounts: KVAmounts, spec: KVCacheSpec, num_blocks: int, max_s
 class TenantLimits:
     """Decides whether a tenant may take the blocks that its sequences need."""
 
-    def __init__(self, kv: KVCacheManager, running: RunningSet, limits: Mapping[str, KVLimits]) -> None:
+    def __init__(self, kv: KVCacheManager, running: RunningSet) -> None:
         self._kv = kv
         self._running = running
-        self.set_limits(limits)
+        self.set_limits({})
 
     def set_limits(self, limits: Mapping[str, KVLimits]) -> None:
         """Replace the tenants' floors and caps."""
-        self._limits = limits
+        self.limits = limits
         self._floors = {tenant: limit.floor for tenant, limit in limits.items() if limit.floor}
 
     def __bool__(self) -> bool:
-        return bool(self._limits)
+        return bool(self.limits)
 
     def is_capped(self, tenant: str) -> bool:
-        return tenant in self._limits and self._limits[tenant].cap is not None
+        return tenant in self.limits and self.limits[tenant].cap is not None
 
     def room(self, seq: Sequence) -> int:
         """Return the number of available blocks that a sequence may take, running or waiting."""
         available = self._kv.pool.num_available
-        if not self._limits or not any(other is not seq for other in self._running.order):
+        if not self.limits or not any(other is not seq for other in self._running.order):
             return available
         room = min(available - self._kept_for_others(seq.request.tenant), self.cap_left(seq))
         return max(0, int(room))
@@ -118,7 +118,7 @@ class TenantLimits:
         tenant = seq.request.tenant
         if not self.is_capped(tenant) or not any(other is not seq for other in self._running_of(tenant)):
             return math.inf
-        cap = self._limits[tenant].cap
+        cap = self.limits[tenant].cap
         assert cap is not None
         return cap - (self._held(tenant) if seq.status is SequenceStatus.RUNNING else self.use_of(tenant))
 
@@ -138,7 +138,7 @@ class TenantLimits:
     def helps(self, victim: Sequence, seq: Sequence) -> bool:
         """Whether `seq` could take blocks that `victim` gives back."""
         tenant, others = seq.request.tenant, victim.request.tenant
-        if tenant == others or not self._limits:
+        if tenant == others or not self.limits:
             return True
         if self.cap_left(seq) <= 0:
             return False
@@ -164,7 +164,7 @@ class TenantLimits:
 
     def _bound_of(self, tenant: str) -> int:
         """Return the blocks that the tenant's running sequences are still bound to take."""
-        return sum(place_of(seq).bound for seq in self._running_of(tenant))
+        return sum(seq.state.placed.bound for seq in self._running_of(tenant))
 
     def _held(self, tenant: str) -> int:
         owners = self._kv.pool.owners
@@ -172,3 +172,90 @@ class TenantLimits:
 
     def _running_of(self, tenant: str) -> list[Sequence]:
         return [seq for seq in self._running.order if seq.request.tenant == tenant]
+
+
+class Capacity:
+    """Checks whether a request could ever be served, however long it waits.
+
+    Args:
+        num_blocks: number of blocks in the pool, without the null block.
+        max_step: maximum number of tokens in a step, for which a sliding window holds blocks too.
+    """
+
+    def __init__(self, spec: KVCacheSpec, num_blocks: int, *, max_num_seqs: int, max_model_len: int, max_step: int):
+        self._spec = spec
+        self._num_blocks = num_blocks
+        self._max_num_seqs = max_num_seqs
+        self._max_model_len = max_model_len
+        self._max_step = max_step
+        self._limits: Mapping[str, KVLimits] = {}
+        self._longest = (-1, 0)  # blocks, and the longest sequence that they hold
+
+    def check(self, num_prompt_tokens: int, max_tokens: int, n: int = 1, n_param: str = "n", tenant: str = "") -> None:
+        """Refuse a request that can never be served, with the numbers in the error.
+
+        Args:
+            max_tokens: maximum number of output tokens; if 0, only the prompt is computed.
+            n: number of sequences computed from one prompt.
+            n_param: the name of the parameter that sets `n`.
+            tenant: the tenant whose floor and cap apply.
+
+        Raises:
+            ContextLengthError: prompt + max_tokens is over max_model_len.
+            CapacityError: one sequence needs more blocks than its tenant can have, or n is over max_num_seqs.
+        """
+        limit = self._max_model_len
+        total = num_prompt_tokens + max_tokens
+        if total > limit:
+            raise ContextLengthError(
+                f"this model's maximum context length is {limit} tokens, but {total} were requested: "
+                f"{num_prompt_tokens} in the prompt and {max_tokens} for the completion (max_tokens)",
+                param="max_tokens" if num_prompt_tokens < limit else "prompt",
+            )
+        if n > self._max_num_seqs:
+            raise CapacityError(
+                f"{n_param} is {n}, but at most {self._max_num_seqs} sequences run at once", param=n_param
+            )
+        if (blocks := self._blocks(num_prompt_tokens + max(1, max_tokens))) > (most := self._most_blocks(tenant)):
+            if most == self._num_blocks:
+                limit_is = f"the cache has {most} in all"
+            elif most == self._cap(tenant):
+                limit_is = f"this API key's tenant may hold {most} at once (kv_cap)"
+            else:
+                # Others' floors are the reason, but no tenant is told of another's.
+                limit_is = f"at most {most} are available to this API key's tenant"
+            raise CapacityError(
+                f"{num_prompt_tokens} prompt tokens and {max_tokens} output tokens need {blocks} KV blocks of "
+                f"{self._spec.block_size} tokens, but {limit_is}",
+                param="max_tokens",
+            )
+
+    def set_limits(self, limits: Mapping[str, KVLimits]) -> None:
+        """Replace the tenants' floors and caps. Thread-safe like `check`, because nothing is changed in place."""
+        self._limits = limits
+
+    def max_sequence_tokens(self, tenant: str = "") -> int:
+        """Return the length of a tenant's longest sequence that `check` accepts, in tokens; 0 if none fits."""
+        most = self._most_blocks(tenant)
+        if self._longest[0] != most:
+            # Bisect: the number of blocks never falls as tokens are added.
+            lengths = range(1, self._max_model_len + 1)
+            longest = bisect.bisect_left(lengths, True, key=lambda total: self._blocks(total) > most)
+            self._longest = (most, longest)
+            return longest
+        return self._longest[1]
+
+    def _cap(self, tenant: str) -> int:
+        limits = self._limits.get(tenant)
+        return self._num_blocks if limits is None or limits.cap is None else limits.cap
+
+    def _most_blocks(self, tenant: str) -> int:
+        """Return the blocks that a tenant can have if no other tenant holds more than its floor."""
+        if not self._limits:
+            return self._num_blocks
+        kept = sum(limits.floor for other, limits in self._limits.items() if other != tenant)
+        return min(self._num_blocks - kept, self._cap(tenant))
+
+    def _blocks(self, total: int) -> int:
+        # The last token's key and value are never computed.
+        return self._spec.peak_blocks(total - 1, self._max_step)

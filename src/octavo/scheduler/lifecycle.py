@@ -1,4 +1,5 @@
-"""The life cycle of sequences, from the waiting line to their end. What a step computes is decided elsewhere.
+"""The life cycle of sequences: who waits, who runs, and every transition between. What a step computes is decided
+elsewhere (`composer.py`).
 
 waiting ──admit──> running ──finish──> finished      by stop, length, abort or error, from any state
   ^ ^               │    │
@@ -10,67 +11,112 @@ waiting ──admit──> running ──finish──> finished      by stop, le
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceStatus
+from octavo.scheduler.kv_limits import TenantLimits
 from octavo.scheduler.plan_builder import PlanBuilder
+from octavo.scheduler.policy import Policy
+from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.running import RunningSet
-from octavo.scheduler.waiting import WaitingQueue
+from octavo.scheduler.waiting import PrefixLengths, WaitingQueue
 from octavo.sequence_state import SequenceState
 
 MayRun = Callable[[RequestId], bool]
 
 
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the start.
+
+    Attributes:
+        recomputed_tokens: tokens whose keys and values were dropped without being swapped; those that the prefix cache
+            still has are not in fact recomputed.
+        num_deferred_tokens: tokens of running streams left to a later step, because the streams of several tenants
+            would have exceeded the latency target.
+    """
+
+    num_preemptions: int = 0
+    recomputed_tokens: int = 0
+    num_deferred_tokens: int = 0
+
+
 class Lifecycle:
-    """Forks, suspends, resumes and ends sequences: used by the scheduler and by what applies results.
+    """The requests that have not ended, and where each of their sequences is.
 
     Args:
+        prefixes: if given, waiting requests with the longest cached prefix are admitted first, as far as the policy
+            allows.
         on_finish: called with each sequence that has ended.
 
     Attributes:
         requests: the requests that have not ended.
+        running, waiting: their sequences that hold blocks, and that wait for some.
+        tenants: the blocks that tenants may take.
+        builder: what the runner knows of them.
     """
 
     def __init__(
         self,
         kv: KVCacheManager,
-        running: RunningSet,
-        waiting: WaitingQueue,
-        builder: PlanBuilder,
+        policy: Policy,
+        preemption: Preemption,
+        prefixes: PrefixLengths | None,
+        *,
         max_num_seqs: int,
+        headroom_tokens: int,
         on_finish: Callable[[Sequence], None],
     ) -> None:
         self.requests: dict[RequestId, Request] = {}
-        self._kv = kv
-        self._running = running
-        self._waiting = waiting
-        self._builder = builder
+        self.counters = SchedulerCounters()
+        self.kv = kv
+        self.policy = policy
+        self.preemption = preemption
+        self.builder = PlanBuilder(kv)
+        self.running = RunningSet(kv, headroom_tokens, on_leave=self.builder.drop)
+        self.tenants = TenantLimits(kv, self.running)
+        self.waiting = WaitingQueue(policy, prefixes, self.tenants.is_capped)
         self._max_num_seqs = max_num_seqs
         self._on_finish = on_finish
         self._failures: list[tuple[Request, Exception]] = []
+
+    @property
+    def num_free_places(self) -> int:
+        """The number of places that are neither taken nor promised."""
+        return self._max_num_seqs - self.running.num_places
+
+    @property
+    def has_place(self) -> bool:
+        """Whether another sequence may run."""
+        return self.running.num_places < self._max_num_seqs
+
+    def admit(self, seq: Sequence) -> None:
+        """Let a waiting sequence run, which has been given blocks."""
+        self.waiting.admit(seq)
+        seq.status = SequenceStatus.RUNNING
+        self.running.enter(seq)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Fork `child` from `parent` over the same blocks; blocks that the child held are released.
 
         If the parent has lost its blocks or all places are taken, the child is parked and will be recomputed.
         """
-        running = self._running
         self._give_up_blocks(child)
         child.become_child_of(parent)
         child.status = SequenceStatus.PARKED
-        has_place = running.num_places < self._max_num_seqs
-        if parent.status is SequenceStatus.RUNNING and has_place:
-            self._kv.fork(parent, child)
-            self._builder.fork(parent, child)
+        if parent.status is SequenceStatus.RUNNING and self.has_place:
+            self.kv.fork(parent, child)
             child.status = SequenceStatus.RUNNING
-            running.fork(parent, child)
+            self.running.fork(parent, child)
+            self.builder.fork(parent, child)
         else:
             child.num_computed = 0
 
     def resume(self, seq: Sequence) -> None:
         """Resume a sequence with a next token to compute: queue it if it holds no blocks."""
         if seq.status is SequenceStatus.PARKED:
-            self._waiting.push(seq)
+            self.waiting.push(seq)
 
     def vacate(self, seq: Sequence) -> None:
         """Suspend a sequence without a next token: release its blocks and its place among the running."""
@@ -78,12 +124,47 @@ class Lifecycle:
         seq.num_computed = 0
         seq.status = SequenceStatus.PARKED
 
+    def preempt_one_of(self, candidates: list[Sequence]) -> Sequence:
+        """Preempt the last of `candidates`, a non-empty list, in the policy's order of service.
+
+        The first sequence in order of service that has tokens to compute is never among them, unless it runs alone.
+        """
+        victim = max(candidates, key=self.policy.key)
+        self.preempt(victim)
+        return victim
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take away a running sequence's blocks and its place."""
+        self.running.leave(seq)
+        self.counters.num_preemptions += 1
+        seq.num_preemptions += 1
+        if not seq.num_missing:
+            # A beam that waits for its siblings has nothing to compute, and its candidates are kept.
+            self._drop_blocks(seq)
+            seq.status = SequenceStatus.PARKED
+            return
+        if not (self.preemption.swaps(seq) and self.kv.demote(seq)):
+            self._drop_blocks(seq)
+        self.waiting.push(seq)
+
+    def free_more(self) -> bool:
+        """Let a pin yield when nothing else can progress; False if there is none."""
+        return self.kv.pins.yield_one()
+
+    def start_over_if_lost(self, seq: Sequence) -> None:
+        """Make a waiting sequence start over if it can no longer resume, because its blocks were given up."""
+        if seq.num_computed and not self.kv.can_resume(seq):
+            # Remove and push it, because its place in the line depends on how much it has to compute.
+            self.waiting.discard(seq)
+            self._drop_blocks(seq)
+            self.waiting.push(seq)
+
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a sequence and free its blocks; does nothing if it has already ended."""
         if seq.finished:
             return
         if seq.status is SequenceStatus.WAITING:
-            self._waiting.discard(seq)
+            self.waiting.discard(seq)
         self._give_up_blocks(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason, seq.stop_reason = reason, stop_reason
@@ -119,85 +200,46 @@ class Lifecycle:
 
     def hold_back(self, seq: Sequence) -> None:
         """Move a waiting sequence out of the line, until `start_over` lets it run."""
-        self._waiting.discard(seq)
+        self.waiting.discard(seq)
         seq.status = SequenceStatus.PARKED
         seq.state.is_held = True
 
-    def start_over(self, may_run: MayRun | None) -> int:
-        """Release the blocks of every sequence, and requeue it or, if it may not run, hold it back.
+    def abandon_plans(self) -> None:
+        """Abandon the plans in flight: the runner's state is unknown, so it is sent every sequence again."""
+        self.builder.abandon()
+        for seq in self.running:
+            seq.state.placed.num_sent = 0
 
-        Returns:
-            The number of tokens whose keys and values were dropped.
-        """
-        self._running.clear()
-        self._waiting.clear()
-        num_dropped = 0
+    def start_over(self, may_run: MayRun | None) -> None:
+        """Release the blocks of every sequence, and requeue it or, if it may not run, hold it back."""
+        self.running.clear()
+        self.waiting.clear()
         for seq in [seq for request in self.requests.values() for seq in request.sequences]:
             is_waiting = seq.status is SequenceStatus.WAITING or seq.state.is_held
             seq.state = SequenceState(fetch=seq.state.fetch)
             if seq.status is SequenceStatus.RUNNING:
                 # If nothing is left to compute, it is a beam that waits for its siblings.
-                is_waiting = seq.num_computed < seq.num_tokens
+                is_waiting = seq.num_missing > 0
                 seq.num_preemptions += 1
             elif not is_waiting:
                 continue
-            self._kv.release(seq)
-            num_dropped += seq.num_computed
-            seq.num_computed = 0
+            self._drop_blocks(seq)
             seq.status = SequenceStatus.PARKED
             if is_waiting and (may_run is None or may_run(seq.request.request_id)):
-                self._waiting.push(seq)
+                self.waiting.push(seq)
             else:
                 seq.state.is_held = is_waiting
-        return num_dropped
+
+    def _drop_blocks(self, seq: Sequence) -> None:
+        """Release all of a sequence's blocks, on device and host: it starts from its first token again."""
+        self.kv.release(seq)
+        self.counters.recomputed_tokens += seq.num_computed
+        seq.num_computed = 0
 
     def _give_up_blocks(self, seq: Sequence) -> None:
         """Release a sequence's blocks, and its place if it has one or was promised one."""
         if seq.status is SequenceStatus.RUNNING:
-            self._running.leave(seq)
+            self.running.leave(seq)
         elif seq.status is SequenceStatus.FORK_PENDING:
-            self._running.lose_sibling(seq.request.sequences[0])
-        self._kv.forget(seq)
-
-
-class Pinning:
-    """Pins the prefixes of admitted requests as their blocks are computed.
-
-    Args:
-        fail: ends a request if pinning its prefix raised.
-    """
-
-    def __init__(self, kv: KVCacheManager, fail: Callable[[Request, Exception], None]) -> None:
-        self._kv = kv
-        self._fail = fail
-        self._waiting: list[Sequence] = []
-
-    def __len__(self) -> int:
-        """The number of sequences with prefixes still to be pinned."""
-        return len(self._waiting)
-
-    def admitted(self, seq: Sequence) -> None:
-        """Start following a request whose first sequence was admitted; may be called again."""
-        if seq.request.pins and seq not in self._waiting:
-            self._waiting.append(seq)
-
-    def settle(self) -> None:
-        """Pin the prefixes that are computed by now.
-
-        Must run after a step and before anything else is allocated, while sequences that ended in it are still cached.
-        """
-        if self._waiting:
-            self._waiting = [seq for seq in self._waiting if not self._settle(seq)]
-
-    def _settle(self, seq: Sequence) -> bool:
-        """Pin the computed prefixes of a request; returns whether none is left to pin."""
-        request, size = seq.request, self._kv.spec.block_size
-        for wanted in request.pins[len(request.pin_receipts) :]:
-            if seq.num_computed < wanted.num_tokens // size * size:
-                return seq.finished
-            try:
-                request.pin_receipts.append(self._kv.pin(request, wanted))
-            except Exception as error:
-                self._fail(request, error)
-                return True
-        return True
+            self.running.lose_sibling(seq.request.sequences[0])
+        self.kv.forget(seq)

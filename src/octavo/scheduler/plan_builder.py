@@ -12,7 +12,6 @@ from octavo.kvcache.block import BlockCopy
 from octavo.kvcache.host_transfers import BlockTransfer
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence, SequenceId
-from octavo.scheduler.beam import num_candidates
 from octavo.scheduler.plan import (
     DRAWN,
     NewSequence,
@@ -66,7 +65,6 @@ class PlanBuilder:
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
         self._block_size = kv.spec.block_size
-        self._sent: dict[SequenceId, int] = {}  # number of table entries that the runner has
         self._changes: list[SequenceForked | SequenceDropped] = []
         self._reset = True
         self._sent_grammars = False  # whether the runner may hold grammar states
@@ -93,10 +91,10 @@ class PlanBuilder:
     def __bool__(self) -> bool:
         return bool(self.sequences)
 
-    def begin(self) -> None:
-        """Start collecting a step. A previous step that was never finished or completed counts as abandoned."""
-        if self.sequences or self._in_flight:
-            self.abandon()
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a step was collected or planned that was never finished or completed, and so must be abandoned."""
+        return bool(self.sequences or self._in_flight)
 
     @property
     def in_flight(self) -> PlannedRows:
@@ -133,7 +131,7 @@ class PlanBuilder:
         Returns:
             Sequences that have no output yet, and so may draw for siblings too; they are not added.
         """
-        sent_of, size, new = self._sent.get, self._block_size, []
+        size, new = self._block_size, []
         # Inlined in one loop for speed: it runs for every token of every stream.
         add_sequence, add_start, add_token = self.sequences.append, self._starts.append, self._token_ids.append
         for seq in seqs:
@@ -141,7 +139,8 @@ class PlanBuilder:
             if not output:
                 new.append(seq)
                 continue
-            if start >= sent_of(seq_id, 0) * size or seq_id in copied:
+            place = seq.state.place
+            if place is None or start >= place.num_sent * size or seq_id in copied:
                 self._send(seq, start, start + 1, copied=seq_id in copied)
             add_sequence(seq)
             add_start(start)
@@ -152,11 +151,11 @@ class PlanBuilder:
 
     def add_ahead(self, seqs: Iterable[Sequence]) -> None:
         """Add all rows of a step planned ahead; each computes the token its sequence draws in the plan in flight."""
-        sent_of, size = self._sent, self._block_size
+        size = self._block_size
         add_sequence, add_start = self.sequences.append, self._starts.append
         for seq in seqs:
             start = seq.num_computed + 1
-            if start >= sent_of[seq.seq_id] * size:
+            if start >= seq.state.placed.num_sent * size:
                 self._send(seq, start, start + 1, copied=False)
             add_sequence(seq)
             add_start(start)
@@ -224,17 +223,16 @@ class PlanBuilder:
         """Abandon the plans being collected or in flight, after which the runner's state is unknown."""
         self._in_flight.clear()
         self._clear()
-        self._sent.clear()
         self._changes.clear()
         self._reset = True
 
     def release(self) -> StepPlan | None:
-        """Return a plan that makes the runner forget every sequence, if none is left; None if that is not needed.
+        """Return a plan that makes the runner forget every sequence, as none is left; None if that is not needed.
 
         Usually the runner drops ended sequences with the next plan, but the state of a grammar is too large to keep
         that long.
         """
-        if self._sent or self._in_flight or not self._sent_grammars:
+        if self._in_flight or not self._sent_grammars:
             return None
         self._step += 1
         self._changes, self._reset, self._sent_grammars = [], False, False
@@ -247,26 +245,25 @@ class PlanBuilder:
 
     def drop(self, seq: Sequence) -> None:
         """Make the runner drop a sequence that stops running, before its blocks or its id are reused."""
-        if self._sent.pop(seq.seq_id, None) is not None:
+        if seq.state.placed.num_sent:
             self._changes.append(SequenceDropped(seq.seq_id))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Note that `child` was forked from `parent`, over the same blocks."""
-        sent = self._sent.get(parent.seq_id)
-        if sent is not None:
-            self._sent[child.seq_id] = sent
+        if sent := parent.state.placed.num_sent:
+            child.state.placed.num_sent = sent
             self._changes.append(SequenceForked(child.seq_id, parent.seq_id, child.seed))
 
     def _send(self, seq: Sequence, start: int, end: int, *, copied: bool) -> None:
         """Send the runner what it needs to compute tokens `start .. end` of the next row's sequence."""
-        size, sent = self._block_size, self._sent.get(seq.seq_id)
-        if sent is None:
+        size, place = self._block_size, seq.state.placed
+        if not (sent := place.num_sent):
             self._send_whole(seq)
         elif copied or end > sent * size:
             first = min(sent, start // size) if copied else sent
             tables = self._kv.tables(seq)
             self._tables.append(TableDelta(len(self.sequences), first, tuple(tuple(table[first:]) for table in tables)))
-            self._sent[seq.seq_id] = len(tables[0])
+            place.num_sent = len(tables[0])
 
     def _send_whole(self, seq: Sequence) -> None:
         request, tables = seq.request, self._kv.tables(seq)
@@ -277,11 +274,11 @@ class PlanBuilder:
             seq.seed,
             seq.num_prompt_tokens,
             request.eos_token_ids,
-            num_candidates(request) if params.use_beam_search else 0,
+            request.num_candidates,
             request.bad_word_ids,
         )
         needs_tokens = params.counts_tokens or params.structured_outputs is not None
         token_ids = array("i", seq.token_ids).tobytes() if needs_tokens else b""
         self._sent_grammars |= params.structured_outputs is not None
         self._new.append(NewSequence(seq.seq_id, sampling, tuple(table[:] for table in tables), token_ids))
-        self._sent[seq.seq_id] = len(tables[0])
+        seq.state.placed.num_sent = len(tables[0])

@@ -23,7 +23,6 @@ from typing import Any, Literal
 
 from octavo.least_served import LeastServed
 from octavo.request import Request, Sequence
-from octavo.scheduler.sequences import num_missing
 
 Key = tuple[Any, ...]
 
@@ -74,7 +73,7 @@ class FirstComeFirstServed:
 
     def prompt_key(self, seq: Sequence) -> Key:
         """Return the rank of a prompt for the tokens that a step has left: the shortest first, within a priority."""
-        return (seq.request.priority, num_missing(seq), *seq.order)
+        return (seq.request.priority, seq.num_missing, *seq.order)
 
     def first_prompt(self, prompts: Seq[Sequence]) -> Sequence | None:
         """Return the prompt that has the guaranteed share, of running ones in order of service."""
@@ -210,7 +209,7 @@ class VirtualTokenCounter(FirstComeFirstServed):
         Within a tenant, the shortest is first. A client's priority does not count between tenants.
         """
         request = seq.request
-        return (self.recent(request.tenant), num_missing(seq), request.arrival_time, seq.seq_id)
+        return (self.recent(request.tenant), seq.num_missing, request.arrival_time, seq.seq_id)
 
     def first_prompt(self, prompts: Seq[Sequence]) -> Sequence | None:
         return min(prompts, key=lambda seq: (seq.request.arrival_time, seq.seq_id), default=None)

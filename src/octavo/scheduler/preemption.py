@@ -1,42 +1,18 @@
-"""Preemption modes: whether a preempted sequence is swapped or recomputed."""
+"""Whether a preempted sequence is swapped to host memory or recomputed, by what either was measured to cost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal
 
-from octavo.kvcache.holdings import RestoreCost
+from octavo.kvcache.holdings import Holdings, RestoreCost
 from octavo.request import Sequence
-
-CostOf = Callable[[Sequence], RestoreCost]
 
 # Steps with fewer prompt tokens say little about the cost of one.
 _LEAST_TOKENS = 16
 _SMOOTHING = 0.2
 # One in this many sequences that seem cheaper to recompute is swapped all the same, to measure the speed again.
 _TRY_EVERY = 32
-
-
-class PreemptionMode(Protocol):
-    """Decides whether a victim is swapped or recomputed."""
-
-    def swaps(self, seq: Sequence) -> bool:
-        """Whether to move a victim's blocks to the host, if there is room, rather than recompute them."""
-
-
-class Recompute:
-    """Always recomputes what is no longer in the prefix cache."""
-
-    def swaps(self, seq: Sequence) -> bool:
-        return False
-
-
-class Swap:
-    """Always swaps to host memory, as long as there is room."""
-
-    def swaps(self, seq: Sequence) -> bool:
-        return True
 
 
 @dataclass(slots=True)
@@ -72,19 +48,26 @@ def _smoothed(known: float | None, measured: float) -> float:
     return measured if known is None else known + _SMOOTHING * (measured - known)
 
 
-class CheaperWay:
-    """Swaps or recomputes, whichever is cheaper for this victim according to the measured speeds.
+class Preemption:
+    """Decides what becomes of a preempted sequence's blocks.
 
-    Both costs are upper bounds, because published blocks may be found in the prefix cache either way.
+    Attributes:
+        mode: "recompute" what is no longer in the prefix cache; "swap" as long as there is room in host memory; or
+            "auto", whichever is cheaper for this sequence. Both costs are upper bounds, because published blocks may
+            be found in the prefix cache either way.
     """
 
-    def __init__(self, cost: CostOf, speed: RestoreSpeed) -> None:
-        self._cost = cost
+    def __init__(self, mode: Literal["auto", "recompute", "swap"], holdings: Holdings, speed: RestoreSpeed) -> None:
+        self.mode = mode
         self.speed = speed
+        self._holdings = holdings
         self._num_recomputed = 0
 
     def swaps(self, seq: Sequence) -> bool:
-        if self.speed.swapping_is_cheaper(self._cost(seq)):
+        """Whether to move a sequence's blocks to the host, if there is room, rather than recompute them."""
+        if self.mode != "auto":
+            return self.mode == "swap"
+        if self.speed.swapping_is_cheaper(self._holdings.restore_cost(seq)):
             return True
         self._num_recomputed += 1
         return self._num_recomputed % _TRY_EVERY == 0

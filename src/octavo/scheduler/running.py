@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence
-from octavo.scheduler.sequences import num_pending_siblings, place_of
 from octavo.sequence_state import Place
 
 
@@ -68,14 +67,14 @@ class RunningSet:
 
     def enter(self, seq: Sequence) -> None:
         """Add a sequence that has been given blocks."""
-        place = self._place(seq, num_pending_siblings(seq))
+        place = self._place(seq, seq.num_pending_siblings)
         place.held = len(self._kv.tables(seq)[0])
         place.capacity = place.held * self._size
         self._enter(seq, place)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Add `child`, which shares the blocks of the running `parent`; the first to write copies a partial block."""
-        place, of_parent = self._place(child, 0), place_of(parent)
+        place, of_parent = self._place(child, 0), parent.state.placed
         place.held = of_parent.held
         place.copies = int(child.num_computed % self._size > 0)
         of_parent.capacity = place.capacity = 0
@@ -85,7 +84,7 @@ class RunningSet:
         """Remove a sequence whose blocks are about to be released."""
         self.order.remove(seq)
         self._on_leave(seq)
-        place = place_of(seq)
+        place = seq.state.placed
         seq.state.place = None
         self.num_promised -= place.siblings
         self.reserve -= place.bound
@@ -98,7 +97,7 @@ class RunningSet:
 
     def grew(self, seq: Sequence) -> Place:
         """Account for new blocks of a sequence, or copies of shared ones."""
-        place = place_of(seq)
+        place = seq.state.placed
         place.held = len(self._kv.tables(seq)[0])
         place.capacity = place.held * self._size
         place.copies = 0
@@ -115,7 +114,7 @@ class RunningSet:
 
     def reserve_with(self, newcomer: Sequence, num_tokens: int) -> int:
         """Return the reserve if a newcomer entered with blocks for its first `num_tokens` tokens."""
-        place = self._place(newcomer, num_pending_siblings(newcomer))
+        place = self._place(newcomer, newcomer.num_pending_siblings)
         place.held = -(-num_tokens // self._size)
         return self.reserve + self._bound(place)
 
@@ -127,8 +126,8 @@ class RunningSet:
         """Return `reserve`, recounted from the block tables for audits. O(running)."""
         total = 0
         for seq in self.order:
-            place = place_of(seq)
-            fresh = self._place(seq, num_pending_siblings(seq))
+            place = seq.state.placed
+            fresh = self._place(seq, seq.num_pending_siblings)
             fresh.held, fresh.base, fresh.copies = len(self._kv.tables(seq)[0]), place.base, place.copies
             total += self._bound(fresh)
         return total

@@ -11,31 +11,51 @@ and a resumption after preemption differ only in the distance.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from octavo.errors import RequestError
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceStatus
 from octavo.scheduler.admission import Admission
 from octavo.scheduler.ahead import LookAhead
-from octavo.scheduler.capacity import Capacity
 from octavo.scheduler.composer import StepComposer
 from octavo.scheduler.fetching import Fetching
-from octavo.scheduler.kv_limits import KVAmounts, KVLimits, TenantLimits, resolve_limits
-from octavo.scheduler.lifecycle import Lifecycle, MayRun, Pinning
+from octavo.scheduler.kv_limits import Capacity, KVAmounts, KVLimits, resolve_limits
+from octavo.scheduler.lifecycle import Lifecycle, MayRun, SchedulerCounters
 from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
-from octavo.scheduler.plan_builder import PlanBuilder
 from octavo.scheduler.policy import FirstComeFirstServed, Policy
-from octavo.scheduler.preemption import PreemptionMode, Recompute, RestoreSpeed
-from octavo.scheduler.preemptor import Preemptor, SchedulerCounters
+from octavo.scheduler.preemption import Preemption, RestoreSpeed
 from octavo.scheduler.results import ResultApplier
-from octavo.scheduler.running import RunningSet
-from octavo.scheduler.scheduler_config import SchedulerConfig
-from octavo.scheduler.sequences import needs_all_tokens
 from octavo.scheduler.step_budget import LatencyTarget
 from octavo.scheduler.step_time import StepLoad
-from octavo.scheduler.waiting import PrefixLengths, WaitingQueue
+from octavo.scheduler.waiting import PrefixLengths
 
 _MOMENT = 0.005
+
+DEFAULT_WATERMARK = 0.01
+DEFAULT_HEADROOM_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The limits of one step.
+
+    Attributes:
+        watermark: share of the pool that admission leaves available, so that a newcomer does not force a
+            preemption in the next few steps. Not applied while nothing runs.
+        headroom_tokens: tokens, rounded up to blocks, that each running sequence, the newcomer and its parallel samples
+            must be able to grow by after an admission, as far as max_tokens lets them, on top of the rest of their
+            prompts.
+        itl_slo_ms: target for the time between two tokens of a running stream, in milliseconds, which limits the chunks
+            of prompts, and the streams of several tenants; if None, only the token budget limits them.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    watermark: float = DEFAULT_WATERMARK
+    headroom_tokens: int = DEFAULT_HEADROOM_TOKENS
+    itl_slo_ms: float | None = None
 
 
 class Scheduler:
@@ -43,12 +63,13 @@ class Scheduler:
 
     Args:
         policy: orders sequences; by default, first come, first served.
+        preemption: decides whether a preempted sequence is swapped; by default, all are recomputed.
         prefixes: if given, waiting requests with the longest cached prefix are admitted first, as far as the policy
             allows.
-        speed: how long computing and moving blocks takes; measured from the start by default.
 
     Attributes:
         capacity: checks which requests can ever be served.
+        speed: how long computing and moving blocks takes, as measured.
         fetching: requests that wait for stores below host memory; None if there are no stores.
         on_admitted: called once with each request, when it is first admitted.
     """
@@ -58,58 +79,47 @@ class Scheduler:
         config: SchedulerConfig,
         kv: KVCacheManager,
         policy: Policy | None = None,
-        preemption: PreemptionMode | None = None,
+        preemption: Preemption | None = None,
         prefixes: PrefixLengths | None = None,
-        *,
-        speed: RestoreSpeed | None = None,
     ) -> None:
         self.config = config
         self.kv = kv
         self.policy = policy or FirstComeFirstServed()
-        self.speed = RestoreSpeed() if speed is None else speed
-        self._builder = PlanBuilder(kv)
-        self._latency = None if config.itl_slo_ms is None else LatencyTarget(config.itl_slo_ms / 1e3)
-        self._limits: Mapping[str, KVLimits] = {}
-        self._running = running = RunningSet(kv, config.headroom_tokens, on_leave=self._builder.drop)
-        self._tenants = tenants = TenantLimits(kv, running, self._limits)
-        self._waiting = waiting = WaitingQueue(self.policy, prefixes, tenants.is_capped)
-        self._preemptor = preemptor = Preemptor(kv, running, waiting, preemption or Recompute(), self.policy)
-        self._admission = admission = Admission(
+        self.preemption = preemption or Preemption("recompute", kv.holdings, RestoreSpeed())
+        self.speed = self.preemption.speed
+        self._lifecycle = lifecycle = Lifecycle(
             kv,
-            running,
-            waiting,
-            preemptor,
+            self.policy,
+            self.preemption,
+            prefixes,
             max_num_seqs=config.max_num_seqs,
+            headroom_tokens=config.headroom_tokens,
+            on_finish=self._on_finish,
+        )
+        self._running, self._waiting, self._builder = lifecycle.running, lifecycle.waiting, lifecycle.builder
+        self._requests = lifecycle.requests
+        self._latency = None if config.itl_slo_ms is None else LatencyTarget(config.itl_slo_ms / 1e3)
+        self._admission = Admission(
+            lifecycle,
             max_num_batched_tokens=config.max_num_batched_tokens,
             watermark_blocks=int(config.watermark * kv.pool.num_blocks),
-            tenants=tenants,
-            policy=self.policy,
         )
         self._composer = StepComposer(
-            kv,
-            running,
-            waiting,
-            preemptor,
-            admission,
+            lifecycle,
+            self._admission,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            tenants=tenants,
-            policy=self.policy,
             latency=self._latency,
         )
         self._look_ahead = LookAhead(
             kv,
-            running,
-            tenants,
-            admission,
+            self._running,
+            lifecycle.tenants,
+            self._admission,
             max_model_len=config.max_model_len,
             takes_places=self.policy.may_claim,
         )
-        self._lifecycle = lifecycle = Lifecycle(
-            kv, running, waiting, self._builder, config.max_num_seqs, self._on_finish
-        )
-        self._requests = lifecycle.requests
-        self._pinning = Pinning(kv, lifecycle.fail)
-        self._results = ResultApplier(kv, lifecycle, self.policy, config.max_model_len)
+        self._results = ResultApplier(lifecycle, config.max_model_len)
+        self._to_pin: list[Sequence] = []  # whose prefixes are still to be pinned
         self.on_admitted: Callable[[Request], None] = lambda request: None
         self.fetching: Fetching | None = None
         self.capacity = Capacity(
@@ -122,12 +132,7 @@ class Scheduler:
 
     @property
     def counters(self) -> SchedulerCounters:
-        return self._preemptor.counters
-
-    @property
-    def preemption(self) -> PreemptionMode:
-        """The policy that decides whether a victim is swapped or recomputed."""
-        return self._preemptor.mode
+        return self._lifecycle.counters
 
     @property
     def num_running(self) -> int:
@@ -205,7 +210,7 @@ class Scheduler:
         self._requests[request.request_id] = request
         self._results.begin(request)
         seq = request.sequences[0]
-        if self.fetching is None or needs_all_tokens(seq) or not self.fetching.begin(seq):
+        if self.fetching is None or seq.request.needs_all_tokens or not self.fetching.begin(seq):
             self._waiting.push(seq)
 
     def resolve_limits(self, amounts: KVAmounts) -> dict[str, KVLimits]:
@@ -215,7 +220,7 @@ class Scheduler:
     @property
     def limits(self) -> Mapping[str, KVLimits]:
         """Tenants' floors and caps, in blocks."""
-        return self._limits
+        return self._lifecycle.tenants.limits
 
     def set_limits(self, limits: Mapping[str, KVLimits]) -> None:
         """Replace the tenants' floors and caps.
@@ -224,13 +229,12 @@ class Scheduler:
         their own floors, and a lowered cap once enough of the tenant's requests have ended.
         """
         waiting = [seq for r in self._requests.values() for seq in r.sequences if seq.status is SequenceStatus.WAITING]
-        before = self._limits
+        before = self.limits
         moving = [seq for seq in waiting if before.get(seq.request.tenant) != limits.get(seq.request.tenant)]
         for seq in moving:
             self._waiting.discard(seq)
-        self._limits = limits
         self.capacity.set_limits(limits)
-        self._tenants.set_limits(limits)
+        self._lifecycle.tenants.set_limits(limits)
         if limits and self.kv.pool.owners is None:
             self.kv.count_owners(self._requests.values())
         for seq in moving:
@@ -249,7 +253,8 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan the next step: a token for each running stream, then chunks of prompts (`scheduler/composer.py`)."""
         builder = self._builder
-        builder.begin()
+        if builder.is_interrupted:
+            self._lifecycle.abandon_plans()
         self.kv.pins.expire()
         hierarchy = self.kv.hierarchy
         # `update` is not called for a failed step, so clean up after it here.
@@ -299,7 +304,8 @@ class Scheduler:
             self.policy.drawn(drew[i] for i, following in result.forced.items() for _ in following)
         self.kv.hierarchy.complete()
         updates = self._results.apply(plan, result, rows.sequences, rows.draws)
-        self._pinning.settle()
+        if self._to_pin:
+            self._to_pin = [seq for seq in self._to_pin if not self._pin_computed(seq)]
         return updates
 
     def take_failures(self) -> list[tuple[Request, Exception]]:
@@ -321,7 +327,7 @@ class Scheduler:
         for request in self._requests.values():
             if request.sequences[0].status is SequenceStatus.RUNNING:
                 self._note_admitted(request.sequences[0])
-        self.counters.recomputed_tokens += self._lifecycle.start_over(may_run)
+        self._lifecycle.start_over(may_run)
 
     def hold(self, request: Request) -> None:
         """Make a request that was just added wait until a `restart` that lets it run."""
@@ -367,14 +373,13 @@ class Scheduler:
 
     def abandon_step(self) -> None:
         """Abandon the plans in flight, which gave no result; their stores are lost, the runner's state is unknown."""
-        self._builder.abandon()
+        self._lifecycle.abandon_plans()
         self.kv.hierarchy.fail()
 
     def _on_finish(self, seq: Sequence) -> None:
         if self.fetching is not None:
             self.fetching.release(seq)
         if seq.request.finished:
-            self._results.forget(seq.request)
             self.policy.ended(seq.request)
 
     def _note_admitted(self, seq: Sequence) -> None:
@@ -386,7 +391,24 @@ class Scheduler:
         if not request.was_admitted:
             request.was_admitted = True
             self.on_admitted(request)
-        self._pinning.admitted(seq)
+        if request.pins and seq not in self._to_pin:
+            self._to_pin.append(seq)
+
+    def _pin_computed(self, seq: Sequence) -> bool:
+        """Pin the prefixes of an admitted request that are computed by now; returns whether none is left to pin.
+
+        Must run after a step and before anything else is allocated, while sequences that ended in it are still cached.
+        """
+        request, size = seq.request, self.kv.spec.block_size
+        for wanted in request.pins[len(request.pin_receipts) :]:
+            if seq.num_computed < wanted.num_tokens // size * size:
+                return seq.finished
+            try:
+                request.pin_receipts.append(self.kv.pin(request, wanted))
+            except Exception as error:
+                self._lifecycle.fail(request, error)
+                return True
+        return True
 
     def _plan_sequence(self, seq: Sequence, num_new: int, *, copied: bool) -> None:
         start, end = seq.num_computed, seq.num_computed + num_new
