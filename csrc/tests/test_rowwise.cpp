@@ -63,7 +63,8 @@ TEST(norms_agree_with_float64) {
                 if (add) CHECK_NEAR(x.at(row, c), sum, std::abs(sum) * 0x1p-7, "a residual");
                 const double factor = weight.at(0, c) / std::sqrt(squares / static_cast<double>(width) + 1e-5);
                 const double shift = biased ? bias.at(0, c) : 0;
-                const double size = (std::abs(sum) + std::abs(mean)) * std::abs(factor) + std::abs(shift);
+                const double spread = kind == kLayerNorm ? std::sqrt(squares / static_cast<double>(width)) : 0;
+                const double size = (std::abs(sum) + spread) * std::abs(factor) + std::abs(shift);
                 const double expected = (sum - mean) * factor + shift;
                 CHECK_NEAR(out.at(row, c), expected, size * (3 * rounding(storage) + 1e-6) + 1e-30, "a norm");
             }

@@ -13,8 +13,9 @@ from octavo.attention.native import NativeAttention
 from octavo.attention.reference import ReferenceAttention
 from octavo.checkpoint.families import NATIVE_ARCHITECTURES
 from octavo.checkpoint.model_source import load_model_config, resolve_model
+from octavo.models.decoder import Decoder
 from octavo.models.loader import open_weights
-from octavo.models.native_decoder import make_decoder
+from octavo.models.native_decoder import NativeDecoder, make_decoder
 from tests.models.paged import assert_same_logits, paged_logits, random_sequences, whole_logits
 from tests.models.tiny import make_model, write_gguf
 
@@ -63,7 +64,7 @@ def test_every_family_is_here() -> None:
 
 @pytest.mark.parametrize("kind", ["folder", "gguf"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_has_transformers_logits(family: str, kind: str, tmp_path: Path) -> None:
+def test_a_family_has_transformers_logits_in_the_library_and_in_torch(family: str, kind: str, tmp_path: Path) -> None:
     fields, keys = FAMILIES[family]
     model = make_model(family, **fields)
     if kind == "folder":
@@ -74,7 +75,13 @@ def test_a_family_has_transformers_logits(family: str, kind: str, tmp_path: Path
     config = load_model_config(source)
     assert config.runs_natively
     weights = open_weights(source, config)
-    ours = make_decoder(config, weights, dtype=torch.float32, device=torch.device("cpu"))
-    attention = NativeAttention() if kernels.available() else ReferenceAttention()
     sequences = random_sequences(config.vocab_size, [40, 5, 23])
-    assert_same_logits(paged_logits(ours, sequences, attention=attention), whole_logits(model, sequences))
+    expected = whole_logits(model, sequences)
+    in_torch = Decoder(config, weights, dtype=torch.float32)
+    assert_same_logits(paged_logits(in_torch, sequences), expected)
+    if kernels.available():
+        ours = make_decoder(config, weights, dtype=torch.float32, device=torch.device("cpu"))
+        assert isinstance(ours, NativeDecoder)
+        assert_same_logits(paged_logits(ours, sequences, attention=NativeAttention()), expected)
+        # The same weights through the library's packed products, but not its steps.
+        assert_same_logits(paged_logits(ours, sequences, attention=ReferenceAttention()), expected)
