@@ -14,8 +14,9 @@ from octavo.engine.outputs import RequestOutput
 from octavo.errors import CapacityError, ConfigError, ContextLengthError, RequestError
 from octavo.llm import LLM
 from octavo.sampling_params import SamplingParams
-from tests.conftest import MakeLLM, assert_idle
+from tests.conftest import MakeLLM, assert_idle, runner_of
 from tests.engine.preempting import thrash
+from tests.models.tiny import make_model, write_gguf
 
 VOCAB = 320
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -51,6 +52,17 @@ def interrupt_after(llm: LLM, monkeypatch: pytest.MonkeyPatch, steps: int, error
         return execute(plan)
 
     monkeypatch.setattr(llm.core.runner, "execute", interrupted)
+
+
+@pytest.mark.parametrize(("stored", "dtype"), [("Q8_0", torch.bfloat16), ("F16", torch.float32)])
+def test_a_cpu_without_bf16_computes_in_float32_unless_weights_stay_quantised(
+    stored: str, dtype: torch.dtype, make_llm: MakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, make_model("Llama", hidden_size=64, intermediate_size=64), quantization=stored)
+    llm = make_llm(path, dtype="auto")
+    assert runner_of(llm.core).model.dtype is dtype
 
 
 def test_outputs_come_in_the_order_of_the_prompts_whichever_ends_first(llm: LLM) -> None:

@@ -129,7 +129,8 @@ class EngineConfig(Options):
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32", "half", "float"] = _model(
         "auto",
-        "weights and activations; auto: bfloat16; half and float: float16 and float32",
+        "weights and activations; auto: bfloat16, or float32 on a CPU that lacks bf16 instructions unless weights stay "
+        "quantised; half and float: float16 and float32",
         read=lambda name: _DTYPE_ALIASES.get(name, name),
     )
     quantization: Literal["auto", "none"] = _model(

@@ -54,6 +54,15 @@ def test_every_scalar_and_array_type_is_read(tmp_path: Path) -> None:
     assert (file.length("test.strings"), file.length("test.ints"), file.length("no.such")) == (3, 3, 0)
 
 
+def test_a_file_that_was_replaced_is_read_again(path: Path, tmp_path: Path) -> None:
+    replaced = tmp_path / "replaced.gguf"
+    replaced.write_bytes(path.read_bytes())
+    assert GGUFFile(replaced).is_quantised
+    tiny.write_gguf(replaced, tiny.make_model("Llama"), quantization="F16")
+    assert not GGUFFile(replaced).is_quantised
+    assert GGUFFile(path).is_quantised
+
+
 def test_a_missing_key_is_named_unless_there_is_a_default(path: Path) -> None:
     file = GGUFFile(path)
     assert file.get("no.such", 7) == 7

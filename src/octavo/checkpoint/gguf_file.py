@@ -14,6 +14,7 @@ Layout (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), little-endia
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ _TYPE_NAMES = (
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "MXFP4"),
 )
 SUPPORTED_TENSOR_TYPES = tuple(gguf.GGMLQuantizationType[name] for name in _TYPE_NAMES)
+
+FLOAT_TYPES = frozenset({"F32", "F16", "BF16"})
 
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = gguf.GGUFValueType.STRING, gguf.GGUFValueType.ARRAY
@@ -74,6 +77,10 @@ class _StringArray:
     count: int
 
 
+# The header of the file that was opened last, by its path, inode, size and time of modification.
+_headers: dict[tuple[Path, int, int, int], tuple[dict[str, Any], dict[str, GGUFTensor]]] = {}
+
+
 class GGUFFile:
     """One GGUF file, mapped into memory: cheap to open, with tensors that are only read when needed.
 
@@ -87,25 +94,40 @@ class GGUFFile:
         self.path = path
         try:
             with path.open("rb") as file:
-                self.size = path.stat().st_size
+                status = os.fstat(file.fileno())
+                self.size = status.st_size
                 if self.size < 24 or file.read(4) != b"GGUF":
                     raise CorruptModelError(f"{path} is not a GGUF file: it does not begin with the bytes 'GGUF'")
                 # Copy-on-write: numpy and torch may then treat views of the file as ordinary, writable memory.
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (FileNotFoundError, IsADirectoryError) as error:
             raise ModelNotFoundError(f"there is no GGUF file at {path}") from error
-        self._position = 4
-        (self.version,) = self._unpack("I")
-        if self.version not in _VERSIONS:
-            hint = "it is big-endian" if self.version & 0xFFFF == 0 else f"it is version {self.version}"
-            raise UnsupportedModelError(f"{path}: {hint}; Octavo reads little-endian GGUF versions 2 and 3")
-        num_tensors, num_pairs = self._unpack("QQ")
+        # Starting a server opens the file five times.
+        stamp = path.absolute(), status.st_ino, status.st_size, status.st_mtime_ns
         self._metadata: dict[str, Any] = {}
+        header = _headers.get(stamp) or self._read_header()
+        _headers.clear()
+        _headers[stamp] = header
+        self._metadata, self.tensors = header
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether any tensor is stored in fewer bits than a float."""
+        return any(tensor.type.name not in FLOAT_TYPES for tensor in self.tensors.values())
+
+    def _read_header(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+        """Read all metadata and where tensors are; string arrays are only located."""
+        self._position = 4
+        (version,) = self._unpack("I")
+        if version not in _VERSIONS:
+            hint = "it is big-endian" if version & 0xFFFF == 0 else f"it is version {version}"
+            raise UnsupportedModelError(f"{self.path}: {hint}; Octavo reads little-endian GGUF versions 2 and 3")
+        num_tensors, num_pairs = self._unpack("QQ")
         for _ in range(num_pairs):
             key = self._string()
             (value_type,) = self._unpack("I")
             self._metadata[key] = self._value(value_type)
-        self.tensors: dict[str, GGUFTensor] = {tensor.name: tensor for tensor in self._read_tensors(num_tensors)}
+        return self._metadata, {tensor.name: tensor for tensor in self._read_tensors(num_tensors)}
 
     def __contains__(self, key: str) -> bool:
         return key in self._metadata

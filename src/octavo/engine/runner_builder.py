@@ -90,9 +90,10 @@ def build_runner(config: EngineConfig, file: SharedFile | None = None) -> tuple[
         )
     source = resolve_model(config.model)
     model_config = load_model_config(source)
-    sizing = _size_before_loading(config, source, model_config, _dtype(config, device), device)
+    dtype = _dtype(config, source, model_config, device)
+    sizing = _size_before_loading(config, source, model_config, dtype, device)
     num_threads = config.num_threads or default_num_threads()
-    model = _load_with_threads(config, source, model_config, device, num_threads)
+    model = _load_with_threads(config, source, model_config, dtype, device, num_threads)
     sizing = _size_loaded(sizing, config, model)
     max_model_len, spec, pool = sizing.max_model_len, sizing.spec, sizing.pool()
     sizing.warn_if_short(pool)
@@ -165,7 +166,12 @@ def _device(config: EngineConfig) -> torch.device:
 
 
 def _load_with_threads(
-    config: EngineConfig, source: ModelSource, model_config: ModelConfig, device: torch.device, num_threads: int
+    config: EngineConfig,
+    source: ModelSource,
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_threads: int,
 ) -> CausalLM:
     """Load the model, and set the numbers of threads that loading it and running it take."""
     if kernels.available():
@@ -174,7 +180,7 @@ def _load_with_threads(
     # four times as long on a busy machine.
     torch.set_num_threads(1)
     try:
-        model = _load(config, source, model_config, device)
+        model = _load(config, source, model_config, dtype, device)
     finally:
         torch.set_num_threads(num_threads)
     if isinstance(model, NativeDecoder):
@@ -201,14 +207,16 @@ def _choose_scales(config: EngineConfig, source: ModelSource, arena: KVArena) ->
     return ""
 
 
-def _load(config: EngineConfig, source: ModelSource, model_config: ModelConfig, device: torch.device) -> CausalLM:
+def _load(
+    config: EngineConfig, source: ModelSource, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> CausalLM:
     if not model_config.runs_natively:
         logger.info("%s runs through transformers: %s", config.model, model_config.transformers_reason)
-        return _load_through_transformers(config, source, device)
+        return _load_through_transformers(config, source, dtype, device)
     return make_decoder(
         model_config,
         open_weights(source, model_config),
-        dtype=_dtype(config, device),
+        dtype=dtype,
         device=device,
         quantised=config.quantization == "auto",
         ops=_ops(config),
@@ -236,22 +244,34 @@ def _capture(config: EngineConfig, attention: AttentionBackend, arena: KVArena, 
     return CudaCapture(device) if all(map(TritonAttention.reads, arena.layers)) else None
 
 
-def _load_through_transformers(config: EngineConfig, source: ModelSource, device: torch.device) -> CausalLM:
+def _load_through_transformers(
+    config: EngineConfig, source: ModelSource, dtype: torch.dtype, device: torch.device
+) -> CausalLM:
     from octavo.models.transformers_bridge import TransformersModel
 
     # The reference for the fast paths uses no kernels at all.
     packed = config.attention_backend != "reference"
-    return TransformersModel.load(source.path, dtype=_dtype(config, device), device=device, packed=packed)
+    return TransformersModel.load(source.path, dtype=dtype, device=device, packed=packed)
 
 
-def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+def _dtype(config: EngineConfig, source: ModelSource, model_config: ModelConfig, device: torch.device) -> torch.dtype:
     if config.dtype != "auto":
         dtype: torch.dtype = getattr(torch, config.dtype)
         return dtype
-    # A CPU without bf16 instructions emulates it, several times slower than float32.
-    if device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.bfloat16
+    # A CPU without bf16 instructions emulates them, several times slower than float32. Quantised weights are multiplied
+    # in int8 there, and would take several times the memory in float32.
+    if not _runs_on_kernels(config, model_config, torch.bfloat16, device) or source.format is not ModelFormat.GGUF:
         return torch.float32
-    return torch.bfloat16
+    quantised = config.quantization == "auto" and GGUFFile(source.path).is_quantised
+    return torch.bfloat16 if quantised else torch.float32
+
+
+def _runs_on_kernels(config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether whole steps run on the native decoder."""
+    supported = model_config.runs_natively and NativeDecoder.supports(model_config, dtype, device)
+    return supported and config.attention_backend not in ("reference", "triton")
 
 
 def _require_deterministic(model: CausalLM, arena: KVArena, attention: AttentionBackend) -> None:
@@ -278,8 +298,7 @@ def _size_before_loading(
     """
     on_cpu = device.type == "cpu"
     packed = PackedLinear.supports(torch.empty(0, dtype=dtype, device=device))
-    native = model_config.runs_natively and NativeDecoder.supports(model_config, dtype, device)
-    native = native and config.attention_backend not in ("reference", "triton")
+    native = _runs_on_kernels(config, model_config, dtype, device)
     shape = _promised_shape(source, model_config)
     sizing = StartSizing(
         config=config,
