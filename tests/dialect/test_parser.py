@@ -32,7 +32,7 @@ Call = tuple[str, dict[str, Any]]
 
 
 def dialect(name: str, reasoning: str = "none", *, in_reasoning: bool = False) -> Dialect:
-    return Dialect(call_format(name, None), reasoning_format(reasoning, None), in_reasoning, TOOLS)
+    return Dialect(call_format(name), reasoning_format(reasoning, None), in_reasoning, TOOLS)
 
 
 class Told:
@@ -100,8 +100,115 @@ def written(name: str, calls: list[Call]) -> str:
         return "".join(f"[TOOL_CALLS]{called}[ARGS]{json.dumps(arguments)}" for called, arguments in calls)
     if name == "llama3_json":
         return "; ".join(json.dumps({"name": called, "parameters": arguments}) for called, arguments in calls)
+    if name in _WRITE_ONE:
+        opening, write, separator, closing = _WRITE_ONE[name]
+        return opening + separator.join(write(called, arguments) for called, arguments in calls) + closing
     assert name == "pythonic"
     return "[" + ", ".join(f"{called}({_keywords(arguments)})" for called, arguments in calls) + "]"
+
+
+def _dsml(called: str, arguments: dict[str, Any]) -> str:
+    values = (
+        f'<｜DSML｜parameter name="{key}" string="{"true" if isinstance(value, str) else "false"}">{_xml(value)}'
+        "</｜DSML｜parameter>\n"
+        for key, value in arguments.items()
+    )
+    return f'<｜DSML｜invoke name="{called}">\n{"".join(values)}</｜DSML｜invoke>\n'
+
+
+def _gemma(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_gemma(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_gemma, value)) + "]"
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
+
+
+_SEP = "<｜tool▁sep｜>"
+# Opening, one call, separator and closing, as the models' chat templates write them.
+_WRITE_ONE: dict[str, tuple[str, Any, str, str]] = {
+    "glm45": (
+        "<tool_call>",
+        lambda called, arguments: (
+            f"{called}\n"
+            + "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{_xml(v)}</arg_value>\n" for k, v in arguments.items())
+        ),
+        "</tool_call>\n<tool_call>",
+        "</tool_call>",
+    ),
+    "seed_oss": (
+        "<seed:tool_call>\n",
+        lambda called, arguments: (
+            f"<function={called}>\n"
+            + "".join(f"<parameter={k}>{_xml(v)}</parameter>\n" for k, v in arguments.items())
+            + "</function>\n"
+        ),
+        "</seed:tool_call>\n<seed:tool_call>\n",
+        "</seed:tool_call>",
+    ),
+    "minimax_m2": (
+        "<minimax:tool_call>\n",
+        lambda called, arguments: (
+            f'<invoke name="{called}">\n'
+            + "".join(f'<parameter name="{k}">{_xml(v)}</parameter>\n' for k, v in arguments.items())
+            + "</invoke>\n"
+        ),
+        "",
+        "</minimax:tool_call>",
+    ),
+    "deepseek_v3": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
+        lambda called, arguments: f"function{_SEP}{called}\n```json\n{json.dumps(arguments)}\n```<｜tool▁call▁end｜>",
+        "\n<｜tool▁call▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v31": (
+        "<｜tool▁calls▁begin｜>",
+        lambda called, arguments: f"<｜tool▁call▁begin｜>{called}{_SEP}{json.dumps(arguments)}<｜tool▁call▁end｜>",
+        "",
+        "<｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v32": ("<｜DSML｜function_calls>\n", _dsml, "", "</｜DSML｜function_calls>"),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|>",
+        lambda called, arguments: (
+            f"<|tool_call_begin|>functions.{called}:3<|tool_call_argument_begin|>"
+            f"{json.dumps(arguments)}<|tool_call_end|>"
+        ),
+        "",
+        "<|tool_calls_section_end|>",
+    ),
+    "cohere_command3": (
+        "<|START_ACTION|>[\n",
+        lambda called, arguments: json.dumps({"tool_call_id": "0", "tool_name": called, "parameters": arguments}),
+        ",\n",
+        "\n]<|END_ACTION|>",
+    ),
+    "granite": (
+        "<|tool_call|>[",
+        lambda called, arguments: json.dumps({"name": called, "arguments": arguments}),
+        ", ",
+        "]",
+    ),
+    "lfm2": (
+        "<|tool_call_start|>[",
+        lambda called, arguments: f"{called}({_keywords(arguments)})",
+        ", ",
+        "]<|tool_call_end|>",
+    ),
+    "gemma4": (
+        "<|tool_call>",
+        lambda called, arguments: f"call:{called}{_gemma(arguments)}",
+        "<tool_call|><|tool_call>",
+        "<tool_call|>",
+    ),
+    "openai": (
+        "<|channel|>commentary to=functions.",
+        lambda called, arguments: f"{called} <|constrain|>json<|message|>{json.dumps(arguments)}",
+        "<|call|><|start|>assistant<|channel|>commentary to=functions.",
+        "<|call|>",
+    ),
+}
 
 
 def _xml(value: Any) -> str:
@@ -113,7 +220,7 @@ def _keywords(arguments: dict[str, Any]) -> str:
 
 
 XML = "<tool_call><function={}><parameter={}>{}</parameter></function></tool_call>"
-NAMES = ["hermes", "qwen3_xml", "mistral", "mistral_named", "llama3_json", "pythonic"]
+NAMES = ["hermes", "qwen3_xml", "mistral", "mistral_named", "llama3_json", "pythonic", *_WRITE_ONE]
 EXAMPLES: list[list[Call]] = [
     [("get_weather", {"city": "Paris", "days": 3, "where": {"lat": 48.5, "tags": ["a", None, True]}})],
     [("stop", {}), ("write", {"text": 'say "hi"\n<b>{x}</b> \\ \U0001f989', "lines": [], "strict": False})],
@@ -122,6 +229,9 @@ EXAMPLES: list[list[Call]] = [
 
 def spoken(name: str) -> Dialect:
     return dialect(name.removesuffix("_named"))
+
+
+UNQUOTED = ("qwen3_xml", "glm45", "seed_oss", "minimax_m2", "deepseek_v32", "gemma4", "pythonic", "lfm2")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -169,8 +279,9 @@ def test_an_answer_that_is_cut_off_anywhere_is_read_without_a_loss(name: str) ->
             assert told.names == ["get_weather"]
             assert told.content == ""
             given = told.arguments[0].replace(" ", "")
-            assert complete.startswith(given) or name in ("qwen3_xml", "pythonic")
-        else:
+            # A message without arguments, which harmony's closing mark may have ended, is a call without any.
+            assert complete.startswith(given) or name in UNQUOTED or (name, given) == ("openai", "{}")
+        elif name != "openai":  # harmony's headers are no content
             assert told.content == text[:cut]
 
 
@@ -370,28 +481,44 @@ def test_what_is_written_in_a_random_format_is_read_back(each: CallFormat, calls
     assert (told.calls, told.content) == (calls, "")
 
 
+HARMONY = dialect("openai", "openai_gptoss")
+ANALYSIS = "<|channel|>analysis<|message|>They ask <for> it.<|end|>"
+
+
 @pytest.mark.parametrize(
-    ("template", "name"),
+    ("text", "reasoning", "content", "calls"),
     [
-        ("{{ '<tool_call>\\n<function=' }}", "qwen3_xml"),
-        ("… <tool_call></tool_call> XML tags", "hermes"),
-        ("{{ '[TOOL_CALLS] [' }}", "mistral"),
-        ('Respond in the format {"name": function name, "parameters": dictionary}', "llama3_json"),
-        ("format of [func_name1(params_name1=params_value1), func_name2(params)]", "pythonic"),
+        (f"{ANALYSIS}<|start|>assistant<|channel|>final<|message|>It is 4.", "They ask <for> it.", "It is 4.", []),
+        ("<|channel|>final<|message|>Yes.<|return|>", "", "Yes.", []),
+        (f"{ANALYSIS}<|start|>assistant{written('openai', EXAMPLES[0])}", "They ask <for> it.", "", EXAMPLES[0]),
+        (
+            "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.stop<|channel|>commentary "
+            "json<|message|>{}<|call|>",
+            "",
+            "I look.",
+            [("stop", {})],
+        ),
+        ("<|channel|>commentary to=functions.stop<|message|>", "", "", [("stop", {})]),
+        ("<|channel|>analysis to=python code<|message|>1 + 1<|call|>", "1 + 1", "", []),
+        ("No channel at all.", "", "No channel at all.", []),
+        (f"{ANALYSIS}<|start|>assistant<|channel|>fin", "They ask <for> it.", "", []),
     ],
 )
-def test_the_format_is_found_in_the_chat_template(template: str, name: str) -> None:
-    found = call_format("auto", template)
-    assert found is not None
-    assert found.name == name
-    assert call_format("none", template) is None
-    assert call_format("qwen3_coder", None) == call_format("qwen3_xml", None)
+def test_harmony_tells_channels_apart_at_every_split(
+    text: str, reasoning: str, content: str, calls: list[Call]
+) -> None:
+    whole = parsed(HARMONY, text)
+    assert (whole.reasoning, whole.content, whole.calls) == (reasoning, content, calls)
+    for cut in range(len(text) + 1):
+        assert parsed(HARMONY, text[:cut], text[cut:]) == whole
 
 
-def test_a_template_without_tools_or_reasoning_speaks_no_format() -> None:
-    assert call_format("auto", "{{ messages }}") is None
-    assert reasoning_format("auto", "{{ messages }}") is None
-    assert reasoning_format("auto", "{% if '</think>' in content %}").name == "qwen3"
+def test_marks_around_an_answer_are_left_out_of_it() -> None:
+    speaks = dialect("cohere_command3", "cohere_command3")
+    text = "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Yes <b>.<|END_RESPONSE|>"
+    whole = parsed(speaks, text)
+    assert (whole.reasoning, whole.content) == ("Hm.", "Yes <b>.")
+    assert parsed(speaks, *text) == whole
 
 
 @pytest.mark.parametrize("kind", [Content, Reasoning])

@@ -7,11 +7,12 @@ events                       held back        CallBegins  Arguments
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 
 from octavo.dialect.events import Arguments, CallBegins, Event
-from octavo.dialect.formats import CallFormat, JsonCalls, NamedJsonCall, PythonCalls, XmlCall
-from octavo.dialect.values import JSON, PYTHON, Characters, MalformedError, Reader, Take
+from octavo.dialect.formats import BareCall, CallFormat, JsonCalls, NamedJsonCall, PythonCalls, XmlCall
+from octavo.dialect.values import JSON, MAX_DEPTH, PYTHON, Characters, MalformedError, Reader, Take
 
 
 class CallReader:
@@ -43,16 +44,21 @@ class CallReader:
         if body is None:
             yield from self._chars.next()
             self._chars.fail()
+        is_closed = False
         if isinstance(body, JsonCalls):
             yield from self._json_calls(body, known_only=not marked)
+        elif isinstance(body, NamedJsonCall) and body.before:
+            is_closed = yield from self._marked_json(body, calls.closing)
         elif isinstance(body, NamedJsonCall):
             yield from self._named_json(body)
         elif isinstance(body, XmlCall):
-            yield from self._xml_call()
+            is_closed = yield from self._xml_calls(body, calls.closing)
+        elif isinstance(body, BareCall):
+            yield from self._bare_call(body)
         else:
-            yield from self._python_calls()
+            yield from self._python_calls(known_only=not marked)
         self._chars.settle()
-        if calls.closing:
+        if calls.closing and not is_closed:
             yield from self._chars.skip_space()
             yield from self._chars.expect(calls.closing)
             self._chars.settle()
@@ -105,7 +111,7 @@ class CallReader:
             yield from chars.skip_space()
             yield from chars.expect(":")
             first = yield from chars.skip_space()
-            if key == "name" and not begun:
+            if key == body.name and not begun:
                 name = yield from chars.string(JSON, _drop)
             elif key in body.arguments and not begun:
                 if name is not None and first == "{":
@@ -156,16 +162,60 @@ class CallReader:
         yield from chars.value(JSON, self._begin(name.strip()))
         self._complete()
 
+    def _marked_json(self, body: NamedJsonCall, closing: str) -> Reader[bool]:
+        """Parse calls with marks around each; return whether the mark after the run was read too."""
+        chars = self._chars
+        yield from chars.expect(body.before)
+        while True:
+            name = yield from chars.until(body.tag[0] + "\n")
+            yield from chars.skip_space()
+            yield from chars.expect(body.tag.strip())
+            if (yield from chars.skip_space()) != "{":
+                yield from chars.next()
+                chars.fail()
+            name = name.strip()
+            yield from chars.value(JSON, self._begin(re.sub(r":\d+$", "", name) if body.numbered else name))
+            self._complete()
+            yield from chars.skip_space()
+            yield from chars.expect(body.after.strip())
+            chars.settle()
+            yield from chars.skip_space()
+            if (yield from chars.one_of((body.before, closing))) == closing:
+                return True
+
+    def channel_call(self, name: str) -> Reader[None]:
+        """Parse the arguments of a call in harmony, whose message may be empty."""
+        take = self._begin(name)
+        if (yield from self._chars.skip_space()) == "{":
+            yield from self._chars.value(JSON, take)
+        else:
+            take("{}")
+        self._complete()
+
     def _tag(self) -> Reader[str]:
         inside = yield from self._chars.until("]")
         yield from self._chars.next()
         return inside + "]"
 
-    def _xml_call(self) -> Reader[None]:
+    def _xml_calls(self, body: XmlCall, closing: str) -> Reader[bool]:
+        """Parse one or several calls; return whether the mark after the run was read too."""
         chars = self._chars
-        yield from chars.expect("<function=")
-        name = yield from chars.until(">\n<")
-        yield from chars.expect(">")
+        if not body.name:
+            yield from self._xml_call(body, (yield from chars.until("\n<")))
+            return False
+        opening, end = body.name
+        yield from chars.expect(opening)
+        while True:
+            name = yield from chars.until(end[0] + "\n<")
+            yield from chars.expect(end)
+            yield from self._xml_call(body, name)
+            chars.settle()
+            yield from chars.skip_space()
+            if (yield from chars.one_of((opening, closing))) == closing:
+                return True
+
+    def _xml_call(self, body: XmlCall, name: str) -> Reader[None]:
+        chars = self._chars
         take = self._begin(name.strip())
         types = self._tools.get(name.strip(), {})
         opened = False
@@ -173,35 +223,43 @@ class CallReader:
             yield from chars.skip_space()
             yield from chars.expect("<")
             if (yield from chars.skip_space()) == "/":
-                yield from chars.expect("/function>")
+                if body.end:
+                    yield from chars.expect(body.end[1:])
+                else:
+                    chars.give_back_all()
                 break
-            yield from chars.expect("parameter=")
-            key = (yield from chars.until(">\n<")).strip()
-            yield from chars.expect(">")
+            yield from chars.expect(body.key[1:])
+            key = (yield from chars.until(body.between[0][0] + "\n<")).strip()
+            for mark in body.between:
+                yield from chars.skip_space()
+                yield from chars.expect(mark)
+            is_text = types.get(key) == "string"
+            if body.typed:
+                is_text = 'string="true"' in (yield from chars.until(">"))
+                yield from chars.next()
             take(("," if opened else "{") + json.dumps(key, ensure_ascii=False) + ":")
             opened = True
-            if types.get(key) == "string":
-                yield from self._xml_text(take)
+            if is_text:
+                yield from self._xml_text(take, body.value_end)
             else:
-                yield from self._xml_value(take, types.get(key))
+                yield from self._xml_value(take, types.get(key), body.value_end)
         take("}" if opened else "{}")
         self._complete()
 
-    def _xml_value(self, take: Take, kind: str | None) -> Reader[None]:
+    def _xml_value(self, take: Take, kind: str | None, closing: str) -> Reader[None]:
         """Parse a parameter that is not a string, and so can only be passed on once it is complete."""
         pieces: list[str] = []
         try:
-            yield from self._xml_text(pieces.append)
+            yield from self._xml_text(pieces.append, closing)
         except MalformedError:
             take("".join(pieces))
             raise
         take(_typed(json.loads("".join(pieces)), kind))
 
-    def _xml_text(self, take: Take) -> Reader[None]:
-        """Parse a parameter's text into a JSON string, without one line break at either end."""
+    def _xml_text(self, take: Take, closing: str, *, lines: bool = True) -> Reader[None]:
+        """Parse a parameter's text into a JSON string; `lines`: without one line break at either end."""
         chars = self._chars
         take('"')
-        closing = "</parameter>"
         # Text that may be the end: a line break, and the beginning of the closing tag.
         held = ""
         first = True
@@ -212,13 +270,13 @@ class CallReader:
                 take(json.dumps(held, ensure_ascii=False)[1:-1])
                 raise MalformedError
             chars.settle()
-            if first and character == "\n":
+            if lines and first and character == "\n":
                 first = False
                 continue
             first = False
             held += character
             while held:
-                tag = held.removeprefix("\n")
+                tag = held.removeprefix("\n") if lines else held
                 if tag == closing:
                     take('"')
                     return
@@ -227,14 +285,55 @@ class CallReader:
                 take(json.dumps(held[0], ensure_ascii=False)[1:-1])
                 held = held[1:]
 
-    def _python_calls(self) -> Reader[None]:
+    def _bare_call(self, body: BareCall) -> Reader[None]:
+        yield from self._chars.expect("call:")
+        name = yield from self._chars.until("{")
+        yield from self._bare_value(body.quote, self._begin(name.strip()), 0)
+        self._complete()
+
+    def _bare_value(self, quote: str, take: Take, depth: int) -> Reader[None]:
+        """Parse a value whose strings stand between `quote`, or are JSON's."""
+        chars = self._chars
+        first = yield from chars.skip_space()
+        if first == quote[0]:
+            yield from chars.expect(quote)
+            yield from self._xml_text(take, quote, lines=False)
+            return
+        if first not in ("{", "["):
+            yield from chars.value(JSON, take)
+            return
+        if depth == MAX_DEPTH:
+            raise MalformedError
+        yield from chars.next()
+        take(first)
+        end, comma = "}" if first == "{" else "]", ""
+        while (yield from chars.skip_space()) != end:
+            if comma:
+                yield from chars.expect(",")
+                yield from chars.skip_space()
+            if first == "{":
+                if (yield from chars.skip_space()) == '"':
+                    key = yield from chars.string(JSON, _drop)
+                    yield from chars.skip_space()
+                else:
+                    key = (yield from chars.until(":")).strip()
+                yield from chars.expect(":")
+                take(f"{comma}{json.dumps(key, ensure_ascii=False)}:")
+            elif comma:
+                take(comma)
+            yield from self._bare_value(quote, take, depth + 1)
+            comma = ","
+        yield from chars.next()
+        take(end)
+
+    def _python_calls(self, *, known_only: bool) -> Reader[None]:
         chars = self._chars
         yield from chars.expect("[")
         while True:
             yield from chars.skip_space()
             name = yield from chars.until("(,=[]{}'\"")
             yield from chars.expect("(")
-            yield from self._python_arguments(self._begin(name.strip(), known_only=True))
+            yield from self._python_arguments(self._begin(name.strip(), known_only=known_only))
             chars.settle()
             if (yield from chars.skip_space()) != ",":
                 break
@@ -268,10 +367,14 @@ def may_begin(body: object, first: str) -> bool:
     """Return whether a run of calls in this form may begin with the character `first`."""
     if isinstance(body, JsonCalls):
         return first == (body.brackets[0] or "{")
-    if isinstance(body, XmlCall):
+    if isinstance(body, XmlCall) and body.name:
         return first == "<"
+    if isinstance(body, NamedJsonCall) and body.before:
+        return first == body.before[0]
     if isinstance(body, PythonCalls):
         return first == "["
+    if isinstance(body, BareCall):
+        return first == "c"
     return first.isidentifier()
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from octavo.dialect.bare_text import text_rule
-from octavo.dialect.formats import CallFormat, JsonCalls, NamedJsonCall, PythonCalls, XmlCall
+from octavo.dialect.formats import BareCall, CallFormat, JsonCalls, NamedJsonCall, PythonCalls, XmlCall
+from octavo.dialect.writing import value_opening
 from octavo.structured_outputs import ReasoningPart, json_rule
 
 # Maximum number of calls of one answer.
@@ -35,6 +37,8 @@ def calls_grammar(
     one = f"call: {' | '.join(f'call_{number}' for number in range(len(functions)))}"
     before = ""
     if reasoning is not None:
+        if calls.channels:  # instead of a message with the answer
+            reasoning = replace(reasoning, closing=reasoning.closing.partition("<|channel|>")[0])
         before = f"{reasoning.prefix} "
         rules.append(reasoning.rules)
     return "\n".join([f"start: {before}{_run(calls, parallel=parallel)}", one, *rules])
@@ -42,20 +46,24 @@ def calls_grammar(
 
 def _run(calls: CallFormat, *, parallel: bool) -> str:
     body = calls.bodies[0]
-    if calls.closing:
-        single = f"{_quoted(calls.opening + chr(10))} call {_quoted(chr(10) + calls.closing)}"
-        return f"({single}) {_repeated(f'{_quoted(chr(10))} {single}', parallel)}"
+    if calls.closing and not calls.is_one_run:
+        single = f"{_quoted(calls.opening + calls.padding)} call {_quoted(calls.padding + calls.closing)}"
+        between = "<|start|>assistant" if calls.channels else "\n"
+        return f"({single}) {_repeated(f'{_quoted(between)} {single}', parallel)}"
     opening, closing, separator = "", "", ", "
     if isinstance(body, JsonCalls):
         opening = "" if calls.unmarked else calls.opening + body.brackets[0]
-        closing, separator = body.brackets[1], f"{body.separator} "
+        closing, separator = body.brackets[1] + calls.closing, f"{body.separator} "
     elif isinstance(body, PythonCalls):
-        opening, closing = "[", "]"
+        opening, closing = calls.opening + "[", "]" + calls.closing
+    elif calls.is_one_run:
+        opening, closing, separator = calls.opening, calls.closing, ""
     else:
         opening, separator = calls.opening, calls.opening
     before = f"{_quoted(opening)} " if opening else ""
     after = f" {_quoted(closing)}" if closing else ""
-    return f"{before}call {_repeated(f'{_quoted(separator)} call', parallel)}{after}"
+    again = f"{_quoted(separator)} call" if separator else "call"
+    return f"{before}call {_repeated(again, parallel)}{after}"
 
 
 def _repeated(rule: str, parallel: bool) -> str:
@@ -67,10 +75,14 @@ def _rule(body: object, number: int, function: Mapping[str, Any]) -> str:
     name, schema = str(function["name"]), function.get("parameters") or _NOTHING
     head = f"call_{number}:"
     if isinstance(body, JsonCalls):
-        opening = f'{{"name": {_quoted(name)}, {_quoted(body.arguments[0])}: '
+        opening = f"{{{_quoted(body.name)}: {_quoted(name)}, {_quoted(body.arguments[0])}: "
         return f"{head} {_quoted(opening)} arguments_{number} {_quoted('}')}\n{_json(f'arguments_{number}', schema)}"
     if isinstance(body, NamedJsonCall):
-        return f"{head} {_quoted(name + body.tag)} arguments_{number}\n{_json(f'arguments_{number}', schema)}"
+        opening = f"{body.before}{name}{':0' if body.numbered else ''}{body.tag}"
+        after = _quoted(body.after) if body.after else ""
+        return f"{head} {_quoted(opening)} arguments_{number} {after}\n{_json(f'arguments_{number}', schema)}"
+    if isinstance(body, BareCall):  # whose reader takes JSON too
+        return f"{head} {_quoted(f'call:{name}')} arguments_{number}\n{_json(f'arguments_{number}', schema)}"
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     named = dict(properties) if isinstance(properties, Mapping) else {}
     required = schema.get("required") if isinstance(schema, Mapping) else None
@@ -82,15 +94,18 @@ def _rule(body: object, number: int, function: Mapping[str, Any]) -> str:
         for i, part in enumerate(named.values())
     ]
     if isinstance(body, XmlCall):
+        pad = "\n" if body.padded else ""
+        after = _quoted(f"{pad}{body.value_end}\n")
         parts = [
             _optional(
-                f"{_quoted(f'<parameter={key}>{chr(10)}')} "
-                f"value_{number}_{i} {_quoted(f'{chr(10)}</parameter>{chr(10)}')}",
+                f"{_quoted(f'{body.key}{key}{value_opening(body, is_text=_is_text(part))}{pad}')} "
+                f"value_{number}_{i} {after}",
                 key in needed,
             )
-            for i, key in enumerate(named)
+            for i, (key, part) in enumerate(named.items())
         ]
-        inside = " ".join([_quoted(f"<function={name}>\n"), *parts, _quoted("</function>")])
+        opening, end = body.name or ("", "")
+        inside = " ".join([_quoted(f"{opening}{name}{end}\n"), *parts, *([_quoted(body.end)] if body.end else [])])
         return "\n".join([f"{head} {inside}", *rules])
     # Required arguments come first, so that commas only appear between arguments.
     order = sorted(range(len(named)), key=lambda i: list(named)[i] not in needed)

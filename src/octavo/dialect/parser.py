@@ -11,7 +11,8 @@ pieces in which the text arrives, because it is read character by character.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from octavo.dialect.calls import CallReader, may_begin
@@ -19,6 +20,10 @@ from octavo.dialect.events import Arguments, CallBegins, Content, Event, Reasoni
 from octavo.dialect.formats import CallFormat, ReasoningFormat
 from octavo.dialect.values import SPACES, Characters, MalformedError, Reader
 from octavo.structured_outputs import ReasoningPart
+
+# What may begin the header of a message in harmony, and what ends a message.
+_HEADERS = ("<|channel|>", "<|start|>", "<|constrain|>", "<|message|>", "to=")
+_ENDS = ("<|end|>", "<|return|>", "<|call|>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,18 @@ class Dialect:
         """The reasoning with which an answer may begin, for its grammar; None if there is none."""
         if self.reasoning is None or self.has_reasoned:
             return None
-        return ReasoningPart(self.reasoning.opening, self.reasoning.closing, self.in_reasoning)
+        closing = self.reasoning.closing + self.reasoning.answer
+        return ReasoningPart(self.reasoning.opening, closing, self.in_reasoning)
+
+    @property
+    def channels(self) -> bool:
+        """Whether the text is harmony's messages."""
+        return any(each is not None and each.channels for each in (self.calls, self.reasoning))
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """Marks that are left out of the content."""
+        return tuple({mark: None for each in (self.calls, self.reasoning) if each for mark in each.dropped})
 
     @property
     def keeps_special_tokens(self) -> bool:
@@ -95,6 +111,9 @@ class OutputParser:
         return list(_merged(events))
 
     def _read(self) -> Reader[None]:
+        if self._dialect.channels:
+            yield from self._messages()
+            return
         if self._dialect.reasoning is not None:
             yield from self._reasoning(self._dialect.reasoning)
         at_beginning = True
@@ -132,7 +151,7 @@ class OutputParser:
         chars.settle()
         yield from chars.skip_space()
         chars.settle()
-        yield from self._until(reasoning.closing, Reasoning)
+        yield from self._until((reasoning.closing,), Reasoning)
         chars.settle()
         yield from chars.skip_space()
         chars.settle()
@@ -143,11 +162,56 @@ class OutputParser:
             first = yield from self._chars.skip_space()
             if any(may_begin(body, first) for body in calls.bodies):
                 return "unmarked"
-        found = yield from self._until("" if calls is None else calls.opening, Content)
-        return "marked" if found else ""
+        opening = "" if calls is None else calls.opening
+        marks = (*((opening,) if opening else ()), *self._dialect.dropped)
+        while found := (yield from self._until(marks, Content)):
+            if found == opening:
+                return "marked"
+            self._chars.settle()
+            yield from self._chars.skip_space()
+            self._chars.settle()
+        return ""
 
-    def _until(self, mark: str, kind: type[Content] | type[Reasoning]) -> Reader[bool]:
-        """Pass on text up to a mark; return False if the text ends first.
+    def _messages(self) -> Reader[None]:
+        """Read harmony, from where the prompt has ended with `<|start|>assistant`.
+
+        <|channel|>analysis<|message|>reasoning<|end|><|start|>assistant to=functions.f<|channel|>commentary
+        json<|message|>{"a": 1}<|call|>       or       <|channel|>final<|message|>content<|return|>
+        """
+        chars, calls = self._chars, self._dialect.calls
+        while True:
+            chars.settle()
+            yield from chars.skip_space()
+            try:
+                header = yield from chars.one_of(_HEADERS)
+            except MalformedError:
+                chars.give_back_all()
+                if not (yield from self._until(_ENDS, Content)):
+                    return
+                continue
+            while not header.endswith("<|message|>"):
+                character = yield from chars.next()
+                header += character
+                chars.settle()
+                if not character:
+                    return  # nothing was said in the message that it announces
+            recipient = re.search(r"to=([\w.-]+)", header)
+            if recipient and recipient[1].startswith("functions.") and calls is not None:
+                before = self._calls.num_begun
+                try:
+                    yield from self._calls.channel_call(recipient[1].removeprefix("functions."))
+                    yield from chars.skip_space()
+                    yield from chars.one_of(_ENDS)
+                except MalformedError:
+                    self._break_off(begun=self._calls.num_begun > before)
+                continue
+            thinks = self._dialect.reasoning is not None and (recipient or "<|channel|>analysis" in header)
+            chars.settle()
+            if not (yield from self._until(_ENDS, Reasoning if thinks else Content)):
+                return
+
+    def _until(self, marks: Sequence[str], kind: type[Content] | type[Reasoning]) -> Reader[str]:
+        """Pass on text up to one of `marks`, and return that; "" if the text ends first.
 
         Unsettled characters are spaces, followed by text that may become the mark.
         """
@@ -158,7 +222,7 @@ class OutputParser:
                 continue  # without joining what is held, of which there may be thousands
             held = "".join(chars.taken)
             while rest := held.lstrip(SPACES):
-                if mark and mark.startswith(rest):
+                if any(mark.startswith(rest) for mark in marks):
                     break
                 # The first character after the spaces begins no mark; a mark may begin after it.
                 size = len(held) - len(rest) + 1
@@ -166,13 +230,13 @@ class OutputParser:
                 held = held[size:]
             chars.taken[:] = [held] if held else []
             only_spaces = not rest
-            if rest and rest == mark:
-                return True
+            if rest and rest in marks:
+                return rest
         held = chars.unsettled()
         # Spaces at the end of an answer that called a tool belong to the call.
         if held and not (self._calls.num_begun and not held.strip(SPACES)):
             self._events.append(kind(held, chars.num_read))
-        return False
+        return ""
 
 
 def _merged(events: list[Event]) -> Iterator[Event]:

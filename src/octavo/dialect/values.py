@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
@@ -132,6 +132,16 @@ class Characters:
         for wanted in text:
             if (yield from self.next()) != wanted:
                 self.fail()
+
+    def one_of(self, texts: Sequence[str]) -> Reader[str]:
+        """Read and return one of `texts`, none of which begins another."""
+        read = ""
+        while read not in texts:
+            character = yield from self.next()
+            read += character
+            if not character or not any(text.startswith(read) for text in texts):
+                self.fail()
+        return read
 
     def until(self, ends: str) -> Reader[str]:
         """Read a name: the characters before the first of `ends`, which will be read again."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octavo.dialect.formats import Body, CallFormat, JsonCalls, NamedJsonCall, XmlCall
+from octavo.dialect.formats import BareCall, Body, CallFormat, JsonCalls, NamedJsonCall, PythonCalls, XmlCall
 
 _INTRODUCTION = """You may call functions to help with the user's request. These are the functions you have, as JSON:
 <tools>
@@ -20,27 +20,53 @@ To call a function, answer in this form and with nothing else:
 def write_calls(calls: CallFormat, wanted: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """Return calls, given as names and arguments, as a model with this format writes them."""
     body = calls.bodies[0]
+    each = [_write(body, name, arguments) for name, arguments in wanted]
+    if isinstance(body, PythonCalls):
+        return f"{calls.opening}[{', '.join(each)}]{calls.closing}"
     if isinstance(body, JsonCalls) and body.brackets[0]:
-        separator = f"{body.separator} "
-        run = separator.join(_write(body, name, arguments) for name, arguments in wanted)
-        return f"{calls.opening}{body.brackets[0]}{run}{body.brackets[1]}"
+        run = f"{body.separator} ".join(each)
+        return f"{calls.opening}{body.brackets[0]}{run}{body.brackets[1]}{calls.closing}"
+    if calls.is_one_run:
+        return f"{calls.opening}{''.join(each)}{calls.closing}"
     if not calls.closing:
-        return "; ".join(_write(body, name, arguments) for name, arguments in wanted)
-    return "\n".join(f"{calls.opening}\n{_write(body, name, arguments)}\n{calls.closing}" for name, arguments in wanted)
+        return "; ".join(each)
+    pad = calls.padding
+    separator = "<|start|>assistant" if calls.channels else "\n"
+    return separator.join(f"{calls.opening}{pad}{call}{pad}{calls.closing}" for call in each)
 
 
 def _write(body: Body, name: str, arguments: Mapping[str, Any]) -> str:
     if isinstance(body, JsonCalls):
-        return _json({"name": name, body.arguments[0]: dict(arguments)})
+        return _json({body.name: name, body.arguments[0]: dict(arguments)})
     if isinstance(body, NamedJsonCall):
-        return f"{name}{body.tag}{_json(dict(arguments))}"
+        return f"{body.before}{name}{':0' if body.numbered else ''}{body.tag}{_json(dict(arguments))}{body.after}"
     if isinstance(body, XmlCall):
+        pad = "\n" if body.padded else ""
         inside = "".join(
-            f"<parameter={key}>\n{value if isinstance(value, str) else _json(value)}\n</parameter>\n"
+            f"{body.key}{key}{value_opening(body, is_text=isinstance(value, str))}{pad}"
+            f"{value if isinstance(value, str) else _json(value)}{pad}{body.value_end}\n"
             for key, value in arguments.items()
         )
-        return f"<function={name}>\n{inside}</function>"
-    return f"[{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})]"
+        opening, end = body.name or ("", "")
+        return f"{opening}{name}{end}\n{inside}{body.end}"
+    if isinstance(body, BareCall):
+        return f"call:{name}{_bare(body.quote, dict(arguments))}"
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+
+
+def value_opening(body: XmlCall, *, is_text: bool) -> str:
+    """Return what stands between a parameter's name and its value."""
+    return "\n".join(body.between) + (f' string="{"true" if is_text else "false"}">' if body.typed else "")
+
+
+def _bare(quote: str, value: Any) -> str:
+    if isinstance(value, str):
+        return f"{quote}{value}{quote}"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{_bare(quote, each)}' for key, each in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(_bare(quote, each) for each in value)}]"
+    return _json(value)
 
 
 def _json(value: Any) -> str:

@@ -219,14 +219,20 @@ def test_a_model_whose_template_knows_no_tools_is_told_of_them(
     assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>' in rendered(server)
 
 
-@pytest.mark.parametrize(("template", "parser"), [("{{ tools }}", "auto"), ("{{ messages[0].content }}", "none")])
-def test_a_model_that_shows_no_format_refuses_tools(
-    start_server: Callable[..., Running], template: str, parser: str
-) -> None:
-    server = start_server(ScriptedEngine(CALLS, template=template), tool_call_parser=parser)
+def test_a_server_without_a_parser_of_calls_refuses_tools(start_server: Callable[..., Running]) -> None:
+    server = start_server(ScriptedEngine(CALLS, template="{{ messages[0].content }}"), tool_call_parser="none")
     error = server.error(PATH, {"messages": [USER], "tools": TOOLS}, 400)
     assert error["param"] == "tools"
-    assert "--tool-call-parser NAME" in error["message"]
+    assert "--tool-call-parser auto" in error["message"]
+
+
+def test_a_template_with_calls_in_an_unknown_format_is_told_of_tools_in_the_system_message(
+    start_server: Callable[..., Running],
+) -> None:
+    template = "{{ tools }}{% for m in messages %}#{{ m.role }}: {{ m.content }}<{{ m.tool_calls }}>{% endfor %}"
+    server = start_server(ScriptedEngine(CALLS, template=template))
+    assert len(chat(server)["message"]["tool_calls"]) == 2
+    assert rendered(server).startswith("None#system: You may call functions")
 
 
 @pytest.mark.parametrize(

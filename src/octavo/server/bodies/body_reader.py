@@ -166,7 +166,8 @@ class BodyReader:
         self._strict = strict
         self._default_sampling = dict(default_sampling or {})
         template = "" if tokenizer is None else tokenizer.chat_template_text
-        self._dialects = Dialects(template, tool_call_parser, reasoning_parser)
+        render = None if tokenizer is None else tokenizer.apply_chat_template
+        self._dialects = Dialects(template, tool_call_parser, reasoning_parser, render)
 
     def served_name(self, model: str | None) -> str:
         """Return the model name for the response; if the client names none, the first served name."""

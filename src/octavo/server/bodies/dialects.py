@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.dialect.constraint import calls_grammar
+from octavo.dialect.detection import Render, TemplateCalls, template_calls
 from octavo.dialect.formats import CallFormat, call_format, reasoning_format
 from octavo.dialect.parser import Dialect
 from octavo.dialect.writing import with_tools_described
@@ -54,22 +56,29 @@ class Dialects:
 
     Args:
         template: the model's chat templates, concatenated.
-        tool_call_parser: name of the format of tool calls, "auto" to detect it in the template, or "none". If the
-            template does not support tools, they are described in the system message, and "auto" means "hermes".
+        tool_call_parser: name of the format of tool calls, "auto" to find out how the template writes them, or "none".
+            If it does not support tools, or in an unknown format, "auto" describes them in the system message, as
+            "hermes" has them.
+        render: renders a chat with the template; None if there is none.
         reasoning_parser: name of the format of reasoning, "auto" to detect it in the template, or "none".
 
     Attributes:
         has_template: whether the model has a chat template.
     """
 
-    def __init__(self, template: str, tool_call_parser: str, reasoning_parser: str) -> None:
-        self._calls = call_format(tool_call_parser, template)
+    def __init__(
+        self, template: str, tool_call_parser: str, reasoning_parser: str, render: Render | None = None
+    ) -> None:
+        written = template_calls(render, template) if template and render is not None else TemplateCalls()
+        self._arguments_as_text = written.as_text
         self._reasoning = reasoning_format(reasoning_parser, template)
         self.has_template = bool(template)
         self._template_knows_developers = "developer" in template
         self._template_knows_tools = re.search(r"\btools\b", template) is not None
-        if tool_call_parser == "auto" and not self._template_knows_tools:
-            self._calls = self._calls or call_format("hermes", template)
+        self._calls = call_format(tool_call_parser)
+        if tool_call_parser == "auto":
+            self._calls = written.format or call_format("hermes")
+            self._template_knows_tools = self._template_knows_tools and written.format is not None
 
     @property
     def has_calls(self) -> bool:
@@ -87,9 +96,8 @@ class Dialects:
             return None
         if self._calls is None:
             raise RequestError(
-                "tools are not supported with this model: its chat template names tools, but in no known format of "
-                "calls, or the server was started with --tool-call-parser none. Start it with --tool-call-parser NAME, "
-                'or with --chat-template FILE; tool_choice "none" passes',
+                "tools are not supported: the server was started with --tool-call-parser none. Start it with "
+                '--tool-call-parser auto, or send tool_choice "none"',
                 param="tools",
             )
         return self._calls
@@ -112,6 +120,8 @@ class Dialects:
         if not self._template_knows_developers:
             messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
         if not tools or self._calls is None or self._template_knows_tools:
+            if self._arguments_as_text:
+                messages = [_with_text_arguments(each) for each in messages]
             return RenderedChat(messages, tools.tools or None)
         described = with_tools_described(messages, tools.tools, self._calls)
         return RenderedChat(described, None, len(described) - len(messages))
@@ -125,3 +135,14 @@ class Dialects:
             in_reasoning = end.rfind(reasoning.opening) > end.rfind(reasoning.closing)
             has_reasoned = end.rstrip().endswith(reasoning.closing)
         return Dialect(calls, reasoning, in_reasoning, tools.parameter_types, has_reasoned)
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose calls have their arguments as JSON text."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}

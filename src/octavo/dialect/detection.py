@@ -1,0 +1,112 @@
+"""Finds the format of a chat template's tool calls by rendering a conversation that has one.
+
+    render   user: … | assistant calls octavo_probe(text="probe value", count=7) | tool: …
+    text     … <|assistant|><tool_call>octavo_probe<arg_key>text</arg_key>…</tool_call><|observation|> …
+    format   the first whose parser reads this call in it
+
+A template that describes tools but writes no calls is searched for the marks that its description names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.dialect.events import Arguments, CallBegins
+from octavo.dialect.formats import CALL_FORMATS, CallFormat
+from octavo.dialect.parser import Dialect, OutputParser
+from octavo.errors import RequestError
+
+Render = Callable[..., str]
+"""Renders a chat: messages, tools=…, add_generation_prompt=…; raises `RequestError`."""
+
+_NAME = "octavo_probe"
+_ARGUMENTS = {"text": "probe value", "count": 7}
+_TYPES = {_NAME: {"text": "string", "count": "integer"}}
+_QUESTION, _RESULT = "octavo-question", "octavo-result"
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateCalls:
+    """How a chat template writes calls.
+
+    Attributes:
+        format: None if it has none, or an unknown one.
+        as_text: whether it wants a call's arguments as JSON text instead of an object.
+    """
+
+    format: CallFormat | None = None
+    as_text: bool = False
+
+
+def template_calls(render: Render, template: str) -> TemplateCalls:
+    """Return how the template that `render` uses writes calls; `template` is its source."""
+    described = next((each for each in CALL_FORMATS if any(mark in template for mark in each.template_marks)), None)
+    for as_text in (False, True):
+        if (written := _written(render, as_text=as_text)) is None:
+            continue
+        if _NAME not in written:
+            break
+        found = next((each for each in CALL_FORMATS if not each.unmarked and _reads(each, written)), None)
+        if found is None and described is not None and described.unmarked:
+            # What it tells the model to write counts, not how it writes earlier calls.
+            found = described
+        if found is None and (begun := _after_prompt(render, written)):
+            found = next((each for each in CALL_FORMATS if each.unmarked and _reads(each, begun)), None)
+        return TemplateCalls(found, as_text)
+    return TemplateCalls(described)
+
+
+def _written(render: Render, *, as_text: bool) -> str | None:
+    """Return the text of a call in a rendered chat, from the question to the result; None if it cannot be rendered."""
+    arguments: Any = json.dumps(_ARGUMENTS) if as_text else _ARGUMENTS
+    parameters = {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string", "description": "a text"},
+            "count": {"type": "integer", "description": "a number"},
+        },
+        "required": ["text", "count"],
+    }
+    function = {"name": _NAME, "description": "a function", "parameters": parameters}
+    # Mistral's templates require ids of nine letters and digits.
+    call = {"id": "call00000", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+    chat = [
+        {"role": "user", "content": _QUESTION},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call00000", "name": _NAME, "content": _RESULT},
+    ]
+    try:
+        text = render(chat, tools=[{"type": "function", "function": function}], add_generation_prompt=False)
+    except RequestError:
+        return None
+    _, _, after = text.rpartition(_QUESTION)
+    return after.partition(_RESULT)[0]
+
+
+def _after_prompt(render: Render, written: str) -> str:
+    """Return the part of `written` with which an answer begins; "" if that cannot be told."""
+    try:
+        prompt = render([{"role": "user", "content": _QUESTION}], add_generation_prompt=True)
+    except RequestError:
+        return ""
+    prompt = prompt.rpartition(_QUESTION)[2].rstrip()
+    return written.removeprefix(prompt) if written.startswith(prompt) else ""
+
+
+def _reads(calls: CallFormat, written: str) -> bool:
+    """Whether the format's parser finds the call, up to its closing mark."""
+    if calls.closing not in written:
+        return False
+    if calls.channels:
+        written = written.rpartition("<|start|>assistant")[2]
+    parser = OutputParser(Dialect(calls, tools=_TYPES))
+    events = [*parser.feed(written), *parser.finish()]
+    names = [event.name for event in events if isinstance(event, CallBegins)]
+    text = "".join(event.text for event in events if isinstance(event, Arguments))
+    try:
+        return names == [_NAME] and bool(json.loads(text) == _ARGUMENTS)
+    except ValueError:
+        return False
