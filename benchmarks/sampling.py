@@ -159,7 +159,7 @@ def main() -> None:
     if args.rows is not None:
         measure_rows(args.rows)
         return
-    choices: dict[str, Choice] = {"library": NativeChoice(), "torch": TorchChoice(kernels.argmax)}
+    choices: dict[str, Choice] = {"library": NativeChoice(), "torch": TorchChoice()}
     with LLM(args.model, max_model_len=1024, max_num_seqs=max(args.streams), kv_cache_memory="2GiB") as llm:
         for streams in args.streams:
             # One way is enough for more streams: the ways differ in the cost of a row.

@@ -23,7 +23,7 @@ from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.models.ops import Heads
 from octavo.models.rotary import Rotation
 from octavo.models.triton_ops import TritonLayerOps
-from octavo.sampling.triton_draw import draw_rows
+from octavo.sampling.triton_choice import draw_rows
 from octavo.storage.arena import FloatKV, KVArena
 from octavo.storage.block_copy import copy_blocks
 

@@ -64,7 +64,7 @@ def require_same_draw(logits: torch.Tensor, params: dict[str, Any], seed: int, w
         if words is None:
             token_ids, valid = choice.choose(logits, batch)
         elif again:
-            token_ids, valid = choice.choose_again(logits, batch, np.array([0]), words)
+            token_ids, valid = choice.choose(logits, batch, DrawMasks(words, np.array([0])), np.array([0]), again=True)
         else:
             token_ids, valid = choice.choose(logits, batch, DrawMasks(words, np.array([0])))
         found.append((int(token_ids[0]) if bool(valid[0]) else None, bool(valid[0])))

@@ -246,11 +246,6 @@ def test_greedy_takes_the_lowest_of_equals(vocab: int) -> None:
     assert draw(logits, [make_sequence(temperature=0.0) for _ in range(3)]) == [3, vocab - 1, 0]
 
 
-def test_greedy_uses_the_argmax_it_was_given() -> None:
-    sampler = Sampler(TorchChoice(greedy=lambda logits: torch.full((len(logits),), 2)))
-    assert sampler.sample(torch.zeros(1, 4), batch_of([make_sequence(temperature=0.0)])).token_ids == (2,)
-
-
 def test_several_sequences_may_share_a_row() -> None:
     logits = torch.tensor([[0.0, 9.0, 0.0], [0.0, 0.0, 9.0]])
     sequences = [make_sequence(temperature=0.0) for _ in range(4)]

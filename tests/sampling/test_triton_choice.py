@@ -57,7 +57,7 @@ def test_every_filter_draws_what_torch_draws(vocab: int) -> None:
 
 @pytest.mark.parametrize("uniform", [0.0, 1.0 - 2.0**-53])
 def test_the_ends_of_the_distribution_are_tokens_with_mass(uniform: float) -> None:
-    from octavo.sampling.triton_draw import draw_rows
+    from octavo.sampling.triton_choice import draw_rows
 
     logits = torch.full((1, 300), -torch.inf)
     logits[0, [7, 90, 211]] = torch.tensor([1.0, 2.0, 1.0])
@@ -91,8 +91,9 @@ def test_a_mask_leaves_only_what_it_allows() -> None:
     expected, _ = TorchChoice().choose(logits, batch, masks)
     assert valid.all()
     assert token_ids.tolist() == expected.tolist()
-    token_ids, valid = on_device().choose_again(logits.to(DEVICE), batch, draws, words)
-    expected, _ = TorchChoice().choose_again(logits, batch, draws, words)
+    again = batch.select(draws), DrawMasks(words, np.arange(count)), draws
+    token_ids, valid = on_device().choose(logits.to(DEVICE), *again, again=True)
+    expected, _ = TorchChoice().choose(logits, *again, again=True)
     assert valid.all()
     assert token_ids.tolist() == expected.tolist()
 

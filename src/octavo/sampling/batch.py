@@ -18,6 +18,7 @@ import numpy.typing as npt
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.grammar.state import GrammarState
 from octavo.limits import MOST_BAD_WORD_TOKENS
+from octavo.sampling.draw import uniforms
 from octavo.scheduler.plan import SamplingSnapshot
 
 IntArray = npt.NDArray[np.int64]
@@ -175,7 +176,7 @@ class SamplingState:
         if params.counts_tokens:
             counts = TokenCounts(token_ids, snapshot.num_prompt_tokens)
         if params.structured_outputs is not None:
-            assert grammars is not None, "whoever takes in requests knows that there is no tokenizer"
+            assert grammars is not None, "requests with grammars are rejected when there is no tokenizer"
             output = token_ids[snapshot.num_prompt_tokens :].tolist()
             grammar = GrammarState(grammars.in_use(params.structured_outputs), output)
         given = params.allowed_token_ids
@@ -247,6 +248,23 @@ class SamplingBatch:
         forbidden: npt.NDArray[np.bool_] = self.positions < self.records["min_tokens"]
         forbidden &= ~self.records["structured"]
         return forbidden
+
+    def numbers(self, *, again: bool = False) -> npt.NDArray[np.float64]:
+        """Return what the choice of each token depends on besides its logits: float64 [draws, 5].
+
+            uniform | temperature | min_p | top_p | top_k        a temperature of 0 is greedy, and needs no uniform
+
+        Args:
+            again: see `uniforms`.
+        """
+        records, table = self.records, np.zeros((len(self), 5))
+        is_greedy = records["greedy"]
+        if not is_greedy.all():
+            table[:, 0] = uniforms(records["seed"], self.positions, again=again)
+            table[:, 1] = np.where(is_greedy, 0.0, records["temperature"])
+        for column, name in enumerate(("min_p", "top_p", "top_k"), start=2):
+            table[:, column] = records[name]
+        return table
 
     def select(self, draws: npt.NDArray[np.int64]) -> SamplingBatch:
         """Return a batch of some of the draws."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ import torch
 
 from octavo.request import TokenLogprobs, TopLogprobs
 from octavo.sampling.batch import SamplingBatch
-from octavo.sampling.draw import DrawParams, argmax, draw_from_all, draw_from_top, largest, uniforms
+from octavo.sampling.draw import DrawParams, argmax, draw_from_all, draw_from_top, largest
 from octavo.sampling.masks import Words, allowed_ids, mask, split
 from octavo.sampling_params import MAX_LOGPROBS
 
@@ -53,10 +53,6 @@ def place(tensor: torch.Tensor, rows: DrawRows, values: torch.Tensor) -> None:
         tensor[torch.from_numpy(rows).to(tensor.device)] = values
 
 
-ArgMax = Callable[[torch.Tensor], torch.Tensor]
-"""float32 [rows, vocab] -> int64 [rows]: the lowest index of the largest value; an index of a NaN if there is one."""
-
-
 @dataclass(frozen=True, slots=True)
 class DrawMasks:
     """The tokens that some draws of a batch may choose.
@@ -80,25 +76,24 @@ class Choice(Protocol):
     leaves_out: bool
 
     def choose(
-        self, logits: torch.Tensor, batch: SamplingBatch, masks: DrawMasks | None = None
+        self,
+        logits: torch.Tensor,
+        batch: SamplingBatch,
+        masks: DrawMasks | None = None,
+        rows: DrawRows | None = None,
+        *,
+        again: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose a token for each draw, with its first random number.
+        """Choose a token for each draw.
 
         Args:
-            logits: float32 [draws, vocab]; read-only.
+            logits: float32 [*, vocab]; read-only.
             masks: of structured outputs.
+            rows: the row of logits of each draw, in ascending order; if None, row i belongs to draw i.
+            again: whether to use the second random number of each draw in place of its first.
 
         Returns:
             int64 [draws] token ids, and bool [draws]: whether the row's logits allow a choice.
-        """
-
-    def choose_again(
-        self, logits: torch.Tensor, batch: SamplingBatch, draws: DrawRows, words: Words
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose for some of the draws, in ascending order, under a mask each and with their second random number.
-
-        Args:
-            words: uint32 [len(draws), ceil(vocab / 32)], with a bit set for each allowed token.
         """
 
     def score(
@@ -120,33 +115,30 @@ class Choice(Protocol):
 
 
 class TorchChoice:
-    """A `Choice` with torch operations, for any device.
-
-    Args:
-        greedy: finds the largest logit of each row.
-    """
+    """A `Choice` with torch operations, for any device."""
 
     leaves_out = False
 
-    def __init__(self, greedy: ArgMax = argmax) -> None:
-        self._greedy = greedy
-
     def choose(
-        self, logits: torch.Tensor, batch: SamplingBatch, masks: DrawMasks | None = None
+        self,
+        logits: torch.Tensor,
+        batch: SamplingBatch,
+        masks: DrawMasks | None = None,
+        rows: DrawRows | None = None,
+        *,
+        again: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = logits if rows is None else select(logits, rows)
         if masks is None:
-            return self._choose(logits, batch)
-        token_ids, valid = self._choose(logits, batch, masks.mask_of < 0)
+            return self._choose(logits, batch, again=again)
         draws = np.flatnonzero(masks.mask_of >= 0)
-        chosen, proper = self._choose_allowed(logits, batch, draws, masks.words[masks.mask_of[draws]])
+        chosen, proper = self._choose_allowed(logits, batch, draws, masks.words[masks.mask_of[draws]], again=again)
+        if len(draws) == len(batch):
+            return chosen, proper
+        token_ids, valid = self._choose(logits, batch, masks.mask_of < 0, again=again)
         place(token_ids, draws, chosen)
         place(valid, draws, proper)
         return token_ids, valid
-
-    def choose_again(
-        self, logits: torch.Tensor, batch: SamplingBatch, draws: DrawRows, words: Words
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._choose_allowed(logits, batch, draws, words, again=True)
 
     def score(
         self, logits: torch.Tensor, rows: DrawRows, token_ids: torch.Tensor, num_top: list[int]
@@ -177,13 +169,13 @@ class TorchChoice:
         valid = torch.zeros(len(batch), dtype=torch.bool, device=logits.device)
         if len(greedy):
             rows = look_at(logits, greedy)
-            best = self._greedy(rows)
+            best = argmax(rows)
             place(token_ids, greedy, best)
             place(valid, greedy, torch.isfinite(rows.gather(1, best.unsqueeze(1)).squeeze(1)))
+        numbers = batch.numbers(again=again)
         for draws, draw in ((plain, draw_from_all), (filtered, draw_from_top)):
             for some in slices(draws, logits):
-                params = _draw_params(records[some], batch.positions[some], logits, again=again)
-                drawn, proper = draw(look_at(logits, some), params)
+                drawn, proper = draw(look_at(logits, some), DrawParams.of(numbers[some], logits))
                 place(token_ids, some, drawn)
                 place(valid, some, proper)
         return token_ids, valid
@@ -207,27 +199,6 @@ class TorchChoice:
             place(token_ids, places, table.gather(1, chosen.unsqueeze(1)).squeeze(1) if few else chosen)
             place(valid, places, proper)
         return token_ids, valid
-
-
-def _draw_params(
-    records: npt.NDArray[Any],
-    positions: npt.NDArray[np.int64],
-    logits: torch.Tensor,
-    *,
-    again: bool,
-) -> DrawParams:
-    top_k = np.where(records["top_k"] < logits.shape[1], records["top_k"], 0.0)
-    # One transfer to the device; float64 holds every top_k exactly.
-    numbers = uniforms(records["seed"], positions, again=again)
-    columns = (numbers, records["temperature"], records["min_p"], records["top_p"], top_k)
-    table = torch.from_numpy(np.column_stack(columns)).to(logits.device)
-    return DrawParams(
-        uniforms=table[:, 0].contiguous(),
-        temperature=table[:, 1].float(),
-        min_p=table[:, 2].float(),
-        top_p=table[:, 3].contiguous(),
-        top_k=table[:, 4].long(),
-    )
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: list[int]) -> list[TokenLogprobs]:

@@ -87,6 +87,19 @@ class DrawParams:
     top_p: torch.Tensor
     min_p: torch.Tensor
 
+    @classmethod
+    def of(cls, numbers: npt.NDArray[np.float64], logits: torch.Tensor) -> DrawParams:
+        """Return the parameters of rows of `SamplingBatch.numbers`, moved to the logits' device in one transfer."""
+        table = torch.from_numpy(numbers).to(logits.device)
+        top_k = table[:, 4].long()
+        return cls(
+            uniforms=table[:, 0].contiguous(),
+            temperature=table[:, 1].float(),
+            min_p=table[:, 2].float(),
+            top_p=table[:, 3].contiguous(),
+            top_k=top_k.masked_fill(top_k >= logits.shape[1], 0),
+        )
+
     def rows(self, index: torch.Tensor) -> DrawParams:
         """Return the parameters of some of the rows."""
         return DrawParams(

@@ -9,18 +9,13 @@ Each row is processed by one thread, without the GIL.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from octavo import kernels
 from octavo.request import TokenLogprobs, TopLogprobs
 from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.choice import DrawMasks, DrawRows
-from octavo.sampling.draw import uniforms
-from octavo.sampling.masks import Words
 
 
 class NativeChoice:
@@ -29,17 +24,21 @@ class NativeChoice:
     leaves_out = True
 
     def choose(
-        self, logits: torch.Tensor, batch: SamplingBatch, masks: DrawMasks | None = None
+        self,
+        logits: torch.Tensor,
+        batch: SamplingBatch,
+        masks: DrawMasks | None = None,
+        rows: DrawRows | None = None,
+        *,
+        again: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if batch.records["limited"].any():
             masks = _with_limits(masks, batch, logits.shape[1])
-        return _draw(logits, np.arange(len(batch)), batch.records, batch.positions, masks)
-
-    def choose_again(
-        self, logits: torch.Tensor, batch: SamplingBatch, draws: DrawRows, words: Words
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        masks = DrawMasks(words, np.arange(len(draws)))
-        return _draw(logits, draws, batch.records[draws], batch.positions[draws], masks, again=True)
+        inputs = [np.arange(len(batch)) if rows is None else rows, batch.numbers(again=again)]
+        if masks is not None:
+            inputs += [masks.words.view(np.int32), masks.mask_of]
+        token_ids, valid = kernels.draw_tokens(logits, *map(torch.from_numpy, inputs))
+        return token_ids, valid.view(torch.bool)
 
     def score(
         self, logits: torch.Tensor, rows: DrawRows, token_ids: torch.Tensor, num_top: list[int]
@@ -73,24 +72,3 @@ def _with_limits(masks: DrawMasks | None, batch: SamplingBatch, vocab: int) -> D
     mask_of = np.full(len(batch), -1) if masks is None else masks.mask_of.copy()
     mask_of[draws] = np.arange(len(draws)) + (0 if masks is None else len(masks.words))
     return DrawMasks(words if masks is None else np.concatenate((masks.words, words)), mask_of)
-
-
-def _draw(
-    logits: torch.Tensor,
-    rows: DrawRows,
-    records: npt.NDArray[Any],
-    positions: npt.NDArray[np.int64],
-    masks: DrawMasks | None,
-    *,
-    again: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    numbers = np.zeros((len(rows), 5))
-    is_greedy = records["greedy"]
-    if not is_greedy.all():
-        numbers[:, 0] = uniforms(records["seed"], positions, again=again)
-        numbers[:, 1] = np.where(is_greedy, 0.0, records["temperature"])
-    for column, name in enumerate(("min_p", "top_p", "top_k"), start=2):
-        numbers[:, column] = records[name]
-    allowed = () if masks is None else (torch.from_numpy(masks.words.view(np.int32)), torch.from_numpy(masks.mask_of))
-    token_ids, valid = kernels.draw_tokens(logits, torch.from_numpy(rows), torch.from_numpy(numbers), *allowed)
-    return token_ids, valid.view(torch.bool)

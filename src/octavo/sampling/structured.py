@@ -44,13 +44,24 @@ from octavo.sampling.batch import SamplingBatch, SamplingState
 from octavo.sampling.choice import Choice, DrawMasks, DrawRows, Flags, look_at, place
 from octavo.sampling.masks import Words, finish_masks, forbidden_ends, grammars_of, may_go_on, positions_of
 
+# The maximum number of tokens forced after one drawn token. A grammar may force thousands; the rest follow later.
+_MOST_FORCED = 32
+# With more draws than this in a step, forced tokens are left to the next step: finding them then costs as much as a
+# draw.
+_MOST_TO_FORCE = 32
+_MOST_THREADS = 8
+
 
 class StructuredDraws:
-    """Draws for batches in which some rows have a grammar."""
+    """Draws for batches in which some rows have a grammar. It holds no state of sequences.
+
+    `draw` does it all; the other methods are its parts. They take the states of some draws, which all have a grammar,
+    and `positions`, the number of output tokens before the one being drawn.
+    """
 
     def __init__(self, choice: Choice) -> None:
         self._choice = choice
-        self._grammars = GrammarMasks()
+        self._thread = _MaskThread()
 
     def draw(
         self, logits: torch.Tensor, batch: SamplingBatch, structured: DrawRows, own: Flags
@@ -69,29 +80,29 @@ class StructuredDraws:
         positions = batch.positions[structured].tolist()
         records, own = batch.records[structured], own[structured]
         is_tried = (records["top_k"] == 0) & (records["top_p"] == 1.0) & (records["min_p"] == 0.0) | records["greedy"]
-        is_tried &= self._grammars.find_free_text(states, positions)
+        is_tried &= self.find_free_text(states, positions)
         masks = None
         if len(masked := np.flatnonzero(~is_tried)):
             mask_of = np.full(len(batch), -1)
             mask_of[structured[masked]] = np.arange(len(masked))
-            masks = DrawMasks(self._grammars.fill(*_some(masked, states, positions), logits.shape[1]), mask_of)
+            masks = DrawMasks(self.fill(*_some(masked, states, positions), logits.shape[1]), mask_of)
         token_ids, valid = self._choice.choose(logits, batch, masks)
         followed = np.zeros(len(structured), dtype=np.bool_)
         if len(tried := np.flatnonzero(is_tried)):
             drawn = look_at(token_ids, structured[tried]).tolist()
-            accepted, followed[tried] = self._grammars.accept(
-                *_some(tried, states, positions), drawn, own[tried].tolist()
-            )
+            accepted, followed[tried] = self.accept(*_some(tried, states, positions), drawn, own[tried].tolist())
             if len(refused := tried[~accepted]):
-                words = self._grammars.fill(*_some(refused, states, positions), logits.shape[1])
-                chosen, proper = self._choice.choose_again(logits, batch, structured[refused], words)
-                place(token_ids, structured[refused], chosen)
-                place(valid, structured[refused], proper)
+                words = self.fill(*_some(refused, states, positions), logits.shape[1])
+                rows = structured[refused]
+                each = DrawMasks(words, np.arange(len(rows)))
+                chosen, proper = self._choice.choose(logits, batch.select(rows), each, rows, again=True)
+                place(token_ids, rows, chosen)
+                place(valid, rows, proper)
         if not bool(valid.all()):
             return token_ids, valid, {}
         drawn = look_at(token_ids, structured).tolist()
         mine = np.flatnonzero(own).tolist()
-        forced = self._grammars.go_on(
+        forced = self.go_on(
             [states[i] for i in mine],
             [positions[i] for i in mine],
             [drawn[i] for i in mine],
@@ -100,32 +111,6 @@ class StructuredDraws:
         )
         numbers = structured[mine].tolist()
         return token_ids, valid, {numbers[i]: following for i, following in forced.items()}
-
-
-def _some(
-    places: npt.NDArray[np.int64], states: list[SamplingState], positions: list[int]
-) -> tuple[list[SamplingState], list[int]]:
-    chosen = places.tolist()
-    return [states[i] for i in chosen], [positions[i] for i in chosen]
-
-
-# The maximum number of tokens forced after one drawn token. A grammar may force thousands; the rest follow later.
-_MOST_FORCED = 32
-# With more draws than this in a step, forced tokens are left to the next step: finding them then costs as much as a
-# draw.
-_MOST_TO_FORCE = 32
-_MOST_THREADS = 8
-
-
-class GrammarMasks:
-    """Fills the masks of draws from their grammars, and advances the grammars. It holds no state of sequences.
-
-    Its methods take the states of some draws, which all have a grammar, and `positions`, the number of output tokens
-    before the one being drawn.
-    """
-
-    def __init__(self) -> None:
-        self._thread = _MaskThread()
 
     def find_free_text(self, states: Seq[SamplingState], positions: Seq[int]) -> Flags:
         """Return bool [draws]: whether a token may be drawn without a mask."""
@@ -189,10 +174,6 @@ class GrammarMasks:
             word[:] = filled[row_of[id(state.grammar)]] if mask is None else mask
         return words
 
-    def follow(self, states: Seq[SamplingState], token_ids: Seq[int]) -> None:
-        """Advance each grammar by its draw, which must be allowed by a mask or `accept`."""
-        self._follow(grammars_of(states), token_ids)
-
     def go_on(
         self, states: Seq[SamplingState], positions: Seq[int], token_ids: Seq[int], followed: Seq[bool], vocab: int
     ) -> dict[int, tuple[int, ...]]:
@@ -209,7 +190,8 @@ class GrammarMasks:
             self._thread.go_on(states, token_ids, followed, vocab)
             return {}
         due = [i for i, has_followed in enumerate(followed) if not has_followed]
-        self.follow([states[i] for i in due], [token_ids[i] for i in due])
+        grammars = grammars_of(states)
+        self.follow([grammars[i] for i in due], [token_ids[i] for i in due])
         return self.look_ahead(states, positions, token_ids, vocab)
 
     def look_ahead(
@@ -233,7 +215,7 @@ class GrammarMasks:
                     already.append(token_id)
                     forcing[i] = token_id
             forced_on = {i: going[i] for i in forcing}
-            self._follow(list(forced_on.values()), list(forcing.values()))
+            self.follow(list(forced_on.values()), list(forcing.values()))
             going = _outside_free_text(
                 {
                     i: grammar
@@ -256,7 +238,7 @@ class GrammarMasks:
         numbers = list(states)
         return {numbers[row]: token_id for row, token_id in zip(single.tolist(), token_ids.tolist(), strict=True)}
 
-    def _follow(self, grammars: Seq[GrammarState], token_ids: Seq[int]) -> None:
+    def follow(self, grammars: Seq[GrammarState], token_ids: Seq[int]) -> None:
         """Advance grammars by tokens that they allow."""
         going: list[tuple[Any, int]] = []
         followers: list[GrammarState] = []
@@ -317,6 +299,13 @@ class GrammarMasks:
         from llguidance import LLExecutor
 
         return LLExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))))
+
+
+def _some(
+    places: npt.NDArray[np.int64], states: list[SamplingState], positions: list[int]
+) -> tuple[list[SamplingState], list[int]]:
+    chosen = places.tolist()
+    return [states[i] for i in chosen], [positions[i] for i in chosen]
 
 
 def _set(words: Words, token_id: int) -> None:
@@ -383,7 +372,7 @@ class _MaskThread:
         return found
 
     def _fill(self, masked: list[tuple[int, SamplingState, Any]], num_words: int, found: list[GrammarFinding]) -> None:
-        """Add the masks to the findings at these indices; `GrammarMasks.fill` handles those that cannot be filled."""
+        """Add the masks to the findings at these indices; `StructuredDraws.fill` handles the others."""
         if not masked:
             return
         words = np.empty((len(masked), num_words), dtype=np.uint32)
