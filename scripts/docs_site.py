@@ -242,13 +242,13 @@ def _openapi() -> dict[str, Any]:
     from octavo.limits import RequestLimits
     from octavo.pooling import Pooling
     from octavo.server.app import create_app
+    from octavo.server.bodies.fields import Served
     from octavo.server.openapi.description import describe
-    from octavo.server.openapi.schema_ranges import Described
 
     limits = RequestLimits()
     info = EngineInfo("smollm2", "llama", 0, 8192, 256, 49152, 576, Pooling.LAST, limits, {})
     app: Any = create_app(SimpleNamespace(info=info, tokenizer=None))  # type: ignore[arg-type]
-    server = Described(limits, info.max_model_len, info.vocab_size, info.hidden_size)
+    server = Served(limits, info.max_model_len, info.vocab_size, info.hidden_size)
     return describe("", server, app.state.endpoints)
 
 

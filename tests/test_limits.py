@@ -11,7 +11,7 @@ import pytest
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, OverloadedError, RequestError, shortened, shown
 from octavo.limits import DEFAULT_LIMITS, RequestLimits, limits_table
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import SamplingParams, check_limits
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "operate" / "limits.md"
 SMALL = RequestLimits(
@@ -31,27 +31,32 @@ SMALL = RequestLimits(
 @pytest.mark.parametrize(
     ("fits", "too_much", "param", "says"),
     [
-        ({"stop": ["a"] * 3}, {"stop": ["a"] * 4}, "stop", "4 stop strings, but at most 3 are allowed"),
-        ({"stop": "abcde"}, {"stop": "abcdef"}, "stop", "6 characters in one stop string, but at most 5"),
+        ({"stop": ["a"] * 3}, {"stop": ["a"] * 4}, "stop", "4 entries, but at most 3 are allowed"),
+        ({"stop": "abcde"}, {"stop": "abcdef"}, "stop", "6 characters in one entry, but at most 5"),
         (
             {"stop": ["éé", "abcd"]},
             {"stop": ["éé", "abcde"]},
             "stop",
-            "9 bytes in all stop strings together, but at most 8",
+            "9 bytes in all entries together, but at most 8",
         ),
         (
             {"stop_token_ids": [1, 2, 3, 4]},
             {"stop_token_ids": [1, 2, 3, 4, 5]},
-            *("stop_token_ids", "5 token ids, but at most 4"),
+            *("stop_token_ids", "5 entries, but at most 4"),
         ),
         ({"logit_bias": {1: 1, 2: 1}}, {"logit_bias": {1: 1, 2: 1, 3: 1}}, "logit_bias", "3 entries, but at most 2"),
         (
             {"allowed_token_ids": [1, 2]},
             {"allowed_token_ids": [1, 2, 3]},
-            *("allowed_token_ids", "3 token ids, but at most 2 are allowed"),
+            *("allowed_token_ids", "3 entries, but at most 2 are allowed"),
         ),
-        ({"bad_words": ["a", "b"]}, {"bad_words": ["a", "b", "c"]}, "bad_words", "3 words, but at most 2 are allowed"),
-        ({"bad_words": ["abc"]}, {"bad_words": ["abcd"]}, "bad_words", "4 characters in one word, but at most 3"),
+        (
+            {"bad_words": ["a", "b"]},
+            {"bad_words": ["a", "b", "c"]},
+            "bad_words",
+            "3 entries, but at most 2 are allowed",
+        ),
+        ({"bad_words": ["abc"]}, {"bad_words": ["abcd"]}, "bad_words", "4 characters in one entry, but at most 3"),
         ({"n": 6}, {"n": 7}, "n", "n must be at most 6 (--limits max_n), got 7"),
         ({"best_of": 6}, {"best_of": 7}, "best_of", "best_of must be at most 6 (--limits max_n), got 7"),
         ({"n": 3, "use_beam_search": True}, {"n": 4, "use_beam_search": True}, "n", "4 beams, but at most 3"),
@@ -65,9 +70,9 @@ SMALL = RequestLimits(
 def test_what_is_over_a_limit_is_refused_with_the_numbers(
     fits: dict[str, Any], too_much: dict[str, Any], param: str, says: str
 ) -> None:
-    SMALL.check_sampling(SamplingParams(**fits))
+    check_limits(SamplingParams(**fits), SMALL)
     with pytest.raises(RequestError) as refusal:
-        SMALL.check_sampling(SamplingParams(**too_much))
+        check_limits(SamplingParams(**too_much), SMALL)
     assert refusal.value.param == param
     assert says in str(refusal.value)
     assert "--limits max_" in str(refusal.value)

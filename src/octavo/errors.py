@@ -3,6 +3,7 @@
 OctavoError
 ├── ConfigError            an option or a combination of options is invalid          (ValueError)
 ├── RequestError           one request is invalid; the engine is unharmed            (ValueError)
+│   ├── FieldError             one field of it is
 │   ├── ContextLengthError     prompt, or prompt + max_tokens, over max_model_len
 │   └── CapacityError          would need more blocks or sequence slots than exist
 ├── ModelError             a model cannot be loaded
@@ -78,6 +79,42 @@ class RequestError(OctavoError, ValueError):
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Name fields as a client does that used another API; `names` maps our names to its names."""
+        self.param = _renamed(self.param or "", names) or None
+
+
+class FieldError(RequestError):
+    """A field of a request is wrong. The message is the field's name, then the problem.
+
+    Args:
+        param: the field, or a place in it, such as `messages[2].content`.
+        problem: words that follow the name, such as "must be a string"; "{}" stands for the fields in `others`.
+    """
+
+    def __init__(self, param: str, problem: str, *others: str) -> None:
+        super().__init__("", param=param)
+        self._problem = problem
+        self._others = others
+        self.args = (self._message(param),)
+
+    def _message(self, param: str) -> str:
+        return f"{param} {self._problem.format(*self._others) if self._others else self._problem}"
+
+    def __reduce__(self) -> tuple[type[FieldError], tuple[str, ...]]:
+        return type(self), (self.param or "", self._problem, *self._others)
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        super().rename(names)
+        self._others = tuple(_renamed(other, names) for other in self._others)
+        self.args = (self._message(self.param or ""),)
+
+
+def _renamed(place: str, names: Mapping[str, str]) -> str:
+    """Return a place such as `messages[2].content`, of which the field is renamed."""
+    end = min((at for at in (place.find("."), place.find("[")) if at >= 0), default=len(place))
+    return names.get(place[:end], place[:end]) + place[end:]
 
 
 class ContextLengthError(RequestError):

@@ -6,38 +6,15 @@ They bound the work that a few bytes of a body can cause, so that other requests
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
 
-from octavo.errors import OverloadedError, RequestError, shown
+from octavo.errors import FieldError, OverloadedError, RequestError, shown
 from octavo.option import Options, option, options_of
 from octavo.structured_outputs import StructuredOutputsParams
 
 # The sampler remembers one token less than this of an output's end.
 MOST_BAD_WORD_TOKENS = 256
-
-
-class Limited(Protocol):
-    """The fields that are checked together, of `SamplingParams` or of a body from which they are made."""
-
-    @property
-    def n(self) -> int | None: ...
-    @property
-    def best_of(self) -> int | None: ...
-    @property
-    def use_beam_search(self) -> bool | None: ...
-    @property
-    def stop(self) -> str | Sequence[str] | None: ...
-    @property
-    def stop_token_ids(self) -> Collection[int] | None: ...
-    @property
-    def logit_bias(self) -> Mapping[Any, float] | None: ...
-    @property
-    def allowed_token_ids(self) -> Collection[int] | None: ...
-    @property
-    def bad_words(self) -> Sequence[str] | None: ...
 
 
 _limit = partial(option, least=0)
@@ -86,75 +63,52 @@ class RequestLimits(Options):
         "(LLM has no such limit)",
     )
 
-    def check_sampling(self, params: Limited) -> None:
-        """Refuse sampling parameters that exceed a limit; counts are checked before entries are inspected.
-
-        Raises:
-            RequestError: a limit is exceeded; the message has the field, its count, the limit and its option.
-        """
-        self._check_width(params)
-        if params.stop_token_ids:
-            self._at_most("max_stop_token_ids", "stop_token_ids", len(params.stop_token_ids), "token ids")
-        if params.logit_bias:
-            self._at_most("max_logit_bias", "logit_bias", len(params.logit_bias), "entries")
-        if params.allowed_token_ids:
-            self._at_most("max_allowed_token_ids", "allowed_token_ids", len(params.allowed_token_ids), "token ids")
-        if params.bad_words:
-            self._at_most("max_bad_words", "bad_words", len(params.bad_words), "words")
-            longest = max((len(word) for word in params.bad_words if isinstance(word, str)), default=0)
-            self._at_most("max_bad_word_length", "bad_words", longest, "characters in one word")
-        if params.stop:
-            self._check_stop((params.stop,) if isinstance(params.stop, str) else params.stop)
-
     def check_bad_word_tokens(self, num_tokens: int) -> None:
         """Refuse a bad word that is spelled with too many tokens."""
-        self._at_most("max_bad_word_length", "bad_words", num_tokens, "tokens in one word")
+        self.at_most("max_bad_word_length", "bad_words", num_tokens, "tokens in one word")
 
     def check_structured_outputs(self, wanted: StructuredOutputsParams | None) -> None:
         """Refuse a structured output whose description is too long or too deeply nested."""
         if wanted is None:
             return
-        self._at_most("max_grammar_bytes", "structured_outputs", wanted.num_bytes, f"bytes of {wanted.kind}")
+        self.at_most("max_grammar_bytes", "structured_outputs", wanted.num_bytes, f"bytes of {wanted.kind}")
         if (depth := wanted.depth) > (limit := self.max_grammar_depth):
-            raise RequestError(
-                f"structured_outputs.{wanted.kind} is nested {depth} levels deep, but at most {limit} are allowed "
-                f"(--limits max_grammar_depth)",
-                param="structured_outputs",
+            raise FieldError(
+                f"structured_outputs.{wanted.kind}",
+                f"is nested {depth} levels deep, but at most {limit} are allowed (--limits max_grammar_depth)",
             )
 
     def check_context(self, priority: object, cache_salt: object) -> None:
         """Refuse a priority or a cache salt that has the wrong type or exceeds its limit."""
         if isinstance(priority, bool) or not isinstance(priority, int):
-            raise RequestError(f"priority must be an integer, got {shown(priority)}", param="priority")
+            raise FieldError("priority", f"must be an integer, got {shown(priority)}")
         if abs(priority) > (limit := self.max_priority):
-            raise RequestError(
-                f"priority must be between {-limit} and {limit} (--limits max_priority), got {shown(priority)}",
-                param="priority",
+            raise FieldError(
+                "priority", f"must be between {-limit} and {limit} (--limits max_priority), got {shown(priority)}"
             )
         if not isinstance(cache_salt, str):
-            raise RequestError(f"cache_salt must be a string, got {shown(cache_salt)}", param="cache_salt")
-        self._at_most("max_cache_salt_length", "cache_salt", len(cache_salt), "characters")
+            raise FieldError("cache_salt", f"must be a string, got {shown(cache_salt)}")
+        self.at_most("max_cache_salt_length", "cache_salt", len(cache_salt), "characters")
 
     def check_name(self, param: str, name: str | None) -> None:
         """Refuse a name or identifier that is too long."""
         if name is not None:
-            self._at_most("max_name_length", param, len(name), "characters")
+            self.at_most("max_name_length", param, len(name), "characters")
 
     def check_messages(self, count: int, what: str = "messages") -> None:
         """Refuse a chat with too many messages, or with too many content parts."""
-        self._at_most("max_messages", "messages", count, what)
+        self.at_most("max_messages", "messages", count, what)
 
     def check_tools(self, count: int, tools: object) -> None:
         """Refuse a chat whose tools are too many, too deeply nested or too large."""
-        self._at_most("max_tools", "tools", count, "tools")
+        self.at_most("max_tools", "tools", count, "tools")
         # The list itself counts as a level.
         if nesting(tools, self.max_tools_depth + 2) > self.max_tools_depth + 1:
-            raise RequestError(
-                f"tools are nested more than {self.max_tools_depth} levels deep (--limits max_tools_depth)",
-                param="tools",
+            raise FieldError(
+                "tools", f"are nested more than {self.max_tools_depth} levels deep (--limits max_tools_depth)"
             )
         size = len(json.dumps(tools, ensure_ascii=False).encode(errors="replace"))
-        self._at_most("max_tools_bytes", "tools", size, "bytes")
+        self.at_most("max_tools_bytes", "tools", size, "bytes")
 
     def check_prompts(self, num_prompts: int, width: int, width_param: str) -> None:
         """Refuse a body with too many prompts, or that asks for too many completions.
@@ -165,7 +119,7 @@ class RequestLimits(Options):
         """
         # A body with more prompts than may wait could never be admitted, however often it is sent again.
         least = min(("max_body_prompts", "max_waiting_requests"), key=lambda name: int(getattr(self, name)))
-        self._at_most(least, "prompt", num_prompts, "prompts")
+        self.at_most(least, "prompt", num_prompts, "prompts")
         if num_prompts * width > (limit := self.max_body_sequences):
             raise RequestError(
                 f"{num_prompts} prompts with {width_param}={width} are {num_prompts * width} completions, but one "
@@ -190,35 +144,10 @@ class RequestLimits(Options):
                 f"{self.max_waiting_tokens} waiting tokens (--limits max_waiting_tokens); try again later"
             )
 
-    def _check_width(self, params: Limited) -> None:
-        width = ("n", params.n) if params.best_of is None else ("best_of", params.best_of)
-        for param, value in {"n": params.n, "best_of": params.best_of}.items():
-            if isinstance(value, int) and value > self.max_n:
-                raise RequestError(
-                    f"{param} must be at most {self.max_n} (--limits max_n), got {shown(value)}", param=param
-                )
-        param, beams = width
-        if params.use_beam_search and isinstance(beams, int) and beams > self.max_beam_width:
-            raise RequestError(
-                f"{param} asks for {shown(beams)} beams, but at most {self.max_beam_width} are allowed "
-                f"(--limits max_beam_width)",
-                param=param,
-            )
-
-    def _check_stop(self, stop: Sequence[str]) -> None:
-        self._at_most("max_stop_strings", "stop", len(stop), "stop strings")
-        total = 0
-        for text in stop:
-            if isinstance(text, str):
-                self._at_most("max_stop_string_length", "stop", len(text), "characters in one stop string")
-                total += len(text.encode(errors="surrogatepass"))
-        self._at_most("max_stop_bytes", "stop", total, "bytes in all stop strings together")
-
-    def _at_most(self, limit: str, param: str, count: int, what: str) -> None:
+    def at_most(self, limit: str, param: str, count: int, what: str) -> None:
+        """Refuse a field that holds more than the entry `limit` allows."""
         if count > (most := getattr(self, limit)):
-            raise RequestError(
-                f"{param} holds {count} {what}, but at most {most} are allowed (--limits {limit})", param=param
-            )
+            raise FieldError(param, f"holds {count} {what}, but at most {most} are allowed (--limits {limit})")
 
 
 def nesting(value: object, most: int) -> int:

@@ -63,6 +63,8 @@ def option(
     needs: str | None = None,
     removed: Mapping[str, str] | None = None,
     none: bool = False,
+    limit: str | None = None,
+    text_limit: str | None = None,
     secret: bool = False,
     internal: bool = False,
 ) -> Any:
@@ -77,6 +79,8 @@ def option(
         check: raises `ConfigError` for an invalid value; its arguments are the value, each one of a list, and the name.
         needs: another option without which this one has no meaning.
         removed: words that earlier versions accepted, and what to use instead.
+        limit, text_limit: entries of `RequestLimits`: the largest value of a request's parameter, or number of its
+            entries; and the largest number of characters in one of them.
         none: whether the word "none" may be given for None, because a command has another default.
         secret: whether the value must never be shown.
         internal: whether the option is a keyword only: no flag, environment variable or TOML key.
@@ -96,6 +100,8 @@ def option(
         "needs": needs,
         "removed": removed or {},
         "none": none,
+        "limit": limit,
+        "text_limit": text_limit,
     }
     return field(default=default, repr=not secret, metadata={"option": declared})
 
@@ -119,6 +125,8 @@ class Option:
     needs: str | None = None
     removed: Mapping[str, str] = field(default_factory=dict)
     none: bool = False
+    limit: str | None = None
+    text_limit: str | None = None
     secret: bool = False
     internal: bool = False
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from types import NoneType
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
-from octavo.errors import RequestError, shown
+from octavo.errors import FieldError, shown
+from octavo.limits import RequestLimits
 from octavo.option import option, options_of
 from octavo.structured_outputs import StructuredOutputsParams
 
@@ -58,9 +59,12 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
     """
 
-    n: int = option(1, "completions of each prompt", least=1)
+    n: int = option(1, "completions of each prompt", least=1, limit="max_n")
     best_of: int | None = option(
-        None, "compute this many completions and return the n most likely; the width of a beam search", least=1
+        None,
+        "compute this many completions and return the n most likely; the width of a beam search",
+        least=1,
+        limit="max_n",
     )
     use_beam_search: bool = option(False, "search for the most likely completions instead of sampling")
     length_penalty: float = option(
@@ -91,9 +95,14 @@ class SamplingParams:
     )
     seed: int | None = option(None, "makes sampling reproducible", least=-(2**63), most=2**64 - 1)
     stop: str | Sequence[str] = option(
-        (), "text that ends the output, and is left out of it; may be given several times"
+        (),
+        "text that ends the output, and is left out of it; may be given several times",
+        limit="max_stop_strings",
+        text_limit="max_stop_string_length",
     )
-    stop_token_ids: Collection[int] = option((), "token ids that end the output, such as 1,2,3")
+    stop_token_ids: Collection[int] = option(
+        (), "token ids that end the output, such as 1,2,3", limit="max_stop_token_ids"
+    )
     ignore_eos: bool = option(False, "continue past the model's end-of-sequence token")
     max_tokens: int | None = option(16, "maximum number of output tokens", least=1)
     min_tokens: int = option(0, "minimum number of output tokens", least=0)
@@ -105,10 +114,17 @@ class SamplingParams:
     )
     prompt_logprobs: int | None = option(None, "the same for the prompt's tokens", least=0, most=MAX_LOGPROBS)
     logit_bias: Mapping[int, float] | None = option(
-        None, "numbers added to the logits of token ids, such as '{\"42\": -100}'"
+        None, "numbers added to the logits of token ids, such as '{\"42\": -100}'", limit="max_logit_bias"
     )
-    allowed_token_ids: Collection[int] | None = option(None, "the only token ids that may be sampled, such as 1,2,3")
-    bad_words: Sequence[str] = option((), "text that the output must not contain; may be given several times")
+    allowed_token_ids: Collection[int] | None = option(
+        None, "the only token ids that may be sampled, such as 1,2,3", limit="max_allowed_token_ids"
+    )
+    bad_words: Sequence[str] = option(
+        (),
+        "text that the output must not contain; may be given several times",
+        limit="max_bad_words",
+        text_limit="max_bad_word_length",
+    )
     include_stop_str_in_output: bool = option(False, "keep the stop string at the end of the output")
     structured_outputs: StructuredOutputsParams | None = option(  # noqa: RUF009 (the default is None)
         None, 'constraint on the output, such as \'{"regex": "[0-9]+"}\' (docs/serve/structured_outputs.md)'
@@ -123,14 +139,12 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             allowed = _token_id_set("allowed_token_ids", self.allowed_token_ids)
             if not allowed:
-                raise RequestError("allowed_token_ids must not be empty", param="allowed_token_ids")
+                raise FieldError("allowed_token_ids", "must not be empty")
             object.__setattr__(self, "allowed_token_ids", allowed)
         object.__setattr__(self, "bad_words", _tuple("bad_words", self.bad_words))
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
-                raise RequestError(
-                    f"logit_bias must map token ids to numbers, got {shown(self.logit_bias)}", param="logit_bias"
-                )
+                raise FieldError("logit_bias", f"must map token ids to numbers, got {shown(self.logit_bias)}")
             object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         described: object = self.structured_outputs
         if isinstance(described, Mapping):
@@ -147,17 +161,12 @@ class SamplingParams:
             else:
                 _require_number(name, value, low, high, open_low=is_open)
         if self.num_sequences < self.n:
-            raise RequestError(f"best_of must be at least {self.n}, got {self.best_of}", param="best_of")
+            raise FieldError("best_of", f"must be at least {self.n}, got {self.best_of}")
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise RequestError(
-                f'early_stopping must be true, false or "never", got {shown(self.early_stopping)}',
-                param="early_stopping",
-            )
+            raise FieldError("early_stopping", f'must be true, false or "never", got {shown(self.early_stopping)}')
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(
-                f"min_tokens ({shown(self.min_tokens)}) must not exceed max_tokens ({shown(self.max_tokens)})",
-                param="min_tokens",
-            )
+            least, most = shown(self.min_tokens), shown(self.max_tokens)
+            raise FieldError("min_tokens", f"({least}) must not exceed {{}} ({most})", "max_tokens")
         for name in (
             "ignore_eos",
             "detokenize",
@@ -166,13 +175,13 @@ class SamplingParams:
             "include_stop_str_in_output",
         ):
             if not isinstance(value := getattr(self, name), bool):
-                raise RequestError(f"{name} must be true or false, got {shown(value)}", param=name)
+                raise FieldError(name, f"must be true or false, got {shown(value)}")
         for name in ("stop", "bad_words"):
             for text in getattr(self, name):
                 if not isinstance(text, str) or not text:
-                    raise RequestError(f"{name} must hold non-empty strings, got {shown(text)}", param=name)
+                    raise FieldError(name, f"must hold non-empty strings, got {shown(text)}")
         if self.stop and not self.detokenize:
-            raise RequestError("stop strings need detokenize=True", param="stop")
+            raise FieldError("stop", "strings need detokenize=True")
         for token_id, bias in (self.logit_bias or {}).items():
             _require_int("logit_bias", token_id, 0, math.inf)
             _require_number("logit_bias", bias, -100.0, 100.0)
@@ -183,32 +192,31 @@ class SamplingParams:
         if self.structured_outputs is None:
             return
         if not isinstance(self.structured_outputs, StructuredOutputsParams):
-            raise RequestError(
-                f"structured_outputs must be StructuredOutputsParams, got {shown(self.structured_outputs)}",
-                param="structured_outputs",
+            raise FieldError(
+                "structured_outputs", f"must be StructuredOutputsParams, got {shown(self.structured_outputs)}"
             )
         # Otherwise no token might be left that both allow.
         for name in ("allowed_token_ids", "bad_words"):
             if getattr(self, name):
-                raise RequestError(f"{name} cannot be combined with a structured output", param=name)
+                raise FieldError(name, "cannot be combined with a structured output")
         if self.use_beam_search:
-            raise RequestError("structured output cannot be combined with use_beam_search", param="structured_outputs")
+            raise FieldError("structured_outputs", "cannot be combined with use_beam_search")
 
     def _validate_beams(self) -> None:
         if not self.use_beam_search:
             if self.length_penalty != 1.0:
-                raise RequestError("length_penalty needs use_beam_search", param="length_penalty")
+                raise FieldError("length_penalty", "needs use_beam_search")
             if self.early_stopping is not False:
-                raise RequestError("early_stopping needs use_beam_search", param="early_stopping")
+                raise FieldError("early_stopping", "needs use_beam_search")
             return
         # Sampling filters have no meaning in a beam search; temperatures 1 and 0 are both accepted.
         allowed = {"temperature": (0, 1), "top_p": (1,), "top_k": (0,), "min_p": (0,)}
         for name, values in allowed.items():
             if (value := getattr(self, name)) not in values:
                 wanted = " or ".join(str(each) for each in values)
-                raise RequestError(f"{name} must be {wanted} with use_beam_search, got {value:g}", param=name)
+                raise FieldError(name, f"must be {wanted} with use_beam_search, got {value:g}")
         if self.stop:
-            raise RequestError("stop strings cannot be combined with use_beam_search: use stop_token_ids", param="stop")
+            raise FieldError("stop", "strings cannot be combined with use_beam_search: use stop_token_ids")
 
     @property
     def num_sequences(self) -> int:
@@ -255,6 +263,40 @@ class SamplingParams:
         return replace(self, max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens))
 
 
+def check_limits(params: SamplingParams | Mapping[str, Any], limits: RequestLimits) -> None:
+    """Refuse parameters that exceed a limit; counts are checked before entries are inspected.
+
+    Args:
+        params: the parameters, or by name those that were given.
+
+    Raises:
+        FieldError: a limit is exceeded; the message has the field, its count, the limit and its option.
+    """
+    value_of = params.get if isinstance(params, Mapping) else partial(getattr, params)
+    for each in options_of(SamplingParams).values():
+        if each.limit is None or (value := value_of(each.name)) is None:
+            continue
+        if int in each.types:
+            if isinstance(value, int) and value > (most := getattr(limits, each.limit)):
+                raise FieldError(each.name, f"must be at most {most} (--limits {each.limit}), got {shown(value)}")
+            continue
+        entries = (value,) if isinstance(value, str) else value
+        limits.at_most(each.limit, each.name, len(entries), "entries")
+        if each.text_limit is not None:
+            longest = max((len(text) for text in entries if isinstance(text, str)), default=0)
+            limits.at_most(each.text_limit, each.name, longest, "characters in one entry")
+    stop = value_of("stop") or ()
+    texts = [stop] if isinstance(stop, str) else [text for text in stop if isinstance(text, str)]
+    size = sum(len(text.encode(errors="surrogatepass")) for text in texts)
+    limits.at_most("max_stop_bytes", "stop", size, "bytes in all entries together")
+    width = "n" if value_of("best_of") is None else "best_of"
+    beams = value_of(width)
+    if value_of("use_beam_search") and isinstance(beams, int) and beams > (most := limits.max_beam_width):
+        raise FieldError(
+            width, f"asks for {shown(beams)} beams, but at most {most} are allowed (--limits max_beam_width)"
+        )
+
+
 class _Number(NamedTuple):
     """A parameter that is a number, and its range; `is_open`: the lower bound is not in it."""
 
@@ -292,16 +334,16 @@ def _tuple(name: str, value: object) -> tuple[object, ...]:
     if value is None:
         return ()
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise RequestError(f"{name} must be a list, got {shown(value)}", param=name)
+        raise FieldError(name, f"must be a list, got {shown(value)}")
     return tuple(value)
 
 
 def _require_int(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be an integer, got {shown(value)}", param=name)
+        raise FieldError(name, f"must be an integer, got {shown(value)}")
     if not low <= value <= high:
         limits = f"at least {low}" if high == math.inf else f"between {low} and {high}"
-        raise RequestError(f"{name} must be {limits}, got {shown(value)}", param=name)
+        raise FieldError(name, f"must be {limits}, got {shown(value)}")
 
 
 def _is_finite(value: float) -> bool:
@@ -313,8 +355,8 @@ def _is_finite(value: float) -> bool:
 
 def _require_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_finite(value):
-        raise RequestError(f"{name} must be a finite number, got {shown(value)}", param=name)
+        raise FieldError(name, f"must be a finite number, got {shown(value)}")
     if value < low or value > high or (open_low and value == low):
         bound = "above" if open_low else "at least"
         limits = f"{bound} {low:g}" + ("" if high == math.inf else f" and at most {high:g}")
-        raise RequestError(f"{name} must be {limits}, got {value:g}", param=name)
+        raise FieldError(name, f"must be {limits}, got {value:g}")

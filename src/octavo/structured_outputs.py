@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from octavo.errors import RequestError, shortened, shown
+from octavo.errors import FieldError, RequestError, shortened, shown
 from octavo.option import nearest
 
 GrammarKind = Literal["json", "regex", "choice", "grammar", "json_object"]
@@ -77,7 +77,7 @@ class StructuredOutputsParams:
     def of(cls, given: object) -> StructuredOutputsParams:
         """Build from a JSON object, in which null means not given; raises `RequestError`, also for unknown fields."""
         if not isinstance(given, Mapping):
-            raise RequestError(f"structured_outputs must be an object, got {shown(given)}", param="structured_outputs")
+            raise FieldError("structured_outputs", f"must be an object, got {shown(given)}")
         known = [field.name for field in fields(cls) if field.name != "reasoning"]
         for name in given:
             if name not in known:
@@ -96,10 +96,7 @@ class StructuredOutputsParams:
         given = self._given
         if len(given) != 1:
             said = " and ".join(given) or "none of them"
-            raise RequestError(
-                f"structured_outputs needs exactly one of {', '.join(KINDS)}, got {said}",
-                param="structured_outputs",
-            )
+            raise FieldError("structured_outputs", f"needs exactly one of {', '.join(KINDS)}, got {said}")
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
         for name in ("regex", "grammar", "whitespace_pattern"):

@@ -18,8 +18,9 @@ from typing import Any
 
 from octavo.limits import DEFAULT_LIMITS
 from octavo.server.app import create_app
+from octavo.server.bodies.fields import Served
+from octavo.server.openapi.body_schemas import UNSUPPORTED
 from octavo.server.openapi.description import describe
-from octavo.server.openapi.schema_ranges import Described, unsupported
 from tests.server.fake_engine import FakeEngine
 
 VOCAB_SIZE, MAX_MODEL_LEN, HIDDEN_SIZE = 256, 512, 64
@@ -121,7 +122,7 @@ class Values:
 def description() -> dict[str, Any]:
     """The description of the server that is fuzzed."""
     endpoints = create_app(FakeEngine()).state.endpoints  # type: ignore[arg-type]
-    return describe("", Described(DEFAULT_LIMITS, MAX_MODEL_LEN, VOCAB_SIZE, HIDDEN_SIZE), endpoints)
+    return describe("", Served(DEFAULT_LIMITS, MAX_MODEL_LEN, VOCAB_SIZE, HIDDEN_SIZE), endpoints)
 
 
 @cache
@@ -180,7 +181,7 @@ _BY_TYPE: dict[str, Callable[[Values, Schema], Any]] = {
 
 def is_unsupported(schema: Schema) -> bool:
     """Whether a field is known only to be refused."""
-    return schema == unsupported()
+    return schema == UNSUPPORTED
 
 
 def damaged(rng: random.Random, body: bytes) -> bytes:

@@ -44,7 +44,7 @@ from octavo.engine.builder import build_engine
 from octavo.limits import DEFAULT_LIMITS as LIMITS
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.server.app import create_app
-from octavo.server.bodies.pinning import MAX_MARKS
+from octavo.server.bodies.chat_messages import MAX_MARKS
 from octavo.server.bodies.responses_body import MOST_REPEATED_BYTES
 from octavo.server.config import ServerConfig
 from octavo.server.http.connection import InFlight

@@ -92,9 +92,9 @@ def test_bad_words_hold_after_a_preemption() -> None:
     [
         ({"allowed_token_ids": [5, 999]}, "allowed_token_ids", "token id 999 in allowed_token_ids is out of range"),
         ({"allowed_token_ids": [9], "stop_token_ids": [9], "min_tokens": 1}, "allowed_token_ids", "rule them all out"),
-        ({"bad_words": ["x" * 65]}, "bad_words", "65 characters in one word, but at most 64"),
-        ({"bad_words": ["x"] * 129}, "bad_words", "129 words, but at most 128"),
-        ({"allowed_token_ids": list(range(300))}, "allowed_token_ids", "300 token ids, but at most 256"),
+        ({"bad_words": ["x" * 65]}, "bad_words", "65 characters in one entry, but at most 64"),
+        ({"bad_words": ["x"] * 129}, "bad_words", "129 entries, but at most 128"),
+        ({"allowed_token_ids": list(range(300))}, "allowed_token_ids", "300 entries, but at most 256"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_numbers(params: dict[str, Any], param: str, says: str) -> None:

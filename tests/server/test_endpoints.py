@@ -16,8 +16,8 @@ import octavo
 from octavo.limits import RequestLimits
 from octavo.observe.stats import Gauges
 from octavo.server.app import create_app
+from octavo.server.bodies.fields import Served
 from octavo.server.openapi.description import describe
-from octavo.server.openapi.schema_ranges import Described
 from octavo.server.route import Endpoint
 from tests.server.conftest import Running
 from tests.server.fake_engine import BOS, VOCAB_SIZE, FakeEngine, InfillTokenizer
@@ -142,7 +142,7 @@ LIMITS = RequestLimits(
     max_n=3, max_stop_strings=2, max_stop_string_length=5, max_logit_bias=2, max_bad_words=2, max_bad_word_length=4
 )
 ENDPOINTS: list[Endpoint] = create_app(FakeEngine()).state.endpoints  # type: ignore[arg-type]
-DESCRIPTION = describe("1", Described(LIMITS, 4096, VOCAB_SIZE, 4), ENDPOINTS)
+DESCRIPTION = describe("1", Served(LIMITS, 4096, VOCAB_SIZE, 4), ENDPOINTS)
 EXAMPLES = {endpoint.path: dict(endpoint.example) for endpoint in ENDPOINTS if endpoint.example is not None}
 
 

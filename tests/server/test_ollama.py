@@ -171,9 +171,9 @@ def test_logprobs_stand_beside_the_message(server: Running) -> None:
         (CHAT, {"messages": [{"role": "robot"}]}, "messages[0].role must be one of"),
         (CHAT, {"messages": [USER], "options": {"mirostat": 1}}, "mirostat is not supported"),
         (CHAT, {"messages": [USER], "options": {"temperature": -1}}, "options.temperature must"),
-        (CHAT, {"messages": [USER], "options": {"num_predict": "x"}}, "'options.num_predict'"),
+        (CHAT, {"messages": [USER], "options": {"num_predict": "x"}}, "options.num_predict must be"),
         (GENERATE, {"prompt": "x", "suffix": "y"}, "suffix is not supported"),
-        ("/api/embed", {"input": [1]}, "Invalid value for 'input"),
+        ("/api/embed", {"input": [1]}, "input[0] must be a string"),
         # Without a prompt too, which is only a request to load the model.
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs must be"),
         (GENERATE, {"images": ["aGk="]}, "images is not supported"),

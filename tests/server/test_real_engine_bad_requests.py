@@ -52,7 +52,7 @@ def cramped() -> Iterator[RealServer]:
         ({"prompt": ["the", ""]}, 400, "prompt", "must not be empty"),
         ({"prompt": "the", "model": "gpt-4"}, 404, "model", "`gpt-4` does not exist"),
         ({"prompt": 7}, 400, "prompt", "must be a string"),
-        ({"prompt": "the", "max_tokens": "7"}, 400, "max_tokens", "valid integer"),
+        ({"prompt": "the", "max_tokens": "7"}, 400, "max_tokens", "an integer"),
         ({"prompt": "the", "temperature": -1}, 400, "temperature", "at least 0, got -1"),
         ({"prompt": "the", "n": 0}, 400, "n", "at least 1, got 0"),
         ({"prompt": [5, VOCAB_SIZE]}, 400, "prompt", f"token id {VOCAB_SIZE} in prompt is out of range"),

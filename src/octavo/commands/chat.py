@@ -10,7 +10,7 @@ from octavo.commands.interrupt import remembered_interrupt
 from octavo.commands.options import add_engine_options, add_sampling_options, engine_options, given_options
 from octavo.commands.terminal import Terminal, history_file
 from octavo.sampling_params import SamplingParams
-from octavo.server.bodies.foreign_fields import OLLAMA_DEFAULTS
+from octavo.server.apis import OLLAMA_DEFAULTS
 
 if TYPE_CHECKING:
     from octavo.llm import LLM

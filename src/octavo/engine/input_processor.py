@@ -14,7 +14,7 @@ from octavo.errors import ContextLengthError, RequestError
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.pooling import PooledStates
 from octavo.request import DEFAULT_CONTEXT, Request, RequestContext, RequestId
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import SamplingParams, check_limits
 from octavo.scheduler.scheduler import Scheduler
 from octavo.text.bad_words import bad_word_token_ids
 from octavo.text.prompt_checks import check_text_length, check_token_ids, packed_token_ids
@@ -118,7 +118,7 @@ class InputProcessor:
 
     def _check_params(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Refuse parameters that are out of range or contradict each other; returns the token ids of the bad words."""
-        self.config.limits.check_sampling(params)
+        check_limits(params, self.config.limits)
         self.config.limits.check_structured_outputs(params.structured_outputs)
         if params.structured_outputs is not None and self.grammars is None:
             raise RequestError("this engine does not serve structured outputs", param="structured_outputs")

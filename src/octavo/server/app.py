@@ -8,6 +8,7 @@ from starlette.middleware import Middleware
 
 from octavo.errors import OctavoError
 from octavo.server.access import AcceptedKeys
+from octavo.server.bodies.fields import Served
 from octavo.server.config import ServerConfig
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import LastResort, answer_http_error, answer_octavo_error
@@ -21,7 +22,6 @@ from octavo.server.llamacpp_api import LlamaCppApi
 from octavo.server.ollama_api import OllamaApi
 from octavo.server.openai_api import OpenAIApi
 from octavo.server.openapi.description import Description
-from octavo.server.openapi.schema_ranges import Described
 from octavo.server.operations import Operations
 from octavo.server.route import RefuseControlCharacters, public_requests, routes
 from octavo.server.tenants.auth import Gate, RequireApiKey
@@ -57,7 +57,7 @@ def create_app(
         *Operations(engine, config, in_flight, gate, quotas, responses, name).endpoints(),
         *LivePage(engine, in_flight, gate, name, shows_text=config.live_page_text).endpoints(),
     ]
-    server = Described(info.limits, info.max_model_len, info.vocab_size, info.hidden_size)
+    server = Served(info.limits, info.max_model_len, info.vocab_size, info.hidden_size)
     endpoints += Description(server, endpoints).endpoints()
     responses.expect(endpoints)
     middleware = [Middleware(RequestLog, responses=responses, writes=config.access_log), Middleware(LastResort)]

@@ -14,9 +14,10 @@ from octavo.errors import RequestError, shown
 from octavo.server.answers.generation import Usage
 from octavo.server.apis import api_of
 from octavo.server.bodies.body_reader import ReadAnswer
+from octavo.server.bodies.fields import RequestBody
 from octavo.server.bodies.foreign_fields import header_value
 from octavo.server.bodies.local_apis_reader import LocalApisReader
-from octavo.server.bodies.openai_bodies import OLDEST_MESSAGES, RequestBody
+from octavo.server.bodies.openai_bodies import OLDEST_MESSAGES
 from octavo.server.bodies.reader_pool import ReaderPool
 from octavo.server.config import ServerConfig
 from octavo.server.engine_client import EngineClient, TokenizerLike

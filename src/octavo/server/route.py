@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from octavo.server.bodies.openai_bodies import RequestBody
+from octavo.server.bodies.fields import RequestBody
 from octavo.server.errors import ApiError
 
 Handler = Callable[[Request], Awaitable[Response]]

@@ -248,10 +248,10 @@ def test_a_message_that_cannot_be_used_is_named(server: Running, message: Any, p
     [
         ({"messages": []}, "messages", "must not be empty"),
         ({}, "messages", "Missing required parameter"),
-        ({"messages": "hi"}, "messages", "valid array"),
+        ({"messages": "hi"}, "messages", "a list of objects"),
         ({"messages": [USER], "top_logprobs": 3}, "top_logprobs", "needs logprobs"),
         ({"messages": [USER], "logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20"),
-        ({"messages": [USER], "logprobs": 3}, "logprobs", "valid boolean"),
+        ({"messages": [USER], "logprobs": 3}, "logprobs", "true or false"),
         ({"messages": [USER], "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "must not set"),
         ({"messages": [USER], "chat_template_kwargs": {"template": "x"}}, "chat_template_kwargs", "must not set"),
         ({"messages": [USER], "chat_template_kwargs": {"refuse": True}}, "messages", "template refused"),

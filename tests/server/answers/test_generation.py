@@ -24,7 +24,7 @@ from octavo.server.answers.generation import AT_ONCE, Job
 from octavo.server.answers.logprobs import TokenTexts
 from octavo.server.bodies.body_reader import CompletionRequest
 from octavo.server.bodies.openai_bodies import CompletionBody
-from octavo.server.bodies.prompt_forms import EncodedPrompt
+from octavo.server.bodies.prompts import EncodedPrompt
 from octavo.server.engine_client import EngineClient
 from octavo.server.http.turnstile import Turnstile
 from octavo.server.tenants.keys import ANYBODY
@@ -149,7 +149,7 @@ async def test_the_answer_to_many_prompts_is_put_together_off_the_event_loop(
     monkeypatch.setattr(completions, "json_pieces", noting)
     engine = FakeEngine()
     await engine.start()
-    body = CompletionBody(prompt=None, max_tokens=1)
+    body = CompletionBody(prompt=None)
     read = CompletionRequest(
         body=body,
         model="fake",
@@ -195,7 +195,7 @@ def test_long_lists_are_emptied_a_few_at_a_time() -> None:
 async def test_prompt_logprobs_are_let_go_in_a_thread_once_they_are_told() -> None:
     engine = FakeEngine()
     await engine.start()
-    body = CompletionBody(prompt=None, max_tokens=1, prompt_logprobs=2)
+    body = CompletionBody(prompt=None, sampling={"prompt_logprobs": 2})
     params = SamplingParams(max_tokens=1, prompt_logprobs=2)
     read = CompletionRequest(body=body, model="fake", params=params, prompts=[EncodedPrompt([1, 2, 3])], cache_salt="")
     answer = Completions(as_client(engine), TokenTexts(as_client(engine))).answer(read, ANYBODY)

@@ -122,7 +122,7 @@ def test_a_stream_adds_up_to_json(server: RealServer) -> None:
         ({"guided_whitespace_pattern": " "}, "structured_outputs", "none of them"),
         ({"guided_json": {"not": {}}}, "structured_outputs", "Unimplemented keys"),
         ({"guided_regex": "a" * 4001}, "structured_outputs", "4001 bytes of regex, but at most 4000"),
-        ({"guided_regex": "(" * 10 + ")" * 10}, "structured_outputs", "nested 10 levels deep, but at most 9"),
+        ({"guided_regex": "(" * 10 + ")" * 10}, "structured_outputs.regex", "nested 10 levels deep, but at most 9"),
         ({"guided_regex": "a", "use_beam_search": True, "best_of": 2}, "structured_outputs", "use_beam_search"),
         ({"guided_regex": "a", "bad_words": ["b"]}, "bad_words", "cannot be combined"),
         ({"guided_regex": "a", "allowed_token_ids": [5]}, "allowed_token_ids", "cannot be combined"),

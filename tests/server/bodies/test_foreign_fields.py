@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from octavo.server.bodies.fields import RequestBody
 from octavo.server.bodies.foreign_fields import NEUTRAL
-from octavo.server.bodies.openai_bodies import RequestBody
 from octavo.server.handling import IGNORED_HEADER, MAX_LOGGED, IgnoredFields
 from tests.server.conftest import Running, rendered
 from tests.server.scripted_engine import ScriptedEngine
@@ -132,7 +132,7 @@ def test_each_field_is_logged_once_and_never_more_than_some(caplog: pytest.LogCa
     body = RequestBody()
     with caplog.at_level(logging.WARNING, logger="octavo.server"):
         for i in range(MAX_LOGGED + 50):
-            body.note_ignored((f"f{i}\nforged", "f0\nforged"))
+            body.ignored = (f"f{i}\nforged", "f0\nforged")
             fields.told(body, Response())
     assert len(caplog.records) == MAX_LOGGED + 1
     assert "\n" not in caplog.records[0].getMessage()

@@ -39,7 +39,7 @@ METHODS = {
 }
 
 
-def reader() -> LocalApisReader:
+def reader(*, strict: bool = False) -> LocalApisReader:
     return LocalApisReader(
         tokenizer=InfillTokenizer(),
         vocab_size=VOCAB_SIZE,
@@ -47,6 +47,7 @@ def reader() -> LocalApisReader:
         max_model_len=MAX_MODEL_LEN,
         limits=DEFAULT_LIMITS,
         names=("fake",),
+        strict=strict,
     )
 
 

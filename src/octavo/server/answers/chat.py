@@ -80,7 +80,7 @@ class ChatAnswer:
             "usage": self._usage.report(),
             **self._extension.report(),
         }
-        if self._body.prompt_logprobs is not None:
+        if self._body.sampling.get("prompt_logprobs") is not None:
             given = output.prompt_logprobs or ()
             response["prompt_logprobs"] = prompt_logprobs(self._texts, output.prompt_ids, given)
         if self._body.return_token_ids:

@@ -169,7 +169,7 @@ class _Choice:
         if body.logprobs is not None:
             self._logprobs = CompletionLogprobs(
                 texts,
-                skip_special_tokens=body.skip_special_tokens is not False,
+                skip_special_tokens=body.sampling.get("skip_special_tokens", True),
                 as_token_ids=bool(body.return_tokens_as_token_ids),
             )
 
@@ -193,7 +193,7 @@ class _Choice:
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
         }
-        if first and self._body.prompt_logprobs is not None:
+        if first and self._body.sampling.get("prompt_logprobs") is not None:
             choice["prompt_logprobs"] = answer.prompt_logprobs_of(self._prompt_index, output)
         if self._body.return_token_ids:
             choice["token_ids"] = completion.token_ids

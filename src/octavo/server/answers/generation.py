@@ -13,7 +13,7 @@ from octavo.engine.inspection import report_fields
 from octavo.engine.outputs import GRAMMAR_TOO_COMPLEX, UNUSABLE_LOGITS, OutputKind, RequestOutput
 from octavo.request import RequestContext
 from octavo.sampling_params import SamplingParams
-from octavo.server.bodies.prompt_forms import EncodedPrompt
+from octavo.server.bodies.prompts import EncodedPrompt
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import GenerationFailedError, GrammarTooComplexError, StepFailedError
 from octavo.server.http.turnstile import Turnstile

@@ -22,8 +22,8 @@ from octavo.server.answer_json import (
 )
 from octavo.server.answers.generation import Job, Usage, seconds_of
 from octavo.server.answers.logprobs import TokenTexts, chat_logprobs
+from octavo.server.apis import LLAMACPP_DEFAULTS
 from octavo.server.bodies.body_reader import CompletionRequest
-from octavo.server.bodies.foreign_fields import LLAMACPP_DEFAULTS
 from octavo.server.bodies.llamacpp_body import LlamaCppBody
 from octavo.server.engine_client import EngineClient
 from octavo.server.http.turnstile import Turnstile

@@ -249,7 +249,8 @@ class ResponseAnswer:
 
     def _response(self, status: str) -> dict[str, Any]:
         job, running = self._chat.job, status == "in_progress"
-        given = {name: getattr(self._body, name) for name in _REPEATED}
+        sampling = {self._body.CALLED.get(name, name): value for name, value in self._body.sampling.items()}
+        given = {name: sampling.get(name, getattr(self._body, name, None)) for name in _REPEATED}
         return {
             "id": self._id,
             "object": "response",

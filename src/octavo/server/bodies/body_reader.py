@@ -11,25 +11,19 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, TypeVar
 
-from pydantic_core import from_json
+from jiter import from_json
 
-from octavo.errors import RequestError
+from octavo.errors import FieldError, RequestError
 from octavo.limits import RequestLimits
 from octavo.sampling_params import SamplingParams
 from octavo.server.answer_json import json_bytes
+from octavo.server.bodies.chat_messages import cache_marks, checked_messages
 from octavo.server.bodies.dialects import Dialects, Speech
+from octavo.server.bodies.fields import RequestBody, drop_unknown, fields_of, filled, json_object
+from octavo.server.bodies.foreign_fields import translate
 from octavo.server.bodies.messages_body import CountTokensBody, MessagesBody
-from octavo.server.bodies.openai_bodies import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    EmbeddingBody,
-    RequestBody,
-    TokenizeBody,
-)
-from octavo.server.bodies.pinning import cache_marks
-from octavo.server.bodies.prompt_encoder import PromptEncoder
-from octavo.server.bodies.prompt_forms import EncodedPrompt, checked_messages, split_prompts
+from octavo.server.bodies.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
+from octavo.server.bodies.prompts import EncodedPrompt, PromptEncoder, split_prompts
 from octavo.server.bodies.responses_body import (
     ResponsesBody,
     page,
@@ -41,7 +35,6 @@ from octavo.server.bodies.responses_body import (
     with_ids,
 )
 from octavo.server.bodies.tool_use import checked_tools
-from octavo.server.bodies.validation import named_as, parse_body, validated
 from octavo.server.engine_client import TokenizerLike
 from octavo.server.errors import ModelMissingError
 from octavo.server.ids import new_id
@@ -49,7 +42,6 @@ from octavo.structured_outputs import StructuredOutputsParams
 from octavo.text.prompt_checks import check_token_ids
 
 Body = TypeVar("Body", bound=RequestBody)
-AnyGeneration = TypeVar("AnyGeneration", CompletionBody, ChatBody)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +122,7 @@ class FollowUp:
 class BodyReader:
     """Reads bodies for one model; it is immutable and can be pickled.
 
-    Every public method takes a body's bytes, and raises `ApiError` or `RequestError`, naming the field, if the body
+    Every public method takes a body's bytes, and raises `RequestError`, naming the field, or `ApiError` if the body
     cannot be served.
 
     Args:
@@ -193,7 +185,7 @@ class BodyReader:
         return self._read_completion(body, model, keeps_text=bool(body.echo))
 
     def _read_completion(self, body: CompletionBody, model: str, *, keeps_text: bool) -> CompletionRequest:
-        params = self._with_defaults(body).sampling_params(self._vocab_size, self._limits)
+        params = body.sampling_params(self._vocab_size, self._limits, self._default_sampling)
         kept = self._prompts.kept_tokens(body.truncate_prompt_tokens, params.max_tokens or 1)
         given = split_prompts(body.prompt)
         self._limits.check_prompts(len(given), params.num_sequences, params.width_param)
@@ -202,12 +194,12 @@ class BodyReader:
             for prompt in given
         ]
         return CompletionRequest(
-            body=without_bulk(body), model=model, params=params, prompts=prompts, cache_salt=body.cache_salt or ""
+            body=body.without_bulk(), model=model, params=params, prompts=prompts, cache_salt=body.cache_salt or ""
         )
 
     def embedding(self, raw: bytes) -> EmbeddingRequest:
         body, model = self._parse(EmbeddingBody, raw)
-        body.check(self._hidden_size, self._limits)
+        body.check_for(self._hidden_size, self._limits)
         kept = self._prompts.kept_tokens(body.truncate_prompt_tokens, 0)
         given = split_prompts(body.input, "input")
         with about("input"):
@@ -215,7 +207,9 @@ class BodyReader:
             prompts = [
                 self._prompts.encode(prompt, body.add_special_tokens is not False, kept=kept) for prompt in given
             ]
-        return EmbeddingRequest(body=without_bulk(body), model=model, prompts=prompts, cache_salt=body.cache_salt or "")
+        return EmbeddingRequest(
+            body=body.without_bulk(), model=model, prompts=prompts, cache_salt=body.cache_salt or ""
+        )
 
     def chat(self, raw: bytes) -> ChatRequest:
         body, model = self._parse(ChatBody, raw)
@@ -230,7 +224,7 @@ class BodyReader:
         body, model = self._parse(CountTokensBody, raw)
         self._limits.check_messages(len(body.messages))
         chat = self._translated(body, model, body.chat())
-        return ReadAnswer(without_bulk(body), json_bytes({"input_tokens": len(chat.prompt.token_ids)}))
+        return ReadAnswer(body.without_bulk(), json_bytes({"input_tokens": len(chat.prompt.token_ids)}))
 
     def response(self, raw: bytes) -> ChatRequest | FollowUp:
         body, model = self._parse(ResponsesBody, raw)
@@ -250,7 +244,7 @@ class BodyReader:
     ) -> ChatRequest:
         earlier = _items(before)
         given = body.items()
-        with named_as(body.chat_names):
+        with body.names_errors():
             self._limits.check_messages(len(earlier) + len(given), "items")
         request_id = new_id("resp")
         given = with_ids(resolved(given, chain(earlier, _items(referenced))), response_id_of(request_id), earlier)
@@ -267,12 +261,12 @@ class BodyReader:
 
     def _translated(self, body: RequestBody, model: str, chat: dict[str, Any]) -> ChatRequest:
         """Read the chat that another API's body was translated into; `origin` becomes that body."""
-        with named_as(body.chat_names):
-            read = self._read_chat(validated(ChatBody, {**chat, "model": model}), model)
-        return replace(read, origin=without_bulk(body))
+        with body.names_errors():
+            read = self._read_chat(filled(ChatBody, {**chat, "model": model}, self._limits), model)
+        return replace(read, origin=body.without_bulk())
 
     def _read_chat(self, body: ChatBody, model: str) -> ChatRequest:
-        params = self._with_defaults(body).sampling_params(self._vocab_size, self._limits)
+        params = body.sampling_params(self._vocab_size, self._limits, self._default_sampling)
         messages = checked_messages(body.messages, self._limits)
         tools = checked_tools(body.tools, body.tool_choice, self._limits)
         calls = self._dialects.calls_for(tools)
@@ -291,11 +285,11 @@ class BodyReader:
             params = self._constrained(params, constraint)
         elif params.structured_outputs is not None and (part := dialect.reasoning_part) is not None:
             params = replace(params, structured_outputs=replace(params.structured_outputs, reasoning=part))
-        if dialect.keeps_special_tokens and body.skip_special_tokens is None:
+        if dialect.keeps_special_tokens and "skip_special_tokens" not in body.sampling:
             params = replace(params, skip_special_tokens=False)
         speech = Speech(dialect, body.parallel_tool_calls is False, body.include_reasoning is not False)
         echoed = _echoed(body, messages)
-        return ChatRequest(without_bulk(body), model, params, prompt, echoed, body.cache_salt or "", speech)
+        return ChatRequest(body.without_bulk(), model, params, prompt, echoed, body.cache_salt or "", speech)
 
     def tokenize(self, raw: bytes) -> ReadAnswer:
         body, _ = self._parse(TokenizeBody, raw)
@@ -318,7 +312,7 @@ class BodyReader:
             "tokens": [self._piece(token_id) for token_id in token_ids] if body.with_pieces else token_ids,
             "token_strs": [to_token(i) or "" for i in token_ids] if body.return_token_strs else None,
         }
-        return ReadAnswer(without_bulk(body), json_bytes(answer))
+        return ReadAnswer(body.without_bulk(), json_bytes(answer))
 
     def detokenize(self, raw: bytes) -> ReadAnswer:
         body, _ = self._parse(DetokenizeBody, raw)
@@ -326,7 +320,7 @@ class BodyReader:
         # Special tokens are kept, so that /detokenize returns what was given to /tokenize.
         text = self._prompts.tokenizer.decode(body.tokens, False)
         # vLLM's name and llama.cpp's.
-        return ReadAnswer(without_bulk(body), json_bytes({"prompt": text, "content": text}))
+        return ReadAnswer(body.without_bulk(), json_bytes({"prompt": text, "content": text}))
 
     def _piece(self, token_id: int) -> dict[str, Any]:
         """Return a token in llama.cpp's form: its text, or its bytes where they are no text by themselves."""
@@ -338,26 +332,22 @@ class BodyReader:
 
     def _constrained(self, params: SamplingParams, constraint: StructuredOutputsParams) -> SamplingParams:
         if params.structured_outputs is not None:
-            raise RequestError(
-                "an answer that must call a tool cannot have another form too: leave out response_format",
-                param="tool_choice",
-            )
+            problem = "requires a call, so the answer cannot have another form too: leave out {}"
+            raise FieldError("tool_choice", problem, "response_format")
         try:
             self._limits.check_structured_outputs(constraint)
             return replace(params, structured_outputs=constraint)
         except RequestError as error:
-            raise RequestError(f"the grammar of these tools: {error}", param="tool_choice") from None
-
-    def _with_defaults(self, body: AnyGeneration) -> AnyGeneration:
-        # Beam search does not sample, and would refuse sampling parameters.
-        if not self._default_sampling or body.use_beam_search:
-            return body
-        missing = {name: value for name, value in self._default_sampling.items() if getattr(body, name) is None}
-        return body.model_copy(update=missing)
+            raise FieldError("tool_choice", f"needs a grammar of these tools: {error}") from None
 
     def _parse(self, body_type: type[Body], raw: bytes) -> tuple[Body, str]:
-        body = parse_body(body_type, raw, strict=self._strict)
-        body.check_names(self._limits)
+        given = json_object(raw)
+        if not self._strict:
+            translate(given, fields_of(body_type))
+        # Before the values are checked: there may be a million unknown fields.
+        unknown = drop_unknown(body_type, given, strict=self._strict)
+        body = filled(body_type, given, self._limits)
+        body.ignored = unknown
         return body, self.served_name(body.model)
 
 
@@ -367,12 +357,8 @@ def about(param: str) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        error.param = param
+        error.rename({"prompt": param})
         raise
-
-
-def without_bulk(body: Body) -> Body:
-    return body.model_copy(update=dict.fromkeys(body.bulky))
 
 
 def _echoed(body: ChatBody, messages: list[dict[str, Any]]) -> str:

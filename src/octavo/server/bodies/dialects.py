@@ -12,7 +12,7 @@ from octavo.dialect.detection import Render, TemplateCalls, template_calls
 from octavo.dialect.formats import CallFormat, call_format, reasoning_format
 from octavo.dialect.parser import Dialect
 from octavo.dialect.writing import with_tools_described
-from octavo.errors import RequestError
+from octavo.errors import FieldError
 from octavo.server.bodies.tool_use import ToolUse
 from octavo.structured_outputs import StructuredOutputsParams
 
@@ -95,10 +95,10 @@ class Dialects:
         if not tools:
             return None
         if self._calls is None:
-            raise RequestError(
-                "tools are not supported: the server was started with --tool-call-parser none. Start it with "
+            raise FieldError(
+                "tools",
+                "are not supported: the server was started with --tool-call-parser none. Start it with "
                 '--tool-call-parser auto, or send tool_choice "none"',
-                param="tools",
             )
         return self._calls
 

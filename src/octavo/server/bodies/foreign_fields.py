@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from octavo.errors import RequestError, shortened, shown
+from octavo.errors import FieldError, RequestError, shown
+from octavo.server.bodies.fields import named
+from octavo.server.bodies.openai_bodies import OF_ONE_ANSWER
 
 # llama.cpp's names of fields; if both are given, Octavo's name wins.
 OTHER_NAMES = {
@@ -18,16 +20,13 @@ OTHER_NAMES = {
     "grammar": "guided_grammar",
     "json_schema": "guided_json",
 }
+_OTHERWISE = ("max_tokens", "repetition_penalty", "structured_outputs")
 # Ollama's `options` that are fields of a request here; all others, such as `num_ctx`, belong to the server's start.
 OLLAMA_OPTIONS = {
+    **{name: name for name in (*OF_ONE_ANSWER, "typical_p", "tfs_z", "mirostat") if name not in _OTHERWISE},
     "num_predict": "max_tokens",
     "repeat_penalty": "repetition_penalty",
-    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop")},
-    **{name: name for name in ("presence_penalty", "frequency_penalty", "typical_p", "tfs_z", "mirostat")},
 }
-# What Ollama and llama.cpp sample with where neither the request nor the model says it. Used on their own APIs only.
-OLLAMA_DEFAULTS: dict[str, float] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
-LLAMACPP_DEFAULTS: dict[str, float] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 # Values by which llama.cpp and vLLM mean "not set".
 _UNSET = {"max_tokens": -1, "max_completion_tokens": -1, "seed": -1}
 
@@ -58,9 +57,6 @@ HARMLESS = frozenset(
     {"cache_prompt", "id_slot", "keep_alive", "request_id", "spaces_between_special_tokens", "timings"}
 )
 
-# Maximum number of fields that an error or a header names.
-NAMED_FIELDS = 8
-
 
 def translate(given: dict[str, Any], known: Iterable[str]) -> None:
     """Rename a body's fields in place, and drop those without effect: null, neutral and harmless ones.
@@ -85,7 +81,7 @@ def translate(given: dict[str, Any], known: Iterable[str]) -> None:
     for name, neutral in NEUTRAL.items():
         value = None if name in known else given.pop(name, None)
         if value is not None and value not in neutral:
-            raise RequestError(f"{name} is not supported by this server", param=name)
+            raise FieldError(name, "is not supported by this server")
     for name in HARMLESS & given.keys() - known:
         del given[name]
 
@@ -119,7 +115,7 @@ def _translate_format(given: dict[str, Any], form: Any) -> None:
     elif isinstance(form, dict):
         given["response_format"] = {"type": "json_schema", "json_schema": {"schema": form}}
     else:
-        raise RequestError(f'format must be "json" or a JSON Schema, got {shown(form)}', param="format")
+        raise FieldError("format", f'must be "json" or a JSON Schema, got {shown(form)}')
 
 
 def _translate_think(given: dict[str, Any], think: Any) -> None:
@@ -130,13 +126,7 @@ def _translate_think(given: dict[str, Any], think: Any) -> None:
         if given.get("reasoning_effort") is None:
             given["reasoning_effort"] = think
     elif think is not None:
-        raise RequestError(f'think must be true, false, or a level such as "low", got {shown(think)}', param="think")
-
-
-def named(names: list[str]) -> str:
-    """Join names as in 'a, b and 3 more', with at most `NAMED_FIELDS` of them."""
-    more = f" and {len(names) - NAMED_FIELDS} more" if len(names) > NAMED_FIELDS else ""
-    return ", ".join(shortened(name) for name in names[:NAMED_FIELDS]) + more
+        raise FieldError("think", f'must be true, false, or a level such as "low", got {shown(think)}')
 
 
 def header_value(names: tuple[str, ...]) -> str:

@@ -2,57 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import MISSING, dataclass
 from typing import Any, ClassVar
 
-from octavo.errors import RequestError
-from octavo.server.bodies.openai_bodies import CompletionBody, Objects, RequestBody, Texts
+from octavo.errors import FieldError, RequestError
+from octavo.server.bodies.fields import RequestBody, taken
+from octavo.server.bodies.openai_bodies import OF_ONE_ANSWER
 from octavo.server.engine_client import TokenizerLike
 
 # llama.cpp's value for a token that must not be drawn.
 _NEVER = -100.0
-# Fields that a completion has under other names.
-_RENAMED = {
-    "repeat_penalty": "repetition_penalty",
-    "n_probs": "logprobs",
-    "grammar": "guided_grammar",
-    "json_schema": "guided_json",
-}
 
 
+@dataclass(kw_only=True)
 class LlamaCppBody(RequestBody):
-    """`POST /completion`. `prompt`: a string, token ids, or a list of either."""
+    """`POST /completion`."""
 
-    prompt: Any
-    n_predict: int | None = None
-    max_tokens: int | None = None  # taken for `n_predict`, as by llama.cpp
-    stream: bool | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    stop: str | Texts | None = None
-    ignore_eos: bool | None = None
-    logit_bias: Any = None
-    grammar: str | None = None
-    json_schema: dict[str, Any] | None = None
-    n_probs: int | None = None
-    return_tokens: bool | None = None
-    cache_prompt: bool | None = None
-    id_slot: int | None = None
-
-    bulky: ClassVar[tuple[str, ...]] = ("prompt", "stop", "logit_bias", "grammar", "json_schema")
-    # What a client of this API calls the fields of the completion that its body becomes.
-    completion_names: ClassVar[Mapping[str, str]] = {
+    PARAMETERS: ClassVar[Collection[str]] = tuple(
+        name for name in (*OF_ONE_ANSWER, "logprobs") if name not in ("logit_bias", "structured_outputs")
+    )
+    CALLED: ClassVar[Mapping[str, str]] = {
         "max_tokens": "n_predict",
-        **{name: other for other, name in _RENAMED.items()},
-        "structured_outputs": "grammar",
+        "most_tokens": "max_tokens",
+        "repetition_penalty": "repeat_penalty",
+        "logprobs": "n_probs",
+        "guided_grammar": "grammar",
+        "guided_json": "json_schema",
     }
+    SOURCES: ClassVar[Mapping[str, str]] = {"structured_outputs": "grammar"}
+
+    prompt: Any = taken("a text, token ids, or a list of either", default=MISSING, bulky=True)
+    stream: bool | None = taken("send the answer as it is written")
+    most_tokens: int | None = taken("taken for n_predict, as by llama.cpp")
+    logit_bias: Any = taken("biases by token id; false keeps a token out", bulky=True)
+    guided_grammar: str | None = taken("a grammar of the answer", bulky=True)
+    guided_json: dict[str, Any] | None = taken("a JSON Schema of the answer", bulky=True)
+    return_tokens: bool | None = taken("return the ids of the answer's tokens")
+    cache_prompt: bool | None = taken("has no effect")
+    id_slot: int | None = taken("has no effect")
 
     @property
     def streams(self) -> bool:
@@ -60,19 +48,17 @@ class LlamaCppBody(RequestBody):
 
     def completion(self) -> dict[str, Any]:
         """Return the fields of the equivalent completion body; raise `RequestError` for an invalid `logit_bias`."""
-        limit = self.n_predict if self.n_predict is not None else self.max_tokens
-        fields = {name: getattr(self, name) for name in _SAME}
-        fields |= {name: getattr(self, other) for other, name in _RENAMED.items()}
-        # Negative: no limit.
-        fields["max_tokens"] = None if limit is not None and limit < 0 else limit
-        fields["logprobs"] = self.n_probs or None
-        fields["guided_grammar"] = self.grammar or None
-        fields["logit_bias"] = _biases(self.logit_bias)
-        return fields
-
-
-# Fields that a completion has too, with the same meaning.
-_SAME = LlamaCppBody.model_fields.keys() & CompletionBody.model_fields.keys() - {"model", "max_tokens", "logit_bias"}
+        limit = self.sampling.get("max_tokens", self.most_tokens)
+        return {
+            **self.sampling,
+            "prompt": self.prompt,
+            # Negative: no limit.
+            "max_tokens": None if limit is not None and limit < 0 else limit,
+            "logprobs": self.sampling.get("logprobs") or None,
+            "guided_grammar": self.guided_grammar or None,
+            "guided_json": self.guided_json,
+            "logit_bias": _biases(self.logit_bias),
+        }
 
 
 def _biases(given: Any) -> dict[str, float] | None:
@@ -84,15 +70,15 @@ def _biases(given: Any) -> dict[str, float] | None:
     elif isinstance(given, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in given):
         pairs = given
     else:
-        raise RequestError("logit_bias must be a list of [token id, bias], or an object", param="logit_bias")
+        raise FieldError("logit_bias", "must be a list of [token id, bias], or an object")
     biases = {}
     for token, bias in pairs:
         if isinstance(token, bool) or not isinstance(token, int | str) or not isinstance(bias, int | float):
-            raise RequestError("logit_bias must have token ids and numbers, or false", param="logit_bias")
+            raise FieldError("logit_bias", "must have token ids and numbers, or false")
         try:
             biases[str(token)] = _NEVER if bias is False else float(bias)
         except OverflowError:
-            raise RequestError("logit_bias must have finite numbers", param="logit_bias") from None
+            raise FieldError("logit_bias", "must have finite numbers") from None
     return biases
 
 
@@ -114,16 +100,16 @@ _ENDS = (
 )
 
 
+@dataclass(kw_only=True)
 class InfillBody(LlamaCppBody):
     """`POST /infill`: the fields of `/completion`, of which `prompt` is the beginning of the middle."""
 
-    prompt: str | None = None
-    input_prefix: str
-    input_suffix: str
-    input_extra: Objects | None = None
+    SOURCES: ClassVar[Mapping[str, str]] = {**LlamaCppBody.SOURCES, "prompt": "input_prefix"}
 
-    bulky: ClassVar[tuple[str, ...]] = (*LlamaCppBody.bulky, "input_prefix", "input_suffix", "input_extra")
-    completion_names: ClassVar[Mapping[str, str]] = {**LlamaCppBody.completion_names, "prompt": "input_prefix"}
+    prompt: str | None = taken("the beginning of the middle", bulky=True)
+    input_prefix: str = taken("the text before", default=MISSING, bulky=True)
+    input_suffix: str = taken("the text after", default=MISSING, bulky=True)
+    input_extra: list[dict[str, Any]] | None = taken("other files: text and filename", bulky=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +163,7 @@ class InfillTokens:
             name, text = file.get("filename", ""), file.get("text", "")
             if not isinstance(name, str) or not isinstance(text, str):
                 where = f"input_extra[{place}]"
-                raise RequestError(f"{where} must have a text and a filename, which are strings", param=where)
+                raise FieldError(where, "must have a text and a filename, which are strings")
             if self.file_separator is not None:
                 token_ids.append(self.file_separator)
             token_ids += tokenizer.encode(f"{name}\n{text}\n" if name else f"{text}\n", False)

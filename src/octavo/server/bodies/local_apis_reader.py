@@ -10,6 +10,7 @@ from typing import Any
 from octavo.errors import ContextLengthError, shortened
 from octavo.sampling_params import SamplingParams
 from octavo.server.answer_json import json_bytes
+from octavo.server.apis import LLAMACPP_DEFAULTS, OLLAMA_DEFAULTS
 from octavo.server.bodies.body_reader import (
     BodyReader,
     ChatRequest,
@@ -17,9 +18,9 @@ from octavo.server.bodies.body_reader import (
     EmbeddingRequest,
     ReadAnswer,
     about,
-    without_bulk,
 )
-from octavo.server.bodies.foreign_fields import LLAMACPP_DEFAULTS, OLLAMA_DEFAULTS, translate
+from octavo.server.bodies.fields import MOST_NOTED, RequestBody, drop_unknown, fields_of, filled
+from octavo.server.bodies.foreign_fields import translate
 from octavo.server.bodies.llamacpp_body import InfillBody, InfillTokens, LlamaCppBody
 from octavo.server.bodies.ollama_body import (
     OllamaChatBody,
@@ -29,9 +30,8 @@ from octavo.server.bodies.ollama_body import (
     OllamaGenerationBody,
     OllamaModelBody,
 )
-from octavo.server.bodies.openai_bodies import OLDEST_MESSAGES, ChatBody, CompletionBody, EmbeddingBody, RequestBody
-from octavo.server.bodies.prompt_forms import EncodedPrompt, split_prompts
-from octavo.server.bodies.validation import MOST_NOTED, drop_unknown, named_as, validated
+from octavo.server.bodies.openai_bodies import OLDEST_MESSAGES, ChatBody, CompletionBody, EmbeddingBody
+from octavo.server.bodies.prompts import EncodedPrompt, split_prompts
 from octavo.text.prompt_checks import check_token_ids
 
 
@@ -90,7 +90,7 @@ class LocalApisReader(BodyReader):
                 return False
 
         place = bisect_left(questions, True, lo=1, hi=len(questions) - 1, key=fits)
-        body.note_ignored((*body.ignored, OLDEST_MESSAGES))
+        body.ignored = (*body.ignored, OLDEST_MESSAGES)
         return read_from(questions[place])
 
     def ollama_generate(self, raw: bytes) -> ChatRequest | ReadAnswer:
@@ -111,9 +111,9 @@ class LocalApisReader(BodyReader):
 
     def _ollama_fields(self, body: OllamaGenerationBody, fields: dict[str, Any]) -> dict[str, Any]:
         """Return the chat's fields with Ollama's names translated."""
-        with named_as(body.chat_names):
-            translate(fields, ChatBody.model_fields)
-        body.note_ignored(body.ignored + drop_unknown(ChatBody, fields, strict=self._strict))
+        with body.names_errors():
+            translate(fields, fields_of(ChatBody))
+        body.ignored += drop_unknown(ChatBody, fields, strict=self._strict)
         self._default(fields, OLLAMA_DEFAULTS)
         return fields
 
@@ -125,17 +125,17 @@ class LocalApisReader(BodyReader):
 
     def _loaded(self, body: OllamaGenerationBody, model: str, fields: dict[str, Any]) -> ReadAnswer:
         """Answer a body without a prompt, after checking its other fields."""
-        with named_as(body.chat_names):
-            validated(ChatBody, fields).sampling_params(self._vocab_size, self._limits)
-        return ReadAnswer(without_bulk(body), json_bytes(body.loaded(model)))
+        with body.names_errors():
+            filled(ChatBody, fields, self._limits).sampling_params(self._vocab_size, self._limits, {})
+        return ReadAnswer(body.without_bulk(), json_bytes(body.loaded(model)))
 
     def _plain(self, body: OllamaGenerateBody, model: str, fields: dict[str, Any]) -> ChatRequest:
         """Read a prompt that no template is applied to."""
-        with named_as(body.chat_names):
-            chat = self._with_defaults(validated(ChatBody, fields))
-            params = chat.sampling_params(self._vocab_size, self._limits)
+        with body.names_errors():
+            chat = filled(ChatBody, fields, self._limits)
+            params = chat.sampling_params(self._vocab_size, self._limits, self._default_sampling)
             prompt = self._prompts.encode(f"{body.system or ''}{body.prompt or ''}", not body.context)
-        return ChatRequest(without_bulk(chat), model, params, prompt, "", "", origin=without_bulk(body))
+        return ChatRequest(chat.without_bulk(), model, params, prompt, "", "", origin=body.without_bulk())
 
     def ollama_embed(self, raw: bytes) -> EmbeddingRequest | ReadEmpty:
         body, model = self._parse(OllamaEmbedBody, raw)
@@ -148,19 +148,19 @@ class LocalApisReader(BodyReader):
     def _ollama_embedding(
         self, body: OllamaEmbedBody | OllamaEmbeddingsBody, model: str, given: str | list[str] | None, *, cuts: bool
     ) -> EmbeddingRequest | ReadEmpty:
-        body.note_ignored(body.ignored + _noted(body.options or {}))
+        body.ignored += _noted(body.options or {})
         dimensions = body.dimensions if isinstance(body, OllamaEmbedBody) else None
         fields = EmbeddingBody(input=None, dimensions=dimensions)
-        fields.check(self._hidden_size, self._limits)
+        fields.check_for(self._hidden_size, self._limits)
         if not given:
-            return ReadEmpty(without_bulk(body), model)
+            return ReadEmpty(body.without_bulk(), model)
         prompts = split_prompts(given, "input")
         kept = self._prompts.kept_tokens(-1, 0) if cuts else None
         with about("input"):
             self._limits.check_prompts(len(prompts), 1, "n")
             encoded = [self._prompts.encode(prompt, True, kept=kept, keeps_end=False) for prompt in prompts]
         return EmbeddingRequest(
-            body=without_bulk(fields), model=model, prompts=encoded, cache_salt="", origin=without_bulk(body)
+            body=fields.without_bulk(), model=model, prompts=encoded, cache_salt="", origin=body.without_bulk()
         )
 
     def model(self, raw: bytes) -> NamedModel:
@@ -170,26 +170,26 @@ class LocalApisReader(BodyReader):
 
     def llamacpp_completion(self, raw: bytes) -> CompletionRequest:
         body, model = self._parse(LlamaCppBody, raw)
-        with named_as(body.completion_names):
+        with body.names_errors():
             fields = body.completion()
             self._default(fields, LLAMACPP_DEFAULTS)
-            read = self._read_completion(validated(CompletionBody, fields), model, keeps_text=True)
-        return replace(read, origin=without_bulk(body), params=self._as_there(read.params, read.prompts))
+            read = self._read_completion(filled(CompletionBody, fields, self._limits), model, keeps_text=True)
+        return replace(read, origin=body.without_bulk(), params=self._as_there(read.params, read.prompts))
 
     def llamacpp_infill(self, raw: bytes) -> CompletionRequest:
         body, model = self._parse(InfillBody, raw)
         self._limits.check_messages(len(body.input_extra or ()), "input_extra")
         tokenizer = self._prompts.tokenizer
         tokens = InfillTokens.of(tokenizer)
-        with named_as(body.completion_names):
+        with body.names_errors():
             fields = body.completion()
             # Half of the context for an answer without a limit is more than an editor shows.
             answer = min(fields["max_tokens"] or self._max_model_len, self._max_model_len // 2)
             fields["prompt"] = tokens.prompt(body, tokenizer, self._max_model_len - answer)
             fields["stop_token_ids"] = list(tokens.ends)
             self._default(fields, LLAMACPP_DEFAULTS)
-            read = self._read_completion(validated(CompletionBody, fields), model, keeps_text=False)
-        return replace(read, origin=without_bulk(body), params=self._as_there(read.params, read.prompts))
+            read = self._read_completion(filled(CompletionBody, fields, self._limits), model, keeps_text=False)
+        return replace(read, origin=body.without_bulk(), params=self._as_there(read.params, read.prompts))
 
     def _as_there(self, params: SamplingParams, prompts: Sequence[EncodedPrompt]) -> SamplingParams:
         """Change what these servers do otherwise than OpenAI's and vLLM's.

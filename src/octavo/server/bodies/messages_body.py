@@ -13,54 +13,47 @@ Parts and calls are checked here, because an error names a place in the body, an
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, dataclass
 from typing import Any, ClassVar
 
-from octavo.errors import RequestError, shown
-from octavo.server.bodies.openai_bodies import Objects, RequestBody, Texts
-from octavo.server.bodies.pinning import check_mark
-from octavo.server.bodies.prompt_forms import check_part
+from octavo.errors import FieldError, RequestError, shown
+from octavo.server.bodies.chat_messages import check_mark, check_part
+from octavo.server.bodies.fields import RequestBody, Schema, Served, taken, unsupported
+from octavo.server.bodies.openai_bodies import OF_ONE_ANSWER, messages_of, tools_of
 
 
+def _tool_choices(server: Served) -> dict[str, Schema]:
+    return {"object": {"required": ["type"], "properties": {"type": {"enum": ["auto", "any", "none"]}}}}
+
+
+@dataclass(kw_only=True)
 class CountTokensBody(RequestBody):
     """`POST /v1/messages/count_tokens`."""
 
-    messages: Objects
-    system: str | Objects | None = None
-    tools: Objects | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-
-    output_config: dict[str, Any] | None = None
-    output_format: dict[str, Any] | None = None  # the older place of output_config.format
-    cache_control: dict[str, Any] | None = None
-
-    mcp_servers: Any = None
-    container: Any = None
-
-    chat_names: ClassVar[Mapping[str, str]] = {
+    SOURCES: ClassVar[Mapping[str, str]] = {
         "reasoning_effort": "output_config.effort",
         "response_format": "output_config.format",
         "structured_outputs": "output_config.format",
         "continue_final_message": "messages",
-        "stop": "stop_sequences",
         "prompt": "messages",
     }
-    bulky: ClassVar[tuple[str, ...]] = (
-        "messages",
-        "system",
-        "tools",
-        "tool_choice",
-        "thinking",
-        "output_config",
-        "output_format",
-        "cache_control",
+
+    messages: list[dict[str, Any]] = taken("what was said so far", default=MISSING, ranges=messages_of, bulky=True)
+    system: str | list[dict[str, Any]] | None = taken("the system message", bulky=True)
+    tools: list[dict[str, Any]] | None = taken("the functions that the model may call", ranges=tools_of, bulky=True)
+    tool_choice: dict[str, Any] | None = taken(
+        "whether a tool may, or must, be called", ranges=_tool_choices, bulky=True
     )
-    unsupported: ClassVar[tuple[str, ...]] = ("mcp_servers", "container")
+    thinking: dict[str, Any] | None = taken("whether the model reasons", bulky=True)
+    output_config: dict[str, Any] | None = taken("the form of the answer, and how long the model reasons", bulky=True)
+    output_format: dict[str, Any] | None = taken("the older place of output_config.format", bulky=True)
+    cache_control: dict[str, Any] | None = taken("keep the whole prompt in the cache", bulky=True)
+    mcp_servers: Any = unsupported()
+    container: Any = unsupported()
 
     def chat(self) -> dict[str, Any]:
         """Return the fields of the equivalent chat body; raise `RequestError` naming a field without counterpart."""
-        self.refuse_unsupported()
         fields: dict[str, Any] = {"model": self.model, "messages": self._messages()}
         if self.tools:
             fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)]
@@ -90,42 +83,36 @@ class CountTokensBody(RequestBody):
         return messages
 
 
+@dataclass(kw_only=True)
 class MessagesBody(CountTokensBody):
     """`POST /v1/messages`."""
 
-    max_tokens: int
-    stop_sequences: Texts | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
+    PARAMETERS: ClassVar[Collection[str]] = OF_ONE_ANSWER
+    REQUIRED: ClassVar[Collection[str]] = ("max_tokens",)
+    CALLED: ClassVar[Mapping[str, str]] = {"stop": "stop_sequences"}
 
-    names: ClassVar[tuple[str, ...]] = ("model", "service_tier")
-    bulky: ClassVar[tuple[str, ...]] = (*CountTokensBody.bulky, "stop_sequences", "metadata")
+    stream: bool | None = taken("send the answer as it is written")
+    metadata: dict[str, Any] | None = taken("has no effect", bulky=True)
+    service_tier: str | None = taken("has no effect", limit="max_name_length")
 
     @property
     def streams(self) -> bool:
         return bool(self.stream)
 
     def chat(self) -> dict[str, Any]:
-        fields = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "metadata")}
-        return {**super().chat(), **fields, "stop": self.stop_sequences}
+        return {**super().chat(), **self.sampling}
 
 
 def _chat_messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     """Convert one message, into several if it holds tool results."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
-        raise RequestError(f"{where}.role must be 'user' or 'assistant', got {shown(role)}", param=f"{where}.role")
+        raise FieldError(f"{where}.role", f"must be 'user' or 'assistant', got {shown(role)}")
     check_mark(message, where)
     if isinstance(content, str):
         return [message]
     if not isinstance(content, list):
-        raise RequestError(
-            f"{where}.content must be a string or a list of blocks, got {shown(content)}", param=f"{where}.content"
-        )
+        raise FieldError(f"{where}.content", f"must be a string or a list of blocks, got {shown(content)}")
     results: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
@@ -157,7 +144,7 @@ def _chat_messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
 def _tool_result(block: dict[str, Any], where: str) -> dict[str, Any]:
     identifier = block.get("tool_use_id")
     if not isinstance(identifier, str):
-        raise RequestError(f"{where}.tool_use_id is required", param=f"{where}.tool_use_id")
+        raise FieldError(f"{where}.tool_use_id", "is required")
     _check_texts(block.get("content"), f"{where}.content")
     result = {"role": "tool", "tool_call_id": identifier, "content": block.get("content") or ""}
     return result if block.get("cache_control") is None else {**result, "cache_control": block["cache_control"]}
@@ -166,9 +153,9 @@ def _tool_result(block: dict[str, Any], where: str) -> dict[str, Any]:
 def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
     arguments = block.get("input")
     if not isinstance(arguments, dict):
-        raise RequestError(f"{where}.input must be an object", param=f"{where}.input")
+        raise FieldError(f"{where}.input", "must be an object")
     if not isinstance(name := block.get("name"), str) or not name:
-        raise RequestError(f"{where}.name must be the name of a tool, got {shown(name)}", param=f"{where}.name")
+        raise FieldError(f"{where}.name", f"must be the name of a tool, got {shown(name)}")
     function = {"name": name, "arguments": arguments}
     return {"id": block.get("id"), "type": "function", "function": function}
 
@@ -179,14 +166,12 @@ def _check_texts(content: Any, where: str) -> None:
         for i, part in enumerate(content):
             check_part(part, f"{where}[{i}]")
     elif not isinstance(content, str | None):
-        raise RequestError(f"{where} must be a string or a list of text parts", param=where)
+        raise FieldError(where, "must be a string or a list of text parts")
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
-        raise RequestError(
-            f"{where} of type {shown(tool['type'])} is not supported by this server, only 'custom'", param=where
-        )
+        raise FieldError(where, f"of type {shown(tool['type'])} is not supported by this server, only 'custom'")
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
     if tool.get("description") is not None:
         function["description"] = tool["description"]
@@ -197,9 +182,7 @@ def _response_format(form: Any) -> dict[str, Any] | None:
     if form is None:
         return None
     if not isinstance(form, dict) or form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
-        raise RequestError(
-            'output_config.format must be {"type": "json_schema", "schema": {…}}', param="output_config.format"
-        )
+        raise FieldError("output_config.format", 'must be {"type": "json_schema", "schema": {…}}')
     return {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
 
 

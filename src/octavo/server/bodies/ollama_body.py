@@ -9,21 +9,14 @@ keep_alive                          ->  nothing: the model stays loaded
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
-from octavo.errors import RequestError, shown
+from octavo.errors import FieldError, shown
+from octavo.server.bodies.fields import RequestBody, taken, unsupported
 from octavo.server.bodies.foreign_fields import OLLAMA_OPTIONS
-from octavo.server.bodies.openai_bodies import Objects, RequestBody, Texts, TokenIds
-
-# What a client of this API calls the fields of the chat that its body becomes.
-_CHAT_NAMES = {
-    **{name: f"options.{option}" for option, name in OLLAMA_OPTIONS.items()},
-    "response_format": "format",
-    "structured_outputs": "format",
-    "reasoning_effort": "think",
-    "chat_template_kwargs": "think",
-}
+from octavo.server.bodies.openai_bodies import dimensions_of, tools_of
 
 
 def now() -> str:
@@ -31,21 +24,27 @@ def now() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
+@dataclass(kw_only=True)
 class OllamaGenerationBody(RequestBody):
     """What chats and completions of this API have in common."""
 
-    stream: bool | None = None
-    format: str | dict[str, Any] | None = None
-    options: dict[str, Any] | None = None
-    think: bool | str | None = None
-    keep_alive: Any = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    truncate: bool | None = None
-    shift: bool | None = None
+    SOURCES: ClassVar[Mapping[str, str]] = {
+        **{name: f"options.{option}" for option, name in OLLAMA_OPTIONS.items()},
+        "response_format": "format",
+        "structured_outputs": "format",
+        "reasoning_effort": "think",
+        "chat_template_kwargs": "think",
+    }
 
-    bulky: ClassVar[tuple[str, ...]] = ("format", "options", "keep_alive")
-    chat_names: ClassVar[Mapping[str, str]] = _CHAT_NAMES
+    stream: bool | None = taken("send the answer as it is written; the default")
+    format: str | dict[str, Any] | None = taken('the form of the answer: "json", or a JSON Schema', bulky=True)
+    options: dict[str, Any] | None = taken("sampling parameters under Ollama's names", bulky=True)
+    think: bool | str | None = taken("whether the model reasons, or how long")
+    keep_alive: Any = taken("has no effect: the model stays loaded", bulky=True)
+    logprobs: bool | None = taken("report the log-probability of each output token")
+    top_logprobs: int | None = taken("and of this many most likely ones", like="logprobs")
+    truncate: bool | None = taken("whether a chat that is too long loses its oldest messages; the default")
+    shift: bool | None = taken("has no effect")
 
     @property
     def streams(self) -> bool:
@@ -66,16 +65,15 @@ class OllamaGenerationBody(RequestBody):
         raise NotImplementedError
 
 
+@dataclass(kw_only=True)
 class OllamaChatBody(OllamaGenerationBody):
     """`POST /api/chat`."""
 
-    messages: Objects | None = None
-    tools: Objects | None = None
-
-    bulky: ClassVar[tuple[str, ...]] = (*OllamaGenerationBody.bulky, "messages", "tools")
+    messages: list[dict[str, Any]] | None = taken("what was said so far; none: load the model", bulky=True)
+    tools: list[dict[str, Any]] | None = taken("the functions that the model may call", ranges=tools_of, bulky=True)
 
     def chat(self) -> dict[str, Any]:
-        """Return the fields of the equivalent chat body; raise `RequestError` naming a field without counterpart."""
+        """Return the fields of the equivalent chat body; raise `FieldError` naming a field without counterpart."""
         messages = [_chat_message(message, f"messages[{i}]") for i, message in enumerate(self.messages or [])]
         fields = {**self.common(), "messages": messages, "tools": self.tools}
         # As by Ollama's templates, an answer that has begun is continued.
@@ -88,24 +86,22 @@ class OllamaChatBody(OllamaGenerationBody):
         return {"message": {"role": "assistant", "content": text, **more}}
 
 
+@dataclass(kw_only=True)
 class OllamaGenerateBody(OllamaGenerationBody):
     """`POST /api/generate`."""
 
-    prompt: str | None = None
-    system: str | None = None
-    raw: bool | None = None
-    context: TokenIds | None = None
-    suffix: Any = None
-    template: Any = None
-    images: Any = None
+    SOURCES: ClassVar[Mapping[str, str]] = {**OllamaGenerationBody.SOURCES, "messages": "prompt"}
 
-    bulky: ClassVar[tuple[str, ...]] = (*OllamaGenerationBody.bulky, "prompt", "system", "context")
-    unsupported: ClassVar[tuple[str, ...]] = ("suffix", "template", "images")
-    chat_names: ClassVar[Mapping[str, str]] = {**_CHAT_NAMES, "messages": "prompt"}
+    prompt: str | None = taken("what the user says; none: load the model", bulky=True)
+    system: str | None = taken("the system message", bulky=True)
+    raw: bool | None = taken("apply no template")
+    context: list[int] | None = taken("the tokens of an earlier answer and its prompt", bulky=True)
+    suffix: Any = unsupported()
+    template: Any = unsupported()
+    images: Any = unsupported()
 
     def chat(self) -> dict[str, Any]:
-        """Return the fields of the equivalent chat body; raise `RequestError` naming a field without counterpart."""
-        self.refuse_unsupported()
+        """Return the fields of the equivalent chat body."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return {**self.common(), "messages": [*system, {"role": "user", "content": self.prompt}]}
 
@@ -113,37 +109,34 @@ class OllamaGenerateBody(OllamaGenerationBody):
         return {"response": text, **more}
 
 
+@dataclass(kw_only=True)
 class OllamaEmbedBody(RequestBody):
     """`POST /api/embed`."""
 
-    input: str | Texts | None = None
-    truncate: bool | None = None
-    dimensions: int | None = None
-    options: dict[str, Any] | None = None
-    keep_alive: Any = None
-
-    bulky: ClassVar[tuple[str, ...]] = ("input", "options", "keep_alive")
+    input: str | list[str] | None = taken("a text, or a list of texts", bulky=True)
+    truncate: bool | None = taken("whether an input that is too long loses its end; the default")
+    dimensions: int | None = taken("that of the model's embeddings", ranges=dimensions_of)
+    options: dict[str, Any] | None = taken("has no effect", bulky=True)
+    keep_alive: Any = taken("has no effect", bulky=True)
 
 
+@dataclass(kw_only=True)
 class OllamaEmbeddingsBody(RequestBody):
     """`POST /api/embeddings`, the older form of `/api/embed`."""
 
-    prompt: str | None = None
-    options: dict[str, Any] | None = None
-    keep_alive: Any = None
-
-    bulky: ClassVar[tuple[str, ...]] = ("prompt", "options", "keep_alive")
+    prompt: str | None = taken("a text", bulky=True)
+    options: dict[str, Any] | None = taken("has no effect", bulky=True)
+    keep_alive: Any = taken("has no effect", bulky=True)
 
 
+@dataclass(kw_only=True)
 class OllamaModelBody(RequestBody):
     """`POST /api/show` and `/api/pull`: the name of a model."""
 
-    name: str | None = None  # the older name of `model`
-    verbose: bool | None = None
-    stream: bool | None = None
-    insecure: bool | None = None
-
-    names: ClassVar[tuple[str, ...]] = ("model", "name")
+    name: str | None = taken("the older name of model", limit="max_name_length")
+    verbose: bool | None = taken("has no effect")
+    stream: bool | None = taken("answer in lines; the default")
+    insecure: bool | None = taken("has no effect")
 
     @property
     def streams(self) -> bool:
@@ -152,10 +145,10 @@ class OllamaModelBody(RequestBody):
 
 def _chat_message(message: dict[str, Any], where: str) -> dict[str, Any]:
     if message.get("images"):
-        raise RequestError(f"{where}.images are not supported by this server", param=f"{where}.images")
+        raise FieldError(f"{where}.images", "are not supported by this server")
     for name in ("thinking", "tool_name"):
         if not isinstance(message.get(name), str | None):
-            raise RequestError(f"{where}.{name} must be a string, got {shown(message[name])}", param=f"{where}.{name}")
+            raise FieldError(f"{where}.{name}", f"must be a string, got {shown(message[name])}")
     told = {"role": message.get("role"), "content": message.get("content") or ""}
     others = {
         "reasoning_content": message.get("thinking"),

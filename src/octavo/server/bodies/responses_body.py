@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import MISSING, dataclass
 from http import HTTPStatus
 from typing import Any, ClassVar
 
-from octavo.errors import RequestError, shortened, shown
-from octavo.server.bodies.openai_bodies import Objects, RequestBody, StreamOptions, Texts
-from octavo.server.bodies.prompt_forms import ROLES
+from octavo.errors import FieldError, shortened, shown
+from octavo.server.bodies.chat_messages import ROLES
+from octavo.server.bodies.fields import Schema, Served, taken, unsupported
+from octavo.server.bodies.openai_bodies import OF_ONE_ANSWER, Accounted, StreamOptions, tool_choices, tools_of
 from octavo.server.errors import ApiError
 
 Item = dict[str, Any]
@@ -67,9 +69,7 @@ def references(items: list[Item]) -> dict[int, str]:
         if item.get("type") == "item_reference" or item.keys() == {"id"}:
             item_id = item.get("id")
             if not isinstance(item_id, str):
-                raise RequestError(
-                    f"input[{place}] must have the id of an item, got {shown(item_id)}", param=f"input[{place}]"
-                )
+                raise FieldError(f"input[{place}]", f"must have the id of an item, got {shown(item_id)}")
             found[place] = item_id
     return found
 
@@ -104,10 +104,10 @@ def page(items: list[Item], query: dict[str, str]) -> dict[str, Any]:
     """Return a page of input items as OpenAI's list; raise `RequestError` for an invalid query."""
     order, after = query.get("order", "desc"), query.get("after")
     if order not in ("asc", "desc"):
-        raise RequestError(f'order must be "asc" or "desc", got {shown(order)}', param="order")
+        raise FieldError("order", f'must be "asc" or "desc", got {shown(order)}')
     limit = query.get("limit", str(PAGE))
     if not re.fullmatch("[0-9]{1,9}", limit) or not 1 <= int(limit) <= LARGEST_PAGE:
-        raise RequestError(f"limit must be between 1 and {LARGEST_PAGE}, got {shown(limit)}", param="limit")
+        raise FieldError("limit", f"must be between 1 and {LARGEST_PAGE}, got {shown(limit)}")
     listed = items if order == "asc" else items[::-1]
     if after is not None:
         places = [place for place, item in enumerate(listed) if item["id"] == after]
@@ -133,12 +133,6 @@ def _listed(item: Item) -> Item:
     return told
 
 
-# Fields that have the same name and meaning in chat completions.
-_SAME = (
-    *("temperature", "top_p", "parallel_tool_calls", "user", "metadata", "prompt_cache_key", "safety_identifier"),
-    *("service_tier", "top_k", "min_p", "repetition_penalty", "seed", "stop", "priority", "cache_salt"),
-    "chat_template_kwargs",
-)
 # Objects that the response repeats, several times if it is streamed; `tools` have limits of their own.
 REPEATED_OBJECTS = ("metadata", "text", "reasoning", "tool_choice")
 _strict_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
@@ -147,64 +141,18 @@ _LOGPROBS = "message.output_text.logprobs"
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 
 
-class ResponsesBody(RequestBody):
-    """`POST /v1/responses`. `input`: a string, or a list of items."""
+def _inputs(server: Served) -> dict[str, Schema]:
+    item = {"type": "object", "required": ["role", "content"], "properties": {"role": {"enum": list(ROLES)}}}
+    return {"any": {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": item}]}}
 
-    input: Any = None
-    instructions: str | None = None
-    previous_response_id: str | None = None
-    store: bool | None = None
-    stream: bool | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    tools: Objects | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    text: dict[str, Any] | None = None
-    reasoning: dict[str, Any] | None = None
-    # Of OpenAI's values only `message.output_text.logprobs` has an effect, which `top_logprobs` includes.
-    include: Texts | None = None
-    top_logprobs: int | None = None
 
-    # Extensions, as in chat completions.
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: str | Texts | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+@dataclass(kw_only=True)
+class ResponsesBody(Accounted):
+    """`POST /v1/responses`."""
 
-    # Fields without effect here.
-    metadata: dict[str, Any] | None = None
-    user: str | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    truncation: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    stream_options: StreamOptions | None = None
-    max_tool_calls: int | None = None  # applies only to OpenAI's built-in tools, which do not exist here
-
-    # OpenAI's fields that Octavo does not support.
-    background: Any = None
-    conversation: Any = None
-    prompt: Any = None
-
-    names: ClassVar[tuple[str, ...]] = (
-        *("model", "previous_response_id", "user", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("truncation", "prompt_cache_retention"),
-    )
-    bulky: ClassVar[tuple[str, ...]] = (
-        *("input", "instructions", "stop", "cache_salt", "chat_template_kwargs", "include", "prompt_cache_options"),
-    )
-    unsupported: ClassVar[tuple[str, ...]] = ("background", "conversation", "prompt")
-
-    chat_names: ClassVar[Mapping[str, str]] = {
-        "max_tokens": "max_output_tokens",
+    PARAMETERS: ClassVar[Collection[str]] = OF_ONE_ANSWER
+    CALLED: ClassVar[Mapping[str, str]] = {"max_tokens": "max_output_tokens"}
+    SOURCES: ClassVar[Mapping[str, str]] = {
         "reasoning_effort": "reasoning.effort",
         "verbosity": "text.verbosity",
         "response_format": "text.format",
@@ -212,6 +160,32 @@ class ResponsesBody(RequestBody):
         "messages": "input",
         "prompt": "input",
     }
+
+    input: Any = taken("a text, or a list of items", default=MISSING, ranges=_inputs, bulky=True)
+    instructions: str | None = taken("the system message", bulky=True)
+    previous_response_id: str | None = taken("the response that this one continues", limit="max_name_length")
+    stream: bool | None = taken("send the answer as it is written")
+    tools: list[dict[str, Any]] | None = taken("the functions that the model may call", ranges=tools_of)
+    tool_choice: str | dict[str, Any] | None = taken("whether a tool may, or must, be called", ranges=tool_choices)
+    parallel_tool_calls: bool | None = taken("whether the answer may have several calls; the default")
+    text: dict[str, Any] | None = taken("the form of the answer, and how long it is")
+    reasoning: dict[str, Any] | None = taken("how long the model reasons")
+    include: list[str] | None = taken("message.output_text.logprobs, as top_logprobs has it", bulky=True)
+    top_logprobs: int | None = taken("report this many most likely tokens", like="logprobs")
+    chat_template_kwargs: dict[str, Any] | None = taken("variables of the chat template", bulky=True)
+    # Repeated in the response.
+    metadata: dict[str, Any] | None = taken("has no effect; the response repeats it")
+    truncation: str | None = taken(
+        "auto: a prompt that is too long loses its beginning",
+        limit="max_name_length",
+        ranges=lambda server: {"string": {"enum": ["auto", "disabled"]}},
+    )
+    stream_options: StreamOptions | None = taken("has no effect")
+    max_tool_calls: int | None = taken("has no effect: of OpenAI's own tools, which do not exist here")
+
+    background: Any = unsupported()
+    conversation: Any = unsupported()
+    prompt: Any = unsupported()
 
     @property
     def streams(self) -> bool:
@@ -226,31 +200,27 @@ class ResponsesBody(RequestBody):
         if isinstance(self.input, str):
             return [{"type": "message", "role": "user", "content": self.input}]
         if not isinstance(self.input, list) or not all(isinstance(item, dict) for item in self.input):
-            raise RequestError("input must be a string or a list of items", param="input")
+            raise FieldError("input", "must be a string or a list of items")
         return self.input
 
     def chat(self, items: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the fields of the equivalent chat body for all items; raise `RequestError` naming the field."""
-        self.refuse_unsupported()
         for name in REPEATED_OBJECTS:
             if (size := len(repeatable(name, getattr(self, name)))) > MOST_REPEATED_BYTES:
-                raise RequestError(
-                    f"{name} has {size} bytes of JSON, but at most {MOST_REPEATED_BYTES} are repeated in a response",
-                    param=name,
+                raise FieldError(
+                    name, f"has {size} bytes of JSON, but at most {MOST_REPEATED_BYTES} are repeated in a response"
                 )
         repeatable("tools", self.tools)
         if self.truncation not in (None, "auto", "disabled"):
-            raise RequestError(
-                f'truncation must be "auto" or "disabled", got {shown(self.truncation)}', param="truncation"
-            )
-        fields: dict[str, Any] = {name: getattr(self, name) for name in _SAME}
+            raise FieldError("truncation", f'must be "auto" or "disabled", got {shown(self.truncation)}')
+        fields: dict[str, Any] = dict(self.sampling)
+        same = ("parallel_tool_calls", "priority", "cache_salt", "chat_template_kwargs", "tool_choice")
+        fields |= {name: getattr(self, name) for name in same}
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
         fields["messages"] = instructions + _messages(items)
-        fields["max_tokens"] = self.max_output_tokens
         fields["logprobs"] = bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
         fields["top_logprobs"] = self.top_logprobs
         fields["tools"] = [_tool(tool) for tool in self.tools or ()] or None
-        fields["tool_choice"] = self.tool_choice
         fields["reasoning_effort"] = (self.reasoning or {}).get("effort")
         fields["verbosity"] = (self.text or {}).get("verbosity")
         fields["response_format"] = _response_format((self.text or {}).get("format"))
@@ -268,7 +238,7 @@ def repeatable(name: str, value: Any) -> bytes:
     try:
         return _strict_json(value).encode("utf-8", "replace")
     except ValueError:
-        raise RequestError(f"{name} must not hold NaN or an infinite number", param=name) from None
+        raise FieldError(name, "must not hold NaN or an infinite number") from None
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -301,7 +271,7 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
         kind = item.get("type", "message")
         if kind == "function_call":
             if not isinstance(name := item.get("name"), str) or not name:
-                raise RequestError(f"{where}.name must be a function's name, got {shown(name)}", param=f"{where}.name")
+                raise FieldError(f"{where}.name", f"must be a function's name, got {shown(name)}")
             function = {"name": name, "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             answer().setdefault("tool_calls", []).append(call)
@@ -320,10 +290,10 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
             open_answer = None
             if (role := item.get("role")) not in ROLES:
                 roles = ", ".join(map(repr, ROLES))
-                raise RequestError(f"{where}.role must be one of {roles}, got {shown(role)}", param=f"{where}.role")
+                raise FieldError(f"{where}.role", f"must be one of {roles}, got {shown(role)}")
             messages.append({"role": role, "content": _text(item.get("content"), where)})
         else:
-            raise RequestError(f"{where} of type {shown(kind)} is not supported by this server", param=where)
+            raise FieldError(where, f"of type {shown(kind)} is not supported by this server")
     return messages
 
 
@@ -331,12 +301,12 @@ def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RequestError(f"{where} must have a text, or a list of text parts", param=where)
+        raise FieldError(where, "must have a text, or a list of text parts")
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("refusal" if kind == "refusal" else "text") if kind in _TEXT_PARTS else None
         if not isinstance(text, str):
-            raise RequestError(f"{where} has a part of type {shown(kind)}, and only text is supported", param=where)
+            raise FieldError(where, f"has a part of type {shown(kind)}, and only text is supported")
         texts.append(text)
     return "\n".join(texts)

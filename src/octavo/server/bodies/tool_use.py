@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.errors import RequestError, shown
+from octavo.errors import FieldError, RequestError, shown
 from octavo.limits import RequestLimits
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
@@ -49,7 +49,7 @@ def checked_tools(tools: list[dict[str, Any]] | None, choice: Any, limits: Reque
     named, required = _choice(choice)
     if not tools:
         if required or named is not None:
-            raise RequestError(f"tool_choice is {shown(choice)}, but there are no tools", param="tool_choice")
+            raise FieldError("tool_choice", f"is {shown(choice)}, but there are no tools")
         return ToolUse()
     limits.check_tools(len(tools), tools)
     names = [_checked_name(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
@@ -57,11 +57,9 @@ def checked_tools(tools: list[dict[str, Any]] | None, choice: Any, limits: Reque
         if name in names[:i]:
             raise RequestError(f"two tools are called {shown(name)}", param=f"tools[{i}].function.name")
     if named is not None and named not in names:
-        raise RequestError(f"tool_choice names {shown(named)}, which is not one of the tools", param="tool_choice")
+        raise FieldError("tool_choice", f"names {shown(named)}, which is not one of the tools")
     if unknown := [name for name in allowed or () if name not in names]:
-        raise RequestError(
-            f"tool_choice allows {shown(unknown[0])}, which is not one of the tools", param="tool_choice"
-        )
+        raise FieldError("tool_choice", f"allows {shown(unknown[0])}, which is not one of the tools")
     if choice == "none":
         return ToolUse()
     offered = [tool for tool, name in zip(tools, names, strict=True) if allowed is None or name in allowed]
@@ -77,9 +75,8 @@ def _allowed_tools(choice: Any) -> tuple[Any, list[str] | None]:
     mode, tools = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, dict) else (None, None)
     named = [_choice(tool)[0] for tool in tools] if isinstance(tools, list) else []
     if mode not in ("auto", "required") or not named:
-        raise RequestError(
-            'tool_choice of type "allowed_tools" needs a mode, "auto" or "required", and a list of tools',
-            param="tool_choice",
+        raise FieldError(
+            "tool_choice", 'of type "allowed_tools" needs a mode, "auto" or "required", and a list of tools'
         )
     return mode, [name for name in named if name is not None]
 
@@ -95,32 +92,27 @@ def _choice(choice: Any) -> tuple[str | None, bool]:
         name = function.get("name") if isinstance(function, dict) else choice.get("name")
         if isinstance(name, str) and name:
             return name, True
-    raise RequestError(
-        'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": "…"}}, '
+    raise FieldError(
+        "tool_choice",
+        'must be "none", "auto", "required" or {"type": "function", "function": {"name": "…"}}, '
         f"got {shown(choice)}",
-        param="tool_choice",
     )
 
 
 def _checked_name(tool: dict[str, Any], where: str) -> str:
     if tool.get("type", "function") != "function":
-        raise RequestError(
-            f"{where} of type {shown(tool.get('type'))} is not supported by this server, only 'function'", param=where
-        )
+        raise FieldError(where, f"of type {shown(tool.get('type'))} is not supported by this server, only 'function'")
     function = tool.get("function")
     if not isinstance(function, dict):
-        raise RequestError(f"{where}.function must be an object", param=f"{where}.function")
+        raise FieldError(f"{where}.function", "must be an object")
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise RequestError(
-            f"{where}.function.name must be 1 to 128 letters, digits, _, ., : or -, got {shown(name)}",
-            param=f"{where}.function.name",
-        )
+        raise FieldError(f"{where}.function.name", f"must be 1 to 128 letters, digits, _, ., : or -, got {shown(name)}")
     if not isinstance(function.get("description", ""), str | None):
-        raise RequestError(f"{where}.function.description must be a string", param=f"{where}.function.description")
+        raise FieldError(f"{where}.function.description", "must be a string")
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
-        raise RequestError(f"{where}.function.parameters must be a JSON Schema", param=f"{where}.function.parameters")
+        raise FieldError(f"{where}.function.parameters", "must be a JSON Schema")
     return name
 
 
@@ -138,7 +130,7 @@ def _types(schema: Any) -> dict[str, str]:
 def checked_calls(calls: Any, where: str, limits: RequestLimits) -> list[dict[str, Any]]:
     """Return the calls of an assistant's message with their arguments as objects, as templates expect."""
     if not isinstance(calls, list):
-        raise RequestError(f"{where} must be a list of tool calls", param=where)
+        raise FieldError(where, "must be a list of tool calls")
     limits.check_messages(len(calls), "tool calls in one message")
     return [_checked_call(call, f"{where}[{i}]", limits) for i, call in enumerate(calls)]
 
@@ -147,7 +139,7 @@ def _checked_call(call: Any, where: str, limits: RequestLimits) -> dict[str, Any
     function = call.get("function") if isinstance(call, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str) or not name:
-        raise RequestError(f"{where} must be a call of a function with a name", param=where)
+        raise FieldError(where, "must be a call of a function with a name")
     limits.check_name(f"{where}.function.name", name)
     if isinstance(identifier := call.get("id"), str):
         limits.check_name(f"{where}.id", identifier)
@@ -161,5 +153,5 @@ def _checked_call(call: Any, where: str, limits: RequestLimits) -> dict[str, Any
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        raise RequestError(f"{where}.function.arguments must be a JSON object", param=f"{where}.function.arguments")
+        raise FieldError(f"{where}.function.arguments", "must be a JSON object")
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}

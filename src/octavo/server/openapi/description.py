@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
 
 import octavo
 from octavo.server.answer_json import json_bytes
 from octavo.server.apis import api_of_path
-from octavo.server.bodies.openai_bodies import RequestBody
+from octavo.server.bodies.fields import RequestBody, Served
+from octavo.server.openapi.body_schemas import body_schema
 from octavo.server.openapi.docs_page import DOCS_PAGE
 from octavo.server.openapi.schema_answers import SCHEMAS
-from octavo.server.openapi.schema_ranges import (
-    TOGETHER,
-    Described,
-    body_ranges,
-    field_ranges,
-    narrow,
-    unsupported,
-)
 from octavo.server.route import Access, Endpoint, json_response
 
 _KEYS = {Access.ADMIN: " (admin key)", Access.OPERATOR: " (admin key, where the server has keys)"}
@@ -50,7 +41,7 @@ class Description:
         described: all endpoints of the server; those of the description may be added later.
     """
 
-    def __init__(self, server: Described, described: Sequence[Endpoint]) -> None:
+    def __init__(self, server: Served, described: Sequence[Endpoint]) -> None:
         self._server = server
         self._endpoints = described
 
@@ -72,7 +63,7 @@ class Description:
         return Response(DOCS_PAGE, media_type="text/html")
 
 
-def describe(version: str, server: Described, endpoints: Iterable[Endpoint]) -> dict[str, Any]:
+def describe(version: str, server: Served, endpoints: Iterable[Endpoint]) -> dict[str, Any]:
     """Return the OpenAPI description of the API."""
     paths: dict[str, Any] = {}
     bodies: dict[str, type[RequestBody]] = {}
@@ -86,7 +77,7 @@ def describe(version: str, server: Described, endpoints: Iterable[Endpoint]) -> 
         "openapi": "3.1.0",
         "info": {"title": "Octavo", "version": version},
         "paths": paths,
-        "components": {"schemas": {**_bodies(bodies.values(), server), **SCHEMAS}},
+        "components": {"schemas": {**{name: body_schema(body, server) for name, body in bodies.items()}, **SCHEMAS}},
     }
 
 
@@ -104,25 +95,6 @@ def _operation(path: str, endpoint: Endpoint) -> dict[str, Any]:
         operation["requestBody"] = {"required": True, "content": {"application/json": content}}
     operation["responses"] = _responses(endpoint)
     return operation
-
-
-def _bodies(bodies: Collection[type[RequestBody]], server: Described) -> dict[str, Any]:
-    """Return the schemas of all bodies, with ranges."""
-    models: list[tuple[type[BaseModel], Literal["validation"]]] = [(body, "validation") for body in bodies]
-    _, definitions = models_json_schema(models, ref_template="#/components/schemas/{model}")
-    schemas: dict[str, Any] = definitions["$defs"]
-    ranges = field_ranges(server)
-    own = body_ranges(server.limits)
-    for body in bodies:
-        properties = schemas[body.__name__]["properties"]
-        here = {**ranges, **own.get(body.__name__, {})}
-        for name, schema in properties.items():
-            if name in body.unsupported:
-                properties[name] = unsupported()
-            elif name in here:
-                properties[name] = narrow(schema, here[name])
-        schemas[body.__name__] |= TOGETHER.get(body.__name__, {})
-    return schemas
 
 
 def _responses(endpoint: Endpoint) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Only members that are always present are required; objects may have more.
 
 from __future__ import annotations
 
-from octavo.server.openapi.schema_ranges import Schema
+from octavo.server.bodies.fields import Schema
 
 _TEXT: Schema = {"type": "string"}
 _COUNT: Schema = {"type": "integer", "minimum": 0}

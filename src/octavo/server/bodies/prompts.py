@@ -3,19 +3,73 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from octavo.errors import ContextLengthError, RequestError, shown
-from octavo.request import PinRequest
+from octavo.errors import ContextLengthError, FieldError, RequestError, shown
+from octavo.request import PinRequest, TokenIdSeq
+from octavo.server.bodies.chat_messages import CacheMark
 from octavo.server.bodies.dialects import RenderedChat
 from octavo.server.bodies.openai_bodies import ChatBody, TokenizeBody
-from octavo.server.bodies.pinning import CacheMark
-from octavo.server.bodies.prompt_forms import EncodedPrompt, check_template_variables, common_length, end_in_message
 from octavo.server.engine_client import TokenizerLike
 from octavo.text.prompt_checks import check_text_length, check_token_ids
+
+# Template variables that a body must not set, because the server and the tokenizer do.
+_TEMPLATE_VARIABLES = (
+    *("messages", "tools", "documents", "add_generation_prompt", "tokenize", "conversation"),
+    *("template", "chat_template", "self"),
+)
+_UNPACKED_AT_ONCE = 256 * 1024  # bytes
+_PROMPT_FORMS = "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A tokenised prompt, with its text if that is to be echoed, and the prefixes to keep cached."""
+
+    token_ids: TokenIdSeq
+    text: str | None = None
+    pins: tuple[PinRequest, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Bytes are pickled by copying; a list of ids would be pickled one by one while holding the interpreter's lock.
+        return _unpack, (array("i", self.token_ids).tobytes(), self.text, self.pins)
+
+
+def _unpack(packed: bytes, text: str | None, pins: tuple[PinRequest, ...]) -> EncodedPrompt:
+    # In pieces, because touching fresh memory is slow, and other threads can run in between.
+    token_ids = array("i")
+    for start in range(0, len(packed), _UNPACKED_AT_ONCE):
+        token_ids.frombytes(packed[start : start + _UNPACKED_AT_ONCE])
+    return EncodedPrompt(token_ids, text, pins)
+
+
+def split_prompts(prompt: Any, param: str = "prompt") -> list[str | list[int]]:
+    """Return the prompts in a body's field `param`; raise `RequestError` if its form is invalid or a prompt empty."""
+    if isinstance(prompt, str):
+        prompts: list[Any] = [prompt]
+    elif not isinstance(prompt, list):
+        raise FieldError(param, f"{_PROMPT_FORMS}")
+    elif _all_of_type(prompt, int) and prompt:
+        prompts = [prompt]
+    elif _all_of_type(prompt, str) or _are_token_id_lists(prompt):
+        prompts = prompt
+    else:
+        raise FieldError(param, f"{_PROMPT_FORMS}")
+    if not prompts or not all(prompts):
+        raise FieldError(param, "must not be empty")
+    return prompts
+
+
+def _all_of_type(values: list[Any], expected: type) -> bool:
+    # Not isinstance: True is an int, but not a token id.
+    return set(map(type, values)) <= {expected}
+
+
+def _are_token_id_lists(values: list[Any]) -> bool:
+    return _all_of_type(values, list) and all(_all_of_type(part, int) for part in values)
 
 
 class PromptEncoder:
@@ -43,10 +97,9 @@ class PromptEncoder:
         if kept is None:
             return None
         if kept != -1 and not 1 <= kept <= longest:
-            raise RequestError(
-                f"truncate_prompt_tokens must be -1, or between 1 and {longest}, this model's maximum context length, "
-                f"got {shown(kept)}",
-                param="truncate_prompt_tokens",
+            raise FieldError(
+                "truncate_prompt_tokens",
+                f"must be -1, or between 1 and {longest}, this model's maximum context length, got {shown(kept)}",
             )
         return max(1, longest - max_tokens) if kept == -1 else kept
 
@@ -76,7 +129,7 @@ class PromptEncoder:
             # Truncation happens after tokenising, because token boundaries depend on the preceding text.
             token_ids = self.tokenize(prompt, add_special_tokens, is_cut=kept is not None)
             if not token_ids:
-                raise RequestError("prompt must not be empty", param="prompt")
+                raise FieldError("prompt", "must not be empty")
             text = prompt if keeps_text else None
         if kept is not None and len(token_ids) > kept:
             token_ids, text = token_ids[-kept:] if keeps_end else token_ids[:kept], None
@@ -120,10 +173,7 @@ class PromptEncoder:
         render = partial(self.tokenizer.apply_chat_template, tools=chat.tools)
         if body.continue_final_message:
             if body.add_generation_prompt:
-                raise RequestError(
-                    "continue_final_message and add_generation_prompt cannot both be true",
-                    param="continue_final_message",
-                )
+                raise FieldError("continue_final_message", "and add_generation_prompt cannot both be true")
             text = end_in_message(render(messages, False, **variables), messages[-1])
         else:
             text = render(messages, body.add_generation_prompt is not False, **variables)
@@ -145,3 +195,28 @@ class PromptEncoder:
 
         pins = [PinRequest(measure(mark.index), mark.ttl_seconds) for mark in marks]
         return EncodedPrompt(prompt.token_ids, None, tuple(pin for pin in pins if pin.num_tokens)), text
+
+
+def check_template_variables(variables: Mapping[str, Any]) -> None:
+    """Raise `RequestError` for a variable that only the server may set."""
+    for name in variables:
+        if name in _TEMPLATE_VARIABLES:
+            raise FieldError("chat_template_kwargs", f"must not set {name!r}")
+
+
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return the length of the common prefix of two prompts."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def end_in_message(rendered: str, message: Mapping[str, Any]) -> str:
+    """Cut a rendered chat at the end of its last message's content, which the answer is to continue.
+
+    As in transformers, whitespace after the content is kept if the template keeps it.
+    """
+    content = str(message["content"])
+    where = rendered.rfind(content.strip())
+    if not content.strip() or where < 0:
+        raise FieldError("continue_final_message", "needs a last message whose content the chat template prints")
+    whole = content.lstrip()
+    return rendered[: where + len(whole if rendered.startswith(whole, where) else whole.rstrip())]
