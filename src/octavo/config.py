@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, shown
 from octavo.limits import DEFAULT_LIMITS, RequestLimits
 from octavo.option import MILLISECONDS, SECONDS, Options, Unit, option, options_of
 
@@ -102,6 +103,17 @@ def _check_secret(secret: str, name: str) -> None:
         )
 
 
+def _read_overrides(given: str | dict[str, Any]) -> str:
+    """Return the text of a JSON object; raises `ConfigError` if it is not one."""
+    try:
+        overrides = json.loads(given) if isinstance(given, str) else given
+        if isinstance(overrides, dict):
+            return json.dumps(overrides, sort_keys=True)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"hf_overrides must be a JSON object: {error}") from error
+    raise ConfigError(f"hf_overrides must be a JSON object, got {shown(given)}")
+
+
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 _model = partial(option, group="model options")
@@ -122,7 +134,29 @@ class EngineConfig(Options):
     }
 
     model: str = _model(
-        DEFAULT_MODEL, "a Hugging Face folder or hub id, a GGUF file, or 'smollm2' (SmolLM2-135M-Instruct, packaged)"
+        DEFAULT_MODEL,
+        "a Hugging Face folder or hub id, a hub id with a type of GGUF file (org/name:Q4_K_M), a GGUF file, or "
+        "'smollm2' (SmolLM2-135M-Instruct, packaged)",
+    )
+    revision: str | None = _model(None, "branch, tag or commit of the model on the hub; default: main")
+    hf_file: str | None = _model(None, "name of a GGUF file in the model's repository or folder", metavar="FILE")
+    hf_token: str | None = _model(
+        None, "the hub's token; shows in `ps`: prefer $HF_TOKEN, or `hf auth login`", metavar="TOKEN", secret=True
+    )
+    tokenizer: str | None = _model(
+        None, "where the tokenizer is, if not in the model: a folder, a hub id or a GGUF file", metavar="MODEL"
+    )
+    hf_overrides: str | dict | None = _model(  # type: ignore[type-arg]  # noqa: RUF009 (the default is None)
+        None,
+        "JSON object of fields that replace those of the model's config.json, such as '{\"rope_scaling\": {…}}'",
+        metavar="JSON",
+        read=_read_overrides,
+    )
+    load_format: Literal["auto", "safetensors", "gguf"] = _model(
+        "auto", "files to take where the hub has both: safetensors, or gguf; auto: safetensors where there are any"
+    )
+    model_impl: Literal["auto", "transformers"] = _model(
+        "auto", "what computes the layers; transformers: its own modules, for comparison; auto: Octavo where it can"
     )
     max_model_len: int | None = _model(
         None, "maximum number of tokens in a prompt and its output; default: the model's own limit", least=1

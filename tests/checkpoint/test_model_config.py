@@ -15,7 +15,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.checkpoint import model_source
+from octavo.checkpoint import hub, model_source
 from octavo.checkpoint.hf_config import read_hf_config
 from octavo.checkpoint.model_config import NATIVE_ACTIVATIONS, ModelConfig, RopeConfig
 from octavo.checkpoint.model_source import ModelFormat, load_model_config, resolve_model
@@ -325,6 +325,7 @@ def test_a_hub_id_in_the_cache_is_its_snapshot_folder_which_is_looked_up_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read(tmp_path, LLAMA)
+    (tmp_path / "model.safetensors").touch()
     asked = []
 
     def download(hub_id: str, **_: Any) -> str:
@@ -332,7 +333,7 @@ def test_a_hub_id_in_the_cache_is_its_snapshot_folder_which_is_looked_up_once(
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(model_source, "_download", cache(model_source._download.__wrapped__))
+    monkeypatch.setattr(model_source, "download", cache(hub.download.__wrapped__))
     for _ in range(2):
         source = resolve_model("org/model")
         assert (source.name, source.path) == ("org/model", tmp_path)

@@ -26,6 +26,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
+from octavo.checkpoint.hub import shards
 from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
 
 _TYPE_NAMES = (
@@ -90,7 +91,7 @@ class GGUFFile:
         UnsupportedModelError: an unsupported GGUF version or byte order.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, with_shards: bool = True) -> None:
         self.path = path
         try:
             with path.open("rb") as file:
@@ -109,11 +110,26 @@ class GGUFFile:
         _headers.clear()
         _headers[stamp] = header
         self._metadata, self.tensors = header
+        self._others: dict[str, GGUFFile] = {}  # the shards that hold tensors of other files
+        if with_shards and (count := int(self._metadata.get("split.count", 0))) > 1:
+            self._open_shards(count)
 
     @property
     def is_quantised(self) -> bool:
         """Whether any tensor is stored in fewer bits than a float."""
         return any(tensor.type.name not in FLOAT_TYPES for tensor in self.tensors.values())
+
+    def _open_shards(self, count: int) -> None:
+        """Add the tensors of the other files of a model that is cut into `count`."""
+        tensors = dict(self.tensors)
+        for path in shards(self.path, count)[1:]:
+            shard = GGUFFile(path, with_shards=False)
+            tensors |= shard.tensors
+            self._others |= dict.fromkeys(shard.tensors, shard)
+        wanted = int(self._metadata.get("split.tensors.count", len(tensors)))
+        if len(tensors) != wanted:
+            raise CorruptModelError(f"{self.path} and its shards hold {len(tensors)} tensors, and should hold {wanted}")
+        self.tensors = tensors
 
     def _read_header(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         """Read all metadata and where tensors are; string arrays are only located."""
@@ -159,6 +175,8 @@ class GGUFFile:
         Raises:
             CorruptModelError: there is no such tensor.
         """
+        if (shard := self._others.get(name)) is not None:
+            return shard.raw(name)
         tensor = self._tensor(name)
         flat = np.frombuffer(self._map, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.start)
         return flat.reshape(prod(tensor.shape[:-1]), tensor.row_bytes)

@@ -6,6 +6,7 @@ Missing keys have the defaults of the configuration class of the same name in tr
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,11 @@ _MOST_LAYERS = 10_000
 _SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def read_hf_config(folder: Path) -> ModelConfig:
+def read_hf_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
     """Read the architecture from `folder`/config.json, and the end-of-text ids from generation_config.json.
+
+    Args:
+        overrides: fields that replace those of config.json; objects are merged.
 
     Raises:
         ModelNotFoundError: there is no config.json.
@@ -42,7 +46,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
     raw = read_json(path)
     if raw is None:
         raise ModelNotFoundError(f"{folder} has no config.json: it is not a Hugging Face model folder")
-    return hf_model_config(raw, path)
+    return hf_model_config(merged(raw, overrides or {}), path)
 
 
 def hf_model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
@@ -128,6 +132,15 @@ def read_json(path: Path) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise CorruptModelError(f"{path} holds a JSON {type(content).__name__}, not an object")
     return content
+
+
+def merged(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with fields replaced; an object in both is merged, so that its other fields stay."""
+    changed = {
+        name: merged(raw[name], value) if isinstance(value, dict) and isinstance(raw.get(name), dict) else value
+        for name, value in overrides.items()
+    }
+    return {**raw, **changed}
 
 
 def _architecture(raw: dict[str, Any], path: Path) -> str:

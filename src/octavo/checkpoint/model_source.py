@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from enum import StrEnum
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.hf_config import read_hf_config, read_json
+from octavo.checkpoint.hub import (
+    MODEL_FILES,
+    TOKENIZER_FILES,
+    choose_gguf,
+    download,
+    download_gguf,
+    files_of,
+    first_shards,
+)
 from octavo.checkpoint.model_config import ModelConfig
 from octavo.checkpoint.packaged_model import PACKAGED_MODEL, PACKAGED_SAMPLING, packaged_gguf
-from octavo.errors import ModelNotFoundError, UnsupportedModelError
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 
 _FINGERPRINT_BYTES = 64 * 1024
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _OLLAMA = re.compile(r"[\w./-]+:[\w.-]+")
-# Weights other than safetensors stay on the hub: they would be refused, and are as large.
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 
 
 class ModelFormat(StrEnum):
@@ -37,16 +45,71 @@ class ModelSource:
         name: what the user wrote.
         path: a folder for HUGGINGFACE, a file for GGUF.
         sampling: sampling defaults that its authors recommend elsewhere than in a generation_config.json.
+        overrides: fields that replace those of its config.json.
+        through_transformers: whether transformers runs it even if the native decoder could.
     """
 
     name: str
     path: Path
     format: ModelFormat
     sampling: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    overrides: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    through_transformers: bool = False
 
 
-def resolve_model(name: str) -> ModelSource:
-    """Find a model: 'smollm2', a folder, a .gguf file, or a hub id; the first and the last are downloaded if need be.
+def model_of(config: EngineConfig) -> ModelSource:
+    """Find the model of a configuration, with all its options; raises as `resolve_model`, or a `ConfigError`."""
+    source = resolve_model(
+        config.model,
+        revision=config.revision,
+        hf_file=config.hf_file,
+        token=config.hf_token,
+        gguf=None if config.load_format == "auto" else config.load_format == "gguf",
+    )
+    overrides = json.loads(str(config.hf_overrides or "{}"))
+    if source.format is ModelFormat.GGUF:
+        if config.load_format == "safetensors":
+            raise ConfigError(f"load_format is 'safetensors', but {source.path} is a GGUF file")
+        if overrides or config.model_impl == "transformers":
+            option = "hf_overrides" if overrides else "model_impl"
+            raise ConfigError(f"{option} is for Hugging Face folders, and {source.path} is a GGUF file")
+    elif config.load_format == "gguf":
+        raise ConfigError(f"load_format is 'gguf', but {source.path} is a Hugging Face folder")
+    return replace(source, overrides=overrides, through_transformers=config.model_impl == "transformers")
+
+
+def tokenizer_of(config: EngineConfig) -> ModelSource:
+    """Find what holds the tokenizer of a configuration: the model, unless it names another.
+
+    Raises:
+        ModelNotFoundError: there is none of this name.
+    """
+    if config.tokenizer is None:
+        return model_of(config)
+    path = Path(config.tokenizer).expanduser()
+    if path.is_dir() and not (path / "config.json").is_file():
+        return ModelSource(config.tokenizer, path, ModelFormat.HUGGINGFACE)
+    return resolve_model(config.tokenizer, token=config.hf_token, patterns=TOKENIZER_FILES)
+
+
+def resolve_model(
+    name: str,
+    *,
+    revision: str | None = None,
+    hf_file: str | None = None,
+    token: str | None = None,
+    gguf: bool | None = None,
+    patterns: tuple[str, ...] = MODEL_FILES,
+) -> ModelSource:
+    """Find a model: 'smollm2', a folder, a .gguf file, a hub id, or a hub id with a GGUF file's type.
+
+    What is not here is downloaded, if need be.
+
+    Args:
+        revision: branch, tag or commit on the hub; hf_file: name of a GGUF file in a repository or a folder.
+        token: the hub's, instead of the one that `hf auth login` stored.
+        gguf: whether to take a repository's GGUF file; None: only where it has nothing else.
+        patterns: names of the files to download, if it is not one GGUF file.
 
     Raises:
         ModelNotFoundError: nothing there; the message says what was tried and what can be done.
@@ -57,13 +120,28 @@ def resolve_model(name: str) -> ModelSource:
     if path.is_file():
         return _file(name, path)
     if path.is_dir():
-        return _folder(name, path)
-    if name.endswith(".gguf") or not _HUB_ID.fullmatch(name):
+        return _folder(name, path, hf_file)
+    hub_id, colon, wanted = name.removeprefix("hf.co/").removeprefix("huggingface.co/").partition(":")
+    if name.endswith(".gguf") or not _HUB_ID.fullmatch(hub_id) or (colon and not (wanted and "/" in hub_id)):
         ollama = "; Ollama's names are not known here: give a hub id or a GGUF file" if _OLLAMA.fullmatch(name) else ""
         raise ModelNotFoundError(
             f"there is no file or folder {path}, and {name!r} cannot be a Hugging Face hub id{ollama}"
         )
-    return _folder(name, _download(name))
+    try:
+        if not (wanted or hf_file or gguf):
+            folder = download(hub_id, revision, token, patterns)
+            if gguf is False or _has_weights(folder) or "*.safetensors" not in patterns:
+                return _folder(name, folder)
+        tag = wanted if wanted and wanted.lower() != "latest" else None
+        file = download_gguf(hub_id, revision, token, hf_file or tag, file=hf_file is not None)
+    except (OSError, ValueError) as error:  # the hub's own errors, and those of the connection, are among these
+        raise _not_fetched(hub_id, error) from error
+    return _file(name, file)
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether a downloaded repository is a model in Hugging Face's format, or at least not one in GGUF alone."""
+    return (folder / "adapter_config.json").is_file() or any(folder.glob("*.safetensors"))
 
 
 def load_model_config(model: str | Path | ModelSource) -> ModelConfig:
@@ -78,7 +156,10 @@ def load_model_config(model: str | Path | ModelSource) -> ModelConfig:
         from octavo.checkpoint.gguf_file import GGUFFile
 
         return gguf_model_config(GGUFFile(source.path))
-    return read_hf_config(source.path)
+    config = read_hf_config(source.path, source.overrides)
+    if source.through_transformers and config.runs_natively:
+        return replace(config, transformers_reason="--model-impl transformers")
+    return config
 
 
 def _file(name: str, path: Path) -> ModelSource:
@@ -89,7 +170,10 @@ def _file(name: str, path: Path) -> ModelSource:
     return ModelSource(name, path, ModelFormat.GGUF)
 
 
-def _folder(name: str, folder: Path) -> ModelSource:
+def _folder(name: str, folder: Path, hf_file: str | None = None) -> ModelSource:
+    files = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")] if hf_file else []
+    if hf_file:
+        return _file(name, folder / choose_gguf(files, hf_file, file=True, where=str(folder)))
     if (folder / "config.json").is_file():
         return ModelSource(name, folder, ModelFormat.HUGGINGFACE)
     if (folder / "adapter_config.json").is_file():
@@ -98,29 +182,23 @@ def _folder(name: str, folder: Path) -> ModelSource:
             f"{folder} holds an adapter (LoRA) for {base}, which Octavo does not apply: merge it into the model with "
             "peft's merge_and_unload() and serve the folder that save_pretrained() writes"
         )
-    files = sorted(folder.glob("*.gguf"))
+    files = first_shards([path.name for path in folder.glob("*.gguf")])
     if len(files) == 1:
-        return ModelSource(name, files[0], ModelFormat.GGUF)
+        return ModelSource(name, folder / files[0], ModelFormat.GGUF)
     if files:
-        raise ModelNotFoundError(f"{folder} holds {len(files)} GGUF files; name one: {', '.join(map(str, files))}")
+        listed = ", ".join(str(folder / file) for file in files)
+        raise ModelNotFoundError(f"{folder} holds {len(files)} GGUF files; name one: {listed}")
     raise ModelNotFoundError(f"{folder} holds neither a config.json nor a GGUF file")
 
 
-# Asked once in a process, because each time the hub is asked for every file, and progress bars are shown.
-@cache
-def _download(hub_id: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES))
-    except (OSError, ValueError) as error:  # the hub's own errors, and those of the connection, are among these
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        meant = f"did you mean {PACKAGED_MODEL}? " if get_close_matches(hub_id.lower(), [PACKAGED_MODEL]) else ""
-        raise ModelNotFoundError(
-            f"{meant}there is no local folder {hub_id!r}, and it could not be fetched from the Hugging Face hub "
-            f"({reason}). Without network, give a local folder or a .gguf file, point HF_HUB_CACHE at a cache that "
-            f"holds it (`hf download {hub_id}` on a connected machine fills one), or use {PACKAGED_MODEL!r}"
-        ) from error
+def _not_fetched(hub_id: str, error: Exception) -> ModelNotFoundError:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    meant = f"did you mean {PACKAGED_MODEL}? " if get_close_matches(hub_id.lower(), [PACKAGED_MODEL]) else ""
+    return ModelNotFoundError(
+        f"{meant}there is no local folder {hub_id!r}, and it could not be fetched from the Hugging Face hub "
+        f"({reason}). Without network, give a local folder or a .gguf file, point HF_HUB_CACHE at a cache that "
+        f"holds it (`hf download {hub_id}` on a connected machine fills one), or use {PACKAGED_MODEL!r}"
+    )
 
 
 def model_fingerprint(path: Path) -> str:
@@ -129,7 +207,9 @@ def model_fingerprint(path: Path) -> str:
     Names, sizes and both ends of the configuration and weight files: a safetensors or GGUF file begins with the
     description of all its tensors and ends with weights.
     """
-    files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in (".json", ".safetensors"))
+    files = (
+        files_of(path) if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in (".json", ".safetensors"))
+    )
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
         size = file.stat().st_size

@@ -26,6 +26,13 @@ _OTHER_FLAGS = {
     "--ctx-size": "write --max-model-len",
     "--speculative-config": "Octavo has no speculative decoding",
     "--tensor-parallel-size": "Octavo serves on one device",
+    "-tp": "Octavo serves on one device",
+    "--pipeline-parallel-size": "Octavo serves on one device",
+    "--trust-remote-code": "Octavo runs no code out of a model's folder; most models need none, so leave it out",
+    "--enable-lora": "adapters (LoRA) are not supported: merge them into the model",
+    "--lora-modules": "adapters (LoRA) are not supported: merge them into the model",
+    "-hf": "the model is an argument without a flag, as in org/name:Q4_K_M",
+    "--hf-repo": "the model is an argument without a flag, as in org/name:Q4_K_M",
 }
 # Matches argparse's own message.
 _INVALID_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)$")

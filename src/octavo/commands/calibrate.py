@@ -88,7 +88,7 @@ def _scales(args: argparse.Namespace, options: dict[str, Any], text: Text) -> in
     from octavo import __version__
     from octavo.calibration.scales import calibrate
     from octavo.calibration.text import windows_of
-    from octavo.checkpoint.model_source import resolve_model
+    from octavo.checkpoint.model_source import model_of
     from octavo.commands.calibrate_search import loaded
     from octavo.kvcache.codec_table import kv_dtype
     from octavo.models.kv_scale_file import Origin, path_beside, write_scales
@@ -96,7 +96,7 @@ def _scales(args: argparse.Namespace, options: dict[str, Any], text: Text) -> in
     asked = EngineConfig.from_options(options).kv_cache_dtype
     asked = "fp8_e4m3" if asked == "auto" else asked
     with loaded(options, length := args.window or 512) as (llm, runner):
-        source = resolve_model(llm.core.config.model)
+        source = model_of(llm.core.config)
         model = runner.model
         dtype = kv_dtype(asked, str(model.dtype).removeprefix("torch."), len(model.kv_layers))
         if not any(format.calibrated for format in layer_formats(dtype, len(model.kv_layers))):

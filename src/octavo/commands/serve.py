@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.checkpoint.model_source import load_model_config, resolve_model
+from octavo.checkpoint.model_source import load_model_config, model_of
 from octavo.commands.interrupt import Interrupt, remembered_interrupt
 from octavo.commands.options import add_engine_options, add_options, engine_options, given_options
 from octavo.commands.settings import Settings
@@ -74,7 +74,7 @@ def _serve(config: EngineConfig, server_config: ServerConfig, interrupt: Interru
         # Torch is only imported once the server holds its port and its files are there: it takes a second.
         check_files(config)
         with collection_paused():
-            if load_model_config(config.model).runs_natively:
+            if load_model_config(model_of(config)).runs_natively:
                 import_torch_to_serve()
             from octavo import AsyncEngine
             from octavo.engine.builder import build_engine
@@ -105,7 +105,7 @@ def check_files(config: EngineConfig) -> None:
         ModelNotFoundError: there is no such model.
         ConfigError: a file cannot be read; the message names its option.
     """
-    resolve_model(config.model)
+    model_of(config)
     files = {"chat_template": config.chat_template}
     if str(config.kv_cache_dtype).endswith(".toml"):
         files["kv_cache_dtype"] = config.kv_cache_dtype

@@ -13,7 +13,13 @@ from typing import Any, TypeVar
 
 from octavo.checkpoint.generation_config import sampling_defaults
 from octavo.checkpoint.model_config import ModelConfig
-from octavo.checkpoint.model_source import ModelSource, load_model_config, model_fingerprint, resolve_model
+from octavo.checkpoint.model_source import (
+    ModelSource,
+    load_model_config,
+    model_fingerprint,
+    model_of,
+    tokenizer_of,
+)
 from octavo.checkpoint.pooling_config import model_pooling
 from octavo.config import EngineConfig, format_bytes
 from octavo.engine.core import EngineCore
@@ -45,7 +51,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
         ConfigError: the options contradict each other, the model or the machine.
     """
     started = time.perf_counter()
-    source = resolve_model(config.model)
+    source = model_of(config)
     default_sampling = sampling_defaults(config.generation_config, source)
     pooling = model_pooling(config.pooling, source)
     runner, facts, (tokenizer, grammars), host = _start_runner(config, source)
@@ -57,6 +63,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
         # Products in another dtype, and quantised ones, which round activations, give other keys and values.
         identity = (
             model_fingerprint(Path(source.path)),
+            *([str(config.hf_overrides)] if config.hf_overrides else []),
             facts.dtype,
             facts.spec.dtype,
             config.quantization,
@@ -145,7 +152,7 @@ def _start_runner(config: EngineConfig, source: ModelSource) -> tuple[Executor, 
 
 def _build_runner_apart(config: EngineConfig, file: SharedFile | None) -> tuple[ModelRunner, RunnerFacts]:
     """Call `build_runner` in another process, which loads the tokenizer itself for grammars."""
-    source = resolve_model(config.model)
+    source = model_of(config)
 
     def load_grammars(model: ModelConfig | RunnerFacts) -> GrammarCompiler:
         load_tokenizer = partial(_load_tokenizer, source, config)
@@ -210,7 +217,7 @@ def _recorded_facts(config: EngineConfig, facts: RunnerFacts) -> dict[str, Any]:
 def _load_tokenizer(source: ModelSource, config: EngineConfig) -> Tokenizer | None:
     template = None if config.chat_template is None else _read_template(config.chat_template)
     try:
-        tokenizer = Tokenizer.from_source(source)
+        tokenizer = Tokenizer.from_source(source if config.tokenizer is None else tokenizer_of(config))
         return tokenizer if template is None else tokenizer.with_chat_template(template)
     except ModelNotFoundError as error:
         logger.warning("%s; prompts must be token ids", error)

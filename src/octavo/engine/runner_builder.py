@@ -17,7 +17,7 @@ from octavo.checkpoint.families import family_name
 from octavo.checkpoint.gguf_file import GGUFFile
 from octavo.checkpoint.gguf_requantize import loaded_bytes
 from octavo.checkpoint.model_config import ModelConfig
-from octavo.checkpoint.model_source import ModelFormat, ModelSource, load_model_config, resolve_model
+from octavo.checkpoint.model_source import ModelFormat, ModelSource, load_model_config, model_of
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, ModelError
 from octavo.kvcache.block import NULL_BLOCK
@@ -88,7 +88,7 @@ def build_runner(config: EngineConfig, file: SharedFile | None = None) -> tuple[
             f"deterministic cannot be guaranteed on device {device.type!r}: its matrix products sum in an order that "
             "depends on how many rows come together; use device='cpu', or do without"
         )
-    source = resolve_model(config.model)
+    source = model_of(config)
     model_config = load_model_config(source)
     dtype = _dtype(config, source, model_config, device)
     sizing = _size_before_loading(config, source, model_config, dtype, device)
@@ -251,7 +251,7 @@ def _load_through_transformers(
 
     # The reference for the fast paths uses no kernels at all.
     packed = config.attention_backend != "reference"
-    return TransformersModel.load(source.path, dtype=dtype, device=device, packed=packed)
+    return TransformersModel.load(source.path, dtype=dtype, device=device, packed=packed, overrides=source.overrides)
 
 
 def _dtype(config: EngineConfig, source: ModelSource, model_config: ModelConfig, device: torch.device) -> torch.dtype:

@@ -12,7 +12,7 @@ Importing transformers takes seconds, so it happens in the functions that need i
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ import torch
 
 from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.attention.reference import attend_dense
+from octavo.checkpoint.hf_config import merged, read_json
 from octavo.errors import CorruptModelError, ModelNotFoundError, OctavoError, UnsupportedModelError
 from octavo.kvcache.spec import LayerKVSpec
 from octavo.models.base import CausalLM, LaterRows
@@ -76,8 +77,9 @@ class TransformersModel(CausalLM):
         device: torch.device | str = "cpu",
         packed: bool = False,
         format: OnlineFormat | None = None,
+        overrides: Mapping[str, Any] | None = None,
     ) -> TransformersModel:
-        """Load a Hugging Face folder; `packed` and `format` as above.
+        """Load a Hugging Face folder; `packed` and `format` as above, `overrides` replace fields of its config.json.
 
         Raises:
             ModelNotFoundError: the configuration or the weights cannot be read.
@@ -90,7 +92,11 @@ class TransformersModel(CausalLM):
             raise ModelNotFoundError(f"{folder} holds no config.json")
         _register_attention()
         try:
-            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            raw = merged(read_json(Path(folder) / "config.json") or {}, overrides or {})
+            if overrides:
+                config = transformers.AutoConfig.for_model(**raw)
+            else:
+                config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
             model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
             if model_class is None:
                 raise UnsupportedModelError(f"{type(config).__name__}: transformers has no causal language model of it")

@@ -118,6 +118,9 @@ class ServerConfig(Options):
     tool_call_parser: Literal["auto", "none", *TOOL_CALL_PARSERS] = _api(  # type: ignore[valid-type]
         "auto", "format of the model's tool calls; auto: the one in its chat template, or hermes"
     )
+    enable_auto_tool_choice: bool = _api(
+        True, "let the model call tools, which --tool-call-parser none switches off too"
+    )
     reasoning_parser: Literal["auto", "none", *REASONING_PARSERS] = _api(  # type: ignore[valid-type]
         "auto", "format of the model's reasoning, returned as reasoning_content; auto: the one in its chat template"
     )

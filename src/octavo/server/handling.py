@@ -102,7 +102,7 @@ class Handling:
             names=self.names,
             strict=config.strict_requests,
             default_sampling=engine.info.default_sampling,
-            tool_call_parser=config.tool_call_parser,
+            tool_call_parser=config.tool_call_parser if config.enable_auto_tool_choice else "none",
             reasoning_parser=config.reasoning_parser,
         )
         self._ignored = IgnoredFields()
