@@ -30,8 +30,8 @@ from octavo.models.native_decoder import NativeDecoder, make_decoder
 from octavo.models.ops import LayerOps
 from octavo.planner.machine import CPU_MEMORY_SHARE, available_memory, default_num_threads, limited_memory
 from octavo.planner.model_shape import ModelShape, shape_of_checkpoint
+from octavo.planner.sizing import Sizing
 from octavo.planner.sources import shape_of_source
-from octavo.planner.startup import StartSizing
 from octavo.runner.graphs import Capture, CudaCapture
 from octavo.runner.runner import ModelRunner
 from octavo.runner.warm_up import warm_up
@@ -290,7 +290,7 @@ def _require_deterministic(model: CausalLM, arena: KVArena, attention: Attention
 
 def _size_before_loading(
     config: EngineConfig, source: ModelSource, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> StartSizing:
+) -> Sizing:
     """Compute the sizes from the configuration alone, so that a model that cannot fit is refused before it is loaded.
 
     Raises:
@@ -300,7 +300,7 @@ def _size_before_loading(
     packed = PackedLinear.supports(torch.empty(0, dtype=dtype, device=device))
     native = _runs_on_kernels(config, model_config, dtype, device)
     shape = _promised_shape(source, model_config)
-    sizing = StartSizing(
+    sizing = Sizing(
         config=config,
         shape=shape,
         dtype=_name(dtype),
@@ -315,7 +315,7 @@ def _size_before_loading(
     return sizing
 
 
-def _size_loaded(sizing: StartSizing, config: EngineConfig, model: CausalLM) -> StartSizing:
+def _size_loaded(sizing: Sizing, config: EngineConfig, model: CausalLM) -> Sizing:
     """Return the sizes with the actual memory of the loaded model."""
     shape = replace(sizing.shape, kv_layers=model.kv_layers, max_position_embeddings=model.max_position_embeddings)
     return replace(

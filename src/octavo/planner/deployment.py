@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from octavo.config import (
-    BYTES,
-    DEFAULT_EVICTION_POLICY,
-    STAGING_MEMORY,
-    SWAP_BYTES,
-    checked_kv_cache_dtype,
-    format_bytes,
-)
+from octavo.config import BYTES, SWAP_BYTES, EngineConfig, checked_kv_cache_dtype, format_bytes
 from octavo.errors import ConfigError
 from octavo.kvcache.formats import KV_FORMATS, layer_formats
-from octavo.kvcache.spec import KVCacheSpec, eviction_bytes
+from octavo.kvcache.spec import KVCacheSpec
 from octavo.option import Options, option
 from octavo.planner.calculator import (
-    DEFAULT_SWAP_SPACE,
     DTYPE_BYTES,
     MemoryBudget,
     PoolSize,
     SequenceCost,
-    activation_bytes,
     block_tokens,
-    pool_for_memory,
-    prefix_slots,
-    store_bytes,
-    swap_bytes,
     weight_bytes,
     without_windows,
 )
 from octavo.planner.machine import CPU_MEMORY_SHARE
 from octavo.planner.model_shape import ModelShape, divide, possible_groups
+from octavo.planner.sizing import Sizing
 
 _DEFAULT_MAX_NUM_SEQS = 256
+_UNLIMITED = 1 << 62
 # Nothing that is planned for has less memory: a number without a unit was meant as gigabytes.
 _LEAST_MEMORY = 1 << 20
 # What an engine's process takes on a CPU besides weights, activations and blocks (interpreter, libraries, tokenizer),
@@ -135,8 +125,6 @@ class PlanOptions(Options):
         for name in ("memory", "kv_cache_memory"):
             if isinstance(size := getattr(self, name), int) and size < _LEAST_MEMORY:
                 raise ConfigError(f"{name} is {size} bytes; if you mean gigabytes, write {size}GiB")
-        if (self.kv_disk_size or self.kv_remote) and not self.kv_host_memory:
-            object.__setattr__(self, "kv_host_memory", STAGING_MEMORY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +172,36 @@ class Deployment:
         return self.options.context or self.max_model_len
 
     @property
+    def sizing(self) -> Sizing:
+        """The same sizes that the engine would compute when it starts; the memory is unlimited if none is given."""
+        options, on_cpu = self.options, self.options.device == "cpu"
+        share = 1.0 if on_cpu else options.gpu_memory_utilization
+        size = options.kv_disk_size
+        disk: dict[str, Any] = {"kv_disk": ".", "kv_disk_size": size} if size else {}
+        config = EngineConfig(
+            model=self.model.name,
+            block_size=options.block_size,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            swap_space=options.swap_space,
+            kv_host_memory=options.kv_host_memory,
+            kv_remote=options.kv_remote,
+            **disk,
+        )
+        return Sizing(
+            config=config,
+            shape=self.shape,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            available=_UNLIMITED if options.memory is None else int(options.memory * share),
+            cache_share=CPU_MEMORY_SHARE if on_cpu else 1.0,
+            tied_head_copied=False,
+            loaded_weights=self.weights,
+            host_available=None if on_cpu else _UNLIMITED,
+        )
+
+    @property
     def spec(self) -> KVCacheSpec:
         return self._spec(self.kv_dtype, self.options.block_size)
 
@@ -212,51 +230,16 @@ class Deployment:
         return self.options.max_num_seqs or self.options.concurrency or _DEFAULT_MAX_NUM_SEQS
 
     @property
-    def activations(self) -> int:
-        step = self.options.max_num_batched_tokens
-        context = None if self.options.device == "cpu" else self.max_model_len
-        return activation_bytes(self.shape, self.dtype, max_step=step, max_rows=self.max_num_seqs, gpu_context=context)
-
-    @property
     def budget(self) -> MemoryBudget | None:
         """How the memory of one device is divided; None if no memory is given."""
-        memory = self.options.memory
-        if memory is None:
-            return None
-        if self.options.device == "cpu":
-            set_aside = self._swap_set_aside + self._prefixes_set_aside
-            return MemoryBudget(memory, self.weights, self.activations, CPU_MEMORY_SHARE, set_aside)
-        return MemoryBudget(int(memory * self.options.gpu_memory_utilization), self.weights, self.activations)
-
-    @property
-    def _swap_set_aside(self) -> int:
-        """Device memory reserved for swapping: the explicitly requested swap space, on a CPU."""
-        space = self.options.swap_space
-        return swap_bytes(self.spec, space, 0) if self.options.device == "cpu" and isinstance(space, int) else 0
-
-    @property
-    def _prefixes_set_aside(self) -> int:
-        """Device memory reserved for --kv-host-memory: on a CPU, device and host memory are the same."""
-        return self.options.kv_host_memory if self.options.device == "cpu" else 0
-
-    @property
-    def _bookkeeping_bytes(self) -> int:
-        """Bookkeeping bytes per block with the default eviction policy."""
-        return self.spec.bookkeeping_bytes + eviction_bytes(DEFAULT_EVICTION_POLICY)
-
-    @property
-    def _store_bytes(self) -> int:
-        """Bytes of host memory that the stores below it take."""
-        return store_bytes(self.spec, self.options.kv_disk_size, remote=self.options.kv_remote is not None)
+        return None if self.options.memory is None else self.sizing.budget
 
     @property
     def swap_bytes(self) -> int:
         """Bytes of host memory for swapped blocks; on a CPU, by default no more than the rest leaves."""
-        space, left = self.options.swap_space, DEFAULT_SWAP_SPACE
-        if self.options.device == "cpu" and self.budget is not None:
-            pool = self.pool() if self.sequences_that_fit(self.cost) else None
-            left = self.budget.left - (pool.num_bytes if pool else 0)
-        return swap_bytes(self.spec, space if isinstance(space, int) else None, left)
+        fits = self.options.memory is not None and self.sequences_that_fit(self.cost)
+        pool = (self.pool() if fits else None) or PoolSize(0, 0)
+        return self.sizing.num_host_blocks(pool) * self.spec.block_bytes
 
     @property
     def cache_bytes(self) -> int | None:
@@ -281,28 +264,20 @@ class Deployment:
         Raises:
             ConfigError: not even the smallest pool fits.
         """
-        if self.cache_bytes is None:
-            return None
-        return pool_for_memory(
-            self.spec,
-            self.cache_bytes,
-            max_num_seqs=self.max_num_seqs,
-            max_model_len=self.max_model_len,
-            max_step=self.options.max_num_batched_tokens,
-        )
+        return None if self.cache_bytes is None else self.sizing.pool_within(self.cache_bytes)
 
     def report(self) -> dict[str, Any]:
         """Return the plan as `octavo plan --json` prints it.
 
         Byte counts are totals over all devices, except for keys that end in `_per_device`.
         """
-        devices, spec, cost = self.options.tensor_parallel_size, self.spec, self.cost
+        devices, spec, cost, sizing = self.options.tensor_parallel_size, self.spec, self.cost, self.sizing
         concurrency = self.concurrency
         cache = cost.blocks_for(concurrency) * spec.block_bytes
-        on_device = self.weights + self.activations + cache + spec.block_bytes
-        on_device += self._swap_set_aside + self._prefixes_set_aside
+        on_device = self.weights + sizing.activations + cache + spec.block_bytes
+        on_device += sizing.swap_set_aside + sizing.prefixes_set_aside
         process = PROCESS_BYTES if self.options.device == "cpu" else 0
-        on_device += process + (self._store_bytes if self.options.device == "cpu" else 0)
+        on_device += process + (sizing.store_bytes if self.options.device == "cpu" else 0)
         return {
             "model": self.model.name,
             "architecture": self.model.architecture,
@@ -329,13 +304,13 @@ class Deployment:
             "waste": round(cost.waste, 6),
             "weight_bytes": devices * self.weights,
             "weight_bytes_per_device": self.weights,
-            "activation_bytes_per_device": self.activations,
-            "bookkeeping_bytes": cost.blocks_for(concurrency) * self._bookkeeping_bytes,
+            "activation_bytes_per_device": sizing.activations,
+            "bookkeeping_bytes": cost.blocks_for(concurrency) * sizing.block_bookkeeping_bytes,
             "swap_bytes": self.swap_bytes,
-            "swap_is_needed": self._swap_set_aside > 0,
-            "host_prefix_bytes": self.options.kv_host_memory,
-            "host_prefix_slots": prefix_slots(spec, self.options.kv_host_memory),
-            "store_bytes": self._store_bytes,
+            "swap_is_needed": sizing.swap_set_aside > 0,
+            "host_prefix_bytes": sizing.config.kv_host_memory,
+            "host_prefix_slots": sizing.num_prefix_blocks,
+            "store_bytes": sizing.store_bytes,
             "process_bytes": process,
             "memory_needed_per_device": on_device,
             "kv_groups": [
@@ -409,7 +384,7 @@ class Deployment:
             "kv_cache_bytes_per_device": self.cache_bytes,
             "pool_blocks": pool.num_blocks if pool else 0,
             "pool_bytes_per_device": pool.num_bytes if pool else 0,
-            "pool_bookkeeping_bytes": pool.num_blocks * self._bookkeeping_bytes if pool else 0,
+            "pool_bookkeeping_bytes": pool.num_blocks * self.sizing.block_bookkeeping_bytes if pool else 0,
             "sequences_that_fit": self.sequences_that_fit(self.cost),
         }
         figures["by_context"] = self._by_context()
@@ -431,14 +406,8 @@ class Deployment:
     def _longest_context(self) -> int:
         """The longest context of which `concurrency` sequences fit, or one if none is given; 0: not one token fits."""
         wanted = self.options.concurrency or 1
-        fits, too_long = 0, self.max_model_len + 1
-        while too_long - fits > 1:
-            middle = (fits + too_long) // 2
-            if self._with_context(middle) >= wanted:
-                fits = middle
-            else:
-                too_long = middle
-        return fits
+        lengths = range(1, self.max_model_len + 1)
+        return bisect_left(lengths, True, key=lambda length: self._with_context(length) < wanted)
 
     def _smallest_group(self) -> int | None:
         """The smallest number of such devices that holds the workload; None if no possible number does."""

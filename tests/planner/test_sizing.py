@@ -18,8 +18,8 @@ from octavo.kvcache.spec import eviction_bytes
 from octavo.option import options_of
 from octavo.planner.calculator import REMOTE_BLOCKS, REMOTE_THREADS
 from octavo.planner.machine import CPU_MEMORY_SHARE, MEMORY_LIMIT_VARIABLE, limited_memory
+from octavo.planner.sizing import Sizing, serve_command
 from octavo.planner.sources import find_shape
-from octavo.planner.startup import StartSizing, serve_command
 from octavo.sampling_params import SamplingParams
 from octavo.tiers.slabs import INDEX_BYTES, most_slots
 from tests.conftest import runner_of
@@ -33,9 +33,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def sizing(available: int, model: str = "llama-3.1-8b", cache_share: float = 1.0, **options: Any) -> StartSizing:
+def sizing(available: int, model: str = "llama-3.1-8b", cache_share: float = 1.0, **options: Any) -> Sizing:
     config = EngineConfig(model=model, **options)
-    return StartSizing(
+    return Sizing(
         config=config,
         shape=find_shape(model),
         dtype=config.dtype if config.dtype != "auto" else "bfloat16",

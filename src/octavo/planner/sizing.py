@@ -1,9 +1,10 @@
-"""Check that an engine's options fit its device's memory, and suggest ones that do."""
+"""How an engine divides its device's memory; checks that its options fit, and suggests ones that do."""
 
 from __future__ import annotations
 
 import logging
 import shlex
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -34,8 +35,8 @@ _LEAST_MODEL_LEN = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartSizing:
-    """How an engine divides its device's memory with given options.
+class Sizing:
+    """How an engine divides its device's memory with given options, when it starts, is planned or simulated.
 
     Attributes:
         shape: shape of the model; once it is loaded, with the loaded model's own `kv_layers`.
@@ -83,16 +84,30 @@ class StartSizing:
         return MemoryBudget(
             self.available,
             weights,
-            activation_bytes(
-                self.shape,
-                self.dtype,
-                max_step=self.config.max_num_batched_tokens,
-                max_rows=self.config.max_num_seqs,
-                gpu_context=None if self.host_available is None else self.max_model_len,
-            ),
+            self.activations,
             self.cache_share,
-            0 if self.host_available is not None else (self._wanted_swap or 0) + self.config.kv_host_memory,
+            self.swap_set_aside + self.prefixes_set_aside,
         )
+
+    @property
+    def activations(self) -> int:
+        return activation_bytes(
+            self.shape,
+            self.dtype,
+            max_step=self.config.max_num_batched_tokens,
+            max_rows=self.config.max_num_seqs,
+            gpu_context=None if self.host_available is None else self.max_model_len,
+        )
+
+    @property
+    def swap_set_aside(self) -> int:
+        """The bytes of `available` for a swap space that was asked for."""
+        return 0 if self.host_available is not None else self._wanted_swap or 0
+
+    @property
+    def prefixes_set_aside(self) -> int:
+        """The bytes of `available` for prefixes in host memory."""
+        return 0 if self.host_available is not None else self.config.kv_host_memory
 
     def pool(self) -> PoolSize:
         """Return the pool to allocate.
@@ -106,20 +121,23 @@ class StartSizing:
         if self.config.num_blocks is not None:
             pool = PoolSize(self.config.num_blocks, self.config.num_blocks * spec.block_bytes)
         elif self.config.kv_cache_memory is not None:
-            pool = self._pool_within(self.config.kv_cache_memory)
+            pool = self.pool_within(self.config.kv_cache_memory)
         elif left < least:
             raise self._too_little(least, "at least ")
         else:
             # Where the cache's share is too small to serve a token, it takes more than that.
-            pool = self._pool_within(max(self.budget.for_cache, least))
+            pool = self.pool_within(max(self.budget.for_cache, least))
         if pool.num_bytes > left:
             raise self._too_little(pool.num_bytes)
         return pool
 
     def bookkeeping_bytes(self, pool: PoolSize) -> int:
         """Return the host memory of the bookkeeping of pool and stores; default swap space leaves room for it."""
-        each = self.spec.bookkeeping_bytes + eviction_bytes(self.config.eviction_policy)
-        return pool.num_blocks * each + self.store_bytes
+        return pool.num_blocks * self.block_bookkeeping_bytes + self.store_bytes
+
+    @property
+    def block_bookkeeping_bytes(self) -> int:
+        return self.spec.bookkeeping_bytes + eviction_bytes(self.config.eviction_policy)
 
     @property
     def store_bytes(self) -> int:
@@ -160,9 +178,10 @@ class StartSizing:
         size = num_host_blocks * self.spec.block_bytes
         if num_host_blocks == 0:
             logger.warning(
-                "swap space: %s hold no block of %s, so nothing will be swapped: what is preempted is computed again",
-                "what is left of the memory does" if self._wanted_swap is None else format_bytes(self._wanted_swap),
-                format_bytes(self.spec.block_bytes),
+                "no swap space: %s; preempted sequences will be recomputed",
+                "no memory is left for it"
+                if self._wanted_swap is None
+                else f"{format_bytes(self._wanted_swap)} hold no block of {format_bytes(self.spec.block_bytes)}",
             )
         elif self._wanted_swap is None and size + self.spec.block_bytes <= DEFAULT_SWAP_SPACE:
             logger.warning(
@@ -212,14 +231,8 @@ class StartSizing:
     def _longest(self, pool: PoolSize) -> int:
         """Return the length of the longest sequence that the pool can hold, up to max_model_len."""
         spec, step = self.spec, self.config.max_num_batched_tokens
-        low, high = 0, self.max_model_len
-        while low < high:
-            middle = (low + high + 1) // 2
-            if spec.peak_blocks(middle, step) <= pool.usable_blocks:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        lengths = range(1, self.max_model_len + 1)
+        return bisect_right(lengths, pool.usable_blocks, key=lambda length: spec.peak_blocks(length, step))
 
     def _too_little(self, cache: int, qualifier: str = "") -> ConfigError:
         budget = self.budget
@@ -243,7 +256,7 @@ class StartSizing:
             cache = smaller.budget.for_cache
             if cache < smallest_pool(smaller.spec).num_bytes:
                 continue
-            if smaller._longest(smaller._pool_within(cache)) == smaller.max_model_len:
+            if smaller._longest(smaller.pool_within(cache)) == smaller.max_model_len:
                 return f"This would start: {serve_command(config)}"
         return (
             "No smaller length or batch fits beside the weights: free memory, or take a smaller model "
@@ -264,7 +277,8 @@ class StartSizing:
         space = 1 << max(0, left.bit_length() - 1)
         return self.config.replace(swap_space=space) if space >= self.spec.block_bytes else None
 
-    def _pool_within(self, cache: int) -> PoolSize:
+    def pool_within(self, cache: int) -> PoolSize:
+        """Return the pool for that many bytes; raises `ConfigError` if they hold no block."""
         return pool_for_memory(
             self.spec,
             cache,
