@@ -135,7 +135,7 @@ def test_deepseek_says_how_it_is_counted(plan: Callable[..., Any]) -> None:
     answer = plan("deepseek-v3", "--context", 4096)
     assert answer["kv_bytes_per_token"] == 61 * 128 * (192 + 128) * 2
     assert any("expanded from the latents" in note for note in answer["notes"])
-    assert any("70,272 bytes a token" in note for note in answer["notes"])
+    assert any("68.62 KiB a token" in note for note in answer["notes"])
 
 
 def test_the_default_is_the_packaged_model(plan: Callable[..., Any]) -> None:
@@ -198,9 +198,27 @@ def test_users_and_contexts_that_fit_are_counted(plan: Callable[..., Any], capsy
     assert plan(*options, "--context", longest + 1)["memory"]["sequences_that_fit"] == 0
     for row in memory["by_context"]:
         at_once = plan(*options, "--context", row["context"])["memory"]["sequences_that_fit"]
-        assert at_once == row["sequences_that_fit"]
+        assert at_once == row["sequences_that_fit"] == row["by_kv_dtype"]["bfloat16"]
+        in_fp8 = plan(*options, "--context", row["context"], "--kv-cache-dtype", "fp8")["memory"]
+        assert in_fp8["sequences_that_fit"] == row["by_kv_dtype"]["fp8_e4m3"]
     assert main(["plan", *options, "--context", "8192"]) == 0
     assert capsys.readouterr().out.startswith("Fits: 5 users with 8,192 tokens each need ")
+
+
+def test_users_over_context_are_drawn(plan: Callable[..., Any], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "users.png"
+    plan("llama-3.1-8b", "--memory", "24GiB", "--context", "8192", "--plot", plot)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_without_anything_to_draw_says_what_to_give(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot = ["--plot", str(tmp_path / "users.png")]
+    assert main(["plan", "llama-3.1-8b", "--device", "cuda", *plot]) == 1
+    assert "give --memory" in capsys.readouterr().err
+    assert main(["plan", "llama-3.1-70b", "--memory", "24GiB", *plot]) == 1
+    assert "no user fits" in capsys.readouterr().err
 
 
 def test_weights_are_counted_by_kind_without_the_file(plan: Callable[..., Any]) -> None:
@@ -211,7 +229,9 @@ def test_weights_are_counted_by_kind_without_the_file(plan: Callable[..., Any]) 
     fp8 = plan("deepseek-r1", "--weights", "fp8")
     assert fp8["weight_bytes"] == pytest.approx(671e9, rel=0.01)
     assert any("does not load fp8" in note for note in fp8["notes"])
-    assert any("published in fp8: --weights fp8 counts it so" in note for note in plan("deepseek-r1")["notes"])
+    published = "weights are counted in bfloat16, but published in fp8: --weights fp8 counts it so"
+    assert published in plan("deepseek-r1")["notes"]
+    assert not any("published in" in note for note in fp8["notes"])
 
 
 def test_a_process_on_a_cpu_is_counted(plan: Callable[..., Any]) -> None:

@@ -13,7 +13,7 @@ from octavo.errors import ConfigError
 from octavo.planner.roofline import BANDWIDTH_REACHED, MACHINES, RATE_REACHED, find_machine, roofline
 from octavo.planner.sources import find_shape
 from octavo.scheduler.step_time import StepTimes
-from octavo.simulator.pareto import best
+from octavo.simulator.pareto import best, draw
 from octavo.simulator.setup import Plan
 from octavo.simulator.speed import MEASURED, Speed
 from octavo.simulator.study import parse_sweep
@@ -256,6 +256,34 @@ def test_a_plot_is_drawn_of_all_rates(octavo_command: OctavoCommand, tmp_path: P
     code, _, err = octavo_command("simulate", *ON_H100, *SHORT, "--rates", "5,50", "--plot", plot)
     assert code == 0, err
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_shows_its_whole_title_four_ticks_and_the_target(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    figures: list[Any] = []
+    monkeypatch.setattr("octavo.simulator.pareto.save", lambda figure, path: figures.append(figure))
+    latencies = [{"p50": value / 2, "p95": value, "p99": 9 * value} for value in (21.0, 38.0)]
+    points = [
+        {"variant": {}, "completed": 5, "output_tok_s": 100.0 * value["p95"], "ttft_ms": value, "itl_ms": value}
+        for value in latencies
+    ]
+    origin = "measured on " + "a machine with a long name, " * 12
+    targets = {"ttft_ms": 30.0, "itl_ms": None, "percentile": 95.0}
+    draw({"simulate": "m", "speed": {"origin": origin}, "targets": targets, "points": points}, str(tmp_path / "p.png"))
+    (figure,) = figures
+    figure.canvas.draw()
+    assert figure.get_suptitle().replace("\n", " ") == f"m, simulated: {origin.strip()}"
+    title, width = figure._suptitle.get_window_extent(), figure.bbox.width
+    assert title.x0 >= 0
+    assert title.x1 <= width
+    ttft, itl = figure.axes
+    assert ttft.get_ylabel() == "time to first token, p95, ms"
+    least, most = ttft.get_ylim()
+    assert len([tick for tick in ttft.get_yticks() if least <= tick <= most]) >= 4
+    assert [line.get_ydata()[0] for line in ttft.lines if line.get_label() == "target"] == [30.0]
+    assert not [line for line in itl.lines if line.get_label() == "target"]
 
 
 def test_a_missing_matplotlib_is_told_before_anything_is_simulated(

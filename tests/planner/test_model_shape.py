@@ -199,4 +199,4 @@ def test_deepseek_is_counted_as_it_is_stored_and_says_what_latents_would_take() 
     shape = find_shape("deepseek-v3")
     assert shape.kv_layers[0].elements_per_token == 128 * (192 + 128)
     assert shape.latent_elements_per_token == 61 * (512 + 64)
-    assert "expanded from the latents" in shape.notes[1]
+    assert "expanded from the latents" in shape.notes[0]

@@ -33,6 +33,8 @@ _OTHER_FLAGS = {
     "--lora-modules": "adapters (LoRA) are not supported: merge them into the model",
     "-hf": "the model is an argument without a flag, as in org/name:Q4_K_M",
     "--hf-repo": "the model is an argument without a flag, as in org/name:Q4_K_M",
+    "--num-devices": "`octavo plan` has --tensor-parallel-size; Octavo serves on one device",
+    "--machine": "`octavo simulate` knows machines by name; `octavo plan` takes --memory and --device",
 }
 # Matches argparse's own message.
 _INVALID_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)$")

@@ -36,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--list", action="store_true", help="print the names of the well-known models and exit")
     add_json_option(parser, "tables")
+    parser.add_argument(
+        "--plot", metavar="FILE.png", help="plot how many users fit at once, by context (needs --memory; octavo[plot])"
+    )
     add_options(parser, PlanOptions)
 
 
@@ -43,16 +46,21 @@ def run(args: argparse.Namespace) -> int:
     from octavo.planner.deployment import Deployment
     from octavo.planner.known_models import KNOWN_MODELS
     from octavo.planner.sources import find_shape
+    from octavo.simulator.pareto import require_plot
 
     if args.list:
         print("\n".join(KNOWN_MODELS))
         return 0
     if hasattr(args, "model") and hasattr(args, "model_argument"):
         raise ConfigError(f"two models were given: {args.model_argument} and --model {args.model}")
+    if args.plot:
+        require_plot(args.plot)
     options = PlanOptions(**{**_this_machine(args), **given_options(args, PlanOptions)})
     name = getattr(args, "model", getattr(args, "model_argument", DEFAULT_MODEL))
     report = Deployment(find_shape(name), options).report()
     print(json.dumps(report) if args.json else "\n".join(_tables(report)))
+    if args.plot:
+        _draw(report, args.plot)
     return 0
 
 
@@ -102,7 +110,7 @@ def _tables(report: Mapping[str, Any]) -> Iterator[str]:
     )
     if (memory := report["memory"]) is not None:
         yield from _table("what fits", _fitting(memory, report["device"]))
-        yield from _table("users at once by context", _users(memory["by_context"]))
+        yield from _users(memory["by_context"])
     yield from _alternatives(report)
     if (window := report["sliding_window"]) is not None:
         yield ""
@@ -129,9 +137,15 @@ def _verdict(report: Mapping[str, Any]) -> str:
     return f"Does not fit: {users} {needed}; {rest}."
 
 
-def _users(rows: Sequence[Mapping[str, int]]) -> dict[str, str]:
-    fitting = [row for row in rows if row["sequences_that_fit"]]
-    return {f"{row['context']:,} tokens": f"{row['sequences_that_fit']:,}" for row in fitting or rows[:1]}
+def _users(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the table of users at once: a row for each context of which any fit, a column for each KV cache."""
+    columns = [f"{dtype[:11]} cache" for dtype in rows[0]["by_kv_dtype"]]
+    shown = [row for row in rows if any(row["by_kv_dtype"].values())] or rows[:1]
+    yield ""
+    yield f"{'users at once by context':<26}" + "".join(f"{column:>18}" for column in columns)
+    for row in shown:
+        counts = "".join(f"{count:>18,}" for count in row["by_kv_dtype"].values())
+        yield f"  {row['context']:>9,} tokens{'':8}{counts}"
 
 
 def _fitting(memory: Mapping[str, Any], device: str) -> dict[str, str]:
@@ -223,3 +237,39 @@ def _size(count: int) -> str:
 
 def _share(share: float) -> str:
     return f"{100 * share:.1f} %"
+
+
+def _draw(report: Mapping[str, Any], path: str) -> None:
+    """Plot the users at once over the context, a line for each format of the cache, and mark what was asked for.
+
+    Raises:
+        ConfigError: no memory is given, nothing fits, or the file cannot be written.
+    """
+    from octavo.simulator.pareto import COLOURS, new_figure, save
+
+    if report["memory"] is None:
+        raise ConfigError("nothing to plot: give --memory, what one device has")
+    rows = report["memory"]["by_context"]
+    lines = {dtype: [row for row in rows if row["by_kv_dtype"][dtype]] for dtype in rows[0]["by_kv_dtype"]}
+    if not any(lines.values()):
+        raise ConfigError("nothing to plot: no user fits with any context")
+    figure = new_figure(7, 4.5)
+    axes = figure.subplots()
+    for colour, (dtype, fitting) in zip(COLOURS, lines.items(), strict=False):
+        users = [row["by_kv_dtype"][dtype] for row in fitting]
+        axes.plot([row["context"] for row in fitting], users, "o-", color=colour, ms=4, label=f"{dtype} cache")
+    asked = f"asked for: {report['concurrency']:,} × {report['context']:,} tokens"
+    axes.plot([report["context"]], [report["concurrency"]], "k*", ms=12, label=asked)
+    contexts = [row["context"] for row in rows]
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(contexts, [f"{n // 1024}k" if n % 1024 == 0 else f"{n:,}" for n in contexts])
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.set_xlabel("context of each user, tokens")
+    axes.set_ylabel("users at once")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    memory = format_bytes(report["memory"]["memory_per_device"])
+    devices = f"{report['tensor_parallel_size']} × {report['device']} of {memory}"
+    axes.set_title(f"{report['model']}, {report['weights']} weights, {devices}", fontsize=10)
+    save(figure, path)

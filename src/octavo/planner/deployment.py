@@ -34,6 +34,8 @@ _LEAST_MEMORY = 1 << 20
 # and its helper processes: 275 MiB, 88 MiB and 20 MiB, measured with SmolLM2-135M.
 PROCESS_BYTES = (275 + 88 + 20) << 20
 _CONTEXTS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 524288, 1048576)
+# Formats of a cache whose users at once are compared for each context.
+_COMPARED = ("fp8_e4m3", "int4")
 
 # Kinds of weights that no loader of ours reads.
 _NOT_LOADED = ("fp8", "int4")
@@ -394,14 +396,23 @@ class Deployment:
         figures["smallest_tensor_parallel_size"] = self._smallest_group()
         return figures
 
-    def _with_context(self, context: int) -> int:
+    def _with_context(self, context: int, spec: KVCacheSpec | None = None) -> int:
         """Return how many sequences of that many tokens fit."""
-        return self.sequences_that_fit(SequenceCost.of(self.spec, context, self.options.max_num_batched_tokens))
+        cost = SequenceCost.of(spec or self.spec, context, self.options.max_num_batched_tokens)
+        return self.sequences_that_fit(cost)
 
-    def _by_context(self) -> list[dict[str, int]]:
-        """How many users of each context fit, up to the longest context."""
+    def _by_context(self) -> list[dict[str, Any]]:
+        """How many users of each context fit, up to the longest context: with this cache, and in other formats."""
         contexts = [context for context in _CONTEXTS if context < self.max_model_len] + [self.max_model_len]
-        return [{"context": context, "sequences_that_fit": self._with_context(context)} for context in contexts]
+        specs = {dtype: self._spec(dtype, self.options.block_size) for dtype in (self.kv_dtype, *_COMPARED)}
+        return [
+            {
+                "context": context,
+                "sequences_that_fit": self._with_context(context),
+                "by_kv_dtype": {dtype: self._with_context(context, spec) for dtype, spec in specs.items()},
+            }
+            for context in contexts
+        ]
 
     def _longest_context(self) -> int:
         """The longest context of which `concurrency` sequences fit, or one if none is given; 0: not one token fits."""
@@ -427,11 +438,12 @@ class Deployment:
             bits = layer_formats(self.kv_dtype, len(self.model.kv_layers))[0].keys.bits
             expanded = devices * self.spec.bytes_per_token
             notes.append(
-                f"an engine whose cache holds the latents takes {latents * bits // 8:,} bytes a token where Octavo "
-                f"takes {expanded:,}: it fits {expanded * 8 / (latents * bits):.0f} times as many"
+                f"an engine whose cache holds the latents takes {format_bytes(latents * bits // 8)} a token where "
+                f"Octavo takes {format_bytes(expanded)}: it fits {expanded * 8 / (latents * bits):.0f} times as many"
             )
         if self.options.weights == "auto" and (published := self.model.published_weights) is not None:
-            notes.append(f"the checkpoint is published in {published}: --weights {published} counts it so")
+            as_published = f": --weights {published} counts it so" if published in WEIGHT_BITS else ""
+            notes.append(f"weights are counted in {self.dtype}, but published in {published}{as_published}")
         if self.options.weights in _NOT_LOADED:
             notes.append(f"for planning only: Octavo does not load {self.options.weights} weights")
         elif "_k" in self.options.weights and self.options.device == "cpu":

@@ -76,7 +76,7 @@ class ModelShape:
         packed_bytes: size of a GGUF file's weights once loaded on a CPU, where they stay quantised; None for other
             checkpoints.
         experts: those that not all tokens use; None without a mixture of experts.
-        published_weights: the kind of weights that the checkpoint has, if it is not the dtype.
+        published_weights: the checkpoint's own name of its weights' quantisation; None if there is none.
         notes: remarks on anything that a reader might expect to be counted differently.
     """
 
@@ -178,7 +178,6 @@ def model_shape(name: str, config: ModelConfig, raw: Mapping[str, Any] | None = 
     notes = ["the text model alone, without the vision tower"] if multimodal else []
     quantization, published = fields.content.get("quantization_config"), None
     if quantization and not only_kv_cache_scheme(quantization):
-        notes.append("weights are counted unquantised, in the dtype, unless --weights says otherwise")
         published = str(quantization.get("quant_method"))
     latent = None
     if counter.family.latent:
@@ -202,7 +201,7 @@ def model_shape(name: str, config: ModelConfig, raw: Mapping[str, Any] | None = 
         latent_elements_per_token=latent,
         kv_cache_dtype=config.kv_cache_dtype,
         experts=counter.experts(),
-        published_weights=published if published in ("fp8", "mxfp4") else None,
+        published_weights=published,
         notes=tuple(notes),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from octavo.errors import ConfigError, how_to_install
 from octavo.simulator.speed import require_writable
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
-_LATENCIES = (("ttft_ms", "time to first token, p99, ms"), ("itl_ms", "inter-token latency, p99, ms"))
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
+_LATENCIES = (("ttft_ms", "time to first token"), ("itl_ms", "inter-token latency"))
+_PERCENTILES = (50, 90, 95, 99)  # those that results have
+_TITLE_WIDTH = 150  # characters in a line
 
 
 def require_plot(path: str | Path) -> None:
@@ -49,10 +52,11 @@ def draw(result: Mapping[str, Any], path: str) -> None:
     Raises:
         ConfigError: no run completed a request, or the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, NullFormatter
-
+    targets = result["targets"] or {}
+    percentile = targets.get("percentile", 99)
+    if percentile not in _PERCENTILES:
+        percentile = min(p for p in _PERCENTILES if p >= percentile or p == _PERCENTILES[-1])
+    key = f"p{percentile:g}"
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for point in result["points"]:
         if point.get("completed"):
@@ -60,29 +64,65 @@ def draw(result: Mapping[str, Any], path: str) -> None:
             lines.setdefault(name, []).append(point)
     if not lines:
         raise ConfigError("nothing to plot: no run completed a request")
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 5)
     # Answers of one token have no inter-token latency.
     measured = [point for points in lines.values() for point in points]
-    latencies = [each for each in _LATENCIES if any(point[each[0]]["p99"] is not None for point in measured)]
+    latencies = [each for each in _LATENCIES if any(point[each[0]][key] is not None for point in measured)]
+    legend: dict[str, Any] = {}
     for axes, (latency, title) in zip(figure.subplots(1, len(latencies), squeeze=False)[0], latencies, strict=True):
         every: list[tuple[float, float]] = []
         for number, (name, points) in enumerate(lines.items()):
-            pairs = [(p["output_tok_s"], p[latency]["p99"]) for p in points if p[latency]["p99"] is not None]
+            pairs = [(p["output_tok_s"], p[latency][key]) for p in points if p[latency][key] is not None]
             every += pairs
             throughputs, latest = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-            axes.plot(throughputs, latest, "o-", color=_COLOURS[number % len(_COLOURS)], label=name, ms=4)
-        axes.step(*zip(*best(every), strict=True), color="grey", lw=6, alpha=0.25, where="post", label="best")
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter(NullFormatter())
+            axes.plot(throughputs, latest, "o-", color=COLOURS[number % len(COLOURS)], label=name, ms=4)
+        front = "best: no other point has more tokens and less latency"
+        axes.step(*zip(*best(every), strict=True), color="grey", lw=6, alpha=0.25, where="post", label=front)
+        values = [value for _, value in every]
+        if (target := targets.get(latency)) is not None:
+            axes.axhline(target, color="black", ls="--", lw=1, label="target")
+            axes.annotate(f"{target:g} ms", (0.01, target), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
+            values.append(target)
+        _scale(axes, min(values), max(values))
         axes.set_xlabel("output tokens per second")
-        axes.set_ylabel(title)
+        axes.set_ylabel(f"{title}, {key}, ms")
         axes.grid(alpha=0.3)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
-    figure.suptitle(f"{result['simulate']}, simulated: {result['speed']['origin'][:110]}", fontsize=9)
+        handles, labels = axes.get_legend_handles_labels()
+        legend |= dict(zip(labels, handles, strict=True))
+    figure.legend(legend.values(), legend, loc="outside lower center", ncols=3, fontsize=8)
+    title = f"{result['simulate']}, simulated: {result['speed']['origin']}"
+    figure.suptitle(textwrap.fill(title, _TITLE_WIDTH), fontsize=9)
+    save(figure, path)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Return an empty `matplotlib` figure of that many inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure: Any, path: str) -> None:
+    """Write a figure; raises `ConfigError` if the file cannot be written."""
     try:
         figure.savefig(path, dpi=110)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _scale(axes: Any, least: float, most: float) -> None:
+    """Scale the latencies of `axes` by their logarithm, with ticks at round numbers, four or more."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator
+
+    axes.set_yscale("log")
+    axes.set_ylim(least / 1.15, most * 1.15)
+    narrow = most < 10 * least
+    axes.yaxis.set_major_locator(
+        MaxNLocator(nbins=8, steps=[1, 2, 2.5, 5, 10], min_n_ticks=4) if narrow else LogLocator(subs=(1, 2, 5))
+    )
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
