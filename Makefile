@@ -16,7 +16,7 @@ NATIVE_SOURCES := $(wildcard CMakeLists.txt) $(shell find csrc -type f 2>/dev/nu
 MADE_FROM := pyproject.toml constraints.txt $(NATIVE_SOURCES) $(MODULES)
 
 .DEFAULT_GOAL := install
-.PHONY: install serve test quick test-native test-arm sanitize bench-native coverage check lint format docs bench \
+.PHONY: install serve test quick test-native test-arm test-avx512 sanitize bench-native coverage check lint format docs bench \
     clean distclean FORCE
 .NOTPARALLEL:
 
@@ -104,6 +104,12 @@ test-arm: $(BIN)/cmake
 	    -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DCMAKE_EXE_LINKER_FLAGS=-static
 	$(BIN)/cmake --build build/arm --target native_tests
 	qemu-aarch64 -cpu max build/arm/native_tests --scale 0.1 --except forked $(ARGS)
+
+# The levels of AVX-512 without BF16 on a machine with AVX2 alone, computed by SIMDe (Debian's libsimde-dev).
+test-avx512: $(BIN)/cmake
+	$(CONFIGURE) -B build/avx512 -DOCTAVO_LEVELS=host -DOCTAVO_EMULATED_AVX512=ON
+	$(BIN)/cmake --build build/avx512 --target native_tests
+	for level in avx512 avx512_vnni; do build/avx512/native_tests --level $$level --scale 0.2 $(ARGS) || exit; done
 
 bench-native: $(BIN)/cmake
 	$(CONFIGURE) -B build/native

@@ -39,6 +39,10 @@ struct RopeTask {
 // Consecutive logits of a row: as many as share one maximum, and as many as have their masses summed in float32.
 constexpr int kVocabBlock = 64, kVocabChunk = 256;
 
+// Multiplies row groups [group_begin, group_end) with panels [panel_begin, panel_end).
+using ProductKernel = void(const ProductTask&, int64_t group_begin, int64_t group_end, int64_t panel_begin,
+                           int64_t panel_end);
+
 struct Kernels {
     const char* name;
     void (*attend[kNumStorages])(const AttendTask&, AttendScratch&);
@@ -61,19 +65,15 @@ struct Kernels {
     bool (*block_maxima)(const float* x, int64_t count, float* maxima);
     float (*vocab_masses)(const float* x, int64_t count, float most, float scale, float* masses);
     int64_t (*count_above)(const float* x, int64_t count, float value);
-    void (*quantise_rows[kNumStorages])(QuantFormat, const char* const* rows, int count, int width, const QuantRows&);
-    void (*quant_linear[kNumQuantFormats])(const QuantTask&, int64_t group_begin, int64_t group_end,
-                                           int64_t panel_begin, int64_t panel_end);
-    void (*gemm[kNumStorages])(const GemmTask&, int64_t group_begin, int64_t group_end, int64_t panel_begin,
-                               int64_t panel_end);
-    void (*gemm_coded)(const GemmTask&, int64_t group_begin, int64_t group_end, int64_t panel_begin, int64_t panel_end);
+    void (*quantise_rows[kNumStorages])(const QuantLayout&, const char* const* rows, int count, int width,
+                                        const QuantRows&);
+    ProductKernel* multiply[kNumWeightFormats];  // quantised weights as integers
     int quant_rows, gemm_rows[kNumStorages];  // most rows in a group
-    // For levels with tiles (tile_gemm.h); otherwise null, and tile_units is 1.
+    // For levels with tiles (tile_gemm.h), which multiply bf16 in any case; otherwise null, and tile_units is 1.
     void (*pack_tile_rows)(const char* const* rows, int64_t count, int64_t row_bytes, uint32_t* packed);
-    void (*gemm_quant[kNumQuantFormats])(const GemmTask&, int64_t group_begin, int64_t group_end, int64_t panel_begin,
-                                         int64_t panel_end);
+    ProductKernel* multiply_in_tiles[kNumWeightFormats];
     int tile_units;
-    int64_t gemm_quant_rows;  // fewest rows for which gemm_quant is faster than quant_linear
+    int64_t gemm_quant_rows;  // fewest rows for which quantised weights are multiplied faster in tiles
 };
 
 extern const Kernels kKernelsPortable, kKernelsAmxEmulated, kKernelsAvx2, kKernelsAvx2Vnni, kKernelsAvx512,

@@ -8,15 +8,6 @@
 
 namespace octavo {
 
-enum class WeightFormat : uint8_t { bf16, f32, bf16_coded, q4_0, q4_1, q8_0 };
-
-inline bool is_quantised(WeightFormat format) { return format >= WeightFormat::q4_0; }
-// For formats that are not quantised: the type of the elements, and of the activations that they multiply.
-inline Storage float_storage(WeightFormat format) { return format == WeightFormat::f32 ? kF32 : kBf16; }
-inline QuantFormat quant_format(WeightFormat format) {
-    return static_cast<QuantFormat>(static_cast<int>(format) - static_cast<int>(WeightFormat::q4_0));
-}
-
 // A matrix [outputs][inputs] in the kernels' layout: panels of 32 outputs, see gemm.h, coded.h and quant.h.
 struct Weight {
     char* packed;
@@ -26,6 +17,7 @@ struct Weight {
 
 int64_t packed_bytes(WeightFormat, int64_t outputs, int64_t inputs);
 int64_t stored_row_bytes(WeightFormat, int64_t inputs);  // of one output in checkpoints and GGUF files
+int64_t block_inputs(WeightFormat);                      // what a weight's inputs must be a multiple of
 
 // How a coded weight lies in memory: | header | panels | first escape of each panel | escapes |
 struct CodedWeight {

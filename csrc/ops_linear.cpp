@@ -35,7 +35,7 @@ constexpr bool kKeepsMemory = true;
 // Rows of activations in the layout that the kernels read. Memory is kept from call to call.
 struct PackedRows {
     std::vector<Line> lines;  // aligned, with one spare line at the end: a tile may read one row too many
-    std::vector<Line> decoded;  // see GemmTask
+    std::vector<Line> decoded;  // see ProductTask
     uint64_t call = 0;          // which product and which of its blocks of rows is packed here
     int64_t block = 0;
     uint32_t* units() { return reinterpret_cast<uint32_t*>(lines.data()); }
@@ -81,9 +81,9 @@ int64_t even_stretches(int64_t panels, int64_t most, int64_t threads) {
 
 // Splits a product into tasks, each a block of row groups times a stretch of panels: multiply(packed, its first row,
 // skipped, group_begin, group_end, panel_begin, panel_end), with rows packed by pack(group, to, its row); for `skipped`
-// see GemmTask. If there are only a few threads, each packs blocks for itself: fetching what another core has packed,
-// and overwriting what another core has read, takes longer than copying a row. It takes less than quantising a row, so
-// they share a single block to quantise. Many threads share all packing. What is shared precedes the products.
+// see ProductTask. If there are only a few threads, each packs blocks for itself: fetching what another core has
+// packed, and overwriting what another core has read, takes longer than copying a row. It takes less than quantising a
+// row, so they share a single block to quantise. Many threads share all packing. What is shared precedes the products.
 template <class Pack, class Multiply>
 void multiply_packed(Packing packing, RowGroups groups, int64_t rows_per_block, int64_t units_per_row, int64_t panels,
                      int64_t panel_bytes, const Pack& pack, const Multiply& multiply) {
@@ -141,41 +141,43 @@ int64_t rows_of(const Matrix& x, RowGroups groups, int64_t group, const char* (&
     return count;
 }
 
-// Products with float weights, and with quantised weights in tiles.
-void gemm(const Weight& weight, const Matrix& x, const LinearOutput& out) {
-    const Kernels& level = kernels();
-    const bool quantised = is_quantised(weight.format);
-    const Storage storage = quantised ? kBf16 : float_storage(weight.format);
-    const bool tiles = level.pack_tile_rows && storage == kBf16;
-    const bool odd = storage == kBf16 && weight.inputs % 2;
-    const int64_t row_bytes = weight.inputs * (storage == kBf16 ? 2 : 4), units = (row_bytes + 3) / 4;
-    const int64_t step = tiles ? level.tile_units : 1, packed_units = (units + step - 1) / step * step;
-    const bool as_it_is = x.rows == 1 && !odd && packed_units == units && reinterpret_cast<uintptr_t>(x.base) % 4 == 0;
-    GemmTask task{};
+int64_t panel_bytes(const Weight& weight) {
+    if (weight.format == WeightFormat::bf16_coded) return CodedWeight(weight).panel_bytes();
+    return packed_bytes(weight.format, kPanelOutputs, weight.inputs);
+}
+
+ProductTask make_task(const Weight& weight, const LinearOutput& out, RowGroups groups, int64_t units) {
+    ProductTask task{};
     task.weight = weight.packed;
-    task.groups = RowGroups(x.rows, level.gemm_rows[storage]);
+    if (weight.format == WeightFormat::bf16_coded) {
+        task.weight += CodedWeight::header_bytes;
+        task.coded = CodedWeight(weight).view(weight.packed);
+    }
+    task.groups = groups;
     task.out = out;
     task.units = static_cast<int>(units);
-    auto kernel = level.gemm[storage];
-    int64_t panel_bytes = units * kPanelOutputs * 4, decoded_bytes = 0;
-    if (weight.format == WeightFormat::bf16_coded) {
-        const CodedWeight coded(weight);
-        task.weight += CodedWeight::header_bytes;
-        task.coded = coded.view(weight.packed);
-        panel_bytes = coded.panel_bytes();
-        kernel = level.gemm_coded;
-    } else if (quantised) {
-        panel_bytes = weight.inputs / 32 * quant_block_bytes(quant_format(weight.format));
-        kernel = level.gemm_quant[quant_format(weight.format)];
-    }
-    if (tiles && (quantised || weight.format == WeightFormat::bf16_coded))
-        decoded_bytes = 2 * packed_units * kPanelOutputs * 4;
+    return task;
+}
+
+// Products with floats, in vectors or in tiles.
+void multiply_floats(const Weight& weight, Storage storage, bool in_tiles, const Matrix& x, const LinearOutput& out) {
+    const Kernels& level = kernels();
+    const bool quantised = is_quantised(weight.format);
+    const auto& kernels_by_format = quantised ? level.multiply_in_tiles : level.multiply;
+    ProductKernel* const multiply = kernels_by_format[static_cast<int>(weight.format)];
+    const bool odd = storage == kBf16 && weight.inputs % 2;
+    const int64_t row_bytes = weight.inputs * (storage == kBf16 ? 2 : 4), units = (row_bytes + 3) / 4;
+    const int64_t step = in_tiles ? level.tile_units : 1, packed_units = (units + step - 1) / step * step;
+    const bool as_it_is = x.rows == 1 && !odd && packed_units == units && reinterpret_cast<uintptr_t>(x.base) % 4 == 0;
+    const ProductTask task = make_task(weight, out, RowGroups(x.rows, level.gemm_rows[storage]), units);
+    const bool decodes = in_tiles && (quantised || weight.format == WeightFormat::bf16_coded);
+    const int64_t decoded_bytes = decodes ? packed_units * kPanelOutputs * 4 : 0;
     const auto pack = [&](int64_t group, PackedRows& packed, int64_t row) {
         if (as_it_is) return;
         const char* rows[kMostGroupRows];
         const int64_t count = rows_of(x, task.groups, group, rows);
         uint32_t* to = packed.units() + row * packed_units;
-        if (tiles) return level.pack_tile_rows(rows, count, row_bytes, to);
+        if (in_tiles) return level.pack_tile_rows(rows, count, row_bytes, to);
         portable::interleave(rows, count, units - odd, to);
         for (int64_t r = 0; odd && r < count; ++r) {
             uint32_t& last = to[(units - 1) * count + r];
@@ -184,47 +186,42 @@ void gemm(const Weight& weight, const Matrix& x, const LinearOutput& out) {
         }
     };
     const int64_t rows_per_block =
-        tiles ? std::max<int64_t>(kBytesPerBlock / (packed_units * 4), level.gemm_rows[storage]) : kRowsPerBlock;
-    multiply_packed(Packing::copies, task.groups, rows_per_block, packed_units, panels_of(weight), panel_bytes, pack,
-                    [&](PackedRows& packed, int64_t first_row, int64_t skipped, auto... range) {
-                        GemmTask own = task;
+        in_tiles ? std::max<int64_t>(kBytesPerBlock / (packed_units * 4), level.gemm_rows[storage]) : kRowsPerBlock;
+    multiply_packed(Packing::copies, task.groups, rows_per_block, packed_units, panels_of(weight), panel_bytes(weight),
+                    pack, [&](PackedRows& packed, int64_t first_row, int64_t skipped, auto... range) {
+                        ProductTask own = task;
                         own.skipped = skipped;
                         own.x = as_it_is ? reinterpret_cast<const uint32_t*>(x.base) : packed.units();
                         own.first_row = first_row;
                         if (decoded_bytes) own.decoded = own_rows().decoded_room(decoded_bytes);
-                        kernel(own, range...);
+                        multiply(own, range...);
                     });
 }
 
-void quant_linear(const Weight& weight, Storage x_storage, const Matrix& x, const LinearOutput& out) {
+void multiply_integers(const Weight& weight, Storage x_storage, const Matrix& x, const LinearOutput& out) {
     const Kernels& level = kernels();
-    const QuantFormat format = quant_format(weight.format);
-    const int64_t blocks = weight.inputs / 32;
-    QuantTask task{};
-    task.weight = reinterpret_cast<const uint8_t*>(weight.packed);
-    task.groups = RowGroups(x.rows, level.quant_rows);
-    task.out = out;
-    task.blocks = static_cast<int>(blocks);
+    const QuantLayout& layout = quant_layout(weight.format);
+    const int64_t sections = weight.inputs / kSectionInputs, sums = sections * layout.scales_per_section();
+    const int64_t units = sections * 9 + sums;  // of a row: 8 of quants, a scale, and sums
+    const ProductTask task = make_task(weight, out, RowGroups(x.rows, level.quant_rows), sections);
     const auto parts = [&](PackedRows& packed) {
-        uint32_t* units = packed.units();
-        const int64_t room = static_cast<int64_t>(packed.lines.size() * (sizeof(Line) / 4)) /
-                             10;  // 8 units, a scale and a sum per block
-        return QuantRows{units, reinterpret_cast<float*>(units + room * 8), units + room * 9};
+        uint32_t* from = packed.units();
+        const int64_t rows = static_cast<int64_t>(packed.lines.size() * (sizeof(Line) / 4)) / units;
+        return QuantRows{from, reinterpret_cast<float*>(from + rows * sections * 8), from + rows * sections * 9};
     };
     const auto pack = [&](int64_t group, PackedRows& packed, int64_t row) {
         const char* rows[kMostGroupRows];
         const int64_t count = rows_of(x, task.groups, group, rows);
-        level.quantise_rows[x_storage](format, rows, static_cast<int>(count), static_cast<int>(x.width),
-                                       parts(packed).at(row, blocks));
+        level.quantise_rows[x_storage](layout, rows, static_cast<int>(count), static_cast<int>(x.width),
+                                       parts(packed).at(row, sections, sums));
     };
-    multiply_packed(Packing::quantises, task.groups, kRowsPerBlock, blocks * 10, panels_of(weight),
-                    blocks * quant_block_bytes(format), pack,
+    multiply_packed(Packing::quantises, task.groups, kRowsPerBlock, units, panels_of(weight), panel_bytes(weight), pack,
                     [&](PackedRows& packed, int64_t first_row, int64_t skipped, auto... range) {
-                        QuantTask own = task;
+                        ProductTask own = task;
                         own.skipped = skipped;
-                        own.x = parts(packed);
+                        own.quants = parts(packed);
                         own.first_row = first_row;
-                        level.quant_linear[format](own, range...);
+                        level.multiply[static_cast<int>(weight.format)](own, range...);
                     });
 }
 
@@ -233,12 +230,12 @@ void quant_linear(const Weight& weight, Storage x_storage, const Matrix& x, cons
 void linear(const Weight& weight, Storage x_storage, const Matrix& x, const LinearOutput& out, bool exact) {
     const Kernels& level = kernels();
     const bool quantised = is_quantised(weight.format);
-    const bool in_tiles = quantised && !exact && level.pack_tile_rows && x_storage == kBf16 &&
-                          x.rows >= level.gemm_quant_rows;
+    const bool in_tiles = level.pack_tile_rows && x_storage == kBf16 &&
+                          (!quantised || (!exact && x.rows >= level.gemm_quant_rows));
     if (quantised && !in_tiles)
-        quant_linear(weight, x_storage, x, out);
+        multiply_integers(weight, x_storage, x, out);
     else
-        gemm(weight, x, out);
+        multiply_floats(weight, x_storage, in_tiles, x, out);
 }
 
 }  // namespace octavo

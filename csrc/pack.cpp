@@ -11,8 +11,6 @@
 namespace octavo {
 namespace {
 
-int gguf_block_bytes(QuantFormat format) { return format == kQ4_0 ? 18 : format == kQ4_1 ? 20 : 34; }
-
 int64_t units_per_output(const Weight& weight) {
     return float_storage(weight.format) == kBf16 ? (weight.inputs + 1) / 2 : weight.inputs;
 }
@@ -37,40 +35,130 @@ void pack_floats(const Weight& weight, const char* rows, int64_t row_stride, int
     }
 }
 
-// An infinite or NaN scale would turn into finite garbage when integers are added to its exponent.
-void check_scale(const char* from, int64_t row, int64_t block) {
-    uint16_t half;
-    std::memcpy(&half, from, 2);
-    if ((half & 0x7c00) == 0x7c00)
-        throw std::invalid_argument("row " + std::to_string(row) + " has a scale in block " + std::to_string(block) +
-                                    " that is infinite or not a number: the weight is damaged");
+// A block of a GGUF file, taken apart.
+struct StoredBlock {
+    uint16_t halves[2];      // scale, minimum
+    uint8_t factors[2 * 8];  // [section][factors], see QuantLayout
+    alignas(64) uint8_t quants[256];
+};
+
+constexpr uint16_t kSign = 0x8000;
+
+void split_nibbles(const uint8_t* from, int count, uint8_t* low, uint8_t* high) {
+    for (int i = 0; i < count; ++i) {
+        low[i] = from[i] & 15;
+        high[i] = from[i] >> 4;
+    }
 }
 
-void pack_quants(const Weight& weight, const char* rows, int64_t row_stride, int64_t begin, int64_t end,
-                 Placement place) {
-    const QuantFormat format = quant_format(weight.format);
-    const int64_t blocks = weight.inputs / 32, from_bytes = gguf_block_bytes(format);
-    const int header = format == kQ4_1 ? 4 : 2, quads = format == kQ8_0 ? 8 : 4;
-    const uint32_t flip = format == kQ8_0 ? 0x80808080u : 0;  // signed to unsigned
-    for (int64_t row = begin; row < end; ++row) {
-        const int64_t output = place.output(row), lane = output % kPanelOutputs;
-        const char* from = rows + row * row_stride;
-        char* to = weight.packed + output / kPanelOutputs * blocks * quant_block_bytes(format);
-        for (int64_t block = 0; block < blocks; ++block, from += from_bytes, to += quant_block_bytes(format)) {
-            check_scale(from, row, block);
-            if (format == kQ4_1) check_scale(from + 2, row, block);
-            std::memcpy(to + lane * 2, from, 2);
-            if (format == kQ4_1) std::memcpy(to + kPanelOutputs * 2 + lane * 2, from + 2, 2);
-            char* vectors = to + header * kPanelOutputs + lane * 4;
-            for (int quad = 0; quad < quads; ++quad) {
-                uint32_t bytes;
-                std::memcpy(&bytes, from + header + quad * 4, 4);
-                bytes ^= flip;
-                std::memcpy(vectors + quad * kPanelOutputs * 4, &bytes, 4);
+// The bits above the fourth of 32 quants.
+void put_high(const uint8_t* from, int shift, int mask, uint8_t* quants) {
+    for (int i = 0; i < 32; ++i) quants[i] |= static_cast<uint8_t>((from[i] >> shift & mask) << 4);
+}
+
+// Q4_K and Q5_K: eight pairs of scale and minimum, six bits each, in twelve bytes.
+void read_pairs(const uint8_t* from, uint8_t* pairs) {
+    for (int i = 0; i < 4; ++i) {
+        pairs[2 * i] = from[i] & 63;
+        pairs[2 * i + 1] = from[4 + i] & 63;
+        pairs[8 + 2 * i] = static_cast<uint8_t>((from[8 + i] & 15) | from[i] >> 6 << 4);
+        pairs[8 + 2 * i + 1] = static_cast<uint8_t>(from[8 + i] >> 4 | from[4 + i] >> 6 << 4);
+    }
+}
+
+template <WeightFormat F> void read_block(const uint8_t* from, StoredBlock& to) {
+    using enum WeightFormat;
+    constexpr QuantLayout layout = quant_layout(F);
+    uint8_t* quants = to.quants;
+    std::memcpy(to.halves, F == q6_k ? from + 208 : from, 2 * layout.halves);
+    const uint8_t* rest = from + 2 * layout.halves;
+    if constexpr (F == q4_0 || F == q4_1 || F == q5_0)
+        split_nibbles(rest + (F == q5_0 ? 4 : 0), 16, quants, quants + 16);
+    if constexpr (F == q5_0)  // bit i is the fifth bit of quant i
+        for (int byte = 0; byte < 4; ++byte) {
+            uint64_t eight;
+            std::memcpy(&eight, quants + 8 * byte, 8);
+            eight |= (((uint64_t{rest[byte]} * 0x0101010101010101 & 0x8040201008040201) + 0x7f7f7f7f7f7f7f7f) >> 3) &
+                     0x1010101010101010;
+            std::memcpy(quants + 8 * byte, &eight, 8);
+        }
+    if constexpr (F == q8_0)  // signed to unsigned
+        for (int i = 0; i < 32; ++i) quants[i] = rest[i] ^ 0x80;
+    if constexpr (F == q4_k || F == q5_k) {
+        to.halves[1] ^= kSign;  // a minimum is subtracted
+        read_pairs(rest, to.factors);
+        const uint8_t *high = rest + 12, *low = F == q5_k ? high + 32 : high;
+        for (int pair = 0; pair < 4; ++pair, low += 32, quants += 64) {
+            split_nibbles(low, 32, quants, quants + 32);
+            if constexpr (F == q5_k) {
+                put_high(high, 2 * pair, 1, quants);
+                put_high(high, 2 * pair + 1, 1, quants + 32);
             }
         }
     }
+    if constexpr (F == q6_k) {
+        const uint8_t *low = from, *high = from + 128;
+        std::memcpy(to.factors, from + 192, 16);
+        for (int half = 0; half < 2; ++half, low += 64, high += 32, quants += 128) {
+            split_nibbles(low, 64, quants, quants + 64);
+            for (int run = 0; run < 4; ++run) put_high(high, 2 * run, 3, quants + 32 * run);
+        }
+    }
 }
+
+// An infinite or NaN scale would turn into finite garbage when integers are added to its exponent.
+void check_halves(const StoredBlock& block, int count, int64_t row, int64_t index) {
+    for (int i = 0; i < count; ++i)
+        if ((block.halves[i] & 0x7c00) == 0x7c00)
+            throw std::invalid_argument("row " + std::to_string(row) + " has a scale in block " +
+                                        std::to_string(index) +
+                                        " that is infinite or not a number: the weight is damaged");
+}
+
+// Bits [from, from + Bits) of a section's quants, four to a quad -> an output's words in a plane.
+template <int Bits> void put_plane(const uint32_t* quads, int from, char* to) {
+    constexpr uint32_t mask = 0x01010101u * ((1u << Bits) - 1);
+    uint32_t words[Bits] = {};
+    for (int j = 0; j < 8; ++j) words[j % Bits] |= (quads[j] >> from & mask) << j / Bits * Bits;
+    for (int word = 0; word < Bits; ++word) std::memcpy(to + word * kPanelOutputs * 4, &words[word], 4);
+}
+
+template <WeightFormat F>
+void pack_quants(const Weight& weight, const char* rows, int64_t row_stride, int64_t begin, int64_t end,
+                 Placement place) {
+    constexpr QuantLayout layout = quant_layout(F);
+    const int64_t blocks = weight.inputs / layout.inputs;
+    // Sixteen rows at a time, so that cache lines of the packed weight are written whole.
+    for (int64_t first = begin; first < end; first += 16)
+        for (int64_t index = 0; index < blocks; ++index)
+            for (int64_t row = first; row < std::min(first + 16, end); ++row) {
+                const int64_t output = place.output(row), lane = output % kPanelOutputs;
+                char* to = weight.packed + (output / kPanelOutputs * blocks + index) * layout.block_bytes();
+                StoredBlock block;
+                read_block<F>(reinterpret_cast<const uint8_t*>(rows) + row * row_stride + index * layout.stored_bytes,
+                              block);
+                check_halves(block, layout.halves, row, index);
+                for (int i = 0; i < layout.halves; ++i)
+                    std::memcpy(to + (i * kPanelOutputs + lane) * 2, &block.halves[i], 2);
+                to += layout.header_bytes();
+                for (int section = 0; section < layout.sections(); ++section, to += layout.section_bytes()) {
+                    for (int i = 0; i < layout.factors; ++i)
+                        to[i * kPanelOutputs + lane] = static_cast<char>(block.factors[section * layout.factors + i]);
+                    char* planes = to + layout.factors * kPanelOutputs + lane * 4;
+                    uint32_t quads[8];
+                    std::memcpy(quads, block.quants + section * kSectionInputs, sizeof quads);
+                    put_plane<layout.low>(quads, 0, planes);
+                    if constexpr (layout.high > 0)
+                        put_plane<layout.high>(quads, layout.low, planes + layout.low * kPanelOutputs * 4);
+                }
+            }
+}
+
+using PackQuants = void(const Weight&, const char* rows, int64_t row_stride, int64_t begin, int64_t end, Placement);
+constexpr PackQuants* kPackQuants[] = {  // in the order of WeightFormat
+    pack_quants<WeightFormat::q4_0>, pack_quants<WeightFormat::q4_1>, pack_quants<WeightFormat::q5_0>,
+    pack_quants<WeightFormat::q8_0>, pack_quants<WeightFormat::q4_k>, pack_quants<WeightFormat::q5_k>,
+    pack_quants<WeightFormat::q6_k>};
 
 void store(float value, Storage storage, int64_t index, char* to) {
     const portable::bf16 half = portable::float_to_bf16(value);
@@ -80,52 +168,71 @@ void store(float value, Storage storage, int64_t index, char* to) {
         std::memcpy(to + index * 4, &value, 4);
 }
 
+// Quant `input` of a section, from its output's word of a plane.
+int plane_bits(const uint8_t* plane, int bits, int input) {
+    const int quad = input / 4, word = quad % bits;
+    return plane[word * kPanelOutputs * 4 + input % 4] >> quad / bits * bits & ((1 << bits) - 1);
+}
+
 void unpack_quants(const Weight& weight, int64_t output, Storage storage, char* to) {
-    const QuantFormat format = quant_format(weight.format);
-    const int64_t blocks = weight.inputs / 32, lane = output % kPanelOutputs;
-    const int header = format == kQ4_1 ? 4 : 2;
-    const char* from = weight.packed + output / kPanelOutputs * blocks * quant_block_bytes(format);
-    for (int64_t block = 0; block < blocks; ++block, from += quant_block_bytes(format)) {
-        uint16_t halves[2] = {};
-        std::memcpy(&halves[0], from + lane * 2, 2);
-        if (format == kQ4_1) std::memcpy(&halves[1], from + kPanelOutputs * 2 + lane * 2, 2);
-        const float scale = portable::half_to_float(halves[0]), minimum = portable::half_to_float(halves[1]);
-        const auto* vectors = reinterpret_cast<const uint8_t*>(from + header * kPanelOutputs + lane * 4);
-        for (int i = 0; i < 32; ++i) {
-            const int byte = format == kQ8_0 ? i : i % 16;
-            const int bits = vectors[byte / 4 * kPanelOutputs * 4 + byte % 4];
-            const int quant =
-                format == kQ8_0 ? bits - 128 : (i < 16 ? bits & 15 : bits >> 4) - (format == kQ4_0 ? 8 : 0);
-            const float product = static_cast<float>(quant) * scale;
-            store(format == kQ4_1 ? product + minimum : product, storage, block * 32 + i, to);
+    const QuantLayout& layout = quant_layout(weight.format);
+    const int64_t blocks = weight.inputs / layout.inputs, lane = output % kPanelOutputs;
+    const auto* from = reinterpret_cast<const uint8_t*>(weight.packed) +
+                       output / kPanelOutputs * blocks * layout.block_bytes();
+    for (int64_t input = 0; input < weight.inputs; from += layout.block_bytes()) {
+        float halves[2] = {};
+        for (int i = 0; i < layout.halves; ++i) {
+            uint16_t half;
+            std::memcpy(&half, from + (i * kPanelOutputs + lane) * 2, 2);
+            halves[i] = portable::half_to_float(half);
         }
+        const uint8_t* section = from + layout.header_bytes();
+        for (int s = 0; s < layout.sections(); ++s, section += layout.section_bytes())
+            for (int i = 0; i < kSectionInputs; ++i, ++input) {
+                const uint8_t* low = section + layout.factors * kPanelOutputs + lane * 4;
+                int quant = plane_bits(low, layout.low, i) - layout.zero;
+                if (layout.high)
+                    quant += plane_bits(low + layout.low * kPanelOutputs * 4, layout.high, i) << layout.low;
+                float scale = halves[0], minimum = halves[1];
+                const uint8_t* factor = section + lane;
+                if (layout.factors && layout.has_minimums()) {
+                    scale *= static_cast<float>(factor[0]);
+                    minimum *= static_cast<float>(factor[kPanelOutputs]);
+                } else if (layout.factors) {
+                    scale *= static_cast<float>(static_cast<int8_t>(factor[i / 16 * kPanelOutputs]));
+                }
+                const float product = static_cast<float>(quant) * scale;
+                store(layout.has_minimums() ? product + minimum : product, storage, input, to);
+            }
     }
 }
 
 }  // namespace
 
 int64_t stored_row_bytes(WeightFormat format, int64_t inputs) {
-    if (is_quantised(format)) return inputs / 32 * gguf_block_bytes(quant_format(format));
+    if (is_quantised(format)) return inputs / quant_layout(format).inputs * quant_layout(format).stored_bytes;
     return inputs * (float_storage(format) == kBf16 ? 2 : 4);
 }
 
 int64_t packed_bytes(WeightFormat format, int64_t outputs, int64_t inputs) {
     const int64_t panels = (outputs + kPanelOutputs - 1) / kPanelOutputs;
-    if (is_quantised(format)) return panels * (inputs / 32) * quant_block_bytes(quant_format(format));
+    if (is_quantised(format)) return panels * (inputs / block_inputs(format)) * quant_layout(format).block_bytes();
     const Weight weight{nullptr, outputs, inputs, format};
     return panels * kPanelOutputs * units_per_output(weight) * 4;
 }
+
+int64_t block_inputs(WeightFormat format) { return is_quantised(format) ? quant_layout(format).inputs : 1; }
 
 void pack_rows(const Weight& weight, const char* rows, int64_t row_stride, int64_t num_rows, Placement place) {
     // With several threads, first touch spreads the pages over the threads' memory nodes.
     constexpr int64_t kRowsPerTask = 64;  // a multiple of sixteen
     const int64_t tasks = (num_rows + kRowsPerTask - 1) / kRowsPerTask;
+    const auto pack = is_quantised(weight.format)
+                          ? kPackQuants[static_cast<int>(weight.format) - static_cast<int>(WeightFormat::q4_0)]
+                          : pack_floats;
     parallel_for(static_cast<int>(tasks), [&](int task) {
         const int64_t first = task * kRowsPerTask, end = std::min(num_rows, first + kRowsPerTask);
-        if (is_quantised(weight.format))
-            pack_quants(weight, rows, row_stride, first, end, place);
-        else
-            pack_floats(weight, rows, row_stride, first, end, place);
+        pack(weight, rows, row_stride, first, end, place);
     });
 }
 

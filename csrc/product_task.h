@@ -7,11 +7,43 @@
 
 namespace octavo {
 
-enum QuantFormat { kQ4_0, kQ4_1, kQ8_0, kNumQuantFormats };
+enum class WeightFormat : uint8_t { bf16, f32, bf16_coded, q4_0, q4_1, q5_0, q8_0, q4_k, q5_k, q6_k };
+constexpr int kNumWeightFormats = 10;
+constexpr bool is_quantised(WeightFormat format) { return format >= WeightFormat::q4_0; }
+// For formats that are not quantised: the type of the elements, and of the activations that they multiply.
+constexpr Storage float_storage(WeightFormat format) { return format == WeightFormat::f32 ? kF32 : kBf16; }
+
 constexpr int kPanelOutputs = 32;
-// Bytes of a panel's outputs x 32 inputs, see quant.h.
-constexpr int quant_block_bytes(QuantFormat format) {
-    return format == kQ4_0 ? 64 + 512 : format == kQ4_1 ? 128 + 512 : 64 + 1024;
+constexpr int kSectionInputs = 32;  // of quantised weights, and of activations that share a scale
+
+// A quantised format of GGUF: the weight of quant q is scale * (q - zero) + minimum. See quant.h for the panels.
+struct QuantLayout {
+    int inputs, stored_bytes;  // of a block in a file
+    int low, high;             // a quant's bits lie in two planes
+    int halves;                // numbers in fp16 for each output of a block: a scale, and a minimum if there are two
+    // Bytes for each output of a section that multiply them: none, one for each of two halves, or, if there is but a
+    // scale, two for it: one for the first 16 inputs, one for the others.
+    int factors;
+    int zero;
+
+    constexpr bool has_minimums() const { return halves == 2; }
+    constexpr int scales_per_section() const { return halves == 1 && factors == 2 ? 2 : 1; }
+    constexpr int sections() const { return inputs / kSectionInputs; }
+    constexpr int header_bytes() const { return halves * 2 * kPanelOutputs; }
+    constexpr int section_bytes() const { return (factors + (low + high) * kSectionInputs / 8) * kPanelOutputs; }
+    constexpr int block_bytes() const { return header_bytes() + sections() * section_bytes(); }  // of a panel
+};
+constexpr QuantLayout kQuantLayouts[] = {
+    {32, 18, 4, 0, 1, 0, 8},    // Q4_0
+    {32, 20, 4, 0, 2, 0, 0},    // Q4_1
+    {32, 22, 4, 1, 1, 0, 16},   // Q5_0
+    {32, 34, 8, 0, 1, 0, 128},  // Q8_0
+    {256, 144, 4, 0, 2, 2, 0},  // Q4_K
+    {256, 176, 4, 1, 2, 2, 0},  // Q5_K
+    {256, 210, 4, 2, 1, 2, 32}, // Q6_K
+};
+constexpr const QuantLayout& quant_layout(WeightFormat format) {
+    return kQuantLayouts[static_cast<int>(format) - static_cast<int>(WeightFormat::q4_0)];
 }
 
 // Splits the rows of a product into groups of at most `most` rows, as evenly as possible.
@@ -49,34 +81,28 @@ struct CodedPanels {
     const Escape* escapes;
 };
 
-struct GemmTask {
-    const uint32_t* x;   // packed, see gemm.h
-    int64_t first_row;   // the row that x begins with
-    const char* weight;  // packed
-    CodedPanels coded;   // if the weight is coded
-    RowGroups groups;
-    LinearOutput out;
-    int64_t skipped;     // panels between the task's and those that its thread is likely to multiply next
-    int units;
-    char* decoded;  // room for two panels of whole tile steps, to decode weights that are not bf16 panels
-};
 // Quantised activations, see quant.h. The R rows of a group are interleaved.
 struct QuantRows {
-    uint32_t* quants;  // [rows / R][blocks * 8][R]
-    float* scales;     // [rows / R][blocks][R]
-    uint32_t* sums;    // [rows / R][blocks][R]: initial integer sum, or the float that multiplies the minimum
-    QuantRows at(int64_t row, int64_t blocks) const {
-        return {quants + row * blocks * 8, scales + row * blocks, sums + row * blocks};
+    uint32_t* quants;  // [rows / R][sections * 8][R]
+    float* scales;     // [rows / R][sections][R]
+    uint32_t* sums;    // [rows / R][sums][R]: initial integer sum, or the float that multiplies the minimum
+    // From a group's first row on. `sums` of a row: one for each scale of its weights.
+    QuantRows at(int64_t row, int64_t sections, int64_t sums_per_row) const {
+        return {quants + row * sections * 8, scales + row * sections, sums + row * sums_per_row};
     }
 };
-struct QuantTask {
-    const uint8_t* weight;
-    QuantRows x;
-    int64_t first_row;  // the row that x begins with
+
+struct ProductTask {
+    const char* weight;  // packed
+    CodedPanels coded;   // if the weight is coded
+    const uint32_t* x;   // packed floats, see gemm.h; or
+    QuantRows quants;    // if they are multiplied as integers
+    int64_t first_row;   // the row that x begins with
     RowGroups groups;
     LinearOutput out;
     int64_t skipped;  // panels between the task's and those that its thread is likely to multiply next
-    int blocks;
+    int units;        // of 32 bits in an output's floats; or sections
+    char* decoded;    // room for a panel of whole tile steps, to decode weights that are not bf16 panels
 };
 
 }  // namespace octavo

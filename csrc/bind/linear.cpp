@@ -10,19 +10,25 @@ using namespace nb::literals;
 namespace octavo {
 namespace {
 
+constexpr const char* kFormatNames[kNumWeightFormats] = {"bfloat16", "float32", "coded bfloat16", "Q4_0", "Q4_1",
+                                                         "Q5_0",     "Q8_0",    "Q4_K",           "Q5_K", "Q6_K"};
+
 WeightFormat weight_format(const std::string& name) {
-    static const char* const names[] = {"bfloat16", "float32", "coded bfloat16", "Q4_0", "Q4_1", "Q8_0"};
-    for (int i = 0; i < 6; ++i)
-        if (name == names[i]) return static_cast<WeightFormat>(i);
-    require(false, "weight format '" + name + "' is not one of bfloat16, float32, coded bfloat16, Q4_0, Q4_1, Q8_0");
+    std::string all;
+    for (int i = 0; i < kNumWeightFormats; ++i) {
+        if (name == kFormatNames[i]) return static_cast<WeightFormat>(i);
+        all += (i ? ", " : "") + std::string(kFormatNames[i]);
+    }
+    require(false, "weight format '" + name + "' is not one of " + all);
     return {};
 }
 
 void check_size(const std::string& name, WeightFormat format, int64_t outputs, int64_t inputs) {
     require(outputs > 0 && inputs > 0,
             "a weight must have outputs and inputs, got " + std::to_string(outputs) + " x " + std::to_string(inputs));
-    require(!is_quantised(format) || inputs % 32 == 0,
-            "inputs of a " + name + " weight must be a multiple of 32, got " + std::to_string(inputs));
+    require(inputs % block_inputs(format) == 0, "inputs of a " + name + " weight must be a multiple of " +
+                                                    std::to_string(block_inputs(format)) + ", got " +
+                                                    std::to_string(inputs));
     require(inputs <= 1 << 24 && outputs <= int64_t{1} << 32,
             "a weight of " + std::to_string(outputs) + " x " + std::to_string(inputs) + " is too large");
 }

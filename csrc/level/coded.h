@@ -61,8 +61,9 @@ template <int R, int K>
 }
 
 template <int R>
-void coded_tile(const GemmTask& task, const char* panel, const Escape* escape, const uint32_t* x, int64_t row,
-                int64_t index, Ahead ahead) {
+void coded_tile(const ProductTask& task, const char* panel, int64_t index, int64_t row, Ahead ahead) {
+    const Escape* escape = task.coded.escapes + task.coded.first_escape[index];
+    const uint32_t* x = task.x + (row - task.first_row) * task.units;
     const CodeTables tables = load_tables(task.coded.tables);
     ask_to_write_rows<R>(task.out, row, index);
     F16 acc[R][2];
@@ -85,22 +86,11 @@ void coded_tile(const GemmTask& task, const char* panel, const Escape* escape, c
 }
 
 // As `gemm`, with coded panels.
-inline void gemm_coded(const GemmTask& task, int64_t group_begin, int64_t group_end, int64_t panel_begin,
+inline void gemm_coded(const ProductTask& task, int64_t group_begin, int64_t group_end, int64_t panel_begin,
                        int64_t panel_end) {
-    const int64_t panel_bytes = (int64_t{task.units} + 1) / 2 * kCodedPairBytes;
-    const Ahead ahead(panel_bytes, (task.units + 1) / 2, group_end - group_begin);
-    for (int64_t panel = panel_begin; panel < panel_end; ++panel)
-        for (int64_t group = group_begin; group < group_end; ++group) {
-            const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
-            const char* weight = task.weight + panel * panel_bytes;
-            const char* next = weight + (panel + 1 < panel_end ? 1 : 1 + task.skipped) * panel_bytes;
-            const Escape* escape = task.coded.escapes + task.coded.first_escape[panel];
-            const uint32_t* x = task.x + (row - task.first_row) * task.units;
-            with_constant<kGemmRows>(static_cast<int>(rows), [&](auto count) {
-                coded_tile<count>(task, weight, escape, x, row, panel,
-                                  ahead.of(next, group - group_begin));
-            });
-        }
+    const int64_t pairs = (int64_t{task.units} + 1) / 2;
+    each_panel<kGemmRows>(task, group_begin, group_end, panel_begin, panel_end, pairs * kCodedPairBytes, pairs,
+                          [&](auto count, auto... of) { coded_tile<count>(task, of...); });
 }
 
 }  // namespace octavo::OCTAVO_LEVEL

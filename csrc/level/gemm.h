@@ -46,9 +46,28 @@ class Ahead {
     int64_t step_, part_;
 };
 
+// Calls body(rows as a constant, panel, its index, first row, ahead) for each panel and each group of up to MostRows
+// rows. A body takes `steps` steps over a panel and prefetches at each.
+template <int MostRows, class Body>
+[[gnu::always_inline]] inline void each_panel(const ProductTask& task, int64_t group_begin, int64_t group_end,
+                                              int64_t panel_begin, int64_t panel_end, int64_t panel_bytes,
+                                              int64_t steps, const Body& body) {
+    const Ahead ahead(panel_bytes, steps, group_end - group_begin);
+    for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
+        const char* weight = task.weight + panel * panel_bytes;
+        const char* next = weight + (panel + 1 < panel_end ? 1 : 1 + task.skipped) * panel_bytes;
+        for (int64_t group = group_begin; group < group_end; ++group) {
+            const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
+            with_constant<MostRows>(static_cast<int>(rows), [&](auto count) {
+                body(count, weight, panel, row, ahead.of(next, group - group_begin));
+            });
+        }
+    }
+}
+
 template <Storage S, int R>
-inline void gemm_tile(const GemmTask& task, const char* panel, const uint32_t* x, int64_t row, int64_t panel_index,
-                      Ahead ahead) {
+inline void gemm_tile(const ProductTask& task, const char* panel, int64_t panel_index, int64_t row, Ahead ahead) {
+    const uint32_t* x = task.x + (row - task.first_row) * task.units;
     ask_to_write_rows<R>(task.out, row, panel_index);
     F16 acc[R][2];
 #pragma GCC unroll 16
@@ -71,22 +90,10 @@ inline void gemm_tile(const GemmTask& task, const char* panel, const uint32_t* x
     store_sums(task.out, row, panel_index, acc);
 }
 
-// Row groups [group_begin, group_end) times panels [panel_begin, panel_end).
 template <Storage S>
-void gemm(const GemmTask& task, int64_t group_begin, int64_t group_end, int64_t panel_begin, int64_t panel_end) {
-    const int64_t panel_bytes = int64_t{task.units} * kPanelOutputs * 4;
-    const Ahead ahead(panel_bytes, task.units, group_end - group_begin);
-    for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-        const char* weight = task.weight + panel * panel_bytes;
-        const char* next = weight + (panel + 1 < panel_end ? 1 : 1 + task.skipped) * panel_bytes;
-        for (int64_t group = group_begin; group < group_end; ++group) {
-            const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
-            const uint32_t* x = task.x + (row - task.first_row) * task.units;
-            with_constant<kGemmRows>(static_cast<int>(rows), [&](auto count) {
-                gemm_tile<S, count>(task, weight, x, row, panel, ahead.of(next, group - group_begin));
-            });
-        }
-    }
+void gemm(const ProductTask& task, int64_t group_begin, int64_t group_end, int64_t panel_begin, int64_t panel_end) {
+    each_panel<kGemmRows>(task, group_begin, group_end, panel_begin, panel_end, int64_t{task.units} * kPanelOutputs * 4,
+                          task.units, [&](auto count, auto... of) { gemm_tile<S, count>(task, of...); });
 }
 
 }  // namespace octavo::OCTAVO_LEVEL

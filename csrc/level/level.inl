@@ -18,6 +18,11 @@ namespace octavo {
 
 static_assert(OCTAVO_LEVEL::kGemmRows <= OCTAVO_LEVEL::kMostInterleavedRows);
 
+// In the order of WeightFormat.
+#define OCTAVO_QUANTISED(kernel)                                                                                \
+    kernel<WeightFormat::q4_0>, kernel<WeightFormat::q4_1>, kernel<WeightFormat::q5_0>,                         \
+        kernel<WeightFormat::q8_0>, kernel<WeightFormat::q4_k>, kernel<WeightFormat::q5_k>, kernel<WeightFormat::q6_k>
+
 extern const Kernels OCTAVO_TABLE;
 const Kernels OCTAVO_TABLE = {
     .name = OCTAVO_NAME,
@@ -45,25 +50,22 @@ const Kernels OCTAVO_TABLE = {
     .vocab_masses = OCTAVO_LEVEL::vocab_masses,
     .count_above = OCTAVO_LEVEL::count_above,
     .quantise_rows = {OCTAVO_LEVEL::quantise_rows<kBf16>, OCTAVO_LEVEL::quantise_rows<kF32>},
-    .quant_linear = {OCTAVO_LEVEL::quant_linear<kQ4_0>, OCTAVO_LEVEL::quant_linear<kQ4_1>,
-                     OCTAVO_LEVEL::quant_linear<kQ8_0>},
 #ifdef OCTAVO_TILES
-    .gemm = {OCTAVO_LEVEL::tile_gemm, OCTAVO_LEVEL::gemm<kF32>},
-    .gemm_coded = OCTAVO_LEVEL::tile_gemm_coded,
+    .multiply = {OCTAVO_LEVEL::tile_gemm, OCTAVO_LEVEL::gemm<kF32>, OCTAVO_LEVEL::tile_gemm_coded,
+                 OCTAVO_QUANTISED(OCTAVO_LEVEL::quant_linear)},
     .quant_rows = OCTAVO_LEVEL::kQuantRows,
     .gemm_rows = {OCTAVO_LEVEL::kTileGroupRows, OCTAVO_LEVEL::kGemmRows},
     .pack_tile_rows = OCTAVO_LEVEL::pack_tile_rows,
-    .gemm_quant = {OCTAVO_LEVEL::tile_gemm_quant<kQ4_0>, OCTAVO_LEVEL::tile_gemm_quant<kQ4_1>,
-                   OCTAVO_LEVEL::tile_gemm_quant<kQ8_0>},
+    .multiply_in_tiles = {nullptr, nullptr, nullptr, OCTAVO_QUANTISED(OCTAVO_LEVEL::tile_gemm_quant)},
     .tile_units = OCTAVO_LEVEL::kTileUnits,
     .gemm_quant_rows = OCTAVO_LEVEL::kGemmQuantRows,
 #else
-    .gemm = {OCTAVO_LEVEL::gemm<kBf16>, OCTAVO_LEVEL::gemm<kF32>},
-    .gemm_coded = OCTAVO_LEVEL::gemm_coded,
+    .multiply = {OCTAVO_LEVEL::gemm<kBf16>, OCTAVO_LEVEL::gemm<kF32>, OCTAVO_LEVEL::gemm_coded,
+                 OCTAVO_QUANTISED(OCTAVO_LEVEL::quant_linear)},
     .quant_rows = OCTAVO_LEVEL::kQuantRows,
     .gemm_rows = {OCTAVO_LEVEL::kGemmRows, OCTAVO_LEVEL::kGemmRows},
     .pack_tile_rows = nullptr,
-    .gemm_quant = {},
+    .multiply_in_tiles = {},
     .tile_units = 1,
     .gemm_quant_rows = 0,
 #endif

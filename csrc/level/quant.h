@@ -1,30 +1,70 @@
 // Matrix products with quantised weights, for any number of rows.
 //
-// GGUF's Q4_0, Q4_1 and Q8_0 (32 weights share a scale) are rearranged into panels of 32 outputs, two vectors of 16
-// lanes, so that nothing is summed across lanes; the last panel is padded with zeros. One block of 32 inputs:
+// GGUF's formats are rearranged into panels of 32 outputs, two vectors of 16 lanes, so that nothing is summed across
+// lanes; the last panel is padded with zeros. A block has a header and sections of 32 inputs, see QuantLayout:
 //
-//     | scales 32 x f16 | minimums 32 x f16 (Q4_1) | j = 0: outputs 0 .. 15 | outputs 16 .. 31 | j = 1: .. | ..
+//     | scales 32 x f16 | minimums 32 x f16 | section 0 | section 1 | ..
+//     | factors 32 x u8 | minimums' 32 x u8 | low plane | high plane |                  a section
+//     | vector 0: outputs 0 .. 15 | outputs 16 .. 31 | vector 1: .. | ..                a plane: as many as it has bits
 //
-//     Q4   vector j, lane n: bytes 4j .. 4j+3 of output n; low nibbles are inputs 4j .., high ones 16 + 4j ..
-//     Q8   vector j, lane n: inputs 4j .. 4j+3 of output n, plus 128
+// A section's quants are eight quads, of inputs 4j .. 4j+3. In a plane of B bits quad j is in vector j % B, from bit
+// j / B * B of each byte on. A quant's lower bits are in the low plane, its others in the high one:
 //
-// A block begins where a cache line does, no vector crosses one, and a panel is read from its beginning to its end.
+//     Q4, low plane   vector j, lane n: low nibbles are inputs 4j .. of output n, high ones 16 + 4j ..
+//     Q5, high plane  lane n: bit j of byte i is the fifth bit of input 4j + i
+//     Q8, low plane   vector j, lane n: inputs 4j .. 4j+3 of output n, plus 128
 //
-// Activations are quantised to int8: a block of a row has the scale s, 1/127 of its largest magnitude, and is the
+// A section begins where a cache line does, no vector crosses one, and a panel is read from its beginning to its end.
+//
+// Activations are quantised to int8: a section of a row has the scale s, 1/127 of its largest magnitude, and is the
 // integers xq times s:
-//     sum (d q + m) x  =  s d (sum(q xq) - z sum(xq)) + m s sum(xq),   z = 8 in Q4_0, 128 in Q8_0, m in Q4_1 only
-// The integers lie in groups of up to kQuantRows rows as in gemm.h, four to a unit.
+//     sum (d (q - z) + m) x  =  s d (sum(q xq) - z sum(xq)) + m s sum(xq)
+// where z is the format's zero, and a format has either z or minimums m. Factors of one byte multiply d and m; Q6_K has
+// two for d, of 16 inputs each, and so two sums. The integers lie in groups of up to kQuantRows rows as in gemm.h, four
+// to a unit.
 #pragma once
-
-#include <utility>
 
 #include "level/gemm.h"
 #include "level/interleave.h"
 
 namespace octavo::OCTAVO_LEVEL {
 
-template <QuantFormat F> constexpr int kQuantVectors = F == kQ8_0 ? 8 : 4;
-constexpr int quant_zero(QuantFormat format) { return format == kQ4_0 ? 8 : format == kQ8_0 ? 128 : 0; }
+template <int Shift> inline U16 shifted(U16 a) {
+    if constexpr (Shift > 0)
+        return shift_left<Shift>(a);
+    else if constexpr (Shift < 0)
+        return shift_right<-Shift>(a);
+    else
+        return a;
+}
+
+// Quad J's bits of a plane, moved to bit To of each byte.
+template <int Bits, int J, int To> inline U16 plane_bits(const uint8_t* plane) {
+    const U16 bits = U16::load(plane + J % Bits * 128);
+    if constexpr (Bits == 8) return bits;
+    return shifted<To - J / Bits * Bits>(bits) & U16::set1((0x01010101u * ((1u << Bits) - 1)) << To);
+}
+// The quants of quad J of sixteen outputs.
+template <WeightFormat F, int J> inline U16 quad(const uint8_t* planes) {
+    constexpr QuantLayout layout = quant_layout(F);
+    const U16 low = plane_bits<layout.low, J, 0>(planes);
+    if constexpr (layout.high == 0)
+        return low;
+    else
+        return low | plane_bits<layout.high, J, layout.low>(planes + layout.low * 128);
+}
+
+// What the 16 outputs of half a section have in common, for the inputs of scale `part`.
+template <WeightFormat F> inline F16 section_scale(F16 scale, const uint8_t* section, int half, int part) {
+    constexpr QuantLayout layout = quant_layout(F);
+    if constexpr (layout.factors == 0) return scale;
+    const uint8_t* factors = section + part * kPanelOutputs + half * 16;
+    return scale * F16::from_int(layout.has_minimums() ? widen(factors) : widen_signed(factors));
+}
+template <WeightFormat F> inline F16 section_minimum(F16 minimum, const uint8_t* section, int half) {
+    if constexpr (quant_layout(F).factors == 0) return minimum;
+    return minimum * F16::from_int(widen(section + kPanelOutputs + half * 16));
+}
 
 // The bits of the largest magnitude of 32 numbers. Compared as integers, magnitudes are ordered as numbers are, with
 // infinity and then NaN above them all.
@@ -42,18 +82,18 @@ constexpr int32_t kSmallestSize = (127 - 90) << 23;  // 2^-90: blocks below are 
                                                      // scale is not finite
 inline bool is_usual_size(int32_t size) { return size >= kSmallestSize && size < kInfiniteSize; }
 
-// sums[r] of quants [8 units][R rows], with four quants to a unit.
-template <int R> inline void sum_quants(const uint32_t* units, int32_t (&sums)[R]) {
+// sums[r] of quants [count units][R rows], with four quants to a unit.
+template <int R> inline void sum_quants(const uint32_t* units, int count, int32_t (&sums)[R]) {
     if constexpr (R == 8) {
         U16 even_and_odd = U16::zero();
-        for (int u = 0; u < 8; u += 2)
+        for (int u = 0; u < count; u += 2)
             even_and_odd = dot_bytes(even_and_odd, U16::set1(0x01010101), U16::load(units + u * R));
         int32_t lanes[16];
         store(even_and_odd, lanes);
         for (int r = 0; r < R; ++r) sums[r] = lanes[r] + lanes[r + 8];
     } else {
         for (int r = 0; r < R; ++r) sums[r] = 0;
-        for (int u = 0; u < 8; ++u)
+        for (int u = 0; u < count; ++u)
             for (int r = 0; r < R; ++r)
                 for (int byte = 0; byte < 32; byte += 8) sums[r] += static_cast<int8_t>(units[u * R + r] >> byte);
     }
@@ -78,7 +118,7 @@ inline void invert_scales(const int32_t* sizes, int count, bool usual, float* sc
 
 // Quantises a group of R rows.
 template <Storage S, int R>
-void quantise_group(QuantFormat format, const char* const* bytes, int width, const QuantRows& to) {
+void quantise_group(const QuantLayout& layout, const char* const* bytes, int width, const QuantRows& to) {
     using T = Element<S>;
     for (int first = 0; first < width / 32; first += kQuantChunk) {
         const int blocks = min(width / 32 - first, kQuantChunk), count = blocks * R;
@@ -108,27 +148,28 @@ void quantise_group(QuantFormat format, const char* const* bytes, int width, con
         }
     }
     // Summed at the end: a load of sixteen lanes waits until the narrower stores of them have reached the cache.
-    for (int block = 0; block < width / 32; ++block) {
+    const int parts = layout.scales_per_section(), units = 8 / parts;
+    for (int part = 0; part < width / 32 * parts; ++part) {
         int32_t sums[R];
-        sum_quants(to.quants + int64_t{block} * 8 * R, sums);
+        sum_quants(to.quants + int64_t{part} * units * R, units, sums);
         for (int r = 0; r < R; ++r)
-            to.sums[block * R + r] = format == kQ4_1
-                                         ? float_bits(static_cast<float>(sums[r]) * to.scales[block * R + r])
-                                         : static_cast<uint32_t>(-quant_zero(format) * sums[r]);
+            to.sums[part * R + r] =
+                layout.has_minimums() ? float_bits(static_cast<float>(sums[r]) * to.scales[part / parts * R + r])
+                                      : static_cast<uint32_t>(-layout.zero * sums[r]);
     }
 }
 template <Storage S>
-void quantise_rows(QuantFormat format, const char* const* rows, int count, int width, const QuantRows& to) {
-    with_constant<kQuantRows>(count, [&](auto constant) { quantise_group<S, constant>(format, rows, width, to); });
+void quantise_rows(const QuantLayout& layout, const char* const* rows, int count, int width, const QuantRows& to) {
+    with_constant<kQuantRows>(count, [&](auto constant) { quantise_group<S, constant>(layout, rows, width, to); });
 }
 
 // Products of R rows with both halves of a panel, 16 outputs each, or with the half `First`. A broadcast activation is
 // used for both: one port loads, one multiplies, and two halves keep the first from holding up the second.
-template <QuantFormat F, int R, int First, int T>
-inline void quant_halves(const QuantTask& task, const uint8_t* panel, int64_t row, Ahead ahead, F16 (*results)[2]) {
-    constexpr int kHeader = F == kQ4_1 ? 128 : 64;
-    const U16 nibble = U16::set1(0x0f0f0f0f);
-    const QuantRows group = task.x.at(row - task.first_row, task.blocks);
+template <WeightFormat F, int R, int First, int T>
+inline void quant_halves(const ProductTask& task, const uint8_t* panel, int64_t row, Ahead ahead, F16 (*results)[2]) {
+    constexpr QuantLayout layout = quant_layout(F);
+    constexpr int kParts = layout.scales_per_section(), kFactors = layout.factors * kPanelOutputs;
+    const QuantRows group = task.quants.at(row - task.first_row, task.units, task.units * kParts);
     const uint32_t *x = group.quants, *sums = group.sums;
     const float* steps = group.scales;
     F16 totals[R][T];
@@ -136,60 +177,69 @@ inline void quant_halves(const QuantTask& task, const uint8_t* panel, int64_t ro
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
         for (int t = 0; t < T; ++t) totals[r][t] = F16::zero();
-    for (int block = 0; block < task.blocks; ++block, x += 8 * R, steps += R, sums += R) {
-        U16 dots[R][T];
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-            for (int t = 0; t < T; ++t) dots[r][t] = F == kQ4_1 ? U16::zero() : U16::set1(sums[r]);
-        const uint8_t* vector = panel + kHeader + First * 64;
-        if constexpr (R > kQuantRowsThatWait) {
-            ahead.ask_l1();
-        } else {
-            const uint8_t* later = panel + kQuantPrefetch;
-#pragma GCC unroll 2
-            for (int line = 0; First == 0 && line < kHeader; line += 64) __builtin_prefetch(later + line, 0, 3);
-#pragma GCC unroll 16
-            for (int j = 0; j < kQuantVectors<F> * T; ++j)
-                __builtin_prefetch(later + kHeader + First * 64 + j * (128 / T), 0, 3);
+    for (int block = 0; block < task.units / layout.sections(); ++block) {
+        const auto* halves = reinterpret_cast<const uint16_t*>(panel) + First * 16;
+        if constexpr (R <= kQuantRowsThatWait && First == 0) {
+            for (int line = 0; line < layout.header_bytes(); line += 64)
+                __builtin_prefetch(panel + kQuantPrefetch + line, 0, 3);
         }
-#pragma GCC unroll 8
-        for (int j = 0; j < 8; ++j) {
-            // All low nibbles come before the high ones; when vectors are read for the second time, they are in L1.
-            U16 weights[T];
-#pragma GCC unroll 2
-            for (int t = 0; t < T; ++t) {
-                weights[t] = U16::load(vector + t * 64 + j % kQuantVectors<F> * 128);
-                if constexpr (F != kQ8_0) weights[t] = (j < 4 ? weights[t] : shift_right<4>(weights[t])) & nibble;
+        panel += layout.header_bytes();
+        for (int section = 0; section < layout.sections(); ++section) {
+            const uint8_t* planes = panel + kFactors + First * 64;
+            if constexpr (R > kQuantRowsThatWait) {
+                ahead.ask_l1();
+            } else {
+                if constexpr (First == 0 && kFactors > 0) __builtin_prefetch(panel + kQuantPrefetch, 0, 3);
+#pragma GCC unroll 16
+                for (int line = 0; line < (layout.low + layout.high) * T; ++line)
+                    __builtin_prefetch(planes + kQuantPrefetch + line * (128 / T), 0, 3);
             }
+            each_constant<kParts>([&](auto part) __attribute__((always_inline)) {
+                U16 dots[R][T];
 #pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) {
-                const U16 broadcast = U16::set1(x[j * R + r]);
+                for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-                for (int t = 0; t < T; ++t)
-                    if constexpr (F == kQ8_0)
-                        dots[r][t] = dot_bytes(dots[r][t], weights[t], broadcast);
-                    else
-                        dots[r][t] = dot_small(dots[r][t], weights[t], broadcast);
-            }
-        }
-        F16 scale[T], minimum[T];
+                    for (int t = 0; t < T; ++t) dots[r][t] = layout.has_minimums() ? U16::zero() : U16::set1(sums[r]);
+                each_constant<8 / kParts>([&](auto index) __attribute__((always_inline)) {
+                    constexpr int j = part * (8 / kParts) + index;
+                    U16 weights[T];
 #pragma GCC unroll 2
-        for (int t = 0; t < T; ++t) {
-            const auto* scales = reinterpret_cast<const uint16_t*>(panel) + (First + t) * 16;
-            scale[t] = F16::load_half(scales);
-            if constexpr (F == kQ4_1) minimum[t] = F16::load_half(scales + kPanelOutputs);
-        }
+                    for (int t = 0; t < T; ++t) weights[t] = quad<F, j>(planes + t * 64);
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) {
-            const F16 step = F16::set1(steps[r]);
+                    for (int r = 0; r < R; ++r) {
+                        const U16 broadcast = U16::set1(x[j * R + r]);
 #pragma GCC unroll 2
-            for (int t = 0; t < T; ++t) {
-                totals[r][t] = fma(F16::from_int(dots[r][t]), scale[t] * step, totals[r][t]);
-                if constexpr (F == kQ4_1) totals[r][t] = fma(minimum[t], as_float(U16::set1(sums[r])), totals[r][t]);
-            }
+                        for (int t = 0; t < T; ++t)
+                            if constexpr (layout.low == 8)
+                                dots[r][t] = dot_bytes(dots[r][t], weights[t], broadcast);
+                            else
+                                dots[r][t] = dot_small(dots[r][t], weights[t], broadcast);
+                    }
+                });
+                F16 scale[T], minimum[T];
+#pragma GCC unroll 2
+                for (int t = 0; t < T; ++t) {
+                    scale[t] = section_scale<F>(F16::load_half(halves + t * 16), panel, First + t, part);
+                    if constexpr (layout.has_minimums())
+                        minimum[t] =
+                            section_minimum<F>(F16::load_half(halves + kPanelOutputs + t * 16), panel, First + t);
+                }
+#pragma GCC unroll 16
+                for (int r = 0; r < R; ++r) {
+                    const F16 step = F16::set1(steps[r]);
+#pragma GCC unroll 2
+                    for (int t = 0; t < T; ++t) {
+                        totals[r][t] = fma(F16::from_int(dots[r][t]), scale[t] * step, totals[r][t]);
+                        if constexpr (layout.has_minimums())
+                            totals[r][t] = fma(minimum[t], as_float(U16::set1(sums[r])), totals[r][t]);
+                    }
+                }
+                sums += R;
+            });
+            x += 8 * R;
+            steps += R;
+            panel += layout.section_bytes();
         }
-        panel += quant_block_bytes(F);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
@@ -198,8 +248,9 @@ inline void quant_halves(const QuantTask& task, const uint8_t* panel, int64_t ro
 }
 
 // 32 outputs of R rows.
-template <QuantFormat F, int R>
-inline void quant_panel(const QuantTask& task, const uint8_t* panel, int64_t row, int64_t index, const Ahead& ahead) {
+template <WeightFormat F, int R>
+inline void quant_panel(const ProductTask& task, const char* weight, int64_t index, int64_t row, const Ahead& ahead) {
+    const auto* panel = reinterpret_cast<const uint8_t*>(weight);
     ask_to_write_rows<R>(task.out, row, index);
     F16 results[R][2];
     if constexpr (kQuantHalves == 2 || R == 1) {
@@ -211,22 +262,13 @@ inline void quant_panel(const QuantTask& task, const uint8_t* panel, int64_t row
     store_rows(task.out, row, index, results);
 }
 
-// Row groups [group_begin, group_end) times panels [panel_begin, panel_end).
-template <QuantFormat F>
-void quant_linear(const QuantTask& task, int64_t group_begin, int64_t group_end, int64_t panel_begin,
+template <WeightFormat F>
+void quant_linear(const ProductTask& task, int64_t group_begin, int64_t group_end, int64_t panel_begin,
                   int64_t panel_end) {
-    const int64_t panel_bytes = int64_t{task.blocks} * quant_block_bytes(F);
-    const Ahead ahead(panel_bytes, task.blocks, group_end - group_begin);
-    for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-        const uint8_t* weight = task.weight + panel * panel_bytes;
-        const uint8_t* next = weight + (panel + 1 < panel_end ? 1 : 1 + task.skipped) * panel_bytes;
-        for (int64_t group = group_begin; group < group_end; ++group) {
-            const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
-            with_constant<kQuantRows>(static_cast<int>(rows), [&](auto count) {
-                quant_panel<F, count>(task, weight, row, panel, ahead.of(next, group - group_begin));
-            });
-        }
-    }
+    constexpr QuantLayout layout = quant_layout(F);
+    each_panel<kQuantRows>(task, group_begin, group_end, panel_begin, panel_end,
+                           int64_t{task.units} / layout.sections() * layout.block_bytes(), task.units,
+                           [&](auto count, auto... of) { quant_panel<F, count>(task, of...); });
 }
 
 }  // namespace octavo::OCTAVO_LEVEL

@@ -119,7 +119,7 @@ struct NothingBeside {
 };
 
 template <class Beside>
-inline void tile_group(const GemmTask& task, const char* panel, const char* tail, int64_t steps, int64_t group,
+inline void tile_group(const ProductTask& task, const char* panel, const char* tail, int64_t steps, int64_t group,
                        int64_t panel_index, TileSums& sums, const Beside& beside) {
     const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
     const char* x = reinterpret_cast<const char*>(task.x) + (row - task.first_row) * tile_steps(task.units) * 64;
@@ -156,7 +156,7 @@ struct alignas(64) TileTail {
 };
 
 // As `gemm`, with tiles.
-inline void tile_gemm(const GemmTask& task, int64_t group_begin, int64_t group_end, int64_t panel_begin,
+inline void tile_gemm(const ProductTask& task, int64_t group_begin, int64_t group_end, int64_t panel_begin,
                       int64_t panel_end) {
     const int64_t panel_bytes = int64_t{task.units} * kPanelOutputs * 4, steps = task.units / kTileUnits;
     const int64_t groups = group_end - group_begin;
@@ -178,7 +178,7 @@ inline void tile_gemm(const GemmTask& task, int64_t group_begin, int64_t group_e
 }
 
 // As `gemm_coded`, with tiles.
-inline void tile_gemm_coded(const GemmTask& task, int64_t group_begin, int64_t group_end, int64_t panel_begin,
+inline void tile_gemm_coded(const ProductTask& task, int64_t group_begin, int64_t group_end, int64_t panel_begin,
                             int64_t panel_end) {
     const int64_t panel_bytes = (int64_t{task.units} + 1) / 2 * kCodedPairBytes, steps = tile_steps(task.units);
     const CodeTables tables = load_tables(task.coded.tables);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <type_traits>
+#include <utility>
 
 #include "level/simd/name.h"
 
@@ -13,6 +14,14 @@ template <int Max, class F> [[gnu::always_inline]] inline void with_constant(int
     if constexpr (Max > 1)
         if (n < Max) return with_constant<Max - 1>(n, f);
     f(std::integral_constant<int, Max>{});
+}
+
+// Calls f with 0 to N - 1, each as a std::integral_constant. f must be inlined: otherwise the vectors that it captures
+// are kept in memory.
+template <int N, class F> [[gnu::always_inline]] inline void each_constant(const F& f) {
+    [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
+        (f(std::integral_constant<int, I>{}), ...);
+    }(std::make_integer_sequence<int, N>{});
 }
 
 }  // namespace octavo::OCTAVO_LEVEL

@@ -25,7 +25,8 @@
 namespace octavo::test {
 namespace {
 
-constexpr const char* kFormatNames[] = {"bf16", "f32", "coded bf16", "Q4_0", "Q4_1", "Q8_0"};
+constexpr const char* kFormatNames[kNumWeightFormats] = {"bf16", "f32",  "coded bf16", "Q4_0", "Q4_1",
+                                                         "Q5_0", "Q8_0", "Q4_K",       "Q5_K", "Q6_K"};
 constexpr int64_t kWeightBytes = 96 << 20;
 constexpr double kSecondsEach = 0.15;
 
@@ -85,11 +86,13 @@ struct Weights {
         const int64_t row_bytes = stored_row_bytes(format, inputs);
         std::vector<char> rows(static_cast<size_t>(row_bytes * outputs), 0x3f);
         const uint16_t scale = 0x2000;
-        if (is_quantised(format))
-            for (int64_t at = 0, block = row_bytes / (inputs / 32); at < row_bytes * outputs; at += block) {
-                std::memcpy(&rows[static_cast<size_t>(at)], &scale, 2);
-                if (format == WeightFormat::q4_1) std::memcpy(&rows[static_cast<size_t>(at + 2)], &scale, 2);
-            }
+        if (is_quantised(format)) {
+            const QuantLayout& layout = quant_layout(format);
+            const int first = format == WeightFormat::q6_k ? 208 : 0;
+            for (int64_t at = first; at < row_bytes * outputs; at += layout.stored_bytes)
+                for (int half = 0; half < layout.halves; ++half)
+                    std::memcpy(&rows[static_cast<size_t>(at + 2 * half)], &scale, 2);
+        }
         for (int64_t i = 0; i < std::max<int64_t>(1, total / bytes); ++i) {
             copies.push_back(std::make_unique<Memory>(bytes, pages));
             pack_rows({copies.back()->data(), outputs, inputs, format}, rows.data(), row_bytes, outputs, {0, 1});
@@ -126,8 +129,9 @@ class Product {
 void products() {
     std::printf("%-12s %6s %16s %10s %8s %10s\n", "weight", "rows", "shape", "us", "GB/s", "GFLOP/s");
     for (const auto& [inputs, outputs] : {std::pair{576, 3072}, {1536, 576}, {4096, 4096}})
-        for (const WeightFormat format :
-             {WeightFormat::bf16, WeightFormat::f32, WeightFormat::q4_0, WeightFormat::q4_1, WeightFormat::q8_0}) {
+        for (int i = 0; i < kNumWeightFormats; ++i) {
+            const auto format = static_cast<WeightFormat>(i);
+            if (format == WeightFormat::bf16_coded || inputs % block_inputs(format)) continue;
             Weights weights(format, inputs, outputs);
             for (const int rows : {1, 8, 32, 64, 128, 256}) {
                 const Product product(weights, rows);
@@ -146,7 +150,9 @@ void threshold() {
     if (!kernels().pack_tile_rows) return std::puts("this level has no tiles"), void();
     std::printf("%-6s %16s %6s %12s %12s %8s\n", "weight", "shape", "rows", "integers us", "tiles us", "ratio");
     for (const auto& [inputs, outputs] : {std::pair{576, 3072}, {1536, 576}, {4096, 4096}})
-        for (const WeightFormat format : {WeightFormat::q4_0, WeightFormat::q4_1, WeightFormat::q8_0}) {
+        for (int i = static_cast<int>(WeightFormat::q4_0); i < kNumWeightFormats; ++i) {
+            const auto format = static_cast<WeightFormat>(i);
+            if (inputs % block_inputs(format)) continue;
             Weights weights(format, inputs, outputs);
             for (const int rows : {16, 20, 24, 28, 32, 40, 48, 64}) {
                 if (rows < kernels().gemm_quant_rows) continue;

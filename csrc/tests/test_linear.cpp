@@ -11,10 +11,15 @@
 namespace octavo::test {
 namespace {
 
-constexpr WeightFormat kFormats[] = {WeightFormat::bf16, WeightFormat::f32,  WeightFormat::bf16_coded,
-                                     WeightFormat::q4_0, WeightFormat::q4_1, WeightFormat::q8_0};
-constexpr const char* kFormatNames[] = {"bf16", "f32", "coded bf16", "Q4_0", "Q4_1", "Q8_0"};
+constexpr const char* kFormatNames[kNumWeightFormats] = {"bf16", "f32",  "coded bf16", "Q4_0", "Q4_1",
+                                                         "Q5_0", "Q8_0", "Q4_K",       "Q5_K", "Q6_K"};
 
+WeightFormat random_format() { return static_cast<WeightFormat>(random_int(0, kNumWeightFormats - 1)); }
+// A number of inputs that the format allows, at most `most` but for a block's.
+int64_t random_inputs(WeightFormat format, int most) {
+    const int block = static_cast<int>(block_inputs(format));
+    return block * random_int(1, std::max(1, most / block));
+}
 const char* name_of(WeightFormat format) { return kFormatNames[static_cast<int>(format)]; }
 
 float half_to_float(uint16_t half) {
@@ -22,6 +27,34 @@ float half_to_float(uint16_t half) {
     const float fraction = static_cast<float>(half & 1023) / 1024;
     const float size = exponent ? std::ldexp(1 + fraction, exponent - 15) : std::ldexp(fraction, -14);
     return half & 0x8000 ? -size : size;
+}
+
+// Weight i of a block as GGUF stores it, by the format's definition.
+double stored_weight(WeightFormat format, const uint8_t* block, int i) {
+    using enum WeightFormat;
+    const auto half = [&](int at) {
+        return double{half_to_float(static_cast<uint16_t>(block[at] | block[at + 1] << 8))};
+    };
+    const auto nibble = [&](const uint8_t* from, int run) {  // low halves are a run of quants, high halves the next
+        const int byte = from[i / (2 * run) * run + i % run];
+        return i / run % 2 ? byte >> 4 : byte & 15;
+    };
+    if (format == q4_0) return half(0) * (nibble(block + 2, 16) - 8);
+    if (format == q4_1) return half(0) * nibble(block + 4, 16) + half(2);
+    if (format == q5_0) return half(0) * (nibble(block + 6, 16) + 16 * (block[2 + i / 8] >> i % 8 & 1) - 16);
+    if (format == q8_0) return half(0) * static_cast<int8_t>(block[2 + i]);
+    const int run = i / 32;
+    if (format == q6_k) {
+        const int byte = block[i / 128 * 64 + i % 64], low = i / 64 % 2 ? byte >> 4 : byte & 15;
+        const int high = block[128 + i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3;
+        return half(208) * static_cast<int8_t>(block[192 + i / 16]) * (low + 16 * high - 32);
+    }
+    const uint8_t* pairs = block + 4;
+    const int scale = run < 4 ? pairs[run] & 63 : (pairs[run + 4] & 15) + (pairs[run - 4] >> 6) * 16;
+    const int minimum = run < 4 ? pairs[run + 4] & 63 : (pairs[run + 4] >> 4) + (pairs[run] >> 6) * 16;
+    const int quant = format == q4_k ? nibble(block + 16, 32)
+                                     : nibble(block + 48, 32) + 16 * (block[16 + i % 32] >> run & 1);
+    return half(0) * scale * quant - half(2) * minimum;
 }
 
 // A weight's rows as a checkpoint stores them, the values they stand for, and the packed rows.
@@ -59,29 +92,17 @@ struct TestWeight {
         }
     }
     void draw_blocks(char* to, double* meant) {
-        for (int64_t block = 0; block < inputs / 32; ++block) {
-            // Halves between 2^-8 and 2^-4, some negative, some zero; minimums of the same kind.
-            const auto half = [] {
-                if (random_int(0, 15) == 0) return uint16_t{0};
-                return static_cast<uint16_t>(random_int(7, 10) << 10 | random_int(0, 1023) | random_int(0, 1) << 15);
-            };
-            const uint16_t scale = half(), minimum = format == WeightFormat::q4_1 ? half() : uint16_t{0};
-            std::memcpy(to, &scale, 2);
-            to += 2;
-            if (format == WeightFormat::q4_1) {
-                std::memcpy(to, &minimum, 2);
-                to += 2;
+        const QuantLayout& layout = quant_layout(format);
+        for (int64_t first = 0; first < inputs; first += layout.inputs, to += layout.stored_bytes) {
+            for (int i = 0; i < layout.stored_bytes; ++i) to[i] = static_cast<char>(random_int(0, 255));
+            for (int i = 0; i < layout.halves; ++i) {
+                // Between 2^-8 and 2^-4, some negative, some zero.
+                const int half = random_int(7, 10) << 10 | random_int(0, 1023) | random_int(0, 1) << 15;
+                const auto value = static_cast<uint16_t>(random_int(0, 15) ? half : 0);
+                std::memcpy(to + (format == WeightFormat::q6_k ? 208 : 2 * i), &value, 2);
             }
-            const int bytes = format == WeightFormat::q8_0 ? 32 : 16;
-            for (int i = 0; i < bytes; ++i) to[i] = static_cast<char>(random_int(0, 255));
-            for (int i = 0; i < 32; ++i) {
-                const int byte = static_cast<unsigned char>(to[i % bytes]);
-                const int quant = format == WeightFormat::q8_0
-                                      ? static_cast<signed char>(to[i])
-                                      : (i < 16 ? byte & 15 : byte >> 4) - (format == WeightFormat::q4_0 ? 8 : 0);
-                meant[block * 32 + i] = double{half_to_float(scale)} * quant + half_to_float(minimum);
-            }
-            to += bytes;
+            for (int i = 0; i < layout.inputs; ++i)
+                meant[first + i] = stored_weight(format, reinterpret_cast<const uint8_t*>(to), i);
         }
     }
     void encode_packed() {
@@ -185,7 +206,7 @@ void check_product(const TestWeight& weight, const Product& product) {
 
 TEST(products_agree_with_float64) {
     for (int i = cases(90); i > 0; --i) {
-        const WeightFormat format = random_of(kFormats);
+        const WeightFormat format = random_format();
         const bool quantised = is_quantised(format);
         Product product{};
         product.rows = random_int(0, 2) ? random_int(0, 14) : random_int(15, 90);
@@ -194,7 +215,7 @@ TEST(products_agree_with_float64) {
         product.with_bias = random_bool();
         product.exact = random_bool();
         product.epilogue = static_cast<Epilogue>(random_int(kPlain, kReluGate));
-        const int64_t inputs = quantised ? 32 * random_int(1, 9) : random_int(1, 150);
+        const int64_t inputs = random_inputs(format, quantised ? 520 : 150);
         const int64_t outputs = product.epilogue == kPlain ? random_int(1, 110) : 32 * random_int(1, 4);
         set_num_threads(random_int(1, 6));  // up to four threads, each packs rows for itself
         describe_case(std::string(name_of(format)) + ", " + std::to_string(product.rows) + " x " +
@@ -208,10 +229,9 @@ TEST(products_agree_with_float64) {
 
 TEST(a_row_has_the_bits_that_it_has_alone) {
     for (int i = cases(12); i > 0; --i) {
-        const WeightFormat format = random_of(kFormats);
+        const WeightFormat format = random_format();
         const Storage storage = is_quantised(format) ? kBf16 : float_storage(format);
-        const int64_t rows = random_int(2, 70),
-                      inputs = is_quantised(format) ? 32 * random_int(1, 6) : random_int(1, 120);
+        const int64_t rows = random_int(2, 70), inputs = random_inputs(format, 190);
         const int64_t outputs = random_int(1, 100), x_stride = inputs * element_bytes(storage),
                       out_stride = outputs * 4;
         const TestWeight weight(format, outputs, inputs);
@@ -238,10 +258,9 @@ TEST(a_row_has_the_bits_that_it_has_alone) {
 TEST(a_row_with_no_number_spoils_itself_alone) {
     constexpr uint32_t kPoisons[] = {0x7f800000, 0xff800000, 0x7fc00000};
     for (int i = cases(12); i > 0; --i) {
-        const WeightFormat format = random_of(kFormats);
+        const WeightFormat format = random_format();
         const Storage storage = is_quantised(format) ? static_cast<Storage>(random_int(0, 1)) : float_storage(format);
-        const int64_t rows = random_int(2, 40),
-                      inputs = is_quantised(format) ? 32 * random_int(1, 4) : random_int(1, 70);
+        const int64_t rows = random_int(2, 40), inputs = random_inputs(format, 130);
         const int64_t outputs = random_int(1, 60), x_stride = inputs * element_bytes(storage), out_stride = outputs * 4;
         const TestWeight weight(format, outputs, inputs);
         const Buffer x(rows * x_stride), sound(rows * out_stride), spoilt(rows * out_stride);
@@ -272,9 +291,9 @@ TEST(a_row_with_no_number_spoils_itself_alone) {
 // Rows of several matrices are packed into one, in any order, and each of them is read back.
 TEST_ONCE(rows_come_back_as_they_were_put) {
     for (int i = cases(60); i > 0; --i) {
-        const WeightFormat format = random_of(kFormats);
+        const WeightFormat format = random_format();
         const bool quantised = is_quantised(format);
-        const int64_t outputs = random_int(1, 150), inputs = quantised ? 32 * random_int(1, 5) : random_int(1, 90);
+        const int64_t outputs = random_int(1, 150), inputs = random_inputs(format, 520);
         const TestWeight weight(format, outputs, inputs);
         describe_case(std::string(name_of(format)) + " " + std::to_string(outputs) + " x " + std::to_string(inputs));
         const Storage storage = quantised ? static_cast<Storage>(random_int(0, 1)) : float_storage(format);
@@ -313,11 +332,13 @@ TEST_ONCE(a_damaged_weight_is_refused) {
         }
         return false;
     };
-    for (const WeightFormat format : {WeightFormat::q4_0, WeightFormat::q4_1, WeightFormat::q8_0}) {
-        const TestWeight weight(format, 200, 64);
-        const int64_t row_bytes = stored_row_bytes(format, 64);
+    for (int i = static_cast<int>(WeightFormat::q4_0); i < kNumWeightFormats; ++i) {
+        const auto format = static_cast<WeightFormat>(i);
+        const int64_t inputs = 2 * block_inputs(format), row_bytes = stored_row_bytes(format, inputs);
+        const TestWeight weight(format, 200, inputs);
         const uint16_t infinite = 0x7c00;
-        std::memcpy(weight.stored->data() + 133 * row_bytes + row_bytes / 2, &infinite, 2);
+        const int64_t at = row_bytes / 2 + (format == WeightFormat::q6_k ? 208 : 0);
+        std::memcpy(weight.stored->data() + 133 * row_bytes + at, &infinite, 2);
         set_num_threads(2);
         CHECK(refused([&] { pack_rows(weight.weight(), weight.stored->data(), row_bytes, 200, {0, 1}); }));
     }

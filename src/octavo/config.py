@@ -169,9 +169,9 @@ class EngineConfig(Options):
     )
     quantization: Literal["auto", "none"] = _model(
         "auto",
-        "auto: compute with GGUF's Q4_0, Q4_1 and Q8_0 weights as they are, with Q4_K as Q4_1 and with other quantised "
-        "types as Q8_0, and activations in int8, where there are kernels for it and dtype is not float32; none: "
-        "dequantise them when they are loaded",
+        "auto: compute with GGUF's Q4_0, Q4_1, Q5_0, Q8_0, Q4_K, Q5_K and Q6_K weights as they are and with other "
+        "quantised types as Q8_0, and activations in int8, where there are kernels for it and dtype is not float32; "
+        "none: dequantise them when they are loaded",
     )
     chat_template: str | None = _model(
         None, "file with a chat template (Jinja) to use instead of the model's own", metavar="FILE"

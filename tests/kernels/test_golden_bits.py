@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 
@@ -30,8 +31,16 @@ pytestmark = [
 
 RECORD = Path(__file__).with_name("golden_bits.json")
 ROWS = (1, 2, 5, 8, 19, 40)
-# Bytes of a block of 32 weights as GGUF stores it, and where its fp16 numbers lie.
-BLOCKS: dict[Any, tuple[int, tuple[int, ...]]] = {"Q4_0": (18, (0,)), "Q4_1": (20, (0, 2)), "Q8_0": (34, (0,))}
+# Where the fp16 numbers lie in a block as GGUF stores it.
+BLOCKS: dict[Any, tuple[int, ...]] = {
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q8_0": (0,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -42,26 +51,27 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> t
 
 def quantised(name: Any, outputs: int, inputs: int) -> torch.Tensor:
     """Random blocks, as stored, with scales from 2^-7 to 2^-6."""
-    size, halves = BLOCKS[name]
-    blocks = torch.randint(0, 256, (outputs, inputs // 32, size), generator=torch.Generator().manual_seed(3))
-    for at in halves:
+    weights, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    blocks = torch.randint(0, 256, (outputs, inputs // weights, size), generator=torch.Generator().manual_seed(3))
+    for at in BLOCKS[name]:
         blocks[..., at + 1] = 0x20 | blocks[..., at + 1] & 3
     return blocks.to(torch.uint8).flatten(1)
 
 
 def products(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    inputs = 512 if name.endswith("_K") else 192
     if name in BLOCKS:
-        weight = PackedWeight.pack_quantised(name, quantised(name, 96, 192), 192)  # type: ignore[arg-type]
+        weight = PackedWeight.pack_quantised(name, quantised(name, 96, inputs), inputs)  # type: ignore[arg-type]
     else:
         weight = PackedWeight.pack(numbers(96, 192, dtype=dtype, seed=1))
     if name == "coded bfloat16":
         weight = weight.coded()
     for rows in ROWS:
-        x = numbers(rows, 192, dtype=dtype, seed=rows)
+        x = numbers(rows, inputs, dtype=dtype, seed=rows)
         yield weight.linear(x, numbers(96, dtype=dtype, seed=7))
         yield weight.linear(x, activation="silu")
         yield weight.linear(x, activation="gelu_pytorch_tanh")
-    yield weight.linear(numbers(70, 192, dtype=dtype, seed=70), exact=False)
+    yield weight.linear(numbers(70, inputs, dtype=dtype, seed=70), exact=False)
     yield weight.rows(torch.tensor([0, 17, 95]), dtype)
 
 

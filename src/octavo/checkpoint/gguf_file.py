@@ -181,6 +181,13 @@ class GGUFFile:
         flat = np.frombuffer(self._map, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.start)
         return flat.reshape(prod(tensor.shape[:-1]), tensor.row_bytes)
 
+    def release(self, name: str) -> None:
+        """Take a tensor's pages out of this process's memory, where the system can; the next read maps them again."""
+        tensor = self._tensor(name)
+        start = tensor.start // mmap.PAGESIZE * mmap.PAGESIZE
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, start, tensor.start + tensor.num_bytes - start)
+
     def dequantize(self, name: str) -> npt.NDArray[np.float32]:
         """Return a tensor in float32, dequantised by the `gguf` package.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -12,8 +12,9 @@ from octavo.kernels.library import isa, native
 from octavo.storage.pages import zero_pages
 
 Activation = Literal["silu", "gelu_pytorch_tanh", "gelu", "relu"]
-WeightFormat = Literal["bfloat16", "float32", "coded bfloat16", "Q4_0", "Q4_1", "Q8_0"]
-QUANTISED_FORMATS: frozenset[WeightFormat] = frozenset(("Q4_0", "Q4_1", "Q8_0"))
+QuantisedFormat = Literal["Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+WeightFormat = Literal["bfloat16", "float32", "coded bfloat16", QuantisedFormat]
+QUANTISED_FORMATS: frozenset[WeightFormat] = frozenset(get_args(QuantisedFormat))
 FLOAT_FORMATS: dict[torch.dtype, WeightFormat] = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _DECODING_ISAS = ("avx512_bf16", "avx512_vnni", "avx512")
 _MOST_ESCAPES = 1 / 256  # SmolLM2 has 1 in 8,500, its worst matrix 1 in 1,100
@@ -47,9 +48,9 @@ def _is_coded_later(format: WeightFormat) -> bool:
 class PackedWeight:
     """A matrix [outputs, inputs] in the kernels' order, and its product with any number of rows.
 
-    Quantised formats are GGUF's, as large as in the file but for outputs padded to a multiple of 32; activations are
-    then quantised to int8 in groups of 32, each with a scale of its own. A row's result has the same bits whatever the
-    other rows and the threads.
+    Quantised formats are GGUF's, as large as in the file (Q4_K and Q5_K 2.8 and 2.3 % larger: their factors of six bits
+    take a byte) but for outputs padded to a multiple of 32; activations are then quantised to int8 in groups of 32,
+    each with a scale of its own. A row's result has the same bits whatever the other rows and the threads.
 
     Attributes:
         packed: uint8; panels of 32 outputs, drawn in `gemm.h`, `coded.h` and `quant.h` of `csrc/level/`.
@@ -65,7 +66,7 @@ class PackedWeight:
         """A matrix of zeros, to `put` rows into.
 
         Raises:
-            ValueError: another format, or inputs of a quantised one that are no multiple of 32.
+            ValueError: another format, or inputs of a quantised one that are no multiple of its block, 32 or 256.
         """
         packed = _zeros(native.packed_bytes(format, outputs, inputs), kept=not _is_coded_later(format))
         return cls(format, outputs, inputs, packed)

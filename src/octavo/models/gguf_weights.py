@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import gguf
 import numpy as np
 import numpy.typing as npt
@@ -38,13 +40,17 @@ class GGUFWeights:
         tensor, offset = self._tensor(name), self._config.layer.norm_offset
         if offset and name.endswith("norm.weight"):  # llama.cpp's converter has added it
             return _dequantize(self._rows(name), tensor, torch.float32).sub_(offset).to(dtype)
-        return _dequantize(self._rows(name), tensor, dtype)
+        values = _dequantize(self._rows(name), tensor, dtype)
+        if tensor.type.name not in _FLOATS:
+            _check_finite(values, name)
+        return values
 
     def raw(self, name: str) -> RawTensor | None:
         tensor = self._tensor(name)
         if tensor.type.name in _FLOATS:
             return None
-        return RawTensor(self._rows(name), tensor.type, tensor.shape)
+        release = partial(self._file.release, self._gguf_names[name])
+        return RawTensor(self._rows(name), tensor.type, tensor.shape, release)
 
     def _rows(self, name: str) -> npt.NDArray[np.uint8]:
         rows = self._file.raw(self._gguf_names[name])
@@ -81,6 +87,14 @@ def _dequantize(rows: npt.NDArray[np.uint8], tensor: GGUFTensor, dtype: torch.dt
     for start in range(0, len(blocks), _BLOCKS_AT_ONCE):
         values[start : start + _BLOCKS_AT_ONCE] = unpack(blocks[start : start + _BLOCKS_AT_ONCE])
     return values.view(tensor.shape)
+
+
+def _check_finite(values: torch.Tensor, name: str) -> None:
+    """Raise CorruptModelError where a row of dequantised weights holds an infinity or NaN, as the packed path does."""
+    if torch.stack(torch.aminmax(values)).isfinite().all():
+        return
+    row = int(values.flatten(1).isfinite().all(1).logical_not().nonzero()[0])
+    raise CorruptModelError(f"{name}: row {row} has a scale that is infinite or not a number: the weight is damaged")
 
 
 def _scales(blocks: torch.Tensor, count: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 from gguf import GGMLQuantizationType as GGMLType
 
 from octavo import kernels
-from octavo.checkpoint.gguf_requantize import kernel_type, requantize
+from octavo.checkpoint.gguf_requantize import kernel_type, to_q8_0
 from octavo.checkpoint.model_config import ModelConfig
 from octavo.errors import CorruptModelError
 from octavo.kernels import PackedWeight, WeightFormat
@@ -102,13 +102,16 @@ class _Matrix:
                 packed.put(stored[part * rows : (part + 1) * rows], first_output, step)
         except ValueError as error:
             raise CorruptModelError(f"{self.name}: {error}") from error
+        if self.raw is not None:
+            self.raw.release()
 
     def _read(self) -> torch.Tensor:
         """Return floats, or quantised bytes [outputs, bytes per output], converted if they are stored otherwise."""
         if self.raw is None:
             return self.get()
-        wanted = GGMLType[self.format]
-        return torch.from_numpy(requantize(self.raw.rows, self.raw.type, wanted, num_threads=kernels.num_threads()))
+        if self.format == self.raw.type.name:
+            return torch.from_numpy(self.raw.rows)
+        return torch.from_numpy(to_q8_0(self.raw.rows, self.raw.type, num_threads=kernels.num_threads()))
 
 
 class PackingReader(WeightReader):

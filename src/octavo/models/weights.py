@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,11 +21,13 @@ class RawTensor:
         rows: uint8 [shape[0], bytes per row], in Hugging Face's row order.
         type: a gguf.GGMLQuantizationType.
         shape: shape of the encoded matrix.
+        release: gives back the memory that reading `rows` took; they may still be read, and take it again.
     """
 
     rows: npt.NDArray[np.uint8]
     type: Any
     shape: tuple[int, ...]
+    release: Callable[[], None] = lambda: None
 
 
 def rotary_row_order(name: str, config: ModelConfig) -> npt.NDArray[np.intp] | None:

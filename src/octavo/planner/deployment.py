@@ -446,8 +446,6 @@ class Deployment:
             notes.append(f"weights are counted in {self.dtype}, but published in {published}{as_published}")
         if self.options.weights in _NOT_LOADED:
             notes.append(f"for planning only: Octavo does not load {self.options.weights} weights")
-        elif "_k" in self.options.weights and self.options.device == "cpu":
-            notes.append("a CPU holds K-quants as Q4_1 or Q8_0 once they are loaded: give the GGUF file to count that")
         if (budget := self.budget) is not None and budget.left < 0:
             notes.append(
                 f"weights ({format_bytes(budget.weights)}), activations ({format_bytes(budget.activations)}) "
