@@ -123,6 +123,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.received: list[dict[str, Any]] = []
         self.cached: set[tuple[int, ...]] = set()
+        self.scheduler = SimpleNamespace(running=[])  # no sequence runs in it
         self._ids = itertools.count()
 
     async def start(self) -> None:
@@ -134,15 +135,15 @@ class FakeEngine:
     def resolve_kv_limits(self, amounts: KVAmounts) -> dict[str, KVLimits]:
         return resolve_limits(amounts, KVCacheSpec.build([LayerKVSpec(1, 8, 8)], 16, "float32"), 100, 512)
 
-    async def set_kv_limits(self, limits: Mapping[str, KVLimits]) -> None:
+    def set_kv_limits(self, limits: Mapping[str, KVLimits]) -> None:
         self.kv_limits = dict(limits)
         self.stats.kv_limits = {tenant: limits_in_bytes(limit, 2) for tenant, limit in limits.items()}
 
-    async def inspect(self, look: Callable[[Any], Any]) -> Any:
-        """No sequence runs in a scheduler here."""
-        return look(SimpleNamespace(running=[]))
+    async def ask(self, question: Callable[[Any], Any]) -> Any:
+        """Call a function with this engine, which stands for its core too."""
+        return question(self)
 
-    async def reset_prefix_cache(self) -> int:
+    def reset_prefix_cache(self) -> int:
         self.cached.clear()
         return 0
 

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple, TypeVar
 from octavo.engine.core import EngineCore
 from octavo.engine.delivery import Delivery
 from octavo.engine.input_processor import Prompt
-from octavo.engine.inspection import PinInfo
 from octavo.engine.outputs import Ended, OutputKind, RequestOutput, StepNews
 from octavo.engine.turns import GrammarQueue, TenantThreads
 from octavo.engine.watchdog import Watchdog
@@ -35,7 +34,6 @@ from octavo.observe.stats import EngineStats
 from octavo.request import DEFAULT_CONTEXT, Request, RequestContext, RequestId
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.kv_limits import KVAmounts, KVLimits
-from octavo.scheduler.scheduler import Scheduler
 from octavo.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -192,39 +190,17 @@ class AsyncEngine:
         """
         self._send(_CoreCall(partial(self._end, RequestId(request_id)), is_abort=True))
 
-    async def kv_report(self) -> dict[str, Any]:
-        """Return the cache report, ready for JSON; see `engine.inspection.kv_report`."""
-        return await self._ask(lambda core: core.kv_report())
-
-    async def inspect(self, look: Callable[[Scheduler], _T]) -> _T:
-        """Call a function that only reads the scheduler, between two steps, and return its result."""
-        return await self._ask(lambda core: look(core.scheduler))
-
-    async def pins(self) -> list[PinInfo]:
-        """Return all pins, the soonest to expire first."""
-        return await self._ask(lambda core: core.pins())
-
-    async def unpin(self, pin_id: str) -> bool:
-        """Remove a pin; False if there is none with that id."""
-        return await self._ask(lambda core: core.unpin(pin_id))
-
     def resolve_kv_limits(self, amounts: KVAmounts) -> Mapping[str, KVLimits]:
         """Convert tenants' floors and caps to blocks; raises `ConfigError` if they do not fit the cache."""
         return self.core.scheduler.resolve_limits(amounts)
 
-    async def set_kv_limits(self, limits: Mapping[str, KVLimits]) -> None:
-        """Set the tenants' floors and caps; may be called before `start`."""
+    async def ask(self, question: Callable[[EngineCore], _T]) -> _T:
+        """Call a function with the core in the engine's thread between two steps, and return its result.
+
+        Before `start`, it is called at once.
+        """
         if self._loop is None:
-            self.core.set_kv_limits(limits)
-        else:
-            await self._ask(lambda core: core.set_kv_limits(limits))
-
-    async def reset_prefix_cache(self) -> int:
-        """Evict every cached block that is neither in use nor pinned, and return their number."""
-        return await self._ask(lambda core: core.reset_prefix_cache())
-
-    async def _ask(self, question: Callable[[EngineCore], _T]) -> _T:
-        """Run a call in the engine's thread between two steps, when the accounting does not change."""
+            return question(self.core)
         self._require_alive()
         answer: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         self._answers.add(answer)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from octavo.engine.inspection import EngineInfo, PinInfo
+from octavo.engine.core import EngineCore
+from octavo.engine.inspection import EngineInfo
 from octavo.engine.outputs import OutputKind, RequestOutput
 from octavo.observe.stats import EngineStats
 from octavo.request import DEFAULT_CONTEXT, RequestContext
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.kv_limits import KVAmounts, KVLimits
-from octavo.scheduler.scheduler import Scheduler
 
 T = TypeVar("T")
 
@@ -98,32 +98,15 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def kv_report(self) -> dict[str, Any]:
-        """Return the ledger as JSON-ready values."""
-        ...
+    async def ask(self, question: Callable[[EngineCore], T]) -> T:
+        """Call a function with the core in the engine's thread between two steps, and return its result.
 
-    async def inspect(self, look: Callable[[Scheduler], T]) -> T:
-        """Call a function that only reads the scheduler, between two steps, and return its result."""
-        ...
-
-    async def pins(self) -> Sequence[PinInfo]:
-        """Return all pins, the soonest to expire first."""
-        ...
-
-    async def unpin(self, pin_id: str) -> bool:
-        """Remove a pin; returns False if there is none with that id."""
+        Before `start`, it is called at once.
+        """
         ...
 
     def resolve_kv_limits(self, amounts: KVAmounts) -> Mapping[str, KVLimits]:
         """Convert tenants' floors and caps to blocks of this cache; raises `ConfigError` if they do not fit."""
-        ...
-
-    async def set_kv_limits(self, limits: Mapping[str, KVLimits]) -> None:
-        """Set the tenants' floors and caps; may be called before `start`."""
-        ...
-
-    async def reset_prefix_cache(self) -> int:
-        """Evict every cached block that is neither in use nor pinned, and return their number."""
         ...
 
     async def shutdown(self, drain_seconds: float) -> None: ...

@@ -135,7 +135,7 @@ class LivePage:
 
     async def request(self, request: Request) -> Response:
         request_id = request.path_params["request_id"]
-        found = await self._engine.inspect(lambda scheduler: describe_request(scheduler, request_id))
+        found = await self._engine.ask(lambda core: describe_request(core.scheduler, request_id))
         if found is None:
             raise ApiError(404, f"The request `{shortened(request_id)}` has ended.", code="no_such_request")
         return json_response(json_bytes(found))
@@ -145,13 +145,13 @@ class LivePage:
         if not _IDS.fullmatch(asked):
             raise ApiError(400, f"ids must be 1 to {_MOST_IDS} numbers of blocks, divided by commas.", param="ids")
         block_ids = [int(number) for number in asked.split(",")]
-        found = await self._engine.inspect(lambda scheduler: computed_by(scheduler, block_ids))
+        found = await self._engine.ask(lambda core: computed_by(core.scheduler, block_ids))
         return json_response(json_bytes({"computed_by": found}))
 
     async def block(self, request: Request) -> Response:
         named, found = request.path_params["block_id"], None
         if _ID.fullmatch(named):
-            found = await self._engine.inspect(lambda scheduler: describe_block(scheduler, int(named)))
+            found = await self._engine.ask(lambda core: describe_block(core.scheduler, int(named)))
         if found is None:
             raise ApiError(404, f"There is no block {shortened(named)}.", code="no_such_block")
         token_ids = found.pop("token_ids")
@@ -187,7 +187,7 @@ class LivePage:
         if (marks := _marks(stats)) == shown.marks and now - shown.looked_at < _QUIET_S:
             return None
         shown.marks, shown.looked_at = marks, now
-        changes, took = await self._engine.inspect(lambda scheduler: _timed_look(shown.view, scheduler))
+        changes, took = await self._engine.ask(lambda core: _timed_look(shown.view, core.scheduler))
         began = time.perf_counter()
         event = _event(changes | _totals(stats))
         shown.pause = pause(took + time.perf_counter() - began, len(self._shown))

@@ -81,8 +81,8 @@ class LlamaCppApi:
     async def list_slots(self, request: Request) -> Response:
         """List as many slots as sequences can run, and those of the client's own tenant as taken."""
         tenant, info = client_of(request.scope).tenant, self._engine.info
-        running = await self._engine.inspect(
-            lambda scheduler: sum(seq.request.tenant == tenant for seq in scheduler.running)
+        running = await self._engine.ask(
+            lambda core: sum(seq.request.tenant == tenant for seq in core.scheduler.running)
         )
         return json_response(slots(info.max_num_seqs, running, info.max_model_len))
 

@@ -131,22 +131,26 @@ class Operations:
         return self._metrics[with_tenants]
 
     async def debug_kv(self, request: Request) -> Response:
-        return json_response(json_bytes(await self._engine.kv_report()))
+        return json_response(json_bytes(await self._engine.ask(lambda core: core.kv_report())))
 
     async def list_pins(self, request: Request) -> Response:
-        pins = [{"id": pin.pin_id, **_without_id(asdict(pin))} for pin in await self._engine.pins()]
+        pins = [
+            {"id": pin.pin_id, **_without_id(asdict(pin))} for pin in await self._engine.ask(lambda core: core.pins())
+        ]
         return json_response(json_bytes({"object": "list", "data": pins}))
 
     async def unpin(self, request: Request) -> Response:
         pin_id = request.path_params["pin_id"]
-        if not await self._engine.unpin(pin_id):
+        if not await self._engine.ask(lambda core: core.unpin(pin_id)):
             raise ApiError(
                 404, f"There is no pin `{shortened(pin_id)}`; it may have expired.", param="pin_id", code="no_such_pin"
             )
         return json_response(json_bytes({"id": pin_id, "object": "pin", "deleted": True}))
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        return json_response(json_bytes({"evicted_blocks": await self._engine.reset_prefix_cache()}))
+        return json_response(
+            json_bytes({"evicted_blocks": await self._engine.ask(lambda core: core.reset_prefix_cache())})
+        )
 
 
 def _without_id(fields: dict[str, Any]) -> dict[str, Any]:

@@ -129,7 +129,8 @@ async def serve_on(
     server.is_engine_planning = lambda: engine.is_planning
     server.is_engine_stepping = lambda: engine.is_stepping
     server.on_hangup = partial(_reread, config, access, engine) if _survives_hangups(config) else None
-    await engine.set_kv_limits(engine.resolve_kv_limits(access.kv_amounts))
+    limits = engine.resolve_kv_limits(access.kv_amounts)
+    await engine.ask(lambda core: core.set_kv_limits(limits))
     with server.handled_signals():
         check_interrupt()
         await engine.start()
@@ -151,7 +152,7 @@ def _reread(config: ServerConfig, access: AcceptedKeys, engine: EngineClient) ->
         logger.warning("SIGHUP: there is no --keys-file to reread; the server goes on")
     elif access.reread(engine.resolve_kv_limits):
         limits = engine.resolve_kv_limits(access.kv_amounts)
-        _tellings.add(task := asyncio.ensure_future(engine.set_kv_limits(limits)))
+        _tellings.add(task := asyncio.ensure_future(engine.ask(lambda core: core.set_kv_limits(limits))))
         task.add_done_callback(_tellings.discard)
 
 
