@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
 from typing import Any, TypeVar
 
 from octavo.engine.outputs import RequestOutput
@@ -13,7 +12,7 @@ from octavo.engine.outputs import RequestOutput
 # Number of small objects that a completion needs besides its tokens.
 _COMPLETION_WEIGHT = 8
 # An answer of at least this many small objects, about a millisecond of work, is assembled in a thread.
-_HEAVY = 512
+HEAVY = 512
 # Number of list elements that are encoded at a time; with twenty alternatives each they take a millisecond.
 _ENCODED_AT_ONCE = 64
 
@@ -36,7 +35,7 @@ def dumps(value: Any) -> str:
 
 async def offload(weight: int, work: Callable[[], Result]) -> Result:
     """Call `work`, in a thread if it is heavy, so that other streams continue meanwhile."""
-    return work() if weight < _HEAVY else await asyncio.to_thread(work)
+    return work() if weight < HEAVY else await asyncio.to_thread(work)
 
 
 def weight_of(output: RequestOutput) -> int:
@@ -46,11 +45,6 @@ def weight_of(output: RequestOutput) -> int:
         if logprobs:
             weight += len(logprobs) * (1 + len(logprobs[-1].top if logprobs[-1] is not None else ()))
     return weight + sum(len(completion.token_ids) for completion in output.outputs) // 8
-
-
-def weight_of_all(outputs: Seq[RequestOutput]) -> int:
-    """Return the sum of `weight_of`; outputs are not inspected if their number alone makes them heavy."""
-    return _HEAVY if _COMPLETION_WEIGHT * len(outputs) >= _HEAVY else sum(map(weight_of, outputs))
 
 
 def free(lists: Iterable[list[Any]]) -> None:

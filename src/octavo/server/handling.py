@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import RequestError, shown
-from octavo.server.answers.generation import Usage
+from octavo.server.answers.embeddings import embedding_job
+from octavo.server.answers.generation import AT_ONCE, Answer, Job
 from octavo.server.apis import api_of
-from octavo.server.bodies.body_reader import ReadAnswer
+from octavo.server.bodies.body_reader import CompletionRequest, EmbeddingRequest, ReadAnswer
 from octavo.server.bodies.fields import RequestBody
 from octavo.server.bodies.foreign_fields import header_value
 from octavo.server.bodies.local_apis_reader import LocalApisReader
@@ -24,6 +25,7 @@ from octavo.server.engine_client import EngineClient, TokenizerLike
 from octavo.server.errors import ApiError
 from octavo.server.http.connection import EventStream, InFlight, WholeAnswer
 from octavo.server.http.intake import BodyIntake
+from octavo.server.http.turnstile import Turnstile
 from octavo.server.route import json_response
 from octavo.server.tenants.auth import client_of
 from octavo.server.tenants.quota import charge_of
@@ -67,21 +69,6 @@ class IgnoredFields:
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.{0,128})?")
 
 
-class WholeOnly(Protocol):
-    """The answer to one body."""
-
-    @property
-    def usage(self) -> Usage: ...
-
-    def whole(self) -> Coroutine[Any, Any, list[bytes]]: ...
-
-
-class Answer(WholeOnly, Protocol):
-    """The answer to one body, whole or as a stream; only one of the two is used."""
-
-    def events(self) -> AsyncGenerator[bytes, None]: ...
-
-
 class Handling:
     """Reads bodies and sends answers, for one engine.
 
@@ -106,6 +93,9 @@ class Handling:
             reasoning_parser=config.reasoning_parser,
         )
         self._ignored = IgnoredFields()
+        self._engine = engine
+        # Shared by all bodies with several prompts.
+        self._turnstile = Turnstile(AT_ONCE, lambda: engine.is_planning, lambda: engine.is_stepping)
         self.intake = BodyIntake(config.max_body_size, config.max_total_body_size)
         self.reading = ReaderPool(self._reader, config.max_body_seconds, config.max_body_memory)
 
@@ -121,6 +111,14 @@ class Handling:
         """Receive the request's body and return the result of `BodyReader.<method>`."""
         async with self.intake.body(request) as raw:
             return await self.reading.read(method, raw, tenant=client_of(request.scope).tenant)
+
+    def job(self, request: Request, read: CompletionRequest, prefix: str) -> Job:
+        """Return the engine requests of a body with prompts."""
+        return Job.of(read, prefix, client_of(request.scope), self.traceparent(request), self._turnstile)
+
+    def embedding_job(self, request: Request, read: EmbeddingRequest) -> Job:
+        client, traceparent = client_of(request.scope), self.traceparent(request)
+        return embedding_job(self._engine, read, client, traceparent, self._turnstile)
 
     async def respond(
         self,
@@ -148,7 +146,7 @@ class Handling:
         )
         return self._ignored.told(body, stream)
 
-    async def respond_whole(self, request: Request, body: RequestBody, answer: WholeOnly) -> Response:
+    async def respond_whole(self, request: Request, body: RequestBody, answer: Answer) -> Response:
         charge_of(request.scope).begin(answer.usage)
         return self._ignored.told(body, WholeAnswer(await self._in_flight.run(request.receive, answer.whole())))
 

@@ -7,14 +7,12 @@ from starlette.responses import Response
 
 import octavo
 from octavo.errors import RequestError
-from octavo.server.answers.generation import AT_ONCE
 from octavo.server.answers.llamacpp import LlamaCppAnswer, properties, slots
 from octavo.server.answers.logprobs import TokenTexts
 from octavo.server.bodies.body_reader import CompletionRequest
 from octavo.server.bodies.llamacpp_body import InfillBody, LlamaCppBody
 from octavo.server.engine_client import EngineClient
 from octavo.server.handling import Handling
-from octavo.server.http.turnstile import Turnstile
 from octavo.server.route import Endpoint, json_response
 from octavo.server.tenants.auth import client_of
 
@@ -26,7 +24,6 @@ class LlamaCppApi:
         self._engine = engine
         self._handling = handling
         self._texts = TokenTexts(engine)
-        self._turnstile = Turnstile(AT_ONCE, lambda: engine.is_planning, lambda: engine.is_stepping)
 
     def endpoints(self) -> list[Endpoint]:
         example = {"prompt": "Once upon a time", "n_predict": 16}
@@ -70,10 +67,7 @@ class LlamaCppApi:
 
     async def _completion(self, request: Request, method: str) -> Response:
         read: CompletionRequest = await self._handling.read(request, method)
-        client = client_of(request.scope)
-        client.check_prompts(len(read.prompts))
-        traceparent = self._handling.traceparent(request)
-        answer = LlamaCppAnswer(self._engine, self._texts, read, client, traceparent, self._turnstile)
+        answer = LlamaCppAnswer(self._engine, self._texts, read, self._handling.job(request, read, "cmpl"))
         body = read.origin
         assert isinstance(body, LlamaCppBody)
         return await self._handling.respond(request, body, answer, streams=body.streams)

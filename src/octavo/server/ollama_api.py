@@ -15,7 +15,6 @@ from starlette.responses import Response
 
 import octavo
 from octavo.server.answer_json import json_bytes
-from octavo.server.answers.embeddings import Embeddings
 from octavo.server.answers.logprobs import TokenTexts
 from octavo.server.answers.ollama import OllamaAnswer, OllamaEmbedAnswer, embeddings, line
 from octavo.server.apis import OLLAMA
@@ -48,7 +47,6 @@ class OllamaApi:
         self._engine = engine
         self._handling = handling
         self._texts = TokenTexts(engine)
-        self._embeddings = Embeddings(engine)
         self._started = now()
         # Ollama's command shows the first twelve characters, and fails where there are fewer.
         identity = f"{engine.info.model_name} {engine.info.architecture} {engine.info.weight_bytes}"
@@ -128,7 +126,7 @@ class OllamaApi:
         if isinstance(read, ReadEmpty):
             empty = [b'{"embedding":[]}'] if is_single else embeddings(read.model, [], began, 0)
             return self._handling.respond_json(read.body, b"".join(empty))
-        job = self._embeddings.job(read, client_of(request.scope), self._handling.traceparent(request))
+        job = self._handling.embedding_job(request, read)
         answer = OllamaEmbedAnswer(self._engine, job, began, is_single=is_single)
         assert read.origin is not None
         return await self._handling.respond_whole(request, read.origin, answer)

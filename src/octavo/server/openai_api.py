@@ -12,9 +12,9 @@ from starlette.responses import Response
 
 from octavo.errors import RequestError, shortened
 from octavo.server.answer_json import json_bytes
-from octavo.server.answers.chat import ChatCompletions
-from octavo.server.answers.completions import Completions
-from octavo.server.answers.embeddings import Embeddings
+from octavo.server.answers.chat import ChatAnswer
+from octavo.server.answers.completions import CompletionAnswer
+from octavo.server.answers.embeddings import EmbeddingAnswer
 from octavo.server.answers.logprobs import TokenTexts
 from octavo.server.answers.messages import MessagesAnswer
 from octavo.server.answers.response_store import ResponseStore, StoredResponse
@@ -47,9 +47,6 @@ class OpenAIApi:
         self._names = handling.names
         self._created = int(time.time())
         self._texts = TokenTexts(engine)
-        self._completions = Completions(engine, self._texts)
-        self._chat = ChatCompletions(engine, self._texts)
-        self._embeddings = Embeddings(engine)
         self._responses = ResponseStore(config.max_stored_responses, config.max_stored_tenant_responses)
 
     def endpoints(self) -> list[Endpoint]:
@@ -127,17 +124,20 @@ class OpenAIApi:
 
     async def create_completion(self, request: Request) -> Response:
         read: CompletionRequest = await self._handling.read(request, "completion")
-        answer = self._completions.answer(read, client_of(request.scope), self._handling.traceparent(request))
+        job = self._handling.job(request, read, "cmpl")
+        answer = CompletionAnswer(self._engine, self._texts, read, job)
         return await self._handling.respond(request, read.body, answer, streams=read.body.streams)
 
     async def create_chat_completion(self, request: Request) -> Response:
         read: ChatRequest = await self._handling.read(request, "chat")
-        answer = self._chat.answer(read, client_of(request.scope), self._handling.traceparent(request))
+        client, traceparent = client_of(request.scope), self._handling.traceparent(request)
+        answer = ChatAnswer(self._engine, self._texts, read, client, traceparent)
         return await self._handling.respond(request, read.body, answer, streams=read.body.streams)
 
     async def create_embeddings(self, request: Request) -> Response:
         read: EmbeddingRequest = await self._handling.read(request, "embedding")
-        answer = self._embeddings.answer(read, client_of(request.scope), self._handling.traceparent(request))
+        job = self._handling.embedding_job(request, read)
+        answer = EmbeddingAnswer(self._engine, job, as_base64=read.body.encoding_format == "base64")
         return await self._handling.respond_whole(request, read.body, answer)
 
     async def create_response(self, request: Request) -> Response:

@@ -19,7 +19,7 @@ from octavo.request import DEFAULT_CONTEXT, RequestContext
 from octavo.sampling_params import SamplingParams
 from octavo.server.answer_json import free, json_bytes, json_pieces
 from octavo.server.answers import completions
-from octavo.server.answers.completions import Completions
+from octavo.server.answers.completions import CompletionAnswer
 from octavo.server.answers.generation import AT_ONCE, Job
 from octavo.server.answers.logprobs import TokenTexts
 from octavo.server.bodies.body_reader import CompletionRequest
@@ -34,6 +34,10 @@ from tests.server.fake_engine import FakeEngine
 NUM_PROMPTS = 200
 
 pytestmark = pytest.mark.anyio
+
+
+def answer_to(engine: EngineClient, read: CompletionRequest) -> CompletionAnswer:
+    return CompletionAnswer(engine, TokenTexts(engine), read, Job.of(read, "cmpl", ANYBODY, None))
 
 
 @pytest.fixture
@@ -157,7 +161,7 @@ async def test_the_answer_to_many_prompts_is_put_together_off_the_event_loop(
         prompts=[EncodedPrompt([1]) for _ in range(num_prompts)],
         cache_salt="",
     )
-    answer = Completions(as_client(engine), TokenTexts(as_client(engine))).answer(read, ANYBODY)
+    answer = answer_to(as_client(engine), read)
     assert b"".join(await answer.whole()).count(b'"finish_reason"') == num_prompts
     assert [thread is not threading.current_thread() for thread in threads] == [in_a_thread]
 
@@ -198,7 +202,7 @@ async def test_prompt_logprobs_are_let_go_in_a_thread_once_they_are_told() -> No
     body = CompletionBody(prompt=None, sampling={"prompt_logprobs": 2})
     params = SamplingParams(max_tokens=1, prompt_logprobs=2)
     read = CompletionRequest(body=body, model="fake", params=params, prompts=[EncodedPrompt([1, 2, 3])], cache_salt="")
-    answer = Completions(as_client(engine), TokenTexts(as_client(engine))).answer(read, ANYBODY)
+    answer = answer_to(as_client(engine), read)
     (choice,) = json.loads(b"".join(await answer.whole()))["choices"]
     assert len(choice["prompt_logprobs"]) == 3
     assert not answer._prompt_logprobs

@@ -2,82 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
-from octavo.server.answer_json import (
-    dumps,
-    event,
-    json_pieces,
-    offload,
-    weight_of,
-)
-from octavo.server.answers.choices import CallIds, ChoiceReader, deltas, message
-from octavo.server.answers.generation import Job, ResponseExtension, Usage
+from octavo.engine.outputs import CompletionOutput, RequestOutput
+from octavo.server.answer_json import dumps, event, json_pieces, weight_of
+from octavo.server.answers.choices import Block, BlockKind, CallIds, Change, ChatChoice, Grew, Opened
+from octavo.server.answers.generation import Answer, Job, ResponseExtension
 from octavo.server.answers.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from octavo.server.apis import DONE
 from octavo.server.bodies.body_reader import ChatRequest
 from octavo.server.engine_client import EngineClient
-from octavo.server.ids import new_id
 from octavo.server.tenants.keys import Client
 
 
-class ChatCompletions:
-    """Handles chat requests with one engine."""
+class ChatAnswer(Answer):
+    """One chat request."""
 
-    def __init__(self, engine: EngineClient, texts: TokenTexts) -> None:
-        self._engine = engine
+    def __init__(
+        self, engine: EngineClient, texts: TokenTexts, read: ChatRequest, client: Client, traceparent: str | None
+    ) -> None:
+        super().__init__(engine, Job.of(read, "chatcmpl", client, traceparent))
         self._texts = texts
-
-    def answer(self, read: ChatRequest, client: Client, traceparent: str | None = None) -> ChatAnswer:
-        """Return the answer to a body that was read; nothing runs until it is awaited or iterated."""
-        context = client.context(new_id("chatcmpl"), read.body.priority, read.cache_salt, read.prompt.pins)
-        context = replace(context, traceparent=traceparent)
-        job = Job(read.model, [read.prompt], read.params, context)
-        return ChatAnswer(self._engine, self._texts, read, job)
-
-
-class ChatAnswer:
-    """One chat request, answered whole or as a stream."""
-
-    def __init__(self, engine: EngineClient, texts: TokenTexts, read: ChatRequest, job: Job) -> None:
-        body = read.body
-        self._engine = engine
-        self._texts = texts
-        self._body = body
-        self._job = job
+        self._body = body = read.body
         self._echoed = read.echoed
-        # One reader per choice, if the answer has a format to parse.
-        self._choices = [ChoiceReader(read.speech) for _ in range(job.params.n)] if read.speech else []
-        self._ids = CallIds(read.speech.dialect)
-        self._usage = Usage(job.prompts)
-        self._extension = ResponseExtension(1, tells_ledger=body.tells_ledger, tells_pins=bool(job.context.pins))
+        # Only if the answer has a format to parse.
+        ids = CallIds(read.speech.dialect)
+        self._choices = [ChatChoice(read.speech, ids) for _ in range(read.params.n)] if read.speech else []
+        pins = self.job.context.pins
+        self._extension = ResponseExtension(1, tells_ledger=body.tells_ledger, tells_pins=bool(pins))
+        # What all events begin with, formatted once, so that a token costs only a few string joins.
+        self._stream_head = dumps(self._head("chat.completion.chunk"))[:-1] + ',"choices":['
+        self._begun = False
 
-    @property
-    def usage(self) -> Usage:
-        """The answer's token usage so far."""
-        return self._usage
-
-    async def whole(self) -> list[bytes]:
-        """Run the request and return the response body, in pieces."""
-        (output,) = await self._job.results(self._engine)
-        return await offload(self._weight(output), lambda: self._assemble(output))
-
-    def _weight(self, output: RequestOutput) -> int:
+    def weight(self, output: RequestOutput) -> int:
         parsed = sum(len(completion.text) for completion in output.outputs) if self._choices else 0
-        return weight_of(output) + parsed // 2
+        repeated = len(output.prompt_ids) if self._body.return_token_ids and not self._begun else 0
+        return weight_of(output) + parsed // 2 + repeated
 
-    def _assemble(self, output: RequestOutput) -> list[bytes]:
-        self._usage.add(0, output)
+    def assemble(self, outputs: list[RequestOutput]) -> list[bytes]:
+        (output,) = outputs
+        self.usage.add(0, output)
         self._extension.add(0, output)
         response: dict[str, Any] = {
             **self._head("chat.completion"),
             "choices": [self._choice(completion) for completion in output.outputs],
-            "usage": self._usage.report(),
+            "usage": self.usage.report(),
             **self._extension.report(),
         }
         if self._body.sampling.get("prompt_logprobs") is not None:
@@ -88,10 +57,15 @@ class ChatAnswer:
         return json_pieces(response)
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
+        told: dict[str, Any] = {"role": "assistant", "content": self._echoed + completion.text, "refusal": None}
         if self._choices:
-            told = message(self._choices[completion.index].read(completion), self._ids, self._echoed)
-        else:
-            told = {"role": "assistant", "content": self._echoed + completion.text, "refusal": None}
+            choice = self._choices[completion.index]
+            choice.read(completion)
+            told["content"] = self._echoed + choice.text(BlockKind.TEXT)
+            if any(block.kind is BlockKind.REASONING for block in choice.blocks):
+                told["reasoning_content"] = choice.text(BlockKind.REASONING)
+            if calls := [_call(block, block.text) for block in choice.blocks if block.kind is BlockKind.CALL]:
+                told |= {"content": told["content"] or None, "tool_calls": calls}
         return {"index": completion.index, "message": told, **self._reported(completion)}
 
     def _reported(self, completion: CompletionOutput) -> dict[str, Any]:
@@ -99,7 +73,7 @@ class ChatAnswer:
         reported: dict[str, Any] = {
             "logprobs": None,
             "finish_reason": (
-                self._choices[completion.index].finish_reason(completion) if self._choices else completion.finish_reason
+                self._choices[completion.index].finish_reason if self._choices else completion.finish_reason
             ),
             "stop_reason": completion.stop_reason,
         }
@@ -114,50 +88,36 @@ class ChatAnswer:
             reported["token_ids"] = completion.token_ids
         return reported
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the response as server-sent events: one chunk of bytes per output of the engine."""
-        head = dumps(self._head("chat.completion.chunk"))[:-1] + ',"choices":['
-        begun = False
-        async with aclosing(self._job.stream(self._engine, OutputKind.DELTA)) as outputs:
-            async for _, output in outputs:
-                weight = self._weight(output)
-                if not begun and self._body.return_token_ids:
-                    weight += len(output.prompt_ids)
-                yield await offload(weight, partial(self._events_of, output, head, first=not begun))
-                begun = True
-        if last := self._last_event(head):
-            yield last.encode()
-        yield DONE
-
-    def _events_of(self, output: RequestOutput, head: str, *, first: bool) -> bytes:
-        self._usage.add(0, output)
+    def render(self, index: int, output: RequestOutput) -> bytes:
+        self.usage.add(0, output)
         self._extension.add(0, output)
         tail = "]}"
         if self._body.reports_usage:
             continuous = self._body.reports_usage_continuously
-            tail = f'],"usage":{dumps(self._usage.report()) if continuous else "null"}}}'
-        chunks = self._roles(head, tail, output) if first else []
+            tail = f'],"usage":{dumps(self.usage.report()) if continuous else "null"}}}'
+        chunks = [] if self._begun else self._roles(self._stream_head, tail, output)
+        self._begun = True
         chunks += [
-            event(head + delta + tail)
+            event(self._stream_head + delta + tail)
             for completion in output.outputs
             if completion.token_ids or completion.text or completion.finish_reason
             for delta in (self._parsed_deltas(completion) if self._choices else [self._delta(completion)])
         ]
         return "".join(chunks).encode()
 
-    def _last_event(self, head: str) -> str:
-        """Return the event after the end of all choices: usage and the `octavo` object, if requested."""
+    def last(self) -> bytes:
+        """Return the end: `DONE`, after an event with usage and the `octavo` object if they were requested."""
         told = self._extension.report()
         if self._body.reports_usage:
-            told = {"usage": self._usage.report(), **told}
-        return event(f"{head}],{dumps(told)[1:]}") if told else ""
+            told = {"usage": self.usage.report(), **told}
+        return (event(f"{self._stream_head}],{dumps(told)[1:]}").encode() if told else b"") + DONE
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
-            "id": self._job.response_id,
+            "id": self.job.response_id,
             "object": kind,
-            "created": self._job.created,
-            "model": self._job.model,
+            "created": self.job.created,
+            "model": self.job.model,
         }
 
     def _roles(self, head: str, tail: str, output: RequestOutput) -> list[str]:
@@ -167,13 +127,14 @@ class ChatAnswer:
             tail = f'],"prompt_token_ids":{dumps(output.prompt_token_ids)}{tail[1:]}'
         choices = [
             {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-            for index in range(self._job.params.n)
+            for index in range(self.job.params.n)
         ]
         return [event(head + dumps(choice) + tail) for choice in choices]
 
     def _parsed_deltas(self, completion: CompletionOutput) -> list[str]:
         """Return one choice object per parsed delta; the last one also carries the fields of `_reported`."""
-        told = deltas(self._choices[completion.index].read(completion), self._ids)
+        changes = self._choices[completion.index].read(completion)
+        told = [delta for change in changes if (delta := _delta(change)) is not None]
         plain = {"logprobs": None, "finish_reason": None}
         says_more = completion.finish_reason or completion.logprobs is not None or self._body.return_token_ids
         chunks = [{"index": completion.index, "delta": delta, **plain} for delta in told]
@@ -191,3 +152,20 @@ class ChatAnswer:
             )
         delta = {"content": completion.text} if completion.text else {}
         return dumps({"index": completion.index, "delta": delta, **self._reported(completion)})
+
+
+def _call(block: Block, arguments: str) -> dict[str, Any]:
+    return {"id": block.call_id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
+
+
+def _delta(change: Change) -> dict[str, Any] | None:
+    """Return a change as OpenAI's `delta` object; None if it says nothing."""
+    match change:
+        case Opened(block) if block.kind is BlockKind.CALL:
+            return {"tool_calls": [{"index": block.number, **_call(block, "")}]}
+        case Grew(block, text) if block.kind is BlockKind.CALL:
+            return {"tool_calls": [{"index": block.number, "function": {"arguments": text}}]}
+        case Grew(block, text):
+            return {"reasoning_content" if block.kind is BlockKind.REASONING else "content": text}
+        case _:
+            return None

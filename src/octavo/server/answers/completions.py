@@ -3,81 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
+from octavo.engine.outputs import CompletionOutput, RequestOutput
 from octavo.request import TokenLogprobs
 from octavo.server.answer_json import (
     dumps,
     event,
     free,
     json_pieces,
-    offload,
-    weight_of,
-    weight_of_all,
 )
-from octavo.server.answers.generation import AT_ONCE, Job, ResponseExtension, Usage
+from octavo.server.answers.generation import Answer, Job, ResponseExtension
 from octavo.server.answers.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
 from octavo.server.apis import DONE
 from octavo.server.bodies.body_reader import CompletionRequest
 from octavo.server.bodies.openai_bodies import CompletionBody
 from octavo.server.engine_client import EngineClient
-from octavo.server.http.turnstile import Turnstile
-from octavo.server.ids import new_id
-from octavo.server.tenants.keys import Client
 
 
-class Completions:
-    """Handles completion requests with one engine."""
-
-    def __init__(self, engine: EngineClient, texts: TokenTexts) -> None:
-        self._engine = engine
-        self._texts = texts
-        self._turnstile = Turnstile(AT_ONCE, lambda: engine.is_planning, lambda: engine.is_stepping)
-
-    def answer(self, read: CompletionRequest, client: Client, traceparent: str | None = None) -> CompletionAnswer:
-        """Return the answer to a body that was read; nothing runs until it is awaited or iterated."""
-        body = read.body
-        client.check_prompts(len(read.prompts))
-        context = client.context(new_id("cmpl"), body.priority, read.cache_salt)
-        context = replace(context, traceparent=traceparent)
-        job = Job(read.model, read.prompts, read.params, context, turnstile=self._turnstile)
-        return CompletionAnswer(self._engine, self._texts, body, job)
-
-
-class CompletionAnswer:
-    """One completion request, answered whole or as a stream.
+class CompletionAnswer(Answer):
+    """One completion request.
 
     Choices are numbered as by OpenAI: completion i of prompt p is choice p * n + i.
     """
 
-    def __init__(self, engine: EngineClient, texts: TokenTexts, body: CompletionBody, job: Job) -> None:
-        self._engine = engine
+    def __init__(self, engine: EngineClient, texts: TokenTexts, read: CompletionRequest, job: Job) -> None:
+        super().__init__(engine, job)
         self._texts = texts
-        self._body = body
-        self._job = job
-        self._usage = Usage(job.prompts)
+        self._body = body = read.body
         self._extension = ResponseExtension(len(job.prompts), tells_ledger=body.tells_ledger, tells_pins=False)
         self._prompt_logprobs: dict[int, list[dict[str, dict[str, Any]] | None]] = {}
         self._choices = [
             _Choice(texts, prompt_index, body) for prompt_index in range(len(job.prompts)) for _ in range(job.params.n)
         ]
+        # What all events begin with, formatted once, so that a token costs only a few string joins.
+        self._stream_head = dumps(self._head())[:-1] + ',"choices":['
 
     def prompt_text(self, prompt_index: int) -> str:
         """Return the prompt as text, for `echo`."""
-        prompt = self._job.prompts[prompt_index]
+        prompt = self.job.prompts[prompt_index]
         if prompt.text is not None:
             return prompt.text
-        return self._engine.tokenizer.decode(list(prompt.token_ids), self._job.params.skip_special_tokens)
-
-    @property
-    def usage(self) -> Usage:
-        """The answer's token usage so far."""
-        return self._usage
+        return self._engine.tokenizer.decode(list(prompt.token_ids), self.job.params.skip_special_tokens)
 
     def prompt_logprobs_of(self, prompt_index: int, output: RequestOutput) -> list[dict[str, dict[str, Any]] | None]:
         """Return vLLM's `prompt_logprobs`, which all choices of a prompt share."""
@@ -86,68 +53,48 @@ class CompletionAnswer:
             self._prompt_logprobs[prompt_index] = prompt_logprobs(self._texts, output.prompt_ids, given)
         return self._prompt_logprobs[prompt_index]
 
-    async def whole(self) -> list[bytes]:
-        """Run the request and return the response body, in pieces."""
-        outputs = await self._job.results(self._engine)
-        try:
-            return await offload(weight_of_all(outputs), lambda: self._assemble(outputs))
-        finally:
-            self._free()
-
-    def _free(self) -> None:
-        """Free the prompt log-probabilities, which may be large, in a thread once the answer has ended."""
+    def ended(self) -> None:
+        """Free the prompt log-probabilities, which may be large, in a thread."""
         lists, self._prompt_logprobs = list(self._prompt_logprobs.values()), {}
         if lists:
             asyncio.get_running_loop().run_in_executor(None, free, lists)
 
-    def _assemble(self, outputs: list[RequestOutput]) -> list[bytes]:
+    def assemble(self, outputs: list[RequestOutput]) -> list[bytes]:
         choices: list[dict[str, Any]] = []
         for prompt_index, output in enumerate(outputs):
             choices.extend(self._new_choices(prompt_index, output))
-        told = {"usage": self._usage.report(), **self._extension.report()}
+        told = {"usage": self.usage.report(), **self._extension.report()}
         return json_pieces({**self._head(), "choices": choices, **told})
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the response as server-sent events: one chunk of bytes per output of the engine."""
-        # Everything that stays the same is formatted once, so that a token costs only a few string joins.
-        head = dumps(self._head())[:-1] + ',"choices":['
-        continuous = self._body.reports_usage_continuously
-        async with aclosing(self._job.stream(self._engine, OutputKind.DELTA)) as outputs:
-            try:
-                async for prompt_index, output in outputs:
-                    weight = weight_of(output)
-                    yield await offload(weight, partial(self._events_of, prompt_index, output, head, continuous))
-            finally:
-                self._free()
-        told = self._extension.report()
-        if self._body.reports_usage:
-            told = {"usage": self._usage.report(), **told}
-        if told:
-            yield event(f"{head}],{dumps(told)[1:]}").encode()
-        yield DONE
-
-    def _events_of(self, prompt_index: int, output: RequestOutput, head: str, continuous: bool) -> bytes:
-        choices = self._new_choices(prompt_index, output)
+    def render(self, index: int, output: RequestOutput) -> bytes:
+        choices = self._new_choices(index, output)
         tail = "]}"
         if self._body.reports_usage:
-            tail = f'],"usage":{dumps(self._usage.report()) if continuous else "null"}}}'
-        return "".join([event(head + dumps(choice) + tail) for choice in choices]).encode()
+            continuous = self._body.reports_usage_continuously
+            tail = f'],"usage":{dumps(self.usage.report()) if continuous else "null"}}}'
+        return "".join([event(self._stream_head + dumps(choice) + tail) for choice in choices]).encode()
+
+    def last(self) -> bytes:
+        told = self._extension.report()
+        if self._body.reports_usage:
+            told = {"usage": self.usage.report(), **told}
+        return (event(f"{self._stream_head}],{dumps(told)[1:]}").encode() if told else b"") + DONE
 
     def _head(self) -> dict[str, Any]:
         return {
-            "id": self._job.response_id,
+            "id": self.job.response_id,
             "object": "text_completion",
-            "created": self._job.created,
-            "model": self._job.model,
+            "created": self.job.created,
+            "model": self.job.model,
         }
 
     def _new_choices(self, prompt_index: int, output: RequestOutput) -> list[dict[str, Any]]:
         if self._body.scores_only:
             for completion in output.outputs:
                 completion.text, completion.token_ids, completion.logprobs = "", [], []
-        self._usage.add(prompt_index, output)
+        self.usage.add(prompt_index, output)
         self._extension.add(prompt_index, output)
-        first = prompt_index * self._job.params.n
+        first = prompt_index * self.job.params.n
         return [
             self._choices[first + completion.index].piece(self, first + completion.index, completion, output)
             for completion in output.outputs

@@ -12,8 +12,8 @@ from typing import Any
 from octavo.engine.outputs import RequestOutput
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
-from octavo.server.answer_json import json_bytes, offload
-from octavo.server.answers.generation import AT_ONCE, Job, Usage
+from octavo.server.answer_json import json_bytes
+from octavo.server.answers.generation import Answer, Job
 from octavo.server.bodies.body_reader import EmbeddingRequest
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import StepFailedError
@@ -25,48 +25,32 @@ from octavo.server.tenants.keys import Client
 _NO_PARAMS = SamplingParams(max_tokens=1)
 
 
-class Embeddings:
-    """Handles embedding requests with one engine."""
-
-    def __init__(self, engine: EngineClient) -> None:
-        self._engine = engine
-        self._turnstile = Turnstile(AT_ONCE, lambda: engine.is_planning, lambda: engine.is_stepping)
-
-    def answer(self, read: EmbeddingRequest, client: Client, traceparent: str | None = None) -> EmbeddingAnswer:
-        """Return the answer to a body that was read; nothing runs until it is awaited."""
-        return EmbeddingAnswer(
-            self._engine, self.job(read, client, traceparent), as_base64=read.body.encoding_format == "base64"
-        )
-
-    def job(self, read: EmbeddingRequest, client: Client, traceparent: str | None) -> Job:
-        """Return the engine requests of a body."""
-        client.check_prompts(len(read.prompts))
-        context = client.context(new_id("embd"), read.body.priority, read.cache_salt)
-        context = replace(context, traceparent=traceparent, pooling=self._engine.info.pooling)
-        return Job(read.model, read.prompts, _NO_PARAMS, context, turnstile=self._turnstile)
+def embedding_job(
+    engine: EngineClient, read: EmbeddingRequest, client: Client, traceparent: str | None, turnstile: Turnstile
+) -> Job:
+    """Return the engine requests of a body."""
+    client.check_prompts(len(read.prompts))
+    context = client.context(new_id("embd"), read.body.priority, read.cache_salt)
+    context = replace(context, traceparent=traceparent, pooling=engine.info.pooling)
+    return Job(read.model, read.prompts, _NO_PARAMS, context, turnstile=turnstile)
 
 
-class EmbeddingAnswer:
-    """One embedding request; the embeddings are in the order of the inputs.
-
-    Attributes:
-        usage: the request's tokens, of which none are generated.
-    """
+class EmbeddingAnswer(Answer):
+    """One embedding request, whose tokens are all the prompts'; the embeddings are in the order of the inputs."""
 
     def __init__(self, engine: EngineClient, job: Job, *, as_base64: bool = False) -> None:
-        self._engine = engine
-        self.job = job
+        super().__init__(engine, job)
         self._as_base64 = as_base64
-        self.usage = Usage(job.prompts)
 
     async def whole(self) -> list[bytes]:
-        """Run the request and return the response body, in pieces."""
         try:
-            outputs = await self.job.results(self._engine)
+            return await super().whole()
         except RequestError as error:
-            error.param = "input"
+            error.rename({"prompt": "input"})
             raise
-        return await offload(sum(len(output.embedding or ()) for output in outputs), lambda: self.assemble(outputs))
+
+    def weight(self, output: RequestOutput) -> int:
+        return len(output.embedding or ())
 
     def vectors(self, outputs: Sequence[RequestOutput]) -> Iterator[list[float]]:
         """Yield the embedding of each output, and count its prompt's tokens."""
@@ -76,7 +60,7 @@ class EmbeddingAnswer:
             self.usage.add_prompt(index, output)
             yield output.embedding
 
-    def assemble(self, outputs: Sequence[RequestOutput]) -> list[bytes]:
+    def assemble(self, outputs: list[RequestOutput]) -> list[bytes]:
         """Return the response body, in pieces."""
         head = {"id": self.job.response_id, "object": "list", "created": self.job.created, "model": self.job.model}
         pieces = [json_bytes(head)[:-1] + b',"data":[']

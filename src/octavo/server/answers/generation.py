@@ -7,20 +7,27 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from octavo.engine.inspection import report_fields
 from octavo.engine.outputs import GRAMMAR_TOO_COMPLEX, UNUSABLE_LOGITS, OutputKind, RequestOutput
 from octavo.request import RequestContext
 from octavo.sampling_params import SamplingParams
+from octavo.server.answer_json import HEAVY, offload, weight_of
+from octavo.server.bodies.body_reader import ChatRequest, CompletionRequest
 from octavo.server.bodies.prompts import EncodedPrompt
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import GenerationFailedError, GrammarTooComplexError, StepFailedError
 from octavo.server.http.turnstile import Turnstile
+from octavo.server.ids import new_id
+from octavo.server.tenants.keys import Client
 
 # Number of prompts that are started or aborted in one round of the event loop, over all bodies with several prompts;
 # and number of outputs of one body that are passed on before other tasks have a turn.
 AT_ONCE = 8
+# Number of outputs of one body from which their answer takes long to write.
+_MANY_OUTPUTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,30 @@ class Job:
     context: RequestContext
     created: int = field(default_factory=lambda: int(time.time()))
     turnstile: Turnstile = field(default_factory=lambda: Turnstile(AT_ONCE))
+
+    @classmethod
+    def of(
+        cls,
+        read: CompletionRequest | ChatRequest,
+        prefix: str,
+        client: Client,
+        traceparent: str | None,
+        turnstile: Turnstile | None = None,
+    ) -> Job:
+        """Return the engine requests of a body that was read, whose response's id begins with `prefix`.
+
+        Raises:
+            RequestError: the client's key does not allow as many prompts, or the priority.
+        """
+        if isinstance(read, ChatRequest):
+            prompts, request_id = [read.prompt], read.request_id or new_id(prefix)
+        else:
+            prompts, request_id = read.prompts, new_id(prefix)
+            client.check_prompts(len(prompts))
+        pins = tuple(pin for prompt in prompts for pin in prompt.pins)
+        context = client.context(request_id, read.body.priority, read.cache_salt, pins)
+        context = replace(context, traceparent=traceparent)
+        return cls(read.model, prompts, read.params, context, turnstile=turnstile or Turnstile(AT_ONCE))
 
     @property
     def response_id(self) -> str:
@@ -155,6 +186,69 @@ async def _end_in_turns(tasks: list[asyncio.Task[None]], turnstile: Turnstile, s
         for task in running:
             task.cancel()
         raise
+
+
+class Answer:
+    """The answer to one body, whole or as a stream; only one of the two is used. Subclasses write it in an API's form.
+
+    Attributes:
+        usage: the token usage so far.
+    """
+
+    def __init__(self, engine: EngineClient, job: Job) -> None:
+        self._engine = engine
+        self.job = job
+        self.usage = Usage(job.prompts)
+
+    async def whole(self) -> list[bytes]:
+        """Run the job and return the response body, in pieces."""
+        outputs = await self.job.results(self._engine)
+        try:
+            # Outputs are not inspected if their number alone makes them heavy.
+            weight = HEAVY if len(outputs) >= _MANY_OUTPUTS else sum(map(self.weight, outputs))
+            pieces = await offload(weight, lambda: self.assemble(outputs))
+            self.finished()
+            return pieces
+        finally:
+            self.ended()
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Run the job and yield the response, as its outputs arrive: one chunk of bytes for each, and a last one."""
+        try:
+            async with aclosing(self.job.stream(self._engine, OutputKind.DELTA)) as outputs:
+                async for index, output in outputs:
+                    yield await offload(self.weight(output), partial(self.render, index, output))
+            last = await offload(self.last_weight(), self.last)
+            self.finished()
+            if last:
+                yield last
+        finally:
+            self.ended()
+
+    def weight(self, output: RequestOutput) -> int:
+        """Estimate how many small objects are made when an output is written."""
+        return weight_of(output)
+
+    def assemble(self, outputs: list[RequestOutput]) -> list[bytes]:
+        """Return the whole answer to the final outputs, one for each prompt."""
+        raise NotImplementedError
+
+    def render(self, index: int, output: RequestOutput) -> bytes:
+        """Return what the next output of prompt `index` adds to a stream."""
+        raise NotImplementedError
+
+    def last_weight(self) -> int:
+        return 0
+
+    def last(self) -> bytes:
+        """Return the end of a stream."""
+        return b""
+
+    def finished(self) -> None:
+        """Called on the event loop when the answer is whole, before its end is sent."""
+
+    def ended(self) -> None:
+        """Called on the event loop once the answer has ended, whole or not."""
 
 
 class Usage:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
-from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
+from octavo.engine.outputs import CompletionOutput, RequestOutput
 from octavo.request import FinishReason
 from octavo.sampling_params import SamplingParams
 from octavo.server.answer_json import (
@@ -16,48 +13,31 @@ from octavo.server.answer_json import (
     event,
     json_bytes,
     json_pieces,
-    offload,
     weight_of,
-    weight_of_all,
 )
-from octavo.server.answers.generation import Job, Usage, seconds_of
+from octavo.server.answers.generation import Answer, Job, Usage, seconds_of
 from octavo.server.answers.logprobs import TokenTexts, chat_logprobs
 from octavo.server.apis import LLAMACPP_DEFAULTS
 from octavo.server.bodies.body_reader import CompletionRequest
 from octavo.server.bodies.llamacpp_body import LlamaCppBody
 from octavo.server.engine_client import EngineClient
-from octavo.server.http.turnstile import Turnstile
-from octavo.server.ids import new_id
-from octavo.server.tenants.keys import Client
 
 
-class LlamaCppAnswer:
+class LlamaCppAnswer(Answer):
     """One completion; several prompts become a list of answers."""
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        texts: TokenTexts,
-        read: CompletionRequest,
-        client: Client,
-        traceparent: str | None,
-        turnstile: Turnstile,
-    ) -> None:
+    def __init__(self, engine: EngineClient, texts: TokenTexts, read: CompletionRequest, job: Job) -> None:
+        super().__init__(engine, job)
         assert isinstance(read.origin, LlamaCppBody)
-        self._engine = engine
         self._texts = texts
         self._body = read.origin
-        context = replace(client.context(new_id("cmpl"), read.body.priority, read.cache_salt), traceparent=traceparent)
-        self._job = Job(read.model, read.prompts, read.params, context, turnstile=turnstile)
         self._usages = [Usage([prompt]) for prompt in read.prompts]
-        self.usage = Usage(read.prompts)
 
-    async def whole(self) -> list[bytes]:
-        outputs = await self._job.results(self._engine)
-        weight = weight_of_all(outputs) + sum(len(output.prompt_ids) for output in outputs)
-        return await offload(weight, lambda: self._assemble(outputs))
+    def weight(self, output: RequestOutput) -> int:
+        # The last part repeats the prompt.
+        return weight_of(output) + len(output.prompt_ids) * output.finished
 
-    def _assemble(self, outputs: list[RequestOutput]) -> list[bytes]:
+    def assemble(self, outputs: list[RequestOutput]) -> list[bytes]:
         answers = []
         for index, output in enumerate(outputs):
             self._count(index, output)
@@ -68,15 +48,7 @@ class LlamaCppAnswer:
         parted = [piece for index, pieces in enumerate(answers) for piece in (b"," if index else b"[", *pieces)]
         return [*parted, b"]"]
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield server-sent events: one for each output of the engine."""
-        async with aclosing(self._job.stream(self._engine, OutputKind.DELTA)) as outputs:
-            async for index, output in outputs:
-                # The last event repeats the prompt.
-                weight = weight_of(output) + len(output.prompt_ids) * output.finished
-                yield await offload(weight, partial(self._events_of, index, output))
-
-    def _events_of(self, index: int, output: RequestOutput) -> bytes:
+    def render(self, index: int, output: RequestOutput) -> bytes:
         self._count(index, output)
         events = []
         for completion in output.outputs:
@@ -117,7 +89,7 @@ class LlamaCppAnswer:
         return {"tokens_predicted": usage.completion_tokens, "tokens_evaluated": usage.prompt_tokens}
 
     def _ending(self, index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-        prompt = self._job.prompts[index]
+        prompt = self.job.prompts[index]
         text = prompt.text
         if text is None:
             text = self._engine.tokenizer.decode(list(prompt.token_ids), False)
@@ -125,10 +97,10 @@ class LlamaCppAnswer:
         return {
             "id_slot": -1,
             "stop": True,
-            "model": self._job.model,
+            "model": self.job.model,
             **self._counts(index),
             "tokens_cached": self._usages[index].cached_tokens,
-            "generation_settings": settings(self._job.params),
+            "generation_settings": settings(self.job.params),
             "prompt": text,
             "truncated": False,
             "stop_type": _stop_type(completion, word),

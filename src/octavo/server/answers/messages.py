@@ -2,68 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from functools import partial
 from typing import Any
 
 from octavo.engine.outputs import RequestOutput
 from octavo.request import FinishReason
-from octavo.server.answer_json import dumps, json_pieces, offload
-from octavo.server.answers.generation import Usage
-from octavo.server.answers.single_chat import Block, BlockKind, Change, Closed, Grew, Opened, SingleChat
+from octavo.server.answer_json import dumps, json_pieces
+from octavo.server.answers.choices import Block, BlockKind, Change, Closed, Grew, Opened, SingleChat
 from octavo.server.bodies.body_reader import ChatRequest
 from octavo.server.bodies.messages_body import arguments_object
 from octavo.server.engine_client import EngineClient
-from octavo.server.ids import new_id
 from octavo.server.tenants.keys import Client
 
 
-class MessagesAnswer:
-    """One message, answered whole or as a stream."""
+class MessagesAnswer(SingleChat):
+    """One message."""
 
     def __init__(self, engine: EngineClient, read: ChatRequest, client: Client, traceparent: str | None) -> None:
-        self._chat = SingleChat(engine, read, client, new_id("msg"), traceparent)
+        super().__init__(engine, read, client, "msg", traceparent)
+        self._begun = False
 
-    @property
-    def usage(self) -> Usage:
-        return self._chat.usage
-
-    async def whole(self) -> list[bytes]:
-        output = await self._chat.whole()
-        return await offload(self._chat.weight(output), lambda: self._assemble(output))
-
-    def _assemble(self, output: RequestOutput) -> list[bytes]:
-        self._chat.read(output)
-        content = [{**_opening(block), **_whole(block)} for block in self._chat.blocks.all]
+    def assemble(self, outputs: list[RequestOutput]) -> list[bytes]:
+        self.read(outputs[0])
+        content = [{**_opening(block), **_whole(block)} for block in self.choice.blocks]
         return json_pieces({**self._head(content), **self._ending(), "usage": self._usage()})
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield Anthropic's events: one chunk of bytes per output of the engine."""
-        begun = False
-        async with aclosing(self._chat.outputs()) as outputs:
-            async for output in outputs:
-                yield await offload(self._chat.weight(output), partial(self._events_of, output, first=not begun))
-                begun = True
-        ending = {"type": "message_delta", "delta": self._ending(), "usage": self._usage()}
-        yield (_event(ending) + _event({"type": "message_stop"})).encode()
-
-    def _events_of(self, output: RequestOutput, *, first: bool) -> bytes:
-        changes = self._chat.read(output)
-        told = [_event(_told(change)) for change in changes]
-        if first:
+    def render(self, index: int, output: RequestOutput) -> bytes:
+        told = [_event(_told(change)) for change in self.read(output)]
+        if not self._begun:
+            self._begun = True
             message = {**self._head([]), "stop_reason": None, "stop_sequence": None}
             usage = {**self._usage(), "output_tokens": 0}
             told.insert(0, _event({"type": "message_start", "message": {**message, "usage": usage}}))
         return "".join(told).encode()
 
+    def last(self) -> bytes:
+        ending = {"type": "message_delta", "delta": self._ending(), "usage": self._usage()}
+        return (_event(ending) + _event({"type": "message_stop"})).encode()
+
     def _head(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        job = self._chat.job
+        job = self.job
         return {"id": job.response_id, "type": "message", "role": "assistant", "model": job.model, "content": content}
 
     def _ending(self) -> dict[str, Any]:
-        completion = self._chat.completion
-        if self._chat.calls:
+        completion = self.choice.completion
+        if self.choice.finish_reason == "tool_calls":
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if completion.finish_reason is FinishReason.LENGTH:
             return {"stop_reason": "max_tokens", "stop_sequence": None}
@@ -72,7 +54,7 @@ class MessagesAnswer:
         return {"stop_reason": "end_turn", "stop_sequence": None}
 
     def _usage(self) -> dict[str, int]:
-        usage = self._chat.usage
+        usage = self.usage
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens,
             "cache_creation_input_tokens": 0,

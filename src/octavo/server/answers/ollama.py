@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from octavo.engine.outputs import RequestOutput
@@ -15,22 +13,20 @@ from octavo.server.answer_json import (
     dumps,
     json_bytes,
     json_pieces,
-    offload,
 )
+from octavo.server.answers.choices import BlockKind, Change, Closed, Grew, SingleChat
 from octavo.server.answers.embeddings import EmbeddingAnswer
 from octavo.server.answers.generation import Job, Usage, seconds_of
 from octavo.server.answers.logprobs import TokenTexts, chat_logprobs
-from octavo.server.answers.single_chat import BlockKind, Change, Closed, Grew, SingleChat
 from octavo.server.bodies.body_reader import ChatRequest
 from octavo.server.bodies.messages_body import arguments_object
 from octavo.server.bodies.ollama_body import OllamaGenerateBody, OllamaGenerationBody, now
 from octavo.server.engine_client import EngineClient
-from octavo.server.ids import new_id
 from octavo.server.tenants.keys import Client
 
 
-class OllamaAnswer:
-    """One answer of `/api/chat` or `/api/generate`, whole or as lines of JSON."""
+class OllamaAnswer(SingleChat):
+    """One answer of `/api/chat` or `/api/generate`; a stream has lines of JSON."""
 
     def __init__(
         self,
@@ -41,38 +37,24 @@ class OllamaAnswer:
         traceparent: str | None,
         began: float,
     ) -> None:
+        super().__init__(engine, read, client, "ollama", traceparent)
         assert isinstance(read.origin, OllamaGenerationBody)
         self._body = read.origin
         self._texts = texts
-        self._chat = SingleChat(engine, read, client, new_id("ollama"), traceparent)
         self._began = began
         # The tokens of the answer, which `/api/generate` returns as a context for the next one.
         self._keeps_context = isinstance(read.origin, OllamaGenerateBody) and not read.origin.raw
         self._token_ids: list[int] = []
 
-    @property
-    def usage(self) -> Usage:
-        return self._chat.usage
-
-    async def whole(self) -> list[bytes]:
-        output = await self._chat.whole()
-        return await offload(self._weight(output), lambda: self._assemble(output))
-
-    def _weight(self, output: RequestOutput) -> int:
+    def weight(self, output: RequestOutput) -> int:
         context = len(output.prompt_ids) + len(self._token_ids) if output.finished and self._keeps_context else 0
-        return self._chat.weight(output) + context
+        return super().weight(output) + context
 
-    def _assemble(self, output: RequestOutput) -> list[bytes]:
-        told = self._told(output)
-        return json_pieces({**self._head(), **told, **self._ending(output)})
+    def assemble(self, outputs: list[RequestOutput]) -> list[bytes]:
+        (output,) = outputs
+        return json_pieces({**self._head(), **self._told(output), **self._ending(output)})
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield lines of JSON: one for each output of the engine that says something, and a last one."""
-        async with aclosing(self._chat.outputs()) as outputs:
-            async for output in outputs:
-                yield await offload(self._weight(output), partial(self._lines_of, output))
-
-    def _lines_of(self, output: RequestOutput) -> bytes:
+    def render(self, index: int, output: RequestOutput) -> bytes:
         lines = [line({**self._head(), **told, "done": False})] if (told := self._told(output, in_stream=True)) else []
         if output.finished:
             # In pieces, because the context may be long.
@@ -81,12 +63,12 @@ class OllamaAnswer:
         return b"".join(lines)
 
     def _head(self) -> dict[str, Any]:
-        return {"model": self._chat.job.model, "created_at": now()}
+        return {"model": self.job.model, "created_at": now()}
 
     def _told(self, output: RequestOutput, *, in_stream: bool = False) -> dict[str, Any]:
         """Return what an output says; in a stream, nothing if it says nothing."""
-        parts = _parts(self._chat.read(output))
-        completion = self._chat.completion
+        parts = _parts(self.read(output))
+        completion = self.choice.completion
         if self._keeps_context:
             self._token_ids += completion.token_ids
         if completion.logprobs:
@@ -98,7 +80,7 @@ class OllamaAnswer:
         return {**self._body.answered(parts.pop("content", ""), **parts), **beside}
 
     def _ending(self, output: RequestOutput) -> dict[str, Any]:
-        reason = self._chat.completion.finish_reason
+        reason = self.choice.completion.finish_reason
         context = {"context": [*output.prompt_ids, *self._token_ids]} if self._keeps_context else {}
         return {
             "done": True,
@@ -156,7 +138,7 @@ class OllamaEmbedAnswer(EmbeddingAnswer):
         self._began = began
         self._is_single = is_single
 
-    def assemble(self, outputs: Sequence[RequestOutput]) -> list[bytes]:
+    def assemble(self, outputs: list[RequestOutput]) -> list[bytes]:
         # Encoded one by one, because encoding holds the interpreter's lock.
         vectors = [json_bytes(vector) for vector in self.vectors(outputs)]
         if self._is_single:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from octavo.engine.outputs import RequestOutput
@@ -16,12 +14,10 @@ from octavo.server.answer_json import (
     free,
     json_bytes,
     json_pieces,
-    offload,
 )
-from octavo.server.answers.generation import Usage
+from octavo.server.answers.choices import Block, BlockKind, Change, Closed, Grew, Opened, SingleChat
 from octavo.server.answers.logprobs import PartLogprobs, TokenTexts
 from octavo.server.answers.response_store import StoredResponse
-from octavo.server.answers.single_chat import Block, BlockKind, Change, Closed, Grew, Opened, SingleChat
 from octavo.server.bodies.body_reader import ChatRequest
 from octavo.server.bodies.responses_body import ResponsesBody, output_id, response_id_of
 from octavo.server.engine_client import EngineClient
@@ -47,8 +43,8 @@ _REPEATED: dict[str, Any] = {
 }
 
 
-class ResponseAnswer:
-    """One response, answered whole or as a stream.
+class ResponseAnswer(SingleChat):
+    """One response.
 
     Args:
         store: called with the id and the complete response, unless the body has `store: false`.
@@ -63,13 +59,14 @@ class ResponseAnswer:
         traceparent: str | None,
         store: Callable[[str, StoredResponse], None],
     ) -> None:
+        super().__init__(engine, read, client, "resp", traceparent)
         assert isinstance(read.origin, ResponsesBody)
         self._body = read.origin
         self._items = read.items
         self._instructions = read.instructions
-        self._chat = SingleChat(engine, read, client, read.request_id, traceparent)
         self._store = store
         self._number = 0
+        self._stored: StoredResponse | None = None  # once it is whole
         self._id = response_id_of(read.request_id)
         self._arriving: PartLogprobs | None = None
         if read.params.logprobs is not None:
@@ -77,86 +74,60 @@ class ResponseAnswer:
         # The log-probabilities of each text, by its block's index.
         self._logprobs: dict[int, list[dict[str, Any]]] = {}
 
-    @property
-    def usage(self) -> Usage:
-        return self._chat.usage
-
-    async def whole(self) -> list[bytes]:
-        output = await self._chat.whole()
-        try:
-            pieces, stored = await offload(self._chat.weight(output), lambda: self._assemble(output))
-        finally:
-            self._free()
-        self._keep(stored)
-        return pieces
-
-    def _assemble(self, output: RequestOutput) -> tuple[list[bytes], StoredResponse | None]:
-        for change in self._read(output):
+    def assemble(self, outputs: list[RequestOutput]) -> list[bytes]:
+        for change in self.read(outputs[0]):
             self._logprobs_of(change)
         pieces = json_pieces(self._response(self._ending()))
-        return pieces, self._to_store(pieces)
+        self._stored = self._to_store(pieces)
+        return pieces
 
     def _to_store(self, response: list[bytes]) -> StoredResponse | None:
         if not self._body.is_stored:
             return None
         # Without the log-probabilities, which no later response uses.
-        output = json_bytes([self._item(block, logprobs=()) for block in self._chat.blocks.all])[1:-1]
+        output = json_bytes([self._item(block, logprobs=()) for block in self.choice.blocks])[1:-1]
         items = b",".join(part for part in (self._items, output) if part)
         return StoredResponse(b"".join(response), items, len(self._items))
 
-    def _keep(self, stored: StoredResponse | None) -> None:
-        if stored is not None:
-            self._store(self._id, stored)
+    def finished(self) -> None:
+        if self._stored is not None:
+            self._store(self._id, self._stored)
 
-    def _free(self) -> None:
+    def ended(self) -> None:
         if self._logprobs:
             lists, self._logprobs = list(self._logprobs.values()), {}
             asyncio.get_running_loop().run_in_executor(None, free, lists)
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield OpenAI's events: one chunk of bytes per output of the engine."""
-        begun = False
-        try:
-            async with aclosing(self._chat.outputs()) as outputs:
-                async for output in outputs:
-                    weight = self._chat.weight(output) + (self._weight() if output.finished else 0)
-                    yield await offload(weight, partial(self._events_of, output, first=not begun))
-                    begun = True
-            last, stored = await offload(self._weight(), self._end)
-            self._keep(stored)
-            yield last
-        finally:
-            self._free()
+    def weight(self, output: RequestOutput) -> int:
+        return super().weight(output) + (self.last_weight() if output.finished else 0)
 
-    def _end(self) -> tuple[bytes, StoredResponse | None]:
-        status = self._ending()
-        response = self._response(status)
-        return self._event(f"response.{status}", response=response), self._to_store(json_pieces(response))
-
-    def _weight(self) -> int:
+    def last_weight(self) -> int:
         """Estimate how many small objects the whole response has."""
         logprobs = sum(
             len(entries) * (1 + len(entries[0]["top_logprobs"])) for entries in self._logprobs.values() if entries
         )
-        return logprobs + sum(len(block.pieces) for block in self._chat.blocks.all)
+        return logprobs + sum(len(block.pieces) for block in self.choice.blocks)
 
-    def _events_of(self, output: RequestOutput, *, first: bool) -> bytes:
+    def render(self, index: int, output: RequestOutput) -> bytes:
         told: list[bytes] = []
-        if first:
+        if not self._number:
             begun = self._response("in_progress")
-            told += [
-                self._event("response.created", response=begun),
-                self._event("response.in_progress", response=begun),
-            ]
-        for change in self._read(output):
+            told = [self._event(f"response.{name}", response=begun) for name in ("created", "in_progress")]
+        for change in self.read(output):
             told += self._told(change, self._logprobs_of(change))
         return b"".join(told)
 
-    def _read(self, output: RequestOutput) -> list[Change]:
+    def last(self) -> bytes:
+        status = self._ending()
+        response = self._response(status)
+        self._stored = self._to_store(json_pieces(response))
+        return self._event(f"response.{status}", response=response)
+
+    def read(self, output: RequestOutput) -> list[Change]:
         if self._arriving is not None:
             for completion in output.outputs:
                 self._arriving.add(completion.token_ids, completion.logprobs or ())
-        return self._chat.read(output)
+        return super().read(output)
 
     def _logprobs_of(self, change: Change) -> list[dict[str, Any]]:
         """Return the log-probabilities of the tokens by which a text has grown."""
@@ -239,16 +210,16 @@ class ResponseAnswer:
 
     def _status(self, block: Block) -> str:
         """Return the status of an item that has ended: only the last one can have been cut off."""
-        return self._ending() if block is self._chat.blocks.all[-1] else "completed"
+        return self._ending() if block is self.choice.blocks[-1] else "completed"
 
     def _output(self) -> list[dict[str, Any]]:
-        return [self._item(block) for block in self._chat.blocks.all]
+        return [self._item(block) for block in self.choice.blocks]
 
     def _ending(self) -> str:
-        return "incomplete" if self._chat.completion.finish_reason is FinishReason.LENGTH else "completed"
+        return "incomplete" if self.choice.completion.finish_reason is FinishReason.LENGTH else "completed"
 
     def _response(self, status: str) -> dict[str, Any]:
-        job, running = self._chat.job, status == "in_progress"
+        job, running = self.job, status == "in_progress"
         sampling = {self._body.CALLED.get(name, name): value for name, value in self._body.sampling.items()}
         given = {name: sampling.get(name, getattr(self._body, name, None)) for name in _REPEATED}
         return {
@@ -269,7 +240,7 @@ class ResponseAnswer:
         }
 
     def _usage(self) -> dict[str, Any]:
-        usage = self._chat.usage
+        usage = self.usage
         return {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens},
