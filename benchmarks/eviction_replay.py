@@ -23,8 +23,9 @@ from typing import Any
 
 from benchmarks import this_machine
 from octavo.config import EngineConfig
-from octavo.kvcache.block import BlockId, BlockIds
+from octavo.kvcache.block import BlockId
 from octavo.kvcache.eviction import EVICTION_POLICIES, EvictionPolicy, make_eviction_policy
+from octavo.kvcache.eviction.policies import SomeBlocks
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.request import Request, RequestId
@@ -154,47 +155,36 @@ def measure_two_tiers(policy: str, pool_blocks: int, host_blocks: int, prompts: 
     return TieredResult(policy, pool_blocks, host_blocks, on_device / total, in_host / total)
 
 
-class Recorder:
+class Recorder(EvictionPolicy):
     """A policy that records its calls, so that they can be repeated and timed alone."""
 
     def __init__(self, inner: EvictionPolicy) -> None:
         self._inner = inner
         self.operations: list[Operation] = []
 
-    def publish(self, block_id: BlockId, priority: int, key: bytes = b"") -> None:
-        self.operations.append(("publish", (block_id, priority, key)))
-        self._inner.publish(block_id, priority, key)
-
-    def hit(self, block_ids: Sequence[BlockId], priority: int) -> None:
-        self.operations.append(("hit", (tuple(block_ids), priority)))
-        self._inner.hit(block_ids, priority)
-
-    def add(self, block_id: BlockId) -> None:
-        self.operations.append(("add", (block_id,)))
-        self._inner.add(block_id)
-
-    def remove(self, block_id: BlockId) -> None:
-        self.operations.append(("remove", (block_id,)))
-        self._inner.remove(block_id)
-
-    def evict(self) -> BlockId:
-        self.operations.append(("evict", ()))
-        return self._inner.evict()
-
     def reserve(self, num_blocks: int) -> None:
         self.operations.append(("reserve", (num_blocks,)))
         self._inner.reserve(num_blocks)
 
-    def evict_many(self, count: int) -> list[BlockId]:
-        return [self.evict() for _ in range(count)]
+    def publish(self, block_id: BlockId, priority: int, key: bytes = b"") -> None:
+        self.operations.append(("publish", (block_id, priority, key)))
+        self._inner.publish(block_id, priority, key)
 
-    def add_all(self, block_ids: BlockIds) -> None:
-        for block_id in block_ids.tolist():
-            self.add(block_id)
+    def hit(self, block_ids: SomeBlocks, priority: int) -> None:
+        self.operations.append(("hit", (block_ids, priority)))
+        self._inner.hit(block_ids, priority)
 
-    def remove_all(self, block_ids: BlockIds) -> None:
-        for block_id in block_ids.tolist():
-            self.remove(block_id)
+    def add(self, block_ids: SomeBlocks) -> None:
+        self.operations.append(("add", (block_ids,)))
+        self._inner.add(block_ids)
+
+    def remove(self, block_ids: SomeBlocks) -> None:
+        self.operations.append(("remove", (block_ids,)))
+        self._inner.remove(block_ids)
+
+    def evict(self, count: int) -> list[BlockId]:
+        self.operations.append(("evict", (count,)))
+        return self._inner.evict(count)
 
     def restore(self, block_id: BlockId) -> None:
         self.operations.append(("restore", (block_id,)))

@@ -13,7 +13,7 @@ from octavo.config import KV_CACHE_ALIASES, KV_CACHE_DTYPES, MOST_THREADS, Engin
 from octavo.errors import ConfigError
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.kvcache.formats import KV_FORMATS
-from octavo.kvcache.prefix import make_prefix_index
+from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.option import parse_count
 from octavo.planner.calculator import DTYPE_BYTES
@@ -58,7 +58,7 @@ def test_a_number_of_threads_that_the_kernels_refuse_is_an_error_of_the_option(c
 
 
 def test_each_prefix_cache_that_is_offered_can_be_made() -> None:
-    made = [type(make_prefix_index(name, "lru", spec=SPEC)[1]) for name in choices("prefix_cache")]
+    made = [type(KVCacheManager(SPEC, 8, name).pool._eviction) for name in choices("prefix_cache")]
     assert len(set(made)) == len(made) == 2
 
 

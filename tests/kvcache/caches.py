@@ -6,10 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.kvcache.eviction import make_eviction_policy
-from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.manager import KVCacheManager
-from octavo.kvcache.prefix import make_prefix_index
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.request import Request, RequestId, Sequence
 from octavo.sampling_params import SamplingParams
@@ -60,12 +57,18 @@ def make_manager(
     dtype: str = "float32",
 ) -> KVCacheManager:
     spec = KVCacheSpec.build(layers, block_size, dtype)
-    name = prefix_cache if prefix_caching else None
-    prefix, policy = make_prefix_index(name, eviction, spec=spec, identity=("model",))
-    pins: dict[str, Any] = {"pin_budget": pin_budget, "pin_tenant_share": pin_tenant_share}
-    host = HostMemory(num_host_blocks + num_prefix_blocks, num_host_blocks, block_size, make_eviction_policy(eviction))
     return KVCacheManager(
-        spec, num_blocks, prefix, policy, host=host, demotion=demotion, clock=clock or Clock(), **pins
+        spec,
+        num_blocks,
+        prefix_cache if prefix_caching else None,
+        eviction,
+        identity=("model",),
+        num_swap_slots=num_host_blocks,
+        num_prefix_slots=num_prefix_blocks,
+        demotion=demotion,
+        pin_budget=pin_budget,
+        pin_tenant_share=pin_tenant_share,
+        clock=clock or Clock(),
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from octavo.errors import CacheError
+from octavo.kvcache.block import BlockId
 from octavo.kvcache.hashing import Label
 from octavo.kvcache.host_memory import HostBlockId, Slot
 from octavo.kvcache.manager import KVCacheManager
@@ -43,9 +45,8 @@ def _remember_what_is_gone(kv: KVCacheManager) -> None:
 
 
 def _lose_a_key(kv: KVCacheManager) -> None:
-    index = kv.prefix_cache._index
-    entry = next(iter(index)) + 1
-    index._keys[2 * entry] ^= 255
+    index = kv.blocks.keys
+    index._heads[:] = array("i", [0] * len(index._heads))
 
 
 def _forget_a_store(kv: KVCacheManager) -> None:
@@ -64,14 +65,17 @@ CORRUPTIONS: dict[str, tuple[Callable[[KVCacheManager], Any], str]] = {
     "a block freed twice": (lambda kv: kv.pool._free.append(kv.pool._free[0]), "stands twice in the free stack"),
     "a reference too many": (lambda kv: kv.pool.ref_counts.__setitem__(kv.pool._free[0], 1), "but free stack: True"),
     "a pin nobody has": (lambda kv: kv.pool.pin([list(kv.holdings)[-1].tables[0][0]]), "there are|pins of"),
-    "a block of nobody in the index": (lambda kv: kv.prefix_cache.drop([next(iter(kv.prefix_cache))]), "disagree"),
+    "a block of nobody in the index": (
+        lambda kv: kv.prefix_cache.drop([BlockId(int(kv.blocks.published()[0]))]),
+        "is free by its counts",
+    ),
     "a note too many": (_remember_what_is_gone, "continues another is remembered, but not published"),
-    "a lost key": (_lose_a_key, "is not found by its key"),
+    "a lost key": (_lose_a_key, "is published in the prefix cache, but has no key"),
     "a key of nobody": (
-        lambda kv: kv.prefix_cache._groups.__setitem__(next(iter(kv.prefix_cache)), -2),
+        lambda kv: kv.blocks.groups.__setitem__(int(kv.blocks.published()[0]), -2),
         "has a key, but is not published",
     ),
-    "a broken ring": (lambda kv: kv.pool._eviction._next.__setitem__(0, 0), "eviction policy: False|stands twice"),  # type: ignore[attr-defined]
+    "a broken ring": (lambda kv: kv.pool._eviction._next.__setitem__(-1, -1), "eviction policy: False|stands twice"),  # type: ignore[attr-defined]
     "a miscounted block": (lambda kv: setattr(kv.pool, "num_cached", 5), "blocks, but 5 are counted"),
     "a lost host block": (lambda kv: kv.hierarchy.host._states.__setitem__(0, Slot.FREE), "free list: False"),
     "a hold of nobody": (

@@ -116,7 +116,7 @@ def test_what_a_tenant_is_told_is_the_same_whatever_others_have_cached(probe: st
 
     def told(with_a_victim: bool) -> list[CacheReport]:
         manager.reset_prefix_cache()
-        manager.ledger = CacheLedger(60, manager.prefix_cache, Clock())
+        manager.ledger = CacheLedger(60, manager.blocks, Clock())
         if with_a_victim:
             manager.forget(serve(manager, SECRET, "ada")[1])
         reports = []

@@ -18,16 +18,13 @@ KEYS = [(i % 5).to_bytes(8, "little") + i.to_bytes(8, "little") for i in range(4
 @pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(
-    capacity=st.integers(1, 40),
     factor=st.sampled_from([1, 1 << 63 | 1, (1 << 64) - 1]),
     operations=st.lists(
         st.tuples(st.sampled_from(["put", "put_new", "remove"]), st.integers(0, 39), st.integers(0, 39)), max_size=120
     ),
 )
-def test_any_history_leaves_what_a_dictionary_would_hold(
-    capacity: int, factor: int, operations: list[tuple[str, int, int]]
-) -> None:
-    index = KeyIndex(capacity)
+def test_any_history_leaves_what_a_dictionary_would_hold(factor: int, operations: list[tuple[str, int, int]]) -> None:
+    index = KeyIndex(40)
     index._factor = factor  # the least random ones
     model: dict[bytes, int] = {}
     for operation, which, entry_id in operations:
@@ -59,21 +56,16 @@ def test_any_history_leaves_what_a_dictionary_would_hold(
 @given(
     capacity=st.integers(1, 12),
     factor=st.sampled_from([1, (1 << 64) - 1]),
-    batches=st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 20), max_size=12)), max_size=30),
+    batches=st.lists(st.lists(st.integers(0, 20), max_size=12), max_size=30),
 )
-def test_the_latest_keys_are_those_of_a_bounded_list(
-    capacity: int, factor: int, batches: list[tuple[bool, list[int]]]
-) -> None:
+def test_the_latest_keys_are_those_of_a_bounded_list(capacity: int, factor: int, batches: list[list[int]]) -> None:
     latest = LatestKeys(capacity)
     latest.index._factor = factor
     places: dict[int, int] = {}  # the model: by key
     following = 0
-    for is_batch, keys in batches:
+    for keys in batches:
         keys = keys[:capacity]
-        if is_batch:
-            given_places, _ = latest.add_all(keys)
-        else:
-            given_places = [latest.add(key.to_bytes(8, "little")) for key in keys]
+        given_places, _ = latest.add(keys)
         for key in keys:
             places = {known: place for known, place in places.items() if place != following}
             places[key] = following

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.kvcache.block import BlockId
-from octavo.kvcache.eviction import EVICTION_POLICIES, LruEviction, make_eviction_policy
+from octavo.kvcache.blocks import Blocks
+from octavo.kvcache.eviction import EVICTION_POLICIES, make_eviction_policy
 from octavo.kvcache.eviction.leaves import LeavesFirst
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import PrefixIndex
@@ -26,44 +27,54 @@ def publish(index: PrefixIndex, tokens: list[int], first_block: int, salt: str =
 
 
 def make_tree() -> PrefixIndex:
-    return PrefixIndex((), block_size=1)
+    return PrefixIndex(Blocks(200, block_size=1), ())
+
+
+def leaves_first(name: str, tree: PrefixIndex) -> LeavesFirst:
+    policy = LeavesFirst(make_eviction_policy(name), tree)
+    policy.reserve(200)
+    return policy
+
+
+def one_by_one(policy: LeavesFirst, count: int) -> list[BlockId]:
+    return [victim for _ in range(count) for victim in policy.evict(1)]
 
 
 def test_a_block_that_others_stand_on_waits_for_them_and_then_has_its_old_place() -> None:
     tree = make_tree()
-    policy = LeavesFirst(LruEviction(), tree)
+    policy = leaves_first("lru", tree)
     publish(tree, [1, 2, 3], first_block=1)
     publish(tree, [8], first_block=8)
     for block in (1, 8, 2, 3):  # the head first: the wrong way round
-        policy.add(BlockId(block))
+        policy.add([BlockId(block)])
     evicted = []
     while policy:
-        evicted.append(policy.evict())
+        evicted += policy.evict(1)
         tree.drop(evicted[-1:])
     assert evicted == [8, 3, 2, 1]
 
 
 def test_an_active_block_does_not_hold_back_the_one_it_stands_on() -> None:
     tree = make_tree()
-    policy = LeavesFirst(LruEviction(), tree)
+    policy = leaves_first("lru", tree)
     publish(tree, [1, 2], first_block=1)
-    policy.add(BlockId(1))
-    assert policy.evict() == 1
+    policy.add([BlockId(1)])
+    assert policy.evict(1) == [1]
 
 
 def test_a_block_computed_again_under_cached_descendants_waits_for_them() -> None:
     tree = make_tree()
-    policy = LeavesFirst(LruEviction(), tree)
+    policy = leaves_first("lru", tree)
     publish(tree, [1, 2], first_block=1)
-    policy.add(BlockId(1))
-    tree.drop([policy.evict()])
-    policy.add(BlockId(2))
+    policy.add([BlockId(1)])
+    tree.drop(policy.evict(1))
+    policy.add([BlockId(2)])
     publish(tree, [1], first_block=9)
-    policy.publish(BlockId(9), 0, tree.key(BlockId(9)))
-    policy.add(BlockId(9))
-    policy.remove(BlockId(2))
-    policy.add(BlockId(2))
-    assert [policy.evict(), policy.evict()] == [2, 9]
+    policy.publish(BlockId(9), 0, tree._blocks.key(BlockId(9)))
+    policy.add([BlockId(9)])
+    policy.remove([BlockId(2)])
+    policy.add([BlockId(2)])
+    assert policy.evict(2) == [2, 9]
 
 
 # Where blocks are released head first, some return from aside. Evicting and restoring others changes what `adaptive`
@@ -76,15 +87,13 @@ def test_a_block_computed_again_under_cached_descendants_waits_for_them() -> Non
 def test_evicting_many_at_once_is_as_evicting_them_one_by_one(name: str, head_first: bool) -> None:
     rng = random.Random(0)
     trees = together, alone = make_tree(), make_tree()
-    policies = many, single = [LeavesFirst(make_eviction_policy(name), tree) for tree in trees]
-    for policy in policies:
-        policy.reserve(200)
+    policies = many, single = [leaves_first(name, tree) for tree in trees]
     free = [*range(199, 0, -1)]
     for _ in range(200):
         tokens = [rng.randrange(2) if i < 4 else rng.randrange(50) for i in range(rng.choice([3, 12, 40]))]
         while len(free) < len(tokens):
-            victims = many.evict_many(min(len(many), rng.choice([1, 3, 30])))
-            assert victims == [single.evict() for _ in victims]
+            victims = many.evict(min(len(many), rng.choice([1, 3, 30])))
+            assert victims == one_by_one(single, len(victims))
             together.drop(victims)
             alone.drop(victims)
             free += victims
@@ -94,18 +103,18 @@ def test_evicting_many_at_once_is_as_evicting_them_one_by_one(name: str, head_fi
             chain = tree.chain("")
             chain.extend(tokens)
             held = [BlockId(block) for block in tree.leading(0, chain, len(tokens))]
-            policy.remove_all(np.array(held, np.int32))
+            policy.remove(np.array(held, np.int32))
             policy.hit(held, 0)
             new = [index for index in range(len(tokens)) if tree.put(0, chain, index, blocks[index])]
             for index in new if head_first else reversed(new):
                 policy.publish(blocks[index], 0, chain.key(index + 1))
             held += [blocks[index] for index in new]
-            policy.add_all(np.array(held if head_first else held[::-1], np.int32))
+            policy.add(np.array(held if head_first else held[::-1], np.int32))
             found.append(held)
         assert found[0] == found[1]
         free += [block for block in blocks if block not in found[0]]
         assert sorted(many) == sorted(single)
-    assert many.evict_many(len(many)) == [single.evict() for _ in range(len(single))]
+    assert many.evict(len(many)) == one_by_one(single, len(single))
 
 
 def unreachable(manager: KVCacheManager) -> list[BlockId]:
@@ -113,7 +122,7 @@ def unreachable(manager: KVCacheManager) -> list[BlockId]:
     tree = manager.prefix_cache
     return [
         block
-        for block in tree
+        for block in map(BlockId, manager.blocks.published().tolist())
         if manager.pool.ref_counts[block] == 0
         and (parent := tree.parent_key(block)) is not None
         and tree.find(parent) is None

@@ -213,9 +213,8 @@ def test_a_hit_ends_where_a_windows_block_is_missing() -> None:
     # Evict the window group's block 4 (tokens 16..19); its blocks 0..3 slid out and are cached.
     block = manager.tables(seq)[1][4]
     manager.forget(seq)
-    manager.pool._eviction.remove(block)
+    manager.pool._eviction.remove([block])
     manager.pool.num_cached -= 1
-    manager.pool._published[block] = 0
     manager._on_evict([block])
     manager.pool._free.append(block)
     assert manager.match(make_sequence([*range(20), 99])).num_tokens == 16

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from array import array
 
-from octavo.kvcache.block import new_table
+from octavo.kvcache.block import BlockId, new_table
 from octavo.kvcache.pool import BlockOwners
-from tests.kvcache.test_pool import make_pool
+from tests.kvcache.test_pool import make_pool, publish
 
 
 def test_a_block_counts_for_the_tenant_that_took_it_until_it_is_unused() -> None:
@@ -28,8 +28,7 @@ def test_a_cached_block_counts_for_who_takes_it_again() -> None:
     pool.count_owners(())
     assert pool.owners is not None
     blocks = pool.allocate(100, "a")
-    for block in blocks:
-        pool.mark_published(block)
+    publish(pool, *blocks)
     pool.release(blocks)
     pool.acquire(new_table(blocks), "b")
     assert (pool.owners.held("a"), pool.owners.held("b")) == (0, 100)
@@ -48,5 +47,5 @@ def test_counting_may_begin_while_blocks_are_held() -> None:
 
 def test_a_wrong_count_is_found() -> None:
     owners = BlockOwners(4)
-    owners.took([1, 2], "a")
+    owners.took([BlockId(1), BlockId(2)], "a")
     assert list(owners.check(array("i", [0, 1, 0, 0]))) == ["1 blocks count for tenant 'a', but 2 are counted"]

@@ -1,14 +1,30 @@
+from collections.abc import Sequence
+
 import pytest
 
 from octavo.errors import CacheError
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState
+from octavo.kvcache.blocks import UNPUBLISHED, Blocks
 from octavo.kvcache.eviction import LruEviction
 from octavo.kvcache.pool import BlockPool
 
 
 def make_pool(num_blocks: int = 8) -> tuple[BlockPool, list[BlockId]]:
     evicted: list[BlockId] = []
-    return BlockPool(num_blocks, LruEviction(), evicted.extend), evicted
+
+    def on_evict(blocks: Sequence[BlockId]) -> None:
+        evicted.extend(blocks)
+        for block in blocks:
+            pool.blocks.groups[block] = UNPUBLISHED
+
+    pool = BlockPool(Blocks(num_blocks), LruEviction(), on_evict)
+    return pool, evicted
+
+
+def publish(pool: BlockPool, *blocks: BlockId) -> None:
+    for block in blocks:
+        pool.note_published(block, 0, b"")
+        pool.blocks.groups[block] = 0
 
 
 def test_a_new_pool_has_every_block_but_the_null_block_free() -> None:
@@ -50,15 +66,14 @@ def test_a_free_block_cannot_be_shared_or_published() -> None:
     pool, _ = make_pool()
     with pytest.raises(CacheError, match="is free and cannot be shared"):
         pool.acquire([BlockId(3)])
-    with pytest.raises(CacheError, match="is free and cannot be published"):
-        pool.mark_published(BlockId(3))
+    with pytest.raises(CacheError, match="block 3 has no references and cannot be published"):
+        publish(pool, BlockId(3))
 
 
 def test_published_blocks_are_evicted_only_when_no_free_block_is_left_and_tails_first() -> None:
     pool, evicted = make_pool(5)
     blocks = pool.allocate(3)
-    for block in blocks:
-        pool.mark_published(block)
+    publish(pool, *blocks)
     pool.release(blocks)
     assert (pool.num_free, pool.num_cached, pool.num_available) == (1, 3, 4)
     pool.allocate(1)
@@ -69,8 +84,7 @@ def test_published_blocks_are_evicted_only_when_no_free_block_is_left_and_tails_
 def test_a_cached_block_that_is_used_again_is_no_longer_evictable() -> None:
     pool, evicted = make_pool(4)
     blocks = pool.allocate(2)
-    for block in blocks:
-        pool.mark_published(block)
+    publish(pool, *blocks)
     pool.release(blocks)
     pool.acquire(blocks[:1])
     assert pool.state(blocks[0]) is BlockState.ACTIVE

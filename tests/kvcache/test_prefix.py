@@ -19,11 +19,12 @@ from octavo.kvcache.spec import KVCacheSpec
 from tests.kvcache.caches import FULL, admit_and_compute, make_manager, make_sequence, sliding
 
 NAMES = ["hashed", "radix"]
+NUM_BLOCKS = 2000
 GROUPS = [(FULL,), (sliding(5),), (FULL, sliding(3)), (FULL, sliding(6), sliding(9))]
 
 
 def make_index(layers: tuple = (FULL,), block_size: int = 2) -> PrefixIndex:
-    return make_prefix_index("hashed", "lru", spec=KVCacheSpec.build(layers, block_size, "float32"))[0]
+    return make_prefix_index("hashed", NUM_BLOCKS, KVCacheSpec.build(layers, block_size, "float32"))[1]
 
 
 def chain_of(index: PrefixIndex, tokens: list[int], salt: str = "") -> TokenChain:
@@ -62,7 +63,7 @@ def test_the_first_of_two_equal_blocks_stays(cache: PrefixIndex) -> None:
     assert cache.put(0, chain, 0, BlockId(1))
     assert not cache.put(0, chain, 0, BlockId(2))
     assert cache.get(0, chain, 0) == 1
-    assert list(cache) == [1]
+    assert cache._blocks.published().tolist() == [1]
 
 
 def test_a_block_is_published_once_only(cache: PrefixIndex) -> None:
@@ -114,9 +115,9 @@ def test_what_is_all_dropped_is_all_forgotten(cache: PrefixIndex) -> None:
     chain = chain_of(cache, [1, 2, 3, 4])
     publish(cache, [1, 2, 3, 4], first_block=1)
     publish(cache, [1, 2, 5, 6], first_block=3)
-    for block in list(cache):
-        cache.drop([block])
-    assert list(cache) == []
+    for block in cache._blocks.published().tolist():
+        cache.drop([BlockId(block)])
+    assert cache._blocks.published().tolist() == []
     assert list(cache.leading(0, chain, 2)) == []
     publish(cache, [1, 2, 3, 4], first_block=1)
     assert list(cache.leading(0, chain, 2)) == [1, 2]
@@ -127,7 +128,14 @@ def test_a_block_knows_the_key_of_the_one_before_it_in_its_group_and_not_under_a
     publish(cache, [1, 1, 2, 2, 4, 4], first_block=11)
     publish(cache, [1, 1, 2, 2], first_block=21, group=1)
     parents = [cache.parent_key(BlockId(block)) for block in (1, 2, 3, 13, 21, 22)]
-    assert parents == [None, cache.key(BlockId(1)), cache.key(BlockId(2)), cache.key(BlockId(2)), None, None]
+    assert parents == [
+        None,
+        cache._blocks.key(BlockId(1)),
+        cache._blocks.key(BlockId(2)),
+        cache._blocks.key(BlockId(2)),
+        None,
+        None,
+    ]
     assert [key and cache.find(key) for key in parents] == [None, 1, 2, 2, None, None]
 
 
@@ -137,13 +145,12 @@ def test_a_long_prefix_is_looked_up_in_pieces_that_begin_short_and_stay_bounded(
     monkeypatch.setattr(key_index, "_LARGEST_PIECE", 256)
     num_blocks = 1000
     cache = make_index(block_size=1)
-    cache.reserve(num_blocks + 1)
     chain = cache.chain("", cache.full_blocks(array("i", range(num_blocks)), ""))
     for index in range(num_blocks):
         cache.put(0, chain, index, BlockId(index + 1))
     sizes: list[int] = []
-    homes = cache._index._homes
-    monkeypatch.setattr(cache._index, "_homes", lambda keys: sizes.append(len(keys)) or homes(keys))  # type: ignore[func-returns-value]
+    homes = cache._blocks.keys._homes
+    monkeypatch.setattr(cache._blocks.keys, "_homes", lambda keys: sizes.append(len(keys)) or homes(keys))  # type: ignore[func-returns-value]
     assert list(cache.leading(0, chain, num_blocks)) == list(range(1, num_blocks + 1))
     assert (sizes[0], max(sizes), sum(sizes)) == (128, 256, num_blocks - 16)
     cache.drop([BlockId(block) for block in range(20, num_blocks + 1)])
@@ -154,7 +161,7 @@ def test_a_long_prefix_is_looked_up_in_pieces_that_begin_short_and_stay_bounded(
 
 def test_an_unknown_cache_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="hashed, radix, got 'trie'"):
-        make_prefix_index("trie", "lru", spec=KVCacheSpec.build((FULL,), 2, "float32"))
+        make_prefix_index("trie", NUM_BLOCKS, KVCacheSpec.build((FULL,), 2, "float32"))
 
 
 tokens_lists = st.lists(st.integers(0, 2), min_size=1, max_size=24)
@@ -206,7 +213,7 @@ def test_any_history_of_puts_and_drops_gives_the_answers_of_a_dictionary(
             if (found := cache.get(group, chain, number)) is not None and (key := cache.parent_key(found)) is not None:
                 assert (group, number > 0) == (0, True)
                 assert cache.find(key) == blocks.get(place(number - 1))
-    assert sorted(cache) == sorted(blocks.values())
+    assert cache._blocks.published().tolist() == sorted(blocks.values())
     assert list(cache.check()) == []
 
 

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.kvcache.manager import KVCacheManager
-from octavo.kvcache.prefix import make_prefix_index
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.request import Request, RequestId
 from octavo.sampling_params import SamplingParams
@@ -32,7 +31,7 @@ class Bench:
         **limits: Any,
     ) -> None:
         spec = KVCacheSpec.build(layers, block_size, "float32")
-        kv = KVCacheManager(spec, usable_blocks + 1, *make_prefix_index(cache, "lru", spec=spec))
+        kv = KVCacheManager(spec, usable_blocks + 1, cache)
         limits = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_model_len": 128, "watermark": 0.0, **limits}
         self.scheduler = Scheduler(SchedulerConfig(**limits), kv)
         self.observer = MemoryObserver(self.scheduler, usable_blocks * spec.block_bytes + extra_bytes)

@@ -200,7 +200,7 @@ def describe_block(scheduler: Scheduler, block_id: int) -> dict[str, Any] | None
         if block in table
     ]
     published = bool(kv.pool.published_marks[block_id])
-    token_ids = np.frombuffer(kv.prefix_cache.tokens(block), np.int32).tolist() if published else None
+    token_ids = np.frombuffer(kv.blocks.token_bytes(block), np.int32).tolist() if published else None
     return {
         "block": block_id,
         "state": kv.pool.state(block).value,

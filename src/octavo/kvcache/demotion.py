@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from octavo.kvcache.block import BlockId
-from octavo.kvcache.eviction.ghosts import GhostList
+from octavo.kvcache.blocks import Blocks
+from octavo.kvcache.eviction.adaptive import GhostList
 from octavo.kvcache.host_memory import HostMemory, Slot
-from octavo.kvcache.prefix import PrefixIndex
 
 _UNDATED = 0
 
@@ -50,20 +50,19 @@ class DemoteUsedTwice(Demotion):
     """Demotes the blocks that the device evicts if they were used twice.
 
     Args:
-        num_blocks: number of blocks in the device's pool.
-        index: the device's index of prefixes, which has the blocks' keys.
+        blocks: the record of the device's blocks.
     """
 
-    def __init__(self, host: HostMemory, index: PrefixIndex, num_blocks: int) -> None:
+    def __init__(self, host: HostMemory, blocks: Blocks) -> None:
         self._host = host
-        self._index = index
-        self._used_again = bytearray(num_blocks)  # by device block
+        self._blocks = blocks
+        self._used_again = bytearray(blocks.num_blocks)  # by device block
         # Keys of evicted blocks that were used once; if one is published again, that is its second use.
-        self._gone_once = GhostList(4 * num_blocks)
+        self._gone_once = GhostList(4 * blocks.num_blocks)
 
     def published(self, block_ids: Seq[BlockId]) -> Seq[BlockId]:
         for block_id in block_ids:
-            key = self._index.key(block_id)
+            key = self._blocks.key(block_id)
             again = self._gone_once.take(key) is not None or self._host.state(key) is Slot.READY
             self._used_again[block_id] = again
         return ()
@@ -75,14 +74,14 @@ class DemoteUsedTwice(Demotion):
     def evicted(self, block_ids: Seq[BlockId]) -> Seq[BlockId]:
         once = [block_id for block_id in block_ids if not self._used_again[block_id]]
         # All at once: 26 together take a sixth of the time.
-        self._gone_once.add_all(self._index.key_prefixes(once), [_UNDATED] * len(once))
+        self._gone_once.add(self._blocks.keys.prefixes(once), [_UNDATED] * len(once))
         return [block_id for block_id in block_ids if self._used_again[block_id]]
 
 
-def make_demotion(name: str, host: HostMemory, index: PrefixIndex, num_blocks: int) -> Demotion:
+def make_demotion(name: str, host: HostMemory, blocks: Blocks) -> Demotion:
     """Return the demotion policy with the given name; one that chooses nothing if the host has no room for prefixes."""
     if not host.num_prefix_slots:
         return Demotion()
     if name == "on_second_use":
-        return DemoteUsedTwice(host, index, num_blocks)
+        return DemoteUsedTwice(host, blocks)
     return DemoteAll() if name == "all" else DemoteEvicted()

@@ -86,7 +86,7 @@ class CacheHierarchy:
         self._prefix_cache = prefix_cache
         self._block_size = block_size
         self._num_groups = len(windows)
-        self._demotion = make_demotion(demotion, host, prefix_cache, pool.num_blocks)
+        self._demotion = make_demotion(demotion, host, pool.blocks)
         # Without slots for prefixes, a sequence must not find blocks that others have left there.
         index = TieredIndex(prefix_cache, host) if host.num_prefix_slots else prefix_cache
         self._matcher = PrefixMatcher(index, block_size, windows)
@@ -110,7 +110,7 @@ class CacheHierarchy:
         """Called when cached blocks are evicted; their memory does not change before the next step."""
         if self._wanted_by:
             for block_id in block_ids:
-                if (owners := self._wanted_by.get(self._prefix_cache.key(block_id))) is not None:
+                if (owners := self._wanted_by.get(self._pool.blocks.key(block_id))) is not None:
                     self._keep_evicted(block_id, owners)
         demoted = self._demoted(self._demotion.evicted(block_ids))
         if self._closing is None:
@@ -135,15 +135,15 @@ class CacheHierarchy:
 
     def _demoted(self, block_ids: Seq[BlockId]) -> list[Demoted]:
         """Return published blocks with what host memory must know of them."""
-        index, found = self._prefix_cache, list[Demoted]()
+        blocks, found = self._pool.blocks, list[Demoted]()
         for block_id in block_ids:
-            source = index.source(block_id)
+            source = blocks.sources[block_id]
             assert source is not None  # it is published
-            found.append(Demoted(block_id, index.label(block_id), source.tenant))
+            found.append(Demoted(block_id, blocks.label(block_id), source.tenant))
         return found
 
     def _keep_evicted(self, block_id: BlockId, owners: set[SequenceId]) -> None:
-        label = self._prefix_cache.label(block_id)
+        label = self._pool.blocks.label(block_id)
         if not self.transfers.keep([(block_id, label)], self._left[min(owners)].tenant):
             for seq_id in list(owners):
                 self.host.swapped.sequences_lost += 1

@@ -27,8 +27,8 @@ from typing import NewType
 
 from octavo.errors import CacheError
 from octavo.kvcache.block import BlockId
-from octavo.kvcache.eviction.base import EvictionPolicy
-from octavo.kvcache.eviction.ghosts import GhostList
+from octavo.kvcache.eviction import EvictionPolicy
+from octavo.kvcache.eviction.adaptive import GhostList
 from octavo.kvcache.hashing import DIGEST_BYTES, TOKEN_BYTES, Label
 from octavo.kvcache.key_index import KeyIndex
 
@@ -101,7 +101,8 @@ class HostMemory:
         self._keeps_prefixes = num_slots > num_swap_slots
         self._width = block_size * TOKEN_BYTES
         self._eviction = eviction
-        self._index = KeyIndex()
+        self._index = KeyIndex(num_slots)
+        eviction.reserve(num_slots + 1)
         self._free: list[HostBlockId] = []  # among slots that were ever used
         # By slot, for slots that were ever used.
         self._states: list[Slot] = []
@@ -190,8 +191,8 @@ class HostMemory:
     def renew(self, slot: HostBlockId) -> None:
         """Let a slot be evicted as late as if it had been used just now."""
         if BlockId(slot + 1) in self._eviction:
-            self._eviction.remove(BlockId(slot + 1))
-            self._eviction.add(BlockId(slot + 1))
+            self._eviction.remove([BlockId(slot + 1)])
+            self._eviction.add([BlockId(slot + 1)])
 
     def note_hit(self, slot: HostBlockId) -> None:
         """Note that a prefix in a slot, which is held, is used again."""
@@ -200,7 +201,7 @@ class HostMemory:
     def hold(self, slot: HostBlockId) -> None:
         """Protect a slot from eviction until `release`."""
         if self._holds[slot] == 0 and self._states[slot] is Slot.READY:
-            self._eviction.remove(BlockId(slot + 1))
+            self._eviction.remove([BlockId(slot + 1)])
         self._holds[slot] += 1
 
     def release(self, slot: HostBlockId) -> None:
@@ -306,7 +307,7 @@ class HostMemory:
     def clear(self) -> None:
         """Forget all prefixes, including those being written, except those kept for preempted sequences."""
         for entry in list(self._eviction):
-            self._eviction.remove(entry)
+            self._eviction.remove([entry])
             self._index.remove(entry - 1)
             self._free_slot(HostBlockId(entry - 1))
         for slot in map(HostBlockId, list(self._index)):
@@ -374,7 +375,7 @@ class HostMemory:
             self._tokens.extend(bytes(self._width))
             self._holds.append(0)
         elif len(self._eviction):
-            slot = HostBlockId(self._eviction.evict() - 1)
+            slot = HostBlockId(self._eviction.evict(1)[0] - 1)
             self._index.remove(slot)
             self.counters.slots[self._tenants[slot]] -= 1
             self.counters.evicted += 1
@@ -409,7 +410,7 @@ class HostMemory:
         if self._holds[slot] or self._states[slot] is not Slot.READY:
             return
         if self._keeps_prefixes and slot in self._index:
-            self._eviction.add(BlockId(slot + 1))
+            self._eviction.add([BlockId(slot + 1)])
         else:
             self._free_slot(slot)
 

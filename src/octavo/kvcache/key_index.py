@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.kvcache.block import BlockIds
-from octavo.kvcache.hashing import DIGEST_BYTES, PREFIX_BYTES, Keys, key_prefix
+from octavo.kvcache.hashing import DIGEST_BYTES, PREFIX_BYTES, Keys
 
 _MASK64 = (1 << 64) - 1
 _FIRST_HALF, _BOTH_HALVES = struct.Struct("<Q").unpack_from, struct.Struct("<QQ").unpack_from
@@ -35,18 +35,22 @@ class KeyIndex:
     """Keys of ids 0 .. capacity - 1. Each id has at most one key, each key at most one id.
 
     Args:
-        capacity: initial capacity. It doubles when an id exceeds it, which moves every entry, so pass it if known.
+        capacity: number of ids.
         width: bytes of a key that are stored and compared, 8 or 16; `replace_all` requires 8.
     """
 
     # Per id of the capacity: its key, and 4 bytes each for a home and for the next key.
     BYTES_PER_ID = DIGEST_BYTES + 8
 
-    def __init__(self, capacity: int = 16, width: int = DIGEST_BYTES) -> None:
+    def __init__(self, capacity: int, width: int = DIGEST_BYTES) -> None:
         self._halves = width // PREFIX_BYTES
         self._factor = secrets.randbits(64) | 1
         self._length = 0
-        self._allocate(capacity)
+        self._capacity = capacity = max(1, capacity)
+        # Repeated, because an array made of bytes takes a sixteenth more than they do.
+        self._heads = array("i", [0]) * capacity
+        self._after = array("i", [0]) * (capacity + 1)
+        self._keys = array("Q", [0]) * (self._halves * (capacity + 1))
 
     def __len__(self) -> int:
         return self._length
@@ -104,8 +108,6 @@ class KeyIndex:
         return self._put(key, entry_id, replaces=False)
 
     def _put(self, key: bytes, entry_id: int, *, replaces: bool) -> bool:
-        if entry_id >= self._capacity:
-            self._grow(entry_id + 1)
         heads, keys, halves, entry = self._heads, self._keys, self._halves, entry_id + 1
         first, second = _BOTH_HALVES(key) if halves == 2 else (_FIRST_HALF(key)[0], 0)
         home = ((first * self._factor & _MASK64) >> 32) * self._capacity >> 32
@@ -239,11 +241,6 @@ class KeyIndex:
         differ: npt.NDArray[np.bool_] = (parts[:, 0] | parts[:, -1]) != 0
         return differ
 
-    def reserve(self, capacity: int) -> None:
-        """Make room for ids below `capacity`."""
-        if capacity > self._capacity:
-            self._grow(capacity)
-
     def check(self) -> Iterator[str]:
         """Yield every violation of the table's own invariants. O(capacity)."""
         ids = self.ids()
@@ -251,20 +248,6 @@ class KeyIndex:
             yield f"{len(ids)} ids have a key, {self._length} are counted"
         keys = np.frombuffer(cast(Any, self._keys), np.uint64).reshape(-1, self._halves).take(ids + 1, axis=0)
         yield from (f"id {i} is not found by its key" for i in ids[self.find_all(keys) != ids].tolist())
-
-    def _allocate(self, capacity: int) -> None:
-        self._capacity = capacity
-        # Repeated, because an array made of bytes takes a sixteenth more than they do.
-        self._heads = array("i", [0]) * capacity
-        self._after = array("i", [0]) * (capacity + 1)
-        self._keys = array("Q", [0]) * (self._halves * (capacity + 1))
-
-    def _grow(self, capacity: int) -> None:
-        known = [(entry_id, self.key(entry_id)) for entry_id in self]
-        self._length = 0
-        self._allocate(max(capacity, 2 * self._capacity))
-        for entry_id, key in known:
-            self.put(key, entry_id)
 
 
 class LatestKeys:
@@ -275,12 +258,7 @@ class LatestKeys:
         self.capacity = capacity
         self._next = 0
 
-    def add(self, key: bytes) -> int:
-        """Add a key as the newest, in place of the oldest; returns its place."""
-        places, _ = self.add_all((key_prefix(key),))
-        return places[0]
-
-    def add_all(self, prefixes: Sequence[int]) -> tuple[Sequence[int], list[int]]:
+    def add(self, prefixes: Sequence[int]) -> tuple[Sequence[int], list[int]]:
         """Add at most `capacity` keys, the newest last, in place of the oldest.
 
         Returns:

@@ -19,11 +19,11 @@ from typing import NamedTuple, TypeVar
 
 from octavo.errors import CacheError
 from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable
-from octavo.kvcache.hashing import DIGEST_BYTES, PREFIX_BYTES, TOKEN_BYTES, Source, TokenChain
+from octavo.kvcache.blocks import Blocks
+from octavo.kvcache.hashing import DIGEST_BYTES, PREFIX_BYTES, TOKEN_BYTES, Source, TokenChain, key_prefix
 from octavo.kvcache.host_memory import HostBlockId
 from octavo.kvcache.key_index import KeyIndex, LatestKeys
 from octavo.kvcache.pool import BlockPool
-from octavo.kvcache.prefix import PrefixIndex
 from octavo.request import CacheOutcome, CacheReport, Request, RequestId
 
 MOST_EVICTED = 256
@@ -56,11 +56,11 @@ class _Evictions:
     def __len__(self) -> int:
         return len(self._keys.index)
 
-    def add_all(self, prefixes: Seq[int], at: float, tenants: Seq[str]) -> None:
+    def add(self, prefixes: Seq[int], at: float, tenants: Seq[str]) -> None:
         """Add evictions of the blocks whose keys have these prefixes."""
         size = self._keys.capacity
         for start in range(0, len(prefixes), size):
-            places, _ = self._keys.add_all(prefixes[start : start + size])
+            places, _ = self._keys.add(prefixes[start : start + size])
             for place, tenant in zip(places, tenants[start : start + size], strict=True):
                 self._at[place], self._tenants[place] = at, tenant
 
@@ -81,15 +81,15 @@ class _FirstBlocks:
         self._sources: list[Source | None] = [None] * capacity
 
     def add(self, key: bytes, block_id: BlockId, source: Source) -> None:
-        place = self._keys.add(key)
+        (place,), _ = self._keys.add((key_prefix(key),))
         self._blocks[place], self._sources[place] = block_id, source
 
-    def get(self, key: bytes, index: PrefixIndex) -> Source | None:
+    def get(self, key: bytes, blocks: Blocks) -> Source | None:
         """Return the source of the block with this key; None if it was evicted since."""
         if (place := self._keys.index.get(key)) is None:
             return None
         source = self._sources[place]
-        return source if index.source(BlockId(self._blocks[place])) is source else None
+        return source if blocks.sources[self._blocks[place]] is source else None
 
     def check(self) -> Iterator[str]:
         return self._keys.index.check()
@@ -162,13 +162,13 @@ class CacheLedger:
 
     Args:
         num_blocks: size of the pool, which bounds what is remembered.
-        index: the device's index of prefixes, which has the published blocks' keys and tokens.
+        blocks: the record of the pool's blocks.
         clock: a monotonic clock, in seconds.
     """
 
-    def __init__(self, num_blocks: int, index: PrefixIndex, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, num_blocks: int, blocks: Blocks, clock: Callable[[], float] = time.monotonic) -> None:
         self.totals: dict[str, CacheTotals] = {}  # by tenant, so bounded by the number of API keys
-        self._index = index
+        self._record = blocks
         self._clock = clock
         self._continued = KeyIndex(num_blocks, PREFIX_BYTES)  # the latest block that continues each prefix
         self._firsts = _FirstBlocks(min(num_blocks, max(_FEWEST_FIRSTS, num_blocks // _BLOCKS_PER_FIRST)))
@@ -194,23 +194,23 @@ class CacheLedger:
 
     def owner(self, block_id: BlockId) -> str | None:
         """Return the id of the request that computed a published block; None if it is not published."""
-        source = self._index.source(block_id)
+        source = self._record.sources[block_id]
         return None if source is None else source.request_id
 
     def tenant(self, block_id: BlockId) -> str | None:
         """Return the tenant whose request computed a published block; None if it is not published."""
-        source = self._index.source(block_id)
+        source = self._record.sources[block_id]
         return None if source is None else source.tenant
 
     def owners(self) -> Iterator[tuple[BlockId, str]]:
         """Yield every published block and the tenant that computed it. O(blocks)."""
-        return ((block_id, source.tenant) for block_id in self._index if (source := self._index.source(block_id)))
+        return ((BlockId(i), source.tenant) for i, source in enumerate(self._record.sources) if source is not None)
 
     def evicted(self, block_ids: Seq[BlockId]) -> None:
         """Record the eviction of cached blocks, which the index still has."""
         tenants = [self.tenant(block_id) or "" for block_id in block_ids]
         self._continued.discard_all(block_ids)
-        self._evictions.add_all(self._index.key_prefixes(block_ids), self._clock(), tenants)
+        self._evictions.add(self._record.keys.prefixes(block_ids), self._clock(), tenants)
 
     def explain(self, request: Request, chain: TokenChain, cached_blocks: int) -> CacheReport:
         """Explain why a prompt's cached prefix ends after `cached_blocks` blocks."""
@@ -228,15 +228,15 @@ class CacheLedger:
             ago = self._clock() - eviction.at
             return replace(report(CacheOutcome.EVICTED, eviction.tenant), evicted_seconds_ago=ago)
         block_id = self._continued.get(chain.key(cached_blocks))
-        rival = None if block_id is None else self._index.source(BlockId(block_id))
+        rival = None if block_id is None else self._record.sources[block_id]
         common = 0
         if block_id is not None:
             common = _common_tokens(
-                self._index.tokens(BlockId(block_id)), chain.tokens(cached_blocks, cached_blocks + 1)
+                self._record.token_bytes(BlockId(block_id)), chain.tokens(cached_blocks, cached_blocks + 1)
             )
         if rival is None or common + cached_blocks == 0:
             # Checked last, so that other scopes only ever affect a report that would otherwise be "cold".
-            twin = self._firsts.get(_first_key(chain), self._index) if cached_blocks == 0 else None
+            twin = self._firsts.get(_first_key(chain), self._record) if cached_blocks == 0 else None
             if twin is not None and twin.scope != request.cache_scope:
                 return report(CacheOutcome.SALT, twin.tenant)
             return report(CacheOutcome.COLD)
@@ -288,7 +288,7 @@ class CacheLedger:
             state = pool.state(block_id)
             states[state] += 1
             if state is not BlockState.FREE:
-                source = self._index.source(block_id)
+                source = self._record.sources[block_id]
                 tenant = holders[block_id] if source is None else source.tenant
                 tenants.setdefault(tenant, Counter())[state] += 1
         holdings = [_holding(pool, request, blocks, away[name]) for name, (request, blocks) in held.items()]
@@ -296,7 +296,7 @@ class CacheLedger:
 
     def check(self) -> Iterator[str]:
         """Yield every violation of the ledger's own invariants. O(blocks)."""
-        for i in set(self._continued) - set(self._index):
+        for i in set(self._continued) - set(self._record.published().tolist()):
             yield f"a block that continues another is remembered, but not published: {i}"
         for index in (self._continued, self._firsts, self._evictions):
             yield from index.check()
@@ -308,8 +308,8 @@ class CacheLedger:
 class NullLedger(CacheLedger):
     """Records nothing and reports every miss as cold. Saves a fifth of a simulation's time."""
 
-    def __init__(self, num_blocks: int, index: PrefixIndex, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(0, index, clock)
+    def __init__(self, num_blocks: int, blocks: Blocks, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(0, blocks, clock)
 
     def published(self, blocks: Seq[tuple[BlockId, int]], chain: TokenChain) -> None:
         """See `CacheLedger.published`."""

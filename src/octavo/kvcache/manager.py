@@ -16,6 +16,7 @@ import numpy as np
 from octavo.errors import CacheError
 from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable, as_array, new_table
 from octavo.kvcache.eviction import EvictionPolicy, make_eviction_policy
+from octavo.kvcache.eviction.leaves import LeavesFirst
 from octavo.kvcache.hashing import group_key
 from octavo.kvcache.hierarchy import CacheHierarchy
 from octavo.kvcache.holdings import Holding, Holdings
@@ -23,7 +24,7 @@ from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.ledger import CacheLedger, NullLedger, RecentChanges, Stock
 from octavo.kvcache.pins import PinTable
 from octavo.kvcache.pool import BlockPool, check_references
-from octavo.kvcache.prefix import NullPrefixIndex, PrefixHit, PrefixIndex, PrefixMatcher
+from octavo.kvcache.prefix import PrefixHit, PrefixMatcher, make_prefix_index
 from octavo.kvcache.spec import KVCacheSpec, Window
 from octavo.request import CacheOutcome, CacheReport, PinReceipt, PinRequest, Request, Sequence
 
@@ -51,9 +52,12 @@ class KVCacheManager:
     Args:
         spec: block size and groups.
         num_blocks: size of the pool, including the null block.
-        prefix_cache: index of computed prefixes (`NullPrefixIndex` for none).
-        eviction: policy that chooses which cached block to evict.
-        host: host memory, for prefixes that the device evicts and for preempted sequences; by default none.
+        prefix_cache: how prefixes are cached, see `make_prefix_index`; None for not at all.
+        eviction: name of the policy that chooses which cached block to evict, on the device and in host memory.
+        identity: what keys and values depend on besides the tokens: model fingerprint, dtype, codec, …
+        num_swap_slots: blocks of host memory for preempted sequences.
+        num_prefix_slots: additional blocks of host memory, for prefixes that the device evicts.
+        wrap_eviction: wraps the device's eviction policy in an observer.
         demotion: policy that chooses which of the device's blocks are copied to the host (`make_demotion`).
         pin_budget: share of the pool that may be pinned at once.
         pin_tenant_share: share of the pin budget that the pins of one tenant may hold.
@@ -70,10 +74,13 @@ class KVCacheManager:
         self,
         spec: KVCacheSpec,
         num_blocks: int,
-        prefix_cache: PrefixIndex,
-        eviction: EvictionPolicy,
+        prefix_cache: str | None = "hashed",
+        eviction: str = "lru",
         *,
-        host: HostMemory | None = None,
+        identity: tuple[str, ...] = (),
+        num_swap_slots: int = 0,
+        num_prefix_slots: int = 0,
+        wrap_eviction: Callable[[EvictionPolicy], EvictionPolicy] | None = None,
         demotion: str = "on_second_use",
         pin_budget: float = DEFAULT_PIN_BUDGET,
         pin_tenant_share: float = 1.0,
@@ -81,21 +88,26 @@ class KVCacheManager:
         explains: bool = True,
     ) -> None:
         self.spec = spec
-        self.caches_prefixes = caches = not isinstance(prefix_cache, NullPrefixIndex)
-        self.pool = BlockPool(num_blocks, eviction, on_evict=self._on_evict)
-        self.prefix_cache = prefix_cache
-        prefix_cache.reserve(num_blocks)
+        self.caches_prefixes = caches = prefix_cache is not None
+        self.blocks, self.prefix_cache = make_prefix_index(prefix_cache, num_blocks, spec, identity)
+        policy = make_eviction_policy(eviction)
+        if prefix_cache == "radix":
+            policy = LeavesFirst(policy, self.prefix_cache)
+        self.pool = BlockPool(
+            self.blocks, policy if wrap_eviction is None else wrap_eviction(policy), on_evict=self._on_evict
+        )
         self._windows = [group.window for group in spec.groups]
-        self._matcher = PrefixMatcher(prefix_cache, spec.block_size, self._windows)
-        if host is None:
-            host = HostMemory(0, 0, spec.block_size, make_eviction_policy("lru"))
-        self.hierarchy = CacheHierarchy(self.pool, prefix_cache, host, spec.block_size, self._windows, demotion)
+        self._matcher = PrefixMatcher(self.prefix_cache, spec.block_size, self._windows)
+        host = HostMemory(
+            num_swap_slots + num_prefix_slots, num_swap_slots, spec.block_size, make_eviction_policy(eviction)
+        )
+        self.hierarchy = CacheHierarchy(self.pool, self.prefix_cache, host, spec.block_size, self._windows, demotion)
         budget_blocks = int(pin_budget * (num_blocks - 1))
         tenant_blocks = int(pin_tenant_share * budget_blocks)
         self.pins = PinTable(self.pool, budget_blocks, tenant_blocks, self._matcher.longest, clock)
         ledger = CacheLedger if explains else NullLedger
-        self.ledger = ledger(num_blocks if caches else 0, prefix_cache, clock)
-        self.holdings = Holdings(self.pool, prefix_cache, spec.block_size, len(spec.groups))
+        self.ledger = ledger(num_blocks if caches else 0, self.blocks, clock)
+        self.holdings = Holdings(self.pool, self.prefix_cache, spec.block_size, len(spec.groups))
         self.recent = RecentChanges()
         self.no_hit = PrefixHit(0, tuple(new_table() for _ in self._windows))
         self.slides = any(window is not None for window in self._windows)
@@ -205,8 +217,7 @@ class KVCacheManager:
         total = self.spec.blocks_for_tokens(hit.num_tokens + num_new_tokens)
         for table in hit.tables:
             if table:
-                pool.acquire(table, tenant)
-                pool.note_hit(table, seq.request.priority)
+                pool.acquire(table, tenant, hit_by=seq.request.priority)
                 self.hierarchy.hit(table)
         holding.tables = [table[:] for table in hit.tables]
         self.hierarchy.load(seq, holding.tables, hit)
@@ -375,7 +386,7 @@ class KVCacheManager:
         found: list[str] = []
         for findings in (
             self.pool.check(),
-            check_references(self.pool, self.holdings.tables(), self.prefix_cache),
+            check_references(self.blocks, self.holdings.tables()),
             self.prefix_cache.check(),
             self.pins.check(),
             self.ledger.check(),
@@ -409,7 +420,7 @@ class KVCacheManager:
         # The tail first, as on release, so that among blocks published together the tail is evicted first.
         published.reverse()
         for block, index, group in published:
-            self.pool.mark_published(block, seq.request.priority, group_key(group, chain.key(index + 1)))
+            self.pool.note_published(block, seq.request.priority, group_key(group, chain.key(index + 1)))
         self.ledger.published([(block, index) for block, index, _ in published], chain)
         self.hierarchy.published([block for block, _, _ in published])
         holding.num_published = filled

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
 from octavo.errors import CacheError
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds, BlockState, BlockTable, as_array, as_indices, where
-from octavo.kvcache.eviction.base import EvictionPolicy
+from octavo.kvcache.blocks import UNPUBLISHED, Blocks
+from octavo.kvcache.eviction import EvictionPolicy
+from octavo.kvcache.eviction.policies import SomeBlocks
 
-# With more blocks than this, counts are updated as whole arrays, whose fixed cost is that of some 30 blocks in a loop.
+# More blocks than this are handled as whole arrays, whose fixed cost is that of some 30 blocks in a loop.
 _MANY = 64
 
 
@@ -30,47 +32,44 @@ class BlockPool:
 
     Free blocks form a stack, because the memory of the block freed last is most likely still in the processor's cache.
 
+    Args:
+        eviction: policy that chooses which cached block to evict.
+        on_evict: called with the blocks being evicted; must withdraw them from the prefix index.
+
     Attributes:
         owners: counts of blocks in use by tenant, if enabled by `count_owners`; else None.
         num_cached: number of unreferenced, unpinned blocks that a prefix hit could use.
+        num_pinned: number of pinned blocks that are not referenced, which `allocate` cannot hand out.
         num_with_pins: number of blocks with a pin, referenced or not.
         num_freed: how often a block became available since the start.
         num_published_ever: how often a block was published since the start.
     """
 
-    def __init__(
-        self, num_blocks: int, eviction: EvictionPolicy, on_evict: Callable[[Sequence[BlockId]], None]
-    ) -> None:
-        if num_blocks < 2:
-            raise CacheError(f"a pool needs the null block and at least one other, got {num_blocks}")
-        self.num_blocks = num_blocks
-        self.ref_counts = array("i", [0]) * num_blocks
+    def __init__(self, blocks: Blocks, eviction: EvictionPolicy, on_evict: Callable[[Sequence[BlockId]], None]) -> None:
+        self.blocks = blocks
+        self.num_blocks = blocks.num_blocks
+        self.ref_counts = blocks.references
         self.owners: BlockOwners | None = None
         self.num_freed = 0
         self.num_published_ever = 0
         self.num_cached = 0
         self.num_with_pins = 0
-        self._num_pinned = 0
-        self._pins = array("i", [0]) * num_blocks
-        self._published = bytearray(num_blocks)
-        self._free = array("i", range(num_blocks - 1, 0, -1))
+        self.num_pinned = 0
+        self._free = array("i", range(self.num_blocks - 1, 0, -1))
         self._eviction = eviction
-        eviction.reserve(num_blocks)
+        eviction.reserve(self.num_blocks)
         self._on_evict = on_evict
-        # Array views of the same memory.
-        self._count_of = np.frombuffer(cast(Any, self.ref_counts), np.int32)
-        self._is_published = np.frombuffer(self._published, np.uint8)
-        self._pins_of = np.frombuffer(cast(Any, self._pins), np.int32)
 
     @property
-    def published_marks(self) -> npt.NDArray[np.uint8]:
-        """By block, 1 if it is in the prefix cache; read-only."""
-        return self._is_published
+    def published_marks(self) -> npt.NDArray[np.bool_]:
+        """By block, whether it is in the prefix cache. O(blocks)."""
+        marks: npt.NDArray[np.bool_] = self.blocks.groups_array != UNPUBLISHED
+        return marks
 
     @property
     def pin_counts(self) -> BlockIds:
         """By block, its number of pins; read-only."""
-        return self._pins_of
+        return self.blocks.pins_array
 
     @property
     def num_free(self) -> int:
@@ -83,23 +82,16 @@ class BlockPool:
         return len(self._free) + self.num_cached
 
     @property
-    def num_pinned(self) -> int:
-        """The number of pinned blocks that are not referenced, which `allocate` cannot hand out."""
-        return self._num_pinned
-
-    @property
     def num_active(self) -> int:
-        return self.num_blocks - 1 - self.num_available - self._num_pinned
+        return self.num_blocks - 1 - self.num_available - self.num_pinned
 
     def count_owners(self, held: Iterable[tuple[str, BlockTable]]) -> None:
         """Start counting blocks in use by tenant; `held` must be all tables with their tenants."""
         self.owners = owners = BlockOwners(self.num_blocks)
-        seen = bytearray(self.num_blocks)
-        seen[NULL_BLOCK] = 1
+        seen = {NULL_BLOCK}
         for tenant, table in held:
-            owners.took((block for block in dict.fromkeys(table) if not seen[block]), tenant)
-            for block in table:
-                seen[block] = 1
+            owners.took([block for block in dict.fromkeys(table) if block not in seen], tenant)
+            seen.update(table)
 
     def allocate(self, count: int, tenant: str = "") -> list[BlockId]:
         """Take `count` blocks for a tenant, each with one reference; all or nothing.
@@ -109,18 +101,11 @@ class BlockPool:
         """
         if count > self.num_available:
             raise CacheError(f"{count} blocks requested, {self.num_available} available of {self.num_blocks - 1}")
-        free = self._free
-        taken: list[BlockId] = []
-        if _MANY < count <= len(free):
-            taken = cast(list[BlockId], free[: -count - 1 : -1].tolist())
-            del free[-count:]
-            self._count_of[taken] = 1
-            if self.owners is not None:
-                self.owners.took(taken, tenant)
-            return taken
-        counts = self.ref_counts
-        for _ in range(min(count, len(free))):
-            taken.append(BlockId(free.pop()))
+        free, counts = self._free, self.ref_counts
+        start = max(0, len(free) - count)
+        taken = cast(list[BlockId], free[start:].tolist())
+        taken.reverse()
+        del free[start:]
         if len(taken) < count:
             taken += self._evict(count - len(taken))
         for block_id in taken:
@@ -129,32 +114,25 @@ class BlockPool:
             self.owners.took(taken, tenant)
         return taken
 
-    def acquire(self, block_ids: Sequence[BlockId], tenant: str = "") -> None:
+    def acquire(self, block_ids: Sequence[BlockId], tenant: str = "", hit_by: int | None = None) -> None:
         """Add a tenant's reference to each active, cached or pinned block.
 
         Null blocks are skipped, the others distinct.
 
+        Args:
+            hit_by: priority of the request that found them as a prefix, if one did, for the eviction policy.
+
         Raises:
-            CacheError: a block is free, and cannot be shared.
+            CacheError: a block is free, and cannot be shared; nothing has changed.
         """
-        if len(block_ids) > _MANY:
-            self._acquire_many(as_indices(block_ids), tenant)
-            return
-        counts = self.ref_counts
-        for block_id in block_ids:
-            if block_id == NULL_BLOCK:
-                continue
-            if counts[block_id] == 0:
-                if not self._published[block_id]:
-                    raise CacheError(f"block {block_id} is {self.state(block_id).value} and cannot be shared")
-                if self._pins[block_id]:
-                    self._num_pinned -= 1
-                else:
-                    self._eviction.remove(block_id)
-                    self.num_cached -= 1
-                if self.owners is not None:
-                    self.owners.took((block_id,), tenant)
-            counts[block_id] += 1
+        ids, unused, cached = self._add_references(block_ids)
+        self._eviction.remove(cached)
+        self.num_cached -= len(cached)
+        self.num_pinned -= len(unused) - len(cached)
+        if self.owners is not None:
+            self.owners.took(unused, tenant)
+        if hit_by is not None:
+            self._eviction.hit(ids, hit_by)
 
     def release(self, block_ids: Sequence[BlockId]) -> None:
         """Drop one reference to each block, the last first, so that a sequence's tail is evicted before its head.
@@ -164,27 +142,14 @@ class BlockPool:
         Raises:
             CacheError: a block has no reference left, because it was freed twice.
         """
-        if len(block_ids) > _MANY:
-            self._release_many(np.ascontiguousarray(as_indices(block_ids)[::-1]))
-            return
-        available, counts = self.num_available, self.ref_counts
-        for block_id in reversed(block_ids):
-            if block_id == NULL_BLOCK:
-                continue
-            if counts[block_id] < 1:
-                raise CacheError(f"block {block_id} is freed twice (it is {self.state(block_id).value})")
-            counts[block_id] -= 1
-            if counts[block_id] == 0:
-                if self.owners is not None:
-                    self.owners.gave_back((block_id,))
-                if not self._published[block_id]:
-                    self._free.append(block_id)
-                elif self._pins[block_id]:
-                    self._num_pinned += 1
-                else:
-                    self._eviction.add(block_id)
-                    self.num_cached += 1
-        self.num_freed += self.num_available - available
+        last, published, cached, freed = self._drop_references(block_ids)
+        if self.owners is not None:
+            self.owners.gave_back(last)
+        self._free.extend(freed)
+        self._eviction.add(cached)
+        self.num_cached += len(cached)
+        self.num_pinned += len(published) - len(cached)
+        self.num_freed += len(freed) + len(cached)
 
     def pin(self, block_ids: Sequence[BlockId]) -> None:
         """Protect published blocks from eviction until each pin is removed; null blocks are skipped.
@@ -195,16 +160,14 @@ class BlockPool:
             CacheError: a block is not published, so no prefix could find it; nothing has changed.
         """
         ids = as_indices(block_ids)
-        if not (published := self._is_published.take(ids) != 0).all():
-            block_id = BlockId(int(ids[~published][0]))
-            raise CacheError(f"block {block_id} is {self.state(block_id).value} and cannot be pinned")
-        pins = self._pins_of.take(ids)
-        unused = ids[(self._count_of.take(ids) == 0) & (pins == 0)]
-        self._eviction.remove_all(unused)
+        self._check_published(ids, "pinned")
+        pins = self.blocks.pins_array.take(ids)
+        unused = ids[(self.blocks.references_array.take(ids) == 0) & (pins == 0)]
+        self._eviction.remove(unused)
         self.num_cached -= len(unused)
-        self._num_pinned += len(unused)
+        self.num_pinned += len(unused)
         self.num_with_pins += int((pins == 0).sum())
-        self._pins_of[ids] = pins + 1
+        self.blocks.pins_array[ids] = pins + 1
 
     def unpin(self, block_ids: Sequence[BlockId]) -> None:
         """Remove one pin from each block; null blocks are skipped. Without pins they are ordinary cached blocks.
@@ -215,34 +178,29 @@ class BlockPool:
             CacheError: a block is not pinned; nothing has changed.
         """
         ids = as_indices(block_ids)
-        pins = self._pins_of.take(ids)
+        pins = self.blocks.pins_array.take(ids)
         if not pins.all():
             raise CacheError(f"block {ids[pins == 0][0]} is unpinned more often than pinned")
-        self._pins_of[ids] = pins - 1
+        self.blocks.pins_array[ids] = pins - 1
         last = where(pins == 1, ids)
         self.num_with_pins -= len(last)
-        cached = where(self._count_of.take(last) == 0, last)
-        self._num_pinned -= len(cached)
+        cached = where(self.blocks.references_array.take(last) == 0, last)
+        self.num_pinned -= len(cached)
         self.num_freed += len(cached)
-        self._eviction.add_all(cached)
+        self._eviction.add(cached)
         self.num_cached += len(cached)
 
-    def mark_published(self, block_id: BlockId, priority: int = 0, key: bytes = b"") -> None:
-        """Mark an active block as published in the prefix cache: once unreferenced it is cached rather than free.
+    def note_published(self, block_id: BlockId, priority: int, key: bytes) -> None:
+        """Note that an active block is now in the prefix index: once unreferenced it is cached rather than free.
 
         Args:
             priority: priority of the request that computed it, for the eviction policy.
             key: key of its contents, for the eviction policy.
         """
-        if self.ref_counts[block_id] < 1:
-            raise CacheError(f"block {block_id} is {self.state(block_id).value} and cannot be published")
-        self._published[block_id] = 1
+        if not self.ref_counts[block_id]:
+            raise CacheError(f"block {block_id} has no references and cannot be published")
         self.num_published_ever += 1
         self._eviction.publish(block_id, priority, key)
-
-    def note_hit(self, block_ids: Sequence[BlockId], priority: int) -> None:
-        """Note that a request of this priority acquired these blocks by a prefix hit; null blocks are skipped."""
-        self._eviction.hit(block_ids, priority)
 
     def evict_all_cached(self) -> int:
         """Turn every cached block into a free one, and return their number."""
@@ -252,29 +210,23 @@ class BlockPool:
         return count
 
     def state(self, block_id: BlockId) -> BlockState:
-        if block_id == NULL_BLOCK:
-            return BlockState.NULL
-        if self.ref_counts[block_id] > 0:
-            return BlockState.ACTIVE
-        if not self._published[block_id]:
-            return BlockState.FREE
-        return BlockState.PINNED if self._pins[block_id] else BlockState.CACHED
+        return self.blocks.state(block_id)
 
     def num_evictable(self, block_ids: Sequence[BlockId]) -> int:
         """Return how many of a table's published blocks are in the cached state: neither referenced nor pinned."""
         ids = as_indices(block_ids)
-        return len(self._unpinned(where(self._count_of.take(ids) == 0, ids)))
+        return len(self._unpinned(where(self.blocks.references_array.take(ids) == 0, ids)))
 
     def num_unpinned(self, block_ids: BlockIds) -> int:
         """Return how many of these blocks have no pin."""
-        return int((self._pins_of.take(block_ids) == 0).sum())
+        return len(self._unpinned(block_ids))
 
     def are_published(self, block_ids: Sequence[BlockId]) -> bool:
         """Whether all of these blocks are published."""
-        return bool(self._is_published.take(as_array(block_ids)).all())
+        return bool((self.blocks.groups_array.take(as_array(block_ids)) != UNPUBLISHED).all())
 
     def is_published(self, block_id: BlockId) -> bool:
-        return bool(self._published[block_id])
+        return self.blocks.is_published(block_id)
 
     def count_states(self) -> dict[BlockState, int]:
         """Return the number of blocks in each state that any block is in."""
@@ -295,12 +247,12 @@ class BlockPool:
             yield from (f"block {i} stands twice in the {name}" for i in np.flatnonzero(times > 1))
         if self.ref_counts[NULL_BLOCK] or free[NULL_BLOCK] or cached[NULL_BLOCK]:
             yield "the null block is referenced, free or cached"
-        unused, published, has_pins = self._count_of == 0, self._is_published != 0, self._pins_of != 0
+        unused, published, has_pins = self.blocks.references_array == 0, self.published_marks, self.pin_counts != 0
         yield from (f"block {i} is pinned but not published" for i in np.flatnonzero(has_pins & ~published))
         if (num_with_pins := int(has_pins.sum())) != self.num_with_pins:
             yield f"{num_with_pins} blocks have pins, {self.num_with_pins} are counted"
-        if (num_pinned := int((has_pins & unused).sum())) != self._num_pinned:
-            yield f"{num_pinned} blocks are pinned, but {self._num_pinned} are counted"
+        if (num_pinned := int((has_pins & unused).sum())) != self.num_pinned:
+            yield f"{num_pinned} blocks are pinned, but {self.num_pinned} are counted"
         if len(self._eviction) != self.num_cached:
             yield f"the eviction policy holds {len(self._eviction)} blocks, but {self.num_cached} are counted"
         is_free, is_cached = unused & ~published, unused & published & ~has_pins
@@ -313,65 +265,82 @@ class BlockPool:
         if self.owners is not None:
             yield from self.owners.check(self.ref_counts)
 
+    def _add_references(self, block_ids: Sequence[BlockId]) -> tuple[SomeBlocks, SomeBlocks, SomeBlocks]:
+        """Return the blocks without null blocks; of these, those that had no reference; of these, those without pin."""
+        counts, pins = self.ref_counts, self.blocks.pins
+        if len(block_ids) > _MANY:
+            # Use `take` and whole arrays, because fancy indexing takes three times as long.
+            many = as_indices(block_ids)
+            before = self.blocks.references_array.take(many)
+            unused = where(before == 0, many)
+            self._check_published(unused, "shared")
+            self.blocks.references_array[many] = before + 1
+            return many, unused, self._unpinned(unused)
+        few = [block_id for block_id in block_ids if block_id != NULL_BLOCK]
+        idle = [block_id for block_id in few if not counts[block_id]]
+        self._check_published(idle, "shared")
+        for block_id in few:
+            counts[block_id] += 1
+        return few, idle, [block_id for block_id in idle if not pins[block_id]]
+
+    def _drop_references(
+        self, block_ids: Sequence[BlockId]
+    ) -> tuple[SomeBlocks, SomeBlocks, SomeBlocks, Sequence[BlockId]]:
+        """Return the blocks without a reference left, the last first: all, those published, of these those without pin,
+        and those not published.
+        """
+        counts, pins, groups = self.ref_counts, self.blocks.pins, self.blocks.groups
+        if len(block_ids) > _MANY:
+            many = np.ascontiguousarray(as_indices(block_ids)[::-1])
+            before = self.blocks.references_array.take(many)
+            if not before.all():
+                raise self._freed_twice(many[before == 0][0])
+            self.blocks.references_array[many] = before - 1
+            ended = where(before == 1, many)
+            is_published = self.blocks.groups_array.take(ended) != UNPUBLISHED
+            published = where(is_published, ended)
+            return ended, published, self._unpinned(published), where(~is_published, ended).tolist()
+        last: list[BlockId] = []
+        for block_id in reversed(block_ids):
+            if block_id != NULL_BLOCK:
+                if not counts[block_id]:
+                    raise self._freed_twice(block_id)
+                counts[block_id] -= 1
+                if not counts[block_id]:
+                    last.append(block_id)
+        freed = [block_id for block_id in last if groups[block_id] == UNPUBLISHED]
+        kept = last if not freed else [block_id for block_id in last if groups[block_id] != UNPUBLISHED]
+        return last, kept, [block_id for block_id in kept if not pins[block_id]], freed
+
     def _unpinned(self, block_ids: BlockIds) -> BlockIds:
         """Return the blocks that have no pin."""
-        return where(self._pins_of.take(block_ids) == 0, block_ids) if self.num_with_pins else block_ids
+        return where(self.blocks.pins_array.take(block_ids) == 0, block_ids) if self.num_with_pins else block_ids
 
-    def _acquire_many(self, ids: BlockIds, tenant: str) -> None:
-        # Use `take` and whole arrays, because fancy indexing takes three times as long.
-        counts = self._count_of.take(ids)
-        unused = where(counts == 0, ids)
-        if not (published := self._is_published.take(unused)).all():
-            block_id = BlockId(int(unused[published == 0][0]))
-            raise CacheError(f"block {block_id} is {self.state(block_id).value} and cannot be shared")
-        unpinned = self._unpinned(unused)
-        self._num_pinned -= len(unused) - len(unpinned)
-        self._eviction.remove_all(unpinned)
-        self.num_cached -= len(unpinned)
-        if self.owners is not None:
-            self.owners.took(unused.tolist(), tenant)
-        self._count_of[ids] = counts + 1
+    def _check_published(self, block_ids: SomeBlocks, to_be: str) -> None:
+        groups = self.blocks.groups
+        if isinstance(block_ids, np.ndarray):
+            block_ids = block_ids[self.blocks.groups_array.take(block_ids) == UNPUBLISHED].tolist()
+        for block_id in block_ids:
+            if groups[block_id] == UNPUBLISHED:
+                raise CacheError(f"block {block_id} is {self.state(block_id).value} and cannot be {to_be}")
 
-    def _release_many(self, ids: BlockIds) -> None:
-        counts = self._count_of.take(ids)
-        if not counts.all():
-            block_id = BlockId(int(ids[counts == 0][0]))
-            raise CacheError(f"block {block_id} is freed twice (it is {self.state(block_id).value})")
-        self._count_of[ids] = counts - 1
-        last = where(counts == 1, ids)
-        if self.owners is not None:
-            self.owners.gave_back(last.tolist())
-        published = self._is_published.take(last) != 0
-        unpublished = where(~published, last)
-        self._free.frombytes(unpublished.astype(np.int32).tobytes())
-        published_ids = where(published, last)
-        cached = self._unpinned(published_ids)
-        self._num_pinned += len(published_ids) - len(cached)
-        self._eviction.add_all(cached)
-        self.num_cached += len(cached)
-        self.num_freed += len(unpublished) + len(cached)
+    def _freed_twice(self, block_id: BlockId) -> CacheError:
+        return CacheError(f"block {block_id} is freed twice (it is {self.state(block_id).value})")
 
     def _evict(self, count: int) -> list[BlockId]:
-        victims = self._eviction.evict_many(count)
+        victims = self._eviction.evict(count)
         self.num_cached -= count
-        for block_id in victims:
-            self._published[block_id] = 0
         self._on_evict(victims)
         return victims
 
 
-def check_references(
-    pool: BlockPool, tables: Iterable[BlockTable], published_blocks: Iterable[BlockId]
-) -> Iterator[str]:
-    """Yield every block whose count differs from the tables' references, or its mark from the prefix index."""
-    size = pool.num_blocks
+def check_references(blocks: Blocks, tables: Iterable[BlockTable]) -> Iterator[str]:
+    """Yield every block whose count of references differs from the tables'."""
     held = [as_array(table) for table in tables]
-    references = np.bincount(np.concatenate(held), minlength=size) if held else np.zeros(size, np.int64)
+    references = np.bincount(np.concatenate([*held, np.empty(0, np.int32)]), minlength=blocks.num_blocks)
     references[NULL_BLOCK] = 0
-    for i in np.flatnonzero(np.array(pool.ref_counts) != references).tolist():
-        yield f"block {i} counts {pool.ref_counts[i]} references, tables hold {references[i]}"
-    for i in np.flatnonzero((pool.published_marks != 0) != (_times(published_blocks, size) != 0)).tolist():
-        yield f"block {i}: the pool and the prefix cache disagree whether it is published"
+    for i in np.flatnonzero(blocks.references_array != references).tolist():
+        yield f"block {i} counts {blocks.references[i]} references, tables hold {references[i]}"
 
 
 def _times(block_ids: Iterable[int], num_blocks: int) -> npt.NDArray[np.intp]:
@@ -397,19 +366,17 @@ class BlockOwners:
         index = self._index.get(tenant)
         return 0 if index is None else self._held[index]
 
-    def took(self, blocks: Iterable[int], tenant: str) -> None:
+    def took(self, blocks: SomeBlocks, tenant: str) -> None:
         """Count these blocks, which were not in use, for a tenant."""
         index = self._index.get(tenant)
         if index is None:
             index = self._index[tenant] = len(self._held)
             self._held.append(0)
-        count = 0
         for block in blocks:
             self._owner[block] = index
-            count += 1
-        self._held[index] += count
+        self._held[index] += len(blocks)
 
-    def gave_back(self, blocks: Iterable[int]) -> None:
+    def gave_back(self, blocks: SomeBlocks) -> None:
         """Discount these blocks, which are no longer in use."""
         owner, held = self._owner, self._held
         for block in blocks:

@@ -10,10 +10,8 @@ published again has its children at once.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -29,17 +27,14 @@ from octavo.kvcache.block import (
     new_table,
     table_of,
 )
-from octavo.kvcache.eviction import EvictionPolicy, make_eviction_policy
-from octavo.kvcache.eviction.leaves import LeavesFirst
+from octavo.kvcache.blocks import OUTSIDE, UNPUBLISHED, Blocks
 from octavo.kvcache.hashing import (
     DIGEST_BYTES,
     KEY_HALF,
     TOKEN,
     TOKEN_BYTES,
     FullBlocks,
-    Label,
     NullChain,
-    Source,
     TokenChain,
     Tokens,
     group_bits,
@@ -48,7 +43,6 @@ from octavo.kvcache.hashing import (
     root_hash,
 )
 from octavo.kvcache.host_memory import HostBlockId, HostMemory
-from octavo.kvcache.key_index import KeyIndex
 from octavo.kvcache.spec import KVCacheSpec, Window
 
 # The first blocks of a prompt are looked up one by one, the rest as arrays, whose fixed cost is that of several
@@ -56,35 +50,27 @@ from octavo.kvcache.spec import KVCacheSpec, Window
 _ONE_BY_ONE = 16
 # Number of blocks compared in one call: a quarter of a megabyte of tokens, which stays in the processor's cache.
 _COMPARED_AT_ONCE = 4096
-_OUTSIDE, _UNPUBLISHED = -1, -2
 
 
 class PrefixIndex:
     """Finds the block that holds a given prefix's last full block, per group of layers: a prefix of k full blocks in k
-    look-ups. It is also the one record of what a published block contains: its key, parent, tokens and source, in flat
-    memory by block id.
+    look-ups. It records in `Blocks` what a published block contains.
 
     Blocks of groups with a sliding window stand outside the tree, because a hit needs only those inside the window.
 
     Args:
+        blocks: the record of the pool's blocks.
         identity: what keys and values depend on besides the tokens: model fingerprint, dtype, codec, …
-        block_size: tokens per block.
         windows: by group of layers, its sliding window, None for full attention.
     """
 
-    def __init__(self, identity: tuple[str, ...], block_size: int, windows: Sequence[object | None] = (None,)) -> None:
-        self._identity = (*identity, str(block_size))
-        self._block_size = block_size
-        self._width = block_size * TOKEN_BYTES
+    def __init__(self, blocks: Blocks, identity: tuple[str, ...], windows: Sequence[object | None] = (None,)) -> None:
+        self._blocks = blocks
+        self._block_size = blocks.block_size
+        self._identity = (*identity, str(self._block_size))
+        self._width = self._block_size * TOKEN_BYTES
         self._in_tree = [window is None for window in windows]
         self._unsalted_root = root_hash(*self._identity, "")
-        self._index = KeyIndex()
-        # By block id.
-        self._groups = array("h")  # group whose tree has its parent; `_OUTSIDE` for first blocks and under a window
-        self._tokens = bytearray()  # as the chain has them
-        self._parents = bytearray()  # key of the prefix before it
-        self._sources: list[Source | None] = []  # request that computed it
-        self.reserve(16)
 
     def full_blocks(self, token_ids: Sequence[int], salt: str) -> FullBlocks:
         """Return the full blocks of a prompt, packed and hashed for `chain`. O(tokens), thread-safe."""
@@ -98,23 +84,6 @@ class PrefixIndex:
         """
         return TokenChain(FullBlocks(self._root(salt), self._block_size) if prompt is None else prompt)
 
-    def reserve(self, num_blocks: int) -> None:
-        """Allocate for block ids below `num_blocks` in advance."""
-        missing = num_blocks - len(self._groups)
-        if missing > 0:
-            self._index.reserve(num_blocks)
-            self._tokens.extend(bytes(missing * self._width))
-            self._parents.extend(bytes(missing * DIGEST_BYTES))
-            # New objects, because growing one may allocate more than that.
-            self._groups = self._groups + array("h", [_UNPUBLISHED]) * missing
-            self._sources = self._sources + [None] * missing
-
-    def tokens(self, block_id: BlockId) -> bytes:
-        """Return the packed token ids of a published block; raises KeyError if it is not published."""
-        if self._groups[block_id] == _UNPUBLISHED:
-            raise KeyError(block_id)
-        return bytes(self._tokens[block_id * self._width : (block_id + 1) * self._width])
-
     def leading(self, group: int, chain: TokenChain, limit: int) -> BlockTable:
         """Return the blocks for full blocks 0, 1, … of the chain up to the first that is missing, at most `limit`."""
         found = new_table()
@@ -124,7 +93,7 @@ class PrefixIndex:
                 return found
             found.append(block_id)
         for keys, tokens in chain.rows(len(found), limit):
-            ids = self._index.find_leading(keys, group_bits(group))
+            ids = self._blocks.keys.find_leading(keys, group_bits(group))
             ids = ids[: self._num_equal(ids, tokens)]
             found.extend(table_of(ids))
             if len(ids) < len(keys):
@@ -133,87 +102,62 @@ class PrefixIndex:
 
     def get(self, group: int, chain: TokenChain, index: int) -> BlockId | None:
         """Return the block that holds full block `index` of the chain, with the same tokens before it, or None."""
-        block_id = self._index.get(group_key(group, chain.key(index + 1)))
+        block_id = self._blocks.keys.get(group_key(group, chain.key(index + 1)))
         if block_id is None:
             return None
         start = block_id * self._width
-        same = self._tokens[start : start + self._width] == chain.tokens(index, index + 1)
+        same = self._blocks.tokens[start : start + self._width] == chain.tokens(index, index + 1)
         return BlockId(block_id) if same else None
 
     def put(self, group: int, chain: TokenChain, index: int, block_id: BlockId) -> bool:
         """Publish a computed block; False (and nothing changes) if an equal block is already published."""
-        if block_id >= len(self._groups):
-            self.reserve(2 * block_id)
-        if self._groups[block_id] != _UNPUBLISHED:
+        blocks = self._blocks
+        if blocks.is_published(block_id) or not blocks.keys.put_new(group_key(group, chain.key(index + 1)), block_id):
             return False
-        if not self._index.put_new(group_key(group, chain.key(index + 1)), block_id):
-            return False
-        self._tokens[block_id * self._width : (block_id + 1) * self._width] = chain.tokens(index, index + 1)
-        self._parents[block_id * DIGEST_BYTES : (block_id + 1) * DIGEST_BYTES] = chain.key(index)
-        self._groups[block_id] = group if index and self._in_tree[group] else _OUTSIDE
-        self._sources[block_id] = chain.source
+        blocks.tokens[block_id * self._width : (block_id + 1) * self._width] = chain.tokens(index, index + 1)
+        blocks.parents[block_id * DIGEST_BYTES : (block_id + 1) * DIGEST_BYTES] = chain.key(index)
+        blocks.groups[block_id] = group if index and self._in_tree[group] else OUTSIDE
+        blocks.sources[block_id] = chain.source
         return True
 
     def drop(self, block_ids: Sequence[BlockId]) -> None:
         """Forget blocks that the pool evicts; raises KeyError if one is not published."""
-        if self._index.discard_all(block_ids) != len(block_ids):
+        blocks = self._blocks
+        if blocks.keys.discard_all(block_ids) != len(block_ids):
             raise KeyError(f"not all of these blocks are published: {block_ids}")
         for block_id in block_ids:
-            self._groups[block_id] = _UNPUBLISHED
-            self._sources[block_id] = None
-
-    def key(self, block_id: BlockId) -> bytes:
-        """Return the key of a published block, which covers its group too."""
-        return self._index.key(block_id)
-
-    def label(self, block_id: BlockId) -> Label:
-        """Return the label of a published block, by which other tiers know it."""
-        parent = bytes(self._parents[block_id * DIGEST_BYTES : (block_id + 1) * DIGEST_BYTES])
-        return Label(self.key(block_id), parent, self.tokens(block_id))
-
-    def source(self, block_id: BlockId) -> Source | None:
-        """Return the request that computed a block; None if it is not published."""
-        return self._sources[block_id] if self._sources else None
-
-    def key_prefixes(self, block_ids: Sequence[BlockId]) -> list[int]:
-        """Return the first 8 bytes of published blocks' keys, as numbers."""
-        return self._index.prefixes(block_ids)
+            blocks.groups[block_id] = UNPUBLISHED
+            blocks.sources[block_id] = None
 
     def find(self, key: bytes) -> BlockId | None:
         """Return the published block with this key, or None."""
-        block_id = self._index.get(key)
+        block_id = self._blocks.keys.get(key)
         return None if block_id is None else BlockId(block_id)
 
     def parent_key(self, block_id: BlockId) -> bytes | None:
         """Return the key of the block that a published block continues; None for a first block or under a window."""
-        group = self._groups[block_id]
-        if group < 0:
-            return None
-        return group_key(group, bytes(self._parents[block_id * DIGEST_BYTES : (block_id + 1) * DIGEST_BYTES]))
+        group = self._blocks.groups[block_id]
+        return None if group < 0 else group_key(group, self._blocks.parent_prefix(block_id))
 
     def parents(self, block_ids: BlockIds) -> npt.NDArray[np.int32]:
         """Return the published parent of each published block: null for a block outside the tree or at its root, and -1
         for one whose parent is not published.
         """
-        groups = np.frombuffer(self._groups, np.int16).take(block_ids)
-        keys = np.frombuffer(self._parents, KEY_HALF).reshape(-1, 2).take(block_ids, axis=0)
+        groups = self._blocks.groups_array.take(block_ids)
+        keys = np.frombuffer(self._blocks.parents, KEY_HALF).reshape(-1, 2).take(block_ids, axis=0)
         keys[:, 1] ^= np.maximum(groups, 0).astype(np.uint64) << np.uint64(48)  # as `group_bits`
-        parents = self._index.find_all(keys)
+        parents = self._blocks.keys.find_all(keys)
         parents[groups < 0] = NULL_BLOCK
         return parents
 
-    def __iter__(self) -> Iterator[BlockId]:
-        """Iterate over all published blocks, for audits."""
-        return iter(cast(list[BlockId], np.flatnonzero(np.array(self._groups) != _UNPUBLISHED).tolist()))
-
     def check(self) -> Iterator[str]:
         """Yield every violation of the index's own invariants. O(blocks)."""
-        yield from self._index.check()
-        has_key, is_published = self._index.ids(), np.array(self._groups) != _UNPUBLISHED
-        for block_id in has_key[~is_published[has_key]].tolist():
+        yield from self._blocks.keys.check()
+        has_key, published = self._blocks.keys.ids(), self._blocks.published()
+        for block_id in np.setdiff1d(has_key, published).tolist():
             yield f"block {block_id} has a key, but is not published in the prefix cache"
-        if len(has_key) != (num_published := int(is_published.sum())):
-            yield f"{num_published} blocks are published in the prefix cache, {len(has_key)} have a key"
+        for block_id in np.setdiff1d(published, has_key).tolist():
+            yield f"block {block_id} is published in the prefix cache, but has no key"
 
     def _root(self, salt: str) -> BlockHash:
         # Only the unsalted root is kept, because salts come from clients and are unbounded in number.
@@ -221,7 +165,7 @@ class PrefixIndex:
 
     def _num_equal(self, ids: BlockIds, tokens: Tokens) -> int:
         """Return how many leading blocks hold the tokens in the same row."""
-        slab = np.frombuffer(self._tokens, TOKEN).reshape(-1, self._block_size)
+        slab = np.frombuffer(self._blocks.tokens, TOKEN).reshape(-1, self._block_size)
         for start in range(0, len(ids), _COMPARED_AT_ONCE):
             part = ids[start : start + _COMPARED_AT_ONCE]
             # Usually all are equal, so one comparison is enough.
@@ -233,17 +177,14 @@ class PrefixIndex:
 class NullPrefixIndex(PrefixIndex):
     """No prefix caching, at no cost: chains stay empty, so nothing is packed, hashed, looked up or published."""
 
-    def __init__(self) -> None:
-        super().__init__((), 1)
+    def __init__(self, blocks: Blocks) -> None:
+        super().__init__(blocks, ())
 
     def full_blocks(self, token_ids: Sequence[int], salt: str) -> FullBlocks:
         return FullBlocks(BlockHash(b""), 1)
 
     def chain(self, salt: str, prompt: FullBlocks | None = None) -> TokenChain:
         return NullChain()
-
-    def reserve(self, num_blocks: int) -> None:
-        return
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,22 +296,20 @@ class PrefixMatcher:
 
 
 def make_prefix_index(
-    name: str | None, eviction: str, *, spec: KVCacheSpec, identity: tuple[str, ...] = ()
-) -> tuple[PrefixIndex, EvictionPolicy]:
-    """Return the index for a `prefix_cache` option (None for no caching), and an eviction policy for it.
+    name: str | None, num_blocks: int, spec: KVCacheSpec, identity: tuple[str, ...] = ()
+) -> tuple[Blocks, PrefixIndex]:
+    """Return the record of a pool's blocks, and the index for a `prefix_cache` option, None for no caching.
 
     Args:
         identity: what keys and values depend on besides the tokens: model fingerprint, dtype, codec, …
 
     Raises:
-        ConfigError: a name is unknown; the message lists the known ones.
+        ConfigError: the name is unknown; the message lists the known ones.
     """
-    policy = make_eviction_policy(eviction)
     if name is None:
-        return NullPrefixIndex(), policy
-    index = PrefixIndex(identity, spec.block_size, [group.window for group in spec.groups])
-    if name == "hashed":
-        return index, policy
-    if name == "radix":
-        return index, LeavesFirst(policy, index)
-    raise ConfigError(f"prefix_cache must be one of hashed, radix, got {name!r}")
+        blocks = Blocks(num_blocks)
+        return blocks, NullPrefixIndex(blocks)
+    if name not in ("hashed", "radix"):
+        raise ConfigError(f"prefix_cache must be one of hashed, radix, got {name!r}")
+    blocks = Blocks(num_blocks, spec.block_size)
+    return blocks, PrefixIndex(blocks, identity, [group.window for group in spec.groups])

@@ -33,9 +33,9 @@ from octavo.kvcache.formats import (
 # Measured with both prefix caches at several numbers of blocks, and checked by a test.
 BOOKKEEPING_BYTES = 112
 TOKEN_ID_BYTES = 4
-# Ranked policies keep up to 36 bytes in arrays, which grow by an eighth.
-_RANKED_BYTES = 42
-_EVICTION_BYTES = {"lru": 8, "adaptive": 109}
+# Ranked policies: two arrays, and numbers in a heap of which an eighth may be out of date.
+_RANKED_BYTES = 72
+_EVICTION_BYTES = {"lru": 8, "adaptive": 101}
 
 
 def eviction_bytes(policy: str) -> int:

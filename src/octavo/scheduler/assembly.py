@@ -15,10 +15,8 @@ from collections.abc import Callable
 from typing import Literal
 
 from octavo.config import EngineConfig
-from octavo.kvcache.eviction import EvictionPolicy, make_eviction_policy
-from octavo.kvcache.host_memory import HostMemory
+from octavo.kvcache.eviction import EvictionPolicy
 from octavo.kvcache.manager import KVCacheManager
-from octavo.kvcache.prefix import make_prefix_index
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.scheduler.policy import make_policy
 from octavo.scheduler.preemption import Preemption, RestoreSpeed
@@ -49,31 +47,21 @@ def assemble_cache(
         clock: a monotonic clock, in seconds.
         explains: whether the ledger records who computed what, so that it can say why a prompt was not cached.
     """
-    prefix_cache, eviction = make_prefix_index(
-        config.prefix_cache if config.enable_prefix_caching else None,
-        config.eviction_policy,
-        spec=spec,
-        identity=identity,
-    )
     return KVCacheManager(
         spec,
         num_blocks,
-        prefix_cache,
-        eviction if wrap_eviction is None else wrap_eviction(eviction),
-        host=_host_memory(config, spec, num_host_blocks, num_prefix_blocks),
+        config.prefix_cache if config.enable_prefix_caching else None,
+        config.eviction_policy,
+        identity=identity,
+        num_swap_slots=num_host_blocks,
+        num_prefix_slots=num_prefix_blocks if config.enable_prefix_caching else 0,
+        wrap_eviction=wrap_eviction,
         demotion=config.kv_demotion,
         pin_budget=config.pin_budget,
         pin_tenant_share=1.0 if config.pin_tenant_share is None else config.pin_tenant_share,
         clock=clock,
         explains=explains,
     )
-
-
-def _host_memory(config: EngineConfig, spec: KVCacheSpec, num_host_blocks: int, num_prefix_blocks: int) -> HostMemory:
-    if not config.enable_prefix_caching:
-        num_prefix_blocks = 0
-    eviction = make_eviction_policy(config.eviction_policy)
-    return HostMemory(num_host_blocks + num_prefix_blocks, num_host_blocks, spec.block_size, eviction)
 
 
 def assemble_scheduler(

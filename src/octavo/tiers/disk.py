@@ -22,8 +22,7 @@ from typing import NamedTuple
 
 from octavo.errors import ConfigError
 from octavo.kvcache.block import BlockId
-from octavo.kvcache.eviction import EvictionPolicy
-from octavo.kvcache.eviction.recency import LruEviction
+from octavo.kvcache.eviction import EvictionPolicy, LruEviction
 from octavo.kvcache.hashing import Label
 from octavo.tiers.base import Reason
 from octavo.tiers.header import HEADER_BYTES, Header, make_header, read_header
@@ -218,7 +217,7 @@ class DiskMedium:
             raw = self._headers[slot]
             readers = self._readers.get(slot, 0)
             if not readers:
-                self._eviction.remove(BlockId(slot + 1))
+                self._eviction.remove([BlockId(slot + 1)])
             self._readers[slot] = readers + 1
         reason: Reason | None = Reason.IO_ERROR
         try:
@@ -230,7 +229,7 @@ class DiskMedium:
                 if last:
                     del self._readers[slot]
                     self._eviction.hit([BlockId(slot + 1)], 0)
-                    self._eviction.add(BlockId(slot + 1))
+                    self._eviction.add([BlockId(slot + 1)])
                     if reason in (Reason.CHECKSUM, Reason.TRUNCATED) and self._slots.get(label.key) == slot:
                         self._drop(slot)
         return reason
@@ -258,7 +257,7 @@ class DiskMedium:
         if not self._free and not self._grow():
             if not len(self._eviction):
                 return None
-            slot = self._eviction.evict() - 1
+            slot = self._eviction.evict(1)[0] - 1
             raw = self._headers[slot]
             self._forget(slot)
             return slot, raw
@@ -273,14 +272,14 @@ class DiskMedium:
         self._eviction.restore(BlockId(slot + 1))
 
     def _drop(self, slot: int) -> None:
-        self._eviction.remove(BlockId(slot + 1))
+        self._eviction.remove([BlockId(slot + 1)])
         self._forget(slot)
         self._free.append(slot)
 
     def _note(self, slot: int, raw: bytes) -> None:
         self._enter(slot, raw)
         self._eviction.publish(BlockId(slot + 1), 0, _noted(raw).key)
-        self._eviction.add(BlockId(slot + 1))
+        self._eviction.add([BlockId(slot + 1)])
 
     def _enter(self, slot: int, raw: bytes) -> None:
         header = _noted(raw)
@@ -358,6 +357,7 @@ class DiskMedium:
         first = self._slabs[-1].first + self._slabs[-1].layout.num_slots if self._slabs else 0
         self._slabs.append(_Slab(file, layout, first))
         self._firsts.append(first)
+        self._eviction.reserve(first + layout.num_slots + 1)
         self._free.extend(range(first + layout.num_slots - 1, first - 1, -1))
 
     def _open_all(self) -> None:

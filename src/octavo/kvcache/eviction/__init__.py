@@ -14,9 +14,7 @@ from collections.abc import Callable
 
 from octavo.errors import ConfigError
 from octavo.kvcache.eviction.adaptive import AdaptiveEviction
-from octavo.kvcache.eviction.base import EvictionPolicy
-from octavo.kvcache.eviction.ranked import FifoEviction, PriorityEviction
-from octavo.kvcache.eviction.recency import LruEviction
+from octavo.kvcache.eviction.policies import EvictionPolicy, FifoEviction, LruEviction, PriorityEviction
 
 __all__ = [
     "EVICTION_POLICIES",

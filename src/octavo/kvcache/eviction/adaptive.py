@@ -5,27 +5,89 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import islice, takewhile
+from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
-from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds, as_indices, where
-from octavo.kvcache.eviction.ghosts import GhostList
-from octavo.kvcache.eviction.recency import SPARE, LruEviction
+from octavo.kvcache.block import BlockId, BlockIds, where
+from octavo.kvcache.eviction.policies import LruEviction, SomeBlocks
 from octavo.kvcache.eviction.return_rates import Ages, Kinds, ReturnRates
-from octavo.kvcache.hashing import PREFIX_BYTES
+from octavo.kvcache.hashing import PREFIX_BYTES, key_prefix
+from octavo.kvcache.key_index import LatestKeys
 
 _ONCE, _AGAIN = 0, 1
+_RINGS = (-1, -2)  # by class
 _GHOSTS_PER_BLOCK = 4
 _SHORTEST_PERIOD = 256
 _SAMPLE = 4096
 # A block that came back precedes blocks of its sequence that did not, which are lost without it. So it is evicted
 # before an older block that was used once only if its rate is less than half of that block's.
 _ORPHANS = 0.5
-_MANY = 32  # number of hits from which arrays are faster than a loop
 _LATEST = 1 << 30
+_NEVER = (1 << 32) - 1
 
 
-class AdaptiveEviction:
+class GhostList:
+    """A ring of evicted blocks in flat memory: the oldest makes room for the newest. O(1) per operation.
+
+    Of each block it knows the last use: when it was, times two, plus the block's class (0 or 1). A number rather than a
+    pair, because a pair takes as long to make as all the rest.
+    """
+
+    # A key's prefix, two entries of 4 bytes in the index, and the last use.
+    BYTES_EACH = PREFIX_BYTES + 8 + 4
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._keys = LatestKeys(capacity)
+        self._used = array("I", [_NEVER]) * capacity
+
+    def __len__(self) -> int:
+        return len(self._keys.index)
+
+    def add(self, prefixes: Sequence[int], uses: Sequence[int]) -> list[int]:
+        """Remember evicted blocks by the prefixes of their keys; returns the last uses of those that they displaced."""
+        if len(prefixes) > self.capacity:
+            half = len(prefixes) // 2
+            return self.add(prefixes[:half], uses[:half]) + self.add(prefixes[half:], uses[half:])
+        used, displaced = self._used, list[int]()
+        places, twins = self._keys.add(prefixes)
+        for place, use in zip(places, uses, strict=True):
+            if (before := used[place]) != _NEVER:
+                displaced.append(before)
+            used[place] = use
+        for twin in twins:
+            if (before := used[twin]) != _NEVER:
+                displaced.append(before)
+            used[twin] = _NEVER
+        return displaced
+
+    def take(self, key: bytes) -> int | None:
+        """Find and forget a block; returns its last use, or None if it is not remembered."""
+        place = self._keys.index.get(key)
+        if place is None:
+            return None
+        use = self._used[place]
+        self._keys.index.remove(place)
+        self._used[place] = _NEVER
+        return use
+
+    def set_back(self, uses: int) -> None:
+        """Reduce all stamps by `uses`, but not below 0."""
+        used = np.frombuffer(cast(Any, self._used), np.uint32)
+        known = used != _NEVER
+        used[known] = np.maximum(used[known], 2 * uses + (used[known] & 1)) - 2 * uses
+
+    def sample(self, most: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], float]:
+        """Return stamps and classes of about `most` ghosts, and how many ghosts each stands for."""
+        step = max(1, self.capacity // most)
+        used = np.array(self._used[::step], np.int64)
+        used = used[used != _NEVER]
+        return used >> 1, used & 1, float(step)
+
+
+class AdaptiveEviction(LruEviction):
     """Evicts from two classes, blocks used once and blocks that came back, each in order of last use. The victim is the
     oldest block of the class with the lower rate of return.
 
@@ -40,87 +102,67 @@ class AdaptiveEviction:
     The rates are recomputed from a sample after as many uses as there are blocks, so that each operation is O(1).
     """
 
-    # Two rings, a stamp, a key's prefix, a class, and the ghosts.
-    BYTES_PER_BLOCK = 2 * LruEviction.BYTES_PER_BLOCK + 4 + PREFIX_BYTES + 1 + _GHOSTS_PER_BLOCK * GhostList.BYTES_EACH
+    # Its place in a ring, a stamp, a key's prefix, a class, and the ghosts.
+    BYTES_PER_BLOCK = LruEviction.BYTES_PER_BLOCK + 4 + PREFIX_BYTES + 1 + _GHOSTS_PER_BLOCK * GhostList.BYTES_EACH
+    _NUM_RINGS = 2
 
     def __init__(self) -> None:
-        self._rings = (LruEviction(), LruEviction())
+        super().__init__()
         self._kinds = bytearray()
         self._stamps = array("i")
         self._prefixes = array("Q")  # of keys
-        self._highest = 0  # highest block id: the pool's size, once anything is evicted
         self._clock = 0
-        self._ghosts: GhostList | None = None
         self._due = 0
-        self._model: ReturnRates | None = None  # from the first eviction on, like the ghosts
+        # From the first eviction on.
+        self._ghosts: GhostList | None = None
+        self._model: ReturnRates | None = None
 
     def reserve(self, num_blocks: int) -> None:
-        for ring in self._rings:
-            ring.reserve(num_blocks)
-        missing = num_blocks - len(self._kinds)
-        if missing > 0:
-            self._highest = num_blocks - 1
+        super().reserve(num_blocks)
+        if (missing := num_blocks - len(self._kinds)) > 0:
             # New arrays, because growing one may allocate more than that.
             self._kinds = self._kinds + bytes(missing)
             self._stamps = self._stamps + array("i", [0]) * missing
             self._prefixes = self._prefixes + array("Q", [0]) * missing
 
     def publish(self, block_id: BlockId, priority: int, key: bytes = b"") -> None:
-        if block_id >= len(self._kinds):
-            self._reserve(block_id)
-        if self._clock >= _LATEST:
-            self._keep_time()
+        self._keep_time()
         ghost = self._ghosts.take(key) if key and self._ghosts is not None else None
         if ghost is not None and self._model is not None:
-            self._model.note_returned(ghost, self._clock)
-        self._prefixes[block_id] = int.from_bytes(key[:PREFIX_BYTES], "little")
+            self._model.note_returned([ghost], self._clock)
+        self._prefixes[block_id] = key_prefix(key)
         self._kinds[block_id] = _ONCE if ghost is None else _AGAIN
         self._clock += 1
         self._stamps[block_id] = self._clock
 
-    def hit(self, block_ids: Sequence[BlockId], priority: int) -> None:
+    def hit(self, block_ids: SomeBlocks, priority: int) -> None:
         self._keep_time()
-        if len(block_ids) >= _MANY:
-            self._hit_all(as_indices(block_ids))
+        if isinstance(block_ids, np.ndarray):
+            self._hit_many(block_ids)
             return
         kinds, stamps = self._kinds, self._stamps
         for block_id in block_ids:
-            if block_id != NULL_BLOCK:
-                if self._model is not None:
-                    self._model.note_returned(stamps[block_id] << 1 | kinds[block_id], self._clock)
-                kinds[block_id] = _AGAIN
-                self._clock += 1
-                stamps[block_id] = self._clock
+            if self._model is not None:
+                self._model.note_returned([stamps[block_id] << 1 | kinds[block_id]], self._clock)
+            kinds[block_id] = _AGAIN
+            self._clock += 1
+            stamps[block_id] = self._clock
 
-    def add(self, block_id: BlockId) -> None:
-        self._reserve(block_id)
-        self._stamps[block_id] = self._clock
-        self._rings[self._kinds[block_id]].add(block_id)
+    def add(self, block_ids: SomeBlocks) -> None:
+        kinds, stamps, now = self._kinds, self._stamps, self._clock
+        if isinstance(block_ids, np.ndarray):
+            again = np.frombuffer(kinds, np.uint8).take(block_ids) == _AGAIN
+            np.frombuffer(stamps, np.int32)[block_ids] = now
+            self._append(_RINGS[_ONCE], where(~again, block_ids))
+            self._append(_RINGS[_AGAIN], where(again, block_ids))
+            return
+        for block_id in block_ids:
+            stamps[block_id] = now
+        self._append(_RINGS[_ONCE], [block_id for block_id in block_ids if kinds[block_id] == _ONCE])
+        self._append(_RINGS[_AGAIN], [block_id for block_id in block_ids if kinds[block_id] == _AGAIN])
 
-    def remove(self, block_id: BlockId) -> None:
-        if block_id >= len(self._kinds):
-            raise KeyError(block_id)
-        self._rings[self._kinds[block_id]].remove(block_id)
-
-    def add_all(self, block_ids: BlockIds) -> None:
-        if block_ids.size:
-            self._reserve(int(block_ids.max()))
-            np.frombuffer(self._stamps, np.int32)[block_ids] = self._clock
-            for ring, run in zip(self._rings, self._by_kind(block_ids), strict=True):
-                ring.add_all(run)
-
-    def remove_all(self, block_ids: BlockIds) -> None:
-        if block_ids.size:
-            self._reserve(int(block_ids.max()))
-            for ring, run in zip(self._rings, self._by_kind(block_ids), strict=True):
-                ring.remove_all(run)
-
-    def evict(self) -> BlockId:
-        return self.evict_many(1)[0]
-
-    def evict_many(self, count: int) -> list[BlockId]:
-        if count > len(self):
-            raise KeyError(f"{count} blocks requested, {len(self)} held")
+    def evict(self, count: int) -> list[BlockId]:
+        self._check_held(count)
         victims: list[BlockId] = []
         while len(victims) < count:
             # Once the rates are learned again, another choice may be better for the rest.
@@ -134,20 +176,14 @@ class AdaptiveEviction:
     def restore(self, block_id: BlockId) -> None:
         if self._ghosts is not None:
             self._ghosts.take(self._prefixes[block_id].to_bytes(PREFIX_BYTES, "little"))
-        self._rings[self._kinds[block_id]].restore(block_id)
+        self._prepend(_RINGS[self._kinds[block_id]], block_id)
 
-    def __len__(self) -> int:
-        once, again = self._rings
-        return len(once) + len(again)
+    @property
+    def _num_blocks(self) -> int:
+        """The number of blocks that may be held: all but the null block."""
+        return len(self._kinds) - 1
 
-    def __contains__(self, block_id: object) -> bool:
-        return any(block_id in ring for ring in self._rings)
-
-    def __iter__(self) -> Iterator[BlockId]:
-        for ring in self._rings:
-            yield from ring
-
-    def _hit_all(self, block_ids: BlockIds) -> None:
+    def _hit_many(self, block_ids: BlockIds) -> None:
         kinds, stamps = np.frombuffer(self._kinds, np.uint8), np.frombuffer(self._stamps, np.int32)
         now = np.arange(self._clock, self._clock + len(block_ids))
         if self._model is not None:
@@ -172,15 +208,14 @@ class AdaptiveEviction:
 
     def _choose(self, most: int) -> list[BlockId]:
         """Evict at most `most` blocks that leave first by the current rates."""
-        once, again = self._rings
-        if not len(once) or not len(again):
-            ring = once if len(once) else again
-            return ring.evict_many(min(most, len(ring)))
-        ring = again if self._leaves_first(again.oldest, once.oldest) else once
+        once, again = (BlockId(self._next[end]) for end in _RINGS)
+        if once < 0 or again < 0:  # the end of an empty ring
+            return self._take(_RINGS[_AGAIN if once < 0 else _ONCE], most)
+        oldest, end = (again, _RINGS[_AGAIN]) if self._leaves_first(again, once) else (once, _RINGS[_ONCE])
         # Blocks last used together, of the same class, are the same to the rates.
-        stamps, stamp = self._stamps, self._stamps[ring.oldest]
-        together = takewhile(lambda block_id: stamps[block_id] == stamp, islice(ring, most))
-        return ring.evict_many(sum(1 for _ in together))
+        stamps, stamp = self._stamps, self._stamps[oldest]
+        together = takewhile(lambda block_id: stamps[block_id] == stamp, islice(self._ring(end), most))
+        return self._take(end, sum(1 for _ in together))
 
     def _leaves_first(self, again: BlockId, once: BlockId) -> bool:
         """Whether the victim is `again` rather than `once`, the oldest blocks of the two classes."""
@@ -195,11 +230,11 @@ class AdaptiveEviction:
 
     def _remember(self, victims: list[BlockId]) -> None:
         ghosts = self._ghosts
-        # A pool reserves its size. Where ids only grow as they are used, a few more do not matter.
-        if ghosts is None or ghosts.capacity * (SPARE + 1) < _GHOSTS_PER_BLOCK * self._highest * SPARE:
+        # It is made anew when the ids have grown by more than an eighth, as those of a disk do.
+        if ghosts is None or ghosts.capacity * 9 < _GHOSTS_PER_BLOCK * self._num_blocks * 8:
             ghosts = self._begin()
         stamps, kinds, prefixes = self._stamps, self._kinds, self._prefixes
-        forgotten = ghosts.add_all(
+        forgotten = ghosts.add(
             [prefixes[block_id] for block_id in victims],
             [stamps[block_id] << 1 | kinds[block_id] for block_id in victims],
         )
@@ -209,15 +244,15 @@ class AdaptiveEviction:
 
     def _begin(self) -> GhostList:
         """Start without observations, for a pool of the size known now."""
-        num_ghosts = _GHOSTS_PER_BLOCK * self._highest
+        num_ghosts = _GHOSTS_PER_BLOCK * self._num_blocks
         self._ghosts = GhostList(num_ghosts)
-        self._model = ReturnRates(self._highest, num_ghosts + 2 * self._highest)
+        self._model = ReturnRates(self._num_blocks, num_ghosts + 2 * self._num_blocks)
         self._due = self._clock + self._period
         return self._ghosts
 
     @property
     def _period(self) -> int:
-        return max(_SHORTEST_PERIOD, self._highest)
+        return max(_SHORTEST_PERIOD, self._num_blocks)
 
     def _learn(self) -> None:
         assert self._model is not None
@@ -229,20 +264,7 @@ class AdaptiveEviction:
         assert self._ghosts is not None
         stamps, kinds, weight = self._ghosts.sample(_SAMPLE)
         yield kinds, self._clock - stamps, weight
-        step = max(1, self._highest // _SAMPLE)
-        blocks = slice(1, self._highest + 1, step)
+        step = max(1, self._num_blocks // _SAMPLE)
+        blocks = slice(1, len(self._kinds), step)
         kinds = np.frombuffer(self._kinds[blocks], np.uint8).astype(np.int64)
         yield kinds, self._clock - np.array(self._stamps[blocks], np.int64), float(step)
-
-    def _by_kind(self, block_ids: BlockIds) -> tuple[BlockIds, BlockIds]:
-        again = np.frombuffer(self._kinds, np.uint8).take(block_ids) == _AGAIN
-        return where(~again, block_ids), where(again, block_ids)
-
-    def _reserve(self, block_id: int) -> None:
-        self._highest = max(self._highest, block_id)
-        missing = block_id + 1 - len(self._kinds)
-        if missing > 0:
-            missing = max(missing, len(self._kinds) // SPARE)
-            self._kinds.extend(bytes(missing))
-            self._stamps.frombytes(bytes(4 * missing))
-            self._prefixes.frombytes(bytes(PREFIX_BYTES * missing))

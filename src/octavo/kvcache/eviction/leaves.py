@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds
-from octavo.kvcache.eviction.base import EvictionPolicy
+from octavo.kvcache.eviction.policies import EvictionPolicy, SomeBlocks
 
 _UNPUBLISHED = -1
 
@@ -25,7 +25,7 @@ class Tree(Protocol):
     def parents(self, block_ids: BlockIds) -> npt.NDArray[np.int32]: ...
 
 
-class LeavesFirst:
+class LeavesFirst(EvictionPolicy):
     """Evicts in the inner policy's order, but only blocks without cached children.
 
     Evicting any other block would make its descendants unreachable while they still take memory. A victim with cached
@@ -49,55 +49,41 @@ class LeavesFirst:
 
     def reserve(self, num_blocks: int) -> None:
         self._inner.reserve(num_blocks)
-        self._grow(num_blocks)
+        if (missing := num_blocks - len(self._num_children)) > 0:
+            # A new array, because growing one may allocate more than that.
+            self._num_children = self._num_children + array("i", [0]) * missing
 
     def publish(self, block_id: BlockId, priority: int, key: bytes = b"") -> None:
         self._inner.publish(block_id, priority, key)
         if orphans := self._orphans.pop(key, None):
-            self._count(block_id, len(orphans))
+            self._num_children[block_id] += len(orphans)
 
-    def hit(self, block_ids: Sequence[BlockId], priority: int) -> None:
+    def hit(self, block_ids: SomeBlocks, priority: int) -> None:
         self._inner.hit(block_ids, priority)
 
-    def add(self, block_id: BlockId) -> None:
-        self._inner.add(block_id)
-        self._attach(block_id, self._parent(block_id))
-
-    def remove(self, block_id: BlockId) -> None:
-        if block_id in self._aside:
-            self._aside.remove(block_id)
-        else:
-            self._inner.remove(block_id)
-        self._detach_and_restore(block_id, self._parent(block_id))
-
-    def add_all(self, block_ids: BlockIds) -> None:
-        self._inner.add_all(block_ids)
-        for block_id, parent in zip(block_ids.tolist(), self._tree.parents(block_ids).tolist(), strict=True):
+    def add(self, block_ids: SomeBlocks) -> None:
+        self._inner.add(block_ids)
+        for block_id, parent in self._with_parents(block_ids):
             self._attach(block_id, parent)
 
-    def remove_all(self, block_ids: BlockIds) -> None:
-        held = block_ids
-        if self._aside:
-            held = np.array([b for b in block_ids.tolist() if b not in self._aside], block_ids.dtype)
-        self._inner.remove_all(held)
-        self._aside.difference_update(block_ids.tolist())
-        for block_id, parent in zip(block_ids.tolist(), self._tree.parents(block_ids).tolist(), strict=True):
-            self._detach_and_restore(block_id, parent)
+    def remove(self, block_ids: SomeBlocks) -> None:
+        aside = self._aside
+        self._inner.remove([b for b in _as_list(block_ids) if b not in aside] if aside else block_ids)
+        aside.difference_update(_as_list(block_ids))
+        for block_id, parent in self._with_parents(block_ids):
+            if (restored := self._detach(block_id, parent)) != NULL_BLOCK:
+                self._inner.restore(restored)
 
-    def evict(self) -> BlockId:
-        return self.evict_many(1)[0]
-
-    def evict_many(self, count: int) -> list[BlockId]:
-        if count > len(self):
-            raise KeyError(f"{count} blocks requested, {len(self)} held")
+    def evict(self, count: int) -> list[BlockId]:
+        self._check_held(count)
         victims: list[BlockId] = []
         most = count
         while len(victims) < count:
             # At least one: if the inner policy had none left, it would raise instead of being asked for ever.
-            candidates = self._inner.evict_many(max(1, min(most, count - len(victims), len(self._inner))))
+            candidates = self._inner.evict(max(1, min(most, count - len(victims), len(self._inner))))
             most *= 2
             for number, block_id in enumerate(candidates, 1):
-                if block_id < len(self._num_children) and self._num_children[block_id]:
+                if self._num_children[block_id]:
                     self._aside.add(block_id)
                     continue
                 victims.append(block_id)
@@ -124,6 +110,12 @@ class LeavesFirst:
         yield from self._inner
         yield from self._aside
 
+    def _with_parents(self, block_ids: SomeBlocks) -> Iterable[tuple[BlockId, int]]:
+        """Return each block with its parent, as `Tree.parents` does."""
+        if isinstance(block_ids, np.ndarray):
+            return zip(_as_list(block_ids), self._tree.parents(block_ids).tolist(), strict=True)
+        return ((block_id, self._parent(block_id)) for block_id in block_ids)
+
     def _parent(self, block_id: BlockId) -> int:
         """Return a block's parent as `Tree.parents` does."""
         if (key := self._tree.parent_key(block_id)) is None:
@@ -138,7 +130,7 @@ class LeavesFirst:
             assert key is not None
             self._orphans.setdefault(key, set()).add(block_id)
         elif parent != NULL_BLOCK:
-            self._count(BlockId(parent), 1)
+            self._num_children[parent] += 1
 
     def _detach(self, block_id: BlockId, parent: int) -> BlockId:
         """Discount a block that is no longer held; returns its parent if that now leaves the blocks set aside, else
@@ -157,16 +149,6 @@ class LeavesFirst:
                 return BlockId(parent)
         return NULL_BLOCK
 
-    def _detach_and_restore(self, block_id: BlockId, parent: int) -> None:
-        if (restored := self._detach(block_id, parent)) != NULL_BLOCK:
-            self._inner.restore(restored)
 
-    def _count(self, parent: BlockId, children: int) -> None:
-        if parent >= len(self._num_children):
-            self._grow(max(parent + 1, 2 * len(self._num_children)))
-        self._num_children[parent] += children
-
-    def _grow(self, num_blocks: int) -> None:
-        if (missing := num_blocks - len(self._num_children)) > 0:
-            # A new array, because growing one may allocate more than that.
-            self._num_children = self._num_children + array("i", [0]) * missing
+def _as_list(block_ids: SomeBlocks) -> Sequence[BlockId]:
+    return cast(list[BlockId], block_ids.tolist()) if isinstance(block_ids, np.ndarray) else block_ids

@@ -1,0 +1,93 @@
+"""The record of every block: what it contains, and who references it."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.errors import CacheError
+from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState
+from octavo.kvcache.hashing import DIGEST_BYTES, TOKEN_BYTES, Label, Source
+from octavo.kvcache.key_index import KeyIndex
+
+OUTSIDE, UNPUBLISHED = -1, -2
+
+
+class Blocks:
+    """One array per field, by block id, without an object per block. The pool owns it; others read it.
+
+        field        of                  written by
+        references   every block         the pool: entries of block tables that contain it
+        pins         published blocks    the pool: pins that hold it
+        groups       every block         the prefix index: `UNPUBLISHED`; else the group whose tree has its parent,
+                                         or `OUTSIDE` for a prompt's first block and under a sliding window
+        keys         published blocks    the prefix index: its key, and which block has a key
+        parents      "                   the prefix index: the key of the prefix before it
+        tokens       "                   the prefix index: its token ids
+        sources      "                   the prefix index: tenant, scope and request that computed it
+
+    An eviction policy keeps its order in arrays of its own, because host memory and disk, which have other records,
+    use the same policies.
+
+    Args:
+        num_blocks: size of the pool, including the null block.
+        block_size: tokens of a block; 0 if no block will be published, so that no contents are recorded.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int = 0) -> None:
+        if num_blocks < 2:
+            raise CacheError(f"a pool needs the null block and at least one other, got {num_blocks}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.references = array("i", [0]) * num_blocks
+        self.pins = array("i", [0]) * num_blocks
+        self.groups = array("h", [UNPUBLISHED]) * num_blocks
+        num_contents = num_blocks if block_size else 0
+        self.keys = KeyIndex(num_contents)
+        self.parents = bytearray(num_contents * DIGEST_BYTES)
+        self.tokens = bytearray(num_contents * block_size * TOKEN_BYTES)
+        self.sources: list[Source | None] = [None] * num_blocks
+        # The same memory as arrays of numpy.
+        self.references_array = np.frombuffer(cast(Any, self.references), np.int32)
+        self.pins_array = np.frombuffer(cast(Any, self.pins), np.int32)
+        self.groups_array = np.frombuffer(cast(Any, self.groups), np.int16)
+
+    def published(self) -> npt.NDArray[np.intp]:
+        """Return the ids of all published blocks. O(blocks)."""
+        return np.flatnonzero(self.groups_array != UNPUBLISHED)
+
+    def is_published(self, block_id: int) -> bool:
+        return self.groups[block_id] != UNPUBLISHED
+
+    def state(self, block_id: BlockId) -> BlockState:
+        if block_id == NULL_BLOCK:
+            return BlockState.NULL
+        if self.references[block_id]:
+            return BlockState.ACTIVE
+        if self.groups[block_id] == UNPUBLISHED:
+            return BlockState.FREE
+        return BlockState.PINNED if self.pins[block_id] else BlockState.CACHED
+
+    # Of published blocks
+
+    def key(self, block_id: BlockId) -> bytes:
+        """Return a block's key, which covers its group too."""
+        return self.keys.key(block_id)
+
+    def parent_prefix(self, block_id: BlockId) -> bytes:
+        """Return the key of the prefix before a block, which is the same in all groups."""
+        return bytes(self.parents[block_id * DIGEST_BYTES : (block_id + 1) * DIGEST_BYTES])
+
+    def token_bytes(self, block_id: BlockId) -> bytes:
+        """Return a block's packed token ids; raises KeyError if it is not published."""
+        if not self.is_published(block_id):
+            raise KeyError(block_id)
+        width = self.block_size * TOKEN_BYTES
+        return bytes(self.tokens[block_id * width : (block_id + 1) * width])
+
+    def label(self, block_id: BlockId) -> Label:
+        """Return a block's label, by which other tiers know it."""
+        return Label(self.key(block_id), self.parent_prefix(block_id), self.token_bytes(block_id))
