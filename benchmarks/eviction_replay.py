@@ -135,7 +135,7 @@ def measure_two_tiers(policy: str, pool_blocks: int, host_blocks: int, prompts: 
     """
     config = replace(options("hashed", policy), kv_demotion="on_evict")
     manager = assemble_cache(config, SPEC, pool_blocks + 1, num_prefix_blocks=host_blocks)
-    transfers = manager.hierarchy.transfers
+    transfers = manager.hierarchy.host
     on_device = in_host = 0
     for request in make_requests(prompts, False):
         seq = request.sequences[0]

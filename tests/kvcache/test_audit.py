@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from octavo.errors import CacheError
-from octavo.kvcache.block import BlockId
+from octavo.kvcache.block import BlockId, HostBlockId
 from octavo.kvcache.hashing import Label
-from octavo.kvcache.host_memory import HostBlockId, Slot
+from octavo.kvcache.host_memory import Slot
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import PinRequest
 from tests.kvcache.caches import admit_and_compute, make_manager, make_sequence
@@ -50,14 +50,14 @@ def _lose_a_key(kv: KVCacheManager) -> None:
 
 
 def _forget_a_store(kv: KVCacheManager) -> None:
-    kv.hierarchy.transfers._stores_in_flight.clear()
+    kv.hierarchy.host._stores_in_flight.clear()
 
 
 def _lose_a_host_key(kv: KVCacheManager) -> None:
     host = kv.hierarchy.host
-    (slot,) = host.being_written
+    (slot,) = host._writing
     label = Label(b"k" * 16, b"p" * 16, bytes(16))
-    host._labels[slot] = label
+    host._writing[slot].label = label
 
 
 CORRUPTIONS: dict[str, tuple[Callable[[KVCacheManager], Any], str]] = {
@@ -82,7 +82,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[KVCacheManager], Any], str]] = {
         lambda kv: kv.hierarchy.host.hold(HostBlockId(0)),
         "has 2 holds, 1 are known",
     ),
-    "a store that nobody makes": (_forget_a_store, "is storing, and nobody writes it"),
+    "a store that nobody makes": (_forget_a_store, "is storing, and nothing writes it"),
     "a host block that comes and is not found": (_lose_a_host_key, "with a key that the index does not have"),
     "a host block of nobody": (_forget_a_sequence, "need 0 slots of host memory, 1 are kept"),
     "a lost hope": (_forget_a_place, "and is not noted there"),

@@ -6,28 +6,28 @@ import pytest
 
 from octavo.kvcache.manager import KVCacheManager
 from tests.kvcache.caches import FULL, admit_and_compute, make_manager, make_sequence, resume, sliding
-from tests.kvcache.host_transfers import keep, label, memory, private, step, store
+from tests.kvcache.host_tier import keep, label, memory, private, step, store
 
 
 def test_prefixes_take_the_swap_space_that_is_not_in_use_and_yield_it() -> None:
-    transfers = memory(2, 1)
-    store(transfers, 1, 2, 3)
-    assert (transfers.host.num_ready, transfers.host.num_free) == (3, 0)
-    assert None not in [keep(transfers, private(n)) for n in (7, 8)]
-    step(transfers)
-    assert [transfers.host.find(label(n)) is not None for n in (1, 2, 3)] == [False, False, True]
-    assert keep(transfers, private(9)) is None, "the swap space limits what is kept"
-    assert transfers.host.find(label(3)) is not None
+    host = memory(2, 1)
+    store(host, 1, 2, 3)
+    assert (host.num_ready, host.num_free) == (3, 0)
+    assert None not in [keep(host, private(n)) for n in (7, 8)]
+    step(host)
+    assert [host.find(label(n)) is not None for n in (1, 2, 3)] == [False, False, True]
+    assert keep(host, private(9)) is None, "the swap space limits what is kept"
+    assert host.find(label(3)) is not None
 
 
 def test_without_slots_for_prefixes_only_kept_blocks_stay() -> None:
-    transfers = memory(2, 0)
-    slot = keep(transfers, label(1))
+    host = memory(2, 0)
+    slot = keep(host, label(1))
     assert slot is not None
-    step(transfers)
-    assert transfers.host.find(label(1)) == slot
-    transfers.let_go(label(1).key, is_private=False)
-    assert (transfers.host.find(label(1)), transfers.host.num_free) == (None, 2)
+    step(host)
+    assert host.find(label(1)) == slot
+    host.let_go(label(1).key, is_private=False)
+    assert (host.find(label(1)), host.num_free) == (None, 2)
 
 
 def test_a_reset_forgets_what_it_evicts_too() -> None:

@@ -27,9 +27,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState
+from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, HostBlockId
 from octavo.kvcache.eviction import EVICTION_POLICIES
-from octavo.kvcache.host_memory import HostBlockId
 from octavo.request import PinRequest, Request, Sequence
 from tests.kvcache.caches import COPIES, FULL, Clock, make_manager, make_sequence, positions_seen, sliding
 

@@ -180,7 +180,7 @@ def test_a_preempted_sequence_that_ends_frees_its_host_blocks_and_cancels_their_
     manager.demote(seq)
     manager.forget(seq)
     assert host_of(manager).num_free == 3
-    assert not manager.hierarchy.transfers.are_planned
+    assert not manager.hierarchy.host.has_transfers
     manager.audit()
 
 
@@ -258,7 +258,7 @@ def test_a_sequence_that_is_preempted_again_before_a_step_takes_its_loads_leaves
     assert (manager.match(seq).num_tokens, host_of(manager).swapped.sequences_out) == (10, 1)
     manager.forget(seq)
     assert host_of(manager).num_free == 3
-    assert not manager.hierarchy.transfers.are_planned
+    assert not manager.hierarchy.host.has_transfers
 
 
 def test_preempted_sequences_of_one_tenant_do_not_displace_those_of_another() -> None:

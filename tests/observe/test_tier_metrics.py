@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from octavo.kvcache.block import BlockId
-from octavo.kvcache.host_memory import HostBlockId, HostCounters
-from octavo.kvcache.host_transfers import BlockTransfer
+from octavo.kvcache.block import BlockId, BlockTransfer, HostBlockId
+from octavo.kvcache.host_memory import HostCounters
 from octavo.observe.stats import EngineStats
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.tiers.base import Reason

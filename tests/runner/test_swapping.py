@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.kvcache.block import BlockCopy, BlockId
-from octavo.kvcache.host_memory import HostBlockId
-from octavo.kvcache.host_transfers import BlockTransfer
+from octavo.kvcache.block import BlockCopy, BlockId, BlockTransfer, HostBlockId
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.runner import swapping
 from octavo.runner.host_link import HostLink

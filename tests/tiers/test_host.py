@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.kvcache.block import BlockId
-from octavo.kvcache.host_memory import HostBlockId
-from octavo.kvcache.host_transfers import BlockTransfer
+from octavo.kvcache.block import BlockId, BlockTransfer, HostBlockId
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.runner import swapping
 from octavo.storage.arena import KVArena

@@ -13,6 +13,9 @@ import numpy.typing as npt
 BlockId = NewType("BlockId", int)
 BlockHash = NewType("BlockHash", bytes)
 
+HostBlockId = NewType("HostBlockId", int)
+"""A slot of host memory."""
+
 NULL_BLOCK = BlockId(0)
 """A block that is never allocated or written; it fills the places in tables that a window has slid past."""
 
@@ -70,3 +73,10 @@ class BlockCopy(NamedTuple):
 
     source: BlockId
     destination: BlockId
+
+
+class BlockTransfer(NamedTuple):
+    """One block between device and host; its direction is that of the list that contains it."""
+
+    device: BlockId
+    host: HostBlockId

@@ -23,13 +23,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockTable, new_table
+import numpy as np
+
+from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockTable, BlockTransfer, HostBlockId, as_array, new_table
 from octavo.kvcache.demotion import make_demotion
 from octavo.kvcache.hashing import Label, TokenChain, label_of, private_label
-from octavo.kvcache.host_memory import HostBlockId, HostMemory
-from octavo.kvcache.host_transfers import BlockTransfer, HostTransfers
+from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.pool import BlockPool
-from octavo.kvcache.prefix import PrefixHit, PrefixIndex, PrefixMatcher, TieredIndex, split_tiers
+from octavo.kvcache.prefix import PrefixHit, PrefixIndex, PrefixMatcher
 from octavo.kvcache.spec import Window
 from octavo.request import Sequence, SequenceId
 
@@ -62,6 +63,40 @@ class _Left:
     keys: dict[tuple[int, int], bytes]
 
 
+class TieredIndex:
+    """The device's prefix cache continued by host memory, with the methods that a `PrefixMatcher` needs.
+
+    A block in host memory has a negative id, -1 minus its slot.
+    """
+
+    def __init__(self, prefix_cache: PrefixIndex, host: HostMemory) -> None:
+        self._device = prefix_cache
+        self._host = host
+
+    def leading(self, group: int, chain: TokenChain, limit: int) -> BlockTable:
+        found = self._device.leading(group, chain, limit)
+        while len(found) < limit and (block := self.get(group, chain, len(found))) is not None:
+            found.append(block)
+        return found
+
+    def get(self, group: int, chain: TokenChain, index: int) -> BlockId | None:
+        block = self._device.get(group, chain, index)
+        if block is not None:
+            return block
+        host = self._host.find(label_of(group, chain, index))
+        return None if host is None else BlockId(-1 - host)
+
+
+def split_tiers(tables: tuple[BlockTable, ...], block_size: int) -> PrefixHit:
+    """Return the hit for tables from a `TieredIndex`, whose negative ids become loads."""
+    loads: list[tuple[int, int, HostBlockId]] = []
+    for group, table in enumerate(tables):
+        for index in np.flatnonzero(as_array(table) < 0).tolist():
+            loads.append((group, index, HostBlockId(-1 - table[index])))
+            table[index] = NULL_BLOCK
+    return PrefixHit(len(tables[0]) * block_size, tables, tuple(loads))
+
+
 class CacheHierarchy:
     """Host memory, the policy for copying the device's blocks there, and the preempted sequences that can resume.
 
@@ -81,7 +116,6 @@ class CacheHierarchy:
         demotion: str,
     ) -> None:
         self.host = host
-        self.transfers = HostTransfers(host)
         self._pool = pool
         self._prefix_cache = prefix_cache
         self._block_size = block_size
@@ -121,7 +155,7 @@ class CacheHierarchy:
     def demote(self, blocks: Seq[Demoted]) -> None:
         """Plan to store blocks in host memory as prefixes, as far as there is room."""
         for block_id, label, tenant in blocks:
-            self.transfers.store_prefix(block_id, label, tenant)
+            self.host.store_prefix(block_id, label, tenant)
 
     def evict_all(self) -> list[Demoted]:
         """Evict every cached block, because the engine closes; returns those worth keeping, the most valuable first.
@@ -144,7 +178,7 @@ class CacheHierarchy:
 
     def _keep_evicted(self, block_id: BlockId, owners: set[SequenceId]) -> None:
         label = self._pool.blocks.label(block_id)
-        if not self.transfers.keep([(block_id, label)], self._left[min(owners)].tenant):
+        if not self.host.keep([(block_id, label)], self._left[min(owners)].tenant):
             for seq_id in list(owners):
                 self.host.swapped.sequences_lost += 1
                 self._give_up(seq_id)
@@ -175,7 +209,7 @@ class CacheHierarchy:
         if seq.seq_id in self._left:
             # It was to resume with the step that is being planned, so everything is still where it was.
             self._resuming.remove(seq.seq_id)
-            self.transfers.cancel_loads(seq.seq_id)
+            self.host.cancel_loads(seq.seq_id)
             return True
         if not self.host.num_swap_slots:
             return False
@@ -195,9 +229,9 @@ class CacheHierarchy:
                     cached.append(published)
                 else:
                     moved.append((block, label))
-        if not self.transfers.keep(moved, left.tenant):
+        if not self.host.keep(moved, left.tenant):
             return False
-        self.transfers.cancel_loads(seq.seq_id)
+        self.host.cancel_loads(seq.seq_id)
         self._demotion.hit(cached)
         for key in left.keys.values():
             self._wanted_by.setdefault(key, set()).add(seq.seq_id)
@@ -230,7 +264,7 @@ class CacheHierarchy:
             owners.remove(seq_id)
             if not owners:
                 del self._wanted_by[key]
-                self.transfers.let_go(key, is_private=index >= left.num_full)
+                self.host.let_go(key, is_private=index >= left.num_full)
 
     # Finding and loading blocks
 
@@ -269,7 +303,7 @@ class CacheHierarchy:
         blocks = self._pool.allocate(len(hit.loads), seq.request.tenant)
         for (group, index, slot), block in zip(hit.loads, blocks, strict=True):
             tables[group][index] = block
-            self.transfers.plan_load(slot, block, seq.seq_id, resumes=resumes)
+            self.host.plan_load(slot, block, seq.seq_id, resumes=resumes)
             host.release(slot)
         if resumes and hit.loads:
             self._resuming.append(seq.seq_id)
@@ -279,23 +313,23 @@ class CacheHierarchy:
     def forget(self, seq_id: SequenceId) -> None:
         """Give up a sequence's blocks, including those it left behind, and cancel loads that no step has taken."""
         self._give_up(seq_id)
-        self.transfers.cancel_loads(seq_id)
+        self.host.cancel_loads(seq_id)
 
     # With steps
 
     def take(self) -> tuple[list[BlockTransfer], list[BlockTransfer]]:
         """Return the next step's stores and loads, which are in flight until `complete` or `fail`."""
-        moved = self.transfers.take()
+        moved = self.host.take()
         self._resume()
         return moved
 
     def complete(self) -> None:
         """Note that the step is done and all its transfers have arrived."""
-        self.transfers.complete()
+        self.host.complete()
 
     def fail(self) -> None:
         """Note that the step failed: what it was to store is lost, and so are preempted sequences that need it."""
-        if self.transfers.fail():
+        if self.host.fail():
             for seq_id, left in list(self._left.items()):
                 if self._find(left) is None:
                     self.host.swapped.sequences_lost += 1
@@ -315,7 +349,6 @@ class CacheHierarchy:
     def check(self) -> Iterator[str]:
         """Check all invariants. O(slots ever used + blocks of preempted sequences)."""
         yield from self.host.check()
-        yield from self.transfers.check()
         yield from self._check_preempted()
 
     def _check_preempted(self) -> Iterator[str]:

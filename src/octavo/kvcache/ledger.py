@@ -18,10 +18,9 @@ from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from octavo.errors import CacheError
-from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable
+from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable, HostBlockId
 from octavo.kvcache.blocks import Blocks
 from octavo.kvcache.hashing import DIGEST_BYTES, PREFIX_BYTES, TOKEN_BYTES, Source, TokenChain, key_prefix
-from octavo.kvcache.host_memory import HostBlockId
 from octavo.kvcache.key_index import KeyIndex, LatestKeys
 from octavo.kvcache.pool import BlockPool
 from octavo.request import CacheOutcome, CacheReport, Request, RequestId

@@ -363,7 +363,7 @@ class KVCacheManager:
         store stay.
         """
         count = self.pool.evict_all_cached()
-        self.hierarchy.transfers.clear()
+        self.hierarchy.host.clear()
         return count
 
     def audit(self) -> Audit:

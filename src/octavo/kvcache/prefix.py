@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ from octavo.kvcache.block import (
     BlockId,
     BlockIds,
     BlockTable,
-    as_array,
+    HostBlockId,
     new_table,
     table_of,
 )
@@ -39,10 +40,8 @@ from octavo.kvcache.hashing import (
     Tokens,
     group_bits,
     group_key,
-    label_of,
     root_hash,
 )
-from octavo.kvcache.host_memory import HostBlockId, HostMemory
 from octavo.kvcache.spec import KVCacheSpec, Window
 
 # The first blocks of a prompt are looked up one by one, the rest as arrays, whose fixed cost is that of several
@@ -203,38 +202,12 @@ class PrefixHit:
     loads: tuple[tuple[int, int, HostBlockId], ...] = ()
 
 
-class TieredIndex:
-    """The device's prefix cache continued by host memory, with the methods that a `PrefixMatcher` needs.
+class BlockFinder(Protocol):
+    """The look-ups that a `PrefixMatcher` needs: `PrefixIndex`, perhaps continued by other tiers."""
 
-    A block in host memory has a negative id, -1 minus its slot.
-    """
+    def leading(self, group: int, chain: TokenChain, limit: int) -> BlockTable: ...
 
-    def __init__(self, prefix_cache: PrefixIndex, host: HostMemory) -> None:
-        self._device = prefix_cache
-        self._host = host
-
-    def leading(self, group: int, chain: TokenChain, limit: int) -> BlockTable:
-        found = self._device.leading(group, chain, limit)
-        while len(found) < limit and (block := self.get(group, chain, len(found))) is not None:
-            found.append(block)
-        return found
-
-    def get(self, group: int, chain: TokenChain, index: int) -> BlockId | None:
-        block = self._device.get(group, chain, index)
-        if block is not None:
-            return block
-        host = self._host.find(label_of(group, chain, index))
-        return None if host is None else BlockId(-1 - host)
-
-
-def split_tiers(tables: tuple[BlockTable, ...], block_size: int) -> PrefixHit:
-    """Return the hit for tables from a `TieredIndex`, whose negative ids become loads."""
-    loads: list[tuple[int, int, HostBlockId]] = []
-    for group, table in enumerate(tables):
-        for index in np.flatnonzero(as_array(table) < 0).tolist():
-            loads.append((group, index, HostBlockId(-1 - table[index])))
-            table[index] = NULL_BLOCK
-    return PrefixHit(len(tables[0]) * block_size, tables, tuple(loads))
+    def get(self, group: int, chain: TokenChain, index: int) -> BlockId | None: ...
 
 
 class PrefixMatcher:
@@ -247,9 +220,7 @@ class PrefixMatcher:
         windows: sliding window per group, None for full attention.
     """
 
-    def __init__(
-        self, prefix_cache: PrefixIndex | TieredIndex, block_size: int, windows: Sequence[Window | None]
-    ) -> None:
+    def __init__(self, prefix_cache: BlockFinder, block_size: int, windows: Sequence[Window | None]) -> None:
         self._prefix_cache = prefix_cache
         self._block_size = block_size
         self._windows = windows

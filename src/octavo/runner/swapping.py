@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from octavo.kvcache.host_transfers import BlockTransfer
+from octavo.kvcache.block import BlockTransfer
 from octavo.runner.host_link import SAME_MEMORY, HostLink
 from octavo.scheduler.plan import StepPlan
 from octavo.storage.arena import KVArena

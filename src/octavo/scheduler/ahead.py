@@ -83,7 +83,7 @@ class LookAhead:
 
     def _moves_blocks(self) -> bool:
         """Whether the next step must move blocks to or from the host."""
-        return self._kv.hierarchy.transfers.are_planned
+        return self._kv.hierarchy.host.has_transfers
 
     def _ends(self, seq: Sequence) -> bool:
         """Whether the token being drawn is the sequence's last, whichever it is."""

@@ -33,8 +33,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from octavo.kvcache.block import BlockCopy, BlockId
-from octavo.kvcache.host_transfers import BlockTransfer
+from octavo.kvcache.block import BlockCopy, BlockId, BlockTransfer
 from octavo.request import FinishReason, RequestId, Sequence, SequenceId, TokenLogprobs
 from octavo.sampling_params import SamplingParams
 

@@ -8,8 +8,7 @@ from collections.abc import Container, Iterable
 from typing import NamedTuple
 
 from octavo.errors import OctavoError
-from octavo.kvcache.block import BlockCopy
-from octavo.kvcache.host_transfers import BlockTransfer
+from octavo.kvcache.block import BlockCopy, BlockTransfer
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence, SequenceId
 from octavo.scheduler.plan import (

@@ -270,7 +270,7 @@ class Scheduler:
             if seq.seq_id in draft.admitted:
                 self._note_admitted(seq)
             self._plan_sequence(seq, num_new, copied=seq.seq_id in draft.copied)
-        if builder and hierarchy.transfers.are_planned:
+        if builder and hierarchy.host.has_transfers:
             return builder.finish(*hierarchy.take())
         return builder.finish()
 
@@ -360,7 +360,7 @@ class Scheduler:
     def flush(self) -> StepPlan | None:
         """Return a plan with the pending stores, if no request is left; call `flushed` after executing it."""
         hierarchy = self.kv.hierarchy
-        if self._requests or not hierarchy.transfers.are_planned:
+        if self._requests or not hierarchy.host.has_transfers:
             return None
         return self._builder.flush(hierarchy.take()[0])
 

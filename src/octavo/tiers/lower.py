@@ -16,8 +16,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
 
+from octavo.kvcache.block import HostBlockId
 from octavo.kvcache.hashing import Label
-from octavo.kvcache.host_memory import HostBlockId, HostMemory, Slot
+from octavo.kvcache.host_memory import HostMemory, Slot
 from octavo.tiers.base import LookupResult, Reason
 from octavo.tiers.room import Fetch, Room
 from octavo.tiers.store import Store
@@ -71,7 +72,7 @@ class LowerTiers:
         self._arrived = threading.Event()
         host.on_ready = self._write_down
         host.holders.append(self._held)
-        host.writers[Slot.FILLING] = self._filling
+        host.fillers.append(self._filling)
         for store in stores:
             store.on_done = self._arrived.set
 
@@ -260,7 +261,7 @@ class LowerTiers:
     def _take_in(self, fetch: Fetch, store: Store, slot: HostBlockId, reason: Reason | None) -> None:
         hold = not fetch.released
         if reason is not None:
-            self._host.give_back(slot)
+            self._host.not_filled(slot)
         elif self._host.filled(slot, store.name, hold=hold) and hold:
             fetch.held.append(slot)
             return

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from octavo.kvcache.block import HostBlockId
 from octavo.kvcache.hashing import Label
-from octavo.kvcache.host_memory import HostBlockId
 from octavo.least_served import LeastServed
 from octavo.tiers.store import Store
 from octavo.tiers.transfer import Transfer

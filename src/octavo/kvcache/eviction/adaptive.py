@@ -129,7 +129,7 @@ class AdaptiveEviction(LruEviction):
         self._keep_time()
         ghost = self._ghosts.take(key) if key and self._ghosts is not None else None
         if ghost is not None and self._model is not None:
-            self._model.note_returned([ghost], self._clock)
+            self._model.note_returned([2 * self._clock - ghost])
         self._prefixes[block_id] = key_prefix(key)
         self._kinds[block_id] = _ONCE if ghost is None else _AGAIN
         self._clock += 1
@@ -140,13 +140,14 @@ class AdaptiveEviction(LruEviction):
         if isinstance(block_ids, np.ndarray):
             self._hit_many(block_ids)
             return
-        kinds, stamps = self._kinds, self._stamps
+        kinds, stamps, now, rests = self._kinds, self._stamps, self._clock, list[int]()
         for block_id in block_ids:
-            if self._model is not None:
-                self._model.note_returned([stamps[block_id] << 1 | kinds[block_id]], self._clock)
-            kinds[block_id] = _AGAIN
-            self._clock += 1
-            stamps[block_id] = self._clock
+            rests.append(2 * (now - stamps[block_id]) - kinds[block_id])
+            now += 1
+            kinds[block_id], stamps[block_id] = _AGAIN, now
+        self._clock = now
+        if self._model is not None:
+            self._model.note_returned(rests)
 
     def add(self, block_ids: SomeBlocks) -> None:
         kinds, stamps, now = self._kinds, self._stamps, self._clock

@@ -64,10 +64,9 @@ class ReturnRates:
         step = (age - edges[bucket]) / (edges[bucket + 1] - edges[bucket])
         return rates[bucket] + step * (rates[bucket + 1] - rates[bucket])
 
-    def note_returned(self, uses: Sequence[int], now: int) -> None:
-        """Record that blocks have returned, by their last uses: when that was, times two, plus the block's class."""
-        twice = 2 * now
-        self._returned += [twice - use for use in uses]
+    def note_returned(self, rests: Sequence[int]) -> None:
+        """Record that blocks have returned: of each, twice its age less its class."""
+        self._returned += rests
         if len(self._returned) >= _COUNTED_AT_ONCE:
             self._count_noted()
 
