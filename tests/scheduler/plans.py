@@ -65,7 +65,7 @@ def shares(plan: StepPlan) -> dict[str, int]:
 PLAIN = {
     *(("array", name) for name in ("array", "_array_reconstructor")),
     ("octavo.kvcache.block", "BlockCopy"),
-    ("octavo.kvcache.host_transfers", "BlockTransfer"),
+    ("octavo.kvcache.block", "BlockTransfer"),
     ("octavo.sampling_params", "SamplingParams"),
     *(
         ("octavo.scheduler.plan", name)
