@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.kvcache.block import BlockId
-from octavo.kvcache.blocks import Blocks
+from octavo.kvcache.blocks import BlockRecords
 from octavo.kvcache.eviction import EVICTION_POLICIES, make_eviction_policy
 from octavo.kvcache.eviction.leaves import LeavesFirst
 from octavo.kvcache.manager import KVCacheManager
@@ -27,7 +27,7 @@ def publish(index: PrefixIndex, tokens: list[int], first_block: int, salt: str =
 
 
 def make_tree() -> PrefixIndex:
-    return PrefixIndex(Blocks(200, block_size=1), ())
+    return PrefixIndex(BlockRecords(200, block_size=1), ())
 
 
 def leaves_first(name: str, tree: PrefixIndex) -> LeavesFirst:

@@ -4,7 +4,7 @@ import pytest
 
 from octavo.errors import CacheError
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState
-from octavo.kvcache.blocks import UNPUBLISHED, Blocks
+from octavo.kvcache.blocks import UNPUBLISHED, BlockRecords
 from octavo.kvcache.eviction import LruEviction
 from octavo.kvcache.pool import BlockPool
 
@@ -17,7 +17,7 @@ def make_pool(num_blocks: int = 8) -> tuple[BlockPool, list[BlockId]]:
         for block in blocks:
             pool.blocks.groups[block] = UNPUBLISHED
 
-    pool = BlockPool(Blocks(num_blocks), LruEviction(), on_evict)
+    pool = BlockPool(BlockRecords(num_blocks), LruEviction(), on_evict)
     return pool, evicted
 
 

@@ -16,7 +16,7 @@ from octavo.kvcache.key_index import KeyIndex
 OUTSIDE, UNPUBLISHED = -1, -2
 
 
-class Blocks:
+class BlockRecords:
     """One array per field, by block id, without an object per block. The pool owns it; others read it.
 
         field        of                  written by

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from octavo.kvcache.block import BlockId
-from octavo.kvcache.blocks import Blocks
+from octavo.kvcache.blocks import BlockRecords
 from octavo.kvcache.eviction.adaptive import GhostList
 from octavo.kvcache.host_memory import HostMemory, Slot
 
@@ -53,7 +53,7 @@ class DemoteUsedTwice(Demotion):
         blocks: the record of the device's blocks.
     """
 
-    def __init__(self, host: HostMemory, blocks: Blocks) -> None:
+    def __init__(self, host: HostMemory, blocks: BlockRecords) -> None:
         self._host = host
         self._blocks = blocks
         self._used_again = bytearray(blocks.num_blocks)  # by device block
@@ -78,7 +78,7 @@ class DemoteUsedTwice(Demotion):
         return [block_id for block_id in block_ids if self._used_again[block_id]]
 
 
-def make_demotion(name: str, host: HostMemory, blocks: Blocks) -> Demotion:
+def make_demotion(name: str, host: HostMemory, blocks: BlockRecords) -> Demotion:
     """Return the demotion policy with the given name; one that chooses nothing if the host has no room for prefixes."""
     if not host.num_prefix_slots:
         return Demotion()

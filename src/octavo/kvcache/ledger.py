@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 
 from octavo.errors import CacheError
 from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable, HostBlockId
-from octavo.kvcache.blocks import Blocks
+from octavo.kvcache.blocks import BlockRecords
 from octavo.kvcache.hashing import DIGEST_BYTES, PREFIX_BYTES, TOKEN_BYTES, Source, TokenChain, key_prefix
 from octavo.kvcache.key_index import KeyIndex, LatestKeys
 from octavo.kvcache.pool import BlockPool
@@ -83,7 +83,7 @@ class _FirstBlocks:
         (place,), _ = self._keys.add((key_prefix(key),))
         self._blocks[place], self._sources[place] = block_id, source
 
-    def get(self, key: bytes, blocks: Blocks) -> Source | None:
+    def get(self, key: bytes, blocks: BlockRecords) -> Source | None:
         """Return the source of the block with this key; None if it was evicted since."""
         if (place := self._keys.index.get(key)) is None:
             return None
@@ -165,7 +165,7 @@ class CacheLedger:
         clock: a monotonic clock, in seconds.
     """
 
-    def __init__(self, num_blocks: int, blocks: Blocks, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, num_blocks: int, blocks: BlockRecords, clock: Callable[[], float] = time.monotonic) -> None:
         self.totals: dict[str, CacheTotals] = {}  # by tenant, so bounded by the number of API keys
         self._record = blocks
         self._clock = clock
@@ -307,7 +307,7 @@ class CacheLedger:
 class NullLedger(CacheLedger):
     """Records nothing and reports every miss as cold. Saves a fifth of a simulation's time."""
 
-    def __init__(self, num_blocks: int, blocks: Blocks, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, num_blocks: int, blocks: BlockRecords, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(0, blocks, clock)
 
     def published(self, blocks: Seq[tuple[BlockId, int]], chain: TokenChain) -> None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from octavo.errors import CacheError
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds, BlockState, BlockTable, as_array, as_indices, where
-from octavo.kvcache.blocks import UNPUBLISHED, Blocks
+from octavo.kvcache.blocks import UNPUBLISHED, BlockRecords
 from octavo.kvcache.eviction import EvictionPolicy
 from octavo.kvcache.eviction.policies import SomeBlocks
 
@@ -45,7 +45,9 @@ class BlockPool:
         num_published_ever: how often a block was published since the start.
     """
 
-    def __init__(self, blocks: Blocks, eviction: EvictionPolicy, on_evict: Callable[[Sequence[BlockId]], None]) -> None:
+    def __init__(
+        self, blocks: BlockRecords, eviction: EvictionPolicy, on_evict: Callable[[Sequence[BlockId]], None]
+    ) -> None:
         self.blocks = blocks
         self.num_blocks = blocks.num_blocks
         self.ref_counts = blocks.references
@@ -334,7 +336,7 @@ class BlockPool:
         return victims
 
 
-def check_references(blocks: Blocks, tables: Iterable[BlockTable]) -> Iterator[str]:
+def check_references(blocks: BlockRecords, tables: Iterable[BlockTable]) -> Iterator[str]:
     """Yield every block whose count of references differs from the tables'."""
     held = [as_array(table) for table in tables]
     references = np.bincount(np.concatenate([*held, np.empty(0, np.int32)]), minlength=blocks.num_blocks)

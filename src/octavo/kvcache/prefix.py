@@ -28,7 +28,7 @@ from octavo.kvcache.block import (
     new_table,
     table_of,
 )
-from octavo.kvcache.blocks import OUTSIDE, UNPUBLISHED, Blocks
+from octavo.kvcache.blocks import OUTSIDE, UNPUBLISHED, BlockRecords
 from octavo.kvcache.hashing import (
     DIGEST_BYTES,
     KEY_HALF,
@@ -53,7 +53,7 @@ _COMPARED_AT_ONCE = 4096
 
 class PrefixIndex:
     """Finds the block that holds a given prefix's last full block, per group of layers: a prefix of k full blocks in k
-    look-ups. It records in `Blocks` what a published block contains.
+    look-ups. It records in `BlockRecords` what a published block contains.
 
     Blocks of groups with a sliding window stand outside the tree, because a hit needs only those inside the window.
 
@@ -63,7 +63,9 @@ class PrefixIndex:
         windows: by group of layers, its sliding window, None for full attention.
     """
 
-    def __init__(self, blocks: Blocks, identity: tuple[str, ...], windows: Sequence[object | None] = (None,)) -> None:
+    def __init__(
+        self, blocks: BlockRecords, identity: tuple[str, ...], windows: Sequence[object | None] = (None,)
+    ) -> None:
         self._blocks = blocks
         self._block_size = blocks.block_size
         self._identity = (*identity, str(self._block_size))
@@ -176,7 +178,7 @@ class PrefixIndex:
 class NullPrefixIndex(PrefixIndex):
     """No prefix caching, at no cost: chains stay empty, so nothing is packed, hashed, looked up or published."""
 
-    def __init__(self, blocks: Blocks) -> None:
+    def __init__(self, blocks: BlockRecords) -> None:
         super().__init__(blocks, ())
 
     def full_blocks(self, token_ids: Sequence[int], salt: str) -> FullBlocks:
@@ -268,7 +270,7 @@ class PrefixMatcher:
 
 def make_prefix_index(
     name: str | None, num_blocks: int, spec: KVCacheSpec, identity: tuple[str, ...] = ()
-) -> tuple[Blocks, PrefixIndex]:
+) -> tuple[BlockRecords, PrefixIndex]:
     """Return the record of a pool's blocks, and the index for a `prefix_cache` option, None for no caching.
 
     Args:
@@ -278,9 +280,9 @@ def make_prefix_index(
         ConfigError: the name is unknown; the message lists the known ones.
     """
     if name is None:
-        blocks = Blocks(num_blocks)
+        blocks = BlockRecords(num_blocks)
         return blocks, NullPrefixIndex(blocks)
     if name not in ("hashed", "radix"):
         raise ConfigError(f"prefix_cache must be one of hashed, radix, got {name!r}")
-    blocks = Blocks(num_blocks, spec.block_size)
+    blocks = BlockRecords(num_blocks, spec.block_size)
     return blocks, PrefixIndex(blocks, identity, [group.window for group in spec.groups])
