@@ -114,6 +114,8 @@ def _read_overrides(given: str | dict[str, Any]) -> str:
     raise ConfigError(f"hf_overrides must be a JSON object, got {shown(given)}")
 
 
+# vLLM's names.
+CHECKPOINT_FORMATS = ("awq", "awq_marlin", "compressed-tensors", "fp8", "gguf", "gptq", "gptq_marlin")
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 _model = partial(option, group="model options")
@@ -167,11 +169,13 @@ class EngineConfig(Options):
         "quantised; half and float: float16 and float32",
         read=lambda name: _DTYPE_ALIASES.get(name, name),
     )
-    quantization: Literal["auto", "none"] = _model(
+    quantization: Literal["auto", "none", "q8_0", "q4_0", *CHECKPOINT_FORMATS] = _model(  # type: ignore[valid-type]
         "auto",
         "auto: compute with GGUF's Q4_0, Q4_1, Q5_0, Q8_0, Q4_K, Q5_K and Q6_K weights as they are and with other "
-        "quantised types as Q8_0, and activations in int8, where there are kernels for it and dtype is not float32; "
-        "none: dequantise them when they are loaded",
+        "quantised types as Q8_0 (AWQ, GPTQ, FP8, … as whichever is nearest), and activations in int8, where there are "
+        "kernels for it and dtype is not float32; none: dequantise them when they are loaded; q8_0, q4_0: quantise the "
+        "floats of a folder, on a CPU; a checkpoint's format: refuse another",
+        read=lambda name: name.removesuffix("_marlin"),
     )
     chat_template: str | None = _model(
         None, "file with a chat template (Jinja) to use instead of the model's own", metavar="FILE"

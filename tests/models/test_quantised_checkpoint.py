@@ -7,17 +7,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from octavo import kernels
 from octavo.attention.reference import ReferenceAttention
-from octavo.checkpoint.model_source import load_model_config, resolve_model
-from octavo.errors import CorruptModelError
+from octavo.checkpoint.model_source import load_model_config, model_of, resolve_model
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError, CorruptModelError
 from octavo.models.loader import open_weights
 from octavo.models.native_decoder import make_decoder
 from tests.models.paged import assert_same_logits, paged_logits, random_sequences, whole_logits
-from tests.models.tiny import make_model
+from tests.models.tiny import make_model, write_hf_model
 
 Parts = dict[str, torch.Tensor]
 GROUP = 32
@@ -169,3 +173,66 @@ def test_parts_that_do_not_fit_together_are_corrupt(tmp_path: Path) -> None:
     source = resolve_model(str(tmp_path))
     with pytest.raises(CorruptModelError, match=r"layers.1.mlp.down_proj.weight: its quantised parts do not fit"):
         open_weights(source, load_model_config(source))
+
+
+NEAREST = {
+    "fp8": "Q8_0",
+    "W8A8, fp8": "Q8_0",
+    "W8A8, int8": "Q8_0",
+    "W4A16": "Q4_0",
+    "W4A16 with zeros": "Q4_1",
+    "gptq": "Q8_0",  # the order of activations mixes groups
+    "awq": "Q4_1",
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_matrices_are_repacked_to_the_nearest_format_of_the_kernels(scheme: str, tmp_path: Path) -> None:
+    model, _ = write(tmp_path, scheme)
+    source = resolve_model(str(tmp_path))
+    config = load_model_config(source)
+    weights = open_weights(source, config)
+    exact = scheme not in ("fp8", "W8A8, fp8", "gptq")
+    for name, meant in model.state_dict().items():
+        if "_proj" not in name:
+            assert weights.raw(name) is None
+            continue
+        raw = weights.raw(name)
+        assert raw is not None
+        assert (raw.type.name, raw.shape) == (NEAREST[scheme], tuple(meant.shape))
+        blocks = meant.reshape(-1, 32)
+        off = (torch.from_numpy(gguf.dequantize(raw.rows, raw.type)).reshape(-1, 32) - blocks).abs().amax(1)
+        rows = raw.rows.reshape(-1, gguf.GGML_QUANT_SIZES[raw.type][1])
+        scales = torch.from_numpy(rows[:, :2].copy().view(np.float16)).float()[:, 0].abs()
+        # Scales, and their products with zero points of up to 15, are rounded to fp16; the others' weights to a scale.
+        assert (off <= scales * (16 * 2**-10 if exact else 0.5 + 2**-3) + 127 * 2**-25).all()
+    packed = make_decoder(
+        config, weights, dtype=torch.bfloat16, device=torch.device("cpu"), quantised=kernels.available()
+    )
+    plain = make_decoder(config, weights, dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert not kernels.available() or packed.weight_bytes < 0.8 * plain.weight_bytes
+
+
+@pytest.mark.parametrize(("online", "projections"), [("Q8_0", "Q8_0"), ("Q4_0", "Q4_0")])
+def test_floats_can_be_quantised_as_they_are_read(online: str, projections: str, tmp_path: Path) -> None:
+    write_hf_model(tmp_path, "Llama")
+    source = resolve_model(str(tmp_path))
+    config = load_model_config(source)
+    weights = open_weights(source, config, online)
+    kinds = {name: raw.type.name for name in weights.names() if (raw := weights.raw(name)) is not None}
+    assert kinds.pop("model.embed_tokens.weight") == kinds.pop("lm_head.weight") == "Q8_0"
+    assert set(kinds.values()) == {projections}
+    assert len(kinds) == 7 * config.num_layers
+
+
+def test_a_format_that_the_file_does_not_hold_is_refused_with_what_it_holds(tmp_path: Path) -> None:
+    write(tmp_path, "awq")
+    for given in ("awq", "awq_marlin", "auto", "none"):
+        model_of(EngineConfig(model=str(tmp_path), quantization=given))
+    with pytest.raises(ConfigError, match=r"quantization is 'gptq', but .* holds weights in awq"):
+        model_of(EngineConfig(model=str(tmp_path), quantization="gptq"))
+    with pytest.raises(ConfigError, match=r"'q8_0' is for floats, and .* holds weights in awq"):
+        model_of(EngineConfig(model=str(tmp_path), quantization="q8_0"))
+    write_hf_model(tmp_path / "floats", "Llama")
+    with pytest.raises(ConfigError, match=r"quantization is 'fp8', but .* holds floats"):
+        model_of(EngineConfig(model=str(tmp_path / "floats"), quantization="fp8"))

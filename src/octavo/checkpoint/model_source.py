@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from octavo.checkpoint.hf_config import read_hf_config, read_json
+from octavo.checkpoint.hf_config import merged, read_hf_config, read_json
 from octavo.checkpoint.hub import (
     MODEL_FILES,
     TOKENIZER_FILES,
@@ -22,9 +22,10 @@ from octavo.checkpoint.hub import (
     files_of,
     first_shards,
 )
+from octavo.checkpoint.kv_cache_scheme import only_kv_cache_scheme
 from octavo.checkpoint.model_config import ModelConfig
 from octavo.checkpoint.packaged_model import PACKAGED_MODEL, PACKAGED_SAMPLING, packaged_gguf
-from octavo.config import EngineConfig
+from octavo.config import CHECKPOINT_FORMATS, EngineConfig
 from octavo.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 
 _FINGERPRINT_BYTES = 64 * 1024
@@ -66,7 +67,7 @@ def model_of(config: EngineConfig) -> ModelSource:
         token=config.hf_token,
         gguf=None if config.load_format == "auto" else config.load_format == "gguf",
     )
-    overrides = json.loads(str(config.hf_overrides or "{}"))
+    overrides: dict[str, Any] = json.loads(str(config.hf_overrides or "{}"))
     if source.format is ModelFormat.GGUF:
         if config.load_format == "safetensors":
             raise ConfigError(f"load_format is 'safetensors', but {source.path} is a GGUF file")
@@ -75,7 +76,14 @@ def model_of(config: EngineConfig) -> ModelSource:
             raise ConfigError(f"{option} is for Hugging Face folders, and {source.path} is a GGUF file")
     elif config.load_format == "gguf":
         raise ConfigError(f"load_format is 'gguf', but {source.path} is a Hugging Face folder")
-    return replace(source, overrides=overrides, through_transformers=config.model_impl == "transformers")
+    source = replace(source, overrides=overrides, through_transformers=config.model_impl == "transformers")
+    wanted, stored = config.quantization, stored_format(source)
+    if wanted in CHECKPOINT_FORMATS and wanted != stored:
+        held = "floats" if stored == "none" else f"weights in {stored}"
+        raise ConfigError(f"quantization is {wanted!r}, but {source.path} holds {held}")
+    if wanted in ("q8_0", "q4_0") and stored != "none":
+        raise ConfigError(f"quantization {wanted!r} is for floats, and {source.path} holds weights in {stored}")
+    return source
 
 
 def tokenizer_of(config: EngineConfig) -> ModelSource:
@@ -160,6 +168,16 @@ def load_model_config(model: str | Path | ModelSource) -> ModelConfig:
     if source.through_transformers and config.runs_natively:
         return replace(config, transformers_reason="--model-impl transformers")
     return config
+
+
+def stored_format(source: ModelSource) -> str:
+    """Return how a model's weights are quantised: "gguf", a `quant_method` such as "awq", or "none" for floats."""
+    if source.format is ModelFormat.GGUF:
+        return "gguf"
+    quantization = merged(read_json(source.path / "config.json") or {}, source.overrides).get("quantization_config")
+    if not quantization or only_kv_cache_scheme(quantization):
+        return "none"
+    return str(quantization.get("quant_method")) if isinstance(quantization, dict) else repr(quantization)
 
 
 def _file(name: str, path: Path) -> ModelSource:

@@ -17,7 +17,7 @@ from octavo.checkpoint.families import family_name
 from octavo.checkpoint.gguf_file import GGUFFile
 from octavo.checkpoint.gguf_requantize import loaded_bytes
 from octavo.checkpoint.model_config import ModelConfig
-from octavo.checkpoint.model_source import ModelFormat, ModelSource, load_model_config, model_of
+from octavo.checkpoint.model_source import ModelFormat, ModelSource, load_model_config, model_of, stored_format
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, ModelError
 from octavo.kvcache.block import NULL_BLOCK
@@ -28,6 +28,7 @@ from octavo.models.linear import PackedLinear
 from octavo.models.loader import open_weights
 from octavo.models.native_decoder import NativeDecoder, make_decoder
 from octavo.models.ops import LayerOps
+from octavo.models.packed_modules import OnlineFormat
 from octavo.planner.machine import CPU_MEMORY_SHARE, available_memory, default_num_threads, limited_memory
 from octavo.planner.model_shape import ModelShape, shape_of_checkpoint
 from octavo.planner.sizing import Sizing
@@ -215,12 +216,18 @@ def _load(
         return _load_through_transformers(config, source, dtype, device)
     return make_decoder(
         model_config,
-        open_weights(source, model_config),
+        open_weights(source, model_config, _online_format(config)),
         dtype=dtype,
         device=device,
-        quantised=config.quantization == "auto",
+        quantised=config.quantization != "none",
         ops=_ops(config),
     )
+
+
+def _online_format(config: EngineConfig) -> OnlineFormat | None:
+    """Return the format to which floats are quantised when they are loaded."""
+    formats: dict[str, OnlineFormat] = {"q8_0": "Q8_0", "q4_0": "Q4_0"}
+    return formats.get(config.quantization)
 
 
 def _ops(config: EngineConfig) -> LayerOps | None:
@@ -251,7 +258,14 @@ def _load_through_transformers(
 
     # The reference for the fast paths uses no kernels at all.
     packed = config.attention_backend != "reference"
-    return TransformersModel.load(source.path, dtype=dtype, device=device, packed=packed, overrides=source.overrides)
+    return TransformersModel.load(
+        source.path,
+        dtype=dtype,
+        device=device,
+        packed=packed,
+        format=_online_format(config),
+        overrides=source.overrides,
+    )
 
 
 def _dtype(config: EngineConfig, source: ModelSource, model_config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -262,9 +276,12 @@ def _dtype(config: EngineConfig, source: ModelSource, model_config: ModelConfig,
         return torch.bfloat16
     # A CPU without bf16 instructions emulates them, several times slower than float32. Quantised weights are multiplied
     # in int8 there, and would take several times the memory in float32.
-    if not _runs_on_kernels(config, model_config, torch.bfloat16, device) or source.format is not ModelFormat.GGUF:
+    if not _runs_on_kernels(config, model_config, torch.bfloat16, device) or config.quantization == "none":
         return torch.float32
-    quantised = config.quantization == "auto" and GGUFFile(source.path).is_quantised
+    if source.format is ModelFormat.GGUF:
+        quantised = GGUFFile(source.path).is_quantised
+    else:
+        quantised = _online_format(config) is not None or stored_format(source) != "none"
     return torch.bfloat16 if quantised else torch.float32
 
 
@@ -328,8 +345,13 @@ def _size_loaded(sizing: Sizing, config: EngineConfig, model: CausalLM) -> Sizin
 
 def _stored_bytes(config: EngineConfig, source: ModelSource, dtype: torch.dtype) -> int | None:
     """Return the bytes of weights that stay quantised; None if they are dequantised."""
-    if source.format is not ModelFormat.GGUF or config.quantization == "none" or dtype is torch.float32:
+    if config.quantization == "none" or dtype is torch.float32:
         return None
+    if source.format is not ModelFormat.GGUF:
+        # The kernels' formats take up to a fifth more than the file; the loaded model is counted exactly.
+        files = sum(path.stat().st_size for path in source.path.glob("*.safetensors"))
+        share = {"q8_0": 0.55, "q4_0": 0.3}.get(config.quantization, 1.2)
+        return int(files * share) if share < 1 or stored_format(source) != "none" else None
     return loaded_bytes(GGUFFile(source.path))
 
 

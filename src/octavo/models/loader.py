@@ -7,10 +7,12 @@ holds more than one tensor twice.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from gguf import GGMLQuantizationType as GGMLType
 from safetensors import SafetensorError, safe_open
 
 from octavo.checkpoint.hf_config import read_json
@@ -19,20 +21,23 @@ from octavo.checkpoint.model_source import ModelFormat, ModelSource
 from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
 from octavo.models.linear import Linear, PlainLinear
 from octavo.models.program import make_program
-from octavo.models.quantised_checkpoint import QuantisedCheckpoint
+from octavo.models.quantised_checkpoint import QuantisedCheckpoint, quantise
 from octavo.models.weight_reader import WeightReader
 from octavo.models.weights import RawTensor, WeightSource, rotary_row_order
 
 
-def open_weights(source: ModelSource, config: ModelConfig) -> WeightSource:
+def open_weights(source: ModelSource, config: ModelConfig, online: str | None = None) -> WeightSource:
     """Open a model's weights and check that every tensor of `config` is there with the right shape.
+
+    Args:
+        online: type to which floats of a folder are quantised, see `SafetensorsWeights`.
 
     Raises:
         ModelNotFoundError: the folder contains no weights.
         CorruptModelError: a tensor is missing or has another shape, or a file is truncated.
         UnsupportedModelError: the weights are not in safetensors format, or have an unsupported GGUF type.
     """
-    weights = _open(source, config)
+    weights = _open(source, config, online)
     for name, shape in expected_shapes(config).items():
         if not weights.has(name):
             raise CorruptModelError(f"{source.path} holds no tensor {name}, which should be {list(shape)}")
@@ -43,9 +48,9 @@ def open_weights(source: ModelSource, config: ModelConfig) -> WeightSource:
     return weights
 
 
-def _open(source: ModelSource, config: ModelConfig) -> WeightSource:
+def _open(source: ModelSource, config: ModelConfig, online: str | None) -> WeightSource:
     if source.format is ModelFormat.HUGGINGFACE:
-        return SafetensorsWeights(source.path, config)
+        return SafetensorsWeights(source.path, config, online)
     # Imported here, because the gguf package takes a sixth of a second to import and folders do not need it.
     from octavo.checkpoint.gguf_file import GGUFFile
     from octavo.models.gguf_weights import GGUFWeights
@@ -91,9 +96,14 @@ class _ShapeReader(WeightReader):
 class SafetensorsWeights:
     """The safetensors files of a Hugging Face folder: one, or shards listed in model.safetensors.index.json."""
 
-    def __init__(self, folder: Path, config: ModelConfig | None = None) -> None:
+    def __init__(self, folder: Path, config: ModelConfig | None = None, online: str | None = None) -> None:
+        """
+        Args:
+            online: type to which `raw` quantises floats, "Q8_0" or "Q4_0" (embedding and head stay at 8 bits).
+        """
         self._folder = folder
         self._config = config
+        self._online = online
         quantization = (read_json(folder / "config.json") or {}).get("quantization_config")
         self._quantised = QuantisedCheckpoint(
             quantization if isinstance(quantization, dict) else {}, lambda name: name in self._file_of, self._stored
@@ -132,7 +142,18 @@ class SafetensorsWeights:
         return (tensor if order is None else tensor[order]).to(dtype).contiguous()
 
     def raw(self, name: str) -> RawTensor | None:
-        return None
+        if self._quantised.holds(name):
+            raw = self._quantised.raw(name)
+        elif self._online is not None and name in self._file_of and len(self.shape(name)) == 2:
+            embeds = self._config is not None and name.startswith(
+                tuple(self._config.names.hf(part) for part in ("embedding", "head"))
+            )
+            kind = GGMLType.Q8_0 if embeds else GGMLType[self._online]
+            raw = None if self.shape(name)[1] % 32 else quantise(self._stored(name), kind, "floats")
+        else:
+            return None
+        order = rotary_row_order(name, self._config) if self._config else None
+        return raw if raw is None or order is None else replace(raw, rows=raw.rows[order])
 
     def _stored(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._file(name).get_tensor(name)

@@ -125,6 +125,9 @@ class PackingReader(WeightReader):
     def finish(self) -> None:
         """Log which types were converted to others, and how much larger they have become."""
         for (stored, loaded), nbytes in sorted(self._converted.items()):
+            if stored not in GGMLType.__members__:
+                logger.info("weights in %s are multiplied as %s, %.0f MB", stored, loaded, nbytes / 1e6)
+                continue
             sizes = [gguf.GGML_QUANT_SIZES[GGMLType[name]] for name in (stored, loaded)]
             (stored_values, stored_bytes), (loaded_values, loaded_bytes) = sizes
             larger = loaded_bytes / loaded_values / (stored_bytes / stored_values) - 1
@@ -199,8 +202,8 @@ class PackingReader(WeightReader):
         if (raw := self._stored(name, outputs, inputs)) is None:
             return matrix
         format = kernel_type(raw.type).name
-        if format != raw.type.name:
-            self._converted[raw.type.name, format] += raw.rows.nbytes
+        if (stored := raw.origin or raw.type.name) != format:
+            self._converted[stored, format] += raw.rows.nbytes
         return replace(matrix, format=format, raw=raw)
 
     def _floats(self, matrix: _Matrix) -> _Matrix:

@@ -1,4 +1,4 @@
-"""Matrices that a safetensors checkpoint stores quantised, read as the floats that they stand for.
+"""Matrices that a safetensors checkpoint stores quantised, read as floats, or in the nearest format of the kernels.
 
     fp8                 X.weight f8 [out, in], X.weight_scale_inv [out / b, in / b]: a scale for each block
     compressed-tensors  X.weight f8 or i8 [out, in], or X.weight_packed i32 [out, in / n];
@@ -8,6 +8,13 @@
     awq                 X.qweight i32 [in, out / n], X.qzeros i32 [groups, out / n], X.scales [groups, out]
 
 n = 32 / bits numbers lie in an int32, the first in its lowest bits, except in awq, which mixes eight outputs.
+
+Where 32 weights in a row share a scale and a zero point, the kernels' formats hold the same integers:
+
+    0 to 15, zero point 8      -> Q4_0   exactly, if the scale is one of fp16's
+    0 to 15, other zero points -> Q4_1   scale · -zero point is rounded to fp16
+    -127 to 127                -> Q8_0   exactly, if the scale is one of fp16's
+    others, fp8 among them     -> Q8_0   each weight rounded to 1/127 of the largest of its 32
 """
 
 from __future__ import annotations
@@ -15,9 +22,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import gguf
+import numpy as np
 import torch
+from gguf import GGMLQuantizationType as GGMLType
 
 from octavo.errors import CorruptModelError
+from octavo.models.weights import RawTensor
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs lies in each four bits
 
@@ -47,29 +58,49 @@ class QuantisedCheckpoint:
         Raises:
             CorruptModelError: what belongs to it is missing, or the shapes do not match.
         """
-        stem = name.removesuffix(".weight")
         try:
-            if self._has(f"{stem}.qweight"):
-                awq = self._config.get("quant_method") == "awq"
-                return self._awq(stem) if awq else self._gptq(stem)
-            return self._scaled(stem)
+            numbers, zeros, scales = self._parts(name)
+            return (numbers - zeros) * scales
         except (RuntimeError, IndexError, ValueError) as error:
             raise CorruptModelError(f"{name}: its quantised parts do not fit together: {error}") from error
+
+    def raw(self, name: str) -> RawTensor | None:
+        """Return the matrix in the nearest format of the kernels; None if its rows are no multiple of 32.
+
+        Raises:
+            CorruptModelError: as `read`.
+        """
+        try:
+            numbers, zeros, scales = self._parts(name)
+            if numbers.shape[1] % 32:
+                return None
+            kind, blocks = _in_blocks(numbers, zeros, scales)
+        except (RuntimeError, IndexError, ValueError) as error:
+            raise CorruptModelError(f"{name}: its quantised parts do not fit together: {error}") from error
+        rows = blocks.reshape(len(numbers), -1)
+        return RawTensor(rows, kind, tuple(numbers.shape), origin=str(self._config.get("quant_method")))
+
+    def _parts(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return numbers [out, in], zero points and scales that broadcast to them: (number - zero) * scale."""
+        stem = name.removesuffix(".weight")
+        if self._has(f"{stem}.qweight"):
+            return self._awq(stem) if self._config.get("quant_method") == "awq" else self._gptq(stem)
+        return self._scaled(stem)
 
     @staticmethod
     def _forms(name: str) -> list[str]:
         stem = name.removesuffix(".weight")
         return [f"{stem}.{form}" for form in ("qweight", "weight_packed", "weight_scale_inv", "weight_scale")]
 
-    def _scaled(self, stem: str) -> torch.Tensor:
+    def _scaled(self, stem: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         inverse = self._has(f"{stem}.weight_scale_inv")
         scale = self._get(f"{stem}.weight_scale_inv" if inverse else f"{stem}.weight_scale").float()
-        zero: torch.Tensor | float = 0.0
+        zero = torch.zeros(())
         if self._has(f"{stem}.weight_packed"):
             rows, columns = self._get(f"{stem}.weight_shape").tolist()
             bits = -(-32 * self._get(f"{stem}.weight_packed").shape[1] // columns)
             weight = unpack(self._get(f"{stem}.weight_packed"), bits)[:, :columns].float()
-            zero = float(1 << (bits - 1))
+            zero = torch.tensor(float(1 << (bits - 1)))
             if self._has(f"{stem}.weight_zero_point"):
                 packed = self._get(f"{stem}.weight_zero_point")
                 zero = _spread(unpack(packed.T, bits).T[:rows].float(), weight.shape)
@@ -77,7 +108,7 @@ class QuantisedCheckpoint:
             weight = self._get(f"{stem}.weight").float()
             if self._has(f"{stem}.weight_zero_point"):
                 zero = _spread(self._get(f"{stem}.weight_zero_point").float(), weight.shape)
-        return (weight - zero) * self._scales(scale, weight.shape, inverse)
+        return weight, zero, self._scales(scale, weight.shape, inverse)
 
     def _scales(self, scale: torch.Tensor, shape: torch.Size, inverse: bool) -> torch.Tensor:
         block = self._config.get("weight_block_size") if inverse else None
@@ -85,7 +116,7 @@ class QuantisedCheckpoint:
             return _spread(scale, shape)
         return scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
 
-    def _gptq(self, stem: str) -> torch.Tensor:
+    def _gptq(self, stem: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         scales, bits = self._get(f"{stem}.scales").float(), int(self._config["bits"])
         quants = unpack(self._get(f"{stem}.qweight").T, bits).T
         zeros = unpack(self._get(f"{stem}.qzeros"), bits)
@@ -95,13 +126,42 @@ class QuantisedCheckpoint:
             group = self._get(f"{stem}.g_idx").long()
         else:
             group = torch.arange(len(quants)) // (len(quants) // len(scales))
-        return ((quants - zeros[group]) * scales[group]).T
+        return quants.T.float(), zeros[group].T.float(), scales[group].T
 
-    def _awq(self, stem: str) -> torch.Tensor:
+    def _awq(self, stem: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         scales = self._get(f"{stem}.scales").float()
         quants, zeros = (_awq_unpack(self._get(f"{stem}.{part}")) for part in ("qweight", "qzeros"))
         each = len(quants) // len(scales)
-        return ((quants - zeros.repeat_interleave(each, 0)) * scales.repeat_interleave(each, 0)).T
+        return quants.T.float(), zeros.repeat_interleave(each, 0).T.float(), scales.repeat_interleave(each, 0).T
+
+
+def quantise(weight: torch.Tensor, kind: GGMLType, origin: str) -> RawTensor:
+    """Round floats [out, in] to a format of the kernels, as llama.cpp does."""
+    return RawTensor(gguf.quantize(weight.float().numpy(), kind), kind, tuple(weight.shape), origin=origin)
+
+
+def _in_blocks(
+    numbers: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor
+) -> tuple[GGMLType, np.ndarray[Any, np.dtype[np.uint8]]]:
+    """Return the nearest format, and its blocks of 32 inputs, uint8 [blocks, bytes]."""
+    values = numbers.reshape(-1, 32)
+    zero, scale = (part.expand(numbers.shape).reshape(-1, 32) for part in (zeros.float(), scales.float()))
+    stored = scale[:, :1].half().float()
+    # fp16 holds no scales below 6e-5 precisely.
+    precise = bool(((stored - scale).abs() <= 1e-3 * scale.abs()).all())
+    if not precise or bool((zero != zero[:, :1]).any()) or bool((values != values.round()).any()):
+        return GGMLType.Q8_0, gguf.quantize(((values - zero) * scale).numpy(), GGMLType.Q8_0)
+    head = [scale[:, :1].half()]
+    if float(values.min()) >= 0 and float(values.max()) <= 15:
+        kind = GGMLType.Q4_0 if bool((zero == 8).all()) else GGMLType.Q4_1
+        if kind is GGMLType.Q4_1:
+            head.append((-zero[:, :1] * scale[:, :1]).half())
+        body = values[:, :16].byte() | values[:, 16:].byte() << 4
+    elif float((values - zero).abs().max()) <= 127:
+        kind, body = GGMLType.Q8_0, (values - zero).to(torch.int8).view(torch.uint8)
+    else:
+        return GGMLType.Q8_0, gguf.quantize(((values - zero) * scale).numpy(), GGMLType.Q8_0)
+    return kind, torch.cat([*(part.contiguous().view(torch.uint8) for part in head), body], 1).numpy()
 
 
 def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:

@@ -22,12 +22,14 @@ class RawTensor:
         type: a gguf.GGMLQuantizationType.
         shape: shape of the encoded matrix.
         release: gives back the memory that reading `rows` took; they may still be read, and take it again.
+        origin: how its file stores it, if otherwise.
     """
 
     rows: npt.NDArray[np.uint8]
     type: Any
     shape: tuple[int, ...]
     release: Callable[[], None] = lambda: None
+    origin: str = ""
 
 
 def rotary_row_order(name: str, config: ModelConfig) -> npt.NDArray[np.intp] | None:
@@ -64,5 +66,5 @@ class WeightSource(Protocol):
         ...
 
     def raw(self, name: str) -> RawTensor | None:
-        """Return the stored bytes of a GGUF tensor; None if the file stores ordinary floats."""
+        """Return the bytes of a matrix that is stored quantised, as GGUF has them; None if it is stored as floats."""
         ...
