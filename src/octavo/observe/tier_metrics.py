@@ -74,7 +74,7 @@ class TierCollector(Collector):
             "octavo:tier_transfer_seconds", "What a transfer of blocks took.", labels=[*labels, "operation"]
         )
         latency = GaugeMetricFamily(
-            "octavo:tier_load_latency_seconds", "What a load takes beside its bytes, as measured.", labels=labels
+            "octavo:tier_load_latency_seconds", "Fitted fixed cost of a load, in seconds.", labels=labels
         )
         pace = GaugeMetricFamily(
             "octavo:tier_load_seconds_per_byte", "What each byte of a load takes, as measured.", labels=labels

@@ -18,7 +18,7 @@ from octavo.kvcache.splits import SPLIT, max_splits, partial_bytes
 from octavo.planner.model_shape import ModelShape
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes of one weight or activation. What a cache takes, `kvcache/formats.py` says."""
+"""Bytes of one weight or activation. Cache sizes are in `kvcache/formats.py`."""
 
 # A block of "max" is rounded up to whole tiles of the kernels.
 MAX_BLOCK_MULTIPLE = 16

@@ -1,4 +1,4 @@
-"""How cold a processor's caches and memory are when a step begins, which single steps do not show.
+"""Models the slower first steps after an idle pause.
 
 A decode step of one row reads all weights and computes little. On a virtual machine with two cores it took 3.6 ms in a
 series of such steps, 5.9 ms after a pause of 0.25 s and 6.6 ms after a chunk of 600 tokens, and became as fast again

@@ -1,9 +1,9 @@
-"""What a request waits for beside its steps, from a recording of a server and the times that its client saw.
+"""Request latency outside engine steps, from a recorded server and the times that its client measured.
 
     sent ── intake ──> the engine could plan it │ first step … step that drew │ ── reply ──> its client has the token
 
-A request that is alone shows the least of both. Beside others both take longer: on two cores the event loop runs beside
-the next step's kernels, so that a request may miss the step that began just then, and tokens arrive later.
+Both are shortest for a single request. Under load both take longer: on two cores the event loop competes with the next
+step's kernels, so that a request may miss the step that has just begun, and tokens arrive later.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How far single steps lie from the time that the law of steps predicts.
+"""Scatter of single steps around the step-time model.
 
 One and the same step takes a tenth more or less each time, on a quiet machine too
-(benchmarks/results/intel_spr/step_times.md). The law predicts the middle; percentiles of latencies also hold what lies
-around it. So a simulation multiplies each step by a ratio drawn from those measured, of steps with chunks of prompts
-and of those without.
+(benchmarks/results/intel_spr/step_times.md). The model predicts the middle; percentiles of latencies include the
+scatter around it. So a simulation multiplies each step by a ratio drawn from those measured, of steps with chunks of
+prompts and of those without.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def token_digest(tokens: bytes) -> bytes:
 
 
 def tenant_digest(tenant: str) -> bytes:
-    """Return what stands for a tenant's name in a header."""
+    """Return the tenant's digest stored in headers."""
     return blake2b(tenant.encode(), digest_size=16, person=b"octavo-kv-tenant").digest()
 
 

@@ -53,7 +53,7 @@ class RefuseWebPages:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         host = headers.get(b"host", "").lower()
         if host and ANY not in self._hosts and not self._is_own(host_name(host)):
-            message = "The Host header names no name of this server; --allowed-hosts adds names."
+            message = "Host header not allowed; add it with --allowed-hosts."
             raise ApiError(HTTPStatus.MISDIRECTED_REQUEST, message, code="host_not_allowed")
         origin = headers.get(b"origin", "").lower()
         if origin and not self._allows(origin, host):
