@@ -12,8 +12,7 @@ from octavo.kvcache.eviction import make_eviction_policy
 from octavo.kvcache.hashing import Label
 from octavo.kvcache.host_memory import HostMemory
 from octavo.tiers.base import Reason
-from octavo.tiers.lower import LowerTiers
-from octavo.tiers.room import Fetch
+from octavo.tiers.lower import Fetch, LowerTiers
 from octavo.tiers.store import Store
 from tests.tiers.stores import SECONDS, label
 
@@ -94,7 +93,7 @@ class Setup:
         assert list(self.host.check()) == []
         fetches = [*self.tiers._unreleased, *(f for f in self.tiers._fetches if f.released)]
         held = sum(len(f.held) + sum(len(slots) for _, _, slots in f.transfers) for f in fetches)
-        assert self.tiers._room.num_held == held
+        assert self.tiers._queue.num_held == held
 
     def arrive(self, fetch: Fetch) -> None:
         self.until(lambda: not fetch.pending)
@@ -107,7 +106,7 @@ class Setup:
             self.tiers.release(fetch)
         self.tiers.close(SECONDS)
         assert list(self.host.check()) == []
-        assert (self.host.num_held, self.tiers._room.num_held, len(self.tiers._room)) == (0, 0, 0)
+        assert (self.host.num_held, self.tiers._queue.num_held, len(self.tiers._queue)) == (0, 0, 0)
 
 
 @pytest.fixture(params=[Shelf, AskedShelf])
@@ -210,7 +209,7 @@ def test_a_request_that_ends_in_line_takes_nothing_and_holds_nobody_up(setup: Se
 
 
 def test_beyond_a_number_in_line_requests_are_computed_at_once(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.tiers.lower._MOST_IN_LINE", 1)
+    monkeypatch.setattr("octavo.tiers.lower._MOST_QUEUED", 1)
     _, second = setup.fetch(range(10)), setup.fetch(range(20, 30))
     third = setup.tiers.prefetch(map(label, range(40, 50)), "", None)
     if setup.store.must_ask:

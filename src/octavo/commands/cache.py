@@ -57,8 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _look(folder: Path, *, prove: bool) -> dict[str, Any]:
     from octavo.tiers.base import Reason
-    from octavo.tiers.slabs import stored_blocks
-    from octavo.tiers.tenant_names import read_tenant_names
+    from octavo.tiers.slabs import read_tenant_names, stored_blocks
 
     blocks, damaged, by_tenant = 0, dict[str, int](), dict[str, int]()
     names = read_tenant_names(folder)

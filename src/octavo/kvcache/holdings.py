@@ -40,7 +40,7 @@ class Holding:
         num_slid: leading table entries that a window has slid past, per group, among them the first blocks that stay.
         num_published: full blocks offered to the prefix cache so far.
         next_full: number of computed tokens at which the next block is full.
-        room: length in tokens that the sequence may write to now: its tables have unshared blocks for them.
+        capacity: tokens for which the tables have unshared blocks; the sequence may grow to this length without more.
     """
 
     tables: list[BlockTable]
@@ -48,7 +48,7 @@ class Holding:
     num_slid: list[int]
     num_published: int = 0
     next_full: int = 0
-    room: int = 0
+    capacity: int = 0
 
     @classmethod
     def empty(cls, chain: TokenChain, num_groups: int) -> Holding:
@@ -57,7 +57,7 @@ class Holding:
 
     def fork(self) -> Holding:
         """Return a holding of the same blocks; the next write of either must check whether its block is shared."""
-        self.room = 0
+        self.capacity = 0
         tables = [table[:] for table in self.tables]
         return Holding(tables, self.chain.copy(), self.num_slid.copy(), self.num_published)
 
@@ -79,7 +79,7 @@ class Holding:
         tables, num_groups = self.tables, len(self.tables)
         self.tables = [new_table() for _ in range(num_groups)]
         self.num_slid = [0] * num_groups
-        self.num_published = self.next_full = self.room = 0
+        self.num_published = self.next_full = self.capacity = 0
         return tables
 
 

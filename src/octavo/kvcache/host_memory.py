@@ -93,8 +93,9 @@ class SwapCounters:
 
 
 class HostMemory:
-    """Slots for blocks in host memory, an index by key of those that are there or coming, and the transfers of the next
-    step and of the step in flight. O(1) per operation and block.
+    """The slots of host memory, their index by key, and the transfers of the next step and of the step in flight.
+
+    O(1) per operation and block.
 
     Slots are used in ascending order, so that audits do not grow with slots that were never used.
 

@@ -324,7 +324,7 @@ class NullLedger(CacheLedger):
         self, pool: BlockPool, sequences: Iterable[tuple[Request, list[BlockTable], Iterable[HostBlockId]]]
     ) -> Stock:
         """Raise `CacheError`, because no owners are recorded."""
-        raise CacheError("this cache was made without a ledger (explains=False): nobody knows whose its blocks are")
+        raise CacheError("this cache was made without a ledger (explains=False): its blocks have no known owners")
 
     def check(self) -> Iterator[str]:
         """Find nothing, because nothing is recorded."""

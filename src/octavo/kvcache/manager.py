@@ -227,7 +227,7 @@ class KVCacheManager:
         holding.num_published = min((index for _, index, _ in hit.loads), default=covered)
         for table in holding.tables:
             table.extend(pool.allocate(total - len(table), tenant))
-        holding.room = total * self.spec.block_size
+        holding.capacity = total * self.spec.block_size
         return True
 
     def count_owners(self, requests: Iterable[Request]) -> None:
@@ -268,7 +268,7 @@ class KVCacheManager:
             The copies, or None if there are too few blocks, in which case nothing has changed.
         """
         start, holding = seq.num_computed, self.holdings[seq]
-        if start + num_new_tokens <= holding.room:
+        if start + num_new_tokens <= holding.capacity:
             return _NO_COPIES
         pool, size, tables = self.pool, self.spec.block_size, holding.tables
         first, total = start // size, -(-(start + num_new_tokens) // size)
@@ -286,7 +286,7 @@ class KVCacheManager:
         for table in tables:
             if total > len(table):
                 table.extend(pool.allocate(total - len(table), tenant))
-        holding.room = total * size
+        holding.capacity = total * size
         return copies
 
     def extend_all(self, seqs: Seq[Sequence]) -> bool:
@@ -306,7 +306,7 @@ class KVCacheManager:
         for holding, length in growing:
             for table in holding.tables:
                 table.append(next(blocks))
-            holding.room = (length + 1) * size
+            holding.capacity = (length + 1) * size
         return True
 
     def commit(self, seq: Sequence) -> None:

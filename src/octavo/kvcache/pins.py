@@ -263,13 +263,13 @@ class PinTable:
         """
         num_pinned = self._pool.num_with_pins
         own = self._held.get(tenant) or BlockCounts()
-        room, own_room = self.budget_blocks - num_pinned, self.tenant_blocks - len(own)
+        free, own_free = self.budget_blocks - num_pinned, self.tenant_blocks - len(own)
         while length > 0:
             tables = self._find(chain, length) if known is None else tuple(table[:length] for table in known)
             length = len(tables[0])
             blocks = np.concatenate([as_array(table) for table in tables])
             blocks = where(blocks != NULL_BLOCK, blocks)
-            excess = max(self._pool.num_unpinned(blocks) - room, own.num_missing(blocks) - own_room)
+            excess = max(self._pool.num_unpinned(blocks) - free, own.num_missing(blocks) - own_free)
             if excess <= 0:
                 return length, table_of(blocks)
             # Shortening the prefix by one block frees at most one block per group.

@@ -236,9 +236,9 @@ class PrefixMatcher:
                 tables[group] = self._prefix_cache.leading(group, chain, hit)
                 hit = len(tables[group])
         # A block missing at index j fails every hit that ends after j and still sees j, so the end moves to j.
-        settled = False
-        while not settled:
-            settled = True
+        is_whole = False
+        while not is_whole:
+            is_whole = True
             for group, window in enumerate(self._windows):
                 if window is None:
                     continue
@@ -248,7 +248,7 @@ class PrefixMatcher:
                 found = [self._prefix_cache.get(group, chain, index) for index in seen]
                 missing = max((i for i, block in zip(seen, found, strict=True) if block is None), default=None)
                 if missing is not None:
-                    hit, settled = missing, False
+                    hit, is_whole = missing, False
                     break
                 blocks = [block for block in found if block is not None]
                 tables[group] = new_table(

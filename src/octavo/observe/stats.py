@@ -19,8 +19,8 @@ from octavo.request import CacheOutcome, FinishReason, Request, RequestId
 from octavo.scheduler.fetching import Fetching
 from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
 from octavo.scheduler.scheduler import Scheduler
-from octavo.tiers.counters import LATENCY_BOUNDS
 from octavo.tiers.store import Store
+from octavo.tiers.transfer import LATENCY_BOUNDS
 
 # Upper bounds in seconds, the same as vLLM's, so that its dashboards fit.
 TIME_TO_FIRST_TOKEN_BUCKETS = (

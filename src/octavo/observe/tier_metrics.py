@@ -15,8 +15,8 @@ from prometheus_client.registry import Collector
 from octavo.observe.stats import EngineStats
 from octavo.scheduler.fetching import Fetching
 from octavo.tiers.base import Reason
-from octavo.tiers.counters import LATENCY_BOUNDS
 from octavo.tiers.store import Store
+from octavo.tiers.transfer import LATENCY_BOUNDS
 
 _UPPER_BOUNDS = (*map(str, LATENCY_BOUNDS), "+Inf")
 

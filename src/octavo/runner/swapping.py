@@ -38,10 +38,10 @@ def swap_in(arena: KVArena, tier: BlockTier, swaps: Sequence[BlockTransfer], lin
 
 
 class BlockMover:
-    """Executes a plan's transfers before its computation; a GPU's blocks are stored in the tier beside it.
+    """Executes a plan's transfers before its computation; a GPU's blocks are stored while the model computes.
 
         step      copy aside │ copies │ blocks from the tier │ model ……………… │ finish
-        beside               └──> store in the tier ………………………………………┘
+        thread               └──> store in the tier ………………………………………┘
 
     A GPU's block may be overwritten as soon as it is copied aside on the device; a thread transfers the copy on its own
     stream. Loads are needed by the step's own computation, and may include blocks that it has just stored, so they wait
@@ -60,7 +60,7 @@ class BlockMover:
         self._arena = arena
         self._tier = tier
         self._link = link
-        self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="octavo-swap")  # starts with its first use
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="octavo-swap")  # starts with its first use
         self.load_seconds = 0.0
         self.store_seconds = 0.0
         self._stores: list[Future[float]] = []
@@ -71,7 +71,7 @@ class BlockMover:
         self.load_seconds = self.store_seconds = 0.0
         if tier is not None and (out := plan.stores):
             if self._link.is_apart:
-                self._swap_out_beside(tier, out)
+                self._swap_out_in_thread(tier, out)
             else:
                 began = time.perf_counter()
                 swap_out(arena, tier, out)
@@ -92,14 +92,14 @@ class BlockMover:
         for store in stores:
             self.store_seconds += store.result()
 
-    def _swap_out_beside(self, tier: BlockTier, swaps: Sequence[BlockTransfer]) -> None:
+    def _swap_out_in_thread(self, tier: BlockTier, swaps: Sequence[BlockTransfer]) -> None:
         for piece in _pieces(self._arena, swaps):
             # At most one piece is copied aside while another is being stored.
             if len(self._stores) > 1:
                 self.store_seconds += self._stores.pop(0).result()
             rows = self._arena.read_blocks([swap.device for swap in piece])
             ids = [swap.host for swap in piece]
-            self._stores.append(self._beside.submit(_store, tier, ids, rows, self._link, self._link.ready(rows)))
+            self._stores.append(self._thread.submit(_store, tier, ids, rows, self._link, self._link.ready(rows)))
 
 
 def _store(tier: BlockTier, ids: Sequence[int], rows: torch.Tensor, link: HostLink, ready: Any) -> float:

@@ -86,7 +86,7 @@ class DistantMedium(Protocol):
 
 @runtime_checkable
 class LocalMedium(Protocol):
-    """The additional interface of a medium that knows all its blocks, because nobody else writes there.
+    """The additional interface of a medium that knows all its blocks, because no other process writes there.
 
     Attributes:
         open_misses: blocks that were found damaged when it was opened, and whole files of them, by reason.

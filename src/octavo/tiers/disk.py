@@ -31,13 +31,13 @@ from octavo.tiers.slabs import (
     PREAMBLE_BYTES,
     SLAB_BYTES,
     SlabLayout,
+    TenantNames,
     lock_directory,
     model_folders,
     slab_bytes_in,
     slab_path,
     slab_paths,
 )
-from octavo.tiers.tenant_names import TenantNames
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class DiskMedium:
         size: maximum number of bytes of all models' slabs in the directory.
         fingerprint: 16 bytes that identify the weights, dtype, codec and block size.
         block_bytes: size of a block.
-        describe: description of the model, written beside the slabs for `octavo cache info`.
+        describe: description of the model, written next to the slabs, for `octavo cache info`.
         eviction: the eviction policy; LRU by default.
 
     Raises:
@@ -249,7 +249,7 @@ class DiskMedium:
         return None if header.proves(buffer) else Reason.CHECKSUM
 
     def _take_slot(self) -> tuple[int, bytes | None] | None:
-        """Take a free slot, or one whose block nobody reads; None if there is neither.
+        """Take a free slot, or one whose block is not being read; None if there is neither.
 
         Returns:
             The slot, and the header of the block that was evicted from it, if any.
@@ -300,7 +300,7 @@ class DiskMedium:
             return False
         try:
             if not self._has_room():
-                # For good: the size is fixed, and nobody else writes here. Listing the files again for every block
+                # For good: the size is fixed, and no other process writes here. Listing the files again for every block
                 # took nearly half of the time of writing it.
                 self._is_full = True
                 return False

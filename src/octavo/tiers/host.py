@@ -61,7 +61,7 @@ class HostTier:
 
     def row(self, block_id: int) -> memoryview:
         """Return the memory of a block, for a store to fill or copy."""
-        # A slice, because taking the row of a tensor releases the interpreter's lock, which cost 60 us beside a store.
+        # A slice, because taking a tensor's row releases the interpreter's lock, which cost 60 us while a store worked.
         return self._memory[block_id * self._block_bytes : (block_id + 1) * self._block_bytes]
 
     def write(self, ids: Sequence[int], rows: torch.Tensor | Sequence[torch.Tensor]) -> None:

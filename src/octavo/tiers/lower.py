@@ -13,14 +13,15 @@ Everything here happens in the engine's thread; the stores' own threads only tou
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
 
 from octavo.kvcache.block import HostBlockId
 from octavo.kvcache.hashing import Label
 from octavo.kvcache.host_memory import HostMemory, Slot
+from octavo.least_served import LeastServed
 from octavo.tiers.base import LookupResult, Reason
-from octavo.tiers.room import Fetch, Room
 from octavo.tiers.store import Store
 from octavo.tiers.transfer import Transfer
 
@@ -31,7 +32,7 @@ ASK_SECONDS = 0.25
 # Maximum share of the slots that may be held for waiting requests, so that the rest remains usable as a cache.
 _MOST_HELD = 0.5
 # Maximum number of requests that may wait for room, because each is checked in every step.
-_MOST_IN_LINE = 1024
+_MOST_QUEUED = 1024
 # Time between two looks at writes that are waited for.
 _MOMENT = 0.05
 # One in this many loads that seem slower than computing is made all the same, to measure the speed again.
@@ -68,7 +69,7 @@ class LowerTiers:
         self._writing: list[tuple[Transfer, HostBlockId]] = []
         self._fetches: list[Fetch] = []  # that still wait for something
         self._unreleased: set[Fetch] = set()
-        self._room = Room(int(_MOST_HELD * host.num_prefix_slots))
+        self._queue = FetchQueue(int(_MOST_HELD * host.num_prefix_slots))
         self._arrived = threading.Event()
         host.on_ready = self._write_down
         host.holders.append(self._held)
@@ -87,7 +88,7 @@ class LowerTiers:
         """
         host, fetch = self._host, Fetch(tenant, seconds_to_compute, self._clock() + ASK_SECONDS)
         found: dict[Store, list[Label]] = {}
-        for label in islice(labels, self._room.most):
+        for label in islice(labels, self._queue.most):
             state = host.state(label.key)
             if state is Slot.FILLING:
                 fetch.coming.append(label)
@@ -105,8 +106,8 @@ class LowerTiers:
                 fetch.asking.append((store, store.ask(chosen, ASK_SECONDS)))
             else:
                 fetch.wanted.append((store, chosen))
-        self._line_up(fetch)
-        self._load_in_turn()
+        self._enqueue(fetch)
+        self._start_loads()
         if not fetch.pending:
             return None
         self._fetches.append(fetch)
@@ -136,11 +137,11 @@ class LowerTiers:
                 for slot, reason in zip(slots, transfer.outcomes, strict=True):
                     self._take_in(fetch, store, slot, reason)
             fetch.transfers = on_their_way
-        self._load_in_turn()
+        self._start_loads()
         for fetch in self._fetches:
             # Blocks of one transfer arrive together, so checking the first is enough for most.
             if fetch.coming and host.state(fetch.coming[0].key) is not Slot.FILLING:
-                self._keep_what_came(fetch)
+                self._hold_arrived(fetch)
         self._fetches = [fetch for fetch in self._fetches if fetch.pending]
 
     def is_late(self, fetch: Fetch) -> bool:
@@ -155,7 +156,7 @@ class LowerTiers:
         """Release a fetch whose request has its blocks, or has ended."""
         fetch.released = True
         self._unreleased.discard(fetch)
-        self._room.leave(fetch)
+        self._queue.leave(fetch)
         fetch.wanted, fetch.coming = [], []
         for _, question in fetch.asking:
             question.cancel()
@@ -163,7 +164,7 @@ class LowerTiers:
             transfer.cancel()
         for slot in fetch.held:
             self._host.release(slot)
-        self._room.release(fetch.tenant, len(fetch.held))
+        self._queue.release(fetch.tenant, len(fetch.held))
         fetch.held = []
 
     def finish_writes(self, seconds: float) -> None:
@@ -194,28 +195,28 @@ class LowerTiers:
         found = [label for label, _ in takewhile(lambda each: each[1] is None, answers)]
         if found and self._is_worth(store, len(found), fetch.seconds_to_compute):
             fetch.wanted.append((store, found))
-            self._line_up(fetch)
+            self._enqueue(fetch)
 
-    def _line_up(self, fetch: Fetch) -> None:
+    def _enqueue(self, fetch: Fetch) -> None:
         """Queue a fetch for room; it waits no longer than computing all blocks wanted by the tenant would take."""
         if not fetch.wanted:
             return
-        if len(self._room) >= _MOST_IN_LINE:
+        if len(self._queue) >= _MOST_QUEUED:
             fetch.wanted = []
             return
-        self._room.line_up(fetch)
+        self._queue.join(fetch)
         seconds = self._load_seconds
         if fetch.seconds_to_compute is not None:
-            seconds = min(seconds, fetch.seconds_to_compute * self._room.num_wanted(fetch.tenant))
+            seconds = min(seconds, fetch.seconds_to_compute * self._queue.num_wanted(fetch.tenant))
         fetch.deadline = max(fetch.deadline, self._clock() + seconds)
 
-    def _load_in_turn(self) -> None:
+    def _start_loads(self) -> None:
         """Start the loads that there is room for, in turn; a fetch that is late takes what room there is."""
-        while (fetch := self._room.first()) is not None:
-            left = min(self._room.num_left, self._host.num_takeable)
-            if not left or (left < min(fetch.num_wanted, self._room.most) and not self.is_late(fetch)):
+        while (fetch := self._queue.first()) is not None:
+            left = min(self._queue.num_left, self._host.num_takeable)
+            if not left or (left < min(fetch.num_wanted, self._queue.most) and not self.is_late(fetch)):
                 return
-            self._room.leave(fetch)
+            self._queue.leave(fetch)
             self._load(fetch)
 
     def _load(self, fetch: Fetch) -> None:
@@ -227,10 +228,10 @@ class LowerTiers:
             for label in labels:
                 if self._is_here(fetch, label):
                     continue
-                slot = self._host.reserve(label, fetch.tenant) if self._room.num_left else None
+                slot = self._host.reserve(label, fetch.tenant) if self._queue.num_left else None
                 if slot is None:
                     break
-                self._room.hold(fetch.tenant, 1)
+                self._queue.hold(fetch.tenant, 1)
                 missing.append(label)
                 slots.append(slot)
             if slots:
@@ -244,7 +245,7 @@ class LowerTiers:
         host = self._host
         if (slot := host.find(label)) is not None:
             host.hold(slot)
-            self._room.hold(fetch.tenant, 1)
+            self._queue.hold(fetch.tenant, 1)
             fetch.held.append(slot)
             return True
         state = host.state(label.key)
@@ -252,7 +253,7 @@ class LowerTiers:
             fetch.coming.append(label)
         return state is not None
 
-    def _keep_what_came(self, fetch: Fetch) -> None:
+    def _hold_arrived(self, fetch: Fetch) -> None:
         """Hold blocks that other fetches have loaded for this one too; those that failed are computed instead."""
         coming, fetch.coming = fetch.coming, []
         for label in coming:
@@ -265,7 +266,7 @@ class LowerTiers:
         elif self._host.filled(slot, store.name, hold=hold) and hold:
             fetch.held.append(slot)
             return
-        self._room.release(fetch.tenant, 1)
+        self._queue.release(fetch.tenant, 1)
 
     def _write_down(self, slot: HostBlockId, label: Label) -> None:
         for store in self.stores:
@@ -280,3 +281,107 @@ class LowerTiers:
             return True
         self.num_not_worth += 1
         return self.num_not_worth % _TRY_EVERY == 0
+
+
+class Fetch:
+    """The blocks being loaded for one request, and those that have arrived and are held for it.
+
+        asking ──the store has them──> wanted ──room for them──> transfers ──verified──> held
+                                       coming ──another request's transfers─────────────> held
+
+    Attributes:
+        tenant: the tenant that the blocks are accounted to.
+        seconds_to_compute: time to compute one block instead; None if not known yet.
+        deadline: time after which the request stops waiting.
+        asking: questions to stores that are not answered yet.
+        wanted: blocks that a store has, but for which host memory has had no room yet.
+        transfers: blocks that are being loaded, each label with its slot.
+        coming: blocks whose slots are already being filled, for another request or by an earlier step.
+        held: slots that must not be evicted until the fetch is released.
+        released: whether the request has its blocks, or has ended.
+    """
+
+    def __init__(self, tenant: str, seconds_to_compute: float | None, deadline: float) -> None:
+        self.tenant = tenant
+        self.seconds_to_compute = seconds_to_compute
+        self.deadline = deadline
+        self.asking: list[tuple[Store, Transfer]] = []
+        self.wanted: list[tuple[Store, list[Label]]] = []
+        self.transfers: list[tuple[Store, Transfer, list[HostBlockId]]] = []
+        self.coming: list[Label] = []
+        self.held: list[HostBlockId] = []
+        self.released = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything is still to arrive."""
+        return bool(self.transfers or self.asking or self.wanted or self.coming)
+
+    @property
+    def num_wanted(self) -> int:
+        """The number of slots that the fetch waits for."""
+        return sum(len(labels) for _, labels in self.wanted)
+
+
+class FetchQueue:
+    """The slots that may be held for waiting requests, and the queues for them.
+
+    Args:
+        most: maximum number of slots held at a time.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.num_held = 0
+        self._held = LeastServed()  # slots
+        # By tenant: the waiting requests in order of arrival, and how many slots each wants. No queue is empty.
+        self._queues: dict[str, dict[Fetch, int]] = {}
+        self._num_wanted = Counter[str]()  # by tenant, summed over its queue
+        self._length = 0
+
+    def __len__(self) -> int:
+        """The number of waiting requests."""
+        return self._length
+
+    @property
+    def num_left(self) -> int:
+        """The number of slots that may still be held."""
+        return max(0, self.most - self.num_held)
+
+    def hold(self, tenant: str, count: int) -> None:
+        """Count slots that are held for a tenant's requests."""
+        self.num_held += count
+        self._held.charge(tenant, count)
+
+    def release(self, tenant: str, count: int) -> None:
+        """Count slots that are no longer held."""
+        self.num_held -= count
+        self._held.charge(tenant, -count)
+        if not self._held[tenant]:
+            self._held.forget(tenant)
+
+    def num_wanted(self, tenant: str) -> int:
+        """Return the number of slots that all of a tenant's waiting requests want."""
+        return self._num_wanted[tenant]
+
+    def join(self, fetch: Fetch) -> None:
+        """Queue behind other requests of the same tenant; a request that is queued already may want more slots."""
+        queue, count = self._queues.setdefault(fetch.tenant, {}), min(fetch.num_wanted, self.most)
+        self._length += fetch not in queue
+        self._num_wanted[fetch.tenant] += count - queue.get(fetch, 0)
+        queue[fetch] = count
+
+    def leave(self, fetch: Fetch) -> None:
+        """Leave the queue; does nothing if the request is not queued."""
+        queue = self._queues.get(fetch.tenant, {})
+        if fetch not in queue:
+            return
+        self._num_wanted[fetch.tenant] -= queue.pop(fetch)
+        self._length -= 1
+        if not queue:
+            del self._queues[fetch.tenant], self._num_wanted[fetch.tenant]
+
+    def first(self) -> Fetch | None:
+        """Return the next request, in O(waiting tenants)."""
+        tenant = self._held.next(self._queues)
+        return None if tenant is None else next(iter(self._queues[tenant]))

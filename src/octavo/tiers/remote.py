@@ -134,7 +134,7 @@ class RemoteMedium:
         there = self._redis.exists(name) if self._ttl is None else self._redis.expire(name, self._ttl)
         if there:
             return None
-        # Without the tenant: who can read that Redis is not to learn whose blocks are whose.
+        # Without the tenant, so that a reader of that Redis does not learn whose blocks are whose.
         header = make_header(self._fingerprint, label, payload)
         signature = b"" if self._key is None else _sign(self._key, header, payload)
         try:

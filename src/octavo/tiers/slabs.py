@@ -2,7 +2,8 @@
 
     DIR/LOCK                          held by the one process that writes here
     DIR/FINGERPRINT/model.json        the model that the blocks belong to, for people
-    DIR/FINGERPRINT/tenants.jsonl     the names of the tenants that blocks are accounted to (`tenant_names.py`)
+    DIR/FINGERPRINT/tenants.jsonl     names of the tenants that blocks are accounted to, whose headers hold digests:
+                                      a JSON string a line, in the order in which they first stored a block
     DIR/FINGERPRINT/slab-00000.kv     | preamble, 4 KiB | headers, 128 B a slot | slot 0 | slot 1 | … |
 
 The preamble holds the number of slots in the slab and the size of a block. Slots begin at multiples of 4 KiB.
@@ -13,16 +14,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
+import logging
 import os
 import re
 import struct
-from collections.abc import Iterator
+import threading
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.errors import ConfigError
 from octavo.tiers.base import LAYOUT_VERSION, Reason
-from octavo.tiers.header import HEADER_BYTES, Header, read_header
+from octavo.tiers.header import HEADER_BYTES, Header, read_header, tenant_digest
+
+logger = logging.getLogger(__name__)
 
 ALIGNMENT = 4096
 SLAB_BYTES = 256 << 20
@@ -33,6 +39,7 @@ INDEX_BYTES = 560
 """Memory that `DiskMedium` takes at most for each slot that holds a block, besides the eviction policy: its header and
 entries in two dictionaries, measured at their least favourable sizes and checked by a test."""
 
+_NAMES_FILE = "tenants.jsonl"
 _MAGIC = b"OCTAVOSL"
 _PREAMBLE = struct.Struct("<8sIIQQ")  # magic, layout version, reserved, bytes of a block, slots
 PREAMBLE_BYTES = _PREAMBLE.size
@@ -217,3 +224,70 @@ def _is_free(file: int) -> bool:
 
 def _named_holder(path: Path) -> str:
     return path.read_text().strip() or "another process"
+
+
+class TenantNames:
+    """Writes each new name down once. Thread-safe.
+
+    A name that cannot be written is known until the process ends; `name` returns the digest of others.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / _NAMES_FILE
+        self._names = read_tenant_names(folder)
+        self._digests = {name: digest for digest, name in self._names.items()}
+        self._lock = threading.Lock()
+
+    def digest(self, tenant: str) -> bytes:
+        """Return the digest of a name, which is written down if it is new."""
+        if (known := self._digests.get(tenant)) is not None:
+            return known
+        with self._lock:
+            digest = tenant_digest(tenant)
+            if tenant not in self._digests:
+                self._names[digest] = tenant
+                self._digests[tenant] = digest
+                self._append(tenant)
+        return digest
+
+    def name(self, digest: bytes) -> str:
+        """Return the name with a digest, or the digest in hexadecimal."""
+        return self._names.get(digest, digest.hex())
+
+    def keep(self, digests: Container[bytes]) -> None:
+        """Forget the other names, whose blocks are gone."""
+        with self._lock:
+            kept = {digest: name for digest, name in self._names.items() if digest in digests}
+            if len(kept) == len(self._names):
+                return
+            self._names, self._digests = kept, {name: digest for digest, name in kept.items()}
+            self._path.unlink(missing_ok=True)
+            for name in self._digests:
+                self._append(name)
+
+    def _append(self, name: str) -> None:
+        try:
+            file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            try:
+                os.write(file, f"{json.dumps(name)}\n".encode())
+            finally:
+                os.close(file)
+        except OSError as error:
+            logger.warning("disk: the name of a tenant is not written to %s: %s", self._path, error)
+
+
+def read_tenant_names(folder: Path) -> dict[bytes, str]:
+    """Return the names in a model's folder by digest; lines that are no names are ignored."""
+    try:
+        lines = (folder / _NAMES_FILE).read_bytes().splitlines()
+    except OSError:
+        return {}
+    names: dict[bytes, str] = {}
+    for line in lines:
+        try:
+            name = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(name, str):
+            names[tenant_digest(name)] = name
+    return names

@@ -11,10 +11,7 @@ from functools import partial
 
 from octavo.kvcache.hashing import Label
 from octavo.tiers.base import DistantMedium, LocalMedium, LookupResult, Medium, Reason
-from octavo.tiers.breaker import Breaker
-from octavo.tiers.counters import StoreCounters
-from octavo.tiers.speed import LoadSpeed
-from octavo.tiers.transfer import Transfer, TransferQueue, Work
+from octavo.tiers.transfer import StoreCounters, Transfer, TransferQueue, Work
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +19,17 @@ MOST_WRITE_BYTES = 128 << 20
 
 PIECE = 16
 """Blocks of a transfer between two checks of its deadline."""
+
+# Reasons that count as faults although the medium reports them instead of raising.
+_FAULTS = {Reason.IO_ERROR, Reason.NO_SPACE, Reason.READ_ONLY}
+
+# Weight of a load against the next one: the last ten or so count.
+_WEIGHT_OF_PAST = 0.9
+# A load counts as at most so many times the time that was expected, so that one that stood still does not count as
+# many, and a store that has become slow is still known for it after a few loads.
+_MOST_SURPRISE = 2.0
+# Sizes that differ by less, relative to their mean, do not tell a constant from a time per byte.
+_LEAST_SPREAD = 0.01
 
 
 class Store:
@@ -165,7 +173,7 @@ class Store:
     def _submit(self, transfer: Transfer) -> Transfer:
         refused = Reason.CLOSED if self._is_stopped(transfer.work) else self._queue.put(transfer)
         if refused is not None:
-            self._settle(transfer, [refused] * len(transfer.labels))
+            self._finish(transfer, [refused] * len(transfer.labels))
         return transfer
 
     def _work(self) -> None:
@@ -175,7 +183,7 @@ class Store:
             except BaseException as error:  # a store's thread must survive any exception
                 self._breaker(transfer.work).fault(error)
                 outcomes = [_reason_of(error)] * len(transfer.labels)
-            self._settle(transfer, outcomes)
+            self._finish(transfer, outcomes)
             self._queue.did(transfer)
         with self._lock:
             self._num_working -= 1
@@ -250,7 +258,7 @@ class Store:
         breaker.judge(outcomes)
         return outcomes
 
-    def _settle(self, transfer: Transfer, outcomes: Sequence[Reason | None]) -> None:
+    def _finish(self, transfer: Transfer, outcomes: Sequence[Reason | None]) -> None:
         transfer.outcomes += outcomes
         self.counters.count(transfer)
         if transfer.work is Work.WRITE:
@@ -270,3 +278,104 @@ _REASONS = {errno.ENOSPC: Reason.NO_SPACE, errno.EDQUOT: Reason.NO_SPACE, errno.
 def _reason_of(error: BaseException) -> Reason:
     number = error.errno if isinstance(error, OSError) else None
     return Reason.IO_ERROR if number is None else _REASONS.get(number, Reason.IO_ERROR)
+
+
+class Breaker:
+    """Counts a medium's consecutive faults at one kind of work. Thread-safe.
+
+    Args:
+        name: name of the tier, for the log.
+        work: what fails, in the plural, for the log.
+        most_faults: number of consecutive faults after which that work is not tried for `retry_seconds`.
+        clock: a monotonic clock, in seconds.
+
+    Attributes:
+        num_closings: how often that has happened.
+    """
+
+    def __init__(
+        self, name: str, work: str, most_faults: int, retry_seconds: float, clock: Callable[[], float]
+    ) -> None:
+        self.num_closings = 0
+        self._name = name
+        self._work = work
+        self._most_faults = most_faults
+        self._retry_seconds = retry_seconds
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._faults = 0
+        self._closed_until = 0.0
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the work must not be tried at present."""
+        return self._clock() < self._closed_until
+
+    def judge(self, reasons: Sequence[Reason | None]) -> None:
+        """Count the outcomes of a call that did not raise."""
+        if not _FAULTS.isdisjoint(reasons):
+            self.fault(None)
+        elif reasons:
+            self._faults = 0
+
+    def fault(self, error: BaseException | None) -> None:
+        """Count a failure; `error` is None if the medium reported faults without raising."""
+        with self._lock:
+            self._faults += 1
+            if self._faults < self._most_faults or self.is_closed:
+                return
+            self._faults = 0
+            self._closed_until = self._clock() + self._retry_seconds
+            self.num_closings += 1
+        logger.warning(
+            "%s: %s failed %d times in a row (%s): there are none for %.0f s, then they are tried again",
+            self._name,
+            self._work,
+            self._most_faults,
+            "see its counters" if error is None else f"{type(error).__name__}: {error}",
+            self._retry_seconds,
+        )
+
+
+class LoadSpeed:
+    """Models the time of a load as a constant plus a time per byte, by least squares. Thread-safe.
+
+    Attributes:
+        per_load: the constant in seconds; None before the first measurement.
+        per_byte: seconds per byte; 0 as long as loads of one size cannot tell the two apart.
+    """
+
+    def __init__(self) -> None:
+        self.per_load: float | None = None
+        self.per_byte: float | None = None
+        self._lock = threading.Lock()
+        # Weighted sums over the loads: of 1, bytes, seconds, bytes × bytes and bytes × seconds.
+        self._sums = [0.0] * 5
+
+    def expected(self, num_bytes: int) -> float | None:
+        """Return the expected time of a load in seconds; None before the first measurement."""
+        if self.per_byte is None or self.per_load is None:
+            return None
+        return self.per_load + num_bytes * self.per_byte
+
+    def measure(self, seconds: float, num_bytes: int) -> None:
+        """Learn from one load."""
+        with self._lock:
+            if (expected := self.expected(num_bytes)) is not None:
+                seconds = min(seconds, _MOST_SURPRISE * expected)
+            news = (1.0, num_bytes, seconds, num_bytes * num_bytes, num_bytes * seconds)
+            self._sums = [old * _WEIGHT_OF_PAST + new for old, new in zip(self._sums, news, strict=True)]
+            self.per_load, self.per_byte = self._fitted()
+
+    def _fitted(self) -> tuple[float, float]:
+        """Return the constant and the time per byte, neither below 0, that fit the loads best."""
+        count, size, time, sizes, times = self._sums
+        spread = count * sizes - size * size
+        if spread <= (_LEAST_SPREAD * size) ** 2:
+            return time / count, 0.0
+        per_byte = (count * times - size * time) / spread
+        if per_byte <= 0.0:
+            return time / count, 0.0
+        if (per_load := (time - per_byte * size) / count) < 0.0:
+            return 0.0, times / sizes
+        return per_load, per_byte
