@@ -184,12 +184,12 @@ def events_for_top(num_blocks: int, num_requests: int, count: int) -> Iterator[d
     ids = [f"cmpl-{number:032}" for number in range(num_requests)]
     facts = {"tenant": "", "prompt": 500, "max": 4000, "n": 1, "cache": None, "progress": [1, 500, 1, 0]}
     spec = {"num_blocks": num_blocks, "block_bytes": 1 << 20, "host_blocks": 0}
-    first = {"spec": spec, "all": ["3" * num_blocks, ""], "came": [{"id": name, **facts} for name in ids]}
+    first = {"spec": spec, "all": ["3" * num_blocks, ""], "added": [{"id": name, **facts} for name in ids]}
     yield {"at": 0.0, "totals": [0] * 5, **first, **nothing}
     for number in range(1, count):
         changed = [value for block in range(60) for value in (1 + (number * 31 + block) % (num_blocks - 1), 1, 0)]
         moved = [[name, 1, 500 + number, number, 0] for name in ids]
-        yield {"at": number / 10, "totals": [number] * 5, "blocks": changed, "moved": moved, **nothing}
+        yield {"at": number / 10, "totals": [number] * 5, "blocks": changed, "updated": moved, **nothing}
 
 
 def discard(drawn: io.RawIOBase) -> None:

@@ -59,9 +59,7 @@ class LLM:
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; raises `RequestError` if there is none."""
-        if self.core.tokenizer is None:
-            raise RequestError("this model has no tokenizer: pass token ids as the prompt", param="prompt")
-        return self.core.tokenizer
+        return self.core.inputs.require_tokenizer()
 
     @property
     def summary(self) -> str:

@@ -55,11 +55,11 @@ class Shown:
             self.codes = np.array([ord(code) - 48 for code in news["all"][0]], np.uint8)
         changes = np.array(news.get("blocks", []), np.int64).reshape(-1, 3)
         self.codes[changes[:, 0]] = changes[:, 1]
-        for request in news.get("came", ()):
+        for request in news.get("added", ()):
             self.requests[request["id"]] = request["progress"]
-        for request_id, *progress in news.get("moved", ()):
+        for request_id, *progress in news.get("updated", ()):
             self.requests[request_id] = progress[:4]
-        for request_id in news.get("gone", ()):
+        for request_id in news.get("removed", ()):
             del self.requests[request_id]
 
 
@@ -150,7 +150,7 @@ def test_of_many_waiting_requests_few_are_looked_at(real: RealServer, monkeypatc
     scheduler.schedule()
     shown = LiveView().look(scheduler)
     assert len(looked_at) == MOST_WAITING + 2
-    assert [one["progress"][0] for one in shown["came"]] == [1] * 2 + [0] * MOST_WAITING
+    assert [one["progress"][0] for one in shown["added"]] == [1] * 2 + [0] * MOST_WAITING
     assert shown["unlisted"] == 500 - 2 - MOST_WAITING
 
 
@@ -177,7 +177,7 @@ def test_a_request_in_host_memory_is_swapped_out(monkeypatch: pytest.MonkeyPatch
         def update(*args: Any) -> Any:
             updates = real_update(*args)
             news = view.look(core.scheduler)
-            seen.update(progress[1] for progress in news.get("moved", ()))
+            seen.update(progress[1] for progress in news.get("updated", ()))
             return updates
 
         monkeypatch.setattr(core.scheduler, "update", update)

@@ -119,12 +119,12 @@ def test_top_follows_a_request_from_its_events_alone() -> None:
     state.take({"model": "m", "ttft_bounds": [1.0], "itl_bounds": [1.0]})
     request = {"id": "r", "tenant": "alice", "prompt": 9, "max": 5, "cache": None, "progress": [0, 0, 0, 0]}
     spec = {"num_blocks": 4, "block_bytes": 64, "host_blocks": 8}
-    state.take({"at": 1.0, "spec": spec, "all": ["0013", "0000"], "came": [request], **nothing})
+    state.take({"at": 1.0, "spec": spec, "all": ["0013", "0000"], "added": [request], **nothing})
     state.take(
         {
             "at": 2.0,
             "blocks": [1, 5, 0],
-            "moved": [["r", 1, 9, 3, 2, {"cached_tokens": 8, "reason": "cold"}]],
+            "updated": [["r", 1, 9, 3, 2, {"cached_tokens": 8, "reason": "cold"}]],
             **nothing,
         }
     )
@@ -136,7 +136,7 @@ def test_top_follows_a_request_from_its_events_alone() -> None:
     assert "KV cache in use % 66.7" in text
     assert "2 of 8 blocks (128 B)" in text
     assert "7 blocks written, 5 read (closed after errors)" in text
-    state.take({"at": 3.0, "gone": ["r"], **nothing})
+    state.take({"at": 3.0, "removed": ["r"], **nothing})
     assert not state.requests
 
 
@@ -162,7 +162,7 @@ def test_top_fits_its_terminal(width: int, height: int) -> None:
     ]
     spec = {"num_blocks": 2001, "block_bytes": 1 << 20, "host_blocks": 8}
     codes = "0" + "0" * 3 + "1" * 1000 + "3" * 990 + "5" * 7
-    state.take({"at": 1.0, "spec": spec, "all": [codes, ""], "came": requests, "tiers": [], **nothing})
+    state.take({"at": 1.0, "spec": spec, "all": [codes, ""], "added": requests, "tiers": [], **nothing})
     console = Console(width=width, height=height, record=True, file=io.StringIO(), no_color=True)
     console.print(state.shown(console))
     lines = console.export_text().rstrip("\n").split("\n")
@@ -427,7 +427,7 @@ def test_top_counts_no_request_twice_where_several_of_its_sequences_wait() -> No
     ]
     state = State()
     state.take(HEAD)
-    state.take({**FIRST, "came": came, "counters": [1, 3 + 2 + 1, 2, 0, 0, 0, 0]})
+    state.take({**FIRST, "added": came, "counters": [1, 3 + 2 + 1, 2, 0, 0, 0, 0]})
     console = Console(width=80, height=30, file=io.StringIO(), record=True)
     console.print(state.shown(console))
     assert "more" not in console.export_text()

@@ -61,13 +61,13 @@ class State:
         changes = news.get("blocks", ())
         for block, code in zip(changes[::3], changes[1::3], strict=True):
             self.codes[block] = code
-        for request in news.get("came", ()):
+        for request in news.get("added", ()):
             self.requests[request["id"]] = request
-        for request_id, *progress in news.get("moved", ()):
+        for request_id, *progress in news.get("updated", ()):
             self.requests[request_id]["progress"] = progress[:4]
             if len(progress) > 4:
                 self.requests[request_id]["cache"] = progress[4]
-        for request_id in news.get("gone", ()):
+        for request_id in news.get("removed", ()):
             self.requests.pop(request_id, None)
         self.history.append({name: news[name] for name in ("at", "totals", "ttft", "itl", "counters", "tiers")})
         while len(self.history) > 2 and news["at"] - self.history[1]["at"] > _WINDOW_S:

@@ -29,7 +29,7 @@ from octavo.engine.input_processor import Prompt
 from octavo.engine.outputs import Ended, OutputKind, RequestOutput, StepNews
 from octavo.engine.turns import GrammarQueue, TenantThreads
 from octavo.engine.watchdog import Watchdog
-from octavo.errors import CacheError, EngineDeadError, OctavoError, RequestError, RequestFailedError
+from octavo.errors import CacheError, EngineDeadError, OctavoError, RequestFailedError
 from octavo.observe.stats import EngineStats
 from octavo.request import DEFAULT_CONTEXT, Request, RequestContext, RequestId
 from octavo.sampling_params import SamplingParams
@@ -112,9 +112,7 @@ class AsyncEngine:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        if self.core.tokenizer is None:
-            raise RequestError("this model has no tokenizer: pass token ids as the prompt", param="prompt")
-        return self.core.tokenizer
+        return self.core.inputs.require_tokenizer()
 
     @property
     def stats(self) -> EngineStats:

@@ -32,7 +32,6 @@ from octavo.request import (
     Request,
     RequestContext,
     RequestId,
-    Sequence,
 )
 from octavo.runner.executor import Collect, Executor
 from octavo.sampling_params import SamplingParams
@@ -107,7 +106,7 @@ class EngineCore:
             grammars=grammars,
         )
         self.outputs = OutputProcessor(tokenizer)
-        self._stop_strings = StopStrings(tokenizer, self._finish_sequence)
+        self._stop_strings = StopStrings(tokenizer, scheduler.finish)
         self._recovery = Recovery(scheduler, runner, self.stats)
         self._plans_ahead = plans_ahead
         self._ahead: _StepInFlight | None = None  # handed over while the previous step was computed
@@ -377,9 +376,6 @@ class EngineCore:
                 if one is not None
             ]
         )
-
-    def _finish_sequence(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
-        self.scheduler.finish(seq, reason, stop_reason)
 
 
 def _raise(error: Exception) -> NoReturn:

@@ -181,11 +181,16 @@ class InputProcessor:
             raise RequestError("the prompt is empty: it must hold at least one token", param="prompt")
         return token_ids
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def require_tokenizer(self) -> Tokenizer:
+        """Return the model's tokenizer; raises `RequestError` if there is none."""
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer: pass token ids as the prompt", param="prompt")
-        check_text_length(text, self.max_model_len, self.tokenizer.max_token_bytes)
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self.tokenizer
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        tokenizer = self.require_tokenizer()
+        check_text_length(text, self.max_model_len, tokenizer.max_token_bytes)
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 def _hash_salt(cache_salt: str) -> str:

@@ -19,6 +19,7 @@ from octavo.engine.inspection import report_fields
 from octavo.kvcache.block import NULL_BLOCK, BlockId, as_array
 from octavo.kvcache.ledger import RecentChanges
 from octavo.kvcache.manager import KVCacheManager
+from octavo.observe.stats import Gauges
 from octavo.request import Request, RequestId, Sequence, SequenceStatus
 from octavo.scheduler.scheduler import Scheduler
 
@@ -118,8 +119,8 @@ class LiveView:
         return self._tenants.setdefault(tenant, len(self._tenants))
 
     def _requests_of(self, scheduler: Scheduler) -> dict[str, Any]:
-        """Return new requests, the progress of moved ones, the ids of those gone, and the number of all others."""
-        came, moved, now = [], [], dict[str, list[int]]()
+        """Return new requests, the progress of updated ones, the ids of removed ones, and how many are not listed."""
+        added, updated, now = [], [], dict[str, list[int]]()
         running = {seq.request.request_id: seq.request for seq in scheduler.running}
         requests = scheduler.requests
         waiting = (request for request in requests if request.request_id not in running)
@@ -127,15 +128,15 @@ class LiveView:
             progress = _progress(request, scheduler.kv, runs=request.request_id in running)
             now[request.request_id] = progress
             if (before := self._requests.get(request.request_id)) is None:
-                came.append({"id": request.request_id, **_facts(request), "progress": progress})
+                added.append({"id": request.request_id, **_facts(request), "progress": progress})
             elif before != progress:
                 fields: list[Any] = [request.request_id, *progress]
                 if before[0] != RUNNING and progress[0] == RUNNING:
                     fields.append(_cache(request))
-                moved.append(fields)
-        gone = [request_id for request_id in self._requests if request_id not in now]
+                updated.append(fields)
+        removed = [request_id for request_id in self._requests if request_id not in now]
         self._requests = now
-        shown = {"came": came, "moved": moved, "gone": gone, "unlisted": len(requests) - len(now)}
+        shown = {"added": added, "updated": updated, "removed": removed, "unlisted": len(requests) - len(now)}
         return {name: value for name, value in shown.items() if value}
 
 
@@ -254,13 +255,6 @@ def _spec(kv: KVCacheManager) -> dict[str, Any]:
 
 def _counters(scheduler: Scheduler) -> list[int]:
     """Return [running, waiting, swapped, blocks in host memory, evictions, preemptions, copies on a write]."""
-    kv, host = scheduler.kv, scheduler.kv.hierarchy.host
-    return [
-        scheduler.num_running,
-        scheduler.num_waiting,
-        scheduler.num_swapped,
-        host.num_slots - host.num_free,
-        kv.num_evicted,
-        scheduler.counters.num_preemptions,
-        kv.recent.num_copied,
-    ]
+    gauges, kv, host = Gauges.of(scheduler), scheduler.kv, scheduler.kv.hierarchy.host
+    queues = [gauges.num_running, gauges.num_waiting, gauges.num_swapped]
+    return [*queues, host.num_slots - host.num_free, kv.num_evicted, gauges.num_preemptions, kv.recent.num_copied]

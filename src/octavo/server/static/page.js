@@ -131,11 +131,11 @@ function saved([, , asked, hits]) {
 function followRequests(news) {
   const done = { hit: [], preempted: [], resumed: [] };
   const began = (one) => { if (one.cache && one.cache.cached_tokens) done.hit.push(one); };
-  for (const one of news.came || []) {
+  for (const one of news.added || []) {
     requests.set(one.id, one);
     if (one.progress[0] === RUNNING && !one.progress[3]) began(one);
   }
-  for (const [id, state, computed, output, preempted, cache] of news.moved || []) {
+  for (const [id, state, computed, output, preempted, cache] of news.updated || []) {
     const one = requests.get(id);
     if (!one) continue;
     const [stateBefore, , , preemptedBefore] = one.progress;
@@ -145,7 +145,7 @@ function followRequests(news) {
     else if (state === RUNNING && stateBefore !== RUNNING) preempted ? done.resumed.push(one) : began(one);
     if (picked && picked.id === id) picked.due = true;
   }
-  for (const id of news.gone || []) {
+  for (const id of news.removed || []) {
     requests.delete(id);
     if (picked && picked.id === id) Object.assign(picked, { due: true, at: 0 }); // at once: others take its blocks
   }
