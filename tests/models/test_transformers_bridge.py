@@ -95,7 +95,9 @@ WINDOWED = {
 def build(name: str, **extra: Any) -> Any:
     """A tiny random model of transformers' `name`, attending eagerly."""
     config_class = getattr(transformers, f"{name}Config")
-    config = config_class(**({**TINY, **ARCHITECTURES[name]} if name != "GPT2" else GPT2), **extra)
+    config = config_class(
+        **({**TINY, **ARCHITECTURES.get(name, EXPERTS), **extra} if name != "GPT2" else {**GPT2, **extra})
+    )
     config.pad_token_id = 0
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -147,6 +149,82 @@ def test_matrices_can_be_quantised_when_they_are_packed(format: Any, within: flo
     assert quantised.weight_bytes < whole.weight_bytes / 1.5
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": 16,
+}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("name", "rope", "max_len", "lengths"),
+    [
+        ("Phi3", LONGROPE, None, [37, 21]),
+        ("Phi3", LONGROPE, 16, [16, 5]),
+        ("Llama", DYNAMIC, None, [37, 5]),
+        ("Llama", DYNAMIC, 128, [128]),
+    ],
+)
+def test_a_rope_that_grows_is_fixed_by_the_longest_sequence(
+    name: str, rope: dict[str, Any], max_len: int | None, lengths: list[int]
+) -> None:
+    model = build(name, rope_parameters=rope)
+    sequences = random_sequences(VOCAB, lengths)
+    expected = whole_logits(model, sequences)
+    bridge = TransformersModel(model, max_len=max_len)
+    assert_same_logits(paged_logits(bridge, sequences, block_size=4), expected)
+    # Alone or together, and after a longer one.
+    for ids, logits in zip(reversed(sequences), reversed(expected), strict=True):
+        assert_same_logits(paged_logits(bridge, [ids], block_size=4), [logits])
+
+
+def test_a_hybrid_with_attention_alone_runs() -> None:
+    sizes = {"shared_intermediate_size": 48, "mamba_n_heads": 4, "mamba_d_head": 16}
+    model = build("GraniteMoeHybrid", layer_types=["full_attention"] * 3, **sizes)
+    sequences = random_sequences(VOCAB, [21, 5])
+    expected = whole_logits(model, sequences)
+    assert_same_logits(paged_logits(TransformersModel(model, packed=True), sequences, block_size=4), expected)
+
+
+WRAPPERS: dict[str, Any] = {
+    "Mistral3": lambda: transformers.Mistral3Config(
+        text_config={"model_type": "mistral", **TINY},
+        vision_config={
+            "model_type": "pixtral",
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+        },
+    ),
+    "Qwen2_5_VL": lambda: transformers.Qwen2_5_VLConfig(
+        text_config={
+            **TINY,
+            "head_dim": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+        },
+        vision_config={"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 4, "out_hidden_size": 32},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_text_of_a_wrapper_is_served_without_its_encoders(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(WRAPPERS[name](), attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.25) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(tmp_path)
+    sequences = random_sequences(VOCAB, [21, 5])
+    bridge = TransformersModel.load(tmp_path, dtype=torch.float32, packed=True)
+    assert_same_logits(paged_logits(bridge, sequences, block_size=4), whole_logits(model, sequences))
+    assert not any("visi" in name or "visual" in name for name, _ in bridge._model.named_parameters())
+
+
 def test_windows_are_read_off_the_models_own_masks() -> None:
     windows = {name: [layer.sliding_window for layer in TransformersModel(build(name)).kv_layers] for name in WINDOWED}
     assert windows == WINDOWED
@@ -194,11 +272,6 @@ def test_bfloat16_stays_close_to_float32() -> None:
         ("Bart", {"decoder_layers": 1, "d_model": 16}, "BartForCausalLM: it counts positions by itself"),
         ("DiffLlama", {}, "DiffLlamaForCausalLM, attention layer 1: one attention module is called twice"),
         ("Bert", {"is_decoder": False}, "BertLMHeadModel, attention layer 0: its attention is not causal"),
-        (
-            "Llama",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "LlamaForCausalLM: RoPE scaling 'dynamic' changes",
-        ),
     ],
 )
 def test_what_does_not_fit_into_blocks_is_refused(name: str, extra: dict[str, Any], reason: str) -> None:

@@ -64,6 +64,8 @@ def build_engine(config: EngineConfig) -> EngineCore:
         identity = (
             model_fingerprint(Path(source.path)),
             *([str(config.hf_overrides)] if config.hf_overrides else []),
+            # By which transformers' "longrope" and "dynamic" choose frequencies.
+            *([] if load_model_config(source).runs_natively else [str(facts.max_model_len)]),
             facts.dtype,
             facts.spec.dtype,
             config.quantization,

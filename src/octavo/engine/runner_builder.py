@@ -264,6 +264,7 @@ def _load_through_transformers(
         device=device,
         packed=packed,
         format=_online_format(config),
+        max_len=config.max_model_len,
         overrides=source.overrides,
     )
 

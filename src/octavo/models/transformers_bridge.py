@@ -12,7 +12,7 @@ Importing transformers takes seconds, so it happens in the functions that need i
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,12 +42,21 @@ class TransformersModel(CausalLM):
         model: a model with any attention implementation, which is switched to Octavo's.
         packed: whether Octavo's kernels multiply its matrices, where they can: this replaces the modules of `model`.
         format: what to quantise packed matrices to.
+        max_len: the longest sequence, by which RoPE scalings of the kinds "longrope" and "dynamic" choose frequencies,
+            once for all sequences; the model's own limit if None.
 
     Raises:
         UnsupportedModelError: the model cannot be run; the message has its class and the reason.
     """
 
-    def __init__(self, model: Any, *, packed: bool = False, format: OnlineFormat | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        packed: bool = False,
+        format: OnlineFormat | None = None,
+        max_len: int | None = None,
+    ) -> None:
         _register_attention()
         _refuse_unsupported(type(model), model.config)
         model.set_attn_implementation(_ATTENTION)
@@ -60,6 +69,7 @@ class TransformersModel(CausalLM):
         self.architecture = type(model).__name__
         self.vocab_size = text_config.vocab_size
         self.max_position_embeddings = text_config.max_position_embeddings
+        _fix_frequencies(model, max_len or self.max_position_embeddings)
         self.eos_token_ids = _eos_token_ids(model.generation_config, text_config)
         probe = _probe(model, self.max_position_embeddings)
         self.kv_layers = tuple(probe.layers)
@@ -77,9 +87,14 @@ class TransformersModel(CausalLM):
         device: torch.device | str = "cpu",
         packed: bool = False,
         format: OnlineFormat | None = None,
+        max_len: int | None = None,
         overrides: Mapping[str, Any] | None = None,
     ) -> TransformersModel:
-        """Load a Hugging Face folder; `packed` and `format` as above, `overrides` replace fields of its config.json.
+        """Load a Hugging Face folder.
+
+        Args:
+            packed, format, max_len: as above.
+            overrides: fields that replace those of its config.json.
 
         Raises:
             ModelNotFoundError: the configuration or the weights cannot be read.
@@ -98,6 +113,8 @@ class TransformersModel(CausalLM):
             else:
                 config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
             model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+            if model_class is None:  # a wrapper around a text model, which serves text alone
+                model_class = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
             if model_class is None:
                 raise UnsupportedModelError(f"{type(config).__name__}: transformers has no causal language model of it")
             _refuse_unsupported(model_class, config)
@@ -128,7 +145,8 @@ class TransformersModel(CausalLM):
             raise CorruptModelError(
                 f"{model_class.__name__}: {len(missing)} tensors are missing from {folder}, the first is {missing[0]!r}"
             )
-        return cls(model.to(device), packed=packed, format=format)
+        _drop_encoders(model)
+        return cls(model.to(device), packed=packed, format=format, max_len=max_len)
 
     def forward(
         self,
@@ -395,10 +413,13 @@ def _refuse_unsupported(model_class: Any, config: Any) -> None:
     text_config = config.get_text_config(decoder=True)
     reason = None
     layer_types = set(getattr(text_config, "layer_types", None) or ())
-    ropes = set(_rope_types(getattr(text_config, "rope_parameters", None) or {}))
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    ropes = {str(value.get("rope_type")) for value in nested}
+    attends = bool(layer_types) and layer_types <= {"full_attention", "sliding_attention"}
     if config.is_encoder_decoder or getattr(text_config, "add_cross_attention", False):
         reason = "an encoder's states do not live in blocks"
-    elif getattr(model_class, "_is_stateful", False):
+    elif getattr(model_class, "_is_stateful", False) and not attends:
         reason = "it carries a recurrent state, which blocks of keys and values do not hold"
     elif unknown := layer_types - {"full_attention", "sliding_attention"}:
         reason = f"layers of type {min(unknown)!r} are not supported"
@@ -407,18 +428,32 @@ def _refuse_unsupported(model_class: Any, config: Any) -> None:
     elif "position_ids" not in inspect.signature(model_class.forward).parameters:
         reason = "it counts positions by itself, and takes none for tokens in the middle of a sequence"
     elif moving := ropes & {"dynamic", "longrope"}:
-        reason = f"RoPE scaling {min(moving)!r} changes cached keys' frequencies with the length of the batch"
+        reason = f"RoPE scaling {min(moving)!r} of single kinds of layers changes with the length of the batch"
     if reason is not None:
         raise UnsupportedModelError(f"{model_class.__name__}: {reason}")
 
 
-def _rope_types(parameters: dict[str, Any]) -> Iterable[str]:
-    """Yield the RoPE types of a configuration, whose parameters may be nested by layer type."""
-    for name, value in parameters.items():
-        if isinstance(value, dict):
-            yield from _rope_types(value)
-        elif name == "rope_type":
-            yield value
+def _fix_frequencies(model: Any, max_len: int) -> None:
+    """Choose RoPE's frequencies by the longest sequence that is served, where they would change with the batch's.
+
+    Keys in the cache are rotated already, so one sequence cannot change its frequencies.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for module in model.modules():
+        if getattr(module, "rope_type", None) in ("longrope", "dynamic"):
+            frequencies, module.attention_scaling = ROPE_INIT_FUNCTIONS[module.rope_type](
+                module.config, module.inv_freq.device, seq_len=max_len
+            )
+            module.inv_freq.copy_(frequencies)
+            module.rope_type = "default"
+
+
+def _drop_encoders(model: Any) -> None:
+    """Free the parts of a wrapper that read images and sounds."""
+    for name, _ in list(model.base_model.named_children()):
+        if name in ("visual", "vision_tower", "vision_model", "multi_modal_projector", "audio_tower"):
+            setattr(model.base_model, name, None)
 
 
 def _eos_token_ids(*configs: Any) -> frozenset[int]:
