@@ -121,7 +121,7 @@ class Values:
 @cache
 def description() -> dict[str, Any]:
     """The description of the server that is fuzzed."""
-    endpoints = create_app(FakeEngine()).state.endpoints  # type: ignore[arg-type]
+    endpoints = create_app(FakeEngine()).state.endpoints
     return describe("", Served(DEFAULT_LIMITS, MAX_MODEL_LEN, VOCAB_SIZE, HIDDEN_SIZE), endpoints)
 
 

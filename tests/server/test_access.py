@@ -38,7 +38,7 @@ SAME = {"as it is", "percent", "query"}
 
 
 def routes() -> list[tuple[str, str]]:
-    app = create_app(FakeEngine())  # type: ignore[arg-type]
+    app = create_app(FakeEngine())
     found = [route for route in app.routes if isinstance(route, Route)]
     return [(method, route.path) for route in found for method in sorted(route.methods or ())]
 

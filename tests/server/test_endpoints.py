@@ -115,7 +115,7 @@ def test_metrics_are_exposed_under_the_served_name(start_server: Callable[..., R
 
 
 def test_the_description_has_exactly_the_routes_that_are_served() -> None:
-    app = create_app(FakeEngine())  # type: ignore[arg-type]
+    app = create_app(FakeEngine())
     routes = [route for route in app.routes if isinstance(route, Route)]
     # Starlette answers HEAD wherever it answers GET.
     served = {(re.sub(r":\w+}", "}", r.path), m.lower()) for r in routes for m in (r.methods or ()) if m != "HEAD"}
@@ -141,7 +141,7 @@ def test_the_page_that_shows_it_loads_nothing_from_elsewhere(server: Running) ->
 LIMITS = RequestLimits(
     max_n=3, max_stop_strings=2, max_stop_string_length=5, max_logit_bias=2, max_bad_words=2, max_bad_word_length=4
 )
-ENDPOINTS: list[Endpoint] = create_app(FakeEngine()).state.endpoints  # type: ignore[arg-type]
+ENDPOINTS: list[Endpoint] = create_app(FakeEngine()).state.endpoints
 DESCRIPTION = describe("1", Served(LIMITS, 4096, VOCAB_SIZE, 4), ENDPOINTS)
 EXAMPLES = {endpoint.path: dict(endpoint.example) for endpoint in ENDPOINTS if endpoint.example is not None}
 

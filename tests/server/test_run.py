@@ -286,5 +286,5 @@ def test_an_interrupt_that_was_lost_while_the_model_loaded_ends_the_server_befor
 
     engine = FakeEngine()
     with pytest.raises(KeyboardInterrupt):
-        serve(lambda: engine, ServerConfig(port=0), check_interrupt=lost)  # type: ignore[arg-type, return-value]
+        serve(lambda: engine, ServerConfig(port=0), check_interrupt=lost)
     assert not engine.is_alive

@@ -17,7 +17,7 @@ from octavo.server.bodies.openai_bodies import ChatBody, CompletionBody, Generat
 from tests.server.bodies.test_random_bodies import reader
 from tests.server.fake_engine import FakeEngine
 
-ENDPOINTS = create_app(FakeEngine()).state.endpoints  # type: ignore[arg-type]
+ENDPOINTS = create_app(FakeEngine()).state.endpoints
 BODIES = list(dict.fromkeys(endpoint.body for endpoint in ENDPOINTS if endpoint.body))
 # A server always turns tokens into text.
 NOT_OFFERED = {"detokenize"}

@@ -69,5 +69,5 @@ def test_a_random_body_is_read_or_refused(path: str) -> None:
 
 
 def test_every_body_is_fuzzed() -> None:
-    endpoints = create_app(FakeEngine()).state.endpoints  # type: ignore[arg-type]
+    endpoints = create_app(FakeEngine()).state.endpoints
     assert set(WEIGHTS) == set(METHODS) == {endpoint.path for endpoint in endpoints if endpoint.body is not None}
