@@ -7,16 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.kvcache.hashing import DIGEST_BYTES, FullBlocks, TokenChain, child_hash, root_hash, token_bytes
+from octavo.kvcache.block import BlockHash
+from octavo.kvcache.hashing import DIGEST_BYTES, FullBlocks, TokenChain, chain_hashes, root_hash, token_bytes
 
 
 def test_keys_are_the_same_in_another_process() -> None:
     code = (
         "from octavo.kvcache.hashing import *;"
-        "print(child_hash(root_hash('model','bf16','salt'), token_bytes([1,2,3])).hex())"
+        "print(chain_hashes(root_hash('model','bf16','salt'), token_bytes([1,2,3]), 3).hex())"
     )
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    here = child_hash(root_hash("model", "bf16", "salt"), token_bytes([1, 2, 3]))
+    here = chain_hashes(root_hash("model", "bf16", "salt"), token_bytes([1, 2, 3]), 3)
     assert here.hex() == other
     assert len(here) == DIGEST_BYTES
 
@@ -61,7 +62,7 @@ def test_a_chain_is_the_same_however_it_was_grown(tokens: list[int], size: int, 
     expected = [root_hash("m")]
     for index in range(len(at_once)):
         packed = token_bytes(tokens[index * size : (index + 1) * size])
-        expected.append(child_hash(expected[-1], packed))
+        expected.append(BlockHash(blake2b(expected[-1] + packed, digest_size=DIGEST_BYTES).digest()))
         assert at_once.tokens(index, index + 1) == in_steps.tokens(index, index + 1) == packed
     assert keys(at_once) == expected
 

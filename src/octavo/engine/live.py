@@ -200,7 +200,7 @@ def describe_block(scheduler: Scheduler, block_id: int) -> dict[str, Any] | None
         for table in kv.tables(seq)
         if block in table
     ]
-    published = bool(kv.pool.published_marks[block_id])
+    published = kv.pool.is_published(block)
     token_ids = np.frombuffer(kv.blocks.token_bytes(block), np.int32).tolist() if published else None
     return {
         "block": block_id,

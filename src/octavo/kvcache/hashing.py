@@ -79,11 +79,6 @@ def key_prefix(key: bytes) -> int:
     return int.from_bytes(key[:PREFIX_BYTES], "little")
 
 
-def child_hash(parent: BlockHash, block_token_bytes: bytes) -> BlockHash:
-    """Return the key of a full block after `parent`."""
-    return BlockHash(blake2b(parent + block_token_bytes, digest_size=DIGEST_BYTES).digest())
-
-
 def group_key(group: int, key: bytes) -> bytes:
     """Return the key of a block in a group, because each group of layers has its own blocks for the same tokens."""
     if not group:

@@ -450,7 +450,7 @@ class HostMemory:
             self._holds.append(0)
         elif len(self._eviction):
             slot = HostBlockId(self._eviction.evict(1)[0] - 1)
-            self._index.remove(slot)
+            self._index.discard((slot,))
             self.counters.slots[self._tenants[slot]] -= 1
             self.counters.evicted += 1
         else:
@@ -459,7 +459,7 @@ class HostMemory:
         self._states[slot] = state
         self._tenants[slot] = tenant
         self.counters.slots[tenant] += 1
-        self._writing[slot] = _Write(label if self._index.put_new(label.key, slot) else None, as_prefix=False)
+        self._writing[slot] = _Write(label if self._index.put(label.key, slot) else None, as_prefix=False)
         return slot
 
     def _keep_slot(self, slot: HostBlockId) -> None:
@@ -491,7 +491,7 @@ class HostMemory:
 
     def _forget_key(self, slot: HostBlockId) -> None:
         """Forget the key of a slot, if it has one."""
-        self._index.discard_all((slot,))
+        self._index.discard((slot,))
         if slot in self._writing:
             self._writing[slot].label = None
 

@@ -36,7 +36,7 @@ class KeyIndex:
 
     Args:
         capacity: number of ids.
-        width: bytes of a key that are stored and compared, 8 or 16; `replace_all` requires 8.
+        width: bytes of a key that are stored and compared, 8 or 16; `replace` requires 8.
     """
 
     # Per id of the capacity: its key, and 4 bytes each for a home and for the next key.
@@ -99,15 +99,8 @@ class KeyIndex:
         keys, halves = self._keys, self._halves
         return [keys[halves * (entry_id + 1)] for entry_id in entry_ids]
 
-    def put(self, key: bytes, entry_id: int) -> None:
-        """Map a key to an id that has no key yet; a previous id of this key is forgotten."""
-        self._put(key, entry_id, replaces=True)
-
-    def put_new(self, key: bytes, entry_id: int) -> bool:
+    def put(self, key: bytes, entry_id: int) -> bool:
         """Map a key to an id that has no key yet; False (and nothing changes) if the key already has an id."""
-        return self._put(key, entry_id, replaces=False)
-
-    def _put(self, key: bytes, entry_id: int, *, replaces: bool) -> bool:
         heads, keys, halves, entry = self._heads, self._keys, self._halves, entry_id + 1
         first, second = _BOTH_HALVES(key) if halves == 2 else (_FIRST_HALF(key)[0], 0)
         home = ((first * self._factor & _MASK64) >> 32) * self._capacity >> 32
@@ -115,9 +108,7 @@ class KeyIndex:
         while other and (keys[halves * other] != first or (halves == 2 and keys[2 * other + 1] != second)):
             other = self._after[other]
         if other:
-            if not replaces:
-                return False
-            self.discard_all((other - 1,))
+            return False
         keys[halves * entry] = first
         if halves == 2:
             keys[2 * entry + 1] = second
@@ -125,12 +116,7 @@ class KeyIndex:
         self._length += 1
         return True
 
-    def remove(self, entry_id: int) -> None:
-        """Forget an id and its key. Raises KeyError if the id has no key."""
-        if not self.discard_all((entry_id,)):
-            raise KeyError(entry_id)
-
-    def discard_all(self, entry_ids: Iterable[int]) -> int:
+    def discard(self, entry_ids: Iterable[int]) -> int:
         """Forget these ids and their keys; returns how many of them had one."""
         heads, after, keys, halves = self._heads, self._after, self._keys, self._halves
         factor, size, removed = self._factor, self._capacity, 0
@@ -152,7 +138,7 @@ class KeyIndex:
         self._length -= removed
         return removed
 
-    def replace_all(self, prefixes: Sequence[int], entry_ids: Sequence[int]) -> list[int]:
+    def replace(self, prefixes: Sequence[int], entry_ids: Sequence[int]) -> list[int]:
         """Give each id a new key of 8 bytes, in place of the one that it had, if any.
 
         Returns:
@@ -160,7 +146,7 @@ class KeyIndex:
         """
         heads, after, keys = self._heads, self._after, self._keys
         factor, size, displaced = self._factor, self._capacity, list[int]()
-        self.discard_all(entry_ids)
+        self.discard(entry_ids)
         for first, entry_id in zip(prefixes, entry_ids, strict=True):
             entry = entry_id + 1
             home = ((first * factor & _MASK64) >> 32) * size >> 32
@@ -268,7 +254,7 @@ class LatestKeys:
         end = start + len(prefixes)
         places = range(start, end) if end <= size else [*range(start, size), *range(end - size)]
         self._next = end % size
-        return places, self.index.replace_all(prefixes, places)
+        return places, self.index.replace(prefixes, places)
 
 
 def _flipped(keys: Keys, flip: int) -> Keys:

@@ -52,9 +52,6 @@ class _Evictions:
         self._at = array("d", [0]) * capacity
         self._tenants = [""] * capacity
 
-    def __len__(self) -> int:
-        return len(self._keys.index)
-
     def add(self, prefixes: Seq[int], at: float, tenants: Seq[str]) -> None:
         """Add evictions of the blocks whose keys have these prefixes."""
         size = self._keys.capacity
@@ -173,11 +170,6 @@ class CacheLedger:
         self._firsts = _FirstBlocks(min(num_blocks, max(_FEWEST_FIRSTS, num_blocks // _BLOCKS_PER_FIRST)))
         self._evictions = _Evictions(min(num_blocks, MAX_EVICTIONS))
 
-    @property
-    def num_evictions(self) -> int:
-        """The number of remembered evictions."""
-        return len(self._evictions)
-
     def published(self, blocks: Seq[tuple[BlockId, int]], chain: TokenChain) -> None:
         """Record that a request has computed and published full blocks of its chain, each with its index."""
         if not blocks:
@@ -189,7 +181,7 @@ class CacheLedger:
                 self._firsts.add(_first_key(chain), block_id, chain.source)
         prefixes = chain.key_prefixes(first, max(indices))
         parents = [prefixes[index - first] for index in indices]
-        self._continued.replace_all(parents, [block_id for block_id, _ in blocks])
+        self._continued.replace(parents, [block_id for block_id, _ in blocks])
 
     def owner(self, block_id: BlockId) -> str | None:
         """Return the id of the request that computed a published block; None if it is not published."""
@@ -208,7 +200,7 @@ class CacheLedger:
     def evicted(self, block_ids: Seq[BlockId]) -> None:
         """Record the eviction of cached blocks, which the index still has."""
         tenants = [self.tenant(block_id) or "" for block_id in block_ids]
-        self._continued.discard_all(block_ids)
+        self._continued.discard(block_ids)
         self._evictions.add(self._record.keys.prefixes(block_ids), self._clock(), tenants)
 
     def explain(self, request: Request, chain: TokenChain, cached_blocks: int) -> CacheReport:

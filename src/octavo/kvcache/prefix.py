@@ -113,7 +113,7 @@ class PrefixIndex:
     def put(self, group: int, chain: TokenChain, index: int, block_id: BlockId) -> bool:
         """Publish a computed block; False (and nothing changes) if an equal block is already published."""
         blocks = self._blocks
-        if blocks.is_published(block_id) or not blocks.keys.put_new(group_key(group, chain.key(index + 1)), block_id):
+        if blocks.is_published(block_id) or not blocks.keys.put(group_key(group, chain.key(index + 1)), block_id):
             return False
         blocks.tokens[block_id * self._width : (block_id + 1) * self._width] = chain.tokens(index, index + 1)
         blocks.parents[block_id * DIGEST_BYTES : (block_id + 1) * DIGEST_BYTES] = chain.key(index)
@@ -124,7 +124,7 @@ class PrefixIndex:
     def drop(self, block_ids: Sequence[BlockId]) -> None:
         """Forget blocks that the pool evicts; raises KeyError if one is not published."""
         blocks = self._blocks
-        if blocks.keys.discard_all(block_ids) != len(block_ids):
+        if blocks.keys.discard(block_ids) != len(block_ids):
             raise KeyError(f"not all of these blocks are published: {block_ids}")
         for block_id in block_ids:
             blocks.groups[block_id] = UNPUBLISHED

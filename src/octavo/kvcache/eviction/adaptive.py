@@ -69,7 +69,7 @@ class GhostList:
         if place is None:
             return None
         use = self._used[place]
-        self._keys.index.remove(place)
+        self._keys.index.discard((place,))
         self._used[place] = _NEVER
         return use
 
