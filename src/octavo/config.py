@@ -325,7 +325,7 @@ class EngineConfig(Options):
         "for a quantised KV cache without --deterministic",
     )
     async_scheduling: bool | None = _scheduling(
-        None, "plan the next step while a step of decodes is computed; default: on a GPU only"
+        None, "plan the next step while a step is computed; default: on a GPU only"
     )
     limits: RequestLimits = _scheduling(  # noqa: RUF009 (the default is frozen)
         DEFAULT_LIMITS,

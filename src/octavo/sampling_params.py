@@ -254,9 +254,9 @@ class SamplingParams:
         )
 
     @property
-    def follows_tokens(self) -> bool:
-        """Whether a token can only be drawn or reported once the previous ones are known on the host."""
-        return self.counts_tokens or self.needs_logprobs or self.use_beam_search or self.structured_outputs is not None
+    def awaits_tokens(self) -> bool:
+        """Whether the scheduler must know a token before it can plan the next: of beams, and within a grammar."""
+        return self.use_beam_search or self.structured_outputs is not None
 
     def with_max_tokens(self, max_tokens: int) -> SamplingParams:
         """Return the parameters with the given output limit."""

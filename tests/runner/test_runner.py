@@ -200,7 +200,7 @@ def test_a_plan_made_ahead_goes_on_with_what_was_drawn_and_is_refused_after_a_fa
     plan = scheduler.schedule()
     collect = rig.runner.launch(plan)
     scheduler.end_request(first.request_id)
-    ahead = scheduler.schedule_ahead()
+    ahead = scheduler.schedule()
     assert ahead.token_ids == (DRAWN,)
     collect_ahead = rig.runner.launch(ahead)
     scheduler.update(plan, collect())
@@ -208,7 +208,7 @@ def test_a_plan_made_ahead_goes_on_with_what_was_drawn_and_is_refused_after_a_fa
     assert second.sequences[0].output_token_ids == [13, 14, 15]
     rig.model.fails = True
     plan = scheduler.schedule()
-    ahead = scheduler.schedule_ahead()
+    ahead = scheduler.schedule()
     with pytest.raises(RuntimeError, match="out of order"):
         rig.runner.launch(plan)
     with pytest.raises(

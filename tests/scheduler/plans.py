@@ -43,7 +43,8 @@ def _remember() -> None:
 
     def remembering(self: Scheduler) -> StepPlan:
         plan = schedule(self)
-        _SEQUENCES.update(zip(plan.seq_ids, self.planned, strict=True))
+        if plan:
+            _SEQUENCES.update(zip(plan.seq_ids, self._builder._in_flight[-1].rows.sequences, strict=True))
         return plan
 
     Scheduler.schedule = remembering
@@ -91,7 +92,8 @@ class ToldRunner:
         self.sampling: dict[SequenceId, SamplingSnapshot] = {}
         self.counted: dict[SequenceId, list[int]] = {}
 
-    def apply(self, plan: StepPlan) -> None:
+    def apply(self, plan: StepPlan, planned: list[Sequence] | None = None) -> None:
+        """Apply a plan; where a token was pending, `planned` has it by now, unless its sequence has ended."""
         copied = PlainUnpickler(io.BytesIO(pickle.dumps(plan))).load()
         assert copied == plan
         plan = copied
@@ -121,10 +123,14 @@ class ToldRunner:
             for table, blocks in zip(self.tables[plan.seq_ids[delta.row]], delta.blocks, strict=True):
                 assert delta.first <= len(table), "no gap"
                 table[delta.first :] = blocks
-        for row in rows_of(plan):
+        for number, row in enumerate(rows_of(plan)):
             counted = self.counted[row.seq_id]
             if self.sampling[row.seq_id].params.counts_tokens:
-                counted += row.token_ids[max(0, len(counted) - row.start) :]
+                token_ids = list(row.token_ids)
+                if token_ids[-1] == DRAWN:
+                    assert plan.ahead
+                    token_ids[-1:] = planned[number].token_ids[row.end - 1 : row.end] if planned is not None else []
+                counted += token_ids[max(0, len(counted) - row.start) :]
 
     def check(self, plan: StepPlan, planned: list[Sequence]) -> None:
         """What it knows of a plan's rows is what they are."""
@@ -132,7 +138,7 @@ class ToldRunner:
             sampling = self.sampling[row.seq_id]
             assert sampling.request_id == seq.request.request_id
             assert (sampling.params, sampling.seed) == (seq.request.params, seq.seed)
-            expected = [DRAWN] if plan.ahead else list(seq.token_ids[row.start : row.end])
-            assert list(row.token_ids) == expected
-            if sampling.params.counts_tokens:
+            known, is_pending = list(seq.token_ids[row.start : row.end]), row.token_ids[-1] == DRAWN
+            assert list(row.token_ids) == ([*known[: row.num_tokens - 1], DRAWN] if is_pending else known)
+            if sampling.params.counts_tokens and row.num_draws:
                 assert self.counted[row.seq_id] == list(seq.token_ids), "whoever draws has all its tokens counted"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from octavo.request import FinishReason, SequenceStatus
 from octavo.scheduler.plan import DRAWN, StepPlan
 from octavo.scheduler.policy import VirtualTokenCounter
+from octavo.structured_outputs import StructuredOutputsParams
 from tests.scheduler.plans import shares
 from tests.scheduler.test_scheduler import Engine
 from tests.scheduler.test_scheduler_machine import LAYERS, SchedulerMachine
@@ -19,7 +20,7 @@ from tests.scheduler.test_scheduler_machine import LAYERS, SchedulerMachine
 def run_ahead(engine: Engine, most: int = 100) -> list[StepPlan]:
     """A step, and those that are planned ahead from it on, each before the one before is taken in; all are taken in."""
     plans = [engine.scheduler.schedule()]
-    while len(plans) < most and (ahead := engine.scheduler.schedule_ahead()):
+    while len(plans) < most and (ahead := engine.scheduler.schedule()):
         engine.finish_step(plans[-1])
         plans.append(ahead)
     engine.finish_step(plans[-1])
@@ -29,12 +30,11 @@ def run_ahead(engine: Engine, most: int = 100) -> list[StepPlan]:
 def test_a_step_ahead_computes_what_the_one_in_flight_draws() -> None:
     engine = Engine()
     requests = [engine.add(length, max_tokens=6) for length in (3, 9)]
-    assert len(run_ahead(engine)) == 1, "behind a prompt nothing is planned"
     plans = run_ahead(engine)
-    assert [plan.ahead for plan in plans] == [False, True, True, True, True]
+    assert [plan.ahead for plan in plans] == [False, True, True, True, True, True]
     assert plans[1].token_ids == (DRAWN, DRAWN)
-    assert [plan.starts for plan in plans] == [(3 + i, 9 + i) for i in range(5)]
-    assert [plan.step for plan in plans] == [2, 3, 4, 5, 6]
+    assert [plan.starts for plan in plans] == [(0, 0), *((3 + i, 9 + i) for i in range(5))]
+    assert [plan.step for plan in plans] == [1, 2, 3, 4, 5, 6]
     assert all(request.finished for request in requests), "nobody computed a sixth time"
 
 
@@ -50,7 +50,7 @@ def test_tokens_computed_for_an_ended_request_are_dropped_and_not_charged() -> N
     engine = Engine(policy=(turns := VirtualTokenCounter()))
     leaving, staying = engine.add(3, tenant="leaving"), engine.add(3, tenant="staying")
     engine.step()
-    plan, ahead = engine.scheduler.schedule(), engine.scheduler.schedule_ahead()
+    plan, ahead = engine.scheduler.schedule(), engine.scheduler.schedule()
     engine.finish_step(plan)
     received = turns.recent("leaving")
     engine.scheduler.finish(leaving.sequences[0], FinishReason.STOP, "stop")
@@ -62,15 +62,47 @@ def test_tokens_computed_for_an_ended_request_are_dropped_and_not_charged() -> N
     engine.run()
 
 
-@pytest.mark.parametrize("params", [{"presence_penalty": 1.0}, {"logprobs": 0}], ids=str)
-def test_draws_that_follow_tokens_are_awaited_until_their_request_has_ended(params: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("params", "is_awaited"),
+    [
+        ({"presence_penalty": 1.0}, False),
+        ({"logprobs": 0}, False),
+        ({"structured_outputs": StructuredOutputsParams(regex="a*")}, True),
+    ],
+    ids=["penalty", "logprobs", "grammar"],
+)
+def test_only_draws_within_a_grammar_are_awaited_until_their_request_has_ended(
+    params: dict[str, Any], is_awaited: bool
+) -> None:
     engine = Engine()
     engine.add(3, max_tokens=40)
     following = engine.add(3, max_tokens=40, **params)
     engine.step()
-    assert len(run_ahead(engine)) == 1
+    assert len(run_ahead(engine, most=4)) == (1 if is_awaited else 4)
     engine.scheduler.end_request(following.request_id)
     assert len(run_ahead(engine, most=4)) == 4
+
+
+def test_chunks_of_a_prompt_are_planned_ahead_beside_streams_and_its_first_token_is_pending() -> None:
+    engine = Engine(max_num_batched_tokens=8)
+    stream, prompt = engine.add(3, max_tokens=20), engine.add(25, max_tokens=4)
+    plans = run_ahead(engine)
+    assert [plan.ahead for plan in plans] == [False, *[True] * (len(plans) - 1)]
+    begun = [plan for plan in plans if plan.num_rows == 2]
+    chunks = [(plan.starts[-1], plan.lengths[-1]) for plan in begun]
+    assert chunks[:4] == [(0, 5), (5, 7), (12, 7), (19, 6)], "the rest of the step, beside the stream's token"
+    assert chunks[4:] == [(25 + i, 1) for i in range(3)]
+    assert begun[4].token_ids == (DRAWN, DRAWN)
+    assert (prompt.sequences[0].num_output_tokens, stream.sequences[0].num_output_tokens) == (4, 20)
+
+
+def test_siblings_are_forked_before_the_step_after_their_prompt_is_planned() -> None:
+    engine = Engine()
+    request = engine.add(6, n=3, max_tokens=8)
+    assert [plan.num_draws for plan in run_ahead(engine)] == [3]
+    plans = run_ahead(engine)
+    assert [(plan.num_rows, len(plan.copies), plan.ahead) for plan in plans] == [(3, 2, False), *[(3, 0, True)] * 6]
+    assert request.finished
 
 
 def test_no_step_is_planned_ahead_while_a_request_could_be_admitted() -> None:
@@ -79,7 +111,7 @@ def test_no_step_is_planned_ahead_while_a_request_could_be_admitted() -> None:
     engine.step()
     plan = engine.scheduler.schedule()
     newcomer = engine.add(3)
-    assert not engine.scheduler.schedule_ahead()
+    assert not engine.scheduler.schedule()
     engine.finish_step(plan)
     assert newcomer.request_id in shares(engine.scheduler.schedule())
 
@@ -93,9 +125,11 @@ def test_a_request_without_room_stops_no_step_ahead_and_gets_the_first_free_plac
     plans: list[StepPlan] = []
     while waiting.sequences[0].status is SequenceStatus.WAITING:
         plans += run_ahead(engine)
-    assert [len(plan.lengths) for plan in plans] == [1] * 9, "no step of both, and none of nobody"
-    assert [plan.ahead for plan in plans][-2:] == [True, False], "its prompt comes right after the other's last token"
-    assert sum(plan.ahead for plan in plans) > 4
+    assert {len(plan.lengths) for plan in plans} == {1}, "no step of both, and none of nobody"
+    (first,) = (number for number, plan in enumerate(plans) if plan.new)
+    assert first == 8, "its prompt comes right after the other's last token"
+    assert [plan.ahead for plan in plans[first - 1 : first + 1]] == [True, False]
+    assert sum(plan.ahead for plan in plans[:first]) > 4
     engine.run()
 
 

@@ -272,10 +272,12 @@ def test_admission_leaves_the_watermark_to_those_that_run() -> None:
     alone = make_request(list(range(360)), max_tokens=8)
     scheduler.add(alone)
     assert scheduler.schedule().num_rows == 1, "with nothing running the watermark does not apply"
+    scheduler.abandon_step()
     second = make_request([1, 2, 3], max_tokens=8)
     scheduler.add(second)
     assert scheduler.schedule().seq_ids == (alone.sequences[0].seq_id,)
     assert kv.pool.num_available == 10
+    scheduler.abandon_step()
     scheduler.end_request(alone.request_id)
     assert scheduler.schedule().seq_ids == (second.sequences[0].seq_id,)
 

@@ -22,7 +22,7 @@ from octavo.kvcache.ledger import CacheTotals
 from octavo.request import CacheOutcome, FinishReason, PinRequest, Request, Sequence, SequenceStatus
 from octavo.scheduler.beam import BeamDecoding
 from octavo.scheduler.kv_limits import KVLimits
-from octavo.scheduler.plan import StepPlan
+from octavo.scheduler.plan import SequenceDropped, StepPlan
 from octavo.scheduler.policy import AgeingPriority, make_policy
 from octavo.scheduler.preemption import Preemption, RestoreSpeed
 from octavo.scheduler.results import ResultApplier
@@ -321,10 +321,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.play_runner(plan)
         while plan:
             self.clock.now += 1
-            ahead = scheduler.schedule_ahead() if count else StepPlan()
+            preemptions, published = scheduler.counters.num_preemptions, scheduler.kv.pool.num_published_ever
+            before = [(seq.num_computed, seq.num_tokens) for r in self.requests for seq in r.sequences]
+            ahead = scheduler.schedule() if count else StepPlan()
             count -= bool(ahead)
             assert (ahead.stores, ahead.copies, ahead.loads) == ((), (), ())
-            assert set(ahead.seq_ids) <= set(plan.seq_ids)
+            assert all(isinstance(change, SequenceDropped) for change in ahead.changes)
+            assert (ahead.new, ahead.reset) == ((), False)
+            assert preemptions == scheduler.counters.num_preemptions
+            assert published == scheduler.kv.pool.num_published_ever
+            assert before == [(seq.num_computed, seq.num_tokens) for r in self.requests for seq in r.sequences]
             if lost and not count:
                 scheduler.abandon_step()
                 return
@@ -366,10 +372,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         operation=st.sampled_from(("match", "admit", "extend", "demote", "demote", "commit", "take")),
         nth=st.integers(0, 4),
         done=st.booleans(),
+        is_ahead=st.booleans(),
         data=st.data(),
     )
-    def step_that_raises(self, place: str, operation: str, nth: int, done: bool, data: st.DataObject) -> None:
-        """Something raises, before or after what it was asked for was done; the scheduler starts over."""
+    def step_that_raises(
+        self, place: str, operation: str, nth: int, done: bool, is_ahead: bool, data: st.DataObject
+    ) -> None:
+        """Something raises, before or after what it was asked for was done; the scheduler starts over.
+
+        The step may have been planned while another was in flight, whose result may be what raises.
+        """
         self.clock.now += 1
         scheduler = self.scheduler
         with ExitStack() as stack:
@@ -379,7 +391,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 for owner, name in taking if operation == "take" else [(scheduler.kv, operation)]:
                     stack.enter_context(patch.object(owner, name, raising.instead_of(getattr(owner, name))))
             try:
+                if is_ahead:
+                    first = scheduler.schedule()
+                    self.play_runner(first)
                 plan = scheduler.schedule()
+                if is_ahead:
+                    self.take_in(first)
                 if place == "before compute":
                     self.play_transfers(plan)
                     raise _InjectedError
@@ -439,7 +456,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def play_model(self, plan: StepPlan) -> None:
         size = self.scheduler.kv.spec.block_size
-        self.runner.apply(plan)
+        self.runner.apply(plan, self.scheduler.planned)
         self.runner.check(plan, self.scheduler.planned)
         assert len(self.runner.tables) <= self.scheduler.config.max_num_seqs
         rows = [

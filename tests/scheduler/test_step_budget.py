@@ -49,7 +49,7 @@ def test_a_latency_target_holds_for_99_of_100_steps_of_a_noisy_device() -> None:
             budget.take(start, chunk)
             load = StepLoad(8, sum(lengths), 0.0, 8).with_chunk(start, chunk)
             seconds = device(load) * rng.uniform(0.9, 1.15)
-            target.observe(load, seconds)
+            target.observe(load, seconds, num_chunk_tokens=chunk)
             late += seconds > 0.05
             steps += 1
             start += chunk
@@ -69,7 +69,7 @@ def compute_beside(target: LatencyTarget, lengths: list[int], prompt: int) -> li
         if chunk:
             budget.take(start, chunk)
             step = load.with_chunk(start, chunk)
-        target.observe(step, device(step))
+        target.observe(step, device(step), num_chunk_tokens=chunk)
         steps.append(step)
         start += chunk
         assert len(steps) < 20_000
@@ -139,7 +139,11 @@ def test_chunks_grow_again_after_steps_so_late_that_single_tokens_were_left() ->
         chunk = budget.chunk(start, 10**6)
         budget.take(start, chunk)
         slowed = random.Random(step).choice((1.0, 8.0)) if 100 < step < 160 else 1.0
-        target.observe(StepLoad(8, sum(lengths), 0.0, 8).with_chunk(start, chunk), slowed * device(StepLoad(8 + chunk)))
+        target.observe(
+            StepLoad(8, sum(lengths), 0.0, 8).with_chunk(start, chunk),
+            slowed * device(StepLoad(8 + chunk)),
+            num_chunk_tokens=chunk,
+        )
         start = step  # near enough to stand still
     assert chunk > 20
 
@@ -160,7 +164,7 @@ def test_a_target_holds_where_even_short_chunks_at_the_end_of_a_long_prompt_exce
         budget.take(start, chunk)
         load = StepLoad(8, sum(lengths), 0.0, 8).with_chunk(start, chunk)
         seconds = slow_attention(load) * rng.gauss(1.0, 0.08)
-        target.observe(load, seconds)
+        target.observe(load, seconds, num_chunk_tokens=chunk)
         late += seconds > 0.05
         steps += 1
         start += chunk

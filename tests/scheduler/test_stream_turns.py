@@ -183,7 +183,7 @@ def test_no_step_is_planned_ahead_of_one_whose_streams_will_take_turns() -> None
         server.scheduler.observe(plan, seconds)
         plan = server.scheduler.schedule()
     assert plan.num_streams < 20
-    assert not server.scheduler.schedule_ahead()
+    assert not server.scheduler.schedule()
 
 
 def streams_of(tenants: list[tuple[str, float, list[int]]]) -> list[Sequence]:

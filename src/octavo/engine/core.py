@@ -57,7 +57,7 @@ class _StepInFlight(NamedTuple):
 class EngineCore:
     """One model with its cache and its scheduler.
 
-    With `plans_ahead`, the next step is planned while a step is being computed (`scheduler/ahead.py`), so that calls
+    With `plans_ahead`, the next step is planned while a step is being computed (`Scheduler.schedule`), so that calls
     between two steps find one in flight.
 
     Args:
@@ -236,7 +236,7 @@ class EngineCore:
         # After a failure, steps are tried one at a time.
         if not self._plans_ahead or not self._recovery.is_calm:
             return None
-        return self._begin(self.scheduler.schedule_ahead())
+        return self._begin(self.scheduler.schedule())
 
     def output_failed(self, request: Request, error: Exception) -> None:
         """End a request whose output could not be made, if it is still running; its caller has been told."""

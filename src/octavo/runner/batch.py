@@ -15,7 +15,7 @@ import torch
 from octavo.attention.base import AttentionBatch, GroupBatch
 from octavo.runner.sequences import Rows, SequenceTable
 from octavo.sampling.batch import SamplingBatch
-from octavo.scheduler.plan import PromptPool, PromptScores, StepPlan
+from octavo.scheduler.plan import DRAWN, PromptPool, PromptScores, StepPlan
 from octavo.storage.device_copy import to_device, write_to_device
 
 _TOKENS, _ROWS, _LENGTHS, _POSITIONS, _SLOTS = range(5)
@@ -121,7 +121,7 @@ class StepBatch:
         scores: (first row, positions to score) for prompt logprobs.
         pools: (first row, positions to pool) for embeddings.
         inputs: the buffers of a pure decode step, in which every sequence computes one token and draws one; else None.
-        is_plain: whether it is a pure decode step from which only token ids are wanted.
+        is_plain: whether it draws tokens, and nothing but their ids is wanted.
     """
 
     token_ids: torch.Tensor
@@ -212,10 +212,6 @@ class _Streams:
             slots += positions
         self.batch.attention.max_context_len = max(plan.starts) + 1
 
-    def write_tokens(self, token_ids: torch.Tensor) -> None:
-        """Write a step's tokens, int64 [rows] on the device, if the host does not know them."""
-        self.batch.token_ids.copy_(token_ids)
-
 
 class BatchBuilder:
     """Builds each step's `StepBatch`, from its plan and what earlier plans said about its sequences.
@@ -245,12 +241,52 @@ class BatchBuilder:
         self.sequences = SequenceTable(num_groups, max_rows, max_blocks, self._device, mirrored)
         self.inputs = self._new_inputs(padded_size(max_rows)) if self.sequences.mirrored else None
         self._streams: _Streams | None = None
-        self._drawn: tuple[Rows, torch.Tensor] | None = None  # by the previous step: rows, and the token of each
+        self._drawing_rows: Rows = np.empty(0, np.int64)  # of the draws of the last plan
+        self._drawn: torch.Tensor | Sequence[int] = ()  # by them
 
     def build(self, plan: StepPlan) -> StepBatch:
+        """Build a plan's batch, with what the step before drew in place of `DRAWN`."""
         rows = self.sequences.apply(plan)
-        if plan.num_streams == len(rows):
-            return self._build_streams(plan, rows)
+        ends = np.cumsum(plan.lengths) if plan.ahead else ()
+        pending = [i for i, end in enumerate(ends) if plan.token_ids[end - 1] == DRAWN]
+        draws = self._draws_of(rows[pending]) if pending else None
+        follows = draws is not None and self.sequences.sampling.follows(rows[pending])
+        if draws is not None and (follows or not isinstance(self._drawn, torch.Tensor)):
+            # Penalties count the tokens on the host, for which a device is waited for.
+            drawn = self._drawn.tolist() if isinstance(self._drawn, torch.Tensor) else self._drawn
+            token_ids = list(plan.token_ids)
+            for i, draw in zip(pending, draws.tolist(), strict=True):
+                token_ids[ends[i] - 1] = drawn[draw]
+            plan, draws = plan._replace(token_ids=tuple(token_ids)), None
+        batch = self._build_streams(plan, rows) if plan.num_streams == len(rows) else self._build_ragged(plan, rows)
+        if draws is not None:
+            self._write_drawn(batch.token_ids, np.asarray(ends)[pending] - 1, draws)
+        return batch
+
+    def _draws_of(self, rows: Rows) -> Rows:
+        """Return the draw of the last plan from each of these rows, of several from one row the first: int64 [rows]."""
+        if rows.shape == self._drawing_rows.shape and (rows == self._drawing_rows).all():
+            return np.arange(len(rows))
+        draw_of = {row: draw for draw, row in reversed(list(enumerate(self._drawing_rows.tolist())))}
+        return np.array([draw_of[row] for row in rows.tolist()], dtype=np.int64)
+
+    def _write_drawn(self, token_ids: torch.Tensor, places: Rows, draws: Rows) -> None:
+        """Write tokens that only the device knows yet, where they are to be computed."""
+        assert isinstance(self._drawn, torch.Tensor)
+        drawn = self._drawn if len(draws) == len(self._drawn) else self._drawn[to_device(draws, self._drawn.device)]
+        if len(places) == len(token_ids):
+            token_ids.copy_(drawn)
+        else:
+            token_ids.index_copy_(0, to_device(places, token_ids.device), drawn)
+
+    def note_drawn(self, token_ids: torch.Tensor | Sequence[int]) -> None:
+        """Note the tokens that the last step drew, one for each of its draws, or int64 [draws] on the device.
+
+        A plan made ahead, before the scheduler has them, continues with them.
+        """
+        self._drawn = token_ids
+
+    def _build_ragged(self, plan: StepPlan, rows: Rows) -> StepBatch:
         self._streams = None
         starts = np.array(plan.starts, dtype=np.int64)
         lengths = np.array(plan.lengths, dtype=np.int64)
@@ -279,24 +315,8 @@ class BatchBuilder:
         if same.follows_tokens:
             table.sampling.count(rows, plan.starts, same.query_start, plan.token_ids)
         same.write(plan, self._block_size)
-        if plan.ahead:
-            same.write_tokens(self._drawn_before(rows))
+        self._drawing_rows = rows
         return same.batch
-
-    def note_drawn(self, token_ids: torch.Tensor) -> None:
-        """Note the tokens that the last step drew, int64 [rows] on the device, one for each of its rows.
-
-        A plan made ahead, before the host has them, continues with them.
-        """
-        self._drawn = (self.sequences.planned_rows, token_ids)
-
-    def _drawn_before(self, rows: Rows) -> torch.Tensor:
-        """Return the tokens that these rows drew in the previous step, int64 [rows]; rows keep that step's order."""
-        assert self._drawn is not None, "only a step that noted its tokens is followed by one that was planned ahead"
-        before, token_ids = self._drawn
-        if before is rows:
-            return token_ids
-        return token_ids[to_device(np.flatnonzero(np.isin(before, rows)), token_ids.device)]
 
     def _new_inputs(self, capacity: int) -> StepInputs:
         tables = self.sequences
@@ -348,6 +368,7 @@ class BatchBuilder:
         indices = np.repeat(query_start[1:] - own - first_index, own) + np.arange(own.sum())
         # For each draw, its row in the plan, and which of the row's own positions it is from.
         drawn_from = np.repeat(np.arange(len(rows)), draws)
+        self._drawing_rows = rows[drawn_from]
         place = np.minimum(np.arange(len(drawn_from)) - first_draw[drawn_from], own[drawn_from] - 1)
         sample_rows = first_index[drawn_from] + place
         num_tokens = (ends - own + 1)[drawn_from] + place
@@ -366,16 +387,18 @@ class BatchBuilder:
             begin = int(query_start[pool.row]) + pool.first - plan.starts[pool.row]
             pieces.append(np.arange(begin, begin + pool.num_tokens))
             num_rows += pool.num_tokens
+        sampling = self.sequences.sampling.batch(self._drawing_rows, num_tokens, seeds)
         return StepBatch(
             token_ids=self._tensor(np.array(plan.token_ids, dtype=np.int64)),
             attention=attention,
             logits_indices=self._tensor(np.concatenate(pieces) if scores or pools else indices),
-            sampling=self.sequences.sampling.batch(rows[drawn_from], num_tokens, seeds),
+            sampling=sampling,
             sample_rows=sample_rows.tolist(),
             num_sample_rows=len(indices),
             num_logits=num_logits,
             scores=scores,
             pools=pools,
+            is_plain=len(sampling) > 0 and sampling.is_plain,
         )
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +18,7 @@ from octavo.models.base import CausalLM, LaterRows
 from octavo.models.decoder import Decoder
 from octavo.planner.calculator import scored_rows
 from octavo.request import TokenLogprobs
-from octavo.runner.batch import BatchBuilder
+from octavo.runner.batch import BatchBuilder, StepBatch
 from octavo.runner.executor import Collect, Executor
 from octavo.runner.graphs import Capture, DecodeGraphs
 from octavo.runner.host_link import make_link
@@ -78,6 +80,7 @@ class ModelRunner(Executor):
         self._sampler = Sampler(make_choice(model.device))
         self._mover = BlockMover(arena, host, make_link(model.device))
         self._has_failed = False
+        self._unsampled: Collect | None = None  # of the last step, if its sampling was left for later
 
     def use_grammars(self, compiler: GrammarCompiler) -> None:
         """Set the compiler of grammars, without which no plan may have structured outputs."""
@@ -104,6 +107,9 @@ class ModelRunner(Executor):
                 return partial(self._with_times, StepResult())
             self._batches.forget(plan)
             return StepResult
+        if self._unsampled is not None:
+            with suppress(Exception):  # it is raised again where the step's result is taken
+                self._unsampled()
         if plan.ahead and self._has_failed:
             raise ExecutorError(f"step {plan.step} was planned ahead of the result of one that has failed")
         self._has_failed = True
@@ -154,23 +160,46 @@ class ModelRunner(Executor):
             finally:
                 self.is_computing = False
             if batch.is_plain:
-                draws = self._sampler.draw(logits, batch.sampling, overwrite_logits=True)
+                rows = None if batch.inputs is not None else batch.sample_rows
+                draws = self._sampler.draw(logits, batch.sampling, rows, overwrite_logits=True)
                 self._batches.note_drawn(draws.token_ids)
                 return draws.result
-            result = self._sampler.sample(logits, batch.sampling, batch.sample_rows, overwrite_logits=True)
-            return lambda: result
+            return self._later(
+                partial(self._sampler.sample, logits, batch.sampling, batch.sample_rows, overwrite_logits=True)
+            )
         self.is_computing = True
         try:
             logits, later = self.model.forward_in_part(*step, batch.num_sample_rows, batch.num_logits)
         finally:
             self.is_computing = False
-        samples = self._sampler.sample(logits, batch.sampling, batch.sample_rows)
-        scored = replace(
-            samples,
+        return self._later(partial(self._sample_and_score, batch, logits, later))
+
+    @torch.inference_mode()
+    def _sample_and_score(self, batch: StepBatch, logits: torch.Tensor, later: LaterRows) -> StepResult:
+        return replace(
+            self._sampler.sample(logits, batch.sampling, batch.sample_rows),
             prompt_logprobs=tuple(self._score(first, score, later) for first, score in batch.scores),
             pooled=tuple(_sum_hidden(first, pool.num_tokens, later) for first, pool in batch.pools),
         )
-        return lambda: scored
+
+    def _later(self, sample: Collect) -> Collect:
+        """Leave sampling that waits for the device until its result is wanted, or the next step is launched."""
+        sampled: Future[StepResult] = Future()
+
+        def take() -> StepResult:
+            if not sampled.done():
+                self._unsampled = None
+                try:
+                    result = sample()
+                    self._batches.note_drawn(result.token_ids)
+                    sampled.set_result(result)
+                except Exception as error:
+                    self._has_failed = True
+                    sampled.set_exception(error)
+            return sampled.result()
+
+        self._unsampled = take
+        return take
 
     def _score(self, first: int, score: PromptScores, later: LaterRows) -> tuple[TokenLogprobs, ...]:
         """Return prompt logprobs from rows `first ..`, computing the logits of a few rows at a time."""

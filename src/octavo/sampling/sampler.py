@@ -125,9 +125,16 @@ class Sampler:
         return _merged(parts, len(batch))
 
     @torch.inference_mode()
-    def draw(self, logits: torch.Tensor, batch: SamplingBatch, *, overwrite_logits: bool = False) -> DeviceDraws:
-        """Sample for a batch that `is_plain`, without waiting for the tokens; row i belongs to draw i."""
-        logits = logits.float().contiguous()
+    def draw(
+        self,
+        logits: torch.Tensor,
+        batch: SamplingBatch,
+        row_of: Seq[int] | None = None,
+        *,
+        overwrite_logits: bool = False,
+    ) -> DeviceDraws:
+        """Sample for a batch that `is_plain`, without waiting for the tokens; arguments as of `sample`."""
+        logits = logits.float().contiguous() if row_of is None else _spread(logits, len(batch), row_of)
         if batch.adjusted.any():
             logits = logits if overwrite_logits else logits.clone()
             adjust(logits, batch, limits=not self._choice.leaves_out)

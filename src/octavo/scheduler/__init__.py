@@ -5,7 +5,7 @@ assembly                     builds the cache and the scheduler from options
 scheduler                    what the engine calls: add, schedule, update, end
 
 composer | results           which tokens a step computes: those of streams, then of prompts; what its draws change
-ahead | beam                 the step after the one in flight; beam search
+beam                         beam search
 admission | stream_turns     which sequences start to run, and who may overtake; turns among streams
 step_budget | fetching       what a step may take: time and tokens; waiting for a prefix from a store
 

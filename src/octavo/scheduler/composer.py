@@ -36,6 +36,7 @@ from octavo.kvcache.block import BlockCopy
 from octavo.request import Sequence, SequenceId, SequenceStatus
 from octavo.scheduler.admission import MOST_REFUSED, Admission
 from octavo.scheduler.lifecycle import Lifecycle
+from octavo.scheduler.plan_builder import PlannedRows
 from octavo.scheduler.step_budget import LatencyTarget, StepBudget
 from octavo.scheduler.stream_turns import StreamTurns
 
@@ -44,6 +45,8 @@ class StepDraft:
     """The composition of a step, while it is being decided.
 
     Attributes:
+        ahead: whether the step before is still being computed, and the tokens that it draws are pending. Then nothing
+            is preempted, admitted, copied or moved.
         streams: sequences that compute one token.
         chunks: sequences that compute prompt tokens, and how many.
         admitted: those of `chunks` that have just been admitted.
@@ -51,7 +54,8 @@ class StepDraft:
         copies: block copies to make before anything is computed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, ahead: bool = False) -> None:
+        self.ahead = ahead
         self.streams: list[Sequence] = []
         self.chunks: dict[SequenceId, tuple[Sequence, int]] = {}
         self.admitted: set[SequenceId] = set()
@@ -89,11 +93,12 @@ class StepComposer:
         self._latency = latency
         self._turns = StreamTurns(latency)
         self._stalled: Sequence | None = None  # the first in order of service, if it found no blocks in the last step
+        self._lacked_blocks = False  # whether a step composed ahead lacked some, for which others may have to yield
 
     def compose(self) -> StepDraft:
         """Decide how many tokens each sequence computes in the next step, with blocks for all of them."""
         self._admission.begin_step()
-        draft = StepDraft()
+        draft, self._lacked_blocks = StepDraft(), False
         claimant = self._claim() if self._policy.may_claim else None
         self._share(draft, claimant)
         while not draft and len(self._running):
@@ -104,14 +109,43 @@ class StepComposer:
             self._share(draft)
         return draft
 
+    def compose_ahead(self, computing: PlannedRows, *, num_ending: int) -> StepDraft:
+        """Decide on the step after the one in flight, with the tokens that it draws pending (`PlanBuilder.pending`).
+
+        The draft is empty if the result must be awaited first, which is so in these cases and no others:
+
+        - A beam runs, or a sequence whose grammar must follow its token, or siblings are about to fork.
+        - A waiting sequence may be admitted, or claim a place. It may share a prefix that is being computed.
+        - Streams need blocks that are shared, or that a tenant or the pool does not have: others may have to yield.
+          Prompts take what is available, but the next step is not composed ahead then.
+        - A block must be moved to or from host memory.
+        - Streams take turns.
+
+        Args:
+            computing: the rows in flight.
+            num_ending: how many of their sequences draw their last token, so that others may have their places.
+        """
+        draft, waits = StepDraft(ahead=True), len(self._waiting) > 0
+        if self._running.num_awaiting or any(len(draws) > 1 for draws in computing.draws):
+            return draft
+        if waits and (num_ending or self._policy.may_claim or self._admission.may_admit):
+            return draft
+        if self._stalled is not None or self._lacked_blocks or self._kv.hierarchy.host.has_transfers:
+            return draft
+        self._share(draft)
+        if self._kv.hierarchy.host.has_transfers:
+            # A block was evicted that must be stored first. Those that were taken are kept for the next step.
+            if self._latency is not None:
+                self._latency.skip_step()
+            return StepDraft(ahead=True)
+        if draft:
+            self._admission.begin_step()
+        return draft
+
     def start_over(self) -> None:
         """Forget the last step, because nothing runs any more."""
         self._stalled = None
         self._turns = StreamTurns(self._latency)
-
-    def take_turns(self, streams: list[Sequence]) -> bool:
-        """Whether these streams have to take turns in the next step, because they exceed the latency target."""
-        return self._turns.time_of(streams) is not None
 
     def _claim(self) -> Sequence | None:
         """Free places and blocks for the claimant if it may claim all that it lacks, and return it; else None.
@@ -141,7 +175,7 @@ class StepComposer:
         return head
 
     def _share(self, draft: StepDraft, claimant: Sequence | None = None) -> None:
-        short = self._serve_stalled(draft)
+        short = not draft.ahead and self._serve_stalled(draft)
         streams: list[Sequence] = []
         prompts: list[Sequence] = []
         for seq in self._running.order:
@@ -151,6 +185,8 @@ class StepComposer:
             elif missing:
                 prompts.append(seq)
         num_streams = len(streams)
+        if draft.ahead and (num_streams >= self._max_tokens or self._turns.time_of(streams) is not None):
+            return
         have_prompts = bool(prompts) or (len(self._waiting) > 0 and self._admission.has_place)
         streams = self._turns.within_time(streams, have_prompts=have_prompts)
         self._lifecycle.counters.num_deferred_tokens += num_streams - len(streams)
@@ -162,6 +198,9 @@ class StepComposer:
             first = self._first()
             streams.sort(key=lambda seq: (seq is not first, *self._policy.key(seq)))
         short |= self._serve_streams(streams, draft)
+        if draft.ahead and short:
+            draft.streams.clear()
+            return
         left = budget - len(draft.streams)
         if left > 0 and (prompts or len(self._waiting)):
             limit = None
@@ -211,7 +250,7 @@ class StepComposer:
                 continue
             if seq.num_computed >= seq.state.placed.capacity and not self._extend(seq, 1, draft):
                 short = True
-                if not self._take_from_those_behind(seq, draft):
+                if draft.ahead or not self._take_from_those_behind(seq, draft):
                     continue
             served.append(seq)
         return short
@@ -242,7 +281,8 @@ class StepComposer:
         if short:
             prompts = [seq for seq in prompts if seq.status is SequenceStatus.RUNNING]
         admission, waiting = self._admission, self._waiting
-        head = waiting.head() if admission.has_place and not short else None
+        admits = admission.has_place and not short and not draft.ahead
+        head = waiting.head() if admits else None
         ranking, share, first = self._policy.prompt_key, self._policy.share_of_first, self._policy.first_prompt(prompts)
         by_rank = sorted(prompts, key=ranking)
         if first is not None and (head is None or first.order < head.order):
@@ -260,7 +300,8 @@ class StepComposer:
         while budget.num_tokens > 0:
             prompt = by_rank[place] if place < len(by_rank) else None
             newcomer = None
-            if not short and admission.has_place and budget.num_newcomers > 0 and len(refused) < MOST_REFUSED:
+            admits = admits and not short and admission.has_place
+            if admits and budget.num_newcomers > 0 and len(refused) < MOST_REFUSED:
                 nearest = waiting.candidates(len(refused) + 1)
                 newcomer = next((seq for seq in nearest if seq not in refused), None)
             if newcomer is not None and (prompt is None or ranking(newcomer) < ranking(prompt)):
@@ -298,7 +339,7 @@ class StepComposer:
         if num_new:
             budget.take(start, num_new, scored=scored)
             draft.chunks[seq.seq_id] = (seq, has + num_new)
-        elif not has and seq is self._first():
+        elif not has and not draft.ahead and seq is self._first():
             self._stalled = seq
         return num_new < chunk
 
@@ -312,7 +353,9 @@ class StepComposer:
             fits = place.capacity + blocks * self._kv.spec.block_size - seq.num_computed - has
             if 0 < fits < chunk and self._extend(seq, has + fits, draft):
                 return fits
-            if has:
+            if draft.ahead:
+                self._lacked_blocks = True
+            if has or draft.ahead:
                 return 0
             behind = [s for s in self._running.after(seq)[1:] if s.seq_id not in draft.chunks and s.num_missing != 1]
             behind = [s for s in behind if self._tenants.helps(s, seq)]
@@ -324,8 +367,10 @@ class StepComposer:
     def _extend(self, seq: Sequence, num_tokens: int, draft: StepDraft) -> bool:
         """Allocate blocks for a running sequence's next tokens; False if there are too few."""
         kv, tenants = self._kv, self._tenants
+        if draft.ahead and not seq.state.placed.capacity:
+            return False  # it shares a block, which must be copied
         copies = kv.extend(seq, num_tokens, tenants.room)
-        if copies is None and tenants.restore_floor(seq.request.tenant):
+        if copies is None and not draft.ahead and tenants.restore_floor(seq.request.tenant):
             copies = kv.extend(seq, num_tokens, tenants.room)
         if copies is None:
             return False

@@ -19,8 +19,8 @@ sent, and a plan contains only what has changed since the previous one:
 A fork refers to its parent, so its size does not depend on the parent's length. A failed step leaves the runner in an
 unknown state, so the next plan has `reset` set, and the sequences it schedules are sent in full.
 
-A plan may be made while the previous one is still being computed (`scheduler/ahead.py`). It then has `ahead` set, and
-each of its rows computes the token that its sequence draws in the previous plan.
+A plan may be made while the previous one is still being computed. It then has `ahead` set, and where a row computes the
+token that its sequence draws in the previous plan, that token is `DRAWN`.
 
 The order of effects is fixed: blocks to the host, copies, blocks from the host, then the new tokens' keys and values,
 then the samples.
@@ -147,8 +147,7 @@ class StepPlan(NamedTuple):
         reset: whether to forget every sequence before applying the rest of the plan.
         num_streams: at least this many of the first rows compute one token and draw one.
         ahead: whether the plan was made before the result of the previous plan was known; it is executed right after
-            that one. Its sequences are a subset of that plan's; each computes one token, `DRAWN`, and draws one. It
-            moves no blocks.
+            that one. It moves no blocks, and introduces no sequence.
     """
 
     step: int = 0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain, repeat
 from typing import NamedTuple
 
 from octavo.errors import OctavoError
@@ -46,13 +48,21 @@ class PlannedRows(NamedTuple):
 _NO_ROWS = PlannedRows([], 0, [])
 
 
+class _InFlight(NamedTuple):
+    """A plan whose result is awaited: its number, its sequences, and what they compute."""
+
+    step: int
+    rows: PlannedRows
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
 class PlanBuilder:
     """Collects the rows of one step after another; true if the current step has a row.
 
-        begin ── add, add, … ── finish ──> plan in flight ─┬─ complete(plan)   the runner knows what it said
-                                  ^                        └─ abandon()        the runner's state is unknown
-                       add_ahead ─┘
-                                 a second plan, while that one is in flight
+        add, add, … ── finish ──> plan in flight ─┬─ complete(plan)   the runner knows what it said
+                                                  └─ abandon()        the runner's state is unknown
+        pending         around both: a second plan, while the first is in flight
         drop, fork      between two steps or while one is collected, in the order in which they happen
 
     Attributes:
@@ -68,7 +78,8 @@ class PlanBuilder:
         self._reset = True
         self._sent_grammars = False  # whether the runner may hold grammar states
         self._step = 0
-        self._in_flight: deque[tuple[int, PlannedRows]] = deque()  # with the plans' numbers; two at most
+        self._in_flight: deque[_InFlight] = deque()  # two at most
+        self._ahead = False
         self._clear()
 
     def _clear(self) -> None:
@@ -77,7 +88,6 @@ class PlanBuilder:
         self.num_streams = 0
         self.num_tokens = 0
         self.copies: list[BlockCopy] = []
-        self._ahead = False
         self._starts: list[int] = []
         self._lengths: list[int] = []
         self._token_ids: list[int] = []
@@ -91,14 +101,46 @@ class PlanBuilder:
         return bool(self.sequences)
 
     @property
-    def is_interrupted(self) -> bool:
-        """Whether a step was collected or planned that was never finished or completed, and so must be abandoned."""
-        return bool(self.sequences or self._in_flight)
+    def num_in_flight(self) -> int:
+        """The number of plans whose results are awaited."""
+        return len(self._in_flight)
+
+    @contextmanager
+    def pending(self, max_model_len: int) -> Iterator[int]:
+        """Let the sequences in flight stand as they will once their step is done, to plan the step after it.
+
+        Until the end of the block they have computed that step's tokens, and the token that each draws is `DRAWN`. One
+        whose drawn token is its last for certain, because it reaches its maximum length, has nothing left to compute.
+
+        Yields:
+            The number of those that end.
+        """
+        _, rows, starts, lengths = self._in_flight[-1]
+        num_ending, draws = 0, chain(repeat(True, rows.num_streams), map(bool, rows.draws))
+        advanced: list[tuple[Sequence, int, bool]] = []
+        for seq, start, length, has_drawn in zip(rows.sequences, starts, lengths, draws, strict=True):
+            if seq.state.place is None:
+                continue  # it has ended in the meantime
+            goes_on = has_drawn and seq.num_tokens + 1 < seq.max_num_tokens(max_model_len)
+            num_ending += has_drawn and not goes_on
+            advanced.append((seq, start, goes_on))
+            seq.num_computed = start + length
+            if goes_on:
+                seq.output_token_ids.append(DRAWN)
+        self._ahead = True
+        try:
+            yield num_ending
+        finally:
+            self._ahead = False
+            for seq, start, goes_on in advanced:
+                seq.num_computed = start
+                if goes_on:
+                    seq.output_token_ids.pop()
 
     @property
     def in_flight(self) -> PlannedRows:
         """The rows of the plan whose result is awaited; of two plans, the first."""
-        return self._in_flight[0][1] if self._in_flight else _NO_ROWS
+        return self._in_flight[0].rows if self._in_flight else _NO_ROWS
 
     def add(self, seq: Sequence, num_new: int, draws: tuple[Sequence, ...], *, copied: bool = False) -> None:
         """Add a row that computes the next `num_new` tokens of a sequence, whose tables have room for them.
@@ -148,21 +190,6 @@ class PlanBuilder:
         self._lengths = [1] * self.num_streams
         return new
 
-    def add_ahead(self, seqs: Iterable[Sequence]) -> None:
-        """Add all rows of a step planned ahead; each computes the token its sequence draws in the plan in flight."""
-        size = self._block_size
-        add_sequence, add_start = self.sequences.append, self._starts.append
-        for seq in seqs:
-            start = seq.num_computed + 1
-            if start >= seq.state.placed.num_sent * size:
-                self._send(seq, start, start + 1, copied=False)
-            add_sequence(seq)
-            add_start(start)
-        self.num_streams = self.num_tokens = len(self.sequences)
-        self._lengths = [1] * self.num_streams
-        self._token_ids = [DRAWN] * self.num_streams
-        self._ahead = True
-
     def score_prompt(self, first: int, last: int) -> None:
         """Request scores of the prompt tokens after positions `first .. last` of the sequence added last."""
         seq = self.sequences[-1]
@@ -201,7 +228,7 @@ class PlanBuilder:
             ahead=self._ahead,
         )
         self._changes, self._reset = [], False
-        self._in_flight.append((plan.step, rows))
+        self._in_flight.append(_InFlight(plan.step, rows, plan.starts, plan.lengths))
         self._clear()
         return plan
 
@@ -213,10 +240,10 @@ class PlanBuilder:
         """
         if not plan:
             return _NO_ROWS
-        if not self._in_flight or plan.step != self._in_flight[0][0]:
-            awaited = [step for step, _ in self._in_flight]
+        if not self._in_flight or plan.step != self._in_flight[0].step:
+            awaited = [waiting.step for waiting in self._in_flight]
             raise OctavoError(f"the result is of step {plan.step}; awaited are those of {awaited}, in this order")
-        return self._in_flight.popleft()[1]
+        return self._in_flight.popleft().rows
 
     def abandon(self) -> None:
         """Abandon the plans being collected or in flight, after which the runner's state is unknown."""

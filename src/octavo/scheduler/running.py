@@ -30,7 +30,7 @@ class RunningSet:
         order: the sequences; read-only for others.
         num_promised: places of parallel samples and beams whose prompt is still being computed.
         reserve: blocks, in all groups, that running sequences are bound to take.
-        num_following: sequences whose draws depend on their previous tokens, which the host must know first.
+        num_awaiting: sequences whose tokens must be known before the next step is planned.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class RunningSet:
         self.order: list[Sequence] = []
         self.num_promised = 0
         self.reserve = 0
-        self.num_following = 0
+        self.num_awaiting = 0
         self._kv = kv
         self._on_leave = on_leave
         self._size = kv.spec.block_size
@@ -88,12 +88,12 @@ class RunningSet:
         seq.state.place = None
         self.num_promised -= place.siblings
         self.reserve -= place.bound
-        self.num_following -= seq.request.params.follows_tokens
+        self.num_awaiting -= seq.request.params.awaits_tokens
 
     def clear(self) -> None:
         """Forget all, whose blocks are released and whose states are replaced elsewhere."""
         self.order = []
-        self.num_promised = self.reserve = self.num_following = 0
+        self.num_promised = self.reserve = self.num_awaiting = 0
 
     def grew(self, seq: Sequence) -> Place:
         """Account for new blocks of a sequence, or copies of shared ones."""
@@ -139,7 +139,7 @@ class RunningSet:
             self.order.append(seq)  # the usual case
         seq.state.place = place
         self.num_promised += place.siblings
-        self.num_following += seq.request.params.follows_tokens
+        self.num_awaiting += seq.request.params.awaits_tokens
         self._count(place)
 
     def _place(self, seq: Sequence, siblings: int) -> Place:

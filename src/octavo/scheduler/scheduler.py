@@ -17,8 +17,7 @@ from octavo.errors import RequestError
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceStatus
 from octavo.scheduler.admission import Admission
-from octavo.scheduler.ahead import LookAhead
-from octavo.scheduler.composer import StepComposer
+from octavo.scheduler.composer import StepComposer, StepDraft
 from octavo.scheduler.fetching import Fetching
 from octavo.scheduler.kv_limits import Capacity, KVAmounts, KVLimits, resolve_limits
 from octavo.scheduler.lifecycle import Lifecycle, MayRun, SchedulerCounters
@@ -109,14 +108,6 @@ class Scheduler:
             self._admission,
             max_num_batched_tokens=config.max_num_batched_tokens,
             latency=self._latency,
-        )
-        self._look_ahead = LookAhead(
-            kv,
-            self._running,
-            lifecycle.tenants,
-            self._admission,
-            max_model_len=config.max_model_len,
-            takes_places=self.policy.may_claim,
         )
         self._results = ResultApplier(lifecycle, config.max_model_len)
         self._to_pin: list[Sequence] = []  # whose prefixes are still to be pinned
@@ -251,10 +242,17 @@ class Scheduler:
         self._lifecycle.finish(seq, reason, stop_reason)
 
     def schedule(self) -> StepPlan:
-        """Plan the next step: a token for each running stream, then chunks of prompts (`scheduler/composer.py`)."""
+        """Plan the next step: a token for each running stream, then chunks of prompts (`scheduler/composer.py`).
+
+        With a step in flight, plan the one after it, in which each token that it draws is pending; the plan is empty if
+        its result must be awaited first. `update` must be called for both in order; what a sequence that ends in the
+        first computes in the second is discarded. A step that gives no result must be abandoned first.
+        """
         builder = self._builder
-        if builder.is_interrupted:
-            self._lifecycle.abandon_plans()
+        if builder:
+            self._lifecycle.abandon_plans()  # planning the last step raised
+        if builder.num_in_flight:
+            return self._schedule_ahead()
         self.kv.pins.expire()
         hierarchy = self.kv.hierarchy
         # `update` is not called for a failed step, so clean up after it here.
@@ -262,7 +260,23 @@ class Scheduler:
         if self.fetching is not None:
             for seq in self.fetching.arrived():
                 self._waiting.push(seq)
-        draft = self._composer.compose()
+        self._collect(self._composer.compose())
+        if builder and hierarchy.host.has_transfers:
+            return builder.finish(*hierarchy.take())
+        return builder.finish()
+
+    def _schedule_ahead(self) -> StepPlan:
+        # Two steps are in flight at most, and only the other case moves arrived requests into the line.
+        is_fetching = self.fetching is not None and len(self.fetching) > 0
+        if self._builder.num_in_flight > 1 or is_fetching:
+            return StepPlan()
+        with self._builder.pending(self.config.max_model_len) as num_ending:
+            self._collect(self._composer.compose_ahead(self._builder.in_flight, num_ending=num_ending))
+            return self._builder.finish()
+
+    def _collect(self, draft: StepDraft) -> None:
+        """Add the rows of a step to its plan."""
+        builder = self._builder
         builder.copies.extend(draft.copies)
         for seq in builder.add_streams(draft.streams, draft.copied):
             self._plan_sequence(seq, 1, copied=seq.seq_id in draft.copied)
@@ -270,25 +284,6 @@ class Scheduler:
             if seq.seq_id in draft.admitted:
                 self._note_admitted(seq)
             self._plan_sequence(seq, num_new, copied=seq.seq_id in draft.copied)
-        if builder and hierarchy.host.has_transfers:
-            return builder.finish(*hierarchy.take())
-        return builder.finish()
-
-    def schedule_ahead(self) -> StepPlan:
-        """Plan the step after the one in flight; the plan is empty if the result of that one must be awaited first.
-
-        Both are in flight then, and `update` must be called for both in order. If a sequence ends in the first, its
-        result in the second is discarded.
-        """
-        builder = self._builder
-        rows = builder.in_flight
-        # Only `schedule` moves arrived requests into the line.
-        is_fetching = self.fetching is not None and len(self.fetching) > 0
-        if not rows.draws and not is_fetching and not self._composer.take_turns(rows.sequences):
-            streams = self._look_ahead.streams(rows.sequences, is_awaited=len(self._waiting) > 0)
-            if streams:
-                builder.add_ahead(streams)
-        return builder.finish()
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
         """Process a step's result: publish blocks, then continue each request with what was drawn for it.
@@ -343,9 +338,11 @@ class Scheduler:
         Args:
             moving_seconds: how long the plan's stores and loads took.
         """
+        num_chunk_tokens = plan.num_tokens - plan.num_streams
         if self._latency is not None:
-            self._latency.observe(StepLoad.of(plan.starts, plan.lengths, num_streams=plan.num_streams), seconds)
-        self.speed.computed(plan.num_tokens - plan.num_streams, seconds)
+            load = StepLoad.of(plan.starts, plan.lengths, num_streams=plan.num_streams)
+            self._latency.observe(load, seconds, num_chunk_tokens=num_chunk_tokens if plan.num_streams else 0)
+        self.speed.computed(num_chunk_tokens, seconds)
         self.speed.moved(len(plan.stores) + len(plan.loads), moving_seconds)
 
     def wait_for_loads(self) -> None:

@@ -89,16 +89,18 @@ class LatencyTarget:
         self._level = 1.0
         self._ratio = 1.3
         self._longest = 16
-        self._planned: ChunkTime | None = None  # of the step that is being computed
         self._context = float(KNOWN_CONTEXT)
         self._fastest = math.inf
         self._stream_level = 1.0
         self._last: ChunkTime | None = None
         self._saved = 0.0  # seconds that prompts were due in earlier steps
 
-    def observe(self, load: StepLoad, seconds: float) -> None:
-        """Learn from a step that took `seconds`, from the end of the previous step to its own."""
-        planned, self._planned = self._planned, None
+    def observe(self, load: StepLoad, seconds: float, *, num_chunk_tokens: int = 0) -> None:
+        """Learn from a step that took `seconds`, from the end of the previous step to its own.
+
+        Args:
+            num_chunk_tokens: prompt tokens that it computed beside streams.
+        """
         self._context = max(KNOWN_CONTEXT, load.context, _FORGETTING * self._context)
         self._fastest = min(self._fastest, seconds) if seconds > 0 else self._fastest
         predicted = self.model.predict(load)
@@ -106,14 +108,18 @@ class LatencyTarget:
             late = seconds > predicted * self._stream_level
             level = self._stream_level * (_STREAM_GAIN if late else 1 / _STREAM_GAIN)
             self._stream_level = min(_MOST_LATE, max(1.0, level))
-        if planned is not None and planned.num_taken:
-            self._longest = max(self._longest, planned.num_taken)
+        if num_chunk_tokens:
+            self._longest = max(self._longest, num_chunk_tokens)
             if self.model.num_observed > NUM_TERMS and predicted > 0:
                 residual = seconds / predicted
                 missed = residual > self._level * self._ratio
                 self._ratio = min(2.0, max(1.0, self._ratio + _RATIO_GAIN * (missed - self._misses)))
                 self._level += _LEVEL_GAIN * (min(2.0, max(0.5, residual)) - self._level)
         self.model.observe(load, seconds)
+
+    def skip_step(self) -> None:
+        """Note that the step that `limit` was called for is not computed."""
+        self._last = None
 
     def limit(self, stream_lengths: Iterable[int]) -> ChunkTime:
         """Return the time limit for the chunks of a step with streams of these lengths."""
@@ -122,8 +128,8 @@ class LatencyTarget:
         lengths = list(stream_lengths)
         load = StepLoad(len(lengths), sum(lengths), 0.0, len(lengths))
         seconds = self.seconds / (self._level * self._ratio)
-        self._last = self._planned = ChunkTime(self.model, load, seconds, 2 * self._longest, self._saved)
-        return self._planned
+        self._last = ChunkTime(self.model, load, seconds, 2 * self._longest, self._saved)
+        return self._last
 
     def stream_time(self, num_streams: int, context: int) -> StreamTime:
         """Return how long so many streams take, whose contexts hold `context` tokens together.
