@@ -130,10 +130,10 @@ class StepComposer:
             return draft
         if waits and (num_ending or self._policy.may_claim or self._admission.may_admit):
             return draft
-        if self._stalled is not None or self._lacked_blocks or self._kv.hierarchy.host.has_transfers:
+        if self._stalled is not None or self._lacked_blocks or self._moves_blocks():
             return draft
         self._share(draft)
-        if self._kv.hierarchy.host.has_transfers:
+        if self._moves_blocks():
             # A block was evicted that must be stored first. Those that were taken are kept for the next step.
             if self._latency is not None:
                 self._latency.skip_step()
@@ -141,6 +141,10 @@ class StepComposer:
         if draft:
             self._admission.begin_step()
         return draft
+
+    def _moves_blocks(self) -> bool:
+        """Whether the next step must move blocks to or from host memory."""
+        return self._kv.hierarchy.host.has_transfers
 
     def start_over(self) -> None:
         """Forget the last step, because nothing runs any more."""
