@@ -191,7 +191,7 @@ def test_by_default_the_swap_space_takes_what_is_left_and_says_so(caplog: pytest
     assert left - plan.spec.block_bytes < blocks * plan.spec.block_bytes <= left < 2**30
     with caplog.at_level(logging.WARNING, "octavo"):
         plan.warn_if_swap_is_short(blocks)
-    assert re.search(r"swap space: \d+\.\d+ MiB, not 1\.00 GiB", caplog.text)
+    assert re.search(r"swap space: \d+\.\d+ MiB instead of 1\.00 GiB", caplog.text)
     roomy = sizing(weights + 40 * 2**30, kv_cache_memory="3GiB")
     assert roomy.num_host_blocks(roomy.pool()) * roomy.spec.block_bytes == 2**30
     recomputing = sizing(weights + 4 * 2**30, preemption_mode="recompute", swap_space="9GiB")

@@ -50,7 +50,7 @@ GIVE_UP_SECONDS = 0.002
 # with bad words, which must be tokenised: 128 of them took 9 ms.
 _MADE_AT_ONCE = 1024
 NUM_SHARED_THREADS = 2
-"""Number of such requests processed at a time; the thread of one more is for a tenant of which none is."""
+"""Number of such requests processed at a time; one more thread is reserved for tenants without any in progress."""
 
 _T = TypeVar("_T")
 

@@ -139,7 +139,7 @@ def _start_runner(config: EngineConfig, source: ModelSource) -> tuple[Executor, 
         with closing(SharedFile()) if config.has_stores else nullcontext() as file:
             process = ProcessExecutor(partial(_build_runner_apart, config, file))
             try:
-                _, facts, text = _load_beside(source, lambda: (process, process.facts()), load_text)
+                _, facts, text = _load_together(source, lambda: (process, process.facts()), load_text)
             except BaseException:
                 process.close()
                 raise
@@ -147,7 +147,7 @@ def _start_runner(config: EngineConfig, source: ModelSource) -> tuple[Executor, 
                 return process, facts, text, None
             num_blocks = facts.num_host_blocks + facts.num_prefix_blocks
             return process, facts, text, HostTier(num_blocks, facts.spec.block_bytes, file)
-    runner, facts, text = _load_beside(source, partial(build_runner, config), load_text)
+    runner, facts, text = _load_together(source, partial(build_runner, config), load_text)
     assert isinstance(runner.host, HostTier)
     return runner, facts, text, runner.host
 
@@ -161,7 +161,7 @@ def _build_runner_apart(config: EngineConfig, file: SharedFile | None) -> tuple[
         # The other process has tried them.
         return _grammar_compiler(config, model, load_tokenizer, on_trial=False)
 
-    runner, facts, grammars = _load_beside(source, partial(build_runner, config, file), load_grammars)
+    runner, facts, grammars = _load_together(source, partial(build_runner, config, file), load_grammars)
     runner.use_grammars(grammars)
     if file is not None:
         file.close()
@@ -172,7 +172,7 @@ _Runner = TypeVar("_Runner", bound=Executor)
 _Loaded = TypeVar("_Loaded")
 
 
-def _load_beside(
+def _load_together(
     source: ModelSource,
     build: Callable[[], tuple[_Runner, RunnerFacts]],
     load: Callable[[ModelConfig | RunnerFacts], _Loaded],
@@ -183,8 +183,8 @@ def _load_beside(
         # Sequentially, because both may import transformers, whose lazy modules two threads must not import at once.
         runner, facts = build()
         return runner, facts, load(facts)
-    with ThreadPoolExecutor(max_workers=1) as beside:
-        loading = beside.submit(load, model_config)
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        loading = thread.submit(load, model_config)
         runner, facts = build()
         return runner, facts, loading.result()
 

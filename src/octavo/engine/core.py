@@ -146,7 +146,7 @@ class EngineCore:
     def queue(self, request: Request) -> None:
         """Queue a request whose outputs the caller makes, from the results of `advance` and `end`."""
         self.scheduler.add(request)
-        if not self._recovery.may_run(request.request_id):
+        if not self._recovery.isolation.may_run(request.request_id):
             self.scheduler.hold(request)
         self._stop_strings.add(request)
 
@@ -234,12 +234,12 @@ class EngineCore:
     def _begin_ahead(self) -> _StepInFlight | None:
         """Hand over the step after the one in flight, if it can already be planned."""
         # After a failure, steps are tried one at a time.
-        if not self._plans_ahead or not self._recovery.is_calm:
+        if not self._plans_ahead or not self._recovery.isolation.is_calm:
             return None
         return self._begin(self.scheduler.schedule())
 
     def output_failed(self, request: Request, error: Exception) -> None:
-        """End a request whose output could not be made, if it is still running; its caller has been told."""
+        """End a request whose output could not be made, if it is still running; its caller has its last output."""
         self._recovery.log(error, [request.request_id], "making its output failed: it ends")
         self.end(request.request_id, FinishReason.ERROR)
         self._recovery.audit()

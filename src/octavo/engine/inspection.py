@@ -164,7 +164,7 @@ def limits_in_bytes(limits: KVLimits, block_bytes: int) -> dict[str, int | None]
 def tiers_report(host: HostMemory, stores: Sequence[Store], block_bytes: int) -> dict[str, Any]:
     """Report on host memory and the stores below: bytes, blocks moved since the start, misses by reason.
 
-    What lies in a tier by tenant is `tenants`, which Redis cannot tell; the sums are exact.
+    `tenants` has the bytes of each tenant in a tier, which are unknown for Redis; the sums are exact.
     """
     counters = host.counters
     by_tenant = {tenant: count * block_bytes for tenant, count in sorted(host.by_tenant().items())}

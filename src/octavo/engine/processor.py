@@ -213,7 +213,8 @@ class OutputProcessor:
         self._tracked.pop(request_id, None)
 
     def _make_detokenizer(self, request: Request) -> IncrementalDetokenizer | None:
-        if self._tokenizer is None or not request.params.detokenize:
+        # `StopStrings` reads those with stop strings, whose updates have their text.
+        if self._tokenizer is None or not request.params.detokenize or request.params.stop:
             return None
         return IncrementalDetokenizer(self._tokenizer, request.prompt_token_ids, request.params)
 

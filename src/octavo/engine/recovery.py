@@ -113,28 +113,22 @@ class Recovery:
 
     Before it blames a request, it computes a token of a request of its own, to see whether anything can be computed.
     Methods that handle a failure return the requests that they have ended, with `FinishReason.ERROR`.
+
+    Attributes:
+        isolation: says which requests may take part in the next step.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Executor, stats: EngineStats) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._stats = stats
-        self._isolation = FaultIsolation()
+        self.isolation = FaultIsolation()
         self._ids = itertools.count()
-
-    def may_run(self, request_id: RequestId) -> bool:
-        """Whether a request may take part in the next step."""
-        return self._isolation.may_run(request_id)
-
-    @property
-    def is_calm(self) -> bool:
-        """Whether every request has passed the point where it failed."""
-        return self._isolation.is_calm
 
     def advance(self) -> None:
         """Let other requests run if those being tried have passed the point of failure; called before each step."""
-        if self._isolation.advance(self._num_computed):
-            self._scheduler.restart(self._isolation.may_run)
+        if self.isolation.advance(self._num_computed):
+            self._scheduler.restart(self.isolation.may_run)
 
     def step_failed(self, rows: list[StepRow] | None, error: Exception) -> list[Request]:
         """Handle a step that raised before its result was used: it is tried again, or a request ends.
@@ -152,7 +146,7 @@ class Recovery:
             self.log(error, [], "all of them have ended")
             self._restart(error)
             return []
-        culprit = self._isolation.failed(goals)
+        culprit = self.isolation.failed(goals)
         self.log(error, list(goals), "it is tried again" if culprit is None else "it ends")
         self._restart(error)
         if culprit is None:
@@ -200,7 +194,7 @@ class Recovery:
     def _restart(self, error: Exception) -> None:
         """Start over from the requests alone; raises `EngineDeadError` if even that fails."""
         try:
-            self._scheduler.restart(self._isolation.may_run)
+            self._scheduler.restart(self.isolation.may_run)
         except Exception as failure:
             raise EngineDeadError(f"a step failed ({error}), and so did starting over: {failure}") from error
         self.audit(error)
@@ -232,7 +226,7 @@ class Recovery:
         return {
             request.request_id: max(seq.num_tokens for seq in request.sequences)
             for request in self._scheduler.requests
-            if self.may_run(request.request_id)
+            if self.isolation.may_run(request.request_id)
         }
 
     def _num_computed(self, request_id: RequestId) -> int | None:

@@ -77,7 +77,7 @@ class Turns:
         self._held.charge(tenant, 1)
 
     def _next(self) -> str | None:
-        """Return the tenant whose turn it is, or None if nobody waits or there is no place for it."""
+        """Return the tenant whose turn it is, or None if none waits or there is no place for it."""
         following = self._held.next(self._waiting)
         return following if following is not None and self._has_place(following) else None
 
@@ -105,7 +105,7 @@ class TenantThreads:
         """Call `work` in a thread once it is the tenant's turn, and return its result."""
         await self._turns.take(tenant)
         running = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        # The work keeps its place until it ends, even if nobody waits for it any more.
+        # The work keeps its place until it ends, even if its caller has left.
         running.add_done_callback(lambda _: self._turns.give_back(tenant))
         return await asyncio.shield(running)
 
@@ -150,7 +150,7 @@ class GrammarQueue:
             self._num_waiting[key] -= 1
             if not self._num_waiting[key]:
                 del self._num_waiting[key]
-                self._forget(key, task)  # at once, so that nobody joins what is being cancelled
+                self._forget(key, task)  # at once, so that no request joins what is being cancelled
                 task.cancel()  # does nothing if it is done; otherwise all clients have left
 
     def _forget(self, key: _Key, task: asyncio.Task[CompiledGrammar]) -> None:

@@ -3,7 +3,7 @@
     begin ──> [cache: tenant, description -> future] ──> CompiledGrammar ──> GrammarState, one per sequence
                           └─ worker thread: on trial in another process, then here
 
-A tenant's grammars are not found by other tenants, who could tell by the time it takes whether somebody uses the same.
+A tenant's grammars are not found by other tenants, which could infer from the time whether another uses the same.
 
 llguidance is imported with the first grammar.
 """
@@ -38,7 +38,7 @@ PATIENCE = 30.0
 """Seconds that a grammar waits for others to be compiled, and for the first process to start."""
 
 NUM_SHARED_THREADS = 2
-"""Number of grammars compiled at a time; the thread of one more is for a tenant of which none is (`GrammarQueue`)."""
+"""Number of grammars compiled at a time; one more thread is reserved for tenants without any (`GrammarQueue`)."""
 
 # Letters that are rare in names and keywords: a grammar that allows all of them is taken to allow free text.
 _PROBES = ("z", "q")
@@ -205,7 +205,7 @@ class GrammarCompiler:
         if error:
             raise RequestError(_reason(wanted, error), param="structured_outputs")
         with self._lock:
-            # One for all who use it, so that it is found for as long as any of them does.
+            # One for all requests that use it, so that it is found for as long as any of them does.
             return self._used.setdefault(wanted, compiled)
 
     def _try(self, wanted: StructuredOutputsParams, lark: str, tenant: str) -> None:

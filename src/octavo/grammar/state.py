@@ -129,7 +129,7 @@ class GrammarState:
             GrammarBroken: the output does not match the grammar.
         """
         if self._pending is not None:
-            self._settle()
+            self._take_findings()
         if self._matcher is None:
             grammar = self.compiled
             matcher = (grammar.matcher if self._forces else grammar.without_forcing).deep_copy()
@@ -161,7 +161,7 @@ class GrammarState:
     def mask(self) -> Mask | None:
         """The tokens that may come next, or None if not known; read-only."""
         if self._pending is not None:
-            self._settle()
+            self._take_findings()
         return self._mask
 
     @property
@@ -174,7 +174,7 @@ class GrammarState:
             GrammarBroken: the output does not match the grammar.
         """
         if self._pending is not None:
-            self._settle()
+            self._take_findings()
         if self._in_free_text is None:
             matcher = self.matcher
             self._in_free_text = allows_free_text(matcher, self.compiled.vocabulary.probes)
@@ -254,7 +254,7 @@ class GrammarState:
         """Let another thread find out what may come next; the matcher belongs to it until `findings` are ready."""
         self._pending, self._place = findings, place
 
-    def _settle(self) -> None:
+    def _take_findings(self) -> None:
         pending, self._pending = self._pending, None
         assert pending is not None
         found = pending[self._place]
@@ -285,7 +285,7 @@ class GrammarState:
 
     def _moved(self) -> None:
         if self._pending is not None:
-            self._settle()
+            self._take_findings()
         self._in_free_text = self._mask = None
 
     def _without_end(self, token_ids: Sequence[int]) -> list[int]:

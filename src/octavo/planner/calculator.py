@@ -31,7 +31,7 @@ REMOTE_THREADS = 4
 # Blocks that each of these has in memory of its own at most: those of one read, and two in the client library.
 REMOTE_BLOCKS = 18
 
-# Logits that prompt logprobs are computed from at a time, and how many times as much is alive at once beside them.
+# Logits that prompt logprobs are computed from at a time, and how many times as much is alive at once with them.
 SCORED_BYTES = 16 << 20
 SCORING_COPIES = 4
 # Float32 rows of the vocabulary alive at once in the sampler: logits, adjusted, scaled, probabilities, a mask.
@@ -194,9 +194,9 @@ def activation_bytes(
         head    max_step × 3 × hidden_size × dtype + max_rows × vocab_size × (dtype + SAMPLER_COPIES × 4)
         scores  max_step × 3 × hidden_size × dtype + (max_rows + SCORING_COPIES × scored rows) × vocab_size × 4
 
-    The residual, the normalised rows and the attention's output are alive beside a layer's widest products. Attention
+    The residual, the normalised rows and the attention's output are alive during a layer's widest products. Attention
     scores are left out, because they are computed in tiles. Prompt logprobs need the logits of `scored_rows` rows at a
-    time, beside those that tokens are drawn from.
+    time, in addition to those that tokens are drawn from.
 
     Args:
         max_step: maximum number of tokens computed in one step.

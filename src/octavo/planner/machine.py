@@ -69,7 +69,7 @@ def cgroup_memory(root: Path, available: int) -> int:
         ):
             limit, used = _read_number(folder / limit_name), _read_number(folder / used_name)
             if limit is not None and used is not None and limit < _NO_LIMIT:
-                # Cached files that nobody has used of late are given up before anything is refused.
+                # Inactive file pages are reclaimed before an allocation fails.
                 used -= min(used, _read_entry(folder / "memory.stat", cache_name))
                 available = min(available, max(0, limit - used))
     return available

@@ -173,8 +173,8 @@ def roofline(
         base += 2 * shape.num_layers * 10e-6
         sent = 2 * (num_devices - 1) / num_devices * shape.hidden_size * 2
         per_row_beyond = 2 * shape.num_layers * sent / (machine.link_gb_s * 1e9)
-    # On a GPU, blocks go to the host and back; on a CPU they are read here and written there. A GPU's own copies, which
-    # a step's load does not tell apart, are quicker.
+    # On a GPU, blocks go to the host and back; on a CPU they are read here and written there. A GPU's own copies are
+    # faster, but a step's load does not distinguish them.
     host_s = 1 / (machine.host_gb_s * 1e9 * BANDWIDTH_REACHED) if machine.host_gb_s else 2 * byte_s
     attended = sum(2 * shape.num_heads * (layer.key_dim + layer.value_dim) for layer in spec.layers)
     return StepTimes(

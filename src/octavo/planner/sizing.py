@@ -141,7 +141,7 @@ class Sizing:
 
     @property
     def store_bytes(self) -> int:
-        """The host memory that the stores take beside `kv_host_memory`."""
+        """The host memory that the stores take in addition to `kv_host_memory`."""
         config = self.config
         disk_size = 0 if config.kv_disk is None else config.kv_disk_size
         remote = config.kv_remote is not None
@@ -185,8 +185,8 @@ class Sizing:
             )
         elif self._wanted_swap is None and size + self.spec.block_bytes <= DEFAULT_SWAP_SPACE:
             logger.warning(
-                "swap space: %s, not %s, because no more memory is left beside weights, activations and KV cache; "
-                "with a smaller --kv-cache-memory it is more",
+                "swap space: %s instead of %s, because weights, activations and KV cache leave no more memory; "
+                "a smaller --kv-cache-memory leaves more",
                 format_bytes(size),
                 format_bytes(DEFAULT_SWAP_SPACE),
             )
@@ -259,7 +259,7 @@ class Sizing:
             if smaller._longest(smaller.pool_within(cache)) == smaller.max_model_len:
                 return f"This would start: {serve_command(config)}"
         return (
-            "No smaller length or batch fits beside the weights: free memory, or take a smaller model "
+            "No smaller length or batch fits with these weights: free memory, or use a smaller model "
             f"(`octavo plan {shlex.quote(self.config.model)}` says what this one needs)"
         )
 
