@@ -301,7 +301,8 @@ class BlockPool:
             ended = where(before == 1, many)
             is_published = self.blocks.groups_array.take(ended) != UNPUBLISHED
             published = where(is_published, ended)
-            return ended, published, self._unpinned(published), where(~is_published, ended).tolist()
+            freed = [] if published is ended else ended[~is_published].tolist()
+            return ended, published, self._unpinned(published), freed
         last: list[BlockId] = []
         for block_id in reversed(block_ids):
             if block_id != NULL_BLOCK:
@@ -321,7 +322,9 @@ class BlockPool:
     def _check_published(self, block_ids: SomeBlocks, to_be: str) -> None:
         groups = self.blocks.groups
         if isinstance(block_ids, np.ndarray):
-            block_ids = block_ids[self.blocks.groups_array.take(block_ids) == UNPUBLISHED].tolist()
+            if (self.blocks.groups_array.take(block_ids) != UNPUBLISHED).all():
+                return
+            block_ids = block_ids.tolist()
         for block_id in block_ids:
             if groups[block_id] == UNPUBLISHED:
                 raise CacheError(f"block {block_id} is {self.state(block_id).value} and cannot be {to_be}")
