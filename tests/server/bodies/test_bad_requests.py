@@ -39,6 +39,7 @@ HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
         ({"prompt": "x", "temperature": -0.1}, "temperature", "must be at least 0, got -0.1"),
         ({"prompt": "x", "temperature": "hot"}, "temperature", "a number"),
         ({"prompt": "x", "n": 0}, "n", "at least 1, got 0"),
+        ({"prompt": "x", "n": 0, "stream": True}, "n", "at least 1, got 0"),
         ({"prompt": "x", "n": 1.5}, "n", "an integer"),
         ({"prompt": "x", "n": True}, "n", "an integer"),
         ({"prompt": "x", "n": 1e300}, "n", "an integer"),

@@ -89,7 +89,7 @@ def test_a_body_is_read_alike_inline_in_a_thread_and_in_a_process(size: int) -> 
     assert list(found.prompts[0].token_ids) == SlowTokenizer().encode("x" * size)
     assert found.prompts[0].text == "x" * size
     assert (found.params.n, found.params.stop, found.model, found.cache_salt) == (2, ("a",), "fake", "s")
-    assert (found.body.echo, found.body.prompt, found.body.stop) == (True, None, None)
+    assert (found.body.echo, found.body.prompt, found.body.sampling) == (True, None, {"n": 2})
 
 
 @pytest.mark.slow

@@ -173,7 +173,7 @@ class GenerationBody(Accounted, Guided):
         if given.get("prompt_logprobs") is not None and self.streams:
             raise FieldError("prompt_logprobs", "is not available when {} is true", "stream")
         searches = given.get("use_beam_search")
-        if self.streams and (searches or (given.get("best_of") or 1) > given.get("n", 1)):
+        if self.streams and (searches or (given.get("best_of") or 1) > (given.get("n") or 1)):
             name = "use_beam_search" if searches else "best_of above n"
             problem = f"cannot be combined with {name}: the completions are only known when all is computed"
             raise FieldError("stream", problem)
