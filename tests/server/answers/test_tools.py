@@ -219,6 +219,28 @@ def test_a_model_whose_template_knows_no_tools_is_told_of_them(
     assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>' in rendered(server)
 
 
+HARMONY_TEMPLATE = (
+    "{{ tools }}{% for m in messages %}{% for c in m.tool_calls or [] %}<|start|>assistant to=functions."
+    "{{ c.function.name }}<|channel|>commentary json<|message|>{{ c.function.arguments | tojson }}<|call|>{% else %}"
+    "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}{# <|channel|>analysis #}"
+)
+
+
+def test_channels_of_harmony_are_reasoning_content_and_calls(start_server: Callable[..., Running]) -> None:
+    text = (
+        "<|channel|>analysis<|message|>Rain?<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        '<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}'
+        "<|call|>"
+    )
+    server = start_server(ScriptedEngine(text, template=HARMONY_TEMPLATE))
+    message = chat(server)["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Rain?", "I look.")
+    (call,) = message["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("get_weather", {"city": "Paris"})
+    assert server.engine.received[-1]["params"].skip_special_tokens is False
+
+
 def test_a_server_without_a_parser_of_calls_refuses_tools(start_server: Callable[..., Running]) -> None:
     server = start_server(ScriptedEngine(CALLS, template="{{ messages[0].content }}"), tool_call_parser="none")
     error = server.error(PATH, {"messages": [USER], "tools": TOOLS}, 400)
