@@ -339,7 +339,7 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(
     llm = make_llm(tiny_llama)
     with pytest.raises(RequestError, match=says) as refusal:
         llm.generate("x", SamplingParams(structured_outputs=StructuredOutputsParams(**wanted)), use_tqdm=False)
-    assert refusal.value.param == "structured_outputs"
+    assert refusal.value.param.split(".")[0] == "structured_outputs"
 
 
 def test_a_grammar_that_takes_too_long_to_compile_is_refused(make_llm: MakeLLM, tiny_llama: Path) -> None:
