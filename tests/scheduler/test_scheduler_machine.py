@@ -327,7 +327,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             count -= bool(ahead)
             assert (ahead.stores, ahead.copies, ahead.loads) == ((), (), ())
             assert all(isinstance(change, SequenceDropped) for change in ahead.changes)
-            assert (ahead.new, ahead.reset) == ((), False)
+            assert not ahead.reset
+            assert not {new.seq_id for new in ahead.new} & set(plan.seq_ids)
             assert preemptions == scheduler.counters.num_preemptions
             assert published == scheduler.kv.pool.num_published_ever
             assert before == [(seq.num_computed, seq.num_tokens) for r in self.requests for seq in r.sequences]

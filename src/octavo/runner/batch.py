@@ -19,6 +19,7 @@ from octavo.scheduler.plan import DRAWN, PromptPool, PromptScores, StepPlan
 from octavo.storage.device_copy import to_device, write_to_device
 
 _TOKENS, _ROWS, _LENGTHS, _POSITIONS, _SLOTS = range(5)
+_NO_ROWS: Rows = np.empty(0, np.int64)
 
 
 def padded_size(num_seqs: int) -> int:
@@ -241,27 +242,35 @@ class BatchBuilder:
         self.sequences = SequenceTable(num_groups, max_rows, max_blocks, self._device, mirrored)
         self.inputs = self._new_inputs(padded_size(max_rows)) if self.sequences.mirrored else None
         self._streams: _Streams | None = None
-        self._drawing_rows: Rows = np.empty(0, np.int64)  # of the draws of the last plan
+        self._drawing_rows = _NO_ROWS  # of the draws of the last plan
         self._drawn: torch.Tensor | Sequence[int] = ()  # by them
 
     def build(self, plan: StepPlan) -> StepBatch:
         """Build a plan's batch, with what the step before drew in place of `DRAWN`."""
         rows = self.sequences.apply(plan)
-        ends = np.cumsum(plan.lengths) if plan.ahead else ()
-        pending = [i for i, end in enumerate(ends) if plan.token_ids[end - 1] == DRAWN]
-        draws = self._draws_of(rows[pending]) if pending else None
+        pending, places = self._pending(plan)
+        draws = self._draws_of(rows[pending]) if len(pending) else None
         follows = draws is not None and self.sequences.sampling.follows(rows[pending])
         if draws is not None and (follows or not isinstance(self._drawn, torch.Tensor)):
             # Penalties count the tokens on the host, for which a device is waited for.
             drawn = self._drawn.tolist() if isinstance(self._drawn, torch.Tensor) else self._drawn
             token_ids = list(plan.token_ids)
-            for i, draw in zip(pending, draws.tolist(), strict=True):
-                token_ids[ends[i] - 1] = drawn[draw]
+            for place, draw in zip(places.tolist(), draws.tolist(), strict=True):
+                token_ids[place] = drawn[draw]
             plan, draws = plan._replace(token_ids=tuple(token_ids)), None
         batch = self._build_streams(plan, rows) if plan.num_streams == len(rows) else self._build_ragged(plan, rows)
         if draws is not None:
-            self._write_drawn(batch.token_ids, np.asarray(ends)[pending] - 1, draws)
+            self._write_drawn(batch.token_ids, places, draws)
         return batch
+
+    @staticmethod
+    def _pending(plan: StepPlan) -> tuple[Rows, Rows]:
+        """Return the rows of a plan whose last token is pending, and that token's index: int64 [pending] each."""
+        if not plan.ahead:
+            return _NO_ROWS, _NO_ROWS
+        last = np.cumsum(plan.lengths, dtype=np.int64) - 1
+        pending = np.flatnonzero(np.array(plan.token_ids, dtype=np.int64)[last] == DRAWN)
+        return pending, last[pending]
 
     def _draws_of(self, rows: Rows) -> Rows:
         """Return the draw of the last plan from each of these rows, of several from one row the first: int64 [rows]."""

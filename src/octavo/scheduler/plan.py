@@ -147,7 +147,7 @@ class StepPlan(NamedTuple):
         reset: whether to forget every sequence before applying the rest of the plan.
         num_streams: at least this many of the first rows compute one token and draw one.
         ahead: whether the plan was made before the result of the previous plan was known; it is executed right after
-            that one. It moves no blocks, and introduces no sequence.
+            that one. It moves no blocks.
     """
 
     step: int = 0
