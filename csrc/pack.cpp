@@ -38,7 +38,7 @@ void pack_floats(const Weight& weight, const char* rows, int64_t row_stride, int
 // A block of a GGUF file, taken apart.
 struct StoredBlock {
     uint16_t halves[2];      // scale, minimum
-    uint8_t factors[2 * 8];  // [section][factors], see QuantLayout
+    uint8_t factors[2 * 8];  // [section][2]
     alignas(64) uint8_t quants[256];
 };
 
@@ -51,9 +51,9 @@ void split_nibbles(const uint8_t* from, int count, uint8_t* low, uint8_t* high) 
     }
 }
 
-// The bits above the fourth of 32 quants.
-void put_high(const uint8_t* from, int shift, int mask, uint8_t* quants) {
-    for (int i = 0; i < 32; ++i) quants[i] |= static_cast<uint8_t>((from[i] >> shift & mask) << 4);
+// Adds bits of 32 quants, which are at bit `shift` of as many bytes, at bit `to` of the quants.
+void add_bits(const uint8_t* from, int shift, int mask, int to, uint8_t* quants) {
+    for (int i = 0; i < 32; ++i) quants[i] |= static_cast<uint8_t>((from[i] >> shift & mask) << to);
 }
 
 // Q4_K and Q5_K: eight pairs of scale and minimum, six bits each, in twelve bytes.
@@ -66,15 +66,25 @@ void read_pairs(const uint8_t* from, uint8_t* pairs) {
     }
 }
 
+// Q3_K: sixteen scales of six bits, plus 32, in twelve bytes.
+void read_scales(const uint8_t* from, uint8_t* scales) {
+    for (int i = 0; i < 16; ++i) {
+        const int low = i < 8 ? from[i] & 15 : from[i - 8] >> 4, high = from[8 + i % 4] >> i / 4 * 2 & 3;
+        scales[i] = static_cast<uint8_t>((low | high << 4) - 32);
+    }
+}
+
 template <WeightFormat F> void read_block(const uint8_t* from, StoredBlock& to) {
     using enum WeightFormat;
     constexpr QuantLayout layout = quant_layout(F);
     uint8_t* quants = to.quants;
-    std::memcpy(to.halves, F == q6_k ? from + 208 : from, 2 * layout.halves);
+    // At the end of a block that has its quants first.
+    constexpr bool last = F == q2_k || F == q3_k || F == q6_k, fifths = F == q5_0 || F == q5_1;
+    std::memcpy(to.halves, last ? from + layout.stored_bytes - 2 * layout.halves : from, 2 * layout.halves);
     const uint8_t* rest = from + 2 * layout.halves;
-    if constexpr (F == q4_0 || F == q4_1 || F == q5_0)
-        split_nibbles(rest + (F == q5_0 ? 4 : 0), 16, quants, quants + 16);
-    if constexpr (F == q5_0)  // bit i is the fifth bit of quant i
+    if constexpr (F == q4_0 || F == q4_1 || fifths)
+        split_nibbles(rest + (fifths ? 4 : 0), 16, quants, quants + 16);
+    if constexpr (fifths)  // bit i is the fifth bit of quant i
         for (int byte = 0; byte < 4; ++byte) {
             uint64_t eight;
             std::memcpy(&eight, quants + 8 * byte, 8);
@@ -84,15 +94,25 @@ template <WeightFormat F> void read_block(const uint8_t* from, StoredBlock& to) 
         }
     if constexpr (F == q8_0)  // signed to unsigned
         for (int i = 0; i < 32; ++i) quants[i] = rest[i] ^ 0x80;
+    if constexpr (layout.inputs == 256 && layout.has_minimums()) to.halves[1] ^= kSign;  // they are subtracted
+    if constexpr (F == q2_k || F == q3_k) {
+        const uint8_t* low = F == q2_k ? from + 16 : from + 32;
+        std::memset(quants, 0, 256);
+        for (int run = 0; run < 8; ++run) {
+            add_bits(low + run / 4 * 32, run % 4 * 2, 3, 0, quants + 32 * run);
+            if constexpr (F == q3_k) add_bits(from, run, 1, 2, quants + 32 * run);
+        }
+        if constexpr (F == q2_k) std::memcpy(to.factors, from, 16);
+        if constexpr (F == q3_k) read_scales(from + 96, to.factors);
+    }
     if constexpr (F == q4_k || F == q5_k) {
-        to.halves[1] ^= kSign;  // a minimum is subtracted
         read_pairs(rest, to.factors);
         const uint8_t *high = rest + 12, *low = F == q5_k ? high + 32 : high;
         for (int pair = 0; pair < 4; ++pair, low += 32, quants += 64) {
             split_nibbles(low, 32, quants, quants + 32);
             if constexpr (F == q5_k) {
-                put_high(high, 2 * pair, 1, quants);
-                put_high(high, 2 * pair + 1, 1, quants + 32);
+                add_bits(high, 2 * pair, 1, 4, quants);
+                add_bits(high, 2 * pair + 1, 1, 4, quants + 32);
             }
         }
     }
@@ -101,7 +121,7 @@ template <WeightFormat F> void read_block(const uint8_t* from, StoredBlock& to) 
         std::memcpy(to.factors, from + 192, 16);
         for (int half = 0; half < 2; ++half, low += 64, high += 32, quants += 128) {
             split_nibbles(low, 64, quants, quants + 64);
-            for (int run = 0; run < 4; ++run) put_high(high, 2 * run, 3, quants + 32 * run);
+            for (int run = 0; run < 4; ++run) add_bits(high, 2 * run, 3, 4, quants + 32 * run);
         }
     }
 }
@@ -142,9 +162,9 @@ void pack_quants(const Weight& weight, const char* rows, int64_t row_stride, int
                     std::memcpy(to + (i * kPanelOutputs + lane) * 2, &block.halves[i], 2);
                 to += layout.header_bytes();
                 for (int section = 0; section < layout.sections(); ++section, to += layout.section_bytes()) {
-                    for (int i = 0; i < layout.factors; ++i)
-                        to[i * kPanelOutputs + lane] = static_cast<char>(block.factors[section * layout.factors + i]);
-                    char* planes = to + layout.factors * kPanelOutputs + lane * 4;
+                    for (int i = 0; i < layout.factor_bytes(); ++i)
+                        to[i * kPanelOutputs + lane] = static_cast<char>(block.factors[section * 2 + i]);
+                    char* planes = to + layout.planes_at() + lane * 4;
                     uint32_t quads[8];
                     std::memcpy(quads, block.quants + section * kSectionInputs, sizeof quads);
                     put_plane<layout.low>(quads, 0, planes);
@@ -157,7 +177,8 @@ void pack_quants(const Weight& weight, const char* rows, int64_t row_stride, int
 using PackQuants = void(const Weight&, const char* rows, int64_t row_stride, int64_t begin, int64_t end, Placement);
 constexpr PackQuants* kPackQuants[] = {  // in the order of WeightFormat
     pack_quants<WeightFormat::q4_0>, pack_quants<WeightFormat::q4_1>, pack_quants<WeightFormat::q5_0>,
-    pack_quants<WeightFormat::q8_0>, pack_quants<WeightFormat::q4_k>, pack_quants<WeightFormat::q5_k>,
+    pack_quants<WeightFormat::q5_1>, pack_quants<WeightFormat::q8_0>, pack_quants<WeightFormat::q2_k>,
+    pack_quants<WeightFormat::q3_k>, pack_quants<WeightFormat::q4_k>, pack_quants<WeightFormat::q5_k>,
     pack_quants<WeightFormat::q6_k>};
 
 void store(float value, Storage storage, int64_t index, char* to) {
@@ -189,17 +210,21 @@ void unpack_quants(const Weight& weight, int64_t output, Storage storage, char* 
         const uint8_t* section = from + layout.header_bytes();
         for (int s = 0; s < layout.sections(); ++s, section += layout.section_bytes())
             for (int i = 0; i < kSectionInputs; ++i, ++input) {
-                const uint8_t* low = section + layout.factors * kPanelOutputs + lane * 4;
+                const uint8_t* low = section + layout.planes_at() + lane * 4;
                 int quant = plane_bits(low, layout.low, i) - layout.zero;
                 if (layout.high)
                     quant += plane_bits(low + layout.low * kPanelOutputs * 4, layout.high, i) << layout.low;
                 float scale = halves[0], minimum = halves[1];
-                const uint8_t* factor = section + lane;
-                if (layout.factors && layout.has_minimums()) {
-                    scale *= static_cast<float>(factor[0]);
-                    minimum *= static_cast<float>(factor[kPanelOutputs]);
-                } else if (layout.factors) {
-                    scale *= static_cast<float>(static_cast<int8_t>(factor[i / 16 * kPanelOutputs]));
+                const uint8_t first = section[lane], second = section[kPanelOutputs + lane];
+                const uint8_t own = i < 16 ? first : second;
+                if (layout.factors == Factors::scale_and_minimum) {
+                    scale *= static_cast<float>(first);
+                    minimum *= static_cast<float>(second);
+                } else if (layout.factors == Factors::two_scales) {
+                    scale *= static_cast<float>(static_cast<int8_t>(own));
+                } else if (layout.factors == Factors::two_pairs) {
+                    scale *= static_cast<float>(own & 15);
+                    minimum *= static_cast<float>(own >> 4);
                 }
                 const float product = static_cast<float>(quant) * scale;
                 store(layout.has_minimums() ? product + minimum : product, storage, input, to);

@@ -7,8 +7,13 @@
 
 namespace octavo {
 
-enum class WeightFormat : uint8_t { bf16, f32, bf16_coded, q4_0, q4_1, q5_0, q8_0, q4_k, q5_k, q6_k };
-constexpr int kNumWeightFormats = 10;
+// clang-format off
+enum class WeightFormat : uint8_t {
+    bf16, f32, bf16_coded,
+    q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k
+};
+// clang-format on
+constexpr int kNumWeightFormats = 13;
 constexpr bool is_quantised(WeightFormat format) { return format >= WeightFormat::q4_0; }
 // For formats that are not quantised: the type of the elements, and of the activations that they multiply.
 constexpr Storage float_storage(WeightFormat format) { return format == WeightFormat::f32 ? kF32 : kBf16; }
@@ -16,31 +21,44 @@ constexpr Storage float_storage(WeightFormat format) { return format == WeightFo
 constexpr int kPanelOutputs = 32;
 constexpr int kSectionInputs = 32;  // of quantised weights, and of activations that share a scale
 
+// Bytes for each output of a section that multiply its scale and minimum.
+enum class Factors {
+    none,
+    scale_and_minimum,  // one for each
+    two_scales,         // signed, one for the first 16 inputs and one for the others
+    two_pairs           // the same, each with a scale in its low half and a minimum in its high one
+};
+
 // A quantised format of GGUF: the weight of quant q is scale * (q - zero) + minimum. See quant.h for the panels.
 struct QuantLayout {
     int inputs, stored_bytes;  // of a block in a file
     int low, high;             // a quant's bits lie in two planes
     int halves;                // numbers in fp16 for each output of a block: a scale, and a minimum if there are two
-    // Bytes for each output of a section that multiply them: none, one for each of two halves, or, if there is but a
-    // scale, two for it: one for the first 16 inputs, one for the others.
-    int factors;
+    Factors factors;
     int zero;
 
     constexpr bool has_minimums() const { return halves == 2; }
-    constexpr int scales_per_section() const { return halves == 1 && factors == 2 ? 2 : 1; }
+    constexpr int factor_bytes() const { return factors == Factors::none ? 0 : 2; }
+    constexpr int scales_per_section() const {
+        return factors == Factors::two_scales || factors == Factors::two_pairs ? 2 : 1;
+    }
     constexpr int sections() const { return inputs / kSectionInputs; }
     constexpr int header_bytes() const { return halves * 2 * kPanelOutputs; }
-    constexpr int section_bytes() const { return (factors + (low + high) * kSectionInputs / 8) * kPanelOutputs; }
+    constexpr int planes_at() const { return factor_bytes() * kPanelOutputs; }  // in a section
+    constexpr int section_bytes() const { return planes_at() + (low + high) * kSectionInputs / 8 * kPanelOutputs; }
     constexpr int block_bytes() const { return header_bytes() + sections() * section_bytes(); }  // of a panel
 };
 constexpr QuantLayout kQuantLayouts[] = {
-    {32, 18, 4, 0, 1, 0, 8},    // Q4_0
-    {32, 20, 4, 0, 2, 0, 0},    // Q4_1
-    {32, 22, 4, 1, 1, 0, 16},   // Q5_0
-    {32, 34, 8, 0, 1, 0, 128},  // Q8_0
-    {256, 144, 4, 0, 2, 2, 0},  // Q4_K
-    {256, 176, 4, 1, 2, 2, 0},  // Q5_K
-    {256, 210, 4, 2, 1, 2, 32}, // Q6_K
+    {32, 18, 4, 0, 1, Factors::none, 8},                 // Q4_0
+    {32, 20, 4, 0, 2, Factors::none, 0},                 // Q4_1
+    {32, 22, 4, 1, 1, Factors::none, 16},                // Q5_0
+    {32, 24, 4, 1, 2, Factors::none, 0},                 // Q5_1
+    {32, 34, 8, 0, 1, Factors::none, 128},               // Q8_0
+    {256, 84, 2, 0, 2, Factors::two_pairs, 0},           // Q2_K
+    {256, 110, 2, 1, 1, Factors::two_scales, 4},         // Q3_K
+    {256, 144, 4, 0, 2, Factors::scale_and_minimum, 0},  // Q4_K
+    {256, 176, 4, 1, 2, Factors::scale_and_minimum, 0},  // Q5_K
+    {256, 210, 4, 2, 1, Factors::two_scales, 32},        // Q6_K
 };
 constexpr const QuantLayout& quant_layout(WeightFormat format) {
     return kQuantLayouts[static_cast<int>(format) - static_cast<int>(WeightFormat::q4_0)];

@@ -19,9 +19,10 @@ namespace octavo {
 static_assert(OCTAVO_LEVEL::kGemmRows <= OCTAVO_LEVEL::kMostInterleavedRows);
 
 // In the order of WeightFormat.
-#define OCTAVO_QUANTISED(kernel)                                                                                \
-    kernel<WeightFormat::q4_0>, kernel<WeightFormat::q4_1>, kernel<WeightFormat::q5_0>,                         \
-        kernel<WeightFormat::q8_0>, kernel<WeightFormat::q4_k>, kernel<WeightFormat::q5_k>, kernel<WeightFormat::q6_k>
+#define OCTAVO_QUANTISED(kernel)                                                                                    \
+    kernel<WeightFormat::q4_0>, kernel<WeightFormat::q4_1>, kernel<WeightFormat::q5_0>, kernel<WeightFormat::q5_1>, \
+        kernel<WeightFormat::q8_0>, kernel<WeightFormat::q2_k>, kernel<WeightFormat::q3_k>,                         \
+        kernel<WeightFormat::q4_k>, kernel<WeightFormat::q5_k>, kernel<WeightFormat::q6_k>
 
 extern const Kernels OCTAVO_TABLE;
 const Kernels OCTAVO_TABLE = {

@@ -4,7 +4,7 @@
 // lanes; the last panel is padded with zeros. A block has a header and sections of 32 inputs, see QuantLayout:
 //
 //     | scales 32 x f16 | minimums 32 x f16 | section 0 | section 1 | ..
-//     | factors 32 x u8 | minimums' 32 x u8 | low plane | high plane |                  a section
+//     | factors 2 x 32 x u8 | low plane | high plane |                                  a section, see Factors
 //     | vector 0: outputs 0 .. 15 | outputs 16 .. 31 | vector 1: .. | ..                a plane: as many as it has bits
 //
 // A section's quants are eight quads, of inputs 4j .. 4j+3. In a plane of B bits quad j is in vector j % B, from bit
@@ -19,8 +19,8 @@
 // Activations are quantised to int8: a section of a row has the scale s, 1/127 of its largest magnitude, and is the
 // integers xq times s:
 //     sum (d (q - z) + m) x  =  s d (sum(q xq) - z sum(xq)) + m s sum(xq)
-// where z is the format's zero, and a format has either z or minimums m. Factors of one byte multiply d and m; Q6_K has
-// two for d, of 16 inputs each, and so two sums. The integers lie in groups of up to kQuantRows rows as in gemm.h, four
+// where z is the format's zero, and a format has either z or minimums m. Factors multiply d and m; where they are of 16
+// inputs each, a section has two sums. The integers lie in groups of up to kQuantRows rows as in gemm.h, four
 // to a unit.
 #pragma once
 
@@ -54,16 +54,21 @@ template <WeightFormat F, int J> inline U16 quad(const uint8_t* planes) {
         return low | plane_bits<layout.high, J, layout.low>(planes + layout.low * 128);
 }
 
-// What the 16 outputs of half a section have in common, for the inputs of scale `part`.
+// A block's scale and minimum of the outputs of half a section, times their factors for the inputs of scale `part`.
 template <WeightFormat F> inline F16 section_scale(F16 scale, const uint8_t* section, int half, int part) {
-    constexpr QuantLayout layout = quant_layout(F);
-    if constexpr (layout.factors == 0) return scale;
+    constexpr Factors kind = quant_layout(F).factors;
     const uint8_t* factors = section + part * kPanelOutputs + half * 16;
-    return scale * F16::from_int(layout.has_minimums() ? widen(factors) : widen_signed(factors));
+    if constexpr (kind == Factors::none) return scale;
+    if constexpr (kind == Factors::two_scales) return scale * F16::from_int(widen_signed(factors));
+    if constexpr (kind == Factors::two_pairs) return scale * F16::from_int(widen(factors) & U16::set1(15));
+    return scale * F16::from_int(widen(factors));
 }
-template <WeightFormat F> inline F16 section_minimum(F16 minimum, const uint8_t* section, int half) {
-    if constexpr (quant_layout(F).factors == 0) return minimum;
-    return minimum * F16::from_int(widen(section + kPanelOutputs + half * 16));
+template <WeightFormat F> inline F16 section_minimum(F16 minimum, const uint8_t* section, int half, int part) {
+    constexpr Factors kind = quant_layout(F).factors;
+    if constexpr (kind == Factors::none) return minimum;
+    const uint8_t* factors = section + (kind == Factors::two_pairs ? part : 1) * kPanelOutputs + half * 16;
+    const U16 wide = widen(factors);
+    return minimum * F16::from_int(kind == Factors::two_pairs ? shift_right<4>(wide) : wide);
 }
 
 // The bits of the largest magnitude of 32 numbers. Compared as integers, magnitudes are ordered as numbers are, with
@@ -168,7 +173,7 @@ void quantise_rows(const QuantLayout& layout, const char* const* rows, int count
 template <WeightFormat F, int R, int First, int T>
 inline void quant_halves(const ProductTask& task, const uint8_t* panel, int64_t row, Ahead ahead, F16 (*results)[2]) {
     constexpr QuantLayout layout = quant_layout(F);
-    constexpr int kParts = layout.scales_per_section(), kFactors = layout.factors * kPanelOutputs;
+    constexpr int kParts = layout.scales_per_section(), kPlanes = layout.planes_at();
     const QuantRows group = task.quants.at(row - task.first_row, task.units, task.units * kParts);
     const uint32_t *x = group.quants, *sums = group.sums;
     const float* steps = group.scales;
@@ -185,11 +190,11 @@ inline void quant_halves(const ProductTask& task, const uint8_t* panel, int64_t 
         }
         panel += layout.header_bytes();
         for (int section = 0; section < layout.sections(); ++section) {
-            const uint8_t* planes = panel + kFactors + First * 64;
+            const uint8_t* planes = panel + kPlanes + First * 64;
             if constexpr (R > kQuantRowsThatWait) {
                 ahead.ask_l1();
             } else {
-                if constexpr (First == 0 && kFactors > 0) __builtin_prefetch(panel + kQuantPrefetch, 0, 3);
+                if constexpr (First == 0 && kPlanes > 0) __builtin_prefetch(panel + kQuantPrefetch, 0, 3);
 #pragma GCC unroll 16
                 for (int line = 0; line < (layout.low + layout.high) * T; ++line)
                     __builtin_prefetch(planes + kQuantPrefetch + line * (128 / T), 0, 3);
@@ -222,7 +227,7 @@ inline void quant_halves(const ProductTask& task, const uint8_t* panel, int64_t 
                     scale[t] = section_scale<F>(F16::load_half(halves + t * 16), panel, First + t, part);
                     if constexpr (layout.has_minimums())
                         minimum[t] =
-                            section_minimum<F>(F16::load_half(halves + kPanelOutputs + t * 16), panel, First + t);
+                            section_minimum<F>(F16::load_half(halves + kPanelOutputs + t * 16), panel, First + t, part);
                 }
 #pragma GCC unroll 16
                 for (int r = 0; r < R; ++r) {

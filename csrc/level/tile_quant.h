@@ -42,12 +42,12 @@ inline void dequantise_section(const uint8_t* header, const uint8_t* section, in
     constexpr int64_t quad_bytes = 2 * kPanelOutputs * 4;  // two units
     const auto* halves = reinterpret_cast<const uint16_t*>(header) + half * 16;
     const F16 whole = F16::set1((layout.low == 8 ? -32768.0f : -128.0f) - layout.zero);
-    const uint8_t* planes = section + layout.factors * kPanelOutputs + half * 64;
+    const uint8_t* planes = section + layout.planes_at() + half * 64;
     each_constant<kParts>([&](auto part) __attribute__((always_inline)) {
         const F16 scale = section_scale<F>(F16::load_half(halves), section, half, part);
         F16 minimum = scale * whole;
         if constexpr (layout.has_minimums())
-            minimum = fma(scale, whole, section_minimum<F>(F16::load_half(halves + kPanelOutputs), section, half));
+            minimum = fma(scale, whole, section_minimum<F>(F16::load_half(halves + kPanelOutputs), section, half, part));
         each_constant<8 / kParts>([&](auto index) __attribute__((always_inline)) {
             constexpr int j = part * (8 / kParts) + index;
             dequantise_quad<F, j>(planes, scale, minimum, to + j * quad_bytes);

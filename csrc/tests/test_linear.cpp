@@ -11,8 +11,8 @@
 namespace octavo::test {
 namespace {
 
-constexpr const char* kFormatNames[kNumWeightFormats] = {"bf16", "f32",  "coded bf16", "Q4_0", "Q4_1",
-                                                         "Q5_0", "Q8_0", "Q4_K",       "Q5_K", "Q6_K"};
+constexpr const char* kFormatNames[kNumWeightFormats] = {"bf16", "f32",  "coded bf16", "Q4_0", "Q4_1", "Q5_0", "Q5_1",
+                                                         "Q8_0", "Q2_K", "Q3_K",       "Q4_K", "Q5_K", "Q6_K"};
 
 WeightFormat random_format() { return static_cast<WeightFormat>(random_int(0, kNumWeightFormats - 1)); }
 // A number of inputs that the format allows, at most `most` but for a block's.
@@ -29,6 +29,12 @@ float half_to_float(uint16_t half) {
     return half & 0x8000 ? -size : size;
 }
 
+// Where a block's numbers in fp16 lie.
+int halves_at(WeightFormat format) {
+    const bool last = format == WeightFormat::q2_k || format == WeightFormat::q3_k || format == WeightFormat::q6_k;
+    return last ? quant_layout(format).stored_bytes - 2 * quant_layout(format).halves : 0;
+}
+
 // Weight i of a block as GGUF stores it, by the format's definition.
 double stored_weight(WeightFormat format, const uint8_t* block, int i) {
     using enum WeightFormat;
@@ -42,8 +48,20 @@ double stored_weight(WeightFormat format, const uint8_t* block, int i) {
     if (format == q4_0) return half(0) * (nibble(block + 2, 16) - 8);
     if (format == q4_1) return half(0) * nibble(block + 4, 16) + half(2);
     if (format == q5_0) return half(0) * (nibble(block + 6, 16) + 16 * (block[2 + i / 8] >> i % 8 & 1) - 16);
+    if (format == q5_1) return half(0) * (nibble(block + 8, 16) + 16 * (block[4 + i / 8] >> i % 8 & 1)) + half(2);
     if (format == q8_0) return half(0) * static_cast<int8_t>(block[2 + i]);
     const int run = i / 32;
+    if (format == q2_k) {
+        const int quant = block[16 + i / 128 * 32 + i % 32] >> run % 4 * 2 & 3, pair = block[i / 16];
+        return half(80) * (pair & 15) * quant - half(82) * (pair >> 4);
+    }
+    if (format == q3_k) {
+        const int low = block[32 + i / 128 * 32 + i % 32] >> run % 4 * 2 & 3, high = block[i % 32] >> run & 1;
+        const uint8_t* scales = block + 96;
+        const int at = i / 16, scale = (at < 8 ? scales[at] & 15 : scales[at - 8] >> 4) |
+                                       (scales[8 + at % 4] >> at / 4 * 2 & 3) << 4;
+        return half(108) * (scale - 32) * (low + 4 * high - 4);
+    }
     if (format == q6_k) {
         const int byte = block[i / 128 * 64 + i % 64], low = i / 64 % 2 ? byte >> 4 : byte & 15;
         const int high = block[128 + i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3;
@@ -99,7 +117,7 @@ struct TestWeight {
                 // Between 2^-8 and 2^-4, some negative, some zero.
                 const int half = random_int(7, 10) << 10 | random_int(0, 1023) | random_int(0, 1) << 15;
                 const auto value = static_cast<uint16_t>(random_int(0, 15) ? half : 0);
-                std::memcpy(to + (format == WeightFormat::q6_k ? 208 : 2 * i), &value, 2);
+                std::memcpy(to + halves_at(format) + 2 * i, &value, 2);
             }
             for (int i = 0; i < layout.inputs; ++i)
                 meant[first + i] = stored_weight(format, reinterpret_cast<const uint8_t*>(to), i);
@@ -337,7 +355,7 @@ TEST_ONCE(a_damaged_weight_is_refused) {
         const int64_t inputs = 2 * block_inputs(format), row_bytes = stored_row_bytes(format, inputs);
         const TestWeight weight(format, 200, inputs);
         const uint16_t infinite = 0x7c00;
-        const int64_t at = row_bytes / 2 + (format == WeightFormat::q6_k ? 208 : 0);
+        const int64_t at = row_bytes / 2 + halves_at(format);
         std::memcpy(weight.stored->data() + 133 * row_bytes + at, &infinite, 2);
         set_num_threads(2);
         CHECK(refused([&] { pack_rows(weight.weight(), weight.stored->data(), row_bytes, 200, {0, 1}); }));

@@ -25,6 +25,8 @@ pytestmark = [
 ]
 FLOATS = [torch.bfloat16, torch.float32]
 QUANTISED = sorted(kernels.QUANTISED_FORMATS)
+# Of the numbers in fp16, in a block of a K-quant as stored.
+HIGH_BYTES = {"Q2_K": (81, 83), "Q3_K": (109,), "Q4_K": (1, 3), "Q5_K": (1, 3), "Q6_K": (209,)}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 every_level = pytest.mark.parametrize("level", LEVELS)
@@ -48,7 +50,7 @@ def stored_blocks(name: Any, outputs: int, inputs: int, seed: int) -> tuple[torc
         size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         rng = np.random.default_rng(seed)
         drawn = rng.integers(0, 256, (outputs, inputs // size, block_bytes), dtype=np.uint8)
-        for at in (209,) if name == "Q6_K" else (1, 3):
+        for at in HIGH_BYTES[name]:
             drawn[..., at] = rng.integers(0x18, 0x20, drawn.shape[:2], dtype=np.uint8)
         blocks = drawn.reshape(outputs, -1)
     else:
@@ -238,12 +240,12 @@ def test_quantised_rows_come_back_dequantised(dtype: torch.dtype, name: Any) -> 
 
 
 @every_quant
-def test_a_quantised_weight_is_as_large_as_in_its_file_or_three_hundredths_larger(name: Any) -> None:
+def test_a_quantised_weight_is_as_large_as_in_its_file_or_a_few_hundredths_larger(name: Any) -> None:
     inputs = whole_blocks(name, 96)
     stored, _ = stored_blocks(name, 64, inputs, seed=0)
     weight = PackedWeight.pack_quantised(name, stored, inputs)
-    if name in ("Q4_K", "Q5_K"):
-        assert stored.nbytes < weight.nbytes <= 1.03 * stored.nbytes
+    if name in ("Q3_K", "Q4_K", "Q5_K"):
+        assert stored.nbytes < weight.nbytes < 1.04 * stored.nbytes
     else:
         assert weight.nbytes == stored.nbytes
 
@@ -282,7 +284,7 @@ def bf16(*shape: int) -> torch.Tensor:
         (lambda: PackedWeight.pack_quantised("Q4_0", torch.zeros(2, 35).byte(), 64), "rows must have shape"),
         (lambda: PackedWeight.pack_quantised("Q4_0", torch.zeros(2, 36).byte(), 60), "a multiple of 32, got 60"),
         (lambda: PackedWeight.pack_quantised("Q5_K", torch.zeros(2, 36).byte(), 64), "a multiple of 256, got 64"),
-        (lambda: PackedWeight.pack_quantised("Q3_K", torch.zeros(2, 36).byte(), 64), "'Q3_K' is not one of bfloat16"),  # type: ignore[arg-type]
+        (lambda: PackedWeight.pack_quantised("Q8_K", torch.zeros(2, 36).byte(), 64), "'Q8_K' is not one of bfloat16"),  # type: ignore[arg-type]
     ],
 )  # fmt: skip
 def test_a_bad_argument_is_a_value_error_with_the_numbers(call: Callable[..., Any], message: str) -> None:
@@ -349,7 +351,7 @@ def test_emulated_tiles_have_the_bits_of_the_processors(inputs: int) -> None:
 def test_a_damaged_scale_is_refused_when_it_is_packed(name: Any, scale: float) -> None:
     size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
     stored, _ = stored_blocks(name, 40, 3 * size, seed=0)
-    at = block_bytes + (208 if name == "Q6_K" else 0)
+    at = block_bytes + HIGH_BYTES.get(name, (1,))[0] - 1
     stored[33, at : at + 2] = torch.tensor([scale], dtype=torch.float16).view(torch.uint8)
     with pytest.raises(ValueError, match="row 33 has a scale in block 1 that is infinite or not a number"):
         PackedWeight.pack_quantised(name, stored, 3 * size)

@@ -23,10 +23,12 @@ from octavo.checkpoint.gguf_file import GGUFFile
 Bytes = npt.NDArray[np.uint8]
 
 FLOAT_TYPES = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
-KERNEL_TYPES = tuple(GGMLType[name] for name in ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"))
+_KERNEL_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+KERNEL_TYPES = tuple(GGMLType[name] for name in _KERNEL_TYPES)
 # Types with 32 weights to a block, which begins with its only scale: in fp16, times an integer.
 _WHOLE_MULTIPLES = (GGMLType.Q5_0, GGMLType.IQ4_NL)
-_LOADED_BYTES = {GGMLType.Q4_K: 148, GGMLType.Q5_K: 180}  # of a block whose factors of six bits take a byte each
+# Of a block whose factors of six bits take a byte each.
+_LOADED_BYTES = {GGMLType.Q3_K: 114, GGMLType.Q4_K: 148, GGMLType.Q5_K: 180}
 _VALUES_AT_ONCE = 1 << 18  # 1 MiB of floats, which stays in a core's cache
 
 
