@@ -80,7 +80,7 @@ def test_texts_have_the_ids_of_llama_cpp() -> None:
     ours, theirs = build_tokenizer(file)[0], SentencePiece(file)
     assert ours.encode(PROMPT).ids == [2, 818, 5279, 529, 7001, 563]
     rng = random.Random(0)
-    corpus = "".join(path.read_text() for path in sorted(DOCUMENTS.glob("*.md")))
+    corpus = "".join(path.read_text() for path in sorted(DOCUMENTS.rglob("*.md")))
     starts = [rng.randrange(len(corpus)) for _ in range(400)]
     texts = [ODDITIES, *(corpus[start : start + rng.randrange(1, 1500)] for start in starts)]
     texts += ["".join(rng.choices(ODDITIES, k=rng.randrange(1, 120))) for _ in range(400)]
@@ -91,7 +91,7 @@ def test_texts_have_the_ids_of_llama_cpp() -> None:
 def test_logits_and_greedy_tokens_are_those_of_transformers() -> None:
     model = load_gguf_with_transformers(Path(FILE))
     llm = LLM(model=FILE, dtype="float32", quantization="none", max_model_len=2048)
-    corpus = (DOCUMENTS / "architecture.md").read_text()
+    corpus = (DOCUMENTS / "internals" / "architecture.md").read_text()
     params = SamplingParams(max_tokens=24, temperature=0.0, prompt_logprobs=5, ignore_eos=True)
     for output in llm.generate([PROMPT, corpus[:4200]], params):
         prompt, answer = list(output.prompt_token_ids), list(output.outputs[0].token_ids)
