@@ -68,10 +68,11 @@ void Decoder::execute(const DecoderStep& step, const Attend& attend) {
 
 void Decoder::execute(const DecoderStep& step, const KeepRows& keep) {
     const Matrix& all = rows_[keep.place];
-    const Matrix kept = room(spare_, step.num_logits, all.width);
+    // Queries, keys and values are no longer needed: rows are gathered in their memory.
+    const Matrix kept = room(memory_[kQkv], step.num_logits, all.width);
     for (int64_t i = 0; i < step.num_logits; ++i)
         std::memcpy(kept.row(i), all.row(step.logits_indices[i]), kept.stride);
-    std::swap(memory_[keep.place], spare_);
+    std::swap(memory_[keep.place], memory_[kQkv]);
     rows_[keep.place] = kept;
 }
 

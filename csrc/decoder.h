@@ -69,7 +69,7 @@ struct Attend {
     int rotation;  // index of the step's rotations; -1: none
     NormWeights query_norm, key_norm;
 };
-struct KeepRows {
+struct KeepRows {  // and forgets kQkv
     Register place;
 };
 using Instruction = std::variant<Norm, Add, Scale, Multiply, Activate, Attend, KeepRows>;
@@ -135,7 +135,7 @@ class Decoder {
     using Buffer = StreamBuffer<char>;  // keeps its memory from step to step
 
     Matrix rows_[kNumRegisters] = {};
-    Buffer memory_[kNumRegisters], spare_;
+    Buffer memory_[kNumRegisters];
     int64_t num_kept_ = 0;
 
     Matrix room(Buffer& buffer, int64_t count, int64_t width) const;

@@ -156,6 +156,8 @@ class BoundDecoder {
         const Register place = register_of(name);
         const int64_t width = contents_.width(place);
         require(!contents_.kept(place), name + " has only the rows that become logits already");
+        require(place != kQkv, "the rows of qkv are all needed");
+        contents_.set(kQkv, 0, false);
         contents_.set(place, width, true);
         decoder_.program.emplace_back(KeepRows{place});
     }

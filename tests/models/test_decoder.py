@@ -21,7 +21,7 @@ from octavo.models.decoder import Decoder, loading_bar
 from octavo.models.linear import PackedLinear, PlainLinear, make_linear
 from octavo.models.ops import LayerOps
 from octavo.models.rotary import RotaryTable, inverse_frequencies
-from octavo.models.weights import rotary_row_order
+from octavo.models.weights import row_order
 from tests.attention.batches import PagedSequences
 from tests.models import tiny
 from tests.models.paged import assert_same_logits, paged_logits, random_sequences, whole_logits
@@ -84,6 +84,8 @@ FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4", {"head_dim": 16, "attention_bias": True}),
     "cohere2": ("Cohere2", {"sliding_window": 7, "layer_types": GEMMA3_TYPES}),
     "starcoder2": ("Starcoder2", {"sliding_window": 9}),
+    "gpt-neox": ("GPTNeoX", {"num_key_value_heads": 4}),
+    "gpt-neox, one after the other": ("GPTNeoX", {"num_key_value_heads": 4, "use_parallel_residual": False}),
     "gemma3, linear rope": ("Gemma3", {"head_dim": 16, "sliding_window": 7, "rope_parameters": GEMMA3_ROPE}),
 }
 
@@ -95,8 +97,9 @@ class StateDict:
         config = model_config(model)
         self.tensors = {}
         for name, tensor in model.state_dict().items():
-            order = rotary_row_order(name, config)
-            self.tensors[name] = tensor if order is None else tensor[order]
+            order = row_order(name, config)
+            in_file = name.replace("lm_head", config.names.hf("head"))
+            self.tensors[in_file] = tensor if order is None else tensor[order]
 
     def has(self, name: str) -> bool:
         return name in self.tensors

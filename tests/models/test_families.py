@@ -54,12 +54,50 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"sliding_window": 7, "num_hidden_layers": 5},
         {"cohere2.attention.sliding_window": 7, "cohere2.logit_scale": 0.0625},
     ),
+    "GPTNeoX": (
+        {"num_key_value_heads": 4, "initializer_range": 0.8},
+        {"gptneox.rope.dimension_count": 4, "gptneox.use_parallel_residual": True},
+    ),
     "Starcoder2": ({"sliding_window": 9}, {"starcoder2.attention.sliding_window": 9}),
 }
+# What people know the models of a family as, where it is not the family's name.
+KNOWN_AS = {
+    "Llama": "Llama 2 and 3, SmolLM2",
+    "Gemma2": "Gemma 2",
+    "Gemma3": "Gemma 3 (text)",
+    "Olmo2": "OLMo 2",
+    "Phi3": "Phi-3",
+    "Granite": "Granite 3 (dense)",
+    "Glm4": "GLM 4",
+    "Cohere2": "Command R7B (Cohere 2)",
+    "GPTNeoX": "GPT-NeoX, Pythia",
+    "Starcoder2": "StarCoder 2",
+}
+# Published models that are compared too, and where.
+PUBLISHED = {
+    "Llama": "SmolLM2 135M ([generation](../../tests/engine/test_transformers_generate.py))",
+    "Gemma3": "Gemma 3 270M ([logits, tokens](../../tests/models/test_gemma_file.py))",
+}
+DOCUMENTED = Path(__file__).parents[2] / "docs" / "serve" / "models.md"
 
 
-def test_every_family_is_here() -> None:
+def table() -> str:
+    """The table of docs/serve/models.md: `python -m tests.models.test_families` writes it anew."""
+    lines = [
+        "| family | Hugging Face folder | GGUF | CPU | GPU | compared beyond random weights |",
+        "|---|---|---|---|---|---|",
+    ]
+    for family in sorted(FAMILIES, key=lambda family: KNOWN_AS.get(family, family).lower()):
+        native = NATIVE_ARCHITECTURES[f"{family}ForCausalLM"]
+        gpu = "Triton" if native.layer.norm == "rms" else "Triton, norms in torch"
+        cells = [KNOWN_AS.get(family, family), f"`{family}ForCausalLM`", f"`{native.gguf_name}`", "C++", gpu]
+        lines.append("| " + " | ".join([*cells, PUBLISHED.get(family, "")]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def test_every_family_is_here_and_in_the_documentation() -> None:
     assert {f"{family}ForCausalLM" for family in FAMILIES} == set(NATIVE_ARCHITECTURES)
+    assert table() in DOCUMENTED.read_text()
 
 
 @pytest.mark.parametrize("kind", ["folder", "gguf"])
@@ -85,3 +123,9 @@ def test_a_family_has_transformers_logits_in_the_library_and_in_torch(family: st
         assert_same_logits(paged_logits(ours, sequences, attention=NativeAttention()), expected)
         # The same weights through the library's packed products, but not its steps.
         assert_same_logits(paged_logits(ours, sequences, attention=ReferenceAttention()), expected)
+
+
+if __name__ == "__main__":
+    text = DOCUMENTED.read_text()
+    before, after = text.split("| family |")[0], text.split("|\n\n", 1)[1]
+    DOCUMENTED.write_text(f"{before}{table()}\n{after}")

@@ -169,6 +169,9 @@ def write_gguf(
             values = _interleave(values, config.num_attention_heads)
         elif stated in REORDERED and "k_proj" in name:
             values = _interleave(values, config.num_key_value_heads)
+        elif "query_key_value" in name:
+            heads = values.reshape(config.num_attention_heads, 3, head_dim, -1)
+            values = heads.swapaxes(0, 1).reshape(values.shape)
         elif stated.startswith("gemma") and name.endswith("norm.weight"):
             values = values + 1
         if gguf_name not in leave_out:

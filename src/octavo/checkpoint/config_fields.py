@@ -17,6 +17,8 @@ _ALIASES = {
     "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length"),
     "hidden_act": ("activation_function", "hidden_activation"),
     "rms_norm_eps": ("layer_norm_eps", "norm_epsilon"),
+    "rope_theta": ("rotary_emb_base",),
+    "partial_rotary_factor": ("rotary_pct",),
 }
 
 

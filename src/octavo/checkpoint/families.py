@@ -30,11 +30,12 @@ class NativeArchitecture:
 
     Attributes:
         model_type, gguf_name: what `config.json` and GGUF's `general.architecture` call it.
-        biased: the projections that carry a bias whatever the configuration says ("qkv" or none).
+        biased: the projections that carry a bias whatever the configuration says ("qkv", "mlp" or none).
         bias_option: the projections of attention to which `attention_bias` or `use_bias` gives one.
         mlp_bias_option: the key that gives the MLP's projections one; None: they have none.
         rotary_interleaved: the files whose rows of q and k are ordered for interleaved rotation: "gguf", "both" kinds,
             or "none".
+        qkv_by_head: see `ModelConfig`; of Hugging Face's files.
         windowed: "always" (every layer, by `sliding_window`), "by_layer" (Qwen's rules), "never", or a number n: all
             but every n-th layer, unless the configuration has `layer_types`.
         unrotated: layers without rotary embedding: "listed" (`no_rope_layers`, or every fourth) or "full_attention".
@@ -53,10 +54,11 @@ class NativeArchitecture:
     gguf_name: str
     layer: LayerDescription = field(default_factory=LayerDescription)
     names: TensorNames = field(default_factory=TensorNames)
-    biased: Literal["qkv", "none"] = "none"
+    biased: Literal["qkv", "mlp", "none"] = "none"
     bias_option: Literal["qkv", "all", "none"] = "none"
     mlp_bias_option: str | None = None
     rotary_interleaved: Literal["gguf", "both", "none"] = "none"
+    qkv_by_head: bool = False
     windowed: Literal["always", "by_layer", "never"] | int = "never"
     unrotated: Literal["listed", "full_attention", "none"] = "none"
     partial_rotary: float | None = None
@@ -72,6 +74,7 @@ class NativeArchitecture:
     default_act: str = "silu"
     default_eps: float = 1e-6
     default_tied: bool = False
+    default_attention_bias: bool = False
 
 
 _GEMMA_NAMES = TensorNames({"mlp_norm": "pre_feedforward_layernorm"})
@@ -215,7 +218,7 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
     "Cohere2ForCausalLM": NativeArchitecture(
         model_type="cohere2",
         gguf_name="cohere2",
-        layer=LayerDescription(norm="layer", parallel=True),
+        layer=LayerDescription(norm="layer", parallel="one norm"),
         bias_option="all",
         rotary_interleaved="both",
         windowed=4,
@@ -241,6 +244,33 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         default_act="gelu_pytorch_tanh",
         default_eps=1e-5,
         default_tied=True,
+    ),
+    "GPTNeoXForCausalLM": NativeArchitecture(
+        model_type="gpt_neox",
+        gguf_name="gptneox",
+        layer=LayerDescription(norm="layer", norm_bias=True, parallel="two norms", gated=False),
+        names=TensorNames(
+            {
+                "embedding": "gpt_neox.embed_in",
+                "final_norm": "gpt_neox.final_layer_norm",
+                "head": "embed_out",
+                "qkv": "attention.query_key_value",
+                "output": "attention.dense",
+                "up": "mlp.dense_h_to_4h",
+                "down": "mlp.dense_4h_to_h",
+            },
+            fused=frozenset(("qkv",)),
+            layers="gpt_neox.layers",
+        ),
+        biased="mlp",
+        bias_option="all",
+        qkv_by_head=True,
+        partial_rotary=0.25,
+        default_bos=0,
+        default_eos=2,
+        default_act="gelu",
+        default_eps=1e-5,
+        default_attention_bias=True,
     ),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import gguf
@@ -65,7 +66,7 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
         output_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_up.bias" in file.tensors,
         tie_word_embeddings="output.weight" not in file.tensors,
-        layer=native.layer,
+        layer=native.layer if meta.get("use_parallel_residual", True) else replace(native.layer, parallel=None),
         names=native.names,
         layer_windows=windows,
         layer_ropes=tuple(ropes),

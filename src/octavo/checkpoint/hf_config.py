@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +104,12 @@ def _model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
         output_bias="all" in biased,
         mlp_bias=_mlp_bias(fields, native),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", native is None or native.default_tied)),
-        layer=native.layer if native else LayerDescription(),
+        layer=_layer(native, bool(fields.get("use_parallel_residual", True))),
         names=native.names if native else TensorNames(),
         layer_windows=windows,
         layer_ropes=tuple(ropes),
         rotary_interleaved=native is not None and native.rotary_interleaved == "both",
+        qkv_by_head=native is not None and native.qkv_by_head,
         **(_scalars(fields, native, hidden_size) if native else {}),
         dtype=_dtype(fields, folder),
         bos_token_id=_first_id(fields.get("bos_token_id", native.default_bos if native else None)),
@@ -228,15 +230,21 @@ def _biased(fields: ConfigFields, native: NativeArchitecture | None) -> set[str]
     """Return which projections of attention have a bias, as `NativeArchitecture` names them."""
     if native is None:
         return {"all"} if fields.get("attention_bias", False) else set()
-    stated = (
-        fields.get("use_bias", True) if native.mlp_bias_option == "use_bias" else fields.get("attention_bias", False)
-    )
+    if native.mlp_bias_option == "use_bias":
+        stated = fields.get("use_bias", True)
+    else:
+        stated = fields.get("attention_bias", native.default_attention_bias)
     return {native.biased, native.bias_option if stated else "none"}
 
 
 def _mlp_bias(fields: ConfigFields, native: NativeArchitecture | None) -> bool:
     key = "mlp_bias" if native is None else native.mlp_bias_option
-    return bool(key and fields.get(key, key == "use_bias"))
+    return (native is not None and native.biased == "mlp") or bool(key and fields.get(key, key == "use_bias"))
+
+
+def _layer(native: NativeArchitecture | None, parallel: bool) -> LayerDescription:
+    layer = native.layer if native else LayerDescription()
+    return layer if parallel else replace(layer, parallel=None)
 
 
 def _activation(fields: ConfigFields, native: NativeArchitecture | None) -> str:

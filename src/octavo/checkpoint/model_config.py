@@ -27,7 +27,8 @@ class LayerDescription:
         norm_bias: whether norms have a bias ("layer" only).
         norms_before, norms_after: whether attention and MLP each have a norm of their input, and one of their output
             before it is added to the residual.
-        parallel: attention and MLP read the same norm, and both are added to the residual.
+        parallel: attention and MLP read the same residual, and both are added to it; if it is "one norm", they share
+            the norm of it, if "two norms", each has its own.
         qk_norm: "head": each head of queries and keys is normalised before it rotates; "projection": all heads at once.
         gated: the MLP is down(activation(gate) * up); if not, down(activation(up)).
     """
@@ -37,14 +38,14 @@ class LayerDescription:
     norm_bias: bool = False
     norms_before: bool = True
     norms_after: bool = False
-    parallel: bool = False
+    parallel: Literal["one norm", "two norms"] | None = None
     qk_norm: Literal["head", "projection", "none"] = "none"
     gated: bool = True
 
     @property
     def num_norms(self) -> int:
         """Norms over the hidden size in a layer."""
-        return (1 if self.parallel else 2) * (int(self.norms_before) + int(self.norms_after))
+        return (1 if self.parallel == "one norm" else 2) * (int(self.norms_before) + int(self.norms_after))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +89,7 @@ class ModelConfig:
         embedding_scale, residual_scale, logits_scale: factors of embeddings, of what attention and MLP add to the
             residual, and of logits.
         rotary_interleaved: the checkpoint's rows of q and k are ordered for interleaved rotation.
+        qkv_by_head: the checkpoint's rows of a fused projection are ordered by head, | q k v | q k v | ...
         dtype: the checkpoint's own floating type: "float32", "float16" or "bfloat16".
         eos_token_ids: every id that ends a generation (from `generation_config.json` too, where there is one).
         kv_cache_dtype: the codec of keys and values that the checkpoint asks for (`kv_cache_scheme`); None: none.
@@ -123,6 +125,7 @@ class ModelConfig:
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     rotary_interleaved: bool = False
+    qkv_by_head: bool = False
     dtype: str = "bfloat16"
     bos_token_id: int | None = None
     eos_token_ids: frozenset[int] = frozenset()

@@ -40,15 +40,17 @@ class TensorNames:
     Attributes:
         changed: parts that Hugging Face's checkpoints of this family call otherwise than Llama's.
         fused: "qkv" and "gate_up", as far as the family stores these projections as one matrix.
+        layers: what Hugging Face's names of tensors in layers begin with.
     """
 
     changed: Mapping[str, str] = field(default_factory=dict)
     fused: frozenset[str] = frozenset()
+    layers: str = "model.layers"
 
     def hf(self, part: str, layer: int | None = None) -> str:
         """Hugging Face's name of a part without its ending: hf("q", 3) -> 'model.layers.3.self_attn.q_proj'."""
         name = self.changed.get(part) or _HF[part]
-        return name if layer is None else f"model.layers.{layer}.{name}"
+        return name if layer is None else f"{self.layers}.{layer}.{name}"
 
     def from_gguf(self, name: str) -> str | None:
         """Hugging Face's name of a GGUF tensor, 'blk.3.attn_q.weight' for example; None if the decoder has no such."""
@@ -63,7 +65,7 @@ class TensorNames:
 
     def part_of(self, hf_name: str) -> str | None:
         """The part that a tensor of one of Hugging Face's names belongs to, within a layer; None if there is none."""
-        match = re.fullmatch(r"model\.layers\.\d+\.(.+)\.(?:weight|bias)", hf_name)
+        match = re.fullmatch(rf"{re.escape(self.layers)}\.\d+\.(.+)\.(?:weight|bias)", hf_name)
         named = {self.hf(part): part for part in _IN_LAYERS if not self._is_stored_otherwise(part)}
         return named.get(match[1]) if match else None
 

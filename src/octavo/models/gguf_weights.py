@@ -12,7 +12,7 @@ import torch
 from octavo.checkpoint.gguf_file import GGUFFile, GGUFTensor, check_tensor_type
 from octavo.checkpoint.model_config import ModelConfig
 from octavo.errors import CorruptModelError
-from octavo.models.weights import RawTensor, rotary_row_order
+from octavo.models.weights import RawTensor, row_order
 
 
 class GGUFWeights:
@@ -54,7 +54,7 @@ class GGUFWeights:
 
     def _rows(self, name: str) -> npt.NDArray[np.uint8]:
         rows = self._file.raw(self._gguf_names[name])
-        order = rotary_row_order(name, self._config)
+        order = row_order(name, self._config)
         if order is None:
             return rows
         return rows.reshape(len(order), -1)[order].reshape(rows.shape)  # a bias is one row of many values

@@ -23,7 +23,7 @@ from octavo.models.linear import Linear, PlainLinear
 from octavo.models.program import make_program
 from octavo.models.quantised_checkpoint import QuantisedCheckpoint, quantise
 from octavo.models.weight_reader import WeightReader
-from octavo.models.weights import RawTensor, WeightSource, rotary_row_order
+from octavo.models.weights import RawTensor, WeightSource, row_order
 
 
 def open_weights(source: ModelSource, config: ModelConfig, online: str | None = None) -> WeightSource:
@@ -138,7 +138,7 @@ class SafetensorsWeights:
 
     def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         tensor = self._quantised.read(name) if self._quantised.holds(name) else self._stored(name)
-        order = rotary_row_order(name, self._config) if self._config else None
+        order = row_order(name, self._config) if self._config else None
         return (tensor if order is None else tensor[order]).to(dtype).contiguous()
 
     def raw(self, name: str) -> RawTensor | None:
@@ -152,7 +152,7 @@ class SafetensorsWeights:
             raw = None if self.shape(name)[1] % 32 else quantise(self._stored(name), kind, "floats")
         else:
             return None
-        order = rotary_row_order(name, self._config) if self._config else None
+        order = row_order(name, self._config) if self._config else None
         return raw if raw is None or order is None else replace(raw, rows=raw.rows[order])
 
     def _stored(self, name: str) -> torch.Tensor:

@@ -129,4 +129,4 @@ class LayerOps:
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """Return activation(gate) * up [rows, n] for gate_up [rows, 2 n] = | gate | up |; see `ACTIVATIONS`."""
         gate, up = gate_up.chunk(2, dim=-1)
-        return ACTIVATIONS[activation](gate) * up
+        return ACTIVATIONS[activation](gate).mul_(up)

@@ -84,7 +84,7 @@ class Attend:
 
 @dataclass(frozen=True, slots=True)
 class KeepRows:
-    """From here on, `place` holds only the rows that become logits."""
+    """From here on, `place` holds only the rows that become logits, and QKV nothing."""
 
     place: Register
 
@@ -123,9 +123,11 @@ class _Writer:
             yield KeepRows(Register.RESIDUAL)
             yield KeepRows(Register.ATTENDED)
         if description.parallel:
-            if last:
+            if last and description.parallel == "one norm":
                 yield KeepRows(Register.HIDDEN)
             yield from self._output(layer, Register.BRANCH)
+            if description.parallel == "two norms":
+                yield self.norm_of_residual("mlp_norm", layer)
             yield Add(Register.RESIDUAL, Register.BRANCH)
         else:
             yield from self._output(layer, Register.HIDDEN)

@@ -32,17 +32,22 @@ class RawTensor:
     origin: str = ""
 
 
-def rotary_row_order(name: str, config: ModelConfig) -> npt.NDArray[np.intp] | None:
-    """Return the indices that bring the rows of a query or key projection into the decoder's order, or None.
+def row_order(name: str, config: ModelConfig) -> npt.NDArray[np.intp] | None:
+    """Return the indices that bring the rows of a projection to queries or keys into the decoder's order, or None.
 
     The decoder rotates the halves of a head; files may have been written for the rotation of neighbouring dimensions:
 
         decoder       x0 x1 x2 x3 | y0 y1 y2 y3     (x_i rotates with y_i)
         interleaved   x0 y0 x1 y1 x2 y2 x3 y3
 
+    Rows of a fused projection may be ordered by head, | q k v | q k v |, instead of | q q | k k | v v |.
+
     Whole rows move, so the same indices apply to quantised bytes, dequantised values and biases.
     """
     part = config.names.part_of(name)
+    if part == "qkv" and config.qkv_by_head:
+        by_head = np.arange(3 * config.num_heads * config.head_dim).reshape(config.num_heads, 3, config.head_dim)
+        return by_head.swapaxes(0, 1).reshape(-1)
     if not config.rotary_interleaved or part not in ("q", "k"):
         return None
     heads, dim = config.num_heads if part == "q" else config.num_kv_heads, config.rope.rotary_dim
@@ -53,7 +58,7 @@ def rotary_row_order(name: str, config: ModelConfig) -> npt.NDArray[np.intp] | N
 
 class WeightSource(Protocol):
     """Tensors by their Hugging Face names, such as "model.layers.0.self_attn.q_proj.weight", with rows of queries and
-    keys in the decoder's order (`rotary_row_order`)."""
+    keys in the decoder's order (`row_order`)."""
 
     def names(self) -> list[str]: ...
 
