@@ -105,11 +105,11 @@ test-arm: $(BIN)/cmake
 	$(BIN)/cmake --build build/arm --target native_tests
 	qemu-aarch64 -cpu max build/arm/native_tests --scale 0.1 --except forked $(ARGS)
 
-# The levels of AVX-512 without BF16 on a machine with AVX2 alone, computed by SIMDe (Debian's libsimde-dev).
+# The level of AVX-512 with VNNI on a machine with AVX2 alone, computed by SIMDe (Debian's libsimde-dev).
 test-avx512: $(BIN)/cmake
 	$(CONFIGURE) -B build/avx512 -DOCTAVO_LEVELS=host -DOCTAVO_EMULATED_AVX512=ON
 	$(BIN)/cmake --build build/avx512 --target native_tests
-	for level in avx512 avx512_vnni; do build/avx512/native_tests --level $$level --scale 0.2 $(ARGS) || exit; done
+	build/avx512/native_tests --level avx512_vnni --scale 0.2 $(ARGS)
 
 bench-native: $(BIN)/cmake
 	$(CONFIGURE) -B build/native

@@ -81,7 +81,7 @@ bool cpu_supports(Isa isa) {
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 #ifdef OCTAVO_EMULATED_AVX512
-    if (isa == kAvx512 || isa == kAvx512Vnni) return avx2;
+    if (isa == kAvx512Vnni) return avx2;
 #endif
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
