@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import GGMLQuantizationType as GGMLType
 from safetensors import SafetensorError, safe_open
 
 from octavo.checkpoint.hf_config import read_json
@@ -148,7 +147,7 @@ class SafetensorsWeights:
             embeds = self._config is not None and name.startswith(
                 tuple(self._config.names.hf(part) for part in ("embedding", "head"))
             )
-            kind = GGMLType.Q8_0 if embeds else GGMLType[self._online]
+            kind = "Q8_0" if embeds else self._online
             raw = None if self.shape(name)[1] % 32 else quantise(self._stored(name), kind, "floats")
         else:
             return None

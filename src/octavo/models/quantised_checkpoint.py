@@ -20,15 +20,17 @@ Where 32 weights in a row share a scale and a zero point, the kernels' formats h
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import gguf
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType as GGMLType
 
 from octavo.errors import CorruptModelError
 from octavo.models.weights import RawTensor
+
+# Functions import it, because it takes a sixth of a second to import and folders of floats do not need it.
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType as GGMLType
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs lies in each four bits
 
@@ -135,8 +137,11 @@ class QuantisedCheckpoint:
         return quants.T.float(), zeros.repeat_interleave(each, 0).T.float(), scales.repeat_interleave(each, 0).T
 
 
-def quantise(weight: torch.Tensor, kind: GGMLType, origin: str) -> RawTensor:
-    """Round floats [out, in] to a format of the kernels, as llama.cpp does."""
+def quantise(weight: torch.Tensor, name: str, origin: str) -> RawTensor:
+    """Round floats [out, in] to the format of the kernels with this name, as llama.cpp does."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[name]
     return RawTensor(gguf.quantize(weight.float().numpy(), kind), kind, tuple(weight.shape), origin=origin)
 
 
@@ -144,6 +149,9 @@ def _in_blocks(
     numbers: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor
 ) -> tuple[GGMLType, np.ndarray[Any, np.dtype[np.uint8]]]:
     """Return the nearest format, and its blocks of 32 inputs, uint8 [blocks, bytes]."""
+    import gguf
+    from gguf import GGMLQuantizationType as GGMLType
+
     values = numbers.reshape(-1, 32)
     zero, scale = (part.expand(numbers.shape).reshape(-1, 32) for part in (zeros.float(), scales.float()))
     stored = scale[:, :1].half().float()
