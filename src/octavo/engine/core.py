@@ -187,6 +187,8 @@ class EngineCore:
         step, self._ahead = self._ahead, None
         try:
             if step is None:
+                if self.scheduler.planned:
+                    self.scheduler.abandon_step()  # Ctrl-C ended the last call before its result came
                 self._recovery.advance()
                 step = self._begin(self.scheduler.schedule())
             if step is None:
