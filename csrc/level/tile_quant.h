@@ -46,8 +46,10 @@ inline void dequantise_section(const uint8_t* header, const uint8_t* section, in
     each_constant<kParts>([&](auto part) __attribute__((always_inline)) {
         const F16 scale = section_scale<F>(F16::load_half(halves), section, half, part);
         F16 minimum = scale * whole;
-        if constexpr (layout.has_minimums())
-            minimum = fma(scale, whole, section_minimum<F>(F16::load_half(halves + kPanelOutputs), section, half, part));
+        if constexpr (layout.has_minimums()) {
+            const F16 least = section_minimum<F>(F16::load_half(halves + kPanelOutputs), section, half, part);
+            minimum = fma(scale, whole, least);
+        }
         each_constant<8 / kParts>([&](auto index) __attribute__((always_inline)) {
             constexpr int j = part * (8 / kParts) + index;
             dequantise_quad<F, j>(planes, scale, minimum, to + j * quad_bytes);
