@@ -13,9 +13,9 @@ from pathlib import Path
 
 from octavo.errors import ModelNotFoundError
 
-# Weights other than safetensors stay on the hub: they would be refused, and are as large.
-MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+# Weights other than safetensors stay on the hub: they would be refused, and are as large.
+MODEL_FILES = ("*.safetensors", *TOKENIZER_FILES)
 # llama.cpp's choice where no type is named.
 _DEFAULT_TYPE = "Q4_K_M"
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import gguf
 import torch
-from gguf import GGMLQuantizationType as GGMLType
 from torch import nn
 
 from octavo import kernels
 from octavo.kernels import PackedWeight
+from octavo.models.quantised_checkpoint import quantise
 
 _EXPERTS = "octavo_packed"
 
@@ -153,5 +152,5 @@ def _experts(
 def _pack(weight: torch.Tensor, format: OnlineFormat | None) -> PackedWeight:
     if format is None or weight.shape[1] % 32:
         return PackedWeight.pack(weight.contiguous()).compact()
-    blocks = gguf.quantize(weight.float().numpy(), GGMLType[format])
-    return PackedWeight.pack_quantised(format, torch.from_numpy(blocks), weight.shape[1])
+    rows = quantise(weight, format, "floats").rows
+    return PackedWeight.pack_quantised(format, torch.from_numpy(rows), weight.shape[1])

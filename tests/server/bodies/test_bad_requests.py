@@ -47,6 +47,8 @@ HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
         ({"prompt": "x", "max_tokens": "5"}, "max_tokens", "an integer"),
         ({"prompt": "x", "min_tokens": 17}, "min_tokens", "must not exceed max_tokens"),
         ({"prompt": "x", "top_p": 0}, "top_p", "must be above 0"),
+        ({"prompt": "x", "stop": 5}, "stop", "stop must be a string or a list of strings, got 5"),
+        ({"prompt": "x", "stop_token_ids": 5}, "stop_token_ids", "stop_token_ids must be a list of integers, got 5"),
         ({"prompt": "x", "stop": [1, 2]}, "stop[0]", "a string"),
         (
             {"prompt": "x", "stop_token_ids": [1, "a"]},

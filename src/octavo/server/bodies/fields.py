@@ -48,8 +48,8 @@ class Served:
 
 
 Ranges = Callable[[Served], Mapping[str, Schema]]
-"""Returns what a field's schema has beside its types: keys for the alternative of a JSON type, by its name; "or" is one
-more alternative, and "any" takes the place of all."""
+"""Returns what a field's schema has in addition to its types: keys for the alternative of a JSON type, by its name;
+"or" is one more alternative, and "any" replaces all."""
 
 
 def taken(
@@ -145,8 +145,8 @@ def types_of(hint: Any) -> tuple[JsonType, ...]:
         return (JsonType("object", "an object", types_of(args[1]), has_token_keys=args[0] is int),)
     if isinstance(origin, type) and issubclass(origin, Collection):
         inside = types_of(args[0])
-        words = f"a list of {inside[0].words.removeprefix('an ').removeprefix('a ')}s" if inside else "a list"
-        return (JsonType("array", words, inside),)
+        words = " or ".join(_plural(each.words) for each in inside)
+        return (JsonType("array", f"a list of {words}" if inside else "a list", inside),)
     if is_dataclass(hint):
         record = hint if isinstance(hint, type) and issubclass(hint, Declared) else None
         return (JsonType("object", "an object", record=record),)
@@ -212,13 +212,13 @@ def _fits(value: Any, kind: JsonType) -> bool:
 
 
 def _words(types: Sequence[JsonType]) -> str:
-    words = [
-        f"{each.words} of {each.inside[0].words.split(' ', 1)[1]}s"
-        if each.name == "array" and each.inside
-        else each.words
-        for each in types
-    ]
-    return " or ".join(dict.fromkeys(words))
+    return " or ".join(dict.fromkeys(each.words for each in types))
+
+
+def _plural(words: str) -> str:
+    """Return "lists of integers" for "a list of integers"."""
+    noun, of, elements = words.partition(" ")[2].partition(" of ")
+    return f"{noun}s{of}{elements}"
 
 
 def _wrong_element(value: Any, kinds: Sequence[JsonType]) -> tuple[str, Any] | None:
@@ -258,10 +258,10 @@ def _fields_of(declared: Any) -> Mapping[str, Field]:
     hints, called = get_type_hints(declared), declared.CALLED
     found = {}
     for each in fields(declared):
-        if (told := each.metadata.get("taken")) is not None:
+        if (declaration := each.metadata.get("taken")) is not None:
             name = called.get(each.name, each.name)
             required = each.default is MISSING
-            found[name] = Field(name, each.name, types_of(hints[each.name]), required=required, **told)
+            found[name] = Field(name, each.name, types_of(hints[each.name]), required=required, **declaration)
     options = options_of(SamplingParams)
     for parameter in declared.PARAMETERS:
         name, option = called.get(parameter, parameter), options[parameter]
