@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = build_parser().parse_args(argv)
         code = int(args.run(args))
         if sys.stdout is not None:
-            sys.stdout.flush()  # so that an error in it is told below, and not when Python exits
+            sys.stdout.flush()  # so that an error is reported below, not when Python exits
         return code
     except OctavoError as error:
         print(f"octavo: error: {' '.join(str(error).split())}", file=sys.stderr)

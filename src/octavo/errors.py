@@ -183,8 +183,8 @@ class GrammarError(LogitsError):
     def __init__(self, reasons: Mapping[str, str]) -> None:
         super().__init__(list(reasons))
         self.reasons = dict(reasons)
-        told = "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
-        self.args = (f"the grammar of a structured output cannot be followed any further: {told}",)
+        listed = "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
+        self.args = (f"the grammar of a structured output cannot be followed any further: {listed}",)
 
     def __reduce__(self) -> tuple[type[GrammarError], tuple[dict[str, str]]]:  # type: ignore[override]
         return type(self), (self.reasons,)

@@ -210,7 +210,7 @@ class CacheReport:
     def num_uncached_tokens(self) -> int:
         return self.num_prompt_tokens - self.num_cached_tokens
 
-    def as_told_to(self, tenant: str) -> CacheReport:
+    def visible_to(self, tenant: str) -> CacheReport:
         """Return the report for the client: what would reveal another tenant's or salt's cache is reported as cold."""
         if self.outcome is CacheOutcome.SALT or self.owner not in (None, tenant):
             return CacheReport(self.num_prompt_tokens, self.num_cached_tokens, CacheOutcome.COLD)

@@ -38,7 +38,7 @@ def serve(
     admit_and_compute(manager, seq)
     manager.ledger.admitted(seq.request, report)
     manager.audit()
-    return report.as_told_to(tenant), seq
+    return report.visible_to(tenant), seq
 
 
 def cached(manager: KVCacheManager, tenant: str, salt: str = "", group: str | None = None) -> int:

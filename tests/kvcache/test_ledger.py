@@ -97,7 +97,7 @@ def test_the_same_prompt_under_another_salt_is_told_to_the_admin_alone(manager: 
     report(manager, TOKENS, salt="pepper")
     found = report(manager, TOKENS, salt="cinnamon")
     assert found.outcome is CacheOutcome.SALT
-    assert found.as_told_to("") == CacheReport(16, 0, CacheOutcome.COLD)
+    assert found.visible_to("") == CacheReport(16, 0, CacheOutcome.COLD)
 
 
 def test_a_prompt_under_another_salt_is_told_only_as_long_as_it_is_cached(manager: KVCacheManager) -> None:
@@ -122,9 +122,9 @@ def test_within_a_group_a_tenant_is_not_told_what_became_of_anothers_prompt(mana
         manager.reset_prefix_cache()
     found = report(manager, [*TOKENS[:6], *range(50, 60)] if tell == "diverged" else TOKENS, tenant="b")
     assert found.outcome is CacheOutcome(tell)
-    told = found.as_told_to("b")
+    told = found.visible_to("b")
     assert told == CacheReport(16, found.num_cached_tokens, CacheOutcome.COLD)
-    assert found.as_told_to("a") == found
+    assert found.visible_to("a") == found
 
 
 def test_without_prefix_caching_it_is_bypassed() -> None:

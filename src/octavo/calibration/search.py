@@ -225,8 +225,8 @@ def _sensitivities(
         for format in formats[1:]:
             names = [widest] * index + [format.name] + [widest] * (num_layers - index - 1)
             costs[-1][format.name] = probe.loss(_dtype(names)).kl - base
-        told = ", ".join(f"{name} {cost:+.5f}" for name, cost in costs[-1].items() if name != widest)
-        say(f"layer {index}: {told}")
+        differences = ", ".join(f"{name} {cost:+.5f}" for name, cost in costs[-1].items() if name != widest)
+        say(f"layer {index}: {differences}")
     return costs
 
 

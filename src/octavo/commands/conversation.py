@@ -153,8 +153,8 @@ class Conversation:
         self._say(f"model       {model}, {most:,} tokens of context, {self._num_tokens:,} of them in use")
         default = SamplingParams(max_tokens=None)
         given = {name: getattr(self._params, name) for name in _SETTABLE}
-        told = [f"{name} {value}" for name, value in given.items() if value != getattr(default, name)]
-        self._say(f"parameters  {', '.join(told) or 'none set'}")
+        changed = [f"{name} {value}" for name, value in given.items() if value != getattr(default, name)]
+        self._say(f"parameters  {', '.join(changed) or 'none set'}")
         self._say(f"system      {self._system or '(none)'}")
 
     def _ask(self, question: str) -> None:

@@ -91,13 +91,13 @@ class Settings:
         """Return all options with secrets hidden, grouped by source, the highest precedence first."""
         grouped: dict[str, dict[str, Any]] = {}
         for source in (FLAG, ENVIRONMENT, self.path, DEFAULT):
-            told = {}
+            options = {}
             for name, option in self._options.items():
                 setting = self._by_name.get(name, Setting(option.default, DEFAULT))
                 if setting.source == source:
-                    told[name] = _shown(option, setting.value)
-            if source is not None and told:
-                grouped[source] = told
+                    options[name] = _shown(option, setting.value)
+            if source is not None and options:
+                grouped[source] = options
         return grouped
 
     def log(self) -> None:
@@ -105,9 +105,9 @@ class Settings:
 
         The operator knows the flags, having just written them, but may not be aware of the environment and the file.
         """
-        for source, told in self.by_source().items():
-            words = " ".join(f"{name}={_word(value)}" for name, value in told.items())
-            message = {"message": f"options from {source}", "options": told}
+        for source, options in self.by_source().items():
+            words = " ".join(f"{name}={_word(value)}" for name, value in options.items())
+            message = {"message": f"options from {source}", "options": options}
             level = logging.DEBUG if source in (FLAG, DEFAULT) else logging.INFO
             logger.log(level, "options from %s: %s", source, words, extra={"fields": message})
 

@@ -253,7 +253,7 @@ class OutputProcessor:
             if request.pooled is not None:
                 output.embedding = request.pooled.embedding()
             if request.cache_report is not None:
-                output.cache_report = request.cache_report.as_told_to(request.tenant)
+                output.cache_report = request.cache_report.visible_to(request.tenant)
         return output
 
     def _end(self, ended: Ended) -> RequestOutput | None:

@@ -201,7 +201,7 @@ class EngineStats:
         self.prefix_cache_hits += request.num_cached_tokens or 0
         if request.cache_report is not None:
             # Only what its tenant may know, because the metrics are open to everyone.
-            report = request.cache_report.as_told_to(request.tenant)
+            report = request.cache_report.visible_to(request.tenant)
             self.cache_outcomes[report.outcome] += 1
             self.uncached_tokens[report.outcome] += report.num_uncached_tokens
 

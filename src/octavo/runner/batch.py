@@ -151,7 +151,7 @@ class _Streams:
         inputs: the buffers that steps write, and the device reads.
 
     Attributes:
-        follows_tokens: whether a penalty or a grammar must be told the tokens of any sequence.
+        follows_tokens: whether a penalty or a grammar follows the tokens of any sequence.
     """
 
     def __init__(self, rows: Rows, sampling: SamplingBatch, tables: list[np.ndarray], inputs: StepInputs) -> None:

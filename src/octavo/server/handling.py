@@ -45,7 +45,7 @@ class IgnoredFields:
     def __init__(self) -> None:
         self._logged: set[str] = set()
 
-    def told(self, body: RequestBody, response: AnyResponse) -> AnyResponse:
+    def add_header(self, body: RequestBody, response: AnyResponse) -> AnyResponse:
         """Return the response, with a header that names the fields of the request's body that were ignored, if any."""
         if body.ignored:
             response.headers[IGNORED_HEADER] = header_value(body.ignored)
@@ -144,18 +144,18 @@ class Handling:
             error_event or (lambda error: api.error_event(error.status, error.fields())),
             api.stream,
         )
-        return self._ignored.told(body, stream)
+        return self._ignored.add_header(body, stream)
 
     async def respond_whole(self, request: Request, body: RequestBody, answer: Answer) -> Response:
         charge_of(request.scope).begin(answer.usage)
-        return self._ignored.told(body, WholeAnswer(await self._in_flight.run(request.receive, answer.whole())))
+        return self._ignored.add_header(body, WholeAnswer(await self._in_flight.run(request.receive, answer.whole())))
 
     def respond_read(self, read: ReadAnswer) -> Response:
         """Send what answers a body without the engine."""
         return self.respond_json(read.body, read.content)
 
     def respond_json(self, body: RequestBody, content: bytes) -> Response:
-        return self._ignored.told(body, json_response(content))
+        return self._ignored.add_header(body, json_response(content))
 
     def traceparent(self, request: Request) -> str | None:
         """Return the request's `traceparent` header, or None if it is absent or invalid, or tracing is off."""

@@ -137,10 +137,10 @@ class OllamaApi:
 
     async def pull(self, request: Request) -> Response:
         named: NamedModel = await self._handling.read(request, "model")
-        told = line({"status": "success"})
+        payload = line({"status": "success"})
         if named.body.streams:
-            return Response(told, media_type=OLLAMA.stream)
-        return self._handling.respond_json(named.body, told)
+            return Response(payload, media_type=OLLAMA.stream)
+        return self._handling.respond_json(named.body, payload)
 
     async def list_models(self, request: Request) -> Response:
         return json_response(json_bytes({"models": [self._card(name) for name in self._handling.names]}))

@@ -133,7 +133,7 @@ def test_each_field_is_logged_once_and_never_more_than_some(caplog: pytest.LogCa
     with caplog.at_level(logging.WARNING, logger="octavo.server"):
         for i in range(MAX_LOGGED + 50):
             body.ignored = (f"f{i}\nforged", "f0\nforged")
-            fields.told(body, Response())
+            fields.add_header(body, Response())
     assert len(caplog.records) == MAX_LOGGED + 1
     assert "\n" not in caplog.records[0].getMessage()
     assert "further ones are not logged" in caplog.records[-1].getMessage()

@@ -57,16 +57,16 @@ class ChatAnswer(Answer):
         return json_pieces(response)
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
-        told: dict[str, Any] = {"role": "assistant", "content": self._echoed + completion.text, "refusal": None}
+        payload: dict[str, Any] = {"role": "assistant", "content": self._echoed + completion.text, "refusal": None}
         if self._choices:
             choice = self._choices[completion.index]
             choice.read(completion)
-            told["content"] = self._echoed + choice.text(BlockKind.TEXT)
+            payload["content"] = self._echoed + choice.text(BlockKind.TEXT)
             if any(block.kind is BlockKind.REASONING for block in choice.blocks):
-                told["reasoning_content"] = choice.text(BlockKind.REASONING)
+                payload["reasoning_content"] = choice.text(BlockKind.REASONING)
             if calls := [_call(block, block.text) for block in choice.blocks if block.kind is BlockKind.CALL]:
-                told |= {"content": told["content"] or None, "tool_calls": calls}
-        return {"index": completion.index, "message": told, **self._reported(completion)}
+                payload |= {"content": payload["content"] or None, "tool_calls": calls}
+        return {"index": completion.index, "message": payload, **self._reported(completion)}
 
     def _reported(self, completion: CompletionOutput) -> dict[str, Any]:
         """Return the fields of a choice other than its text, for whole answers and for chunks."""
@@ -107,10 +107,10 @@ class ChatAnswer(Answer):
 
     def last(self) -> bytes:
         """Return the end: `DONE`, after an event with usage and the `octavo` object if they were requested."""
-        told = self._extension.report()
+        payload = self._extension.report()
         if self._body.reports_usage:
-            told = {"usage": self.usage.report(), **told}
-        return (event(f"{self._stream_head}],{dumps(told)[1:]}").encode() if told else b"") + DONE
+            payload = {"usage": self.usage.report(), **payload}
+        return (event(f"{self._stream_head}],{dumps(payload)[1:]}").encode() if payload else b"") + DONE
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -134,10 +134,10 @@ class ChatAnswer(Answer):
     def _parsed_deltas(self, completion: CompletionOutput) -> list[str]:
         """Return one choice object per parsed delta; the last one also carries the fields of `_reported`."""
         changes = self._choices[completion.index].read(completion)
-        told = [delta for change in changes if (delta := _delta(change)) is not None]
+        deltas = [delta for change in changes if (delta := _delta(change)) is not None]
         plain = {"logprobs": None, "finish_reason": None}
         says_more = completion.finish_reason or completion.logprobs is not None or self._body.return_token_ids
-        chunks = [{"index": completion.index, "delta": delta, **plain} for delta in told]
+        chunks = [{"index": completion.index, "delta": delta, **plain} for delta in deltas]
         if says_more:
             last = chunks.pop() if chunks and completion.finish_reason is None else {"index": completion.index}
             chunks.append({"delta": {}, **last, **self._reported(completion)})

@@ -112,7 +112,7 @@ class ChatChoice:
         ends = completion.finish_reason is not None
         if ends:
             events += self._parser.finish()
-        return [*self._take(filter(self._is_told, events)), *(self._close() if ends else ())]
+        return [*self._take(filter(self._is_visible, events)), *(self._close() if ends else ())]
 
     @property
     def finish_reason(self) -> str | None:
@@ -124,7 +124,7 @@ class ChatChoice:
         """Return the text of all blocks of a kind."""
         return "".join(block.text for block in self.blocks if block.kind is kind)
 
-    def _is_told(self, event: Event) -> bool:
+    def _is_visible(self, event: Event) -> bool:
         if isinstance(event, Reasoning):
             return self._speech.tells_reasoning
         return not (self._speech.one_call and isinstance(event, CallBegins | Arguments) and event.index > 0)

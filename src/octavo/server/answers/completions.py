@@ -63,8 +63,8 @@ class CompletionAnswer(Answer):
         choices: list[dict[str, Any]] = []
         for prompt_index, output in enumerate(outputs):
             choices.extend(self._new_choices(prompt_index, output))
-        told = {"usage": self.usage.report(), **self._extension.report()}
-        return json_pieces({**self._head(), "choices": choices, **told})
+        payload = {"usage": self.usage.report(), **self._extension.report()}
+        return json_pieces({**self._head(), "choices": choices, **payload})
 
     def render(self, index: int, output: RequestOutput) -> bytes:
         choices = self._new_choices(index, output)
@@ -75,10 +75,10 @@ class CompletionAnswer(Answer):
         return "".join([event(self._stream_head + dumps(choice) + tail) for choice in choices]).encode()
 
     def last(self) -> bytes:
-        told = self._extension.report()
+        payload = self._extension.report()
         if self._body.reports_usage:
-            told = {"usage": self.usage.report(), **told}
-        return (event(f"{self._stream_head}],{dumps(told)[1:]}").encode() if told else b"") + DONE
+            payload = {"usage": self.usage.report(), **payload}
+        return (event(f"{self._stream_head}],{dumps(payload)[1:]}").encode() if payload else b"") + DONE
 
     def _head(self) -> dict[str, Any]:
         return {

@@ -311,16 +311,16 @@ class ResponseExtension:
 
     def report(self) -> dict[str, Any]:
         """Return `{"octavo": {…}}`, to be merged into the response; empty if nothing was asked for."""
-        told: dict[str, Any] = {}
+        payload: dict[str, Any] = {}
         if self._tells_ledger:
-            told["ledger"] = [
+            payload["ledger"] = [
                 None
                 if output is None or output.cache_report is None
                 else {**report_fields(output.cache_report), **_by_tier(output)}
                 for output in self._outputs
             ]
         if self._tells_pins:
-            told["pins"] = [
+            payload["pins"] = [
                 {
                     "id": receipt.pin_id,
                     "requested_tokens": receipt.num_requested_tokens,
@@ -331,7 +331,7 @@ class ResponseExtension:
                 if output is not None
                 for receipt in output.pins
             ]
-        return {"octavo": told} if told else {}
+        return {"octavo": payload} if payload else {}
 
 
 def _by_tier(output: RequestOutput) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class LlamaCppAnswer(Answer):
         for index, output in enumerate(outputs):
             self._count(index, output)
             (completion,) = output.outputs
-            answers.append(json_pieces({**self._told(index, completion), **self._ending(index, output, completion)}))
+            answers.append(json_pieces({**self._payload(index, completion), **self._ending(index, output, completion)}))
         if len(answers) == 1:
             return answers[0]
         parted = [piece for index, pieces in enumerate(answers) for piece in (b"," if index else b"[", *pieces)]
@@ -52,9 +52,9 @@ class LlamaCppAnswer(Answer):
         self._count(index, output)
         events = []
         for completion in output.outputs:
-            told = {**self._told(index, completion), **self._counts(index)}
+            payload = {**self._payload(index, completion), **self._counts(index)}
             if completion.text or completion.token_ids:
-                events.append(event(dumps({**told, "stop": False})))
+                events.append(event(dumps({**payload, "stop": False})))
             if output.finished:
                 ending = {"content": "", "tokens": [], **self._ending(index, output, completion)}
                 events.append(event(dumps({"index": index, **ending})))
@@ -64,16 +64,16 @@ class LlamaCppAnswer(Answer):
         self.usage.add(index, output)
         self._usages[index].add(0, output)
 
-    def _told(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
-        told: dict[str, Any] = {
+    def _payload(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
+        payload: dict[str, Any] = {
             "index": index,
             "content": completion.text,
             "tokens": completion.token_ids if self._body.return_tokens else [],
             "id_slot": -1,
         }
         if completion.logprobs is not None:
-            told["completion_probabilities"] = self._probabilities(completion)
-        return told
+            payload["completion_probabilities"] = self._probabilities(completion)
+        return payload
 
     def _probabilities(self, completion: CompletionOutput) -> list[dict[str, Any]]:
         given = completion.logprobs or []
@@ -165,11 +165,11 @@ def properties(
 ) -> bytes:
     """Return the answer of `GET /props`; `default_sampling` is what the model's authors recommend."""
     defaults = SamplingParams(**{**LLAMACPP_DEFAULTS, **default_sampling, "max_tokens": None})
-    told = {
+    payload = {
         "default_generation_settings": {"n_ctx": max_model_len, "params": settings(defaults)},
         "model_alias": names[0],
         "chat_template": template,
         "modalities": {"vision": False, "audio": False},
         "build_info": f"octavo {version}",
     }
-    return json_bytes(told)
+    return json_bytes(payload)

@@ -111,14 +111,14 @@ def chat_logprobs(
 
 
 def _chat_entry(texts: TokenTexts, token_id: int, entry: TokenLogprobs, *, as_token_ids: bool) -> dict[str, Any]:
-    def told(token_id: int, logprob: float) -> dict[str, Any]:
+    def entry_of(token_id: int, logprob: float) -> dict[str, Any]:
         text, raw = texts[token_id]
         name = _token_id_name(token_id) if as_token_ids else text
         return {"token": name, "logprob": _finite(logprob), "bytes": list(raw)}
 
     return {
-        **told(token_id, entry.logprob),
-        "top_logprobs": [told(other, logprob) for other, logprob in entry.top],
+        **entry_of(token_id, entry.logprob),
+        "top_logprobs": [entry_of(other, logprob) for other, logprob in entry.top],
     }
 
 

@@ -27,13 +27,13 @@ class MessagesAnswer(SingleChat):
         return json_pieces({**self._head(content), **self._ending(), "usage": self._usage()})
 
     def render(self, index: int, output: RequestOutput) -> bytes:
-        told = [_event(_told(change)) for change in self.read(output)]
+        events = [_event(_payload(change)) for change in self.read(output)]
         if not self._begun:
             self._begun = True
             message = {**self._head([]), "stop_reason": None, "stop_sequence": None}
             usage = {**self._usage(), "output_tokens": 0}
-            told.insert(0, _event({"type": "message_start", "message": {**message, "usage": usage}}))
-        return "".join(told).encode()
+            events.insert(0, _event({"type": "message_start", "message": {**message, "usage": usage}}))
+        return "".join(events).encode()
 
     def last(self) -> bytes:
         ending = {"type": "message_delta", "delta": self._ending(), "usage": self._usage()}
@@ -78,7 +78,7 @@ def _whole(block: Block) -> dict[str, Any]:
     return {"thinking" if block.kind is BlockKind.REASONING else "text": block.text}
 
 
-def _told(change: Change) -> dict[str, Any]:
+def _payload(change: Change) -> dict[str, Any]:
     match change:
         case Opened(block):
             return {"type": "content_block_start", "index": block.index, "content_block": _opening(block)}

@@ -52,10 +52,14 @@ class OllamaAnswer(SingleChat):
 
     def assemble(self, outputs: list[RequestOutput]) -> list[bytes]:
         (output,) = outputs
-        return json_pieces({**self._head(), **self._told(output), **self._ending(output)})
+        return json_pieces({**self._head(), **self._payload(output), **self._ending(output)})
 
     def render(self, index: int, output: RequestOutput) -> bytes:
-        lines = [line({**self._head(), **told, "done": False})] if (told := self._told(output, in_stream=True)) else []
+        lines = (
+            [line({**self._head(), **payload, "done": False})]
+            if (payload := self._payload(output, in_stream=True))
+            else []
+        )
         if output.finished:
             # In pieces, because the context may be long.
             last = {**self._head(), **self._body.answered(""), **self._ending(output)}
@@ -65,7 +69,7 @@ class OllamaAnswer(SingleChat):
     def _head(self) -> dict[str, Any]:
         return {"model": self.job.model, "created_at": now()}
 
-    def _told(self, output: RequestOutput, *, in_stream: bool = False) -> dict[str, Any]:
+    def _payload(self, output: RequestOutput, *, in_stream: bool = False) -> dict[str, Any]:
         """Return what an output says; in a stream, nothing if it says nothing."""
         parts = _parts(self.read(output))
         completion = self.choice.completion
@@ -75,9 +79,9 @@ class OllamaAnswer(SingleChat):
             parts["logprobs"] = chat_logprobs(self._texts, completion.token_ids, completion.logprobs)["content"]
         if in_stream and not parts:
             return {}
-        # Log-probabilities stand beside the message, all else in it.
-        beside = {"logprobs": parts.pop("logprobs")} if "logprobs" in parts else {}
-        return {**self._body.answered(parts.pop("content", ""), **parts), **beside}
+        # Log-probabilities go next to the message, everything else into it.
+        outside = {"logprobs": parts.pop("logprobs")} if "logprobs" in parts else {}
+        return {**self._body.answered(parts.pop("content", ""), **parts), **outside}
 
     def _ending(self, output: RequestOutput) -> dict[str, Any]:
         reason = self.choice.completion.finish_reason
@@ -150,8 +154,8 @@ def embeddings(model: str, vectors: Sequence[bytes], began: float, prompt_tokens
     """Return the answer of `/api/embed`, in pieces, for vectors as JSON."""
     pieces = [json_bytes({"model": model})[:-1] + b',"embeddings":[']
     pieces += [b"," * bool(index) + vector for index, vector in enumerate(vectors)]
-    told = {"total_duration": _nanoseconds(time.monotonic() - began), "load_duration": 0}
-    return [*pieces, b"]," + json_bytes({**told, "prompt_eval_count": prompt_tokens})[1:]]
+    payload = {"total_duration": _nanoseconds(time.monotonic() - began), "load_duration": 0}
+    return [*pieces, b"]," + json_bytes({**payload, "prompt_eval_count": prompt_tokens})[1:]]
 
 
 def line(fields: dict[str, Any]) -> bytes:

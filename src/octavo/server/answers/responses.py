@@ -109,13 +109,13 @@ class ResponseAnswer(SingleChat):
         return logprobs + sum(len(block.pieces) for block in self.choice.blocks)
 
     def render(self, index: int, output: RequestOutput) -> bytes:
-        told: list[bytes] = []
+        events: list[bytes] = []
         if not self._number:
             begun = self._response("in_progress")
-            told = [self._event(f"response.{name}", response=begun) for name in ("created", "in_progress")]
+            events = [self._event(f"response.{name}", response=begun) for name in ("created", "in_progress")]
         for change in self.read(output):
-            told += self._told(change, self._logprobs_of(change))
-        return b"".join(told)
+            events += self._change_events(change, self._logprobs_of(change))
+        return b"".join(events)
 
     def last(self) -> bytes:
         status = self._ending()
@@ -139,23 +139,23 @@ class ResponseAnswer(SingleChat):
 
     def error_event(self, error: ApiError) -> bytes:
         """Format an error in the stream, with the fields of OpenAI's reference and with `error`, which clients read."""
-        told = error.fields()
-        beside = {name: told[name] for name in ("code", "message", "param")}
-        return self._event("error", **beside, error=told)
+        payload = error.fields()
+        top_level = {name: payload[name] for name in ("code", "message", "param")}
+        return self._event("error", **top_level, error=payload)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        told = {"type": kind, "sequence_number": self._number, **fields}
+        payload = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         # Only log-probabilities make an event so long that it must be encoded in pieces.
-        pieces = json_pieces(told, ascii_bytes) if self._logprobs else [ascii_bytes(told)]
+        pieces = json_pieces(payload, ascii_bytes) if self._logprobs else [ascii_bytes(payload)]
         return b"".join((f"event: {kind}\ndata: ".encode(), *pieces, b"\n\n"))
 
-    def _told(self, change: Change, grown: list[dict[str, Any]]) -> list[bytes]:
+    def _change_events(self, change: Change, grown: list[dict[str, Any]]) -> list[bytes]:
         block = change.block
         where: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
         name = {BlockKind.TEXT: "output_text", BlockKind.REASONING: "reasoning_text"}.get(block.kind)
         if name is None:
-            return self._told_of_call(change, where)
+            return self._call_events(change, where)
         part = where | {"content_index": 0}
 
         def logprobs(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class ResponseAnswer(SingleChat):
                     self._event("response.output_item.done", output_index=block.index, item=self._item(block)),
                 ]
 
-    def _told_of_call(self, change: Change, where: dict[str, Any]) -> list[bytes]:
+    def _call_events(self, change: Change, where: dict[str, Any]) -> list[bytes]:
         kind = "response.function_call_arguments"
         match change:
             case Opened(block):

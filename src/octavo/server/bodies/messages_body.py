@@ -131,14 +131,14 @@ def _chat_messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
         elif kind != "redacted_thinking":
             check_part(block, at)
             parts.append(block)
-    told: dict[str, Any] = {"role": role, "content": parts}
+    payload: dict[str, Any] = {"role": role, "content": parts}
     if calls:
-        told["tool_calls"] = calls
+        payload["tool_calls"] = calls
         # The block marked to be cached may be a call, which is not among the parts.
-        told["cache_control"] = next((b["cache_control"] for b in content if b.get("cache_control")), None)
+        payload["cache_control"] = next((b["cache_control"] for b in content if b.get("cache_control")), None)
     if thinking:
-        told["reasoning_content"] = "\n".join(thinking)
-    return results + ([told] if parts or calls or thinking or not results else [])
+        payload["reasoning_content"] = "\n".join(thinking)
+    return results + ([payload] if parts or calls or thinking or not results else [])
 
 
 def _tool_result(block: dict[str, Any], where: str) -> dict[str, Any]:

@@ -149,11 +149,11 @@ def _chat_message(message: dict[str, Any], where: str) -> dict[str, Any]:
     for name in ("thinking", "tool_name"):
         if not isinstance(message.get(name), str | None):
             raise FieldError(f"{where}.{name}", f"must be a string, got {shown(message[name])}")
-    told = {"role": message.get("role"), "content": message.get("content") or ""}
+    payload = {"role": message.get("role"), "content": message.get("content") or ""}
     others = {
         "reasoning_content": message.get("thinking"),
         "tool_calls": message.get("tool_calls"),
         "name": message.get("tool_name"),
         "tool_call_id": message.get("tool_call_id"),
     }
-    return told | {name: value for name, value in others.items() if value}
+    return payload | {name: value for name, value in others.items() if value}

@@ -126,11 +126,11 @@ def page(items: list[Item], query: dict[str, str]) -> dict[str, Any]:
 
 def _listed(item: Item) -> Item:
     """Return an item as it is listed: with a type and a status, and a message's text as a part."""
-    told = {"type": "message", "status": "completed", **item}
-    if told["type"] == "message" and isinstance(text := item.get("content"), str):
+    payload = {"type": "message", "status": "completed", **item}
+    if payload["type"] == "message" and isinstance(text := item.get("content"), str):
         kind = {"type": "output_text", "annotations": []} if item["role"] == "assistant" else {"type": "input_text"}
-        told["content"] = [{**kind, "text": text}]
-    return told
+        payload["content"] = [{**kind, "text": text}]
+    return payload
 
 
 # Objects that the response repeats, several times if it is streamed; `tools` have limits of their own.
@@ -284,8 +284,8 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 {"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(item.get("output"), where)}
             )
         elif kind == "message" and item.get("role") == "assistant":
-            told = answer()
-            told["content"] = f"{told['content']}{_text(item.get('content'), where)}"
+            payload = answer()
+            payload["content"] = f"{payload['content']}{_text(item.get('content'), where)}"
         elif kind == "message":
             open_answer = None
             if (role := item.get("role")) not in ROLES:

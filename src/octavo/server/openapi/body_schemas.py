@@ -41,13 +41,13 @@ _TOGETHER: Mapping[str, Schema] = {
 def body_schema(declared: type[Declared], server: Served) -> Schema:
     """Return the schema of a body, or of an object in one."""
     known = fields_of(declared)
-    told: Schema = {
+    schema: Schema = {
         "type": "object",
         "properties": {name: _field_schema(each, server) for name, each in known.items()},
     }
     if required := [name for name, each in known.items() if each.required]:
-        told["required"] = required
-    return told | _TOGETHER.get(declared.__name__, {})
+        schema["required"] = required
+    return schema | _TOGETHER.get(declared.__name__, {})
 
 
 def _field_schema(each: Field, server: Served) -> Schema:
@@ -60,30 +60,30 @@ def _field_schema(each: Field, server: Served) -> Schema:
         ranges["string"] = {"maxLength": getattr(server.limits, each.limit)}
     if each.ranges is not None:
         ranges |= each.ranges(server)
-    told: Schema = {"description": each.help} if each.help else {}
+    schema: Schema = {"description": each.help} if each.help else {}
     if (whole := ranges.get("any")) is not None:
-        return told | whole
+        return schema | whole
     if not each.types:
-        return told
+        return schema
     alternatives = [_type_schema(kind, server) | ranges.get(kind.name, {}) for kind in each.types]
     if "or" in ranges:
         alternatives.append(ranges["or"])
     if not each.required:
         alternatives.append({"type": "null"})
-    return told | (alternatives[0] if len(alternatives) == 1 else {"anyOf": alternatives})
+    return schema | (alternatives[0] if len(alternatives) == 1 else {"anyOf": alternatives})
 
 
 def _type_schema(kind: JsonType, server: Served) -> Schema:
     if kind.record is not None:
         return body_schema(kind.record, server)
-    told: Schema = {"enum": list(kind.choices)} if kind.choices else {"type": kind.name}
+    schema: Schema = {"enum": list(kind.choices)} if kind.choices else {"type": kind.name}
     if kind.inside:
         alternatives = [_type_schema(each, server) for each in kind.inside]
         inside = alternatives[0] if len(alternatives) == 1 else {"anyOf": alternatives}
-        told["items" if kind.name == "array" else "additionalProperties"] = inside
+        schema["items" if kind.name == "array" else "additionalProperties"] = inside
     if kind.has_token_keys:
-        told["propertyNames"] = {"pattern": "^[0-9]+$"}
-    return told
+        schema["propertyNames"] = {"pattern": "^[0-9]+$"}
+    return schema
 
 
 def _parameter_ranges(option: Option, server: Served) -> dict[str, Schema]:
