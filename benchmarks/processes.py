@@ -238,6 +238,8 @@ def measure(mode: str, streams: int, step_ms: float, seconds: float) -> Result:
         raise RuntimeError(f"{len(failed)} of {streams} requests failed: {failed[0]}")
     begin = max(record.chunk_times[0] for record in records)
     end = min(record.chunk_times[-1] for record in records)
+    if end <= begin:
+        raise RuntimeError(f"the first stream ended {begin - end:.1f} s before the last began; give more --seconds")
     gaps, count = [], 0
     for record in records:
         times = [at for at in record.chunk_times if begin <= at <= end]
@@ -272,6 +274,9 @@ def table(results: dict[tuple[float, int, str], list[Result]]) -> str:
         "|---:|---:|---|---:|---:|---:|---:|",
     ]
     for (step_ms, streams, mode), runs in results.items():
+        if not runs:
+            lines.append(f"| {step_ms:g} ms | {streams} | {mode} | not measured | | | |")
+            continue
         medians = [
             statistics.median(getattr(run, name) for run in runs)
             for name in ("tokens_per_second", "p99_ms", "beyond_step_ms", "memory_mib")
@@ -301,8 +306,12 @@ def main() -> None:
     results: dict[tuple[float, int, str], list[Result]] = {}
     for _ in range(arguments.rounds):
         for step_ms, streams, mode in itertools.product(arguments.steps, arguments.streams, MODES):
-            result = measure(mode, streams, step_ms, arguments.seconds)
-            results.setdefault((step_ms, streams, mode), []).append(result)
+            runs = results.setdefault((step_ms, streams, mode), [])
+            try:
+                runs.append(measure(mode, streams, step_ms, arguments.seconds))
+                result = str(runs[-1])
+            except RuntimeError as error:
+                result = f"not measured: {error}"
             print(f"{step_ms:g} ms, {streams} streams, {mode}: {result}", flush=True)
     told = table(results)
     print(told)

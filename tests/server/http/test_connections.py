@@ -214,16 +214,77 @@ def test_a_body_of_known_length_is_parsed_in_large_parts(
     assert len(parsed) <= len(body) // _BODY_AT_ONCE + len(received) + 2
 
 
+def close_turnstile(
+    server: Running, monkeypatch: pytest.MonkeyPatch, name: str = "turnstile"
+) -> list[Callable[[], None]]:
+    """Let every connection wait for its turn; returns what lets each go on."""
+    waiting: list[Callable[[], None]] = []
+    protocol = server.server.config.http_protocol_class
+    assert issubclass(protocol, GuardedConnection)
+
+    def queue(goes_on: Callable[[], None], size: int = 1) -> None:
+        loop = asyncio.get_running_loop()
+        waiting.append(lambda: loop.call_soon_threadsafe(goes_on))
+
+    turnstile = getattr(protocol, name)
+    monkeypatch.setattr(turnstile, "passes", lambda size=1: False)
+    monkeypatch.setattr(turnstile, "queue", queue)
+    return waiting
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_the_time_for_which_a_request_waits_its_turn_is_not_the_clients(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch, is_kept: bool
+) -> None:
+    server = start(header_timeout=SHORT, keep_alive_timeout=SHORT)
+    with connect(server) as connection:
+        if is_kept:
+            assert ask(connection).startswith(b"HTTP/1.1 200 ")
+        waiting = close_turnstile(server, monkeypatch)
+        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
+        wait_until(lambda: bool(waiting))
+        time.sleep(3 * SHORT)
+        waiting.pop()()
+        assert answer_of(connection).startswith(b"HTTP/1.1 200 ")
+    assert server.server.connections.slow_header == 0
+
+
+@pytest.mark.slow
+def test_a_header_that_trickles_while_its_start_waits_for_a_turn_ends_in_time(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start(header_timeout=SHORT)
+    close_turnstile(server, monkeypatch)
+    with connect(server) as connection:
+        connection.sendall(HEAD)
+        assert rest(connection).startswith(b"HTTP/1.1 408 ")
+    assert server.server.connections.slow_header == 1
+
+
+@pytest.mark.slow
+def test_the_time_for_which_a_body_waits_to_be_parsed_is_not_the_clients(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start(body_timeout=SHORT)
+    waiting = close_turnstile(server, monkeypatch, "parsing")
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY + b" " * 1_000) + b"0\r\n\r\n"
+    with connect(server) as connection:
+        connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+        wait_until(lambda: not idle_of(server))
+        connection.sendall(chunks)
+        wait_until(lambda: bool(waiting))
+        time.sleep(3 * SHORT)
+        monkeypatch.undo()
+        waiting.pop()()
+        assert answer_of(connection).startswith(b"HTTP/1.1 200 ")
+
+
 def test_a_probe_does_not_wait_behind_requests_with_bodies(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = start()
-    waiting: list[Callable[[], None]] = []
-    protocol = server.server.config.http_protocol_class
-    assert issubclass(protocol, GuardedConnection)
-    crowd = protocol.turnstile
-    monkeypatch.setattr(crowd, "passes", lambda size=1: False)
-    monkeypatch.setattr(crowd, "queue", lambda goes_on, size=1: waiting.append(goes_on))
+    waiting = close_turnstile(server, monkeypatch)
     with connect(server) as connection:
         connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
         wait_until(lambda: bool(waiting))

@@ -7,8 +7,9 @@ Where all connections are taken, a new one closes the one that has waited for a 
 client without a key could hold all of them by opening one whenever one is closed. It is refused if all serve requests.
 
 Sending a byte now and then (slowloris) does not extend the time of a phase, but a large body gets the time that it
-takes at `MIN_BODY_RATE`. An answer that the client does not read waits behind the socket's buffers, and the connection
-is cut when nothing could be written for `write_timeout`.
+takes at `MIN_BODY_RATE`. The time for which received data waits here for its turn is not counted against the client. An
+answer that the client does not read waits behind the socket's buffers, and the connection is cut when nothing could be
+written for `write_timeout`.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ _LINES_AT_ONCE = 256
 # Received bytes beyond which a connection that waits for its turn is not read. Below that it is, so that a client that
 # leaves is noticed.
 _HELD_AT_MOST = 64 * 1024
+# Seconds until a timer looks again at a connection that waits for its turn.
+_QUEUED_GRACE = 1.0
 # Size limit of a request's header, whose lines h11 parses all at once.
 MAX_HEADER_BYTES = 16 * 1024
 
@@ -196,6 +199,7 @@ class GuardedConnection(H11Protocol):
 
     def _queue(self, turnstile: Turnstile | None) -> None:
         """Let `_go_on` be called once it is this connection's turn."""
+        self._unset_keepalive_if_required()
         if self._is_queued:
             return
         self._is_queued = True
@@ -276,8 +280,9 @@ class GuardedConnection(H11Protocol):
 
     def _check_body(self) -> None:
         deadline = self._body_began + self.limits.body_timeout + self._body_bytes / MIN_BODY_RATE
+        left = _QUEUED_GRACE if self._held else deadline - self.loop.time()
         # Do not wait for less than a millisecond: the loop's clock is coarse, and the precision does not matter.
-        if (left := deadline - self.loop.time()) > 0.001:
+        if left > 0.001:
             self._body_timer = self.loop.call_later(left, self._check_body)
             return
         self._body_timer = None
@@ -288,8 +293,12 @@ class GuardedConnection(H11Protocol):
         self._header_timer = None
         if self.transport.is_closing():
             return
+        received = self.conn.trailing_data[0] + self._held
+        if _has_header(received):
+            self._header_timer = self.loop.call_later(_QUEUED_GRACE, self._end_slow_header)
+            return
         self.counters.slow_header += 1
-        if self.conn.trailing_data[0]:
+        if received:
             self._end(HTTPStatus.REQUEST_TIMEOUT, "The request's header did not come in time.", "header_timeout")
         else:
             self.transport.close()  # no part of a request was received
@@ -321,6 +330,11 @@ def _end_of_lines(data: bytes, counts: bool) -> int:
         if not end:
             break
     return end or len(data)
+
+
+def _has_header(data: bytes) -> bool:
+    """Return whether data from the start of a request has its whole header."""
+    return b"\n\r\n" in data or b"\n\n" in data
 
 
 def _plain_answer(status: HTTPStatus, message: str, code: str, *, retry: bool = False) -> bytes:
