@@ -44,7 +44,7 @@ def main(url: str = "http://127.0.0.1:8000", pause: str = "8") -> None:
         scene(
             "1. One request",
             "Its prompt takes blocks at once (active), its answer one more every 16 tokens: click it, and its block "
-            "table grows. At the end its full blocks turn cached: their keys and values are still there, for whoever "
+            "table grows. At the end its full blocks turn cached: their keys and values are still there, for whichever "
             "begins with the same tokens.",
             [{"prompt": story(1), "max_tokens": 250}],
         )

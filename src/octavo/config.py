@@ -195,7 +195,7 @@ class EngineConfig(Options):
     kv_cache_memory: int | None = _cache(
         None,
         "memory for the KV cache, such as 2GiB; default: what --gpu-memory-utilization leaves, or on a CPU 40 % of the "
-        "free RAM (at most $OCTAVO_MEMORY_LIMIT, if set) beside the weights",
+        "free RAM (at most $OCTAVO_MEMORY_LIMIT, if set) that the weights leave",
         unit=BYTES,
         least=1,
     )
@@ -220,7 +220,7 @@ class EngineConfig(Options):
     )
     kv_scales: str | None = _cache(
         None,
-        "scales of an fp8 or nvfp4 KV cache, written by `octavo calibrate`; default: the file that it wrote beside the "
+        "scales of an fp8 or nvfp4 KV cache, written by `octavo calibrate`; default: the file it wrote next to the "
         "model, or the checkpoint's own",
         metavar="FILE",
     )
@@ -282,7 +282,7 @@ class EngineConfig(Options):
     )
     kv_remote_secret: str | None = _below(
         None,
-        "key that signs what is stored in --kv-remote, so that nobody else who can write there can plant blocks; the "
+        "key that signs what is stored in --kv-remote, so that others who can write there cannot plant blocks; the "
         "same on all servers, at least 16 characters; shows in `ps`: prefer $OCTAVO_KV_REMOTE_SECRET",
         metavar="KEY",
         check=_check_secret,

@@ -130,7 +130,7 @@ def test_a_file_that_says_something_else_is_refused_with_the_place(tmp_path: Pat
         ("OCTAVO_PORT", "", "OCTAVO_PORT is set but empty"),
         ("OCTAVO_API_KEY", " , ", "OCTAVO_API_KEY is set but holds no key"),
         ("OCTAVO_DETERMINISTIC", "maybe", "OCTAVO_DETERMINISTIC must be true or false, got 'maybe'"),
-        ("OCTAVO_PORT", "tcp://10.0.0.1:8000", "which Kubernetes sets beside a service called octavo"),
+        ("OCTAVO_PORT", "tcp://10.0.0.1:8000", "which Kubernetes sets for a service called octavo"),
     ],
 )
 def test_a_variable_that_means_nothing_is_refused(tmp_path: Path, variable: str, value: str, says: str) -> None:

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("calibration options")
     group.add_argument("--data", metavar="FILE", help="text to calibrate with; default: Python's own documentation")
     group.add_argument(
-        "--output", metavar="FILE", help="file to write; default: beside the model; with --search: kv_cache_table.toml"
+        "--output", metavar="FILE", help="file to write; default: next to the model; with --search: kv_cache_table.toml"
     )
     add_window_options(group, "8; with --search: 2", "512; with --search: 256")
     group.add_argument(
@@ -121,6 +121,6 @@ def _scales(args: argparse.Namespace, options: dict[str, Any], text: Text) -> in
         if key in found.errors
     ]
     print("\n".join(report.columns(("", "error as stored", "with scales of 1.0"), rows)))
-    beside = " (found there by itself)" if not args.output else f": give --kv-scales {path}"
-    print(f"written to {path}{beside}")
+    hint = " (where it is found automatically)" if not args.output else f": give --kv-scales {path}"
+    print(f"written to {path}{hint}")
     return 0

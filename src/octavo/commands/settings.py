@@ -122,7 +122,7 @@ class Settings:
             text = environment[variable].strip()
             if variable == "OCTAVO_PORT" and "://" in text:
                 raise ConfigError(
-                    f"the environment variable OCTAVO_PORT is {shown(text)}, which Kubernetes sets beside a service "
+                    f"the environment variable OCTAVO_PORT is {shown(text)}, which Kubernetes sets for a service "
                     "called octavo: give the pod enableServiceLinks: false, or the service another name"
                 )
             if not text:

@@ -88,9 +88,9 @@ def choose_scales(
     if calculate:
         logger.info("KV cache scales: from the first tokens that are computed")
         return f"calculated {secrets.token_hex(8)}"  # unique, so that no other engine's blocks are found
-    beside = path_beside(source, dtype)
-    if file is None and beside.is_file():
-        file = str(beside)
+    default = path_beside(source, dtype)
+    if file is None and default.is_file():
+        file = str(default)
     if file is not None:
         heads = {
             index: {name: len(side.scale) for name, side in calibrated_sides(layer).items()}

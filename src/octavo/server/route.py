@@ -26,7 +26,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 class Access(Enum):
     """Who may use an endpoint of a server that has keys; without keys, only `ADMIN` endpoints are closed."""
 
-    PUBLIC = "anybody"
+    PUBLIC = "everyone"
     CLIENT = "clients, with an API key"
     OPERATOR = "operators, with an admin key"
     ADMIN = "operators, with an admin key; closed if the server has none"
