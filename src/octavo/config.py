@@ -103,15 +103,36 @@ def _check_secret(secret: str, name: str) -> None:
         )
 
 
-def _read_overrides(given: str | dict[str, Any]) -> str:
+def _read_object(given: str | dict[str, Any], name: str) -> str:
     """Return the text of a JSON object; raises `ConfigError` if it is not one."""
     try:
-        overrides = json.loads(given) if isinstance(given, str) else given
-        if isinstance(overrides, dict):
-            return json.dumps(overrides, sort_keys=True)
+        entries = json.loads(given) if isinstance(given, str) else given
+        if isinstance(entries, dict):
+            return json.dumps(entries, sort_keys=True)
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"hf_overrides must be a JSON object: {error}") from error
-    raise ConfigError(f"hf_overrides must be a JSON object, got {shown(given)}")
+        raise ConfigError(f"{name} must be a JSON object: {error}") from error
+    raise ConfigError(f"{name} must be a JSON object, got {shown(given)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVEventsConfig(Options):
+    """The entries of `kv_events_config`, with vLLM's names; unlike vLLM's, the default endpoint is closed to others."""
+
+    enable_kv_cache_events: bool = option(False, "whether to publish at all")
+    publisher: Literal["zmq", "null"] = option("zmq", "zmq: over ZeroMQ; null: not at all")
+    endpoint: str = option("tcp://127.0.0.1:5557", "address of the PUB socket")
+    replay_endpoint: str | None = option(None, "address of the ROUTER socket that sends batches again")
+    buffer_steps: int = option(10_000, "batches kept to be sent again", least=1)
+    hwm: int = option(100_000, "messages that may wait for one reader before it misses some", least=1)
+    max_queue_size: int = option(100_000, "steps that may wait to be sent", least=1)
+    topic: str = option("", "first frame of every message")
+    format: Literal["array", "map"] = option("array", "how events are encoded: as vLLM's releases do, or by name")
+
+
+def _read_kv_events(given: str | dict[str, Any]) -> str:
+    text = _read_object(given, "kv_events_config")
+    KVEventsConfig.from_options(json.loads(text))
+    return text
 
 
 # vLLM's names.
@@ -152,7 +173,7 @@ class EngineConfig(Options):
         None,
         "JSON object of fields that replace those of the model's config.json, such as '{\"rope_scaling\": {…}}'",
         metavar="JSON",
-        read=_read_overrides,
+        read=partial(_read_object, name="hf_overrides"),
     )
     load_format: Literal["auto", "safetensors", "gguf"] = _model(
         "auto", "files to take where the hub has both: safetensors, or gguf; auto: safetensors where there are any"
@@ -248,6 +269,14 @@ class EngineConfig(Options):
         "several tenants, else 1",
         least=0,
         most=1,
+    )
+    kv_events_config: str | dict | None = _cache(  # type: ignore[type-arg]  # noqa: RUF009 (the default is None)
+        None,
+        "JSON object with vLLM's names: publish which blocks the KV cache stores and removes, for routers, as in "
+        """'{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}' (docs/operate/route.md); needs """
+        "octavo[events]",
+        metavar="JSON",
+        read=_read_kv_events,
     )
 
     swap_space: int | None = _below(
@@ -375,8 +404,18 @@ class EngineConfig(Options):
             object.__setattr__(self, "kv_host_memory", STAGING_MEMORY)
         if self.kv_host_memory and not self.enable_prefix_caching:
             raise ConfigError("kv_host_memory is for prefixes, but enable_prefix_caching is off: it would find nothing")
+        if self.kv_events is not None and not self.enable_prefix_caching:
+            raise ConfigError("kv_events_config publishes what prefixes are cached, but enable_prefix_caching is off")
         if self.preemption_mode == "swap" and self.swap_space == 0:
             raise ConfigError("preemption_mode is 'swap', but swap_space is 0: nothing could be swapped")
+
+    @property
+    def kv_events(self) -> KVEventsConfig | None:
+        """How events of the KV cache are published; None if they are not."""
+        if self.kv_events_config is None:
+            return None
+        events = KVEventsConfig.from_options(json.loads(str(self.kv_events_config)))
+        return events if events.enable_kv_cache_events and events.publisher == "zmq" else None
 
     @property
     def has_stores(self) -> bool:

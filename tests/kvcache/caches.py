@@ -55,6 +55,7 @@ def make_manager(
     demotion: str = "on_evict",
     pin_tenant_share: float = 1.0,
     dtype: str = "float32",
+    logs_events: bool = False,
 ) -> KVCacheManager:
     spec = KVCacheSpec.build(layers, block_size, dtype)
     return KVCacheManager(
@@ -69,6 +70,7 @@ def make_manager(
         pin_budget=pin_budget,
         pin_tenant_share=pin_tenant_share,
         clock=clock or Clock(),
+        logs_events=logs_events,
     )
 
 

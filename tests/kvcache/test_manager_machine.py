@@ -28,9 +28,11 @@ from hypothesis.stateful import (
 )
 
 from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, HostBlockId
+from octavo.kvcache.events import KVEventLog
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.request import PinRequest, Request, Sequence
 from tests.kvcache.caches import COPIES, FULL, Clock, make_manager, make_sequence, positions_seen, sliding
+from tests.kvcache.event_index import Blocks, EventIndex, findable
 
 SOAK_STEPS = 100_000
 PREFIX_CACHES = ("hashed", "radix", None)
@@ -90,7 +92,9 @@ class CacheMachine(RuleBasedStateMachine):
             demotion=demotion,
             pin_tenant_share=pin_tenant_share,
             dtype=dtype,
+            logs_events=True,
         )
+        self.index = EventIndex(block_size)
         self.pinned: dict[str, tuple[list[int], Request]] = {}
         self.block_size = block_size
         self.written: dict[tuple[BlockId, int], tuple[int, str, tuple[int, ...]]] = {}
@@ -384,6 +388,23 @@ class CacheMachine(RuleBasedStateMachine):
     def every_block_is_accounted_for(self) -> None:
         if hasattr(self, "manager"):
             self.manager.audit()
+
+    @invariant()
+    def events_tell_an_index_exactly_what_a_prefix_can_find(self) -> None:
+        if hasattr(self, "manager") and not isinstance(self.manager.events, KVEventLog):
+            assert self.manager.events.take() == []
+        elif hasattr(self, "manager"):
+            self.index.apply(self.manager.events.take())
+            assert self.index.blocks == findable(self.manager.blocks)
+            assert self.clock.now % 7 or self.of_snapshot() == self.index.blocks
+
+    def of_snapshot(self) -> Blocks:
+        """What an index knows that begins with all blocks."""
+        snapshot, index = self.manager.events.snapshot(), EventIndex(self.block_size)
+        assert snapshot is not None
+        for events in snapshot.events(3):
+            index.apply(events)
+        return index.blocks
 
     @invariant()
     def every_sequence_reads_its_own_tokens(self) -> None:

@@ -137,6 +137,8 @@ class AsyncEngine:
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
+        publisher = self.core.publisher
+        publisher.on_wanted = lambda: self._send(_CoreCall(publisher.publish))
         self._thread.start()
         self._watchdog.start()
 

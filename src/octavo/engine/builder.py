@@ -24,10 +24,12 @@ from octavo.checkpoint.pooling_config import model_pooling
 from octavo.config import EngineConfig, format_bytes
 from octavo.engine.core import EngineCore
 from octavo.engine.inspection import EngineInfo
+from octavo.engine.kv_events import KVEventPublisher, NullPublisher
 from octavo.engine.runner_builder import RunnerFacts, build_runner
 from octavo.engine.tiers import join_stores, tier_identity
 from octavo.errors import ConfigError, ModelNotFoundError
 from octavo.grammar.compiler import GrammarCompiler
+from octavo.kvcache.manager import KVCacheManager
 from octavo.runner.executor import Executor, RecordingExecutor
 from octavo.runner.process_executor import ProcessExecutor
 from octavo.runner.runner import ModelRunner
@@ -83,6 +85,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
         )
         scheduler = assemble_scheduler(config, kv, facts.max_model_len)
         tiers = join_stores(config, scheduler, kv, host, identity)
+        publisher = _start_publisher(config, kv)
     except BaseException:
         runner.close()
         raise
@@ -115,9 +118,18 @@ def build_engine(config: EngineConfig) -> EngineCore:
         grammars=grammars,
         tiers=tiers,
         plans_ahead=facts.device == "cuda" if config.async_scheduling is None else config.async_scheduling,
+        publisher=publisher,
     )
     logger.info("%s; loaded in %.1f s", core.summary, time.perf_counter() - started)
     return core
+
+
+def _start_publisher(config: EngineConfig, kv: KVCacheManager) -> NullPublisher:
+    if (events := config.kv_events) is None:
+        return NullPublisher()
+    if kv.spec.groups[0].window is not None:
+        raise ConfigError("kv_events_config: the model has no layer with full attention, so no prefix can be announced")
+    return KVEventPublisher(events, kv.events, kv.spec.block_size)
 
 
 _Text = tuple[Tokenizer | None, GrammarCompiler]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 from octavo.config import EngineConfig, format_bytes
 from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.inspection import EngineInfo, PinInfo, kv_report, limits_in_bytes, list_pins, tiers_report
+from octavo.engine.kv_events import NullPublisher
 from octavo.engine.outputs import (
     GRAMMAR_TOO_COMPLEX,
     STEP_FAILED,
@@ -63,6 +64,7 @@ class EngineCore:
     Args:
         eos_token_ids: ids that end every request that does not ignore them.
         grammars: compiles structured outputs; if None, they are not supported.
+        publisher: tells indexes outside the engine what the cache stores and removes.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class EngineCore:
         grammars: GrammarCompiler | None = None,
         tiers: LowerTiers | None = None,
         plans_ahead: bool = False,
+        publisher: NullPublisher | None = None,
     ) -> None:
         self.config = config
         self.info = info
@@ -84,6 +87,7 @@ class EngineCore:
         self.runner = runner
         self.tokenizer = tokenizer
         self.tiers = tiers
+        self.publisher = NullPublisher() if publisher is None else publisher
         self.stats = EngineStats(max_model_len=info.max_model_len, gauges=partial(Gauges.of, scheduler))
         self.stats.block_bytes = scheduler.kv.spec.block_bytes
         self.stats.cache_config = {
@@ -211,6 +215,7 @@ class EngineCore:
             return StepNews(ended=self._fail(self._recovery.update_failed(rows, error)))
         self._ahead = ahead
         self.stats.on_moved(step.plan, result)
+        self.publisher.publish()
         news = self._report(updates)
         ended = time.perf_counter()
         self.scheduler.observe(step.plan, ended - began, result.load_seconds + result.store_seconds)
@@ -298,7 +303,9 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> int:
         """Evict every cached block that is neither in use nor pinned, and return their number."""
-        return self.scheduler.kv.reset_prefix_cache()
+        count = self.scheduler.kv.reset_prefix_cache()
+        self.publisher.publish()
+        return count
 
     def close(self, seconds: float = CLOSING_SECONDS) -> None:
         """Abort all requests, write reused blocks to the stores, and close these and the runner.
@@ -313,6 +320,7 @@ class EngineCore:
         if self.tiers is not None:
             self._write_reused(self.tiers, seconds)
             self.tiers.close()
+        self.publisher.close()
         self.runner.close()
 
     def _write_reused(self, tiers: LowerTiers, seconds: float) -> None:

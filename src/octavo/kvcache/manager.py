@@ -15,6 +15,7 @@ import numpy as np
 
 from octavo.errors import CacheError
 from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable, as_array, new_table
+from octavo.kvcache.events import KVEventLog, NullEventLog
 from octavo.kvcache.eviction import EvictionPolicy, make_eviction_policy
 from octavo.kvcache.eviction.leaves import LeavesFirst
 from octavo.kvcache.hashing import group_key
@@ -63,11 +64,13 @@ class KVCacheManager:
         pin_tenant_share: share of the pin budget that the pins of one tenant may hold.
         clock: a monotonic clock in seconds, for pins and the ledger.
         explains: whether the ledger records who computed what, to say why a prompt was not cached.
+        logs_events: whether to log which blocks are stored and removed, for indexes outside the engine.
 
     Attributes:
         holdings: what each sequence holds; read-only.
         hierarchy: the tiers below the device.
         recent: the blocks evicted and copied last.
+        events: what indexes outside the engine must know.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class KVCacheManager:
         pin_tenant_share: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         explains: bool = True,
+        logs_events: bool = False,
     ) -> None:
         self.spec = spec
         self.caches_prefixes = caches = prefix_cache is not None
@@ -109,6 +113,8 @@ class KVCacheManager:
         self.ledger = ledger(num_blocks if caches else 0, self.blocks, clock)
         self.holdings = Holdings(self.pool, self.prefix_cache, spec.block_size, len(spec.groups))
         self.recent = RecentChanges()
+        logs_events = logs_events and caches and self._windows[0] is None
+        self.events = KVEventLog(self.blocks, self.prefix_cache) if logs_events else NullEventLog()
         self.no_hit = PrefixHit(0, tuple(new_table() for _ in self._windows))
         self.slides = any(window is not None for window in self._windows)
 
@@ -400,6 +406,7 @@ class KVCacheManager:
     def _on_evict(self, block_ids: Seq[BlockId]) -> None:
         self.recent.evicted(block_ids)
         # First, while the contents of the blocks are still known.
+        self.events.evicted(block_ids)
         self.hierarchy.evicted(block_ids)
         self.ledger.evicted(block_ids)
         self.prefix_cache.drop(block_ids)
@@ -417,6 +424,7 @@ class KVCacheManager:
             for group, table in enumerate(holding.tables)
             if (block := table[index]) != NULL_BLOCK and self.prefix_cache.put(group, chain, index, block)
         ]
+        self.events.published(chain, published)
         # The tail first, as on release, so that among blocks published together the tail is evicted first.
         published.reverse()
         for block, index, group in published:

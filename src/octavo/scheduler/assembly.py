@@ -61,6 +61,7 @@ def assemble_cache(
         pin_tenant_share=1.0 if config.pin_tenant_share is None else config.pin_tenant_share,
         clock=clock,
         explains=explains,
+        logs_events=config.kv_events is not None,
     )
 
 
