@@ -364,7 +364,7 @@ def test_the_best_points_are_those_that_no_other_beats_in_both() -> None:
         ([*ON_H100, "--plans", "x"], "in one way"),
         (["llama-3.1-8b", "--machine", "h1000"], "did you mean h100?"),
         (["llama-3.1-8b", "--machine", "a100"], "did you mean a100-40gb or a100-80gb?"),
-        (["llama-3.1-70b", "--machine", "h100"], "does not fit"),
+        (["llama-3.1-70b", "--machine", "h100"], "llama-3.1-70b needs 133.21 GiB"),
         ([*ON_H100, "--find-rate"], "--ttft-slo-ms, --itl-slo-ms or both"),
         ([*ON_H100, "--find-rate", "--ttft-slo-ms", "-1"], "ttft_slo_ms must be above 0"),
         ([*ON_H100, "--find-rate", "--concurrency", "3", "--ttft-slo-ms", "9"], "has no largest rate"),

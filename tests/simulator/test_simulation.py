@@ -12,6 +12,7 @@ import pytest
 
 from octavo.config import EngineConfig
 from octavo.errors import CacheError, ConfigError
+from octavo.planner.roofline import find_machine
 from octavo.planner.sources import find_shape
 from octavo.request import Request
 from octavo.scheduler.step_time import StepTimes
@@ -131,6 +132,13 @@ def test_prompts_share_what_the_trace_says_they_share() -> None:
     assert results.cached_tokens == 4 * 1024
     again = simulate(plan(), Demand(trace=trace, count=10))
     assert again.cached_tokens == 2 * 4 * 1024, "a repetition stands for other people"
+
+
+def test_a_machine_whose_memory_is_the_hosts_gives_swap_space_from_it() -> None:
+    on_cpu = Plan(SHAPE, EngineConfig(max_model_len=2048), machine=find_machine("desktop-ddr5"))
+    assert on_cpu.num_blocks == on_cpu.replace(swap_space="8GiB").num_blocks, "the cache takes no more than its share"
+    with pytest.raises(ConfigError, match=r"swap space 60\.00 GiB"):
+        _ = on_cpu.replace(swap_space="60GiB").num_blocks
 
 
 def test_requests_with_a_shared_prefix_find_it() -> None:

@@ -11,20 +11,12 @@ from typing import Any
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kvcache.formats import layer_formats
-from octavo.kvcache.host_memory import HostMemory
-from octavo.kvcache.spec import KVCacheSpec, eviction_bytes
-from octavo.planner.calculator import (
-    DTYPE_BYTES,
-    MemoryBudget,
-    activation_bytes,
-    block_tokens,
-    default_swap_blocks,
-    pool_for_memory,
-    weight_bytes,
-)
+from octavo.kvcache.spec import KVCacheSpec
+from octavo.planner.calculator import DTYPE_BYTES, PoolSize
 from octavo.planner.machine import CPU_MEMORY_SHARE
 from octavo.planner.model_shape import ModelShape, divide
 from octavo.planner.roofline import Machine, roofline
+from octavo.planner.sizing import Sizing
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.preemption import RestoreSpeed
 from octavo.simulator.coldness import Coldness
@@ -33,8 +25,22 @@ from octavo.simulator.speed import ESTIMATED, Speed
 from octavo.simulator.spread import Draws
 from octavo.simulator.windows import windows_of
 
+_UNLIMITED = 1 << 62
+
 # Rows of the step from which the cost of recomputing a token is taken, as in the engine.
 _RESTORED = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WithBits(Sizing):
+    """A sizing whose keys and values take `bits_ratio` times the bytes of `kv_dtype`."""
+
+    bits_ratio: float
+
+    @property
+    def spec(self) -> KVCacheSpec:
+        spec = super().spec
+        return dataclasses.replace(spec, block_bytes=max(1, round(spec.block_bytes * self.bits_ratio)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +71,7 @@ class Plan:
             raise ConfigError(f"kv_bits must be above 0 and at most 32, got {self.kv_bits:g}")
         if not 0 < self.slowdown < math.inf:
             raise ConfigError(f"slowdown must be above 0, got {self.slowdown:g}")
-        if self.max_model_len > (limit := self.shape.max_position_embeddings):
-            raise ConfigError(f"max_model_len is {self.max_model_len}, but {self.shape.name} supports at most {limit}")
+        _ = self.sizing  # it checks max_model_len
 
     def replace(self, **changes: Any) -> Plan:
         """Return a copy with other values for fields of this class or of the engine's configuration."""
@@ -97,11 +102,26 @@ class Plan:
         return self.shape.kv_dtype(self.config.kv_cache_dtype, self.dtype)
 
     @property
+    def sizing(self) -> Sizing:
+        """How one device's memory is divided; without a machine, all of it is there."""
+        machine, config = self.machine, self.config
+        on_cpu = machine is not None and machine.on_cpu
+        return _WithBits(
+            config=config.replace(max_model_len=self.max_model_len),
+            shape=self.part,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            bits_ratio=self._bits_ratio,
+            available=_UNLIMITED if machine is None else int(machine.memory * config.gpu_memory_utilization),
+            cache_share=CPU_MEMORY_SHARE if on_cpu else 1.0,
+            tied_head_copied=False,
+            host_available=None if on_cpu else _UNLIMITED,
+        )
+
+    @property
     def spec(self) -> KVCacheSpec:
         """The KV cache of one device, with blocks sized by `kv_bits` if given."""
-        size = block_tokens(self.config.block_size, self.max_model_len)
-        spec = KVCacheSpec.build(self.part.kv_layers, size, self.kv_dtype)
-        return dataclasses.replace(spec, block_bytes=max(1, round(spec.block_bytes * self._bits_ratio)))
+        return self.sizing.spec
 
     @property
     def _bits_ratio(self) -> float:
@@ -115,60 +135,14 @@ class Plan:
         """Blocks in the pool, including the null block: as given, or as many as fit the given or the machine's memory.
 
         Raises:
-            ConfigError: the size of the cache is not known, or no block fits.
+            ConfigError: the size of the cache is not known, or the machine has too little memory.
         """
-        config, spec = self.config, self.spec
-        if config.num_blocks is not None:
-            return config.num_blocks
-        if config.kv_cache_memory is not None:
-            return self._pool(config.kv_cache_memory)
-        if self.machine is not None:
-            return self._pool(self._machine_memory(self.machine))
-        if "num_blocks" not in self._facts or "block_bytes" not in self._facts:
+        config, facts = self.config, self._facts
+        if self.machine is not None or config.num_blocks is not None or config.kv_cache_memory is not None:
+            return self.sizing.pool().num_blocks
+        if "num_blocks" not in facts or "block_bytes" not in facts:
             raise ConfigError("give the size of the KV cache: --kv-cache-memory 2GiB or --num-blocks N")
-        return max(2, int(self._facts["num_blocks"]) * int(self._facts["block_bytes"]) // spec.block_bytes)
-
-    def _pool(self, num_bytes: int) -> int:
-        config = self.config
-        return pool_for_memory(
-            self.spec,
-            num_bytes,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=self.max_model_len,
-            max_step=config.max_num_batched_tokens,
-        ).num_blocks
-
-    def _machine_memory(self, machine: Machine) -> int:
-        config, part = self.config, self.part
-        budget = MemoryBudget(
-            available=int(machine.memory * config.gpu_memory_utilization),
-            weights=weight_bytes(part, self.dtype, tied_head_copied=False),
-            activations=activation_bytes(
-                part,
-                self.dtype,
-                max_step=config.max_num_batched_tokens,
-                max_rows=config.max_num_seqs,
-                gpu_context=None if machine.on_cpu else self.max_model_len,
-            ),
-            cache_share=CPU_MEMORY_SHARE if machine.on_cpu else 1.0,
-        )
-        if budget.left <= 0:
-            raise ConfigError(
-                f"{part.name} does not fit: weights and activations take {budget.weights + budget.activations:,} bytes "
-                f"of the {budget.available:,} that may be used of {machine.name}: more devices (--num-devices)?"
-            )
-        return budget.for_cache
-
-    @property
-    def num_host_blocks(self) -> int:
-        return default_swap_blocks(self.config, self.spec)
-
-    @property
-    def num_prefix_blocks(self) -> int:
-        """Blocks that fit the host memory given by --kv-host-memory."""
-        spec, policy = self.spec, self.config.eviction_policy
-        each = spec.block_bytes + HostMemory.bookkeeping_bytes(spec.block_size) + eviction_bytes(policy)
-        return self.config.kv_host_memory // each
+        return max(2, int(facts["num_blocks"]) * int(facts["block_bytes"]) // self.spec.block_bytes)
 
     @property
     def effective_speed(self) -> Speed:
@@ -202,12 +176,13 @@ class Plan:
     def server(self) -> SimulatedServer:
         """Build a server with an empty cache."""
         config, spec, speed, clock = self.config, self.spec, self.effective_speed, VirtualClock()
+        sizing, pool = self.sizing, PoolSize(self.num_blocks, self.num_blocks * spec.block_bytes)
         kv = assemble_cache(
             config,
             spec,
-            self.num_blocks,
-            num_host_blocks=self.num_host_blocks,
-            num_prefix_blocks=self.num_prefix_blocks,
+            pool.num_blocks,
+            num_host_blocks=sizing.num_host_blocks(pool),
+            num_prefix_blocks=sizing.num_prefix_blocks,
             clock=clock,
             explains=False,
         )
