@@ -177,7 +177,7 @@ def test_no_step_is_planned_ahead_of_one_whose_streams_will_take_turns() -> None
     plan = server.scheduler.schedule()
     assert plan.num_streams == 20
     server.device = StepTimes(0.003, SMALL.products, 1e-5)
-    for _ in range(30):
+    for _ in range(60):
         server.scheduler.update(plan, StepResult((7,) * plan.num_draws))
         seconds = server.device.predict(StepLoad.of(plan.starts, plan.lengths, num_streams=plan.num_streams))
         server.scheduler.observe(plan, seconds)

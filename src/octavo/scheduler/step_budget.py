@@ -10,29 +10,14 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from octavo.scheduler.step_time import NUM_TERMS, StepLoad, StepTimeModel
-
-_RATIO_GAIN = 0.1
-_LEVEL_GAIN = 0.2  # about the last five steps
-_STREAM_GAIN = 1.1
-_MOST_LATE = 8.0
-_FORGETTING = 0.995  # what is known of contexts halves every 140 steps
+from octavo.scheduler.step_time import StepLoad, StepTimeModel
 
 SHARE_OF_PROMPTS = 0.125
 """The time that prompts may use however little the target leaves them, as a part of the streams' time."""
 
-LASTING = 32
-"""Steps' shares that prompts may have had in advance, so that a few late steps do not cost streams their target."""
-
 LEAST_CHUNK = 16
-"""Prompt tokens computed at once in such time, because each chunk reads the keys and values of all tokens before it."""
-
-
-KNOWN_CONTEXT = 8192
-"""Tokens of context up to which a step needs no measurement before."""
-
-MOST_GROWTH = 2
-"""How much longer than any known the contexts of a step may be together, if it is to keep the latency target."""
+"""Prompt tokens computed at once in such time, because each chunk reads the keys and values of all tokens before it.
+Also the first chunk beside streams, before the model has seen any; each may be twice as long as the longest so far."""
 
 
 class StreamTime(NamedTuple):
@@ -58,18 +43,9 @@ class StreamTime(NamedTuple):
 class LatencyTarget:
     """Sizes chunks of prompts so that the inter-token latency of running streams stays below `seconds`.
 
-    The model predicts a mean over a few hundred steps, but what matters is how far the next step may exceed it. So two
-    factors are tracked beside the model:
-
-        level     recent measured / predicted time: a neighbour on the machine slows down many steps in a row
-        ratio     the (1 - `misses`) quantile of the remaining error: a step that exceeds it raises it, and every other
-                  step lowers it a little, balanced so that a share of `misses` exceeds it (Robbins and Monro 1951)
-
-    Both learn only from steps with chunks, which vary more than others. Streams have a factor of their own, the median
-    of measured / predicted time over recent steps and at least 1: what sampling takes is not in the model, and the fit
-    follows a device that becomes slower only in hundreds of steps.
-
-    The model is not extrapolated far: a chunk is at most twice as long as the longest one measured beside streams.
+    Streams of several tenants may take the target, and chunks what the streams leave of it, by the model's prediction
+    and its usual error on top. The model is not extrapolated far: a chunk is at most twice as long as the longest one
+    measured beside streams.
 
     Prompts do not starve. Where streams leave them little of `seconds`, or nothing, they may use `SHARE_OF_PROMPTS` of
     the streams' time all the same. What is too little for `LEAST_CHUNK` tokens adds up from step to step:
@@ -79,21 +55,15 @@ class LatencyTarget:
 
     Args:
         seconds: target for the time between two tokens of a stream.
-        misses: share of steps that may exceed it.
     """
 
-    def __init__(self, seconds: float, misses: float = 0.005) -> None:
+    def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.model = StepTimeModel()
-        self._misses = misses
-        self._level = 1.0
-        self._ratio = 1.3
-        self._longest = 16
-        self._context = float(KNOWN_CONTEXT)
-        self._fastest = math.inf
-        self._stream_level = 1.0
+        self._longest = LEAST_CHUNK
+        self._fastest = math.inf  # seconds of the shortest step
         self._last: ChunkTime | None = None
-        self._saved = 0.0  # seconds that prompts were due in earlier steps
+        self._saved = 0.0  # prompt time carried over, in seconds
 
     def observe(self, load: StepLoad, seconds: float, *, num_chunk_tokens: int = 0) -> None:
         """Learn from a step that took `seconds`, from the end of the previous step to its own.
@@ -101,20 +71,8 @@ class LatencyTarget:
         Args:
             num_chunk_tokens: prompt tokens that it computed beside streams.
         """
-        self._context = max(KNOWN_CONTEXT, load.context, _FORGETTING * self._context)
+        self._longest = max(self._longest, num_chunk_tokens)
         self._fastest = min(self._fastest, seconds) if seconds > 0 else self._fastest
-        predicted = self.model.predict(load)
-        if self.model.num_observed > NUM_TERMS:
-            late = seconds > predicted * self._stream_level
-            level = self._stream_level * (_STREAM_GAIN if late else 1 / _STREAM_GAIN)
-            self._stream_level = min(_MOST_LATE, max(1.0, level))
-        if num_chunk_tokens:
-            self._longest = max(self._longest, num_chunk_tokens)
-            if self.model.num_observed > NUM_TERMS and predicted > 0:
-                residual = seconds / predicted
-                missed = residual > self._level * self._ratio
-                self._ratio = min(2.0, max(1.0, self._ratio + _RATIO_GAIN * (missed - self._misses)))
-                self._level += _LEVEL_GAIN * (min(2.0, max(0.5, residual)) - self._level)
         self.model.observe(load, seconds)
 
     def skip_step(self) -> None:
@@ -127,28 +85,26 @@ class LatencyTarget:
             self._saved = self._last.left_for_prompts(self._saved)
         lengths = list(stream_lengths)
         load = StepLoad(len(lengths), sum(lengths), 0.0, len(lengths))
-        seconds = self.seconds / (self._level * self._ratio)
-        self._last = ChunkTime(self.model, load, seconds, 2 * self._longest, self._saved)
+        self._last = ChunkTime(self.model, load, self._predicted_limit, 2 * self._longest, self._saved)
         return self._last
+
+    @property
+    def _predicted_limit(self) -> float:
+        """The prediction of a step that keeps the target although it may be wrong by its usual error."""
+        return self.seconds / (1 + self.model.usual_error)
 
     def stream_time(self, num_streams: int, context: int) -> StreamTime:
         """Return how long so many streams take, whose contexts hold `context` tokens together.
 
         An empty step takes a part of the target, which is not theirs. Where it takes more than half, as with a large
         model, they may take as long again: else steps would be spent on reading weights for few streams each.
-
-        The model is not extrapolated far: contexts `MOST_GROWTH` times as long as the longest known take all the time
-        there is. If they take less, that will have been measured, and the next step may have longer ones.
         """
-        base = min(self.model.predict(StepLoad()), self._fastest)
-        of_rows = self._stream_level * self.model.predict(StepLoad(num_streams, 0, 0.0, num_streams))
-        of_all = self._stream_level * self.model.predict(StepLoad(num_streams, context, 0.0, num_streams))
-        per_context = of_all - of_rows
-        available = max(self.seconds - base, base)
-        if context > MOST_GROWTH * self._context:
-            per_context = max(per_context, available * context / (MOST_GROWTH * self._context))
-        rows = of_rows - base
-        return StreamTime(rows + per_context, available, rows / num_streams, per_context / context)
+        predict = self.model.predict
+        # The fit may take what streams always need for the time of an empty step.
+        base, of_rows = min(predict(StepLoad()), self._fastest), predict(StepLoad(num_streams, 0, 0.0, num_streams))
+        of_all = predict(StepLoad(num_streams, context, 0.0, num_streams))
+        available = max(self._predicted_limit - base, base)
+        return StreamTime(of_all - base, available, (of_rows - base) / num_streams, (of_all - of_rows) / context)
 
 
 class ChunkTime:
@@ -158,7 +114,7 @@ class ChunkTime:
         load: load of the streams.
         seconds: predicted time that the whole step may take.
         most: maximum number of prompt tokens.
-        saved: seconds that prompts were due in earlier steps; negative if they had more than their share.
+        saved: prompt time carried over from earlier steps, in seconds.
 
     Attributes:
         num_taken: prompt tokens added to the step so far.
@@ -202,7 +158,7 @@ class ChunkTime:
         if not self._was_asked:
             return saved
         used = self._model.predict(self._load) - self._of_streams
-        return min(max(self._due - used, -LASTING * self._share), self._lacking)
+        return min(max(self._due - used, 0.0), self._lacking)
 
     def _longest(self, start: int, most: int, seconds: float) -> int:
         fits, too_long = 0, most + 1

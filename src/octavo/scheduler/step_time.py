@@ -27,7 +27,7 @@ KNOTS = (16, 64, 256)
 NUM_TERMS = 5 + len(KNOTS)
 
 _FORGETTING = 0.995  # a step's weight halves every 140 steps
-_USUAL_ERROR = 3.0  # Huber's threshold, in mean relative errors
+_USUAL_ERROR = 4.0  # in mean errors of the last 20 steps or so; noisy steps rarely exceed it, if they are normal
 _SWEEPS = 2
 
 
@@ -108,17 +108,23 @@ class StepTimeModel:
         """Predict the mean time of a step with this load, in seconds."""
         return sum(map(float.__mul__, self._weights, _terms(load)))
 
+    @property
+    def usual_error(self) -> float:
+        """The relative error that few steps exceed; one that does counts as disturbed."""
+        return _USUAL_ERROR * self._mean_error
+
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Update the fit with a measured step."""
         if not seconds > 0:
             return
         terms = _terms(load)
         self.num_observed += 1
-        weight = 1.0 / seconds**2
-        if self.num_observed > 2 * NUM_TERMS:
-            error = abs(self.predict(load) / seconds - 1)
-            usual = _USUAL_ERROR * self._mean_error
-            self._mean_error += 0.02 * (min(error, 2 * usual) - self._mean_error)
+        weight, predicted = 1.0 / seconds**2, self.predict(load)
+        if self.num_observed > 2 * NUM_TERMS and predicted > 0:
+            # Relative to the prediction, so that a device that becomes slower is followed like one that becomes faster.
+            weight, error = 1.0 / predicted**2, abs(seconds / predicted - 1)
+            usual = self.usual_error
+            self._mean_error += 0.05 * (min(error, 2 * usual) - self._mean_error)
             if error > usual:
                 weight *= usual / error
         for row, term in zip(self._products, terms, strict=True):
