@@ -36,6 +36,9 @@ class ByteTokenizer:
     special_ids = frozenset({EOS, BOS})
     eos_token_ids = frozenset({EOS})
 
+    def to_json(self) -> str:
+        return "{}"
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode())
 

@@ -16,6 +16,7 @@ from tests.server.fake_engine import FakeEngine
 
 PUBLIC = {"/health", "/ready", "/ping", "/load", "/version", "/metrics", "/openapi.json", "/docs", "/", "/cache"}
 PUBLIC |= {f"/live/{name}" for name in ("chat.js", "chat.css", "blocks.js", "details.js", "page.js", "page.css")}
+ROUTER = "/router/"
 OPERATOR = ("/live/", "/debug/", "/reset_prefix_cache")
 
 SPELLINGS: dict[str, Callable[[str], str]] = {
@@ -45,7 +46,7 @@ def routes() -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    options: dict[str, Any] = {"api_key": ["mine", "other"], "admin_key": "root"}
+    options: dict[str, Any] = {"api_key": ["mine", "other"], "admin_key": "root", "router_key": "way"}
     with running_server(FakeEngine(), shutdown_timeout=0, **options) as running:
         yield running
 
@@ -91,14 +92,20 @@ def test_a_control_character_is_refused_whoever_sends_it(server: Running) -> Non
             assert status_of(server, method, SPELLINGS[spelling](example(path)), "mine") == 400
 
 
-def test_only_the_admin_key_opens_what_is_for_operators_and_nothing_else(server: Running) -> None:
+def test_each_key_opens_what_it_is_for_and_nothing_else(server: Running) -> None:
     for method, path in routes():
         if path in PUBLIC or path == "/live/events":  # a stream without an end
             continue
-        is_operators = path.startswith(OPERATOR)
-        for key in ("mine", "other"):
-            assert (status_of(server, method, example(path), key) == 401) == is_operators, (method, path, key)
-        assert (status_of(server, method, example(path), "root") == 401) == (not is_operators), (method, path)
+        keys = {"root"} if path.startswith(OPERATOR) else {"way"} if path.startswith(ROUTER) else {"mine", "other"}
+        for key in ("mine", "other", "root", "way"):
+            assert (status_of(server, method, example(path), key) == 401) == (key not in keys), (method, path, key)
+
+
+def test_without_a_router_key_nobody_is_the_router(start_server: Callable[..., Running]) -> None:
+    for options in ({}, {"api_key": ["mine"], "admin_key": "root"}):
+        server = start_server(**options)
+        for key in ("mine", "root"):
+            assert status_of(server, "GET", "/router/worker", key) == 403
 
 
 def test_a_stored_response_belongs_to_its_tenant(server: Running) -> None:

@@ -19,6 +19,7 @@ class AcceptedKeys:
     Attributes:
         clients: keys that open the API.
         admins: the same keys and the admin key; endpoints for operators need one whose client has `admin` set.
+        routers: the router's key.
 
     Raises:
         ConfigError: the keys file or the environment holds no usable key.
@@ -29,6 +30,7 @@ class AcceptedKeys:
         clients = client_keys(config)
         self.clients = KeyRing(clients)
         self.admins = KeyRing(self._with_admin(clients))
+        self.routers = KeyRing({} if config.router_key is None else clients_of_keys([config.router_key]))
 
     @property
     def needs_key(self) -> bool:

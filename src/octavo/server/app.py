@@ -47,14 +47,16 @@ def create_app(
     several = len({client.tenant for client in access.clients.clients}) > 1
     # Each request has a connection: one tenant's leave half of them to the others.
     quotas = Quotas(max_requests=max(1, config.max_connections // 2) if several else None)
-    handling = Handling(engine, config, in_flight)
-    gate, name, info = Gate(access.clients, access.admins), handling.names[0], engine.info
+    handling = Handling(engine, config, in_flight, access.routers)
+    gate = Gate(access.clients, access.admins, access.routers)
+    name, info = handling.names[0], engine.info
     responses = ResponseCounts()
     endpoints = [
         *OpenAIApi(engine, config, handling).endpoints(),
         *OllamaApi(engine, handling).endpoints(),
         *LlamaCppApi(engine, handling).endpoints(),
         *Operations(engine, config, in_flight, gate, quotas, responses, name).endpoints(),
+        *handling.routed.endpoints(engine, handling.reader, needs_key=access.needs_key),
         *LivePage(engine, in_flight, gate, name, shows_text=config.live_page_text).endpoints(),
     ]
     server = Served(info.limits, info.max_model_len, info.vocab_size, info.hidden_size)
@@ -66,7 +68,13 @@ def create_app(
         middleware.append(_cors(config))
     if access.needs_key:
         middleware.append(
-            Middleware(RequireApiKey, clients=access.clients, admins=access.admins, public=public_requests(endpoints))
+            Middleware(
+                RequireApiKey,
+                clients=access.clients,
+                admins=access.admins,
+                routers=access.routers,
+                public=public_requests(endpoints),
+            )
         )
     else:
         middleware.append(Middleware(RefuseWebPages, hosts=config.allowed_hosts, origins=config.allowed_origins))

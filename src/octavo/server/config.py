@@ -88,6 +88,14 @@ class ServerConfig(Options):
         check=check_key,
         secret=True,
     )
+    router_key: str | None = _access(
+        None,
+        "key of `octavo route`, from which alone token ids in place of a prompt are taken; shows in `ps`: prefer "
+        "$OCTAVO_ROUTER_KEY",
+        metavar="KEY",
+        check=check_key,
+        secret=True,
+    )
     metrics_access: Literal["open", "admin"] = _access(
         "open",
         "who may read /metrics; admin: requests with an admin key only; numbers by tenant always need an admin key",

@@ -14,7 +14,7 @@ from octavo.errors import RequestError, shown
 from octavo.server.answers.embeddings import embedding_job
 from octavo.server.answers.generation import AT_ONCE, Answer, Job
 from octavo.server.apis import api_of
-from octavo.server.bodies.body_reader import CompletionRequest, EmbeddingRequest, ReadAnswer
+from octavo.server.bodies.body_reader import CompletionRequest, EmbeddingRequest, ReadAnswer, frame
 from octavo.server.bodies.fields import RequestBody
 from octavo.server.bodies.foreign_fields import header_value
 from octavo.server.bodies.local_apis_reader import LocalApisReader
@@ -27,7 +27,9 @@ from octavo.server.http.connection import EventStream, InFlight, WholeAnswer
 from octavo.server.http.intake import BodyIntake
 from octavo.server.http.turnstile import Turnstile
 from octavo.server.route import json_response
+from octavo.server.routed import RoutedPrompts
 from octavo.server.tenants.auth import client_of
+from octavo.server.tenants.keys import KeyRing
 from octavo.server.tenants.quota import charge_of
 
 logger = logging.getLogger("octavo.server")
@@ -76,7 +78,7 @@ class Handling:
         names: the names under which the model is served; the first is used if a body names none.
     """
 
-    def __init__(self, engine: EngineClient, config: ServerConfig, in_flight: InFlight) -> None:
+    def __init__(self, engine: EngineClient, config: ServerConfig, in_flight: InFlight, routers: KeyRing) -> None:
         self._config = config
         self._in_flight = in_flight
         self.names = served_names(engine, config)
@@ -98,6 +100,7 @@ class Handling:
         self._turnstile = Turnstile(AT_ONCE, lambda: engine.is_planning, lambda: engine.is_stepping)
         self.intake = BodyIntake(config.max_body_size, config.max_total_body_size)
         self.reading = ReaderPool(self._reader, config.max_body_seconds, config.max_body_memory)
+        self.routed = RoutedPrompts(routers, self._reader.prompt_fingerprint)
 
     def warm_up(self) -> None:
         """Start the process that reads chats in the background, so that the first chat need not wait for it."""
@@ -110,7 +113,15 @@ class Handling:
     async def read(self, request: Request, method: str) -> Any:
         """Receive the request's body and return the result of `BodyReader.<method>`."""
         async with self.intake.body(request) as raw:
-            return await self.reading.read(method, raw, tenant=client_of(request.scope).tenant)
+            return await self.read_received(request, raw, method)
+
+    async def read_received(self, request: Request, raw: bytes, method: str) -> Any:
+        """Return the result of `BodyReader.<method>` for a body that was received, perhaps with its prompt's tokens."""
+        tenant = client_of(request.scope).tenant
+        if (given := self.routed.token_bytes(request.headers, raw)) is None:
+            return await self.reading.read(method, raw, tenant=tenant)
+        framed = frame(method.encode(), given, raw[: len(raw) - len(given)])
+        return await self.reading.read("given", *framed, tenant=tenant)
 
     def job(self, request: Request, read: CompletionRequest, prefix: str) -> Job:
         """Return the engine requests of a body with prompts."""

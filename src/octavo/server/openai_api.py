@@ -166,7 +166,7 @@ class OpenAIApi:
 
     async def _read_response(self, request: Request, tenant: str) -> ChatRequest:
         async with self._handling.intake.body(request) as raw:
-            read: ChatRequest | FollowUp = await self._handling.reading.read("response", raw, tenant=tenant)
+            read: ChatRequest | FollowUp = await self._handling.read_received(request, raw, "response")
             if isinstance(read, FollowUp):
                 read = await self._handling.reading.read(
                     "next_response", *frame(*self._before(tenant, read), raw), tenant=tenant

@@ -30,6 +30,7 @@ class Access(Enum):
     CLIENT = "clients, with an API key"
     OPERATOR = "operators, with an admin key"
     ADMIN = "operators, with an admin key; closed if the server has none"
+    ROUTER = "routers, with the router's key; closed if the server has none"
 
 
 @dataclass(frozen=True, slots=True)

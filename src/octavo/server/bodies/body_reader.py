@@ -5,14 +5,19 @@ The code is pure, so it can run in any thread or process; `reader_pool` decides 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from itertools import chain
 from typing import Any, TypeVar
 
+import numpy as np
 from jiter import from_json
 
+import octavo
 from octavo.errors import FieldError, RequestError
 from octavo.limits import RequestLimits
 from octavo.sampling_params import SamplingParams
@@ -23,7 +28,7 @@ from octavo.server.bodies.fields import RequestBody, drop_unknown, fields_of, fi
 from octavo.server.bodies.foreign_fields import translate
 from octavo.server.bodies.messages_body import CountTokensBody, MessagesBody
 from octavo.server.bodies.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
-from octavo.server.bodies.prompts import EncodedPrompt, PromptEncoder, split_prompts
+from octavo.server.bodies.prompts import EncodedPrompt, GivenPromptEncoder, PromptEncoder, split_prompts
 from octavo.server.bodies.responses_body import (
     ResponsesBody,
     page,
@@ -160,6 +165,42 @@ class BodyReader:
         template = "" if tokenizer is None else tokenizer.chat_template_text
         render = None if tokenizer is None else tokenizer.apply_chat_template
         self._dialects = Dialects(template, tool_call_parser, reasoning_parser, render)
+        self._parsers = tool_call_parser, reasoning_parser
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names under which the model is served."""
+        return self._names
+
+    @property
+    def prompt_settings(self) -> dict[str, Any]:
+        """What a prompt's tokens depend on besides the body and the tokenizer, as keywords of a reader."""
+        return {
+            "vocab_size": self._vocab_size,
+            "hidden_size": self._hidden_size,
+            "max_model_len": self._max_model_len,
+            "default_sampling": self._default_sampling,
+            "tool_call_parser": self._parsers[0],
+            "reasoning_parser": self._parsers[1],
+        }
+
+    def prompt_fingerprint(self) -> str:
+        """Return a digest of all that a prompt's tokens depend on besides the body: readers with equal ones agree."""
+        parts = [octavo.__version__, json.dumps(self.prompt_settings, sort_keys=True)]
+        if self.tokenizer is not None:
+            parts += [self.tokenizer.to_json(), self.tokenizer.chat_template_text]
+        digest = blake2b(digest_size=16)
+        for part in parts:
+            encoded = part.encode()
+            digest.update(len(encoded).to_bytes(8, "little") + encoded)
+        return digest.hexdigest()
+
+    def given(self, framed: bytes) -> Any:
+        """Read a body whose one prompt a router has tokenised: `frame(method, packed token ids, body)`."""
+        method, packed, raw = unframed(framed)
+        reader = copy(self)
+        reader._prompts = GivenPromptEncoder(self._prompts, np.frombuffer(packed, "<i4").tolist())
+        return getattr(reader, method.decode())(raw)
 
     def served_name(self, model: str | None) -> str:
         """Return the model name for the response; if the client names none, the first served name."""

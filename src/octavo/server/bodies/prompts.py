@@ -197,6 +197,18 @@ class PromptEncoder:
         return EncodedPrompt(prompt.token_ids, None, tuple(pin for pin in pins if pin.num_tokens)), text
 
 
+class GivenPromptEncoder(PromptEncoder):
+    """Encodes the one prompt of a body, whose text a router has tokenised."""
+
+    def __init__(self, encoder: PromptEncoder, token_ids: list[int]) -> None:
+        super().__init__(encoder._tokenizer, encoder._vocab_size, encoder._max_model_len)
+        check_token_ids(token_ids, encoder._vocab_size, "prompt")
+        self._token_ids = token_ids
+
+    def tokenize(self, text: str, add_special_tokens: bool, *, is_cut: bool = False) -> list[int]:
+        return self._token_ids
+
+
 def check_template_variables(variables: Mapping[str, Any]) -> None:
     """Raise `RequestError` for a variable that only the server may set."""
     for name in variables:

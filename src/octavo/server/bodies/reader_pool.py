@@ -36,7 +36,7 @@ NUM_WORKERS = 2
 LARGE_NICENESS = 10
 # Methods of `BodyReader` that render the model's chat template.
 _RENDERED = frozenset(
-    {"chat", "message", "count_tokens", "response", "next_response", "ollama_chat", "ollama_generate"}
+    {"chat", "message", "count_tokens", "response", "next_response", "given", "ollama_chat", "ollama_generate"}
 )
 
 

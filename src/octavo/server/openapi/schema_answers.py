@@ -118,6 +118,7 @@ SCHEMAS: dict[str, Schema] = {
     "Model": _MODEL,
     "ModelList": _object(object=_const("list"), data=_list(_MODEL)),
     "Status": _object(status=_TEXT),
+    "Worker": {"type": "object"},
     "Load": _object(server_load=_COUNT, running=_COUNT, waiting=_COUNT, kv_cache_usage={"type": "number"}),
     "Version": _object(version=_TEXT),
     "KVReport": {"type": "object"},

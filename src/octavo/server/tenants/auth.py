@@ -47,11 +47,15 @@ class RequireApiKey:
     Args:
         clients: keys of clients.
         admins: the same keys and the admin key.
+        routers: the router's key, which passes like the admin key.
         public: methods and paths that need no key.
     """
 
-    def __init__(self, app: ASGIApp, clients: KeyRing, admins: KeyRing, public: Set[tuple[str, str]]) -> None:
+    def __init__(
+        self, app: ASGIApp, clients: KeyRing, admins: KeyRing, routers: KeyRing, public: Set[tuple[str, str]]
+    ) -> None:
         self._app = app
+        self._routers = routers
         self._clients = clients
         self._admins = admins
         self._public = public
@@ -69,7 +73,7 @@ class RequireApiKey:
         key = presented_key(scope)
         if key is not None and (client := self._clients.find(key)) is not None:
             scope.setdefault("state", {})["client"] = client
-        else:
+        elif key is None or self._routers.find(key) is None:
             authenticated(self._admins, scope)
 
 
@@ -79,16 +83,20 @@ class Gate:
     Args:
         clients: keys of clients.
         admins: the same keys and the admin key; only their clients with `admin` set are operators.
+        routers: the router's key.
     """
 
-    def __init__(self, clients: KeyRing, admins: KeyRing) -> None:
+    def __init__(self, clients: KeyRing, admins: KeyRing, routers: KeyRing) -> None:
         self._clients = clients
         self._admins = admins
+        self._routers = routers
 
     def check(self, access: Access, scope: Scope) -> None:
         """Raise `ApiError` if the request's key does not open such an endpoint (401), or no key could (403)."""
         if access is Access.CLIENT and self._clients and "client" not in scope.get("state", {}):
             raise incorrect_key()
+        if access is Access.ROUTER:
+            self._check_router(scope)
         if access is Access.ADMIN or (access is Access.OPERATOR and self._admins):
             self._check_admin(scope)
 
@@ -101,6 +109,12 @@ class Gate:
     def admits_operator(self, request: Request) -> bool:
         """Return whether the request may use what is `Access.OPERATOR`."""
         return not self._admins or self.admits_admin(request)
+
+    def _check_router(self, scope: Scope) -> None:
+        if not self._routers:
+            message = "This server has no router key: start it with --router-key or OCTAVO_ROUTER_KEY."
+            raise ApiError(HTTPStatus.FORBIDDEN, message, code="no_router_key")
+        authenticated(self._routers, scope)
 
     def _check_admin(self, scope: Scope) -> None:
         if not any(client.admin for client in self._admins.clients):

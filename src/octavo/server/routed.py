@@ -1,0 +1,105 @@
+"""What a server does for routers in front of it: takes prompts as token ids, and says how to route to it.
+
+A router tokenises a prompt to find out where its prefix is cached. It sends the client's body as it came, followed by
+the token ids, so that nothing is tokenised twice:
+
+    Octavo-Prompt: FINGERPRINT NUMBER        whose tokenizer and template, and how many tokens
+    Octavo-Router-Key: KEY                   clients cannot give other tokens than their text has
+
+    {"messages": [...], ...}<NUMBER x 4 bytes, little-endian>
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable
+from functools import cached_property
+from http import HTTPStatus
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.engine.core import EngineCore
+from octavo.server.answer_json import json_bytes
+from octavo.server.bodies.body_reader import BodyReader
+from octavo.server.engine_client import EngineClient
+from octavo.server.errors import ApiError
+from octavo.server.route import Access, Endpoint, json_response
+from octavo.server.tenants.keys import KeyRing
+
+PROMPT_HEADER, KEY_HEADER = "octavo-prompt", "octavo-router-key"
+WORKER_PATH = "/router/worker"
+TOKEN_BYTES = 4
+_PROMPT = re.compile(r"([0-9a-f]{32}) ([0-9]{1,9})")
+
+
+class RoutedPrompts:
+    """The prompts that routers have tokenised.
+
+    Args:
+        routers: the router's key.
+        fingerprint: returns that of the server's own prompts, see `BodyReader.prompt_fingerprint`.
+    """
+
+    def __init__(self, routers: KeyRing, fingerprint: Callable[[], str]) -> None:
+        self._routers = routers
+        self._compute_fingerprint = fingerprint
+        self._instance = secrets.token_hex(8)
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return self._compute_fingerprint()
+
+    def token_bytes(self, headers: Headers, body: bytes) -> bytes | None:
+        """Return the packed token ids at the end of a body; None if it has none.
+
+        Raises:
+            ApiError: they do not come from the router (403), were made with another tokenizer or template (409), or are
+                not as many as the header says (400).
+        """
+        if (given := headers.get(PROMPT_HEADER)) is None:
+            return None
+        if self._routers.find(headers.get(KEY_HEADER, "")) is None:
+            message = "Token ids in place of a prompt are taken from a router only, by its key (--router-key)."
+            raise ApiError(HTTPStatus.FORBIDDEN, message, code="not_the_router")
+        match = _PROMPT.fullmatch(given)
+        size = TOKEN_BYTES * int(match[2]) if match is not None else 0
+        if match is None or not 0 < size < len(body):
+            message = f"{PROMPT_HEADER} must give a fingerprint and the number of token ids that follow the body."
+            raise ApiError(HTTPStatus.BAD_REQUEST, message, code="invalid_prompt_header")
+        if match[1] != self._fingerprint:
+            message = "The router's tokenizer, chat template or options are not this server's: send the body alone."
+            raise ApiError(HTTPStatus.CONFLICT, message, code="other_tokenizer")
+        return body[len(body) - size :]
+
+    def endpoints(self, engine: EngineClient, reader: BodyReader, *, needs_key: bool) -> list[Endpoint]:
+        async def describe(request: Request) -> Response:
+            worker = {
+                "instance": self._instance,
+                "names": reader.names,
+                "fingerprint": self._fingerprint,
+                "prompt_settings": reader.prompt_settings,
+                "needs_key": needs_key,
+                **await engine.ask(_engine_facts),
+            }
+            return json_response(json_bytes(worker))
+
+        summary = "What a router must know of this server"
+        return [Endpoint("GET", WORKER_PATH, describe, "Worker", summary, Access.ROUTER)]
+
+
+def _engine_facts(core: EngineCore) -> dict[str, Any]:
+    """Return what a router must know of an engine; `kv_events` is null if it publishes none."""
+    events, kv = core.config.kv_events, core.scheduler.kv
+    return {
+        "model": core.config.model,
+        "block_size": kv.spec.block_size,
+        "num_blocks": kv.pool.num_blocks - 1,
+        "max_num_batched_tokens": core.config.max_num_batched_tokens,
+        "kv_events": None
+        if events is None
+        else {"endpoint": events.endpoint, "replay_endpoint": events.replay_endpoint, "topic": events.topic},
+    }
