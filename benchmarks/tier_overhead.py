@@ -119,7 +119,8 @@ class Switch:
 
     def turn(self, *, on: bool) -> None:
         hierarchy = self._hierarchy
-        self._scheduler.fetching, hierarchy._demotion, hierarchy._matcher = self._on if on else self._off
+        fetching, hierarchy._demotion, hierarchy._matcher = self._on if on else self._off
+        self._scheduler.fetching = self._scheduler._lifecycle._fetching = fetching
 
 
 def measure(model: str, demotion: str, seconds: float, seed: int) -> list[Round]:

@@ -85,7 +85,7 @@ class SwappingIsCheaper(RestoreSpeed):
 
 def swapping_is_cheaper() -> AbstractContextManager[Any]:
     """Engines made meanwhile swap every preempted sequence, however long computing and moving blocks takes."""
-    return patch("octavo.scheduler.assembly.RestoreSpeed", SwappingIsCheaper)
+    return patch("octavo.engine.builder.RestoreSpeed", SwappingIsCheaper)
 
 
 def without_deadlines(core: EngineCore) -> EngineCore:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 
 import pytest
 
-from octavo.kvcache.ledger import CacheLedger
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import CacheOutcome, CacheReport, PinReceipt, PinRequest, Request, Sequence, cache_scope
 from tests.kvcache.caches import (
     FULL,
-    Clock,
     admit_and_compute,
     make_manager,
     make_request,
@@ -24,9 +24,14 @@ SECRET = list(range(16))
 
 
 @pytest.fixture(params=product(["hashed", "radix"], [(FULL,), (FULL, sliding(6))]), ids=str)
-def manager(request: pytest.FixtureRequest) -> KVCacheManager:
+def make(request: pytest.FixtureRequest) -> Callable[[], KVCacheManager]:
     cache, layers = request.param
-    return make_manager(60, prefix_cache=cache, layers=layers, num_host_blocks=30, clock=Clock())
+    return partial(make_manager, 60, prefix_cache=cache, layers=layers, num_host_blocks=30)
+
+
+@pytest.fixture
+def manager(make: Callable[[], KVCacheManager]) -> KVCacheManager:
+    return make()
 
 
 def serve(
@@ -105,7 +110,9 @@ def test_a_pin_is_its_tenants_alone(manager: KVCacheManager) -> None:
 
 
 @pytest.mark.parametrize("probe", ["same", "diverges in its first block", "diverges later", "after an eviction"])
-def test_what_a_tenant_is_told_is_the_same_whatever_others_have_cached(probe: str, manager: KVCacheManager) -> None:
+def test_what_a_tenant_is_told_is_the_same_whatever_others_have_cached(
+    probe: str, make: Callable[[], KVCacheManager]
+) -> None:
     """The tenant first sends something like its guess, so that its own cache has a place to diverge from."""
     guess = SECRET
     near = {
@@ -115,8 +122,7 @@ def test_what_a_tenant_is_told_is_the_same_whatever_others_have_cached(probe: st
     own = near.get(probe, guess)
 
     def told(with_a_victim: bool) -> list[CacheReport]:
-        manager.reset_prefix_cache()
-        manager.ledger = CacheLedger(60, manager.blocks, Clock())
+        manager = make()
         if with_a_victim:
             manager.forget(serve(manager, SECRET, "ada")[1])
         reports = []

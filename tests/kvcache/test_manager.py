@@ -215,7 +215,8 @@ def test_a_hit_ends_where_a_windows_block_is_missing() -> None:
     manager.forget(seq)
     manager.pool._eviction.remove([block])
     manager.pool.num_cached -= 1
-    manager._on_evict([block])
+    for note in manager.pool._on_evict:
+        note([block])
     manager.pool._free.append(block)
     assert manager.match(make_sequence([*range(20), 99])).num_tokens == 16
     manager.audit()

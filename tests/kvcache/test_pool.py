@@ -17,7 +17,7 @@ def make_pool(num_blocks: int = 8) -> tuple[BlockPool, list[BlockId]]:
         for block in blocks:
             pool.blocks.groups[block] = UNPUBLISHED
 
-    pool = BlockPool(BlockRecords(num_blocks), LruEviction(), on_evict)
+    pool = BlockPool(BlockRecords(num_blocks), LruEviction(), [on_evict])
     return pool, evicted
 
 

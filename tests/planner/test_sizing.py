@@ -120,7 +120,7 @@ def test_a_model_is_refused_before_its_weights_are_read(tiny_model: str, monkeyp
 
 def test_what_is_planned_is_what_is_allocated(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MEMORY_LIMIT_VARIABLE, "64MiB")
-    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_num_batched_tokens": 64, "max_num_seqs": 8}
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_num_batched_tokens": 64, "max_num_seqs": 512}
     engine = build_engine(EngineConfig(model=tiny_model, **options))
     predicted = sizing(64 * 2**20, tiny_model, CPU_MEMORY_SHARE, **options)
     assert runner_of(engine).arena.nbytes == predicted.pool().num_bytes
@@ -181,6 +181,16 @@ def test_a_cache_and_a_swap_space_that_do_not_fit_together_keep_the_cache_as_ask
     config = suggested_config(caught.value)
     assert (config.kv_cache_memory, config.swap_space) == (4 * 2**30, 2**31)
     sizing(weights + 7 * 2**30, kv_cache_memory=config.kv_cache_memory, swap_space=config.swap_space).pool()
+
+
+def test_the_default_swap_space_is_no_larger_than_its_sequences_can_use(caplog: pytest.LogCaptureFixture) -> None:
+    plan = sizing(64 * 2**30, max_num_seqs=2, max_model_len=1000)
+    num_host_blocks = plan.num_host_blocks(plan.pool())
+    assert num_host_blocks == plan.pool().usable_blocks == 2 * 63  # of 16 tokens each
+    plan.warn_if_swap_is_short(num_host_blocks)
+    assert not caplog.text
+    wanted = replace(plan, config=plan.config.replace(swap_space=2**30))
+    assert wanted.num_host_blocks(plan.pool()) == 2**30 // plan.spec.block_bytes
 
 
 def test_by_default_the_swap_space_takes_what_is_left_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

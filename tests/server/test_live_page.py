@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ import pytest
 from octavo.config import EngineConfig
 from octavo.engine import live
 from octavo.engine.live import ACTIVE, MOST_WAITING, LiveView, block_codes
-from octavo.kvcache.block import BlockId
 from octavo.request import Request, RequestId
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
@@ -108,13 +107,8 @@ def test_a_look_names_the_blocks_evicted_and_copied_since_the_last(
     view.look(core.scheduler)
     recent = core.scheduler.kv.recent
     before = recent.num_evicted, recent.num_copied
-    real_evicted, named = core.scheduler.kv._on_evict, list[int]()
-
-    def evict(block_ids: Sequence[BlockId]) -> None:
-        named.extend(block_ids)
-        real_evicted(block_ids)
-
-    monkeypatch.setattr(core.scheduler.kv.pool, "_on_evict", evict)
+    pool, named = core.scheduler.kv.pool, list[int]()
+    monkeypatch.setattr(pool, "_on_evict", (*pool._on_evict, named.extend))
     real_update = core.scheduler.update
 
     def update(*args: Any) -> Any:

@@ -34,7 +34,9 @@ from octavo.runner.executor import Executor, RecordingExecutor
 from octavo.runner.process_executor import ProcessExecutor
 from octavo.runner.runner import ModelRunner
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
+from octavo.scheduler.fetching import Fetching
 from octavo.scheduler.plan_log import PlanLog
+from octavo.scheduler.preemption import RestoreSpeed
 from octavo.text.chat_template import check_template
 from octavo.text.tokenizer import Tokenizer
 from octavo.tiers.host import HostTier, SharedFile
@@ -83,8 +85,9 @@ def build_engine(config: EngineConfig) -> EngineCore:
             num_prefix_blocks=facts.num_prefix_blocks,
             identity=identity,
         )
-        scheduler = assemble_scheduler(config, kv, facts.max_model_len)
-        tiers = join_stores(config, scheduler, kv, host, identity)
+        tiers, speed = join_stores(config, kv, host, identity), RestoreSpeed()
+        fetching = None if tiers is None else Fetching(kv, tiers, speed)
+        scheduler = assemble_scheduler(config, kv, facts.max_model_len, restore_speed=speed, fetching=fetching)
         publisher = _start_publisher(config, kv)
     except BaseException:
         runner.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -88,7 +89,7 @@ class EngineCore:
         self.tokenizer = tokenizer
         self.tiers = tiers
         self.publisher = NullPublisher() if publisher is None else publisher
-        self.stats = EngineStats(max_model_len=info.max_model_len, gauges=partial(Gauges.of, scheduler))
+        self.stats = EngineStats(max_model_len=info.max_model_len, gauges=partial(Gauges.of, weakref.proxy(scheduler)))
         self.stats.block_bytes = scheduler.kv.spec.block_bytes
         self.stats.cache_config = {
             "block_size": str(scheduler.kv.spec.block_size),
@@ -114,7 +115,7 @@ class EngineCore:
         self._recovery = Recovery(scheduler, runner, self.stats)
         self._plans_ahead = plans_ahead
         self._ahead: _StepInFlight | None = None  # handed over while the previous step was computed
-        scheduler.on_admitted = self._book_admission
+        scheduler.on_admitted = partial(_book_admission, self.stats)
         self._went_on_at: float | None = None  # when the last step ended, if another was to follow
 
     @property
@@ -273,12 +274,6 @@ class EngineCore:
             logger.exception("the statistics of a step are lost")
         return StepNews(updates, ended)
 
-    def _book_admission(self, request: Request) -> None:
-        try:
-            self.stats.on_admitted(request, time.monotonic())
-        except Exception:
-            logger.exception("the statistics of an admission are lost")
-
     def kv_report(self) -> dict[str, Any]:
         """Return who holds which bytes of the cache, and how much it helped, for JSON; see `engine.inspection`."""
         report = kv_report(self.scheduler)
@@ -326,7 +321,7 @@ class EngineCore:
     def _write_reused(self, tiers: LowerTiers, seconds: float) -> None:
         """Write what the device has reused to the stores, in pieces that fit into host memory."""
         hierarchy, ends = self.scheduler.kv.hierarchy, time.monotonic() + seconds
-        left = hierarchy.evict_all() if seconds > 0 else []
+        left = hierarchy.evict_all(self.scheduler.kv.pool) if seconds > 0 else []
         num_blocks, piece = len(left), max(1, hierarchy.host.num_prefix_slots // 2)
         while left and time.monotonic() < ends:
             hierarchy.demote(left[:piece])
@@ -386,6 +381,13 @@ class EngineCore:
                 if one is not None
             ]
         )
+
+
+def _book_admission(stats: EngineStats, request: Request) -> None:
+    try:
+        stats.on_admitted(request, time.monotonic())
+    except Exception:
+        logger.exception("the statistics of an admission are lost")
 
 
 def _raise(error: Exception) -> NoReturn:

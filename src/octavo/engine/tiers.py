@@ -15,8 +15,6 @@ from octavo.kvcache.eviction import make_eviction_policy
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.planner.calculator import REMOTE_THREADS
-from octavo.scheduler.fetching import Fetching
-from octavo.scheduler.scheduler import Scheduler
 from octavo.tiers.base import LAYOUT_VERSION, Medium
 from octavo.tiers.host import HostTier
 from octavo.tiers.lower import LowerTiers
@@ -44,7 +42,6 @@ def tier_identity(config: EngineConfig, path: Path, layout: str) -> tuple[str, .
 
 def join_stores(
     config: EngineConfig,
-    scheduler: Scheduler,
     kv: KVCacheManager,
     host: HostTier | None,
     identity: tuple[str, ...],
@@ -63,11 +60,9 @@ def join_stores(
     # Blocks waiting to be written are held in host memory; leave half of it for blocks that are read.
     most_write_bytes = memory.num_prefix_slots * kv.spec.block_bytes // 2
     stores = _open_stores(config, kv.spec, identity, most_write_bytes)
-    lower = LowerTiers(memory, stores, host.row, kv.spec.block_bytes, time.monotonic)
-    scheduler.fetching = Fetching(kv, lower, scheduler.speed)
     names = " and ".join(f"{store.name} ({_held(store)})" for store in stores)
     logger.info("prefixes are loaded from %s if that takes less time than computing them, as measured", names)
-    return lower
+    return LowerTiers(memory, stores, host.row, kv.spec.block_bytes, time.monotonic)
 
 
 def _held(store: Store) -> str:

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockTable, BlockTransfer, HostBlockId, as_array, new_table
+from octavo.kvcache.blocks import BlockRecords
 from octavo.kvcache.demotion import make_demotion
 from octavo.kvcache.hashing import Label, TokenChain, label_of, private_label
 from octavo.kvcache.host_memory import HostMemory
@@ -101,14 +102,14 @@ class CacheHierarchy:
     """Host memory, the policy for copying the device's blocks there, and the preempted sequences that can resume.
 
     Args:
-        pool, prefix_cache: those of the device.
+        blocks, prefix_cache: those of the device.
         windows: sliding window per group, None for full attention.
         demotion: see `make_demotion`.
     """
 
     def __init__(
         self,
-        pool: BlockPool,
+        blocks: BlockRecords,
         prefix_cache: PrefixIndex,
         host: HostMemory,
         block_size: int,
@@ -116,11 +117,11 @@ class CacheHierarchy:
         demotion: str,
     ) -> None:
         self.host = host
-        self._pool = pool
+        self._blocks = blocks
         self._prefix_cache = prefix_cache
         self._block_size = block_size
         self._num_groups = len(windows)
-        self._demotion = make_demotion(demotion, host, pool.blocks)
+        self._demotion = make_demotion(demotion, host, blocks)
         # Without slots for prefixes, a sequence must not find blocks that others have left there.
         index = TieredIndex(prefix_cache, host) if host.num_prefix_slots else prefix_cache
         self._matcher = PrefixMatcher(index, block_size, windows)
@@ -144,7 +145,7 @@ class CacheHierarchy:
         """Called when cached blocks are evicted; their memory does not change before the next step."""
         if self._wanted_by:
             for block_id in block_ids:
-                if (owners := self._wanted_by.get(self._pool.blocks.key(block_id))) is not None:
+                if (owners := self._wanted_by.get(self._blocks.key(block_id))) is not None:
                     self._keep_evicted(block_id, owners)
         demoted = self._demoted(self._demotion.evicted(block_ids))
         if self._closing is None:
@@ -157,19 +158,19 @@ class CacheHierarchy:
         for block_id, label, tenant in blocks:
             self.host.store_prefix(block_id, label, tenant)
 
-    def evict_all(self) -> list[Demoted]:
+    def evict_all(self, pool: BlockPool) -> list[Demoted]:
         """Evict every cached block, because the engine closes; returns those worth keeping, the most valuable first.
 
         Their memory does not change any more.
         """
         closing: list[Demoted] = []
         self._closing = closing
-        self._pool.evict_all_cached()
+        pool.evict_all_cached()
         return closing[::-1]
 
     def _demoted(self, block_ids: Seq[BlockId]) -> list[Demoted]:
         """Return published blocks with what host memory must know of them."""
-        blocks, found = self._pool.blocks, list[Demoted]()
+        blocks, found = self._blocks, list[Demoted]()
         for block_id in block_ids:
             source = blocks.sources[block_id]
             assert source is not None  # it is published
@@ -177,7 +178,7 @@ class CacheHierarchy:
         return found
 
     def _keep_evicted(self, block_id: BlockId, owners: set[SequenceId]) -> None:
-        label = self._pool.blocks.label(block_id)
+        label = self._blocks.label(block_id)
         if not self.host.keep([(block_id, label)], self._left[min(owners)].tenant):
             for seq_id in list(owners):
                 self.host.swapped.sequences_lost += 1
@@ -294,13 +295,13 @@ class CacheHierarchy:
             by_tier["device"] -= num_tokens
         return dict(by_tier)
 
-    def load(self, seq: Sequence, tables: list[BlockTable], hit: PrefixHit) -> None:
+    def load(self, seq: Sequence, tables: list[BlockTable], hit: PrefixHit, pool: BlockPool) -> None:
         """Allocate blocks in a sequence's tables for those blocks of a hit that the next step must load."""
         host, resumes = self.host, seq.seq_id in self._left
         # Hold the slots first, because allocating evicts blocks, which may take any slot that is not held.
         for _, _, slot in hit.loads:
             host.hold(slot)
-        blocks = self._pool.allocate(len(hit.loads), seq.request.tenant)
+        blocks = pool.allocate(len(hit.loads), seq.request.tenant)
         for (group, index, slot), block in zip(hit.loads, blocks, strict=True):
             tables[group][index] = block
             self.host.plan_load(slot, block, seq.seq_id, resumes=resumes)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from octavo.errors import CacheError
-from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable, as_array, new_table
+from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockState, BlockTable, as_array, new_table
 from octavo.kvcache.events import KVEventLog, NullEventLog
 from octavo.kvcache.eviction import EvictionPolicy, make_eviction_policy
 from octavo.kvcache.eviction.leaves import LeavesFirst
@@ -97,24 +97,30 @@ class KVCacheManager:
         policy = make_eviction_policy(eviction)
         if prefix_cache == "radix":
             policy = LeavesFirst(policy, self.prefix_cache)
-        self.pool = BlockPool(
-            self.blocks, policy if wrap_eviction is None else wrap_eviction(policy), on_evict=self._on_evict
-        )
         self._windows = [group.window for group in spec.groups]
         self._matcher = PrefixMatcher(self.prefix_cache, spec.block_size, self._windows)
         host = HostMemory(
             num_swap_slots + num_prefix_slots, num_swap_slots, spec.block_size, make_eviction_policy(eviction)
         )
-        self.hierarchy = CacheHierarchy(self.pool, self.prefix_cache, host, spec.block_size, self._windows, demotion)
-        budget_blocks = int(pin_budget * (num_blocks - 1))
-        tenant_blocks = int(pin_tenant_share * budget_blocks)
-        self.pins = PinTable(self.pool, budget_blocks, tenant_blocks, self._matcher.longest, clock)
-        ledger = CacheLedger if explains else NullLedger
-        self.ledger = ledger(num_blocks if caches else 0, self.blocks, clock)
-        self.holdings = Holdings(self.pool, self.prefix_cache, spec.block_size, len(spec.groups))
+        self.hierarchy = CacheHierarchy(self.blocks, self.prefix_cache, host, spec.block_size, self._windows, demotion)
+        self.ledger = (CacheLedger if explains else NullLedger)(num_blocks if caches else 0, self.blocks, clock)
         self.recent = RecentChanges()
         logs_events = logs_events and caches and self._windows[0] is None
         self.events = KVEventLog(self.blocks, self.prefix_cache) if logs_events else NullEventLog()
+        # None of these refers to the pool, so that all are freed as soon as they are dropped. The index comes last,
+        # because the others read what the blocks contain.
+        on_evict = (
+            self.recent.evicted,
+            self.events.evicted,
+            self.hierarchy.evicted,
+            self.ledger.evicted,
+            self.prefix_cache.drop,
+        )
+        self.pool = BlockPool(self.blocks, policy if wrap_eviction is None else wrap_eviction(policy), on_evict)
+        budget_blocks = int(pin_budget * (num_blocks - 1))
+        tenant_blocks = int(pin_tenant_share * budget_blocks)
+        self.pins = PinTable(self.pool, budget_blocks, tenant_blocks, self._matcher.longest, clock)
+        self.holdings = Holdings(self.pool, self.prefix_cache, spec.block_size, len(spec.groups))
         self.no_hit = PrefixHit(0, tuple(new_table() for _ in self._windows))
         self.slides = any(window is not None for window in self._windows)
 
@@ -226,7 +232,7 @@ class KVCacheManager:
                 pool.acquire(table, tenant, hit_by=seq.request.priority)
                 self.hierarchy.hit(table)
         holding.tables = [table[:] for table in hit.tables]
-        self.hierarchy.load(seq, holding.tables, hit)
+        self.hierarchy.load(seq, holding.tables, hit, pool)
         holding.num_slid = list(map(_num_slid, holding.tables, self._windows))
         # Loaded blocks are published together with those that the step computes.
         covered = hit.num_tokens // self.spec.block_size
@@ -402,14 +408,6 @@ class KVCacheManager:
             yield
         if found:
             raise CacheError("audit failed: " + "; ".join(found))
-
-    def _on_evict(self, block_ids: Seq[BlockId]) -> None:
-        self.recent.evicted(block_ids)
-        # First, while the contents of the blocks are still known.
-        self.events.evicted(block_ids)
-        self.hierarchy.evicted(block_ids)
-        self.ledger.evicted(block_ids)
-        self.prefix_cache.drop(block_ids)
 
     def _give_back(self, holding: Holding) -> None:
         for table in holding.empty_tables():

@@ -34,7 +34,7 @@ class BlockPool:
 
     Args:
         eviction: policy that chooses which cached block to evict.
-        on_evict: called with the blocks being evicted; must withdraw them from the prefix index.
+        on_evict: called in order with the blocks being evicted; must withdraw them from the prefix index.
 
     Attributes:
         owners: counts of blocks in use by tenant, if enabled by `count_owners`; else None.
@@ -46,7 +46,7 @@ class BlockPool:
     """
 
     def __init__(
-        self, blocks: BlockRecords, eviction: EvictionPolicy, on_evict: Callable[[Sequence[BlockId]], None]
+        self, blocks: BlockRecords, eviction: EvictionPolicy, on_evict: Sequence[Callable[[Sequence[BlockId]], None]]
     ) -> None:
         self.blocks = blocks
         self.num_blocks = blocks.num_blocks
@@ -335,7 +335,8 @@ class BlockPool:
     def _evict(self, count: int) -> list[BlockId]:
         victims = self._eviction.evict(count)
         self.num_cached -= count
-        self._on_evict(victims)
+        for note in self._on_evict:
+            note(victims)
         return victims
 
 

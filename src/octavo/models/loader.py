@@ -6,8 +6,9 @@ holds more than one tensor twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +109,16 @@ class SafetensorsWeights:
         self._config = config
         self._online = online
         quantization = (read_json(folder / "config.json") or {}).get("quantization_config")
-        self._quantised = QuantisedCheckpoint(
-            quantization if isinstance(quantization, dict) else {}, lambda name: name in self._file_of, self._stored
-        )
         self._file_of: dict[str, Any] = {}
+        # A cycle through `self` would keep the files mapped until the next garbage collection.
+        self._stored = partial(_read_tensor, self._folder, self._file_of)
+        self._quantised = QuantisedCheckpoint(
+            quantization if isinstance(quantization, dict) else {}, self._file_of.__contains__, self._stored
+        )
         index = read_json(folder / "model.safetensors.index.json")
         if index is None:
             file = self._open(self._only_file())
-            self._file_of = dict.fromkeys(file.keys(), file)
+            self._file_of.update(dict.fromkeys(file.keys(), file))
             return
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict):
@@ -137,7 +140,7 @@ class SafetensorsWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         if self._quantised.holds(name):
             return tuple(self._quantised.read(name).shape)
-        return tuple(self._file(name).get_slice(name).get_shape())
+        return tuple(_file_with(name, self._folder, self._file_of).get_slice(name).get_shape())
 
     def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         tensor = self._quantised.read(name) if self._quantised.holds(name) else self._stored(name)
@@ -157,16 +160,6 @@ class SafetensorsWeights:
             return None
         order = row_order(name, self._config) if self._config else None
         return raw if raw is None or order is None else replace(raw, rows=raw.rows[order])
-
-    def _stored(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._file(name).get_tensor(name)
-        return tensor
-
-    def _file(self, name: str) -> Any:
-        try:
-            return self._file_of[name]
-        except KeyError:
-            raise CorruptModelError(f"{self._folder} holds no tensor {name}") from None
 
     @staticmethod
     def _open(path: Path) -> Any:
@@ -198,3 +191,15 @@ class SafetensorsWeights:
                 f"AutoModelForCausalLM.from_pretrained({str(self._folder)!r}).save_pretrained(new_folder)"
             )
         raise ModelNotFoundError(f"{self._folder} holds no model.safetensors")
+
+
+def _read_tensor(folder: Path, file_of: Mapping[str, Any], name: str) -> torch.Tensor:
+    tensor: torch.Tensor = _file_with(name, folder, file_of).get_tensor(name)
+    return tensor
+
+
+def _file_with(name: str, folder: Path, file_of: Mapping[str, Any]) -> Any:
+    try:
+        return file_of[name]
+    except KeyError:
+        raise CorruptModelError(f"{folder} holds no tensor {name}") from None

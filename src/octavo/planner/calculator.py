@@ -23,7 +23,7 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # A block of "max" is rounded up to whole tiles of the kernels.
 MAX_BLOCK_MULTIPLE = 16
 
-# Most host memory that swapped blocks take by themselves; where less is left, that.
+# Most host memory that swapped blocks take by default.
 DEFAULT_SWAP_SPACE = 1 << 30
 
 # More threads than for the disk, because they mostly wait for answers.
@@ -129,24 +129,23 @@ def smallest_pool(spec: KVCacheSpec) -> PoolSize:
     return PoolSize(num_blocks, num_blocks * spec.block_bytes)
 
 
-def swap_bytes(spec: KVCacheSpec, swap_space: int | None, left: int) -> int:
-    """Return the bytes of host memory for swapped blocks, a whole number of blocks.
+def default_swap_space(config: EngineConfig, spec: KVCacheSpec, max_model_len: int) -> int:
+    """Bytes of the swap space if none is requested and the host has enough memory.
 
-    Args:
-        swap_space: requested bytes; None for the default.
-        left: bytes that nothing else takes; bounds only the default.
+    No more than `max_num_seqs` sequences of `max_model_len` tokens take, because each slot has bookkeeping, and a
+    gigabyte of a tiny model's blocks is a million slots.
     """
-    space = min(DEFAULT_SWAP_SPACE, max(0, left)) if swap_space is None else swap_space
-    return space // spec.block_bytes * spec.block_bytes
+    useful = config.max_num_seqs * spec.peak_blocks(max_model_len, config.max_num_batched_tokens)
+    return min(DEFAULT_SWAP_SPACE // spec.block_bytes, useful) * spec.block_bytes
 
 
-def default_swap_blocks(config: EngineConfig, spec: KVCacheSpec) -> int:
+def default_swap_blocks(config: EngineConfig, spec: KVCacheSpec, max_model_len: int) -> int:
     """Blocks of swap space that an engine with enough host memory would take."""
     if config.preemption_mode == "recompute":
         return 0
     space = config.swap_space
     assert not isinstance(space, str), "the configuration has parsed it"
-    return swap_bytes(spec, space, left=DEFAULT_SWAP_SPACE) // spec.block_bytes
+    return (default_swap_space(config, spec, max_model_len) if space is None else space) // spec.block_bytes
 
 
 def pool_for_memory(

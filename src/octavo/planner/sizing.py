@@ -13,16 +13,15 @@ from octavo.errors import ConfigError
 from octavo.kvcache.spec import KVCacheSpec, eviction_bytes
 from octavo.option import options_of
 from octavo.planner.calculator import (
-    DEFAULT_SWAP_SPACE,
     MemoryBudget,
     PoolSize,
     activation_bytes,
     block_tokens,
+    default_swap_space,
     pool_for_memory,
     prefix_slots,
     smallest_pool,
     store_bytes,
-    swap_bytes,
     weight_bytes,
 )
 from octavo.planner.model_shape import ModelShape
@@ -164,12 +163,14 @@ class Sizing:
         )
         left = max(0, left - self.bookkeeping_bytes(pool))
         wanted = self._wanted_swap
-        if not shared and wanted is not None and wanted > left:
+        if wanted is None:
+            return min(left, self._default_swap) // self.spec.block_bytes
+        if not shared and wanted > left:
             raise ConfigError(
                 f"a swap space of {format_bytes(wanted)} was asked for, but {format_bytes(left)} of host memory are "
                 f"available. {self._advice()}"
             )
-        return swap_bytes(self.spec, wanted, left) // self.spec.block_bytes
+        return wanted // self.spec.block_bytes
 
     def warn_if_swap_is_short(self, num_host_blocks: int) -> None:
         """Warn if the swap space is smaller than requested, or than the default."""
@@ -183,12 +184,12 @@ class Sizing:
                 if self._wanted_swap is None
                 else f"{format_bytes(self._wanted_swap)} hold no block of {format_bytes(self.spec.block_bytes)}",
             )
-        elif self._wanted_swap is None and size + self.spec.block_bytes <= DEFAULT_SWAP_SPACE:
+        elif self._wanted_swap is None and size < self._default_swap:
             logger.warning(
                 "swap space: %s instead of %s, because weights, activations and KV cache leave no more memory; "
                 "a smaller --kv-cache-memory leaves more",
                 format_bytes(size),
-                format_bytes(DEFAULT_SWAP_SPACE),
+                format_bytes(self._default_swap),
             )
 
     @property
@@ -214,7 +215,11 @@ class Sizing:
         if self.config.preemption_mode == "recompute":
             return 0
         space = self.config.swap_space
-        return swap_bytes(self.spec, space, 0) if isinstance(space, int) else None
+        return space // self.spec.block_bytes * self.spec.block_bytes if isinstance(space, int) else None
+
+    @property
+    def _default_swap(self) -> int:
+        return default_swap_space(self.config, self.spec, self.max_model_len)
 
     def warn_if_short(self, pool: PoolSize) -> None:
         """Warn if the pool is too small for a sequence of max_model_len tokens."""

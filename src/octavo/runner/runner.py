@@ -132,6 +132,10 @@ class ModelRunner(Executor):
 
         return collect
 
+    def close(self) -> None:
+        """Free the model, the cache and host memory, even if something still refers to this runner."""
+        self.__dict__.clear()
+
     def _with_times(self, result: StepResult) -> StepResult:
         mover = self._mover
         return replace(result, load_seconds=mover.load_seconds, store_seconds=mover.store_seconds)

@@ -7,10 +7,10 @@ scheduler                    what the engine calls: add, schedule, update, end
 composer | results           which tokens a step computes: those of streams, then of prompts; what its draws change
 beam                         beam search
 admission | stream_turns     which sequences start to run, and who may overtake; turns among streams
-step_budget | fetching       what a step may take: time and tokens; waiting for a prefix from a store
+step_budget                  what a step may take: time and tokens
 
 lifecycle                    the requests, and the transitions of their sequences between these two:
-waiting | kv_limits          lines in order of admission; what can ever be served, and by tenant
+waiting | kv_limits | fetching   lines in order of admission; what can ever be served; waits for a store's blocks
 running | policy             places, with the blocks still to come; the order of service, and what follows from it
 preemption | step_time       whether to swap or to recompute; how long a step will take
 

@@ -18,6 +18,7 @@ from octavo.config import EngineConfig
 from octavo.kvcache.eviction import EvictionPolicy
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec
+from octavo.scheduler.fetching import Fetching
 from octavo.scheduler.policy import make_policy
 from octavo.scheduler.preemption import Preemption, RestoreSpeed
 from octavo.scheduler.scheduler import DEFAULT_WATERMARK, Scheduler, SchedulerConfig
@@ -71,6 +72,7 @@ def assemble_scheduler(
     max_model_len: int,
     *,
     restore_speed: RestoreSpeed | None = None,
+    fetching: Fetching | None = None,
     watermark: float = DEFAULT_WATERMARK,
     headroom_tokens: int | None = None,
 ) -> Scheduler:
@@ -78,6 +80,7 @@ def assemble_scheduler(
 
     Args:
         restore_speed: the speeds to begin with; by default they are unknown until measured.
+        fetching: see `Scheduler`.
         watermark: see `SchedulerConfig`.
         headroom_tokens: see `SchedulerConfig`; if None, the default of the scheduling policy.
     """
@@ -97,6 +100,7 @@ def assemble_scheduler(
         policy=policy,
         preemption=Preemption(_preemption_mode(config, kv), kv.holdings, speed),
         prefixes=PrefixLengths(kv) if by_prefix else None,
+        fetching=fetching,
     )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceStatus
+from octavo.scheduler.fetching import Fetching
 from octavo.scheduler.kv_limits import TenantLimits
 from octavo.scheduler.plan_builder import PlanBuilder
 from octavo.scheduler.policy import Policy
@@ -48,7 +49,7 @@ class Lifecycle:
     Args:
         prefixes: if given, waiting requests with the longest cached prefix are admitted first, as far as the policy
             allows.
-        on_finish: called with each sequence that has ended.
+        fetching: requests that wait for stores below host memory; None if there are no stores.
 
     Attributes:
         requests: the requests that have not ended.
@@ -66,7 +67,7 @@ class Lifecycle:
         *,
         max_num_seqs: int,
         headroom_tokens: int,
-        on_finish: Callable[[Sequence], None],
+        fetching: Fetching | None,
     ) -> None:
         self.requests: dict[RequestId, Request] = {}
         self.counters = SchedulerCounters()
@@ -78,7 +79,7 @@ class Lifecycle:
         self.tenants = TenantLimits(kv, self.running)
         self.waiting = WaitingQueue(policy, prefixes, self.tenants.is_capped)
         self._max_num_seqs = max_num_seqs
-        self._on_finish = on_finish
+        self._fetching = fetching
         self._failures: list[tuple[Request, Exception]] = []
 
     @property
@@ -168,9 +169,11 @@ class Lifecycle:
         self._give_up_blocks(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason, seq.stop_reason = reason, stop_reason
+        if self._fetching is not None:
+            self._fetching.release(seq)
         if seq.request.finished:
             self.requests.pop(seq.request.request_id, None)
-        self._on_finish(seq)
+            self.policy.ended(seq.request)
 
     def finish_request(self, request_id: RequestId, reason: FinishReason) -> Request | None:
         """End every sequence of a request; None if the request is unknown or has ended."""

@@ -65,11 +65,11 @@ class Scheduler:
         preemption: decides whether a preempted sequence is swapped; by default, all are recomputed.
         prefixes: if given, waiting requests with the longest cached prefix are admitted first, as far as the policy
             allows.
+        fetching: requests that wait for stores below host memory; None if there are no stores.
 
     Attributes:
         capacity: checks which requests can ever be served.
         speed: how long computing and moving blocks takes, as measured.
-        fetching: requests that wait for stores below host memory; None if there are no stores.
         on_admitted: called once with each request, when it is first admitted.
     """
 
@@ -80,6 +80,7 @@ class Scheduler:
         policy: Policy | None = None,
         preemption: Preemption | None = None,
         prefixes: PrefixLengths | None = None,
+        fetching: Fetching | None = None,
     ) -> None:
         self.config = config
         self.kv = kv
@@ -93,7 +94,7 @@ class Scheduler:
             prefixes,
             max_num_seqs=config.max_num_seqs,
             headroom_tokens=config.headroom_tokens,
-            on_finish=self._on_finish,
+            fetching=fetching,
         )
         self._running, self._waiting, self._builder = lifecycle.running, lifecycle.waiting, lifecycle.builder
         self._requests = lifecycle.requests
@@ -112,7 +113,7 @@ class Scheduler:
         self._results = ResultApplier(lifecycle, config.max_model_len)
         self._to_pin: list[Sequence] = []  # whose prefixes are still to be pinned
         self.on_admitted: Callable[[Request], None] = lambda request: None
-        self.fetching: Fetching | None = None
+        self.fetching = fetching
         self.capacity = Capacity(
             kv.spec,
             kv.pool.num_blocks - 1,
@@ -372,12 +373,6 @@ class Scheduler:
         """Abandon the plans in flight, which gave no result; their stores are lost, the runner's state is unknown."""
         self._lifecycle.abandon_plans()
         self.kv.hierarchy.fail()
-
-    def _on_finish(self, seq: Sequence) -> None:
-        if self.fetching is not None:
-            self.fetching.release(seq)
-        if seq.request.finished:
-            self.policy.ended(seq.request)
 
     def _note_admitted(self, seq: Sequence) -> None:
         request = seq.request

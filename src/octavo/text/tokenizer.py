@@ -201,15 +201,16 @@ class Tokenizer:
     @cached_property
     def _spelled_out(self) -> tuple[BytePieces, BytePieces] | None:
         """The pieces with and without special tokens, or None."""
-        if not _is_byte_level(self._backend):
+        backend = self._backend
+        if not _is_byte_level(backend):
             return None
-        special = {token.content for token in self._backend.get_added_tokens_decoder().values() if token.special}
+        special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
 
         def plain(token_id: int) -> bytes:
-            return _unspelled(self._backend.id_to_token(token_id) or "")
+            return _unspelled(backend.id_to_token(token_id) or "")
 
         def skipping(token_id: int) -> bytes:
-            token = self._backend.id_to_token(token_id) or ""
+            token = backend.id_to_token(token_id) or ""
             return b"" if token in special else _unspelled(token)
 
         # Compare with the decoder itself, and leave a tokenizer that does anything else to it.

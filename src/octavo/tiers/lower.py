@@ -179,6 +179,9 @@ class LowerTiers:
         for store in self.stores:
             store.close(seconds)
         self.poll()
+        if not self._writing and not self._unreleased:
+            # Nothing is held any more; host memory, to which this refers, must not refer back to be freed at once.
+            self._host.on_ready, self._host.holders, self._host.fillers = _write_nothing, [], []
 
     def _held(self) -> Iterator[HostBlockId]:
         yield from (slot for _, slot in self._writing)
@@ -281,6 +284,10 @@ class LowerTiers:
             return True
         self.num_not_worth += 1
         return self.num_not_worth % _TRY_EVERY == 0
+
+
+def _write_nothing(slot: HostBlockId, label: Label) -> None:
+    pass
 
 
 class Fetch:

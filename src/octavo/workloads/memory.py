@@ -176,7 +176,7 @@ def simulated_engine(
     """Return an engine on a simulated device that reads `gb_s` GB and does `gflop_s` GFLOP per second."""
     spec = budget.spec(block_size)
     pool = budget.pool(block_size, config)
-    num_host_blocks = default_swap_blocks(config, spec)
+    num_host_blocks = default_swap_blocks(config, spec, budget.max_model_len)
     kv = assemble_cache(config, spec, pool.num_blocks, num_host_blocks=num_host_blocks)
     times = without_overlap(budget.shape, spec, cost_dtype(config), gb_s, gflop_s)
     speed = RestoreSpeed(times.product_seconds(1), times.per_moved_block)
