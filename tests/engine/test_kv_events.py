@@ -207,6 +207,11 @@ def test_a_gap_is_filled_from_the_buffer() -> None:
             work(manager, publisher, start=20)
             reader.read(knows_all(reader, manager))
             assert reader.num_asked == 2
+            before = reader.next
+            work(manager, publisher, start=30)
+            assert reader.live.poll(10_000)
+            reader.live.recv_multipart()  # the last one, which nothing follows
+            reader.read(lambda: reader.next > before and knows_all(reader, manager)())
         finally:
             reader.close()
 

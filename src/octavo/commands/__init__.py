@@ -7,6 +7,7 @@ needs them inside functions.
 
 COMMANDS = {
     "serve": "serve a model over HTTP, with OpenAI's API",
+    "route": "send each request to the server that has its prompt cached",
     "chat": "chat with a model in the terminal",
     "generate": "complete prompts offline; results as JSON lines",
     "top": "watch a server's cache and requests in the terminal",

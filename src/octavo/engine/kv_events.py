@@ -5,8 +5,10 @@
 
 A number is a `u64` in big-endian order, and a batch is msgpack: `[seconds, events, rank]`. The first number of a
 process is its start in microseconds, so that a reader that goes on after a restart sees a gap and asks for what it
-missed, which begins with `AllBlocksCleared`. Where batches cannot be sent again, because they were dropped or the
-reader has fallen behind the last `buffer_steps`, all blocks are announced anew, under the numbers that follow.
+missed, which begins with `AllBlocksCleared`. While nothing changes, the last batch is repeated every second, so that a
+reader that has just come, or has missed it, sees a gap too. Where batches cannot be sent again, because they were
+dropped or the reader has fallen behind the last `buffer_steps`, all blocks are announced anew, under the numbers that
+follow.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ DEVICE_MEDIUM = "GPU"
 _END = (-1).to_bytes(8, "big", signed=True)
 _BLOCKS_AT_ONCE = 256
 _POLL_SECONDS = 0.05
+_REPEAT_SECONDS = 1.0
 _CLOSING_SECONDS = 1.0
 _LOCAL = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:")
 
@@ -157,6 +160,8 @@ class KVEventPublisher(NullPublisher):
             except queue.Empty:
                 if self._wants_snapshot:
                     self.on_wanted()
+                elif time.monotonic() - self._sent_at > _REPEAT_SECONDS:
+                    self._send_last()
             except Exception:
                 if self._context.closed:
                     return
@@ -175,9 +180,14 @@ class KVEventPublisher(NullPublisher):
     def _send(self, events: list[Any]) -> None:
         payload = self._encode([time.time(), events, 0])
         self._buffer.append((self._next, payload))
-        self._pub.send_multipart((self._config.topic.encode(), self._next.to_bytes(8, "big"), payload))
+        self._send_last()
         self._next += 1
         self.num_batches += 1
+
+    def _send_last(self) -> None:
+        number, payload = self._buffer[-1]
+        self._pub.send_multipart((self._config.topic.encode(), number.to_bytes(8, "big"), payload))
+        self._sent_at = time.monotonic()
 
     def _answer(self) -> None:
         """Send a reader the batches from the number that it asks for, and an end."""

@@ -65,7 +65,7 @@ def create_app(
     middleware = [Middleware(RequestLog, responses=responses, writes=config.access_log), Middleware(LastResort)]
     middleware.append(Middleware(RefuseControlCharacters))
     if config.allowed_origins:
-        middleware.append(_cors(config))
+        middleware.append(cors(config))
     if access.needs_key:
         middleware.append(
             Middleware(
@@ -91,7 +91,7 @@ def create_app(
     return app
 
 
-def _cors(config: ServerConfig) -> Middleware:
+def cors(config: ServerConfig) -> Middleware:
     """Return middleware that adds CORS headers for the allowed origins; keys are sent as headers, not as cookies."""
     from starlette.middleware.cors import CORSMiddleware
 

@@ -1,0 +1,1 @@
+"""Several servers behind one address: `octavo route` sends each request to where its prompt is cached."""

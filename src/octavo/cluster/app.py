@@ -1,0 +1,204 @@
+"""The router's application and its life: endpoints, metrics, and the looks at servers in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from octavo.cluster.config import RouterConfig
+from octavo.cluster.router import RELAYED, NoWorkerError, Readers, Router
+from octavo.cluster.selection import PrefixSelection, make_selection
+from octavo.cluster.workers import Workers, new_session
+from octavo.errors import ConfigError, OctavoError, RequestError, how_to_install
+from octavo.server.access import AcceptedKeys
+from octavo.server.answer_json import json_bytes
+from octavo.server.app import cors
+from octavo.server.config import ServerConfig
+from octavo.server.errors import ApiError, LastResort, answer_http_error, answer_octavo_error
+from octavo.server.http.connection import InFlight
+from octavo.server.http.listening import bound, listen, log_failed_accepts
+from octavo.server.http.logs import RequestLog
+from octavo.server.http.origin import RefuseWebPages
+from octavo.server.http.response_counts import ResponseCounts
+from octavo.server.interpreter_settings import settle_interpreter
+from octavo.server.route import RefuseControlCharacters, json_response
+from octavo.server.run import Server, check_certificate
+from octavo.server.tenants.auth import authenticated
+
+
+def route(router_config: RouterConfig, config: ServerConfig) -> None:
+    """Route until SIGINT or SIGTERM; returns when every request has finished or was cancelled.
+
+    Raises:
+        ConfigError: the address cannot be listened on, a package is missing, or there is no router key.
+    """
+    if config.router_key is None:
+        raise ConfigError("router_key is missing: the servers' own (--router-key, or $OCTAVO_ROUTER_KEY)")
+    try:
+        import aiohttp  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"octavo route needs octavo[route] ({error}): {how_to_install('route')}") from error
+    check_certificate(config)
+    with bound(config) as listener:
+        settle_interpreter()
+        asyncio.run(_route_on(listener, router_config, config))
+
+
+async def _route_on(listener: Any, router_config: RouterConfig, config: ServerConfig) -> None:
+    log_failed_accepts(asyncio.get_running_loop())
+    in_flight = InFlight(config.request_timeout)
+    access = AcceptedKeys(config)
+    router = make_router(router_config, config, access, in_flight)
+    server = Server(create_router_app(router, router_config, config, access, in_flight), config, in_flight, "a router")
+    server.on_hangup = partial(_reread, access) if config.keys_file is not None else None
+    await router.workers.look()
+    looking = asyncio.ensure_future(router.workers.run())
+    try:
+        with server.handled_signals():
+            listen(listener)
+            await server.serve(sockets=[listener])
+    finally:
+        looking.cancel()
+        with suppress(asyncio.CancelledError):
+            await looking
+        await router.workers.close()
+        router.selection.close()
+
+
+def _reread(access: AcceptedKeys) -> None:
+    access.reread()
+
+
+def make_router(router_config: RouterConfig, config: ServerConfig, access: AcceptedKeys, in_flight: InFlight) -> Router:
+    workers = Workers(router_config, config.router_key or "", new_session)
+    readers = Readers(config, router_config.tokenizer)
+    return Router(config, access, workers, make_selection(router_config), readers, in_flight)
+
+
+def create_router_app(
+    router: Router, router_config: RouterConfig, config: ServerConfig, access: AcceptedKeys, in_flight: InFlight
+) -> Starlette:
+    """Create the application around a router."""
+    started = int(time.time())
+
+    async def health(request: Request) -> Response:
+        healthy = router.workers.healthy()
+        status = {"status": "ok" if healthy else "degraded", "workers": len(healthy)}
+        return json_response(json_bytes(status))
+
+    async def ready(request: Request) -> Response:
+        if in_flight.draining:
+            raise ApiError(503, "The router is shutting down.", type="server_error", code="shutting_down")
+        if not router.workers.healthy():
+            raise NoWorkerError(None)
+        return json_response(b'{"status":"ready"}')
+
+    async def models(request: Request) -> Response:
+        found = {name: worker for worker in router.workers.healthy() for name in worker.names}
+        cards = [
+            {
+                "id": name,
+                "object": "model",
+                "created": started,
+                "owned_by": "octavo",
+                "root": worker.facts["model"],
+                "max_model_len": worker.facts["prompt_settings"]["max_model_len"],
+            }
+            for name, worker in found.items()
+        ]
+        return json_response(json_bytes({"object": "list", "data": cards}))
+
+    async def metrics(request: Request) -> Response:
+        from prometheus_client import CollectorRegistry
+        from prometheus_client.exposition import choose_encoder
+
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Collector(router, len(in_flight)))
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(registry), headers={"content-type": content_type})
+
+    async def register(request: Request) -> Response:
+        if not router_config.accept_workers:
+            raise ApiError(HTTPStatus.FORBIDDEN, "Servers cannot register here (--accept-workers).", code="closed")
+        authenticated(access.routers, request.scope)
+        url = (await request.json()).get("url")
+        if not isinstance(url, str):
+            raise RequestError("url must be the URL of a server", param="url")
+        try:
+            (router.workers.register if request.method == "POST" else router.workers.unregister)(url)
+        except ConfigError as error:
+            raise RequestError(str(error), param="url") from error
+        return json_response(json_bytes({"url": url, "registered": request.method == "POST"}))
+
+    middleware = [
+        Middleware(RequestLog, responses=ResponseCounts(), writes=config.access_log),
+        Middleware(LastResort),
+        Middleware(RefuseControlCharacters),
+    ]
+    if config.allowed_origins:
+        middleware.append(cors(config))
+    if not access.needs_key:
+        middleware.append(Middleware(RefuseWebPages, hosts=config.allowed_hosts, origins=config.allowed_origins))
+    app = Starlette(
+        routes=[
+            *(Route(path, router.relay, methods=["POST"]) for path in RELAYED),
+            Route("/v1/models", models, methods=["GET"]),
+            Route("/health", health, methods=["GET"]),
+            Route("/ready", ready, methods=["GET"]),
+            Route("/metrics", metrics, methods=["GET"]),
+            Route("/workers", register, methods=["POST", "DELETE"]),
+        ],
+        exception_handlers={OctavoError: answer_octavo_error, HTTPException: answer_http_error},
+        middleware=middleware,
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+class _Collector:
+    """Makes the router's metrics when they are asked for."""
+
+    def __init__(self, router: Router, num_in_flight: int) -> None:
+        self._router = router
+        self._num_in_flight = num_in_flight
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        def counter(name: str, help: str, labels: list[str], values: Iterable[tuple[Any, float]]) -> Any:
+            family = CounterMetricFamily(f"octavo:router_{name}", help, labels=labels)
+            for label, value in values:
+                family.add_metric([label] if isinstance(label, str) else list(label), value)
+            return family
+
+        stats, selection, workers = self._router.stats, self._router.selection, list(self._router.workers)
+        yield counter("requests", "Answers relayed.", ["worker", "status"], stats.requests.items())
+        yield counter("retries", "Requests tried elsewhere or again.", ["reason"], stats.retries.items())
+        fallbacks = selection.fallbacks.items()
+        yield counter("fallbacks", "Servers chosen without looking at the prompt.", ["reason"], fallbacks)
+        yield counter("broken_streams", "Answers that a server left unfinished.", [], [((), stats.broken_streams)])
+        yield counter("prompt_tokens", "Tokens of prompts looked at.", [], [((), stats.prompt_tokens)])
+        cached = "Of these, tokens that the chosen server had cached, as the index knew."
+        yield counter("cached_tokens", cached, [], [((), stats.cached_tokens)])
+        up = GaugeMetricFamily("octavo:router_worker_up", "Whether a server takes requests.", labels=["worker"])
+        busy = GaugeMetricFamily("octavo:router_worker_requests", "Requests that a server works on.", labels=["worker"])
+        for worker in workers:
+            up.add_metric([worker.url], worker.is_healthy)
+            busy.add_metric([worker.url], worker.in_flight)
+        yield from (up, busy)
+        yield GaugeMetricFamily("octavo:router_in_flight", "Requests being relayed.", self._num_in_flight)
+        if isinstance(selection, PrefixSelection):
+            reserved = "Requests that the index counts at servers."
+            yield GaugeMetricFamily("octavo:router_reservations", reserved, selection.num_reserved())

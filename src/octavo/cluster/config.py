@@ -1,0 +1,92 @@
+"""The options of `octavo route`, in addition to those of every HTTP server (`ServerConfig`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+from urllib.parse import urlsplit
+
+from octavo.errors import ConfigError, shown
+from octavo.option import SECONDS, Options, option
+
+_workers = partial(option, group="workers (docs/operate/route.md)")
+_choice = partial(option, group="choice of a worker")
+
+
+def checked_url(url: str, name: str = "a worker") -> str:
+    """Return a server's URL without a slash at its end; raises `ConfigError` if it is none."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.rstrip("/") or parts.query:
+        raise ConfigError(f"{name} must be a URL such as http://10.0.0.7:8000, got {shown(url)}")
+    return url.rstrip("/")
+
+
+def _check_urls(url: str, name: str) -> None:
+    checked_url(url, name)
+
+
+def _check_dns(address: str, name: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"{name} must be HOST:PORT, such as octavo-workers.default.svc:8000, got {shown(address)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig(Options):
+    """The options of one router, checked at construction; raises `ConfigError` with the value in the message."""
+
+    worker: Sequence[str] = _workers(
+        (),
+        "URL of a server, such as http://10.0.0.7:8000; may be given several times",
+        metavar="URL",
+        check=_check_urls,
+    )
+    workers_file: str | None = _workers(
+        None, "file with a URL in each line, read again when it changes; # begins a comment", metavar="FILE"
+    )
+    workers_dns: str | None = _workers(
+        None,
+        "HOST:PORT of which every address is a server, looked up again and again: a headless Kubernetes service",
+        metavar="HOST:PORT",
+        check=_check_dns,
+    )
+    accept_workers: bool = _workers(
+        False, "let servers register at POST /workers with the router's key; they must do so again within 30 seconds"
+    )
+    health_interval: float = _workers(
+        1.0,
+        "time between two looks at each server; after three that fail, or one request, it gets no requests",
+        unit=SECONDS,
+        above=0,
+    )
+    tokenizer: Sequence[str] = _workers(
+        (),
+        "what to tokenise prompts with: a folder, hub id or GGUF file as for `octavo serve`; may be given several "
+        "times, for several models; default: what the servers call their model",
+        metavar="MODEL",
+    )
+
+    strategy: Literal["prefix", "least_loaded", "round_robin"] = _choice(
+        "prefix",
+        "who gets a request; prefix: the server that has most of its prompt cached, weighed against its load; the "
+        "others do not look at prompts",
+    )
+    selection_timeout: float = _choice(
+        0.25, "time that the index may take to choose, before the least loaded is taken", unit=SECONDS, above=0
+    )
+    replica_sync_port: int | None = _choice(
+        None, "port on which this router tells others what it has sent where (unencrypted)", least=1, most=65535
+    )
+    replica_sync_peers: Sequence[str] = _choice(
+        (),
+        "address of another router's port, such as tcp://10.0.0.8:9092; may be given several times",
+        metavar="ADDRESS",
+    )
+
+    def _check_together(self) -> None:
+        if not (self.worker or self.workers_file or self.workers_dns or self.accept_workers):
+            raise ConfigError("no servers: give --worker, --workers-file, --workers-dns or --accept-workers")
+        if self.replica_sync_peers and self.replica_sync_port is None:
+            raise ConfigError("replica_sync_peers needs replica_sync_port")

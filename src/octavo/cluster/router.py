@@ -1,0 +1,362 @@
+"""The router's HTTP application: reads a prompt, chooses a server, and relays bytes both ways.
+
+    client ── body ──> tokens (as the server would make them) ──> Selection ──> server
+           <── bytes as they come ───────────────────────────────────────────────┘
+
+Tenants' keys and quotas are checked by the server. The router only looks up whose key it is, because a tenant's prompts
+are cached under its own scope.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import numpy as np
+from jiter import from_json
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from octavo.checkpoint.model_source import tokenizer_of
+from octavo.cluster.selection import RoutedPrompt, Selection, Ticket
+from octavo.cluster.workers import Worker, Workers
+from octavo.config import EngineConfig
+from octavo.limits import DEFAULT_LIMITS
+from octavo.request import cache_scope
+from octavo.server.access import AcceptedKeys
+from octavo.server.apis import EVENTS, REQUEST_ID_HEADER, api_of
+from octavo.server.bodies.body_reader import ChatRequest, CompletionRequest
+from octavo.server.bodies.local_apis_reader import LocalApisReader
+from octavo.server.bodies.reader_pool import ReaderPool
+from octavo.server.config import ServerConfig
+from octavo.server.errors import RETRY_AFTER_SECONDS, ApiError, ModelMissingError
+from octavo.server.http.connection import ClientLeftError, InFlight
+from octavo.server.http.intake import BodyIntake
+from octavo.server.routed import KEY_HEADER, PROMPT_HEADER
+from octavo.server.tenants.auth import presented_key
+from octavo.server.tenants.keys import ANYBODY
+from octavo.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("octavo.route")
+
+READ_BY = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completion",
+    "/v1/messages": "message",
+    "/v1/responses": "response",
+}
+"""Paths whose prompts are looked at, and the method of `BodyReader` that reads the body."""
+
+RELAYED = (
+    *READ_BY,
+    *("/v1/embeddings", "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/tokenize", "/detokenize"),
+)
+"""All paths that are passed on to a server."""
+
+# Tries of one request: the servers that it was sent to may fail before they answer.
+_MOST_TRIES = 3
+# Headers of one connection, and those that the other side sets itself.
+_OF_CONNECTION = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+    }
+)
+_NOT_SENT = _OF_CONNECTION | {
+    *(b"host", b"content-length", b"expect", REQUEST_ID_HEADER),
+    *(name.encode() for name in (PROMPT_HEADER, KEY_HEADER)),
+}
+_NOT_RETURNED = _OF_CONNECTION | {b"date", b"server", REQUEST_ID_HEADER, b"request-id"}
+
+
+class NoWorkerError(ApiError):
+    """No server takes requests for the model now."""
+
+    def __init__(self, model: str | None) -> None:
+        super().__init__(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            f"No server takes requests{f' for `{model}`' if model else ''} now: try again later.",
+            type="server_error",
+            code="no_worker",
+            headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
+        )
+
+
+class WorkerLostError(ApiError):
+    """The server that was answering has gone."""
+
+    def __init__(self) -> None:
+        message = "The server that was answering this request has gone, so the answer is cut short: send it again."
+        super().__init__(HTTPStatus.BAD_GATEWAY, message, type="server_error", code="worker_lost")
+
+
+class Readers:
+    """What turns bodies into tokens, one for each group of servers whose tokenizer the router has."""
+
+    def __init__(self, config: ServerConfig, tokenizers: Sequence[str]) -> None:
+        self._config = config
+        self._names = tokenizers
+        self._tokenizers: dict[str, Tokenizer | None] = {}
+        self._by_group: dict[str, ReaderPool | None] = {}
+
+    def __getitem__(self, worker: Worker) -> ReaderPool | None:
+        """Return what reads bodies as this server would; None if the router cannot."""
+        return self._by_group.get(worker.group)
+
+    async def add(self, worker: Worker) -> None:
+        """Find a tokenizer with which prompts get the server's tokens."""
+        if worker.group not in self._by_group:
+            self._by_group[worker.group] = await asyncio.to_thread(self._reader, worker)
+
+    def _reader(self, worker: Worker) -> ReaderPool | None:
+        facts = worker.facts
+        for name in self._names or (str(facts["model"]),):
+            tokenizer = self._tokenizer(name)
+            if tokenizer is None:
+                continue
+            reader = LocalApisReader(
+                tokenizer=tokenizer, limits=DEFAULT_LIMITS, names=worker.names, **facts["prompt_settings"]
+            )
+            if reader.prompt_fingerprint() == facts["fingerprint"]:
+                pool = ReaderPool(reader, self._config.max_body_seconds, self._config.max_body_memory)
+                pool.warm_up()
+                return pool
+        logger.error(
+            "no tokenizer here makes the tokens of %s, so its prompts are not looked at: give its model by "
+            "--tokenizer, and run the same version of Octavo",
+            worker.url,
+        )
+        return None
+
+    def _tokenizer(self, name: str) -> Tokenizer | None:
+        if name not in self._tokenizers:
+            try:
+                self._tokenizers[name] = Tokenizer.from_source(tokenizer_of(EngineConfig(model=name)))
+            except Exception as error:  # of a file that a server named
+                logger.error("cannot load the tokenizer of %s: %s", name, error)
+                self._tokenizers[name] = None
+        return self._tokenizers[name]
+
+
+@dataclass(slots=True)
+class RelayedRequest:
+    """A request on its way.
+
+    Attributes:
+        packed: token ids, which follow the body; empty if it goes alone.
+    """
+
+    request: Request
+    body: bytes
+    model: str | None
+    workers: list[Worker]
+    prompt: RoutedPrompt
+    packed: bytes = b""
+
+
+class RouterStats:
+    """Counts, for `/metrics`."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, str]] = Counter()  # by server and class of status
+        self.retries: Counter[str] = Counter()  # by reason
+        self.broken_streams = 0
+        self.prompt_tokens = self.cached_tokens = 0  # of prompts that were looked at; as the index knew it
+
+
+class Router:
+    """Relays requests to servers.
+
+    Args:
+        access: whose key a request carries.
+        router_key: proves to servers that token ids come from a router.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        access: AcceptedKeys,
+        workers: Workers,
+        selection: Selection,
+        readers: Readers,
+        in_flight: InFlight,
+    ) -> None:
+        self.workers = workers
+        self.selection = selection
+        self.stats = RouterStats()
+        self._readers = readers
+        self._access = access
+        self._router_key = config.router_key or ""
+        self._in_flight = in_flight
+        self._intake = BodyIntake(config.max_body_size, config.max_total_body_size)
+        workers.on_up = self._on_up
+        workers.on_down = selection.remove
+
+    async def relay(self, request: Request) -> Response:
+        """Answer a request with what a server answers."""
+        async with self._intake.body(request) as body:
+            job = await self._job(request, body)
+        return _Relayed(self, job, self._in_flight)
+
+    async def _on_up(self, worker: Worker) -> None:
+        await self._readers.add(worker)
+        await self.selection.add(worker)
+
+    async def _job(self, request: Request, body: bytes) -> RelayedRequest:
+        names = {name for worker in self.workers.healthy() for name in worker.names}
+        model = _model_of(body) if len(names) > 1 else None
+        workers = self.workers.healthy(model)
+        if not workers:
+            if model is not None and names:
+                raise ModelMissingError(model)
+            raise NoWorkerError(model)
+        # While servers are replaced by others with another template or tokenizer, most of them decide.
+        groups = Counter(worker.group for worker in workers)
+        largest = [worker for worker in workers if worker.group == groups.most_common(1)[0][0]]
+        key = presented_key(request.scope)
+        client = ANYBODY if key is None else self._access.clients.find(key)
+        method, reader = READ_BY.get(request.url.path), self._readers[largest[0]]
+        is_known = client is not None and (key is not None or not self._access.needs_key)
+        if method is None or reader is None or not is_known:
+            return RelayedRequest(request, body, model, largest, RoutedPrompt((), ""))
+        assert client is not None
+        try:
+            read = await reader.read(method, body, tenant=client.tenant)
+        except Exception as error:  # the server finds the same error, and answers it
+            logger.debug("a body could not be read: %s", error)
+            return RelayedRequest(request, body, model, largest, RoutedPrompt((), ""))
+        if isinstance(read, ChatRequest):
+            ids = read.prompt.token_ids
+        elif isinstance(read, CompletionRequest) and len(read.prompts) == 1:
+            ids = read.prompts[0].token_ids
+        else:
+            return RelayedRequest(request, body, model, largest, RoutedPrompt((), ""))
+        scope = cache_scope(client.tenant, client.cache_group, read.cache_salt)
+        return RelayedRequest(request, body, model, largest, RoutedPrompt(ids, scope), np.asarray(ids, "<i4").tobytes())
+
+    def headers(self, job: RelayedRequest, worker: Worker) -> list[tuple[str, str]]:
+        """Return the headers to send: the client's, and with token ids the router's own."""
+        headers = [
+            (name.decode("latin-1"), value.decode("latin-1"))
+            for name, value in job.request.scope["headers"]
+            if name not in _NOT_SENT
+        ]
+        headers.append((REQUEST_ID_HEADER.decode(), job.request.scope["state"]["request_id"]))
+        if job.packed:
+            given = f"{worker.facts['fingerprint']} {len(job.prompt.token_ids)}"
+            headers += [(PROMPT_HEADER, given), (KEY_HEADER, self._router_key)]
+        return headers
+
+
+class _Relayed(Response):
+    """A server's answer, relayed as it comes; a server that fails before it answers is replaced by another."""
+
+    def __init__(self, router: Router, job: RelayedRequest, in_flight: InFlight) -> None:
+        super().__init__()
+        self._router = router
+        self._job = job
+        self._in_flight = in_flight
+        self._started = self._is_stream = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._in_flight.run(receive, self._run(send))
+        except ClientLeftError:
+            return
+        except ApiError as error:
+            if not self._started:
+                await error.response(scope)(scope, receive, send)
+            elif self._is_stream:
+                last = api_of(scope).error_event(error.status, error.fields())
+                await send({"type": "http.response.body", "body": last, "more_body": False})
+            else:
+                raise  # the connection is closed, so the client sees that the answer is cut
+
+    async def _run(self, send: Send) -> None:
+        job, left = self._job, list(self._job.workers)
+        for _ in range(_MOST_TRIES):
+            left = [worker for worker in left if worker.is_healthy]
+            if not left:
+                left = [worker for worker in self._router.workers.healthy(job.model) if worker not in job.workers]
+            if not left:
+                break
+            ticket = await self._router.selection.choose(left, job.prompt)
+            try:
+                if await self._send_to(ticket, send, is_last=len(left) == 1):
+                    return
+            finally:
+                await asyncio.shield(self._router.selection.done(ticket))
+            left.remove(ticket.worker)
+        raise NoWorkerError(job.model)
+
+    async def _send_to(self, ticket: Ticket, send: Send, *, is_last: bool) -> bool:
+        """Send the request to a server and relay its answer; False if another server should be tried."""
+        job, worker, stats = self._job, ticket.worker, self._router.stats
+        scope = job.request.scope
+        target = scope["path"] + (f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else "")
+        try:
+            async with worker.session.post(
+                target, data=job.body + job.packed, headers=self._router.headers(job, worker)
+            ) as answer:
+                if answer.status == HTTPStatus.CONFLICT and job.packed:
+                    stats.retries["other_tokenizer"] += 1
+                    job.packed = b""
+                    return await self._send_to(ticket, send, is_last=is_last)
+                if answer.status == HTTPStatus.SERVICE_UNAVAILABLE and not is_last:
+                    stats.retries["unavailable"] += 1
+                    return False
+                stats.requests[worker.url, f"{answer.status // 100}xx"] += 1
+                if job.prompt.token_ids:
+                    stats.prompt_tokens += len(job.prompt.token_ids)
+                    stats.cached_tokens += ticket.cached_tokens
+                await self._relay(answer, ticket, send)
+                return True
+        except ApiError:
+            raise
+        except (OSError, _client_error()) as error:
+            logger.warning("lost %s while it had a request: %s %s", worker.url, type(error).__name__, error)
+            await self._router.workers.suspect(worker)
+            if not self._started:
+                stats.retries["lost"] += 1
+                return False
+            stats.broken_streams += 1
+            raise WorkerLostError from error
+
+    async def _relay(self, answer: Any, ticket: Ticket, send: Send) -> None:
+        headers = [(name.lower(), value) for name, value in answer.raw_headers if name.lower() not in _NOT_RETURNED]
+        self._is_stream = answer.content_type == EVENTS
+        self._started = True
+        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        async for chunk in answer.content.iter_any():
+            if ticket is not None and ticket.selection_id is not None:
+                await self._router.selection.first_token(ticket)
+                ticket = Ticket(ticket.worker)
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _client_error() -> type[Exception]:
+    import aiohttp
+
+    error: type[Exception] = aiohttp.ClientError
+    return error
+
+
+def _model_of(body: bytes) -> str | None:
+    """Return the model that a body names; None if it names none or is no JSON, which the server answers."""
+    try:
+        model = from_json(body).get("model")
+    except (ValueError, AttributeError):
+        return None
+    return model if isinstance(model, str) else None

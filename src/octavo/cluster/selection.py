@@ -1,0 +1,209 @@
+"""Which server gets a request: a contract, and three ways to keep it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NamedTuple
+
+from octavo.cluster.config import RouterConfig
+from octavo.cluster.workers import Worker
+from octavo.errors import ConfigError, how_to_install
+from octavo.server.ids import new_id
+
+logger = logging.getLogger("octavo.route")
+
+
+class RoutedPrompt(NamedTuple):
+    """A prompt as an index knows it.
+
+    Attributes:
+        token_ids: its tokens; empty if they are not known.
+        scope: the part of the cache that it may see, see `cache_scope`.
+    """
+
+    token_ids: Sequence[int]
+    scope: str
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A request's place at a server, until `Selection.done`.
+
+    Attributes:
+        selection_id: name of its reservation in an index; None if it has none.
+        cached_tokens: tokens of the prompt that the server has cached, as far as is known.
+    """
+
+    worker: Worker
+    selection_id: str | None = None
+    cached_tokens: int = 0
+
+
+class Selection:
+    """Takes the least loaded server: the one that works on the fewest requests of this router.
+
+    Attributes:
+        fallbacks: how often a server was chosen without looking at the prompt though the strategy would, by reason.
+    """
+
+    def __init__(self) -> None:
+        self.fallbacks: Counter[str] = Counter()
+
+    async def add(self, worker: Worker) -> None:
+        """Called when a server begins to take requests."""
+
+    async def remove(self, worker: Worker) -> None:
+        """Called when it takes none any more."""
+
+    async def choose(self, workers: Sequence[Worker], prompt: RoutedPrompt) -> Ticket:
+        """Choose one of these servers, which are of one group and at least one, and count the request there."""
+        return self._ticket(min(workers, key=lambda worker: worker.in_flight))
+
+    async def first_token(self, ticket: Ticket) -> None:
+        """Called when the prompt has been computed."""
+
+    async def done(self, ticket: Ticket) -> None:
+        """Called once when the request has ended, however it did."""
+        ticket.worker.in_flight -= 1
+
+    def close(self) -> None: ...
+
+    def _ticket(self, worker: Worker, selection_id: str | None = None, cached_tokens: int = 0) -> Ticket:
+        worker.in_flight += 1
+        return Ticket(worker, selection_id, cached_tokens)
+
+
+class RoundRobin(Selection):
+    """Takes one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turn = count()
+
+    async def choose(self, workers: Sequence[Worker], prompt: RoutedPrompt) -> Ticket:
+        ordered = sorted(workers, key=lambda worker: worker.url)
+        return self._ticket(ordered[next(self._turn) % len(ordered)])
+
+
+class PrefixSelection(Selection):
+    """Asks Dynamo's index, which reads the servers' KV events, and keeps account of the load of each.
+
+    What the index cannot answer falls back to the least loaded.
+
+    Raises:
+        ConfigError: ai-dynamo-runtime is missing.
+    """
+
+    def __init__(self, config: RouterConfig) -> None:
+        super().__init__()
+        os.environ.setdefault("DYN_LOG", "error")  # it logs every choice otherwise
+        try:
+            from dynamo.llm import SelectionService
+        except ImportError as error:
+            raise ConfigError(f"--strategy prefix needs octavo[route] ({error}): {how_to_install('route')}") from error
+        self._service: Any = SelectionService(
+            indexer_threads=2,
+            replica_sync_port=config.replica_sync_port,
+            replica_sync_peers=list(config.replica_sync_peers) or None,
+        )
+        self._seconds = config.selection_timeout
+        self._known: dict[int, Worker] = {}
+        self._freeing: set[asyncio.Future[None]] = set()
+
+    async def add(self, worker: Worker) -> None:
+        if worker.event_address("endpoint") is None:
+            logger.warning("%s publishes no KV events (--kv-events-config), so prompts are not looked at", worker.url)
+            return
+        if worker.worker_id in self._known:
+            await self.remove(worker)
+        facts = worker.facts
+        await self._service.upsert_worker(
+            {
+                "worker_id": worker.worker_id,
+                "model_name": worker.group,
+                "endpoint": worker.url,
+                "block_size": facts["block_size"],
+                "total_kv_blocks": facts["num_blocks"],
+                "max_num_batched_tokens": facts["max_num_batched_tokens"],
+                "kv_events_endpoints": {0: worker.event_address("endpoint")},
+                "replay_endpoint": worker.event_address("replay_endpoint"),
+            }
+        )
+        self._known[worker.worker_id] = worker
+
+    async def remove(self, worker: Worker) -> None:
+        # With it go the blocks that the index believes to be there.
+        if self._known.pop(worker.worker_id, None) is not None:
+            await self._service.delete_worker(worker.worker_id)
+
+    async def choose(self, workers: Sequence[Worker], prompt: RoutedPrompt) -> Ticket:
+        if not prompt.token_ids or not any(worker.worker_id in self._known for worker in workers):
+            self.fallbacks["no_events" if prompt.token_ids else "no_tokens"] += 1
+            return await super().choose(workers, prompt)
+        selection_id = new_id("route")
+        asked: dict[str, Any] = {
+            "model_name": workers[0].group,
+            "selection_id": selection_id,
+            "token_ids": list(prompt.token_ids),
+            "cache_salt": prompt.scope or None,
+        }
+        try:
+            async with asyncio.timeout(self._seconds):
+                chosen = await self._service.select_and_reserve(asked)
+        except asyncio.CancelledError:
+            self._free_soon(selection_id)
+            raise
+        except Exception as error:  # of a library in another language; the request goes on without it
+            self._free_soon(selection_id)
+            self.fallbacks["timeout" if isinstance(error, TimeoutError) else "index_error"] += 1
+            logger.warning("the index could not choose a server: %s", error)
+            return await super().choose(workers, prompt)
+        worker = self._known.get(chosen["worker_id"])
+        if worker not in workers:
+            self.fallbacks["excluded"] += 1
+            await self._free(selection_id)
+            return await super().choose(workers, prompt)
+        assert worker is not None
+        return self._ticket(worker, selection_id, chosen["overlap"]["longest_matched"])
+
+    async def first_token(self, ticket: Ticket) -> None:
+        if ticket.selection_id is not None:
+            try:
+                await self._service.prefill_complete(ticket.selection_id)
+            except Exception as error:
+                logger.debug("reservation %s: %s", ticket.selection_id, error)
+
+    async def done(self, ticket: Ticket) -> None:
+        await super().done(ticket)
+        if ticket.selection_id is not None:
+            await self._free(ticket.selection_id)
+
+    def num_reserved(self) -> int:
+        """Return how many requests the index counts at servers."""
+        return sum(load["active_requests"] for group in self._service.loads() for load in group["loads"])
+
+    def close(self) -> None:
+        self._service.shutdown()
+
+    def _free_soon(self, selection_id: str) -> None:
+        """Free a reservation that may have been made."""
+        self._freeing.add(task := asyncio.ensure_future(self._free(selection_id)))
+        task.add_done_callback(self._freeing.discard)
+
+    async def _free(self, selection_id: str) -> None:
+        try:
+            await self._service.free_reservation(selection_id)
+        except Exception as error:  # the server that it was at has gone
+            logger.debug("reservation %s: %s", selection_id, error)
+
+
+def make_selection(config: RouterConfig) -> Selection:
+    if config.strategy == "prefix":
+        return PrefixSelection(config)
+    return RoundRobin() if config.strategy == "round_robin" else Selection()

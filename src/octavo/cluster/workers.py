@@ -1,0 +1,231 @@
+"""The servers behind a router: where they are, what they serve, and whether they take requests.
+
+a list, a file, DNS, registrations ──> URLs ──look──> Worker: what it says of itself, and its state
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from octavo.cluster.config import RouterConfig, checked_url
+from octavo.errors import ConfigError
+from octavo.server.routed import WORKER_PATH
+
+logger = logging.getLogger("octavo.route")
+
+REGISTERED_SECONDS = 30.0
+_LOOK_SECONDS = 2.0
+_CONNECT_SECONDS = 2.0
+_MOST_FAILURES = 3
+# Less than a server's --keep-alive-timeout, so that it does not close a connection just as a request is sent over it.
+_KEPT_SECONDS = 4.0
+_READY = 200
+_MOST_SHOWN = 200
+
+
+@dataclass(eq=False, slots=True)
+class Worker:
+    """One server.
+
+    Attributes:
+        session: its connections; closing it ends every request that waits for this server.
+        facts: what `/router/worker` says; empty until it has answered.
+        is_healthy: whether it takes requests.
+        num_failures: looks that failed in a row.
+        in_flight: requests of this router that it is working on.
+    """
+
+    url: str
+    session: Any
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    is_healthy: bool = False
+    num_failures: int = 0
+    in_flight: int = 0
+
+    @property
+    def worker_id(self) -> int:
+        """A number that every router gives it."""
+        return int.from_bytes(blake2b(self.url.encode(), digest_size=6).digest(), "big")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its model."""
+        return tuple(self.facts.get("names", ()))
+
+    @property
+    def group(self) -> str:
+        """What servers must have in common to share an index: names, tokens, and size of blocks."""
+        facts, publishes = self.facts, self.event_address("endpoint") is not None
+        return "|".join(map(str, (*self.names, facts.get("fingerprint"), facts.get("block_size"), publishes)))
+
+    def event_address(self, name: str) -> str | None:
+        """Return where it publishes events (`endpoint`) or repeats them (`replay_endpoint`), as seen from here."""
+        address = (self.facts.get("kv_events") or {}).get(name)
+        if not address or not address.startswith("tcp://"):
+            return address
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        is_pattern = host in ("*", "[::]", "0.0.0.0") or host.startswith("127.") or host == "localhost"
+        return f"tcp://{urlsplit(self.url).hostname if is_pattern else host}:{port}"
+
+
+class Workers:
+    """All servers, looked at in the background.
+
+    Args:
+        key: the router's key.
+        new_session: opens the connections to a server, given a URL.
+
+    Attributes:
+        on_up: called with a server that begins to take requests, or that has been started anew.
+        on_down: called with one that takes none any more, or is no longer named.
+    """
+
+    def __init__(self, config: RouterConfig, key: str, new_session: Callable[[str], Any]) -> None:
+        self._config = config
+        self._key = key
+        self._new_session = new_session
+        self._by_url: dict[str, Worker] = {}
+        self._registered: dict[str, float] = {}  # by URL: until when
+        self._file: tuple[float, tuple[str, ...]] = (0.0, ())
+        self._dns: tuple[str, ...] = ()
+        self.on_up: Callable[[Worker], Any] = lambda worker: None
+        self.on_down: Callable[[Worker], Any] = lambda worker: None
+
+    def __iter__(self) -> Any:
+        return iter(list(self._by_url.values()))
+
+    def healthy(self, model: str | None = None) -> list[Worker]:
+        """Return those that take requests, for a model if one is named."""
+        return [each for each in self if each.is_healthy and (model is None or model in each.names)]
+
+    def register(self, url: str) -> None:
+        self._registered[checked_url(url)] = time.monotonic() + REGISTERED_SECONDS
+
+    def unregister(self, url: str) -> None:
+        self._registered.pop(url.rstrip("/"), None)
+
+    async def run(self) -> None:
+        """Look at all servers again and again, until cancelled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(self._config.health_interval)
+
+    async def look(self) -> None:
+        """Find the servers, and look at each."""
+        urls = await self._urls()
+        for url in self._by_url.keys() - urls:
+            worker = self._by_url.pop(url)
+            await self._down(worker, "it is no longer named")
+            await worker.session.close()
+        for url in urls - self._by_url.keys():
+            self._by_url[url] = Worker(url, self._new_session(url))
+        await asyncio.gather(*map(self._look_at, self))
+
+    async def suspect(self, worker: Worker) -> None:
+        """Look at a server at once, whose connection was lost, and send nothing to it if it does not answer."""
+        worker.num_failures = max(worker.num_failures, _MOST_FAILURES - 1)
+        await self._look_at(worker)
+
+    async def close(self) -> None:
+        for worker in self:
+            await worker.session.close()
+
+    async def _look_at(self, worker: Worker) -> None:
+        try:
+            async with asyncio.timeout(_LOOK_SECONDS):
+                headers = {"Authorization": f"Bearer {self._key}"}
+                async with worker.session.get("/ready") as ready:
+                    if ready.status != _READY:
+                        await self._down(worker, f"/ready answers {ready.status}")
+                        return
+                async with worker.session.get(WORKER_PATH, headers=headers) as answer:
+                    if answer.status != _READY:
+                        text = (await answer.text())[:_MOST_SHOWN]
+                        await self._down(worker, f"{WORKER_PATH} answers {answer.status}: {text}")
+                        return
+                    facts = await answer.json()
+        except Exception as error:  # whatever a server answers, the others go on
+            worker.num_failures += 1
+            if worker.num_failures >= _MOST_FAILURES or not worker.is_healthy:
+                await self._down(worker, f"it does not answer: {type(error).__name__} {error}".strip())
+            return
+        worker.num_failures = 0
+        has_restarted = worker.is_healthy and facts.get("instance") != worker.facts.get("instance")
+        if has_restarted or (worker.is_healthy and facts != worker.facts):
+            await self._down(worker, "it was started anew")
+        worker.facts = facts
+        if not worker.is_healthy:
+            try:
+                await self.on_up(worker)
+            except Exception:
+                logger.exception("the prompts of %s are not looked at", worker.url)
+            worker.is_healthy = True
+            logger.info("%s takes requests for %s", worker.url, ", ".join(worker.names))
+
+    async def _down(self, worker: Worker, reason: str) -> None:
+        if not worker.is_healthy:
+            logger.debug("%s gets no requests: %s", worker.url, reason)
+            return
+        worker.is_healthy = False
+        logger.warning("%s gets no requests: %s", worker.url, reason)
+        await self.on_down(worker)
+        if worker.num_failures >= _MOST_FAILURES:
+            # It hangs, so that what waits for it would wait for ever.
+            session, worker.session = worker.session, self._new_session(worker.url)
+            await session.close()
+
+    async def _urls(self) -> set[str]:
+        now = time.monotonic()
+        self._registered = {url: until for url, until in self._registered.items() if until > now}
+        urls = {checked_url(url) for url in (*self._config.worker, *self._registered)}
+        if self._config.workers_file is not None:
+            urls.update(self._of_file(Path(self._config.workers_file)))
+        if self._config.workers_dns is not None:
+            urls.update(await self._of_dns(self._config.workers_dns))
+        return urls
+
+    def _of_file(self, path: Path) -> Iterable[str]:
+        """Return the URLs in the file; if it cannot be read, those that were there before."""
+        try:
+            changed = path.stat().st_mtime
+            if changed != self._file[0]:
+                lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
+                self._file = changed, tuple(checked_url(line, str(path)) for line in lines if line)
+        except (OSError, UnicodeDecodeError, ConfigError) as error:
+            logger.error("the servers of %s stay as they were: %s", path, error)
+        return self._file[1]
+
+    async def _of_dns(self, address: str) -> Iterable[str]:
+        """Return a URL for each address of a name; if it cannot be looked up, those of the last time."""
+        host, _, port = address.rpartition(":")
+        with suppress(OSError):
+            found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+            addresses = {str(entry[4][0]) for entry in found}
+            self._dns = tuple(
+                f"http://[{each}]:{port}" if ":" in each else f"http://{each}:{port}" for each in addresses
+            )
+        return self._dns
+
+
+def new_session(url: str) -> Any:
+    """Open connections to a server, which relay bytes as they are."""
+    import aiohttp
+
+    return aiohttp.ClientSession(
+        url,
+        auto_decompress=False,
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_SECONDS),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+        skip_auto_headers=("Accept-Encoding", "User-Agent", "Content-Type", "Accept"),
+        cookie_jar=aiohttp.DummyCookieJar(),
+    )

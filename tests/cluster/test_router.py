@@ -1,0 +1,227 @@
+"""A router in a process of its own, in front of two servers over tiny models."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from octavo.workloads.server_process import running_server
+from tests.ports import free_port
+from tests.server.real_engine import MODEL, RealServer, real_server, slowed_down
+
+pytest.importorskip("dynamo.llm")
+pytest.importorskip("aiohttp")
+pytestmark = pytest.mark.integration
+
+KEY = "way-to-the-servers"
+
+
+@contextmanager
+def worker(server_options: dict[str, Any] | None = None, **options: Any) -> Iterator[RealServer]:
+    """A server that publishes its events."""
+    events = {
+        "enable_kv_cache_events": True,
+        "endpoint": f"tcp://127.0.0.1:{free_port()}",
+        "replay_endpoint": f"tcp://127.0.0.1:{free_port()}",
+    }
+    server_options = {"router_key": KEY, **(server_options or {})}
+    with real_server(server_options, kv_events_config=events, **options) as running:
+        yield running
+
+
+class Routed:
+    """A router's client."""
+
+    def __init__(self, url: str, client: httpx.Client) -> None:
+        self.url = url
+        self.client = client
+
+    def complete(self, prompt: Any, **fields: Any) -> httpx.Response:
+        body = {"prompt": prompt, "max_tokens": 4, "ignore_eos": True, "temperature": 0, **fields}
+        return self.client.post("/v1/completions", json=body)
+
+    def counters(self) -> dict[str, float]:
+        """Sums of its counters, by name and labels."""
+        families = text_string_to_metric_families(self.client.get("/metrics").text)
+        return {
+            "/".join((sample.name.removeprefix("octavo:router_"), *sorted(sample.labels.values()))): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+    def until(self, condition: Callable[[dict[str, float]], bool]) -> None:
+        ends = time.monotonic() + 60
+        while not condition(self.counters()):
+            assert time.monotonic() < ends, self.counters()
+            time.sleep(0.02)
+
+
+@contextmanager
+def router(*arguments: str, workers: int = 2) -> Iterator[Routed]:
+    command = (sys.executable, "-m", "octavo", "route")
+    given = ("--router-key", KEY, "--health-interval", "0.1", "--selection-timeout", "30", *arguments)
+    with (
+        running_server(given, command) as process,
+        httpx.Client(base_url=process.base_url, timeout=120) as client,
+    ):
+        routed = Routed(process.base_url, client)
+        routed.until(lambda counters: sum(up for name, up in counters.items() if "worker_up" in name) == workers)
+        yield routed
+
+
+def addresses(*servers: RealServer) -> list[str]:
+    return [argument for server in servers for argument in ("--worker", server.url)]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[RealServer, RealServer]]:
+    with worker() as first, worker() as second:
+        yield first, second
+
+
+@pytest.fixture(scope="module")
+def routed(pair: tuple[RealServer, RealServer]) -> Iterator[Routed]:
+    with router(*addresses(*pair)) as found:
+        yield found
+
+
+def num_prompts(server: RealServer) -> float:
+    return server.counters()["http_requests_total"]
+
+
+def text_of(seed: int, words: int = 60) -> str:
+    return " ".join(f"w{(seed * 31 + place * 7) % 97}" for place in range(words))
+
+
+def test_a_prompt_returns_to_where_it_is_cached_and_is_tokenised_once(
+    pair: tuple[RealServer, RealServer], routed: Routed
+) -> None:
+    for seed in range(4):
+        first = routed.complete(text_of(seed)).json()
+        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        time.sleep(0.2)  # until the event of its blocks has arrived
+        again = routed.complete(text_of(seed)).json()
+        assert again["choices"] == first["choices"]
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 32
+    for server in pair:
+        server.assert_nothing_runs()
+    counters = routed.counters()
+    assert counters["cached_tokens_total"] > 0
+    assert counters["reservations"] == 0
+    assert not any(name.startswith(("retries", "fallbacks")) for name in counters)
+
+
+def test_the_answer_is_the_servers_whatever_was_asked(pair: tuple[RealServer, RealServer], routed: Routed) -> None:
+    chat = {"messages": [{"role": "user", "content": "hello there"}], "max_tokens": 4, "temperature": 0}
+    for path, body, status in (
+        ("/v1/chat/completions", chat, 200),
+        ("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 2, "temperature": 0}, 200),
+        ("/v1/completions", {"prompt": ["a b", "c d"], "max_tokens": 2, "temperature": 0}, 200),
+        ("/tokenize", {"prompt": "a b"}, 200),
+        ("/v1/completions", {"prompt": 5}, 400),
+        ("/v1/completions", {"prompt": "x", "model": "other"}, 404),
+        ("/v1/chat/completions", {"messages": []}, 400),
+    ):
+        direct, through = pair[0].post(path, body), routed.client.post(path, json=body)
+        assert (through.status_code, through.headers["content-type"]) == (status, direct.headers["content-type"])
+        for name in ("choices", "error", "tokens"):
+            assert through.json().get(name) == direct.json().get(name)
+    broken = routed.client.post("/v1/completions", content=b"{", headers={"Content-Type": "application/json"})
+    assert broken.status_code == 400
+    assert routed.client.post("/v1/embeddings", json={"input": "x"}).status_code == 200
+    assert routed.client.get("/v1/responses/x").status_code in (404, 405)
+    assert [model["id"] for model in routed.client.get("/v1/models").json()["data"]] == [MODEL]
+
+
+def test_a_stream_is_relayed_as_it_comes_and_one_id_names_it_everywhere(routed: Routed) -> None:
+    body = {"prompt": text_of(9), "max_tokens": 5, "ignore_eos": True, "stream": True}
+    with routed.client.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": "mine-1"}) as answer:
+        assert answer.headers.get_list("x-request-id") == ["mine-1"]
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in answer.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    assert len(lines) > 5
+
+
+def test_a_client_that_leaves_ends_its_request_at_the_server(
+    pair: tuple[RealServer, RealServer], routed: Routed
+) -> None:
+    with slowed_down(pair[0]), slowed_down(pair[1]):
+        body = {"prompt": text_of(11), "max_tokens": 500, "ignore_eos": True, "stream": True}
+        with routed.client.stream("POST", "/v1/completions", json=body) as answer:
+            next(answer.iter_lines())
+        for server in pair:
+            server.assert_nothing_runs()
+    routed.until(lambda counters: counters["reservations"] == 0)
+
+
+def test_a_tenants_prompts_are_looked_for_in_its_own_scope(tmp_path: Any) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[tenants.ada]\nkeys = ["a-key"]\n[tenants.bob]\nkeys = ["b-key"]\nrequests_per_minute = 2\n')
+    keys.chmod(0o600)
+    options = {"keys_file": str(keys)}
+    with (
+        worker(options) as first,
+        worker(options) as second,
+        router(*addresses(first, second), "--keys-file", str(keys)) as routed,
+    ):
+
+        def ask(key: str, prompt: str) -> httpx.Response:
+            routed.client.headers["Authorization"] = f"Bearer {key}"
+            return routed.complete(prompt)
+
+        def cached(answer: httpx.Response) -> int:
+            return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        assert cached(ask("a-key", text_of(1))) == 0
+        time.sleep(0.3)
+        assert cached(ask("a-key", text_of(1))) > 0
+        before = routed.counters()["cached_tokens_total"]
+        assert before > 0
+        assert cached(ask("b-key", text_of(1))) == 0
+        assert routed.counters()["cached_tokens_total"] == before, "the index has nothing of it for this tenant"
+        # Keys and quotas are the servers' to check.
+        assert ask("b-key", text_of(2)).status_code == 200
+        statuses = [ask("b-key", text_of(seed)).status_code for seed in range(3, 9)]
+        assert 429 in statuses
+        unknown = ask("c-key", text_of(1))
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert routed.counters()["fallbacks_total/no_tokens"] == 1
+
+
+def test_servers_of_several_models_and_one_without_events() -> None:
+    with (
+        worker({"served_model_name": ["one"]}) as first,
+        real_server({"router_key": KEY, "served_model_name": ["two"]}) as second,
+        router(*addresses(first, second)) as routed,
+    ):
+        listed = {model["id"] for model in routed.client.get("/v1/models").json()["data"]}
+        assert listed == {"one", "two"}
+        for name in ("one", "two"):
+            assert routed.complete(text_of(1), model=name).json()["model"] == name
+        assert routed.counters()["fallbacks_total/no_events"] == 1
+        assert routed.complete("x", model="three").json()["error"]["code"] == "model_not_found"
+
+
+def test_a_server_registers_with_the_key_and_no_server_is_a_503() -> None:
+    with worker() as server, router("--accept-workers", workers=0) as routed:
+        answer = routed.complete("x")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_worker")
+        assert "retry-after" in answer.headers
+        assert routed.client.get("/ready").status_code == 503
+        for key, status in (("wrong", 401), (KEY, 200)):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert routed.client.post("/workers", json={"url": server.url}, headers=headers).status_code == status
+        routed.until(lambda counters: counters.get(f"worker_up/{server.url}") == 1)
+        assert routed.complete("x").status_code == 200
+        body = json.dumps({"url": server.url}).encode()
+        assert routed.client.request("DELETE", "/workers", content=body, headers=headers).status_code == 200
+        routed.until(lambda counters: f"worker_up/{server.url}" not in counters)

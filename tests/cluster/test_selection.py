@@ -1,0 +1,182 @@
+"""Who gets a request: Dynamo's index over events of real caches, and what happens where it cannot choose."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+
+from octavo.cluster.config import RouterConfig
+from octavo.cluster.selection import PrefixSelection, RoundRobin, RoutedPrompt, Selection, Ticket
+from octavo.cluster.workers import Worker
+from octavo.engine.kv_events import KVEventPublisher
+from octavo.kvcache.manager import KVCacheManager
+from octavo.request import cache_scope
+from tests.engine.test_kv_events import SIZE, published, work
+from tests.kvcache.caches import admit_and_compute, make_manager, make_sequence
+
+pytest.importorskip("dynamo.llm")
+
+CONFIG = RouterConfig(worker=["http://a:1"], selection_timeout=30)
+PROMPT = list(range(1000, 1033))
+
+
+class Server:
+    """A cache that publishes its events, and what a router knows of it."""
+
+    def __init__(self, url: str, manager: KVCacheManager, publisher: KVEventPublisher, config: Any) -> None:
+        self.manager = manager
+        self.publisher = publisher
+        events = {"endpoint": config.endpoint, "replay_endpoint": config.replay_endpoint}
+        facts = {"names": ["m"], "fingerprint": "f", "block_size": SIZE, "num_blocks": 100}
+        self.worker = Worker(url, None, {**facts, "max_num_batched_tokens": 512, "kv_events": events}, True)
+
+    def compute(self, tokens: list[int], tenant: str = "") -> None:
+        seq = make_sequence(tokens, tenant=tenant)
+        admit_and_compute(self.manager, seq)
+        self.manager.forget(seq)
+        self.publisher.publish()
+
+
+@contextmanager
+def servers(count: int = 2, **options: Any) -> Iterator[list[Server]]:
+    with ExitStack() as stack:
+        found = []
+        for number in range(count):
+            manager = make_manager(num_blocks=64, logs_events=True)
+            publisher, config = stack.enter_context(published(manager, **options))
+            found.append(Server(f"http://127.0.0.1:{number + 1}", manager, publisher, config))
+        yield found
+
+
+async def indexed(each: list[Server]) -> PrefixSelection:
+    """A selection that hears all servers' events."""
+    selection = PrefixSelection(CONFIG)
+    for server in each:
+        await selection.add(server.worker)
+    for number, server in enumerate(each):
+        own = [5000 * (number + 1) + place for place in range(SIZE * 2 + 1)]
+        server.compute(own)
+        await until(partial(overlap, selection, server.worker, own), SIZE * 2)
+    return selection
+
+
+async def until(ask: Callable[[], Awaitable[int]], expected: int) -> None:
+    async with asyncio.timeout(30):
+        while await ask() != expected:
+            await asyncio.sleep(0.01)
+
+
+async def overlap(selection: PrefixSelection, worker: Worker, tokens: list[int], scope: str = "") -> int:
+    """How many tokens the index believes that a server has."""
+    asked = {"model_name": worker.group, "token_ids": tokens, "cache_salt": scope or None}
+    scores = await selection._service.overlap_scores(asked)
+    blocks = {score["worker_id"]: score["device_blocks"] for score in scores["workers"]}
+    return int(blocks.get(worker.worker_id, 0)) * SIZE
+
+
+@pytest.mark.parametrize("form", ["array", "map"])
+def test_a_prompt_goes_where_its_blocks_are_and_two_tenants_with_equal_prompts_have_no_overlap(form: str) -> None:
+    async def run(each: list[Server]) -> None:
+        selection, (first, second) = await indexed(each), each
+        ada, bob = (cache_scope(tenant, None, "") for tenant in ("ada", "bob"))
+        second.compute(PROMPT, tenant="ada")
+        await until(lambda: overlap(selection, second.worker, PROMPT, ada), SIZE * 8)
+        for scope in (bob, "", cache_scope("ada", None, "salt")):
+            assert await overlap(selection, second.worker, PROMPT, scope) == 0
+            assert await overlap(selection, first.worker, PROMPT, scope) == 0
+        workers = [first.worker, second.worker]
+        for _ in range(3):
+            ticket = await selection.choose(workers, RoutedPrompt(PROMPT, ada))
+            assert (ticket.worker, ticket.cached_tokens) == (second.worker, SIZE * 8)
+            await selection.done(ticket)
+        others = [await selection.choose(workers, RoutedPrompt(PROMPT, bob)) for _ in range(2)]
+        assert {ticket.worker for ticket in others} == set(workers), "it has no blocks anywhere: load decides"
+        assert selection.num_reserved() == 2
+        for ticket in others:
+            await selection.first_token(ticket)
+            await selection.done(ticket)
+        assert selection.num_reserved() == 0
+        assert [worker.in_flight for worker in workers] == [0, 0]
+        assert not selection.fallbacks
+        selection.close()
+
+    with servers(format=form) as each:
+        asyncio.run(run(each))
+
+
+def test_the_index_follows_evictions_and_forgets_a_server_that_goes() -> None:
+    async def run(each: list[Server]) -> None:
+        selection, (first, second) = await indexed(each), each
+        first.compute(PROMPT)
+        await until(lambda: overlap(selection, first.worker, PROMPT), SIZE * 8)
+        work(first.manager, first.publisher, start=50, count=40)  # evicts it
+        await until(lambda: overlap(selection, first.worker, PROMPT), 0)
+        second.compute(PROMPT)
+        await until(lambda: overlap(selection, second.worker, PROMPT), SIZE * 8)
+        await selection.remove(second.worker)
+        ticket = await selection.choose([first.worker], RoutedPrompt(PROMPT, ""))
+        assert ticket.worker is first.worker
+        await selection.add(second.worker)  # it asks for what it missed
+        second.compute(list(range(7000, 7010)))
+        await until(lambda: overlap(selection, second.worker, PROMPT), SIZE * 8)
+        selection.close()
+
+    with servers() as each:
+        asyncio.run(run(each))
+
+
+def test_what_the_index_cannot_answer_goes_to_the_least_loaded_and_leaks_no_reservation() -> None:
+    async def run(each: list[Server]) -> None:
+        selection, workers = await indexed(each), [server.worker for server in each]
+        workers[0].in_flight = 1
+        for prompt, reason in ((RoutedPrompt((), ""), "no_tokens"), (RoutedPrompt([2**40], ""), "index_error")):
+            ticket = await selection.choose(workers, prompt)
+            assert (ticket.worker, selection.fallbacks[reason]) == (workers[1], 1)
+            await selection.done(ticket)
+        each[0].compute(PROMPT)
+        await until(lambda: overlap(selection, workers[0], PROMPT), SIZE * 8)
+        # A server that failed is not among those to choose from, though its blocks are still in the index.
+        ticket = await selection.choose(workers[1:], RoutedPrompt(PROMPT, ""))
+        assert (ticket.worker, selection.fallbacks["excluded"]) == (workers[1], 1)
+        await selection.done(ticket)
+        selection._seconds = 0.0
+        ticket = await selection.choose(workers, RoutedPrompt(PROMPT, ""))
+        assert selection.fallbacks["timeout"] == 1
+        await selection.done(ticket)
+        asking = asyncio.ensure_future(selection.choose(workers, RoutedPrompt(PROMPT, "")))
+        await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait([asking])
+
+        async def reserved() -> int:
+            return selection.num_reserved()
+
+        await until(reserved, 0)
+        for worker in workers:
+            await selection.remove(worker)
+        await selection.choose(workers, RoutedPrompt(PROMPT, ""))
+        assert selection.fallbacks["no_events"] == 1
+        selection.close()
+
+    with servers() as each:
+        asyncio.run(run(each))
+
+
+def test_others_choose_by_load_or_in_turn() -> None:
+    workers = [Worker(f"http://127.0.0.1:{port}", None) for port in (1, 2, 3)]
+
+    async def chosen(selection: Selection, count: int) -> list[Ticket]:
+        return [await selection.choose(workers, RoutedPrompt(PROMPT, "")) for _ in range(count)]
+
+    least = Selection()
+    first = asyncio.run(chosen(least, 4))
+    assert [worker.in_flight for worker in workers] == [2, 1, 1]
+    asyncio.run(least.done(first[1]))
+    assert asyncio.run(chosen(least, 1))[0].worker is workers[1]
+    in_turn = asyncio.run(chosen(RoundRobin(), 6))
+    assert [ticket.worker for ticket in in_turn] == workers * 2

@@ -1,0 +1,177 @@
+"""Where servers are named, and when they take requests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from octavo.cluster.config import RouterConfig
+from octavo.cluster.workers import REGISTERED_SECONDS, Worker, Workers
+from octavo.errors import ConfigError
+
+FACTS = {"instance": "1", "names": ["m"], "fingerprint": "f", "block_size": 16, "kv_events": None}
+
+
+class Fleet:
+    """What stands in for servers, by URL: their facts; None where nothing answers, a number for a status."""
+
+    def __init__(self, **options: Any) -> None:
+        self.servers: dict[str, Any] = {}
+        self.closed: list[str] = []
+        self.log: list[str] = []
+        self.workers = Workers(RouterConfig(**options), "way", lambda url: _Session(self, url))
+        self.workers.on_up = self._up
+        self.workers.on_down = self._down
+
+    async def _up(self, worker: Worker) -> None:
+        self.log.append(f"up {worker.url}")
+
+    async def _down(self, worker: Worker) -> None:
+        self.log.append(f"down {worker.url}")
+
+    def look(self) -> list[str]:
+        """Look at all, and return those that take requests."""
+        asyncio.run(self.workers.look())
+        return sorted(worker.url for worker in self.workers.healthy())
+
+
+class _Session:
+    def __init__(self, fleet: Fleet, url: str) -> None:
+        self._fleet = fleet
+        self._url = url
+
+    @asynccontextmanager
+    async def get(self, path: str, headers: Any = None) -> Any:
+        server = self._fleet.servers.get(self._url)
+        if server is None:
+            raise OSError("refused")
+        if path != "/ready":
+            assert headers == {"Authorization": "Bearer way"}
+
+        async def facts() -> Any:
+            return server
+
+        async def text() -> str:
+            return "no"
+
+        status = server if isinstance(server, int) else 200
+        yield SimpleNamespace(status=status, json=facts, text=text)
+
+    async def close(self) -> None:
+        self._fleet.closed.append(self._url)
+
+
+A, B = "http://a:1", "http://b:2"
+
+
+def test_a_server_takes_requests_while_it_is_ready_and_may_miss_two_looks() -> None:
+    fleet = Fleet(worker=[A, B + "/"])
+    fleet.servers = {A: FACTS, B: None}
+    assert fleet.look() == [A]
+    fleet.servers[B] = FACTS
+    assert fleet.look() == [A, B]
+    fleet.servers[A] = None
+    assert fleet.look() == [A, B]
+    assert fleet.look() == [A, B]
+    assert fleet.look() == [B]
+    assert fleet.closed == [A], "requests that wait for a server that hangs must end"
+    fleet.servers |= {A: FACTS, B: 503}
+    assert fleet.look() == [A], "a server that stops says so itself"
+    assert fleet.log == [f"up {A}", f"up {B}", f"down {A}", f"down {B}", f"up {A}"] or fleet.log[:3] == [
+        f"up {A}",
+        f"up {B}",
+        f"down {A}",
+    ]
+
+
+def test_a_server_that_was_started_anew_is_forgotten_and_added_again() -> None:
+    fleet = Fleet(worker=[A])
+    fleet.servers = {A: FACTS}
+    fleet.look()
+    fleet.servers = {A: {**FACTS, "instance": "2"}}
+    assert fleet.look() == [A]
+    assert fleet.log == [f"up {A}", f"down {A}", f"up {A}"]
+
+
+def test_a_lost_connection_makes_a_server_be_looked_at_at_once() -> None:
+    fleet = Fleet(worker=[A])
+    fleet.servers = {A: FACTS}
+    fleet.look()
+    (worker,) = fleet.workers.healthy()
+    asyncio.run(fleet.workers.suspect(worker))
+    assert worker.is_healthy, "it answers"
+    fleet.servers = {}
+    asyncio.run(fleet.workers.suspect(worker))
+    assert not worker.is_healthy
+
+
+def test_a_file_is_read_again_when_it_changes_and_a_bad_line_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "workers"
+    file.write_text(f"# ours\n{A}  # the first\n\n")
+    fleet = Fleet(workers_file=str(file))
+    fleet.servers = {A: FACTS, B: FACTS}
+    assert fleet.look() == [A]
+    for text, expected in ((f"{A}\n{B}\n", [A, B]), ("nonsense\n", [A, B]), (f"{B}\n", [B])):
+        file.write_text(text)
+        # However coarse the file system's clock is.
+        stat = file.stat()
+        os.utime(file, (stat.st_atime, stat.st_mtime + len(text)))
+        assert fleet.look() == expected
+    file.unlink()
+    assert fleet.look() == [B]
+
+
+def test_servers_register_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(accept_workers=True)
+    fleet.servers = {A: FACTS, B: FACTS}
+    assert fleet.look() == []
+    fleet.workers.register(A)
+    fleet.workers.register(B + "/")
+    assert fleet.look() == [A, B]
+    fleet.workers.unregister(B)
+    assert fleet.look() == [A]
+    now = time.monotonic() + REGISTERED_SECONDS + 1
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    assert fleet.look() == []
+
+
+def test_each_address_of_a_name_is_a_server() -> None:
+    fleet = Fleet(workers_dns="localhost:7")
+    fleet.servers = {"http://127.0.0.1:7": FACTS}
+    assert fleet.look() == ["http://127.0.0.1:7"]
+
+
+@pytest.mark.parametrize(
+    ("url", "published", "seen"),
+    [
+        ("http://10.0.0.7:8000", "tcp://*:5557", "tcp://10.0.0.7:5557"),
+        ("http://host:8000", "tcp://127.0.0.1:5557", "tcp://host:5557"),
+        ("http://host:8000", "tcp://10.1.1.1:5557", "tcp://10.1.1.1:5557"),
+        ("http://host:8000", "ipc:///run/events", "ipc:///run/events"),
+        ("http://host:8000", None, None),
+    ],
+)
+def test_events_are_read_from_the_host_that_is_routed_to(url: str, published: Any, seen: Any) -> None:
+    facts = {**FACTS, "kv_events": None if published is None else {"endpoint": published}}
+    assert Worker(url, None, facts).event_address("endpoint") == seen
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "no servers: give --worker"),
+        ({"worker": ["10.0.0.1:80"]}, "must be a URL such as"),
+        ({"workers_dns": "host"}, "must be HOST:PORT"),
+        ({"worker": [A], "replica_sync_peers": ["tcp://x:1"]}, "needs replica_sync_port"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RouterConfig(**options)
