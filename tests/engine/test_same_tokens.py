@@ -163,7 +163,7 @@ def test_one_request_preempted_again_and_again_gives_the_same_tokens(make_llm: M
 
 @pytest.mark.parametrize("options", [{}, {"block_size": 4, "num_blocks": 20, "max_num_batched_tokens": 16}])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_parallel_samples_are_those_of_separate_requests_with_consecutive_seeds(
+def test_parallel_samples_are_those_of_separate_requests_with_their_hashed_seeds(
     make_llm: MakeLLM, tiny_llama: Path, options: dict[str, Any], temperature: float
 ) -> None:
     llm = make_llm(tiny_llama, **options)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -70,6 +71,16 @@ def never(load, *args, **options):
     serve(load_for_ever, *args, **options)
 
 run.serve = never
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+# `octavo serve` that may open few files.
+FEW_FILES = """
+import resource, sys
+from octavo import cli
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 sys.exit(cli.main(sys.argv[1:]))
 """
 
@@ -171,6 +182,24 @@ def test_a_server_stopped_gracefully_restarts_warm(start: Callable[..., ServerPr
     second = start(command(tiny_model(), *options))
     assert ask(second) == (text, 96)
     assert second.leave(signal.SIGTERM) == ""
+
+
+def test_a_server_out_of_descriptors_serves_on(start: Callable[..., ServerProcess]) -> None:
+    options = ["--num-blocks", "96", "--dtype", "float32", "--num-threads", "1", "--keep-alive-timeout", "600"]
+    server = start(script(FEW_FILES, "serve", tiny_model(), *options))
+    body = {"prompt": [5, 6], "max_tokens": 2, "ignore_eos": True}
+    with httpx.Client(base_url=server.url) as client:
+        assert client.get("/health").status_code == 200  # over a connection that is kept
+        with ExitStack() as crowd:
+            for _ in range(100):
+                crowd.enter_context(socket.create_connection(("127.0.0.1", client.base_url.port or 0)))
+            assert server.process.stderr is not None
+            # The engine's first idle moment, at which it starts a process and imports modules.
+            while "puts off its checks" not in (line := server.process.stderr.readline()):
+                assert line, "it has ended"
+            assert client.post("/v1/completions", json=body).status_code == 200
+    assert server.post("/v1/completions", body)["usage"]["completion_tokens"] == 2
+    assert "Traceback" not in server.leave(signal.SIGTERM)
 
 
 def test_the_default_model_answers_a_question(start: Callable[..., ServerProcess]) -> None:

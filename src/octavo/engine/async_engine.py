@@ -286,15 +286,22 @@ class AsyncEngine:
         if news:
             self._call_in_loop(partial(self._delivery.deliver, news))
         elif not self.core.has_work and not self._wake.wait(self._idle_audit_seconds):
-            if self._prepares_grammars and self.core.inputs.grammars is not None:
-                self._prepares_grammars = False
-                self.core.inputs.grammars.prepare()
-            self._audit()
+            try:
+                self._use_idle_time()
+            except OSError as error:
+                # Starting a process and importing a module need descriptors, of which clients may hold all.
+                logger.warning("the idle engine puts off its checks: %s", error)
             if not self._wake.wait(self._idle_collect_seconds):
                 # A full collection may take tens of milliseconds, so the server's settings defer it until idle.
                 gc.collect()
                 self._wake.wait()
         return True
+
+    def _use_idle_time(self) -> None:
+        if self._prepares_grammars and self.core.inputs.grammars is not None:
+            self.core.inputs.grammars.prepare()
+            self._prepares_grammars = False
+        self._audit()
 
     def _audit(self) -> None:
         """Audit the block accounting, one structure after the other; stops as soon as a request arrives."""
