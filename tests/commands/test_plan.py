@@ -234,6 +234,35 @@ def test_weights_are_counted_by_kind_without_the_file(plan: Callable[..., Any]) 
     assert not any("published in" in note for note in fp8["notes"])
 
 
+def test_weights_are_quantised_as_the_server_would(plan: Callable[..., Any]) -> None:
+    def weights(model: str, *options: str) -> tuple[str, int]:
+        answer = plan(model, *options)
+        return answer["weights"], answer["weight_bytes"]
+
+    on_cpu = ("--device", "cpu")
+    parameters = plan("smollm2")["parameters"]
+    assert weights("smollm2", *on_cpu)[0] == "as in the GGUF file"
+    assert weights("smollm2", *on_cpu, "--quantization", "none") == ("bfloat16", 2 * parameters)
+    parameters = plan("llama-3.1-8b")["parameters"]
+    assert weights("llama-3.1-8b", *on_cpu, "--quantization", "q4_0") == ("q4_0", parameters * 18 // 32)
+    assert weights("llama-3.1-8b", *on_cpu) == ("bfloat16", 2 * parameters)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_cpu_without_bf16_is_noted_where_it_matters(
+    plan: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, native: bool
+) -> None:
+    monkeypatch.setattr("octavo.planner.machine.gpu_memory", lambda: None)
+    monkeypatch.setattr("octavo.planner.machine.computes_bf16", lambda: native)
+
+    def is_noted(*arguments: str) -> bool:
+        return any("--dtype float32" in note for note in plan(*arguments)["notes"])
+
+    assert is_noted("llama-3.1-8b") == (not native)
+    assert not is_noted("llama-3.1-8b", "--quantization", "q8_0")
+    assert not is_noted("smollm2")
+
+
 def test_a_process_on_a_cpu_is_counted(plan: Callable[..., Any]) -> None:
     answer = plan("smollm2", "--device", "cpu", "--memory", "8GiB")
     assert answer["process_bytes"] == 383 << 20

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 from octavo.config import MOST_THREADS, EngineConfig
 from octavo.planner import machine
-from octavo.planner.machine import cgroup_cores, cgroup_memory, default_num_threads, usable_cores
+from octavo.planner.machine import cgroup_cores, cgroup_memory, computes_bf16, default_num_threads, usable_cores
 
 EIGHT = frozenset(range(8))
 GIB = 1 << 30
@@ -102,6 +103,14 @@ def test_damaged_files_limit_nothing(tmp_path: Path) -> None:
     files = {"cpu.max": "lots of", "cpuset.cpus.effective": "0-", "memory.max": "much", "memory.current": "little"}
     root = v2(tmp_path, "/", files)
     assert (cgroup_cores(root, EIGHT), cgroup_memory(root, GIB)) == (8, GIB)
+
+
+def test_bf16_is_computed_where_torch_does_not_emulate_it(tmp_path: Path) -> None:
+    assert computes_bf16() == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    (cpuinfo := tmp_path / "cpuinfo").write_text("processor : 0\nflags : fpu avx2 avx512f avx512bw\n")
+    assert computes_bf16(cpuinfo)
+    cpuinfo.write_text("processor : 0\nflags : fpu avx2\n")
+    assert not computes_bf16(cpuinfo)
 
 
 def with_siblings(root: Path, *cores: str) -> Path:

@@ -7,6 +7,9 @@ from typing import Any
 
 from octavo.errors import CorruptModelError, UnsupportedModelError
 
+MOST_SIZE = 1 << 40
+"""The largest number that a model file may state as one of its sizes."""
+
 # What older architectures call the things every decoder has.
 _ALIASES = {
     "hidden_size": ("n_embd", "d_model", "dim"),
@@ -60,6 +63,8 @@ class ConfigFields:
             raise CorruptModelError(f"{self.source} does not state {key}")
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise CorruptModelError(f"{self.source}: {key} must be an integer of at least {minimum}, got {value!r}")
+        if value > MOST_SIZE:
+            raise CorruptModelError(f"{self.source}: {key} is {value}, and at most {MOST_SIZE} is accepted")
         return value
 
     def dictionary(self, *keys: str) -> dict[str, Any]:

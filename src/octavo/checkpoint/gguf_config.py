@@ -7,6 +7,7 @@ from typing import Any
 
 import gguf
 
+from octavo.checkpoint.config_fields import MOST_SIZE
 from octavo.checkpoint.families import NATIVE_ARCHITECTURES, NativeArchitecture
 from octavo.checkpoint.gguf_file import GGUFFile
 from octavo.checkpoint.model_config import ModelConfig, RopeConfig
@@ -103,6 +104,10 @@ class _Keys:
         (size,) = values
         if not isinstance(size, int) or size < 1:
             raise CorruptModelError(f"{self.file.path}: {self.prefix}.{key} must be a positive integer, got {size!r}")
+        if size > MOST_SIZE:
+            raise CorruptModelError(
+                f"{self.file.path}: {self.prefix}.{key} is {size}, and at most {MOST_SIZE} is accepted"
+            )
         return size
 
 

@@ -55,9 +55,15 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"two models were given: {args.model_argument} and --model {args.model}")
     if args.plot:
         require_plot(args.plot)
-    options = PlanOptions(**{**_this_machine(args), **given_options(args, PlanOptions)})
+    here = _this_machine(args)
+    options = PlanOptions(**{**here, **given_options(args, PlanOptions)})
     name = getattr(args, "model", getattr(args, "model_argument", DEFAULT_MODEL))
     report = Deployment(find_shape(name), options).report()
+    if here.get("device") == "cpu" and options.dtype == "auto" and report["weights"] == "bfloat16":
+        from octavo.planner.machine import computes_bf16
+
+        if not computes_bf16():
+            report["notes"].append("this CPU lacks bf16 instructions: `octavo serve` here takes --dtype float32")
     print(json.dumps(report) if args.json else "\n".join(_tables(report)))
     if args.plot:
         _draw(report, args.plot)

@@ -58,6 +58,8 @@ WEIGHT_BITS: Mapping[str, float] = {
 `int4` with a scale of 16 bits for each group of 64, `fp8` with a scale for each block of 128 × 128 or more."""
 
 
+_AS_STORED = "as in the GGUF file"
+
 _option = partial(option, group="what is planned for")
 _size = partial(_option, unit=BYTES)
 
@@ -83,6 +85,10 @@ class PlanOptions(Options):
     )
     weights: Literal["auto", *WEIGHT_BITS] = _option(  # type: ignore[valid-type]
         "auto", "kind of weights to count without the file; auto: the file's, or --dtype"
+    )
+    quantization: Literal["auto", "none", "q8_0", "q4_0"] = _option(
+        "auto",
+        "auto: a GGUF file's weights stay quantised on a CPU; none: in --dtype; q8_0, q4_0: a folder's floats so",
     )
     dtype: Literal["auto", *DTYPE_BYTES] = _option(  # type: ignore[valid-type]
         "auto", "weights and activations; auto: bfloat16"
@@ -124,6 +130,8 @@ class PlanOptions(Options):
     )
 
     def _check_together(self) -> None:
+        if self.weights != "auto" and self.quantization != "auto":
+            raise ConfigError(f"weights {self.weights} and quantization {self.quantization} both choose the weights")
         for name in ("memory", "kv_cache_memory"):
             if isinstance(size := getattr(self, name), int) and size < _LEAST_MEMORY:
                 raise ConfigError(f"{name} is {size} bytes; if you mean gigabytes, write {size}GiB")
@@ -213,19 +221,23 @@ class Deployment:
 
     @property
     def weights(self) -> int:
-        if self.options.weights != "auto":
-            return int(self.shape.parameters.total * WEIGHT_BITS[self.options.weights] / 8)
-        if self.model.packed_bytes and self.options.device == "cpu" and self.dtype != "float32":
-            return -(-self.model.packed_bytes // self.options.tensor_parallel_size)
+        kind = self._weight_kind
+        if kind == _AS_STORED:
+            return -(-(self.model.packed_bytes or 0) // self.options.tensor_parallel_size)
+        if kind != self.dtype:
+            return int(self.shape.parameters.total * WEIGHT_BITS[kind] / 8)
         # With the compiled kernels a tied head is multiplied from the embedding itself.
         return weight_bytes(self.shape, self.dtype, tied_head_copied=False)
 
     @property
     def _weight_kind(self) -> str:
-        if self.options.weights != "auto":
-            return str(self.options.weights)
-        packed = self.model.packed_bytes and self.options.device == "cpu" and self.dtype != "float32"
-        return "as in the GGUF file" if packed else self.dtype
+        options = self.options
+        if options.weights != "auto":
+            return str(options.weights)
+        stays = options.device == "cpu" and self.dtype != "float32" and options.quantization != "none"
+        if self.model.packed_bytes:
+            return _AS_STORED if stays else self.dtype
+        return options.quantization if stays and options.quantization != "auto" else self.dtype
 
     @property
     def max_num_seqs(self) -> int:

@@ -44,6 +44,19 @@ def gpu_memory() -> int | None:
         return None
 
 
+def computes_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return whether torch computes bfloat16 on this CPU without emulating it; True if the CPU's features are unknown.
+
+    That is oneDNN's condition: AVX-512, AVX-NE-CONVERT, or bf16 instructions on Arm.
+    """
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return True
+    features = next((line.split() for line in lines if line.startswith(("flags", "Features"))), None)
+    return features is None or not {"avx512bw", "avx_ne_convert", "bf16"}.isdisjoint(features)
+
+
 def usable_cores() -> int:
     """Return how many cores this process can keep busy: those it may run on, limited by its containers' quotas."""
     return cgroup_cores(Path("/"), ALLOWED_CPUS)
