@@ -12,17 +12,15 @@ Three layers, each reported whatever it shows:
 and, with all requests present from the start, so that arrivals coincide to the step: preemptions and cached tokens of
 an engine in memory, which must be exactly those of the simulation.
 
-A shared machine changes its speed while it is measured, which no simulation can know (`simulator/drift.py`). So the
-loads take turns on one server, in pieces of some seconds, with a piece of a calibration before each:
+A shared machine changes its speed while it is measured, which no simulation can know. So the loads take turns on one
+server, in pieces of some seconds, with a piece of a calibration before each:
 
     calibration, 30 %, calibration, 60 %, calibration, 80 %, …, calibration, 30 %, …
 
-and each load is simulated with step times of three origins:
+and each load is simulated with step times of two origins:
 
     beforehand  `octavo calibrate-speed`, before the first piece: what somebody who sizes a service has
     in between  fitted to the pieces of calibration: the same law at the speed of the same minutes
-    moment      those, scaled to the machine's speed at each moment, as shown by the load's own plans: what is left is
-                the simulator's own error, of queues, batches, and the way of requests and answers
 
 Every piece is run twice, with the same arrivals and lengths and with other tokens, so that no prompt is found in the
 cache: how far the second differs from the first shows how well anything could predict it. Each simulation is run
@@ -38,7 +36,7 @@ import math
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +53,15 @@ from benchmarks.simulator_loads import (
 )
 from benchmarks.simulator_report import HIGHEST_SHARE, PERCENTILES, as_markdown, draw
 from octavo import LLM, EngineConfig, SamplingParams
+from octavo.planner.roofline import StepTimes
 from octavo.planner.sources import find_shape
-from octavo.scheduler.step_time import StepLoad, StepTimes
 from octavo.simulator.calibration import calibrate
-from octavo.simulator.drift import Drift, floor
-from octavo.simulator.fitting import executions, mean_abs_error, periods, with_coldness
+from octavo.simulator.fitting import MeasuredStep, executions, mean_abs_error, periods
 from octavo.simulator.pareto import require_plot
 from octavo.simulator.setup import Plan
-from octavo.simulator.simulation import Results, Simulation, VirtualClock
+from octavo.simulator.simulation import Results, Simulation
 from octavo.simulator.sketch import Sketch
 from octavo.simulator.speed import Speed
-from octavo.simulator.spread import Draws
 from octavo.simulator.traffic import Traffic
 from octavo.workloads import report, serving
 from octavo.workloads.workload import named_workload
@@ -79,45 +75,21 @@ _MakeTraffic = Callable[[], Traffic]
 _Combine = Callable[[list[float]], float]
 
 
-@dataclass(slots=True)
-class TimesOfTheMoment:
-    """Step times at the machine's speed of the moment, which is `zero` plus the clock's seconds."""
-
-    drift: Drift
-    clock: VirtualClock
-    zero: float
-
-    def predict(self, load: StepLoad) -> float:
-        return self.drift.predict(load, self.zero + self.clock.now)
-
-
-def simulated(
-    speed: Speed,
-    traffic: Traffic,
-    options: dict[str, Any],
-    drift: Drift | None = None,
-    zero: float = 0.0,
-    seed: int = 0,
-) -> Results:
-    """Simulate traffic with a speed's times or, given a drift, with those of the moment.
+def simulated(speed: Speed, traffic: Traffic, options: dict[str, Any], seed: int = 0) -> Results:
+    """Simulate traffic with a speed's times.
 
     Args:
         seed: of the draws of single steps' times.
     """
     server = Plan(find_shape(MODEL), EngineConfig(model=MODEL, **options), speed).server()
-    server.draws = Draws(speed.spread if drift is None else drift.spread(), seed)
-    if drift is not None:
-        server.times = TimesOfTheMoment(drift, server.clock, zero)  # type: ignore[assignment]  # it predicts
+    server.seed = seed
     return Simulation(server, traffic).run()
 
 
-def simulations(speed: Speed, pieces: Iterable[Piece], drift: Drift | None = None) -> list[dict[str, Any]]:
+def simulations(speed: Speed, pieces: Iterable[Piece]) -> list[dict[str, Any]]:
     """Report `DRAWS` simulations of the pieces, which differ in the draws of single steps' times."""
     pieces = list(pieces)
-    return [
-        pooled([simulated(speed, piece.traffic(), ENGINE, drift, piece.zero, seed) for piece in pieces])
-        for seed in range(DRAWS)
-    ]
+    return [pooled([simulated(speed, piece.traffic(), ENGINE, seed) for piece in pieces]) for seed in range(DRAWS)]
 
 
 def pooled(runs: Sequence[Results]) -> dict[str, Any]:
@@ -146,16 +118,12 @@ def compared(beforehand: Speed, measured: Measured, load: Load) -> dict[str, Any
     """Compare the pieces of a load with their simulations and with one another; and report the errors of the steps."""
     between, pieces = measured.speed, [piece for piece in measured.pieces if piece.load is load]
     recorded = [step for piece in pieces for step in piece.steps]
-    measured_steps = periods(recorded)
-    steps = with_coldness(between.times, measured_steps)
-    drift = Drift(between.times, steps)
+    steps = periods(recorded)
     first, second = ([piece for piece in pieces if piece.number % 2 == turn] for turn in (0, 1))
     real = combined([observed(pieces)])
     early, late = simulations(beforehand, first), simulations(between, first)
-    moment = simulations(between, pieces, drift)
     slower = simulations(replace(between, times=between.times.slowed(SLOWER)), first)
     device = StepTimes(**{**(fields := between.fit["execution"]["times"]), "products": _points(fields)})
-    error, share = floor(steps)
     row: dict[str, Any] = {
         "name": load.name,
         "requests": sum(len(piece.records) for piece in pieces),
@@ -164,23 +132,16 @@ def compared(beforehand: Speed, measured: Measured, load: Load) -> dict[str, Any
         "stolen": statistics.fmean(piece.stolen for piece in pieces),
         "steps": len(recorded),
         "step_error": mean_abs_error(between.times, steps),
-        "device_step_error": mean_abs_error(device, with_coldness(device, executions(recorded))),
-        "biases": [
-            bias(beforehand.times, with_coldness(beforehand.times, measured_steps)),
-            bias(between.times, steps),
-        ],
-        "error_of_time": math.fsum(abs(between.times.predict(step.load) - step.seconds) for step in steps)
+        "device_step_error": mean_abs_error(device, executions(recorded)),
+        "biases": [bias(speed.times, steps) for speed in (beforehand, between)],
+        "error_of_time": math.fsum(abs(step.predicted(between.times) - step.seconds) for step in steps)
         / math.fsum(step.seconds for step in steps),
-        "floor": error,
-        "floor_share": share,
-        "residual": drift.residual(),
         "cached_tokens": [
             sum(record.cached_tokens for piece in pieces for record in piece.records),
             *(len(pieces) // len(first) * each[0]["cached_tokens"] for each in (early, late)),
-            moment[0]["cached_tokens"],
         ],
     }
-    row |= beside(real, *map(combined, (early, late, moment)))
+    row |= beside(real, *map(combined, (early, late)))
     row["draws"] = beside(combined(late, min), combined(late, max))
     row["slower"] = beside(combined(late), combined(slower))
     if second:
@@ -188,9 +149,9 @@ def compared(beforehand: Speed, measured: Measured, load: Load) -> dict[str, Any
     return row
 
 
-def bias(times: StepTimes, steps: Sequence[Any]) -> float:
+def bias(times: StepTimes, steps: Sequence[MeasuredStep]) -> float:
     """Return how much longer all steps together are predicted to take than they took."""
-    return math.fsum(times.predict(step.load) for step in steps) / math.fsum(step.seconds for step in steps) - 1
+    return math.fsum(step.predicted(times) for step in steps) / math.fsum(step.seconds for step in steps) - 1
 
 
 def combined(reports: Sequence[Mapping[str, Any]], how: _Combine = statistics.median) -> dict[str, Any]:

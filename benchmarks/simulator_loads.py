@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.scheduler.plan_log import RecordedStep, read_facts, read_plans
-from octavo.simulator.calibration import RoundSender, run_load, warm_up
-from octavo.simulator.overheads import Sent, overheads
+from octavo.simulator.calibration import RoundSender, Sent, overheads, run_load, warm_up
 from octavo.simulator.speed import Speed, speed_of_plans
 from octavo.simulator.traffic import ClosedTraffic, OpenTraffic, Shape, Traffic
 from octavo.workloads.processor_time import ProcessorTime
@@ -170,7 +169,7 @@ def run_in_turn(loads: Sequence[Load], num_rounds: int, between_s: float, plans:
     for piece in pieces:
         piece.steps = [step for step in steps if piece.zero <= step.at < piece.ended]
     calibrating = [step for step in steps if any(began <= step.at < ended for began, ended in spans)]
-    intake, reply = overheads(calibrating, sent, options)
+    intake, reply = overheads(calibrating, sent)
     loaded = [(piece.zero, piece.ended) for piece in pieces]
     speed = speed_of_plans([str(plans)], since=spans[0][0], left_out=loaded)
     return Measured(pieces, replace(speed, intake_s=intake, reply_s=reply))

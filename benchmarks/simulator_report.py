@@ -26,24 +26,18 @@ def as_markdown(result: dict[str, Any]) -> str:
         "",
         "## Single steps",
         "",
-        f"Wanted: a mean absolute error of {100 * STEP_ERROR:.0f} % at most. Floor: what steps of the same load differ "
-        "from their median in this very run, so that no law of steps can do better. Speed taken out: the error beside "
-        "a running median of measured over predicted time, which holds the changes of the machine's speed "
-        "(`simulator/drift.py`). Of the time: what the steps' errors, added up, are of the steps' time. Bias: of all "
-        "steps together, with the times calibrated beforehand and in between; all else is with the latter. Others, "
-        "stolen: processor time of other programs, and that the host gave to other virtual machines.",
+        f"Wanted: a mean absolute error of {100 * STEP_ERROR:.0f} % at most. Of the time: what the steps' errors, "
+        "added up, are of the steps' time. Bias: of all steps together, with the times calibrated beforehand and in "
+        "between; all else is with the latter. Others, stolen: processor time of other programs, and that the host "
+        "gave to other virtual machines.",
         "",
-        "| load | steps | error | of the device's time | bias | floor (of the steps) | speed taken out | of the time "
-        "| others | stolen | |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| load | steps | error | of the device's time | bias | of the time | others | stolen | |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         errors = [f"{100 * row[name]:.1f} %" for name in ("step_error", "device_step_error")]
         errors.append(", ".join(f"{100 * bias:+.1f}" for bias in row["biases"]) + " %")
-        errors += [f"{100 * row['floor']:.1f} % ({row['floor_share']:.0%})", f"{100 * row['residual']:.1f} %"]
         verdict = "met" if row["step_error"] <= STEP_ERROR else "missed"
-        if verdict == "missed" and row["floor"] > STEP_ERROR:
-            verdict = "missed; so is it by the floor"
         shares = [f"{100 * row['error_of_time']:.1f} %", f"{row['others']:.1%}", f"{row['stolen']:.1%}"]
         cells = [row["name"], str(row["steps"]), *errors, *shares, verdict]
         lines.append("| " + " | ".join(cells) + " |")
@@ -52,12 +46,10 @@ def as_markdown(result: dict[str, Any]) -> str:
     lines += _latency_table(below, 2)
     lines += ["", "With times calibrated beforehand, as somebody who sizes a service has them:", ""]
     lines += _latency_table(below, 1)
-    lines += ["", "With those of between, at the machine's speed of the moment: what is left is the simulator's.", ""]
-    lines += _latency_table(below, 3)
     lines += _limits(below)
     if above:
         lines += ["", "## Near saturation", "", "In milliseconds: a small error of the rate is a large one of the "]
-        lines[-1] += "queue. Real → simulated, calibrated beforehand, in between, and at the speed of the moment."
+        lines[-1] += "queue. Real → simulated, calibrated beforehand and in between."
         lines += ["", "| load | requests | figure | p50 | p90 | p99 |", "|---|---|---|---|---|---|"]
         for row in above:
             for name in ("ttft_ms", "itl_ms"):
@@ -139,9 +131,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         for p, colour in zip(PERCENTILES, ("#0072B2", "#E69F00", "#D55E00"), strict=True):
             rows = [row for row in result["rows"] if "users" not in row]
             rates = [row["rate"] for row in rows]
-            for index, (style, label) in enumerate(
-                (("o-", "real"), ("+-.", "beforehand"), ("x--", "in between"), (".:", "speed of the moment"))
-            ):
+            for index, (style, label) in enumerate((("o-", "real"), ("+-.", "beforehand"), ("x--", "in between"))):
                 values = [row[name][p][index] for row in rows]
                 axes.plot(rates, values, style, color=colour, label=f"{p} {label}")
         axes.set(yscale="log", xlabel="requests a second", ylabel=name.replace("_", ", "))

@@ -37,7 +37,7 @@ from octavo import LLM, SamplingParams
 from octavo.scheduler.plan_log import RecordedStep, read_plans
 from octavo.scheduler.step_time import StepLoad
 from octavo.simulator.calibration import Round, rounds
-from octavo.simulator.fitting import MeasuredStep, executions, fit, mean_abs_error, periods, with_coldness
+from octavo.simulator.fitting import MeasuredStep, executions, fit, mean_abs_error, periods
 from octavo.workloads import report
 from octavo.workloads.workload import random_token_ids
 
@@ -138,8 +138,8 @@ def judged(found: list[list[Group]]) -> dict[str, Any]:
         train = [group for i, groups in enumerate(found) if i % 2 == half for group in groups]
         test = [group for i, groups in enumerate(found) if i % 2 != half for group in groups]
         times = fit([median_of(group) for group in train]).times
-        fitted_to.append(mean_abs_error(times, with_coldness(times, map(median_of, train))))
-        for middle, group in zip(with_coldness(times, map(median_of, test)), test, strict=True):
+        fitted_to.append(mean_abs_error(times, [median_of(group) for group in train]))
+        for middle, group in zip(map(median_of, test), test, strict=True):
             on_median = mean_abs_error(times, [middle])
             predicted = times.predict(middle.load)
             errors.append([predicted / step.seconds - 1 for step in group])

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.planner.roofline import BANDWIDTH_REACHED, MACHINES, RATE_REACHED, find_machine, roofline
+from octavo.planner.roofline import BANDWIDTH_REACHED, MACHINES, RATE_REACHED, StepTimes, find_machine, roofline
 from octavo.planner.sources import find_shape
-from octavo.scheduler.step_time import StepTimes
 from octavo.simulator.pareto import best, draw
 from octavo.simulator.setup import Plan
 from octavo.simulator.speed import MEASURED, Speed

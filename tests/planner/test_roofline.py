@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from octavo.config import EngineConfig
-from octavo.planner.roofline import BANDWIDTH_REACHED, MACHINES, RATE_REACHED, find_machine, without_overlap
+from octavo.planner.roofline import (
+    BANDWIDTH_REACHED,
+    MACHINES,
+    RATE_REACHED,
+    StepTimes,
+    WindowedLayers,
+    find_machine,
+    without_overlap,
+)
 from octavo.planner.sources import find_shape
-from octavo.scheduler.step_time import StepTimes
 from octavo.simulator.setup import Plan
 
 
@@ -53,3 +62,14 @@ def test_a_mixture_reads_the_experts_that_its_rows_use_and_computes_those_of_eac
 def test_devices_that_share_a_mixture_read_their_parts_of_its_experts() -> None:
     alone, halves = (estimated("mixtral-8x7b", "h200", devices).product_seconds(1) for devices in (1, 2))
     assert halves == pytest.approx(alone / 2, rel=0.02)
+
+
+@given(start=st.integers(0, 60), length=st.integers(1, 60), size=st.integers(1, 40))
+def test_queries_save_what_lies_before_their_windows(start: int, length: int, size: int) -> None:
+    reading, computing = WindowedLayers(size, 1.0, 0.0), WindowedLayers(size, 0.0, 1.0)
+    beyond = [max(0, start + i + 1 - size) for i in range(length)]
+    assert reading.saved([start], [length]) == (beyond[0] if start >= size else 0)
+    # `StepLoad.chunk_work` counts the queries of a chunk but one, at the mean of their contexts.
+    assert computing.saved([start], [length]) == pytest.approx(sum(beyond), abs=beyond[-1])
+    assert computing.saved([start], [1]) == 0.0
+    assert reading.saved([start, 5], [length, 1]) == reading.saved([start], [length]) + reading.saved([5], [1])

@@ -48,9 +48,7 @@ def test_the_steps_are_read_as_they_were_executed(
         assert (step.seq_ids, step.starts) == (plan.seq_ids, plan.starts)
         assert (step.lengths, step.draws) == (plan.lengths, plan.draws)
         assert step.num_tokens == plan.num_tokens
-        assert step.num_forks + step.num_drops == len(plan.changes)
-        assert (step.num_new, step.num_copies) == (len(plan.new), len(plan.copies))
-        assert step.num_scored == sum(len(scores.targets) for scores in plan.scores)
+        assert step.num_moved == len(plan.copies) + len(plan.stores) + len(plan.loads)
 
 
 def test_no_token_is_in_it(tmp_path: Path) -> None:
@@ -93,7 +91,7 @@ def test_a_recording_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path: Path) 
 
 def test_a_file_that_is_not_a_recording_or_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("something else\n")
-    with pytest.raises(ConfigError, match="not a recording of plans of version 1"):
+    with pytest.raises(ConfigError, match="not a recording of plans of version 2"):
         list(read_plans(tmp_path / "other"))
     with pytest.raises(ConfigError, match="record_plans: cannot write"):
         PlanLog(tmp_path / "missing" / "plans", {})

@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.commands.serve import DEFAULTS
+from octavo.planner.roofline import StepTimes
 from octavo.request import Request, Sequence
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.scheduler.policy import VirtualTokenCounter
 from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
 from octavo.scheduler.step_budget import LatencyTarget
-from octavo.scheduler.step_time import StepLoad, StepTimes
+from octavo.scheduler.step_time import StepLoad
 from octavo.scheduler.stream_turns import StreamTurns
 from tests.kvcache.caches import make_manager, make_request, make_sequence
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -12,16 +11,13 @@ import pytest
 from octavo.errors import ConfigError
 from octavo.scheduler.plan_log import RecordedStep
 from octavo.simulator import calibration
-from octavo.simulator.calibration import RoundSender, rounds
-from octavo.simulator.overheads import Sent, overheads
+from octavo.simulator.calibration import RoundSender, Sent, overheads, rounds
 from octavo.workloads.serving import RequestRecord, Target
 from octavo.workloads.workload import BenchRequest
 
-RECORDED = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
-
 
 def step(at: float, seqs: tuple[int, ...], draws: tuple[int, ...]) -> RecordedStep:
-    return RecordedStep(1, at, 0.01, seqs, (0,) * len(seqs), (8,) * len(seqs), draws, 0, 0, 0, 0, 0, 0, 0)
+    return RecordedStep(1, at, 0.01, seqs, (0,) * len(seqs), (8,) * len(seqs), draws, num_moved=0)
 
 
 def test_a_lone_request_tells_what_the_way_in_takes_and_what_the_way_back() -> None:
@@ -29,55 +25,20 @@ def test_a_lone_request_tells_what_the_way_in_takes_and_what_the_way_back() -> N
     steps = [step(1.004, (1,), (1,)), step(1.014, (1,), (1,))]
     steps += [step(2.006, (2,), (0,)), step(2.016, (2,), (1,)), step(2.026, (2,), (1,)), step(3.5, (3,), (1,))]
     requests = [Sent("prompt", 1.0, 1.017), Sent("prompt", 2.0, 2.027), Sent("prompt", 3.0, 3.6)]
-    intake, reply = overheads(steps, requests, RECORDED)
+    intake, reply = overheads(steps, requests)
     assert intake == pytest.approx(0.005)
     assert reply == pytest.approx(0.002)
     with pytest.raises(ConfigError, match="too short to send a prompt alone"):
-        overheads(steps[-1:], requests[2:], RECORDED)
+        overheads(steps[-1:], requests[2:])
 
 
-BESIDE = [
-    step(1.0, (1,), (1,)),
-    step(1.01, (1,), (1,)),
-    step(5.00, (2,), (1,)),
-    step(5.01, (2,), (1,)),
-    step(5.02, (2,), (1,)),
-    step(5.03, (2, 3), (1, 1)),
-    step(5.04, (2, 3), (1, 1)),
-]
-REQUESTS = [Sent("prompt", 0.998, 1.011), Sent("mixed", 4.996, 5.014), Sent("mixed", 5.006, 5.046)]
-
-
-def test_a_request_beside_others_has_its_token_later() -> None:
-    """One alone comes in within 2 ms. The first beside others took 4, the second between 14 and 24."""
-    intake, reply = overheads(BESIDE, REQUESTS, RECORDED)
-    assert intake == pytest.approx((0.004 + 0.014) / 2)
-    assert reply == pytest.approx((0.004 + 0.006) / 2)
-
-
-@pytest.mark.parametrize("full", [{"max_num_seqs": 1}, {"max_num_batched_tokens": 8}])
-def test_a_request_that_waited_for_a_place_says_nothing_about_the_way_in(full: dict[str, int]) -> None:
-    intake, _ = overheads(BESIDE, REQUESTS, RECORDED | full)
-    assert intake == pytest.approx(0.004)
-
-
-def test_the_way_in_is_not_what_a_request_waits_for_that_just_misses_a_long_step() -> None:
-    """Every request takes 3 ms. One misses a step of 400 ms by a millisecond, the others come in during steps of 8."""
-    begins = [0.008 * number for number in range(40)] + [0.4 + 0.008 * number for number in range(5)]
-    sent = [
-        at + phase - 0.003 for at, phase in zip(begins[4:38:4], itertools.cycle((0.002, 0.004, 0.006)), strict=False)
-    ]
-    sent.append(begins[39] + 0.001 - 0.003)
-    came = [bisect.bisect_left(begins, at + 0.003) for at in sent]
-    seqs = [(0, *(number + 1 for number, first in enumerate(came) if first <= index)) for index in range(len(begins))]
-    steps = [step(at, each, (1,) * len(each)) for at, each in zip(begins, seqs, strict=True)]
-    requests = [Sent("prompt", -0.001, 0.009)] + [Sent("mixed", at, at + 0.5) for at in sent]
-    intake, _ = overheads(steps, requests, RECORDED)
-    assert intake == pytest.approx(0.003, abs=0.0011)
-
-
-def test_requests_beside_other_programs_are_not_counted() -> None:
-    assert overheads(BESIDE, REQUESTS, RECORDED, left_out=[(4.0, 6.0)]) == pytest.approx((0.002, 0.001))
+def test_requests_beside_others_or_other_programs_are_not_counted() -> None:
+    """A "mixed" one came beside another, and half of the prompts while another program ran."""
+    steps, requests = [], []
+    for number, (kind, began, intake) in enumerate((("prompt", 1.0, 0.002), ("mixed", 2.0, 0.5), ("prompt", 3.0, 0.8))):
+        steps += [step(began + intake, (number,), (1,)), step(began + intake + 0.01, (number,), (1,))]
+        requests.append(Sent(kind, began, began + intake + 0.011))
+    assert overheads(steps, requests, left_out=[(2.9, 4.0)]) == pytest.approx((0.002, 0.001))
 
 
 def test_every_round_fits_the_server_that_it_is_sent_to() -> None:

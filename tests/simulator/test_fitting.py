@@ -13,20 +13,19 @@ import numpy as np
 import pytest
 
 from octavo.errors import ConfigError
+from octavo.planner.roofline import StepTimes
 from octavo.request import SequenceId
 from octavo.scheduler.plan import StepPlan
 from octavo.scheduler.plan_log import PlanLog, RecordedStep, read_plans
-from octavo.scheduler.step_time import StepLoad, StepTimes
-from octavo.simulator.coldness import Coldness
+from octavo.scheduler.step_time import StepLoad
 from octavo.simulator.fitting import (
     MeasuredStep,
+    Spread,
     executions,
     fit,
     mean_abs_error,
     nonnegative_least_squares,
     periods,
-    spread_of,
-    with_coldness,
 )
 from octavo.simulator.sketch import Sketch
 from octavo.simulator.speed import MEASURED, Speed, speed_of_plans
@@ -65,31 +64,6 @@ def test_noise_and_disturbed_steps_hardly_move_it_and_the_intervals_say_how_sure
     assert low <= fitted.times.per_context_token <= high
     assert low > 0.8 * LAW.per_context_token
     assert high < 1.2 * LAW.per_context_token
-
-
-def series(seed: int) -> list[MeasuredStep]:
-    """Steps of a device that pauses and chunks make slower: streams in series, now and then a chunk or a pause."""
-    rng, coldness, found, at = random.Random(seed), Coldness(COLD.fastest), [], 0.0
-    for _ in range(1500):
-        streams = rng.randint(1, 4)
-        load = StepLoad(streams, 100 * streams, 0.0, streams)
-        if rng.random() < 0.1:
-            load = load.with_chunk(0, rng.randint(20, 500))
-        at += 0.25 if rng.random() < 0.05 else 0.0
-        seconds = COLD.predict(load._replace(cold=coldness.before(at)))
-        found.append(MeasuredStep(load, seconds, at))
-        at += seconds
-        coldness.after(at, seconds)
-    return found
-
-
-COLD = replace(LAW, per_cold=0.003, fastest=0.0021)
-
-
-def test_what_pauses_and_chunks_leave_behind_is_found_and_predicted_from_the_model_alone() -> None:
-    fitted, seen = fit(series(1)).times, series(2)
-    assert mean_abs_error(fitted, with_coldness(fitted, seen)) < 0.02
-    assert mean_abs_error(fitted, seen) > 0.05, "without it"
 
 
 def test_no_coefficient_is_negative_and_the_time_rises_with_the_rows() -> None:
@@ -176,50 +150,42 @@ def test_a_speed_is_fitted_to_recorded_plans_and_survives_its_file(tmp_path: Pat
     assert again.fit["execution"]["mean_abs_error"] < 0.01
 
 
-def recorded(number: int, at: float, seq_ids: tuple[int, ...], num_new: int = 0, num_drops: int = 0) -> RecordedStep:
+def recorded(number: int, at: float, seq_ids: tuple[int, ...]) -> RecordedStep:
     each = (1,) * len(seq_ids)
-    return RecordedStep(number, at, 0.01, seq_ids, each, each, each, 0, num_drops, num_new, 0, 0, 0, 0)
+    return RecordedStep(number, at, 0.01, seq_ids, each, each, each, num_moved=0)
 
 
-def test_a_step_knows_which_requests_came_beside_it_and_which_ended_before_it() -> None:
+def test_a_step_knows_which_requests_came_while_it_was_computed() -> None:
     found = [
-        recorded(1, 0.00, (1,), num_new=1),
-        recorded(2, 0.01, (1,)),
-        recorded(3, 0.02, (1, 2, 3), num_new=2),
-        recorded(4, 0.03, (1,), num_drops=2),
-        recorded(5, 5.00, (4,), num_new=1, num_drops=1),  # after a pause
+        recorded(1, 0.00, (1, 2)),
+        recorded(2, 0.01, (2,)),  # the other was preempted
+        recorded(3, 0.02, (1, 2, 3, 4)),
+        recorded(4, 0.03, (1,)),
+        recorded(5, 5.00, (5,)),  # after a pause
     ]
-    assert [(step.load.num_arrived, step.load.num_ended) for step in executions(found)] == [
-        (0, 0),
-        (2, 0),
-        (0, 0),
-        (0, 2),
-        (0, 0),
-    ]
-    assert [step.load.num_arrived for step in periods(found)] == [0, 2, 0]
+    assert [step.num_arrived for step in executions(found)] == [0, 2, 0, 0, 0]
+    assert [step.num_arrived for step in periods(found)] == [0, 2, 0]
 
 
 @pytest.mark.slow
-def test_what_a_request_costs_that_comes_or_ends_beside_a_step_is_found() -> None:
-    law, rng, found = replace(LAW, per_arrival=0.0025, per_end=0.001), random.Random(1), []
+def test_what_a_request_costs_that_comes_during_a_step_is_found() -> None:
+    law, rng, found = replace(LAW, per_arrival=0.0025), random.Random(1), []
     for step in steps(1):
-        load = step.load._replace(num_arrived=rng.random() < 0.05, num_ended=rng.random() < 0.05)
-        found.append(MeasuredStep(load, law.predict(load) * rng.uniform(0.9, 1.1)))
-    times = fit(found).times
-    assert times.per_arrival == pytest.approx(0.0025, rel=0.1)
-    assert times.per_end == pytest.approx(0.001, rel=0.2)
+        measured = replace(step, num_arrived=int(rng.random() < 0.05))
+        found.append(replace(measured, seconds=measured.predicted(law) * rng.uniform(0.9, 1.1)))
+    assert fit(found).times.per_arrival == pytest.approx(0.0025, rel=0.1)
 
 
 def test_what_steps_differ_by_is_told_by_kind() -> None:
     law, rng = StepTimes(0.01, ()), random.Random(1)
     decodes = [MeasuredStep(StepLoad(1, 9, 0.0, 1), 0.01 * rng.uniform(0.8, 1.4)) for _ in range(2000)]
     chunks = [MeasuredStep(StepLoad(9, 9, 36.0, 1), 0.02) for _ in range(20)]
-    spread = spread_of(law, decodes + chunks)
+    spread = Spread.of(law, decodes + chunks)
     assert spread.decodes[0] == pytest.approx(0.8, abs=0.01)
     assert spread.decodes[50] == pytest.approx(1.1, abs=0.03)
     assert spread.decodes[-1] == pytest.approx(1.4, abs=0.01)
     assert set(spread.chunks) == {2.0}
-    assert spread_of(law, chunks[:19]).chunks == (), "too few to tell"
+    assert Spread.of(law, chunks[:19]).chunks == (), "too few to tell"
 
 
 def test_a_speed_file_without_what_steps_differ_by_is_read(tmp_path: Path) -> None:
@@ -248,8 +214,8 @@ def test_files_that_are_no_speed_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     for content, message in (
         ("{", "is not JSON"),
-        ("[]", "not a speed file of version 1"),
-        (json.dumps({"octavo_speed": 1}), "is damaged"),
+        ("[]", "not a speed file of version 2"),
+        (json.dumps({"octavo_speed": 2}), "is damaged"),
     ):
         path.write_text(content)
         with pytest.raises(ConfigError, match=message):

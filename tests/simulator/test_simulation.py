@@ -12,10 +12,10 @@ import pytest
 
 from octavo.config import EngineConfig
 from octavo.errors import CacheError, ConfigError
-from octavo.planner.roofline import find_machine
+from octavo.planner.roofline import StepTimes, find_machine
 from octavo.planner.sources import find_shape
 from octavo.request import Request
-from octavo.scheduler.step_time import StepTimes
+from octavo.simulator.fitting import Spread
 from octavo.simulator.questions import (
     Demand,
     Targets,
@@ -30,7 +30,6 @@ from octavo.simulator.setup import Plan
 from octavo.simulator.simulation import Results, Simulation
 from octavo.simulator.sketch import Sketch
 from octavo.simulator.speed import MEASURED, Speed
-from octavo.simulator.spread import Spread
 from octavo.simulator.traffic import Tenants
 from octavo.workloads.traces import TraceRequest
 
@@ -69,27 +68,18 @@ def test_what_a_request_costs_beside_its_steps_comes_on_top() -> None:
     assert simulate(slow, Demand(count=2, users=1, input_len="1", output_len="1")).e2e.greatest == results.e2e.greatest
 
 
-def test_a_step_beside_which_requests_come_or_end_takes_longer() -> None:
-    times = StepTimes(STEP, (), per_arrival=0.004, per_end=0.002)
+def test_a_step_during_which_a_request_comes_takes_longer() -> None:
+    times = StepTimes(STEP, (), per_arrival=0.004)
     trace = (TraceRequest(0.0, 1, 20), TraceRequest(0.055, 1, 1))
     results = simulate(plan().replace(speed=Speed("", MEASURED, times)), Demand(trace=trace))
-    assert results.ttft.greatest == pytest.approx(0.05 + STEP + 0.004 + STEP - 0.055), "it came beside the sixth step"
-    assert results.duration_s == pytest.approx(20 * STEP + 0.004 + 0.002), "one came and one ended beside others"
+    assert results.ttft.greatest == pytest.approx(0.05 + STEP + 0.004 + STEP - 0.055), "it came in the sixth step"
+    assert results.duration_s == pytest.approx(20 * STEP + 0.004)
 
 
 def test_a_request_that_comes_to_an_idle_server_holds_up_no_step() -> None:
-    times = StepTimes(STEP, (), per_arrival=0.004, per_end=0.002)
+    times = StepTimes(STEP, (), per_arrival=0.004)
     trace = (TraceRequest(0.0, 1, 2), TraceRequest(1.0, 1, 2))
     assert simulate(plan().replace(speed=Speed("", MEASURED, times)), Demand(trace=trace)).busy_s == pytest.approx(0.04)
-
-
-def test_a_step_after_a_pause_is_slow_and_a_series_becomes_fast() -> None:
-    times = StepTimes(STEP, (), per_cold=STEP, fastest=STEP)
-    slow_at_first = plan().replace(speed=Speed("", MEASURED, times))
-    results = simulate(slow_at_first, Demand(count=1, input_len="1", output_len="100"))
-    assert results.ttft.greatest == pytest.approx(2 * STEP)
-    assert results.itl.percentile(5) == pytest.approx(STEP, rel=0.05)
-    assert results.itl.greatest < 2 * STEP
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 100, 101])
@@ -350,3 +340,41 @@ def test_a_cache_that_explains_nothing_says_so_where_it_is_asked_whose_its_block
     server.kv.audit()
     with pytest.raises(CacheError, match="explains=False"):
         server.kv.stock([])
+
+
+def estimated(model: str, max_model_len: int = 32768) -> Plan:
+    return Plan(find_shape(model), EngineConfig(max_model_len=max_model_len), machine=find_machine("h200"))
+
+
+@pytest.mark.slow
+def test_long_contexts_take_less_time_with_windows_and_short_ones_do_not() -> None:
+    # The same architecture; v0.1 has windows of 4,096 tokens.
+    for prompt, is_less in (("3000", False), ("20000", True)):
+        demand = Demand(count=2, users=1, input_len=prompt, output_len="50")
+        windowed, full = (simulate(estimated(f"mistral-7b-v0.{n}"), demand) for n in (1, 2))
+        assert (windowed.itl.percentile(50) < full.itl.percentile(50)) == is_less
+        assert (windowed.ttft.percentile(50) < full.ttft.percentile(50)) == is_less
+        assert (windowed.duration_s == full.duration_s) != is_less
+
+
+def test_only_some_of_a_models_layers_have_windows() -> None:
+    plan = estimated("gemma-3-4b")
+    (layers,) = plan.server().windowed
+    times, num_windowed = (
+        plan.effective_speed.times,
+        sum(layer.sliding_window is not None for layer in plan.spec.layers),
+    )
+    assert 0 < num_windowed < len(plan.spec.layers)
+    assert layers.size == 1024
+    share = num_windowed / len(plan.spec.layers)
+    assert layers.per_context_token == pytest.approx(share * times.per_context_token)
+    assert layers.per_chunk_work == pytest.approx(share * times.per_chunk_work)
+
+
+def test_nothing_is_taken_off_measured_times_or_where_no_context_exceeds_the_window() -> None:
+    plan = estimated("mistral-7b-v0.1")
+    assert plan.server().windowed
+    assert not estimated("mistral-7b-v0.1", 4096).server().windowed
+    assert not estimated("llama-3.1-8b").server().windowed
+    measured = plan.replace(machine=None, speed=Speed("made up", MEASURED, plan.effective_speed.times), num_blocks=99)
+    assert not measured.server().windowed

@@ -40,7 +40,6 @@ def run(args: argparse.Namespace) -> int:
     from octavo.errors import ConfigError
     from octavo.planner.sources import find_shape
     from octavo.simulator.calibration import calibrate
-    from octavo.simulator.drift import VARIATION_S
     from octavo.simulator.speed import require_writable
     from octavo.workloads import report
 
@@ -64,8 +63,6 @@ def run(args: argparse.Namespace) -> int:
         "per_seq": times.per_seq,
         "per_moved_block": times.per_moved_block,
         "per_arrival": times.per_arrival,
-        "per_end": times.per_end,
-        "per_cold": times.per_cold,
     }
     rows = [
         [name, f"{1e6 * value:.5g}", *(f"{1e6 * end:.5g}" for end in fit["intervals_5_95"][name])]
@@ -77,8 +74,6 @@ def run(args: argparse.Namespace) -> int:
     print(f"(of the device's part alone: {100 * device['mean_abs_error']:.1f} %)")
     print(f"a request takes {1e3 * speed.intake_s:.2f} ms before its first step, and its first token", end=" ")
     print(f"{1e3 * speed.reply_s:.2f} ms after; written to {args.output}")
-    print(f"from one {VARIATION_S:g} s to the next the machine's speed varied by {speed.fit['variation']:.1%}", end=" ")
-    print("(standard deviation): `octavo simulate --slowdown` takes a margin")
     others, stolen, left_out = (speed.facts[name] for name in ("others", "stolen", "left_out_s"))
     if left_out:
         print(f"left out: {left_out:.0f} s in which others used the processors")

@@ -7,8 +7,8 @@
       + bytes of blocks swapped, stored or loaded / bandwidth to the host
 
 Of a mixture of experts, the weights are those of the experts that at least one row is expected to use, and the
-parameters those that one row uses. All layers attend to the whole context here; `simulator/windows.py`
-subtracts what sliding windows save.
+parameters those that one row uses. `StepTimes` takes all layers to attend to the
+whole context; `WindowedLayers` is what sliding windows save.
 
 The share of a data sheet's figure that kernels reach is an assumption (`BANDWIDTH_REACHED`, `RATE_REACHED`), so results
 are labelled as estimates wherever they are shown. `octavo calibrate-speed` measures instead.
@@ -17,18 +17,82 @@ are labelled as estimates wherever they are shown. `octavo calibrate-speed` meas
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 from octavo.errors import ConfigError
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.option import nearest
 from octavo.planner.calculator import weight_bytes
 from octavo.planner.model_shape import ModelShape
-from octavo.scheduler.step_time import StepTimes
+from octavo.scheduler.step_time import StepLoad
 
 BANDWIDTH_REACHED = 0.8
 RATE_REACHED = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Step times from fixed coefficients, all in seconds: estimated here, or fitted to recorded steps.
+
+    Attributes:
+        base: time of an empty step.
+        products: (rows, seconds) points of the matrix products, by ascending rows; interpolated linearly, and
+            extrapolated beyond the last.
+        per_context_token: time to read one token's keys and values in all layers.
+        per_chunk_work: time per unit of `StepLoad.chunk_work`.
+        per_seq: time per sequence.
+        per_moved_block: time per block copied or swapped.
+        per_arrival: time that a step takes longer for each request that comes in meanwhile.
+    """
+
+    base: float
+    products: tuple[tuple[float, float], ...]
+    per_context_token: float = 0.0
+    per_chunk_work: float = 0.0
+    per_seq: float = 0.0
+    per_moved_block: float = 0.0
+    per_arrival: float = 0.0
+
+    def predict(self, load: StepLoad, num_moved: int = 0, num_arrived: int = 0) -> float:
+        """Return the time of a step with this load, in seconds.
+
+        Args:
+            num_moved: blocks copied, stored or loaded before it.
+            num_arrived: requests that come in while it is computed.
+        """
+        return (
+            self.base
+            + self.product_seconds(load.rows)
+            + self.per_context_token * load.context
+            + self.per_chunk_work * load.chunk_work
+            + self.per_seq * load.num_seqs
+            + self.per_moved_block * num_moved
+            + self.per_arrival * num_arrived
+        )
+
+    def product_seconds(self, rows: float) -> float:
+        """Return the time of the matrix products of `rows` rows, without `base`."""
+        points = self.products
+        if len(points) < 2:
+            return points[0][1] if points else 0.0
+        above = min(max(1, bisect_left(points, (rows, 0.0))), len(points) - 1)
+        (low, at_low), (high, at_high) = points[above - 1], points[above]
+        return max(0.0, at_low + (at_high - at_low) * (rows - low) / (high - low))
+
+    def slowed(self, factor: float) -> StepTimes:
+        """Return the times of steps that each take `factor` times as long."""
+        scaled = {entry.name: factor * getattr(self, entry.name) for entry in fields(self) if entry.name != "products"}
+        return StepTimes(**scaled, products=tuple((rows, factor * seconds) for rows, seconds in self.products))
+
+    def with_kv_bytes(self, ratio: float) -> StepTimes:
+        """Return the times for keys and values that take `ratio` times the bytes."""
+        return replace(
+            self,
+            per_context_token=self.per_context_token * ratio,
+            per_moved_block=self.per_moved_block * ratio,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,3 +288,50 @@ def without_overlap(shape: ModelShape, spec: KVCacheSpec, dtype: str, gb_s: floa
         per_context_token=spec.bytes_per_token * byte_s,
         per_moved_block=spec.block_bytes * byte_s,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class WindowedLayers:
+    """Layers with windows of one size, which do not attend to tokens before the window.
+
+                     window
+                ┌──────────────┐
+        tokens  0 1 2 3 4 5 6 7 8
+                └ saved ┘       └ query
+
+    Attributes:
+        size: tokens that a query attends to, itself included.
+        per_context_token: seconds to read one token's keys and values in these layers.
+        per_chunk_work: seconds per pair of a query of a chunk and a token, in these layers.
+    """
+
+    size: int
+    per_context_token: float
+    per_chunk_work: float
+
+    def saved(self, starts: Sequence[int], lengths: Sequence[int]) -> float:
+        """Return the seconds by which a step is shorter; `starts` and `lengths` are those of its plan."""
+        size, tokens, work = self.size, 0, 0.0
+        for start, length in zip(starts, lengths, strict=True):
+            # The first query reaches back furthest, to `start + 1 - size`.
+            if start >= size:
+                tokens += start + 1 - size
+                work += (length - 1) * (start + 0.5 * length - size)
+            elif length > 1 and (beyond := start + length - size) > 0:
+                work += 0.5 * beyond * (beyond - 1)
+        return self.per_context_token * tokens + self.per_chunk_work * work
+
+
+def windows_of(times: StepTimes, spec: KVCacheSpec, max_model_len: int) -> tuple[WindowedLayers, ...]:
+    """Return the layers with windows that contexts of up to `max_model_len` tokens exceed; `times` know no windows."""
+    layers = list(zip(spec.layers, spec.formats, strict=True))
+    attended = sum(layer.key_dim + layer.value_dim for layer in spec.layers)
+    found = []
+    for size in sorted({layer.sliding_window for layer in spec.layers if layer.sliding_window is not None}):
+        if size >= max_model_len:
+            continue
+        own = [(layer, format) for layer, format in layers if layer.sliding_window == size]
+        bytes_share = sum(layer.token_bytes(format) for layer, format in own) / spec.bytes_per_token
+        work_share = sum(layer.key_dim + layer.value_dim for layer, _ in own) / attended
+        found.append(WindowedLayers(size, times.per_context_token * bytes_share, times.per_chunk_work * work_share))
+    return tuple(found)

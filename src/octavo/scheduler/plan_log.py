@@ -8,7 +8,7 @@ They hold numbers only: what was computed and how long it took, but no token ids
 
     record, little-endian, without padding
         u64 step      f64 at: `time.perf_counter` when the step began      f64 seconds: duration
-        u32 rows, forks, drops, new, copies, stored, loaded, scored prompt tokens
+        u32 rows, blocks copied, stored or loaded
         i64 × rows    sequence ids
         i32 × rows    starts           tokens computed before the step
         i32 × rows    lengths          tokens computed in it
@@ -32,15 +32,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from octavo.errors import ConfigError
-from octavo.scheduler.plan import SequenceForked, StepPlan
+from octavo.scheduler.plan import StepPlan
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 DEFAULT_MAX_BYTES = 1 << 30
 
 _MAGIC = b"OCTAVOPLANS %d\n" % VERSION
-_HEAD = struct.Struct("<Qdd8I")
+_HEAD = struct.Struct("<Qdd2I")
 _LENGTH = struct.Struct("<I")
 _CHUNK_BYTES = 1 << 16
 
@@ -52,6 +52,7 @@ class RecordedStep:
     Attributes:
         at: start time by `time.perf_counter`, which on Linux is one clock for all processes, including clients.
         seconds: time from submitting the plan to having its result.
+        num_moved: blocks copied, stored or loaded before it.
     """
 
     step: int
@@ -61,13 +62,7 @@ class RecordedStep:
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
     draws: tuple[int, ...]
-    num_forks: int
-    num_drops: int
-    num_new: int
-    num_copies: int
-    num_stored: int
-    num_loaded: int
-    num_scored: int
+    num_moved: int
 
     @property
     def num_tokens(self) -> int:
@@ -106,20 +101,8 @@ class PlanLog:
         """Append a plan whose execution started at `began` (`time.perf_counter`), unless the file is full."""
         if self._file is None:
             return
-        num_forks = sum(isinstance(change, SequenceForked) for change in plan.changes)
-        self._buffer += _HEAD.pack(
-            plan.step,
-            began,
-            seconds,
-            len(plan.seq_ids),
-            num_forks,
-            len(plan.changes) - num_forks,
-            len(plan.new),
-            len(plan.copies),
-            len(plan.stores),
-            len(plan.loads),
-            sum(len(scores.targets) for scores in plan.scores),
-        )
+        num_moved = len(plan.copies) + len(plan.stores) + len(plan.loads)
+        self._buffer += _HEAD.pack(plan.step, began, seconds, len(plan.seq_ids), num_moved)
         for kind, column in (("q", plan.seq_ids), ("i", plan.starts), ("i", plan.lengths), ("i", plan.draws)):
             self._buffer += _little_endian(array(kind, column)).tobytes()
         if len(self._buffer) >= _CHUNK_BYTES:
@@ -207,7 +190,7 @@ def _read_head(file: BinaryIO, path: str | Path) -> dict[str, Any]:
 
 
 def _read_step(chunk: bytes, offset: int) -> tuple[RecordedStep, int]:
-    step, at, seconds, rows, *counts = _HEAD.unpack_from(chunk, offset)
+    step, at, seconds, rows, num_moved = _HEAD.unpack_from(chunk, offset)
     offset += _HEAD.size
     columns: list[tuple[int, ...]] = []
     for kind in "qiii":
@@ -217,7 +200,7 @@ def _read_step(chunk: bytes, offset: int) -> tuple[RecordedStep, int]:
         columns.append(tuple(_little_endian(column)))
         offset = end
     seq_ids, starts, lengths, draws = columns
-    return RecordedStep(step, at, seconds, seq_ids, starts, lengths, draws, *counts), offset
+    return RecordedStep(step, at, seconds, seq_ids, starts, lengths, draws, num_moved), offset
 
 
 def _little_endian(column: array[int]) -> array[int]:

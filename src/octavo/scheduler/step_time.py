@@ -10,17 +10,11 @@ All coefficients are non-negative, so the time never falls when work is added to
 convex. The fit is weighted least squares on relative errors with exponential forgetting. It is kept as normal equations
 and solved by non-negative coordinate descent from the previous solution: O(terms²) per step, and no step is stored.
 Huber weights bound the influence of a step that took unusually long (a page fault, another process).
-
-`StepTimeModel` is that fit; it reads no clock, and the scheduler sizes chunks with it. `StepTimes` is the same sum with
-fixed coefficients, for the simulator: fitted offline to recorded plans, with matrix products that are piecewise linear
-through all measured numbers of rows, or derived from a device's data sheet.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 KNOTS = (16, 64, 256)
@@ -39,20 +33,12 @@ class StepLoad(NamedTuple):
         context: tokens whose keys and values are read, which is the sum of the sequences' lengths.
         chunk_work: sum over chunks of prompts of (tokens - 1) times their mean context.
         num_seqs: sequences.
-        num_moved: blocks copied or swapped before the step.
-        num_arrived: requests that came in while it was computed, which the simulator alone knows.
-        num_ended: requests that ended in the step before, whose answers are completed beside this one; likewise.
-        cold: how cold caches and memory are, from 0 to 1 (`simulator/coldness.py`).
     """
 
     rows: int = 0
     context: int = 0
     chunk_work: float = 0.0
     num_seqs: int = 0
-    num_moved: int = 0
-    num_arrived: int = 0
-    num_ended: int = 0
-    cold: float = 0.0
 
     def with_chunk(self, start: int, num_tokens: int) -> StepLoad:
         """Return the load with `num_tokens` more tokens of a sequence that has `start` computed tokens."""
@@ -61,24 +47,22 @@ class StepLoad(NamedTuple):
             self.context + start + num_tokens,
             self.chunk_work + max(0, num_tokens - 1) * (start + 0.5 * num_tokens),
             self.num_seqs + 1,
-            *self[4:],
         )
 
     @classmethod
-    def of(cls, starts: Sequence[int], lengths: Sequence[int], *, num_streams: int = 0, num_moved: int = 0) -> StepLoad:
+    def of(cls, starts: Sequence[int], lengths: Sequence[int], *, num_streams: int = 0) -> StepLoad:
         """Return the load of a plan.
 
         Args:
             starts: tokens of each sequence that are already computed.
             lengths: tokens of each sequence that the step computes.
             num_streams: number of sequences, the first ones, that compute one token each and need not be inspected.
-            num_moved: blocks copied or swapped before the step.
         """
         rows = sum(lengths)
         chunk_work = 0.0
         for start, length in zip(starts[num_streams:], lengths[num_streams:], strict=True):
             chunk_work += (length - 1) * (start + 0.5 * length)
-        return cls(rows, sum(starts) + rows, chunk_work, len(lengths), num_moved)
+        return cls(rows, sum(starts) + rows, chunk_work, len(lengths))
 
 
 def _terms(load: StepLoad) -> list[float]:
@@ -143,69 +127,3 @@ class StepTimeModel:
                 # A ridge of one millionth: terms that always rise together share their weight.
                 slope = target - sum(map(float.__mul__, row, weights))
                 weights[index] = max(0.0, weights[index] + slope / (diagonal * 1.000001))
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """Step times from fixed coefficients, all in seconds.
-
-    Attributes:
-        base: time of an empty step.
-        products: (rows, seconds) points of the matrix products, by ascending rows; interpolated linearly, and
-            extrapolated beyond the last.
-        per_context_token: time to read one token's keys and values in all layers.
-        per_chunk_work: time per unit of `StepLoad.chunk_work`.
-        per_seq: time per sequence.
-        per_moved_block: time per block copied or swapped.
-        per_arrival: time that a step takes longer for each request that comes in meanwhile.
-        per_end: the same for each request that ended in the step before.
-        per_cold: time that a step takes longer if caches and memory are cold.
-        fastest: time of the fastest measured step; 0 if `per_cold` is.
-    """
-
-    base: float
-    products: tuple[tuple[float, float], ...]
-    per_context_token: float = 0.0
-    per_chunk_work: float = 0.0
-    per_seq: float = 0.0
-    per_moved_block: float = 0.0
-    per_arrival: float = 0.0
-    per_end: float = 0.0
-    per_cold: float = 0.0
-    fastest: float = 0.0
-
-    def predict(self, load: StepLoad) -> float:
-        """Return the time of a step with this load, in seconds."""
-        return (
-            self.base
-            + self.product_seconds(load.rows)
-            + self.per_context_token * load.context
-            + self.per_chunk_work * load.chunk_work
-            + self.per_seq * load.num_seqs
-            + self.per_moved_block * load.num_moved
-            + self.per_arrival * load.num_arrived
-            + self.per_end * load.num_ended
-            + self.per_cold * load.cold
-        )
-
-    def product_seconds(self, rows: float) -> float:
-        """Return the time of the matrix products of `rows` rows, without `base`."""
-        points = self.products
-        if len(points) < 2:
-            return points[0][1] if points else 0.0
-        above = min(max(1, bisect_left(points, (rows, 0.0))), len(points) - 1)
-        (low, at_low), (high, at_high) = points[above - 1], points[above]
-        return max(0.0, at_low + (at_high - at_low) * (rows - low) / (high - low))
-
-    def slowed(self, factor: float) -> StepTimes:
-        """Return the times of steps that each take `factor` times as long."""
-        scaled = {entry.name: factor * getattr(self, entry.name) for entry in fields(self) if entry.name != "products"}
-        return StepTimes(**scaled, products=tuple((rows, factor * seconds) for rows, seconds in self.products))
-
-    def with_kv_bytes(self, ratio: float) -> StepTimes:
-        """Return the times for keys and values that take `ratio` times the bytes."""
-        return replace(
-            self,
-            per_context_token=self.per_context_token * ratio,
-            per_moved_block=self.per_moved_block * ratio,
-        )

@@ -5,8 +5,8 @@
     contexts   a few streams with long prompts: reading keys and values
     mixed      random arrivals: chunks beside streams
 
-Meanwhile the server records its plans. Server and client share a clock, so the recording also shows what requests wait
-for beside their steps (`simulator/overheads.py`). Rounds repeat, with different lengths, until the time is up.
+Meanwhile the server records its plans. Server and client share a clock, so the recording also shows how long a request
+alone takes outside its steps (`overheads`). Rounds repeat, with different lengths, until the time is up.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -23,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import ConfigError
-from octavo.scheduler.plan_log import read_facts, read_plans
-from octavo.simulator.overheads import Sent, overheads
+from octavo.scheduler.plan_log import RecordedStep, read_facts, read_plans
 from octavo.simulator.speed import Speed, speed_of_plans
 from octavo.workloads import report, serving
 from octavo.workloads.processor_time import ProcessorTime, ProcessorWatch, disturbed
@@ -60,6 +60,19 @@ class Round:
     @property
     def num_tokens(self) -> int:
         return sum(self.prompt_lens) + len(self.prompt_lens) * self.output_len
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """When a request was sent and had its first token, by `time.perf_counter`.
+
+    Attributes:
+        kind: of its round: a "prompt" had the server to itself.
+    """
+
+    kind: str
+    sent: float
+    first_token: float
 
 
 def rounds(max_num_seqs: int, max_model_len: int, max_step: int, seed: int = 0) -> Iterator[Round]:
@@ -124,7 +137,7 @@ def calibrate(argv: Sequence[str], seconds: float, vocab_size: int, plans: str |
             left_out=left_out,
         )
         steps = [step for step in read_plans(path) if step.at >= began]
-        intake, reply = overheads(steps, sent, recorded, left_out)
+        intake, reply = overheads(steps, sent, left_out)
     taken = {"others": None, "stolen": None} if shares is None else asdict(shares)
     seconds_left_out = sum(end - start for start, end in left_out)
     facts = {**speed.facts, "machine": machine, **taken, "left_out_s": seconds_left_out}
@@ -214,3 +227,39 @@ def run_load(
         return time.perf_counter(), await serving.run_load(target, requests, arrivals, max_concurrency)
 
     return asyncio.run(run())
+
+
+def overheads(
+    steps: Sequence[RecordedStep], requests: Sequence[Sent], left_out: Sequence[tuple[float, float]] = ()
+) -> tuple[float, float]:
+    """Return two times in seconds, each the median of the requests that had the server to themselves.
+
+        sent ── intake ──> first step begins │ … │ step that drew the first token ends ── reply ──> its client has it
+
+    Args:
+        steps: those since the first request was sent.
+        requests: all that were sent since, one sequence each.
+        left_out: spans of time whose requests are not counted.
+
+    Raises:
+        ConfigError: no "prompt" is among them.
+    """
+    first: dict[int, int] = {}
+    drew: dict[int, int] = {}
+    for number, step in enumerate(steps):
+        for seq_id, draws in zip(step.seq_ids, step.draws, strict=True):
+            first.setdefault(seq_id, number)
+            if draws:
+                drew.setdefault(seq_id, number)
+    intakes, replies = [], []
+    # The numbers of sequences rise in the order in which they come to the engine.
+    for seq_id, each in zip(sorted(first), sorted(requests, key=lambda each: each.sent), strict=False):
+        is_left_out = any(began <= each.first_token and each.sent <= ended for began, ended in left_out)
+        # A step ends when the next one begins, if that has the request too.
+        after = drew.get(seq_id, len(steps)) + 1
+        if each.kind == "prompt" and not is_left_out and after < len(steps) and seq_id in steps[after].seq_ids:
+            intakes.append(steps[first[seq_id]].at - each.sent)
+            replies.append(each.first_token - steps[after].at)
+    if not intakes:
+        raise ConfigError("the time was too short to send a prompt alone: give more --seconds")
+    return max(0.0, statistics.median(intakes)), max(0.0, statistics.median(replies))

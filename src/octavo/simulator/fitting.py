@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from octavo.errors import ConfigError
+from octavo.planner.roofline import StepTimes
 from octavo.scheduler.plan_log import RecordedStep
-from octavo.scheduler.step_time import StepLoad, StepTimes
-from octavo.simulator.coldness import Coldness
-from octavo.simulator.spread import Spread
+from octavo.scheduler.step_time import StepLoad
 
 Array = npt.NDArray[np.float64]
 
@@ -30,24 +29,66 @@ NAMES = (
     "per_seq",
     "per_moved_block",
     "per_arrival",
-    "per_end",
-    "per_cold",
 )
 LEAST_STEPS = 50
 
 _REWEIGHTINGS = 10
 _LEAST_IN_RAMP = 8
 _BOOTSTRAPS = 200
-_IMPROVEMENTS = 4
+_QUANTILES = 100
+_LEAST_IN_SPREAD = 20  # ratios needed for quantiles
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A step's load, the seconds it took, and when it began."""
+    """A step's load, the seconds it took, and when it began.
+
+    Attributes:
+        num_moved: blocks copied, stored or loaded before it.
+        num_arrived: requests that came in while it was computed.
+    """
 
     load: StepLoad
     seconds: float
     at: float = 0.0
+    num_moved: int = 0
+    num_arrived: int = 0
+
+    def predicted(self, times: StepTimes) -> float:
+        """Return the seconds that it takes by a model."""
+        return times.predict(self.load, self.num_moved, self.num_arrived)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Scatter of single steps around the step-time model, which predicts their middle.
+
+    One and the same step takes a tenth more or less each time, on a quiet machine too. So a simulation multiplies each
+    step by a ratio drawn from these quantiles of measured / predicted seconds, evenly spaced; without any, every step
+    takes what is predicted.
+
+    Attributes:
+        decodes: of steps without chunks of prompts.
+        chunks: of steps with chunks.
+    """
+
+    decodes: tuple[float, ...] = ()
+    chunks: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, times: StepTimes, steps: Iterable[MeasuredStep]) -> Spread:
+        """Return how far measured steps lie from a model."""
+        kinds: dict[bool, list[float]] = {False: [], True: []}
+        for step in steps:
+            kinds[step.load.chunk_work > 0].append(step.seconds / step.predicted(times))
+        return cls(_quantiles(kinds[False]), _quantiles(kinds[True]))
+
+
+def _quantiles(ratios: list[float]) -> tuple[float, ...]:
+    if len(ratios) < _LEAST_IN_SPREAD:
+        return ()
+    places = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
+    return tuple(float(value) for value in np.quantile(ratios, places))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +110,11 @@ class Fit:
 
 def executions(steps: Iterable[RecordedStep]) -> list[MeasuredStep]:
     """Return the steps with the seconds that the device computed."""
-    return [MeasuredStep(load, step.seconds, step.at) for step, load, _ in _with_loads(steps) if step.seconds > 0]
+    return [
+        MeasuredStep(load_of(step), step.seconds, step.at, step.num_moved, num_arrived)
+        for step, num_arrived, _ in _in_series(steps)
+        if step.seconds > 0
+    ]
 
 
 def periods(steps: Iterable[RecordedStep]) -> list[MeasuredStep]:
@@ -77,25 +122,29 @@ def periods(steps: Iterable[RecordedStep]) -> list[MeasuredStep]:
 
     This is the inter-token latency that streams see: it includes planning, updating and output processing.
     """
-    return [MeasuredStep(load, next_at - step.at, step.at) for step, load, next_at in _with_loads(steps) if next_at]
+    return [
+        MeasuredStep(load_of(step), next_at - step.at, step.at, step.num_moved, num_arrived)
+        for step, num_arrived, next_at in _in_series(steps)
+        if next_at
+    ]
 
 
-def _with_loads(steps: Iterable[RecordedStep]) -> Iterator[tuple[RecordedStep, StepLoad, float]]:
-    """Yield each step, its load, and when the next one began, or 0 if the engine did not go straight on to it.
+def _in_series(steps: Iterable[RecordedStep]) -> Iterator[tuple[RecordedStep, int, float]]:
+    """Yield each step, how many requests came in meanwhile, and when the next step began.
 
-    It went straight on if both steps have a sequence in common. Then the sequences that are new in the next step came
-    in while this one was computed, and those dropped in this one ended in the one before.
+    Both are 0 if the engine did not go straight on to the next, with which it then has no sequence in common. Else
+    sequences that the next step is the first to have came in while this one was computed.
     """
-    before, num_ended = None, 0
+    before, seen = None, set[int]()
     for step in steps:
-        goes_on = False
+        new = set(step.seq_ids) - seen
+        seen |= new
         if before is not None:
             goes_on = step.step == before.step + 1 and not set(before.seq_ids).isdisjoint(step.seq_ids)
-            load = load_of(before)._replace(num_arrived=step.num_new if goes_on else 0, num_ended=num_ended)
-            yield before, load, step.at if goes_on else 0.0
-        before, num_ended = step, step.num_drops if goes_on else 0
+            yield before, len(new) if goes_on else 0, step.at if goes_on else 0.0
+        before = step
     if before is not None:
-        yield before, load_of(before)._replace(num_ended=num_ended), 0.0
+        yield before, 0, 0.0
 
 
 def outside(steps: Iterable[MeasuredStep], spans: Sequence[tuple[float, float]]) -> list[MeasuredStep]:
@@ -106,8 +155,7 @@ def outside(steps: Iterable[MeasuredStep], spans: Sequence[tuple[float, float]])
 
 
 def load_of(step: RecordedStep) -> StepLoad:
-    moved = step.num_copies + step.num_stored + step.num_loaded
-    return StepLoad.of(step.starts, step.lengths, num_moved=moved)
+    return StepLoad.of(step.starts, step.lengths)
 
 
 def fit(steps: Sequence[MeasuredStep], *, seed: int = 0) -> Fit:
@@ -124,14 +172,16 @@ def fit(steps: Sequence[MeasuredStep], *, seed: int = 0) -> Fit:
             f"cannot fit step times to {len(steps)} steps: at least {LEAST_STEPS} are needed; record for longer"
         )
     knots = _knots([step.load.rows for step in steps])
-    relative, weights, solution, fastest = _solved_with_coldness(steps, knots)
+    relative = _terms(steps, knots) / np.array([step.seconds for step in steps])[:, None]
+    weights = _huber_weights(relative)
+    solution = _solve(relative, weights)
     error = float(np.mean(np.abs(relative @ solution - 1)))
-    times = _as_times(solution, knots, fastest)
+    times = _as_times(solution, knots)
     rng = np.random.default_rng(seed)
     samples = []
     for _ in range(_BOOTSTRAPS):
         drawn = rng.multinomial(len(steps), np.full(len(steps), 1 / len(steps)))
-        samples.append(_named(_as_times(_solve(relative, weights * drawn), knots, fastest)))
+        samples.append(_named(_as_times(_solve(relative, weights * drawn), knots)))
     intervals = {}
     for name in samples[0]:
         low, high = np.percentile([sample[name] for sample in samples], [5, 95])
@@ -139,51 +189,9 @@ def fit(steps: Sequence[MeasuredStep], *, seed: int = 0) -> Fit:
     return Fit(times, intervals, len(steps), error)
 
 
-def _solved_with_coldness(steps: Sequence[MeasuredStep], knots: Sequence[int]) -> tuple[Array, Array, Array, float]:
-    """Return the terms divided by the seconds, the weights, the coefficients and the seconds of the fastest step.
-
-    How cold a step began depends on how long the model says that the steps before took, so both are improved in turn.
-    """
-    seconds = np.array([step.seconds for step in steps])
-    terms = _terms([step.load for step in steps], knots)
-    relative = terms / seconds[:, None]
-    weights = _huber_weights(relative)
-    solution = _solve(relative, weights)
-    predicted = terms @ solution
-    for _ in range(_IMPROVEMENTS):
-        fastest = float(predicted.min())
-        coldness = Coldness(fastest)
-        for i, step in enumerate(steps):
-            terms[i, -1] = coldness.before(step.at)
-            coldness.after(step.at + step.seconds, float(predicted[i]))
-        relative = terms / seconds[:, None]
-        weights = _huber_weights(relative)
-        solution = _solve(relative, weights)
-        predicted = (predicted + terms @ solution) / 2
-    return relative, weights, solution, fastest
-
-
-def with_coldness(times: StepTimes, steps: Iterable[MeasuredStep]) -> list[MeasuredStep]:
-    """Return steps, given by start time, with how cold each began.
-
-    How long a step took is taken from the model, as in a simulation; the pauses between steps are the measured ones.
-    """
-    coldness, found = Coldness(times.fastest), []
-    for step in steps:
-        load = step.load._replace(cold=coldness.before(step.at))
-        coldness.after(step.at + step.seconds, times.predict(load))
-        found.append(replace(step, load=load))
-    return found
-
-
 def mean_abs_error(times: StepTimes, steps: Sequence[MeasuredStep]) -> float:
     """Return the mean |predicted / measured - 1|."""
-    return float(np.mean([abs(times.predict(step.load) / step.seconds - 1) for step in steps]))
-
-
-def spread_of(times: StepTimes, steps: Iterable[MeasuredStep]) -> Spread:
-    """Return how far measured steps lie from the model."""
-    return Spread.of((step.load, step.seconds / times.predict(step.load)) for step in steps)
+    return float(np.mean([abs(step.predicted(times) / step.seconds - 1) for step in steps]))
 
 
 def _named(times: StepTimes) -> dict[str, float]:
@@ -205,10 +213,10 @@ def _knots(rows: Sequence[int]) -> list[int]:
     return [*knots, max(most, knots[-1] + 1)]
 
 
-def _terms(loads: Sequence[StepLoad], knots: Sequence[int]) -> Array:
+def _terms(steps: Sequence[MeasuredStep], knots: Sequence[int]) -> Array:
     """Return the terms, [steps, terms]: base, a ramp from each knot to the next (the last is unbounded), context, chunk
-    work, sequences, moved blocks, arrived and ended requests, coldness."""
-    table = np.array(loads, dtype=np.float64)
+    work, sequences, moved blocks, arrived requests."""
+    table = np.array([(*step.load, step.num_moved, step.num_arrived) for step in steps], dtype=np.float64)
     rows, others = table[:, 0], table[:, 1:]
     columns = [np.ones(len(rows))]
     for i, (low, high) in enumerate(itertools.pairwise(knots)):
@@ -217,14 +225,14 @@ def _terms(loads: Sequence[StepLoad], knots: Sequence[int]) -> Array:
     return np.column_stack([*columns, others])
 
 
-def _as_times(solution: Array, knots: Sequence[int], fastest: float) -> StepTimes:
+def _as_times(solution: Array, knots: Sequence[int]) -> StepTimes:
     base, *rest = solution.tolist()
-    slopes, (context, chunk, seq, moved, arrival, end, cold) = rest[: len(knots) - 1], rest[len(knots) - 1 :]
+    slopes, others = rest[: len(knots) - 1], rest[len(knots) - 1 :]
     points, total = [(float(knots[0]), 0.0)], 0.0
     for slope, low, high in zip(slopes, knots, knots[1:], strict=False):
         total += slope * (high - low)
         points.append((float(high), total))
-    return StepTimes(base, tuple(points), context, chunk, seq, moved, arrival, end, cold, fastest if cold else 0.0)
+    return StepTimes(base, tuple(points), *others)
 
 
 def _huber_weights(relative: Array) -> Array:

@@ -15,15 +15,12 @@ from octavo.kvcache.spec import KVCacheSpec
 from octavo.planner.calculator import DTYPE_BYTES, PoolSize
 from octavo.planner.machine import CPU_MEMORY_SHARE
 from octavo.planner.model_shape import ModelShape, divide
-from octavo.planner.roofline import Machine, roofline
+from octavo.planner.roofline import Machine, roofline, windows_of
 from octavo.planner.sizing import Sizing
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.preemption import RestoreSpeed
-from octavo.simulator.coldness import Coldness
 from octavo.simulator.simulation import SimulatedServer, VirtualClock
 from octavo.simulator.speed import ESTIMATED, Speed
-from octavo.simulator.spread import Draws
-from octavo.simulator.windows import windows_of
 
 _UNLIMITED = 1 << 62
 
@@ -201,9 +198,7 @@ class Plan:
             clock,
             speed.intake_s,
             speed.reply_s,
-            times.per_arrival,
-            Coldness(times.fastest),
-            Draws(speed.spread),
+            speed.spread,
             windows_of(times, spec, self.max_model_len) if self.speed is None else (),
         )
 

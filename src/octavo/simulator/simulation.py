@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,16 +21,15 @@ from typing import Any
 
 from octavo.errors import CapacityError, ContextLengthError, OctavoError
 from octavo.kvcache.manager import KVCacheManager
+from octavo.planner.roofline import StepTimes, WindowedLayers
 from octavo.request import Request, RequestId, SequenceId
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.scheduler.scheduler import Scheduler
-from octavo.scheduler.step_time import StepLoad, StepTimes
-from octavo.simulator.coldness import Coldness
+from octavo.scheduler.step_time import StepLoad
+from octavo.simulator.fitting import Spread
 from octavo.simulator.sketch import Sketch
-from octavo.simulator.spread import Draws, Spread
 from octavo.simulator.traffic import SimulatedRequest, Tenants, Traffic, clip
-from octavo.simulator.windows import WindowedLayers
 
 # The token id of every simulated output token.
 _TOKEN = 1
@@ -51,11 +51,10 @@ class SimulatedServer:
 
     Attributes:
         intake_s: seconds from a request's arrival until it reaches the engine.
-        arrival_s: seconds that a step takes longer for each request that reaches the engine meanwhile.
         reply_s: seconds from the end of a step until clients receive its tokens.
-        coldness: the state of caches and memory.
-        draws: how far single steps lie from `times`.
+        spread: how far single steps lie from `times`.
         windowed: layers that attend to less than `times` assumes.
+        seed: of the draws from the spread.
     """
 
     scheduler: Scheduler
@@ -63,10 +62,9 @@ class SimulatedServer:
     clock: VirtualClock
     intake_s: float = 0.0
     reply_s: float = 0.0
-    arrival_s: float = 0.0
-    coldness: Coldness = field(default_factory=lambda: Coldness(0.0))
-    draws: Draws = field(default_factory=lambda: Draws(Spread()))
+    spread: Spread = field(default_factory=Spread)
     windowed: tuple[WindowedLayers, ...] = ()
+    seed: int = 0
 
     @property
     def kv(self) -> KVCacheManager:
@@ -224,7 +222,7 @@ class Simulation:
         self._numbers = itertools.count()
         self._live: dict[SequenceId, _Live] = {}
         self._came: list[SimulatedRequest] = []  # during the last step
-        self._num_ended = 0  # in the last step, if another follows at once
+        self._random = random.Random(server.seed).random
         self._drew: set[SequenceId] = set()  # sequences that drew a token in the last step, which ended at
         self._drew_at = 0.0
         self._last_token: dict[SequenceId, float] = {}  # of unfinished sequences that drew no token in the last step
@@ -259,7 +257,7 @@ class Simulation:
                     results.unstable = True
                     break
             elif due is not None:
-                clock.now, self._num_ended = due + intake, 0
+                clock.now = due + intake
             elif scheduler.has_work:
                 raise OctavoError(f"{scheduler.num_waiting} simulated requests wait, but nothing runs")
             else:
@@ -310,16 +308,15 @@ class Simulation:
         server, results = self._server, self.results
         scheduler, clock = server.scheduler, server.clock
         moved = len(plan.copies) + len(plan.stores) + len(plan.loads)
-        load = StepLoad.of(plan.starts, plan.lengths, num_streams=plan.num_streams, num_moved=moved)
-        cold = server.coldness.before(clock.now)
-        predicted = server.times.predict(load._replace(num_ended=self._num_ended, cold=cold))
+        load = StepLoad.of(plan.starts, plan.lengths, num_streams=plan.num_streams)
+        seconds = server.times.predict(load, moved)
         for layers in server.windowed:
-            predicted -= layers.saved(plan.starts, plan.lengths)
-        seconds = predicted * server.draws.ratio(load)
-        if server.arrival_s:
-            seconds += server.arrival_s * self._take_until(clock.now + seconds - server.intake_s)
+            seconds -= layers.saved(plan.starts, plan.lengths)
+        if ratios := server.spread.chunks if load.chunk_work > 0 else server.spread.decodes:
+            seconds *= ratios[int(self._random() * len(ratios))]
+        if per_arrival := server.times.per_arrival:
+            seconds += per_arrival * self._take_until(clock.now + seconds - server.intake_s)
         clock.now += seconds
-        server.coldness.after(clock.now, predicted)
         running, used = scheduler.num_running, server.kv.usage
         updates = scheduler.update(plan, StepResult((_TOKEN,) * plan.num_draws))
         scheduler.observe(plan, seconds)
@@ -331,10 +328,8 @@ class Simulation:
         self._running_s += running * seconds
         self._usage_s += used * seconds
         self._note_tokens(plan)
-        self._num_ended = 0
         for update in updates:
             if update.finish_reason is not None:
-                self._num_ended += 1
                 self._finish(update.seq.seq_id)
 
     def _take_until(self, at: float) -> int:

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import ConfigError
+from octavo.planner.roofline import StepTimes
 from octavo.scheduler.plan_log import read_facts, read_plans
-from octavo.scheduler.step_time import StepLoad, StepTimes
-from octavo.simulator.drift import variation
-from octavo.simulator.fitting import Fit, MeasuredStep, executions, fit, outside, periods, spread_of, with_coldness
-from octavo.simulator.spread import Spread
+from octavo.scheduler.step_time import StepLoad
+from octavo.simulator.fitting import Fit, MeasuredStep, Spread, executions, fit, outside, periods
 
-VERSION = 1
-_MOST_AT_ONCE = 2  # requests that come or end with one step; those of a burst share what they cost
+VERSION = 2
+_MOST_AT_ONCE = 2  # requests that come with one step; those of a burst share what they cost
 _POSITIVE = (  # facts that are sizes
     "block_size",
     "block_bytes",
@@ -48,7 +47,7 @@ class Speed:
         reply_s: seconds from the end of the step that drew a first token until the client receives it.
         spread: how far single steps lie from `times`.
         facts: the engine's options, as `--record-plans` records them.
-        fit: number of steps, error and intervals of the fit, and how much the machine's speed varied meanwhile.
+        fit: number of steps, error and intervals of the fit.
     """
 
     origin: str
@@ -155,24 +154,22 @@ def speed_of_plans(
         measured += outside(_one_by_one(periods(steps)), left_out)
         executed += outside(_one_by_one(executions(steps)), left_out)
     fitted, device = fit(measured), fit(executed)
-    measured = with_coldness(fitted.times, measured)
     return Speed(
         origin=origin or f"fitted to {len(measured)} steps of {facts.get('model')} in {', '.join(paths)}",
         kind=MEASURED,
         times=fitted.times,
-        spread=spread_of(fitted.times, measured),
+        spread=Spread.of(fitted.times, measured),
         facts=facts,
         fit={
             "period": _quality(fitted),
             "execution": _quality(device) | {"times": asdict(device.times)},
-            "variation": variation(fitted.times, measured),
         },
     )
 
 
 def _one_by_one(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
-    """Return the steps beside which requests came and ended one by one."""
-    return [step for step in steps if max(step.load.num_arrived, step.load.num_ended) <= _MOST_AT_ONCE]
+    """Return the steps during which requests came one by one."""
+    return [step for step in steps if step.num_arrived <= _MOST_AT_ONCE]
 
 
 def _quality(fitted: Fit) -> dict[str, Any]:

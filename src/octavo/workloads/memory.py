@@ -30,14 +30,14 @@ from octavo.planner.calculator import (
     pool_for_memory,
 )
 from octavo.planner.model_shape import ModelShape
-from octavo.planner.roofline import without_overlap
+from octavo.planner.roofline import StepTimes, without_overlap
 from octavo.request import Request, RequestId
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.plan import StepResult
 from octavo.scheduler.preemption import RestoreSpeed
 from octavo.scheduler.scheduler import Scheduler
-from octavo.scheduler.step_time import StepLoad, StepTimes
+from octavo.scheduler.step_time import StepLoad
 from octavo.workloads.memory_usage import MemoryObserver, MemoryUsage
 from octavo.workloads.workload import FIRST_TOKEN_ID, BenchRequest
 
@@ -137,7 +137,7 @@ class SimulatedEngine:
         """See `BenchEngine.step`."""
         plan = self.scheduler.schedule()
         moved = len(plan.stores) + len(plan.loads)
-        seconds = self._times.predict(StepLoad.of(plan.starts, plan.lengths, num_moved=moved))
+        seconds = self._times.predict(StepLoad.of(plan.starts, plan.lengths), moved)
         # Parallel samples diverge with their first token, as they would with a temperature.
         result = StepResult(tuple(FIRST_TOKEN_ID + seq.index for seq in self.scheduler.drawing))
         self.scheduler.update(plan, result)
