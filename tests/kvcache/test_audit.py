@@ -63,7 +63,10 @@ def _lose_a_host_key(kv: KVCacheManager) -> None:
 CORRUPTIONS: dict[str, tuple[Callable[[KVCacheManager], Any], str]] = {
     "a lost block": (lambda kv: kv.pool.allocate(1), "counts 1 references, tables hold 0"),
     "a block freed twice": (lambda kv: kv.pool._free.append(kv.pool._free[0]), "stands twice in the free stack"),
-    "a reference too many": (lambda kv: kv.pool.ref_counts.__setitem__(kv.pool._free[0], 1), "but free stack: True"),
+    "a reference too many": (
+        lambda kv: kv.pool.blocks.references.__setitem__(kv.pool._free[0], 1),
+        "but free stack: True",
+    ),
     "a pin nobody has": (lambda kv: kv.pool.pin([list(kv.holdings)[-1].tables[0][0]]), "there are|pins of"),
     "a block of nobody in the index": (
         lambda kv: kv.prefix_cache.drop([BlockId(int(kv.blocks.published()[0]))]),

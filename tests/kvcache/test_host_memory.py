@@ -12,7 +12,7 @@ from tests.kvcache.host_tier import keep, label, memory, private, step, store
 def test_prefixes_take_the_swap_space_that_is_not_in_use_and_yield_it() -> None:
     host = memory(2, 1)
     store(host, 1, 2, 3)
-    assert (host.num_ready, host.num_free) == (3, 0)
+    assert (len(host._index), host.num_free) == (3, 0)
     assert None not in [keep(host, private(n)) for n in (7, 8)]
     step(host)
     assert [host.find(label(n)) is not None for n in (1, 2, 3)] == [False, False, True]

@@ -123,7 +123,7 @@ def unreachable(manager: KVCacheManager) -> list[BlockId]:
     return [
         block
         for block in map(BlockId, manager.blocks.published().tolist())
-        if manager.pool.ref_counts[block] == 0
+        if manager.pool.blocks.references[block] == 0
         and (parent := tree.parent_key(block)) is not None
         and tree.find(parent) is None
     ]

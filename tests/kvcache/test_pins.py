@@ -229,7 +229,7 @@ def test_the_pool_refuses_to_pin_what_nothing_could_find(manager: KVCacheManager
 def test_the_pool_removes_all_of_the_pins_that_it_is_told_to_or_none(manager: KVCacheManager) -> None:
     assert pin(manager, TOKENS).num_pinned_tokens == 16
     (held,) = [held.blocks for held in manager.pins]
-    other = next(b for b in range(1, manager.pool.num_blocks) if not manager.pool.pin_counts[b])
+    other = next(b for b in range(1, manager.pool.num_blocks) if not manager.pool.blocks.pins[b])
     with pytest.raises(CacheError, match=f"block {other} is unpinned more often than pinned"):
         manager.pool.unpin([*held, BlockId(other)])
     assert (manager.pool.num_with_pins, manager.pool.num_pinned) == (4, 4)

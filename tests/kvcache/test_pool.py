@@ -30,7 +30,7 @@ def publish(pool: BlockPool, *blocks: BlockId) -> None:
 def test_a_new_pool_has_every_block_but_the_null_block_free() -> None:
     pool, _ = make_pool(8)
     assert pool.num_free == pool.num_available == 7
-    assert pool.state(NULL_BLOCK) is BlockState.NULL
+    assert pool.blocks.state(NULL_BLOCK) is BlockState.NULL
     assert NULL_BLOCK not in pool.allocate(7)
 
 
@@ -57,9 +57,9 @@ def test_a_shared_block_is_freed_with_its_last_reference() -> None:
     (block,) = pool.allocate(1)
     pool.acquire([block])
     pool.release([block])
-    assert pool.state(block) is BlockState.ACTIVE
+    assert pool.blocks.state(block) is BlockState.ACTIVE
     pool.release([block])
-    assert pool.state(block) is BlockState.FREE
+    assert pool.blocks.state(block) is BlockState.FREE
 
 
 def test_a_free_block_cannot_be_shared_or_published() -> None:
@@ -87,7 +87,7 @@ def test_a_cached_block_that_is_used_again_is_no_longer_evictable() -> None:
     publish(pool, *blocks)
     pool.release(blocks)
     pool.acquire(blocks[:1])
-    assert pool.state(blocks[0]) is BlockState.ACTIVE
+    assert pool.blocks.state(blocks[0]) is BlockState.ACTIVE
     pool.allocate(2)
     assert evicted == [blocks[1]]
     assert list(pool.check()) == []
@@ -95,5 +95,5 @@ def test_a_cached_block_that_is_used_again_is_no_longer_evictable() -> None:
 
 def test_problems_name_a_block_whose_count_was_tampered_with() -> None:
     pool, _ = make_pool()
-    pool.ref_counts[3] = 1
+    pool.blocks.references[3] = 1
     assert any("block 3" in problem for problem in list(pool.check()))

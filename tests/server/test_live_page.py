@@ -89,7 +89,7 @@ def test_changes_add_up_to_the_cache_as_it_is_at_every_look(real: RealServer, mo
         num_partial += "all" not in news
         assert shown.codes.tolist() == block_codes(core.scheduler.kv).tolist()
         assert shown.requests.keys() == set(core.scheduler.request_ids)
-        counts = np.array(core.scheduler.kv.pool.ref_counts)
+        counts = np.array(core.scheduler.kv.pool.blocks.references)
         assert ((shown.codes >= ACTIVE) == (counts > 0)).all()
         return updates
 
@@ -221,7 +221,7 @@ def test_blocks_say_which_request_computed_them(real: RealServer) -> None:
     pool = real.core.scheduler.kv.pool
     pairs = real.client.get("/live/blocks", params={"ids": ",".join(map(str, range(66)))}).json()["computed_by"]
     assert [block for block, _ in pairs] == list(range(66))
-    assert [block for block, owner in pairs if owner is not None] == np.flatnonzero(pool.published_marks).tolist()
+    assert [block for block, owner in pairs if owner is not None] == pool.blocks.published().tolist()
     assert sum(owner is not None and owner in request_id for _, owner in pairs) > 2
     for wrong in ("", "x", "1,", "1,-2", "1.5", "9" * 10, ",".join(["1"] * 257)):
         answer = real.client.get("/live/blocks", params={"ids": wrong})

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain, islice
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from octavo.engine.inspection import report_fields
 from octavo.kvcache.block import NULL_BLOCK, BlockId, as_array
+from octavo.kvcache.blocks import UNPUBLISHED
 from octavo.kvcache.ledger import RecentChanges
 from octavo.kvcache.manager import KVCacheManager
 from octavo.observe.stats import Gauges
@@ -38,13 +39,12 @@ Codes = npt.NDArray[np.uint8]
 
 def block_codes(kv: KVCacheManager) -> Codes:
     """Return a code for each block, the null block first. O(blocks), a few array operations."""
-    pool = kv.pool
-    counts = np.frombuffer(cast(Any, pool.ref_counts), np.int32)
-    codes = np.minimum(counts, MOST_HOLDERS).astype(np.uint8)
+    blocks = kv.blocks
+    codes = np.minimum(blocks.references_array, MOST_HOLDERS).astype(np.uint8)
     idle = codes == 0
     codes += ACTIVE - 1
-    codes[idle] = np.where(pool.published_marks[idle], CACHED, FREE)
-    codes[idle & (pool.pin_counts != 0)] = PINNED
+    codes[idle] = np.where(blocks.groups_array[idle] != UNPUBLISHED, CACHED, FREE)
+    codes[idle & (blocks.pins_array != 0)] = PINNED
     codes[NULL_BLOCK] = FREE
     return codes
 
@@ -200,12 +200,12 @@ def describe_block(scheduler: Scheduler, block_id: int) -> dict[str, Any] | None
         for table in kv.tables(seq)
         if block in table
     ]
-    published = kv.pool.is_published(block)
+    published = kv.blocks.is_published(block)
     token_ids = np.frombuffer(kv.blocks.token_bytes(block), np.int32).tolist() if published else None
     return {
         "block": block_id,
-        "state": kv.pool.state(block).value,
-        "references": kv.pool.ref_counts[block],
+        "state": kv.blocks.state(block).value,
+        "references": kv.blocks.references[block],
         "published": published,
         "computed_by": kv.ledger.owner(block),
         "holders": holders,

@@ -159,14 +159,14 @@ class Holdings:
 
     def num_freed_by(self, sequences: Iterable[Sequence]) -> int:
         """Return how many blocks would become available if all of these sequences released theirs. O(their blocks)."""
-        counts, pins = self._pool.ref_counts, self._pool.pin_counts
+        counts, pins = self._pool.blocks.references, self._pool.blocks.pins
         held = Counter(block for seq in sequences for table in self[seq].tables for block in table)
         held.pop(NULL_BLOCK, None)
         return sum(counts[block] == references and not pins[block] for block, references in held.items())
 
     def restore_cost(self, seq: Sequence) -> RestoreCost:
         """Return the cost of preempting a sequence and the blocks it would free. O(blocks of the sequence)."""
-        counts, tables = self._pool.ref_counts, self[seq].tables
+        counts, tables = self._pool.blocks.references, self[seq].tables
         blocks = sum(block != NULL_BLOCK and counts[block] == 1 for table in tables for block in table)
         # Lost are the first block that no other sequence holds or that a window has slid past, and all after it.
         kept = min(next((i for i, block in enumerate(table) if counts[block] <= 1), len(table)) for table in tables)

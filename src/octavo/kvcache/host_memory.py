@@ -162,11 +162,6 @@ class HostMemory:
         return self.num_free + len(self._eviction)
 
     @property
-    def num_ready(self) -> int:
-        """The number of ready slots that can be found by key."""
-        return len(self._index) - sum(write.label is not None for write in self._writing.values())
-
-    @property
     def num_kept(self) -> int:
         """The number of slots that are kept for preempted sequences."""
         return len(self._kept)

@@ -22,7 +22,6 @@ from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, Blo
 from octavo.kvcache.blocks import BlockRecords
 from octavo.kvcache.hashing import DIGEST_BYTES, PREFIX_BYTES, TOKEN_BYTES, Source, TokenChain, key_prefix
 from octavo.kvcache.key_index import KeyIndex, LatestKeys
-from octavo.kvcache.pool import BlockPool
 from octavo.request import CacheOutcome, CacheReport, Request, RequestId
 
 MOST_EVICTED = 256
@@ -246,11 +245,7 @@ class CacheLedger:
             totals = self.totals[request.tenant] = CacheTotals()
         totals.add(report)
 
-    def stock(
-        self,
-        pool: BlockPool,
-        sequences: Iterable[tuple[Request, list[BlockTable], Iterable[HostBlockId]]],
-    ) -> Stock:
+    def stock(self, sequences: Iterable[tuple[Request, list[BlockTable], Iterable[HostBlockId]]]) -> Stock:
         """Count every block by state and tenant. O(blocks).
 
         Args:
@@ -274,15 +269,16 @@ class CacheLedger:
                 swapped[request.tenant] += num_swapped
         states: Counter[BlockState] = Counter({state: 0 for state in BlockState if state is not BlockState.NULL})
         tenants: dict[str, Counter[BlockState]] = {}
-        for i in range(1, pool.num_blocks):
+        record = self._record
+        for i in range(1, record.num_blocks):
             block_id = BlockId(i)
-            state = pool.state(block_id)
+            state = record.state(block_id)
             states[state] += 1
             if state is not BlockState.FREE:
-                source = self._record.sources[block_id]
+                source = record.sources[block_id]
                 tenant = holders[block_id] if source is None else source.tenant
                 tenants.setdefault(tenant, Counter())[state] += 1
-        holdings = [_holding(pool, request, blocks, away[name]) for name, (request, blocks) in held.items()]
+        holdings = [_holding(record, request, blocks, away[name]) for name, (request, blocks) in held.items()]
         return Stock(states, tenants, holdings, swapped)
 
     def check(self) -> Iterator[str]:
@@ -312,9 +308,7 @@ class NullLedger(CacheLedger):
         """See `CacheLedger.explain`."""
         return CacheReport(len(request.prompt_token_ids), cached_blocks * chain.block_size, CacheOutcome.COLD)
 
-    def stock(
-        self, pool: BlockPool, sequences: Iterable[tuple[Request, list[BlockTable], Iterable[HostBlockId]]]
-    ) -> Stock:
+    def stock(self, sequences: Iterable[tuple[Request, list[BlockTable], Iterable[HostBlockId]]]) -> Stock:
         """Raise `CacheError`, because no owners are recorded."""
         raise CacheError("this cache was made without a ledger (explains=False): its blocks have no known owners")
 
@@ -369,13 +363,13 @@ def _first_key(chain: TokenChain) -> bytes:
     return blake2b(chain.tokens(0, 1), digest_size=DIGEST_BYTES).digest()
 
 
-def _holding(pool: BlockPool, request: Request, blocks: set[BlockId], num_swapped: int) -> RequestHolding:
+def _holding(record: BlockRecords, request: Request, blocks: set[BlockId], num_swapped: int) -> RequestHolding:
     return RequestHolding(
         request,
         num_active=len(blocks),
-        num_shared=sum(pool.ref_counts[block] > 1 for block in blocks),
-        num_published=sum(pool.is_published(block) for block in blocks),
-        num_pinned=sum(bool(pool.pin_counts[block]) for block in blocks),
+        num_shared=sum(record.references[block] > 1 for block in blocks),
+        num_published=sum(record.is_published(block) for block in blocks),
+        num_pinned=sum(bool(record.pins[block]) for block in blocks),
         num_swapped=num_swapped,
     )
 

@@ -209,7 +209,7 @@ class KVCacheManager:
             (seq.request, holding.tables, self.hierarchy.host_blocks(seq.seq_id))
             for seq, holding in self.holdings.of(requests)
         )
-        return self.ledger.stock(self.pool, held)
+        return self.ledger.stock(held)
 
     def admit(self, seq: Sequence, hit: PrefixHit, num_new_tokens: int, reserve: int = 0) -> bool:
         """Give a sequence without blocks the hit's blocks and room for `num_new_tokens` after them.
@@ -250,7 +250,7 @@ class KVCacheManager:
     def num_needed(self, hit: PrefixHit, num_new_tokens: int) -> int:
         """Return the number of blocks not in use that `admit` would take: new ones, and those of the hit."""
         total = self.spec.blocks_for_tokens(hit.num_tokens + num_new_tokens)
-        counts = self.pool.ref_counts
+        counts = self.blocks.references
         unused = sum(counts[block] == 0 for table in hit.tables for block in table if block != NULL_BLOCK)
         return sum(total - len(table) for table in hit.tables) + unused + len(hit.loads)
 
@@ -284,7 +284,7 @@ class KVCacheManager:
             return _NO_COPIES
         pool, size, tables = self.pool, self.spec.block_size, holding.tables
         first, total = start // size, -(-(start + num_new_tokens) // size)
-        shared = [table for table in tables if first < len(table) and pool.ref_counts[table[first]] > 1]
+        shared = [table for table in tables if first < len(table) and self.blocks.references[table[first]] > 1]
         needed = len(shared) + sum(total - len(table) for table in tables if total > len(table))
         if needed > (pool.num_available if room is None else room(seq)):
             return None

@@ -243,7 +243,7 @@ class PinTable:
             of_tenant = held.setdefault(pin.tenant, Counter())
             of_tenant.update(pin.blocks)
             pinned.update(pin.blocks)
-        counts = self._pool.pin_counts
+        counts = self._pool.blocks.pins_array
         of_pool = {BlockId(block): int(counts[block]) for block in np.flatnonzero(counts).tolist()}
         yield from _compare("the pool", of_pool, pinned)
         if len(pinned) > self.budget_blocks:

@@ -50,7 +50,6 @@ class BlockPool:
     ) -> None:
         self.blocks = blocks
         self.num_blocks = blocks.num_blocks
-        self.ref_counts = blocks.references
         self.owners: BlockOwners | None = None
         self.num_freed = 0
         self.num_published_ever = 0
@@ -61,17 +60,6 @@ class BlockPool:
         self._eviction = eviction
         eviction.reserve(self.num_blocks)
         self._on_evict = on_evict
-
-    @property
-    def published_marks(self) -> npt.NDArray[np.bool_]:
-        """By block, whether it is in the prefix cache. O(blocks)."""
-        marks: npt.NDArray[np.bool_] = self.blocks.groups_array != UNPUBLISHED
-        return marks
-
-    @property
-    def pin_counts(self) -> BlockIds:
-        """By block, its number of pins; read-only."""
-        return self.blocks.pins_array
 
     @property
     def num_free(self) -> int:
@@ -103,7 +91,7 @@ class BlockPool:
         """
         if count > self.num_available:
             raise CacheError(f"{count} blocks requested, {self.num_available} available of {self.num_blocks - 1}")
-        free, counts = self._free, self.ref_counts
+        free, counts = self._free, self.blocks.references
         start = max(0, len(free) - count)
         taken = cast(list[BlockId], free[start:].tolist())
         taken.reverse()
@@ -199,7 +187,7 @@ class BlockPool:
             priority: priority of the request that computed it, for the eviction policy.
             key: key of its contents, for the eviction policy.
         """
-        if not self.ref_counts[block_id]:
+        if not self.blocks.references[block_id]:
             raise CacheError(f"block {block_id} has no references and cannot be published")
         self.num_published_ever += 1
         self._eviction.publish(block_id, priority, key)
@@ -210,9 +198,6 @@ class BlockPool:
         if count:
             self._free.extend(self._evict(count))
         return count
-
-    def state(self, block_id: BlockId) -> BlockState:
-        return self.blocks.state(block_id)
 
     def num_evictable(self, block_ids: Sequence[BlockId]) -> int:
         """Return how many of a table's published blocks are in the cached state: neither referenced nor pinned."""
@@ -226,9 +211,6 @@ class BlockPool:
     def are_published(self, block_ids: Sequence[BlockId]) -> bool:
         """Whether all of these blocks are published."""
         return bool((self.blocks.groups_array.take(as_array(block_ids)) != UNPUBLISHED).all())
-
-    def is_published(self, block_id: BlockId) -> bool:
-        return self.blocks.is_published(block_id)
 
     def count_states(self) -> dict[BlockState, int]:
         """Return the number of blocks in each state that any block is in."""
@@ -247,9 +229,13 @@ class BlockPool:
         cached = _times(self._eviction, self.num_blocks)
         for name, times in (("free stack", free), ("eviction policy", cached)):
             yield from (f"block {i} stands twice in the {name}" for i in np.flatnonzero(times > 1))
-        if self.ref_counts[NULL_BLOCK] or free[NULL_BLOCK] or cached[NULL_BLOCK]:
+        if self.blocks.references[NULL_BLOCK] or free[NULL_BLOCK] or cached[NULL_BLOCK]:
             yield "the null block is referenced, free or cached"
-        unused, published, has_pins = self.blocks.references_array == 0, self.published_marks, self.pin_counts != 0
+        unused, published, has_pins = (
+            self.blocks.references_array == 0,
+            self.blocks.groups_array != UNPUBLISHED,
+            self.blocks.pins_array != 0,
+        )
         yield from (f"block {i} is pinned but not published" for i in np.flatnonzero(has_pins & ~published))
         if (num_with_pins := int(has_pins.sum())) != self.num_with_pins:
             yield f"{num_with_pins} blocks have pins, {self.num_with_pins} are counted"
@@ -261,15 +247,16 @@ class BlockPool:
         is_free[NULL_BLOCK] = free[NULL_BLOCK] != 0
         for i in np.flatnonzero(((free != 0) != is_free) | ((cached != 0) != is_cached)).tolist():
             yield (
-                f"block {i} is {self.state(BlockId(i)).value} by its counts (references {self.ref_counts[i]}), "
+                f"block {i} is {self.blocks.state(BlockId(i)).value} by its counts "
+                f"(references {self.blocks.references[i]}), "
                 f"but free stack: {bool(free[i])}, eviction policy: {bool(cached[i])}"
             )
         if self.owners is not None:
-            yield from self.owners.check(self.ref_counts)
+            yield from self.owners.check(self.blocks.references)
 
     def _add_references(self, block_ids: Sequence[BlockId]) -> tuple[SomeBlocks, SomeBlocks, SomeBlocks]:
         """Return the blocks without null blocks; of these, those that had no reference; of these, those without pin."""
-        counts, pins = self.ref_counts, self.blocks.pins
+        counts, pins = self.blocks.references, self.blocks.pins
         if len(block_ids) > _MANY:
             # Use `take` and whole arrays, because fancy indexing takes three times as long.
             many = as_indices(block_ids)
@@ -291,7 +278,7 @@ class BlockPool:
         """Return the blocks without a reference left, the last first: all, those published, of these those without pin,
         and those not published.
         """
-        counts, pins, groups = self.ref_counts, self.blocks.pins, self.blocks.groups
+        counts, pins, groups = self.blocks.references, self.blocks.pins, self.blocks.groups
         if len(block_ids) > _MANY:
             many = np.ascontiguousarray(as_indices(block_ids)[::-1])
             before = self.blocks.references_array.take(many)
@@ -327,10 +314,10 @@ class BlockPool:
             block_ids = block_ids.tolist()
         for block_id in block_ids:
             if groups[block_id] == UNPUBLISHED:
-                raise CacheError(f"block {block_id} is {self.state(block_id).value} and cannot be {to_be}")
+                raise CacheError(f"block {block_id} is {self.blocks.state(block_id).value} and cannot be {to_be}")
 
     def _freed_twice(self, block_id: BlockId) -> CacheError:
-        return CacheError(f"block {block_id} is freed twice (it is {self.state(block_id).value})")
+        return CacheError(f"block {block_id} is freed twice (it is {self.blocks.state(block_id).value})")
 
     def _evict(self, count: int) -> list[BlockId]:
         victims = self._eviction.evict(count)

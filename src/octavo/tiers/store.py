@@ -102,11 +102,6 @@ class Store:
         """How often consecutive faults have stopped reads, and writes."""
         return {Work.READ: self._reading.num_closings, Work.WRITE: self._writing.num_closings}
 
-    @property
-    def num_waiting_bytes(self) -> int:
-        """The number of bytes that wait to be written."""
-        return self._queue.num_write_bytes
-
     def bytes_by_tenant(self) -> Mapping[str, int] | None:
         """Return the bytes of the blocks stored, by tenant; None if the medium cannot tell, as others write there."""
         return self.medium.bytes_by_tenant() if isinstance(self.medium, LocalMedium) else None
