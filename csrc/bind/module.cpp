@@ -238,6 +238,7 @@ NB_MODULE(_native, m) {
     bind_linear(m);
     bind_decoder(m);
     bind_sampling(m);
+    bind_vocabulary(m);
     m.def("isa", [] { return std::string(isa_name(current_isa())); });
     m.def("supported_isas", &supported_isas);
     m.def("force_isa", &py_force_isa, "name"_a);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import pickle
 import re
@@ -12,7 +13,7 @@ from typing import Any
 import gguf
 import pytest
 import transformers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
@@ -20,6 +21,7 @@ from transformers import AutoTokenizer
 
 from octavo.checkpoint.model_source import ModelFormat, ModelSource, resolve_model
 from octavo.errors import ContextLengthError, CorruptModelError, ModelNotFoundError, RequestError, UnsupportedModelError
+from octavo.text.gguf_tokenizer import merges_by_score_in_python
 from octavo.text.prompt_checks import check_text_length
 from octavo.text.tokenizer import Tokenizer
 from tests.models import tiny
@@ -192,6 +194,16 @@ def fill_sentencepiece(writer: Any, *, add_space: bool = True, add_bos: bool | N
     writer.add_add_space_prefix(add_space)
     if add_bos is not None:
         writer.add_add_bos_token(add_bos)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("octavo._native"), reason="needs the compiled library")
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.text("ab▁é𝄞", max_size=6), st.sampled_from([-3.5, -1.0, 0.0])), max_size=60))
+def test_the_library_finds_the_merges_that_python_does(scored: list[tuple[str, float]]) -> None:
+    from octavo._native import merges_by_score
+
+    pieces, scores = [piece for piece, _ in scored], [score for _, score in scored]
+    assert merges_by_score(pieces, scores) == merges_by_score_in_python(pieces, scores)
 
 
 @pytest.mark.parametrize("add_bos", [None, True, False])
