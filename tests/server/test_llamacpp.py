@@ -164,6 +164,7 @@ def test_of_long_texts_what_is_far_from_the_middle_is_cut_off(infilling: Running
         ({"input_prefix": "a"}, "Missing required parameter: 'input_suffix'"),
         ({"input_prefix": "a", "input_suffix": "", "input_extra": [{"text": 1}]}, "input_extra[0] must have"),
         ({"input_prefix": "a", "input_suffix": "", "n_predict": 2.5}, "n_predict"),
+        ({"input_prefix": "a", "input_suffix": "", "n_predict": -3}, "n_predict"),
     ],
 )
 def test_a_wrong_infill_is_refused(infilling: Running, body: dict[str, Any], says: str) -> None:

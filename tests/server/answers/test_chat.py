@@ -256,6 +256,7 @@ def test_a_message_that_cannot_be_used_is_named(server: Running, message: Any, p
         ({"messages": [USER], "chat_template_kwargs": {"template": "x"}}, "chat_template_kwargs", "must not set"),
         ({"messages": [USER], "chat_template_kwargs": {"refuse": True}}, "messages", "template refused"),
         ({"messages": [USER], "max_completion_tokens": 0}, "max_tokens", "at least 1"),
+        ({"messages": [USER], "max_completion_tokens": 3, "max_tokens": 0}, "max_tokens", "at least 1"),
     ],
 )
 def test_a_chat_body_that_cannot_be_used_is_refused(server: Running, body: Any, param: str, says: str) -> None:

@@ -216,9 +216,9 @@ def test_a_body_of_known_length_is_parsed_in_large_parts(
 
 def close_turnstile(
     server: Running, monkeypatch: pytest.MonkeyPatch, name: str = "turnstile"
-) -> list[Callable[[], None]]:
+) -> list[Callable[[], object]]:
     """Let every connection wait for its turn; returns what lets each go on."""
-    waiting: list[Callable[[], None]] = []
+    waiting: list[Callable[[], object]] = []
     protocol = server.server.config.http_protocol_class
     assert issubclass(protocol, GuardedConnection)
 

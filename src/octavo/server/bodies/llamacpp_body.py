@@ -52,13 +52,16 @@ class LlamaCppBody(RequestBody):
         return {
             **self.sampling,
             "prompt": self.prompt,
-            # Negative: no limit.
-            "max_tokens": None if limit is not None and limit < 0 else limit,
+            "max_tokens": None if limit in _NO_LIMIT else limit,
             "logprobs": self.sampling.get("logprobs") or None,
             "guided_grammar": self.guided_grammar or None,
             "guided_json": self.guided_json,
             "logit_bias": _biases(self.logit_bias),
         }
+
+
+# llama.cpp's numbers for an answer without end, and for one that fills the context.
+_NO_LIMIT = (-1, -2)
 
 
 def _biases(given: Any) -> dict[str, float] | None:

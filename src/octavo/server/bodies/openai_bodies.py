@@ -258,10 +258,12 @@ class ChatBody(GenerationBody):
             most = options_of(SamplingParams)["logprobs"].most
             if not 0 <= self.top_logprobs <= (most or 0):
                 raise FieldError("top_logprobs", f"must be between 0 and {most}, got {shown(self.top_logprobs)}")
-        limit = self.max_completion_tokens
+        limit, older = self.max_completion_tokens, self.sampling.get("max_tokens")
+        if limit is not None and older is not None and older < 1:
+            raise FieldError("max_tokens", f"must be at least 1, got {shown(older)}")
         return self.params(
             *(vocab_size, limits, defaults),
-            max_tokens=self.sampling.get("max_tokens") if limit is None else limit,
+            max_tokens=older if limit is None else limit,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
 
