@@ -27,6 +27,7 @@ from octavo.checkpoint.model_source import tokenizer_of
 from octavo.cluster.selection import RoutedPrompt, Selection, Ticket
 from octavo.cluster.workers import Worker, Workers
 from octavo.config import EngineConfig
+from octavo.errors import shortened
 from octavo.limits import DEFAULT_LIMITS
 from octavo.request import cache_scope
 from octavo.server.access import AcceptedKeys
@@ -35,7 +36,7 @@ from octavo.server.bodies.body_reader import ChatRequest, CompletionRequest
 from octavo.server.bodies.local_apis_reader import LocalApisReader
 from octavo.server.bodies.reader_pool import ReaderPool
 from octavo.server.config import ServerConfig
-from octavo.server.errors import RETRY_AFTER_SECONDS, ApiError, ModelMissingError
+from octavo.server.errors import MODEL_MISSING, RETRY_AFTER_SECONDS, ApiError
 from octavo.server.http.connection import ClientLeftError, InFlight
 from octavo.server.http.intake import BodyIntake
 from octavo.server.routed import KEY_HEADER, PROMPT_HEADER
@@ -219,7 +220,7 @@ class Router:
         workers = self.workers.healthy(model)
         if not workers:
             if model is not None and names:
-                raise ModelMissingError(model)
+                raise MODEL_MISSING(shortened(model))
             raise NoWorkerError(model)
         # While servers are replaced by others with another template or tokenizer, most of them decide.
         groups = Counter(worker.group for worker in workers)

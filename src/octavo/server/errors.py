@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -75,103 +77,123 @@ def _api_error(
     return ApiError(status, message, type=type, param=param, code=code, headers=headers)
 
 
-class BodyTooLargeError(ApiError):
-    """The request's body exceeds the server's limit."""
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A reason for which the server refuses or ends a request; called with what its message names, it is the error.
 
-    def __init__(self, limit: int) -> None:
-        super().__init__(
-            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-            f"The request body is larger than {limit} bytes, the most this server accepts (--max-body-size).",
-            code="request_too_large",
-        )
-
-
-class BodyTooSlowError(ApiError):
-    """Reading the request's body took longer than the server allows."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(
-            HTTPStatus.BAD_REQUEST,
-            f"Reading this request's body took longer than {seconds:g} s, the most this server allows "
-            "(--max-body-seconds).",
-            code="request_too_expensive",
-        )
-
-
-class BodyTooCostlyError(ApiError):
-    """Reading the request's body took more memory than the server allows."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__(
-            HTTPStatus.BAD_REQUEST,
-            f"Reading this request's body took more than {most} bytes of memory, the most this server allows "
-            "(--max-body-memory).",
-            code="request_too_expensive",
-        )
-
-
-class ModelMissingError(ApiError):
-    """The request names a model that this server does not serve."""
-
-    def __init__(self, model: str) -> None:
-        message = f"The model `{shortened(model)}` does not exist; GET /v1/models lists what is served."
-        super().__init__(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
-
-
-class ShuttingDownError(ApiError):
-    """The request was still running when the grace period of a shutdown ended."""
-
-    def __init__(self) -> None:
-        message = "The server is shutting down and had to cancel this request."
-        super().__init__(HTTPStatus.SERVICE_UNAVAILABLE, message, type="server_error", code="shutting_down")
-
-
-class RequestTimedOutError(ApiError):
-    """The request ran longer than the server allows."""
-
-    def __init__(self, seconds: float) -> None:
-        message = f"The request was not finished within {seconds:g} s, the most this server allows (--request-timeout)."
-        super().__init__(HTTPStatus.GATEWAY_TIMEOUT, message, type="server_error", code="request_timeout")
-
-
-class GenerationFailedError(ApiError):
-    """The model's logits for this request cannot be sampled; the engine ended the request and continues.
-
-    Clients see this error in place of a `LogitsError`, whose message names other clients' requests. The status is 500,
-    because the same request may well fail again.
+    Attributes:
+        message: with a place, `{}`, for each argument.
+        type: OpenAI's kind of error; by default that of the status.
+        retry: whether the client should try again soon.
     """
 
-    def __init__(self) -> None:
-        message = (
-            "The model gave no usable probabilities for this request (NaN or infinite logits, or every token masked), "
-            "so it was ended; the server's log names the likely causes."
+    status: HTTPStatus
+    code: str
+    message: str
+    type: str | None = None
+    param: str | None = None
+    retry: bool = False
+
+    def __call__(self, *values: object, param: str | None = None, wait: float = RETRY_AFTER_SECONDS) -> ApiError:
+        """Return the error; `wait`: seconds after which the client may retry."""
+        return ApiError(
+            self.status,
+            self.message.format(*values),
+            type=self.type or _TYPES.get(self.status, "server_error" if self.status >= 500 else INVALID_REQUEST),
+            param=param or self.param,
+            code=self.code,
+            headers={"Retry-After": str(max(1, math.ceil(wait)))} if self.retry else None,
         )
-        super().__init__(HTTPStatus.INTERNAL_SERVER_ERROR, message, type="server_error", code="unusable_logits")
 
 
-class GrammarTooComplexError(ApiError):
-    """The grammar of a request's structured output became too complex; the engine ended the request and continues.
+_TYPES = {HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error"}
 
-    The status is 400, because the description came with the request, and another description may work.
-    """
-
-    def __init__(self, reason: str | None) -> None:
-        message = (
-            "The structured output that this request describes became too complex to follow"
-            f"{'' if reason is None else f' {reason}'}. Describe it with fewer ways to read the same text."
-        )
-        super().__init__(HTTPStatus.BAD_REQUEST, message, param="structured_outputs", code="grammar_too_complex")
-
-
-class StepFailedError(ApiError):
-    """An exception was raised while the engine computed or reported this request; the engine ended it and continues."""
-
-    def __init__(self, request_id: str) -> None:
-        message = (
-            f"The engine failed while it computed request {request_id}, and ended it. Other requests go on; the "
-            "server's log has the details under that id."
-        )
-        super().__init__(HTTPStatus.INTERNAL_SERVER_ERROR, message, type="server_error", code="step_failed")
+BODY_TOO_LARGE = Refusal(
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    "request_too_large",
+    "The request body is larger than {} bytes, the most this server accepts (--max-body-size).",
+)
+BODY_TOO_SLOW = Refusal(
+    HTTPStatus.BAD_REQUEST,
+    "request_too_expensive",
+    "Reading this request's body took longer than {:g} s, the most this server allows (--max-body-seconds).",
+)
+BODY_TOO_COSTLY = Refusal(
+    HTTPStatus.BAD_REQUEST,
+    "request_too_expensive",
+    "Reading this request's body took more than {} bytes of memory, the most this server allows (--max-body-memory).",
+)
+TOO_MANY_BODIES = Refusal(
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    "too_many_bodies",
+    "The request bodies that this server is receiving are larger than {} bytes together, the most it holds "
+    "(--max-total-body-size): try again later.",
+    retry=True,
+)
+TOO_MANY_TENANT_BODIES = Refusal(
+    HTTPStatus.TOO_MANY_REQUESTS,
+    "too_many_tenant_bodies",
+    "The request bodies that this server is receiving from this API key's tenant are larger than {} bytes together, "
+    "half of what all may take (--max-total-body-size): try again later.",
+    retry=True,
+)
+MODEL_MISSING = Refusal(
+    HTTPStatus.NOT_FOUND,
+    "model_not_found",
+    "The model `{}` does not exist; GET /v1/models lists what is served.",
+    param="model",
+)
+ITEM_MISSING = Refusal(
+    HTTPStatus.NOT_FOUND,
+    "item_not_found",
+    "There is no item `{}`; its response may not have been stored (store: false), may have made room for newer ones "
+    "(--max-stored-responses, --max-stored-tenant-responses), or been lost with a restart.",
+)
+SHUTTING_DOWN = Refusal(
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    "shutting_down",
+    "The server is shutting down and had to cancel this request.",
+)
+REQUEST_TIMED_OUT = Refusal(
+    HTTPStatus.GATEWAY_TIMEOUT,
+    "request_timeout",
+    "The request was not finished within {:g} s, the most this server allows (--request-timeout).",
+)
+# In place of a `LogitsError`, whose message names other clients' requests. The same request may well fail again.
+FAILED_SAMPLING = Refusal(
+    HTTPStatus.INTERNAL_SERVER_ERROR,
+    "unusable_logits",
+    "The model gave no usable probabilities for this request (NaN or infinite logits, or every token masked), so it "
+    "was ended; the server's log names the likely causes.",
+)
+# The description came with the request, and another description may work.
+FAILED_GRAMMAR = Refusal(
+    HTTPStatus.BAD_REQUEST,
+    "grammar_too_complex",
+    "The structured output that this request describes became too complex to follow{}. Describe it with fewer ways to "
+    "read the same text.",
+    param="structured_outputs",
+)
+FAILED_STEP = Refusal(
+    HTTPStatus.INTERNAL_SERVER_ERROR,
+    "step_failed",
+    "The engine failed while it computed request {}, and ended it. Other requests go on; the server's log has the "
+    "details under that id.",
+)
+ENGINE_DEAD = Refusal(
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    "engine_dead",
+    "The engine has stopped after an internal error and serves no more requests; restart the server.",
+)
+INTERNAL_ERROR = Refusal(
+    HTTPStatus.INTERNAL_SERVER_ERROR,
+    "internal_error",
+    "The server had an internal error while processing the request; its log has the details.",
+)
+QUEUE_FULL = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "queue_full", "{}", retry=True)
+TENANT_QUEUE_FULL = Refusal(HTTPStatus.TOO_MANY_REQUESTS, "tenant_queue_full", "{}", retry=True)
+RATE_LIMITED = Refusal(HTTPStatus.TOO_MANY_REQUESTS, "rate_limit_exceeded", "{}", retry=True)
+ANSWER_NOT_READ = Refusal(HTTPStatus.REQUEST_TIMEOUT, "answer_not_read", "{}")
 
 
 def to_api_error(error: Exception) -> ApiError:
@@ -181,28 +203,21 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, RequestError):
         return ApiError(HTTPStatus.BAD_REQUEST, str(error), param=error.param, code=error.code)
     if isinstance(error, OverloadedError):
-        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
-        if isinstance(error, TenantOverloadedError):
-            status, kind, code = HTTPStatus.TOO_MANY_REQUESTS, "rate_limit_error", "tenant_queue_full"
-        else:
-            status, kind, code = HTTPStatus.SERVICE_UNAVAILABLE, "server_error", "queue_full"
-        return ApiError(status, str(error), type=kind, code=code, headers=headers)
+        return (TENANT_QUEUE_FULL if isinstance(error, TenantOverloadedError) else QUEUE_FULL)(error)
     if isinstance(error, UnreadError):
-        return ApiError(HTTPStatus.REQUEST_TIMEOUT, str(error), code="answer_not_read")
+        return ANSWER_NOT_READ(error)
     if isinstance(error, GrammarError):
-        return GrammarTooComplexError(None)
+        return FAILED_GRAMMAR("")
     if isinstance(error, LogitsError):
         # The engine ends such a request by itself and logs the causes; this is for callers that drive one directly.
-        return GenerationFailedError()
+        return FAILED_SAMPLING()
     if isinstance(error, RequestFailedError):
-        return StepFailedError(error.request_id)
+        return FAILED_STEP(error.request_id)
     if isinstance(error, EngineDeadError):
         logger.error("a request met a dead engine: %s", error)  # the engine logged its traceback when it died
-        message = "The engine has stopped after an internal error and serves no more requests; restart the server."
-        return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, type="server_error", code="engine_dead")
+        return ENGINE_DEAD()
     logger.error("unexpected error while answering a request", exc_info=error)
-    message = "The server had an internal error while processing the request; its log has the details."
-    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, type="server_error", code="internal_error")
+    return INTERNAL_ERROR()
 
 
 async def answer_octavo_error(request: Request, error: Exception) -> Response:

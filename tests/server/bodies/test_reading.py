@@ -21,7 +21,7 @@ from octavo.limits import DEFAULT_LIMITS
 from octavo.server.bodies import reader_pool, reader_process
 from octavo.server.bodies.body_reader import BodyReader, frame
 from octavo.server.bodies.reader_pool import LARGE_NICENESS, MANY_PARTS, MEDIUM_BODY, SMALL_BODY, ReaderPool
-from octavo.server.errors import ApiError, BodyTooLargeError, ModelMissingError, to_api_error
+from octavo.server.errors import BODY_TOO_LARGE, MODEL_MISSING, ApiError, to_api_error
 from octavo.text.chat_template import MAX_RENDERED, render_chat
 from tests.server.conftest import KeptWorkers
 from tests.server.fake_engine import VOCAB_SIZE, ByteTokenizer
@@ -332,9 +332,7 @@ def test_a_prompt_over_the_models_length_is_refused_as_soon_as_it_is_tokenised()
         read(reading(max_model_len=10), {"prompt": "x" * 20})
 
 
-@pytest.mark.parametrize(
-    "error", [BodyTooLargeError(7), ModelMissingError("m"), to_api_error(RequestError("no", param="n"))]
-)
+@pytest.mark.parametrize("error", [BODY_TOO_LARGE(7), MODEL_MISSING("m"), to_api_error(RequestError("no", param="n"))])
 def test_an_error_for_the_client_survives_the_way_from_another_process(error: ApiError) -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert (copy.status, copy.fields(), str(copy)) == (error.status, error.fields(), str(error))

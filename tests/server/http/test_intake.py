@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import pytest
 from starlette.requests import Request
 
-from octavo.server.errors import ApiError, BodyTooLargeError
-from octavo.server.http.intake import FREE_BYTES, BodyIntake, TooManyBodiesError, TooManyTenantBodiesError
+from octavo.server.errors import BODY_TOO_LARGE, TOO_MANY_BODIES, TOO_MANY_TENANT_BODIES, ApiError
+from octavo.server.http.intake import FREE_BYTES, BodyIntake
 from octavo.server.tenants.keys import Client
 from tests.server.conftest import Running, wait_until
 from tests.server.http.test_connections import HEAD, connect
@@ -94,7 +94,7 @@ async def test_the_tenant_that_holds_the_most_makes_room_though_others_began_bef
     for upload in greedy:
         await upload.send(FREE_BYTES + 40 * KIB)
     error = await greedy[0].error()
-    assert isinstance(error, TooManyTenantBodiesError)
+    assert error.code == TOO_MANY_TENANT_BODIES.code
     assert (error.status, error.code) == (429, "too_many_tenant_bodies")
     assert dict(error.headers or {}) == {"Retry-After": "1"}
     assert f"from this API key's tenant are larger than {50 * KIB} bytes together" in str(error)
@@ -113,7 +113,7 @@ async def test_a_body_that_has_come_whole_is_not_cut_and_counts_until_it_is_read
     await whole.finish()
     late = Upload(bodies)
     await late.send(FREE_BYTES + 20 * KIB)
-    assert isinstance(await late.error(), TooManyBodiesError)
+    assert (await late.error()).code == TOO_MANY_BODIES.code
     small = Upload(bodies)
     small.read.set()
     await small.send(FREE_BYTES)
@@ -131,10 +131,10 @@ async def test_whether_the_server_or_its_tenant_holds_too_much_is_told_apart_by_
     await whole.finish()
     quiet = Upload(bodies, "quiet")
     await quiet.send(FREE_BYTES + 20 * KIB)
-    assert isinstance(await quiet.error(), TooManyBodiesError)
+    assert (await quiet.error()).code == TOO_MANY_BODIES.code
     own = Upload(bodies, "greedy")
     await own.send(FREE_BYTES + 20 * KIB)
-    assert isinstance(await own.error(), TooManyTenantBodiesError)
+    assert (await own.error()).code == TOO_MANY_TENANT_BODIES.code
     whole.read.set()
     await whole.task
     assert bodies.held == 0
@@ -154,7 +154,7 @@ async def test_a_body_over_its_own_limit_is_refused_before_it_is_held() -> None:
     bodies = BodyIntake(100, 100)
     upload = Upload(bodies)
     await upload.send(101)
-    assert isinstance(await upload.error(), BodyTooLargeError)
+    assert (await upload.error()).code == BODY_TOO_LARGE.code
     assert bodies.held == 0
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from octavo.server.errors import ApiError
 from octavo.server.tenants.keys import Client
-from octavo.server.tenants.quota import MAX_SHOWN_TENANTS, OTHERS, Bucket, Quotas, RateLimitError
+from octavo.server.tenants.quota import MAX_SHOWN_TENANTS, OTHERS, Bucket, Quotas
 from tests.kvcache.caches import Clock
 from tests.server.conftest import Running, wait_until
 from tests.server.fake_engine import FakeEngine
@@ -43,7 +44,7 @@ def serve(quotas: Quotas, client: Client, prompt: int = 0, output: int = 0) -> N
 
 
 def retry_after(quotas: Quotas, client: Client) -> int:
-    with pytest.raises(RateLimitError) as refused:
+    with pytest.raises(ApiError) as refused:
         quotas.enter(client)
     return int((refused.value.headers or {})["Retry-After"])
 

@@ -16,7 +16,7 @@ from octavo.server.answer_json import json_bytes
 from octavo.server.answers.generation import Answer, Job
 from octavo.server.bodies.body_reader import EmbeddingRequest
 from octavo.server.engine_client import EngineClient
-from octavo.server.errors import StepFailedError
+from octavo.server.errors import FAILED_STEP
 from octavo.server.http.turnstile import Turnstile
 from octavo.server.ids import new_id
 from octavo.server.tenants.keys import Client
@@ -56,7 +56,7 @@ class EmbeddingAnswer(Answer):
         """Yield the embedding of each output, and count its prompt's tokens."""
         for index, output in enumerate(outputs):
             if output.embedding is None:
-                raise StepFailedError(output.request_id)
+                raise FAILED_STEP(output.request_id)
             self.usage.add_prompt(index, output)
             yield output.embedding
 

@@ -18,7 +18,7 @@ from octavo.server.answer_json import HEAVY, offload, weight_of
 from octavo.server.bodies.body_reader import ChatRequest, CompletionRequest
 from octavo.server.bodies.prompts import EncodedPrompt
 from octavo.server.engine_client import EngineClient
-from octavo.server.errors import GenerationFailedError, GrammarTooComplexError, StepFailedError
+from octavo.server.errors import FAILED_GRAMMAR, FAILED_SAMPLING, FAILED_STEP
 from octavo.server.http.turnstile import Turnstile
 from octavo.server.ids import new_id
 from octavo.server.tenants.keys import Client
@@ -107,11 +107,11 @@ async def _close(stream: AsyncIterator[RequestOutput]) -> None:
 
 def _refuse_faulty(output: RequestOutput) -> None:
     if output.error == UNUSABLE_LOGITS:
-        raise GenerationFailedError
+        raise FAILED_SAMPLING()
     if output.error == GRAMMAR_TOO_COMPLEX:
-        raise GrammarTooComplexError(output.error_reason)
+        raise FAILED_GRAMMAR("" if output.error_reason is None else f" {output.error_reason}")
     if output.error is not None:
-        raise StepFailedError(output.request_id)
+        raise FAILED_STEP(output.request_id)
 
 
 async def _numbered(stream: AsyncIterator[RequestOutput]) -> AsyncGenerator[tuple[int, RequestOutput], None]:

@@ -18,7 +18,7 @@ import numpy as np
 from jiter import from_json
 
 import octavo
-from octavo.errors import FieldError, RequestError
+from octavo.errors import FieldError, RequestError, shortened
 from octavo.limits import RequestLimits
 from octavo.sampling_params import SamplingParams
 from octavo.server.answer_json import json_bytes
@@ -41,7 +41,7 @@ from octavo.server.bodies.responses_body import (
 )
 from octavo.server.bodies.tool_use import checked_tools
 from octavo.server.engine_client import TokenizerLike
-from octavo.server.errors import ModelMissingError
+from octavo.server.errors import MODEL_MISSING
 from octavo.server.ids import new_id
 from octavo.structured_outputs import StructuredOutputsParams
 from octavo.text.prompt_checks import check_token_ids
@@ -208,7 +208,7 @@ class BodyReader:
             return self._names[0]
         # Ollama's clients add this tag to names without one.
         if model not in self._names and model.removesuffix(":latest") not in self._names:
-            raise ModelMissingError(model)
+            raise MODEL_MISSING(shortened(model))
         return model
 
     @property

@@ -27,7 +27,7 @@ from octavo.helper_process import (
     requests_and_answers,
     send,
 )
-from octavo.server.errors import BodyTooCostlyError, BodyTooSlowError, to_api_error
+from octavo.server.errors import BODY_TOO_COSTLY, BODY_TOO_SLOW, to_api_error
 from octavo.server.interpreter_settings import return_free_memory
 
 # Memory that a process may keep between two bodies, beyond what it had at the start.
@@ -57,9 +57,8 @@ class ReaderProcess:
             parts: the body, in parts that are joined by the process.
 
         Raises:
-            BodyTooSlowError: reading took longer than `seconds`, not counting the start of the process, which has been
-                killed.
-            BodyTooCostlyError: reading took more memory than allowed; the process has been ended.
+            ApiError: reading took longer than `seconds`, not counting the start of the process, or more memory than
+                allowed; the process has been ended.
             HelperEndedError, OSError: the process ended for another reason, or could not start.
         """
         self._process.wait_until_ready()
@@ -68,11 +67,11 @@ class ReaderProcess:
         try:
             answer = self._process.ask(seconds, [method.encode()], parts)
         except HelperTooSlowError:
-            raise BodyTooSlowError(seconds) from None
+            raise BODY_TOO_SLOW(seconds) from None
         except HelperEndedError as error:
             # Rust aborts when an allocation fails; Python raises MemoryError.
             if error.aborted:
-                raise BodyTooCostlyError(self._memory) from None
+                raise BODY_TOO_COSTLY(self._memory) from None
             raise
         succeeded, value = pickle.loads(answer)
         if succeeded:
@@ -80,7 +79,7 @@ class ReaderProcess:
         if isinstance(value, MemoryError):
             # Replace the process rather than keep all the memory that it holds now.
             self.close()
-            raise BodyTooCostlyError(self._memory)
+            raise BODY_TOO_COSTLY(self._memory)
         raise value
 
     @property

@@ -13,14 +13,13 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, dataclass
-from http import HTTPStatus
 from typing import Any, ClassVar
 
 from octavo.errors import FieldError, shortened, shown
 from octavo.server.bodies.chat_messages import ROLES
 from octavo.server.bodies.fields import Schema, Served, taken, unsupported
 from octavo.server.bodies.openai_bodies import OF_ONE_ANSWER, Accounted, StreamOptions, tool_choices, tools_of
-from octavo.server.errors import ApiError
+from octavo.server.errors import ITEM_MISSING
 
 Item = dict[str, Any]
 
@@ -29,20 +28,6 @@ MAX_ID_LENGTH = 256
 PAGE, LARGEST_PAGE = 20, 100
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 _ID = re.compile(r"[a-z]+_([0-9a-f]{32})i?[0-9a-f]{4}")
-
-
-class ItemMissingError(ApiError):
-    """A request refers to an item that is not stored, or not for this tenant."""
-
-    def __init__(self, item_id: str, param: str) -> None:
-        super().__init__(
-            HTTPStatus.NOT_FOUND,
-            f"There is no item `{shortened(item_id)}`; its response may not have been stored (store: false), may have "
-            "made room for newer ones (--max-stored-responses, --max-stored-tenant-responses), or been lost with a "
-            "restart.",
-            param=param,
-            code="item_not_found",
-        )
 
 
 def response_id_of(request_id: str) -> str:
@@ -75,13 +60,13 @@ def references(items: list[Item]) -> dict[int, str]:
 
 
 def resolved(items: list[Item], stored: Iterable[Item]) -> list[Item]:
-    """Return the items with the stored ones in place of references to them; raise `ItemMissingError`."""
+    """Return the items with the stored ones in place of references to them; raise `ApiError` for a missing one."""
     if not (wanted := references(items)):
         return items
     by_id = {item["id"]: item for item in stored}
     for place, item_id in wanted.items():
         if item_id not in by_id:
-            raise ItemMissingError(item_id, f"input[{place}]")
+            raise ITEM_MISSING(shortened(item_id), param=f"input[{place}]")
     return [by_id[wanted[place]] if place in wanted else item for place, item in enumerate(items)]
 
 
@@ -112,7 +97,7 @@ def page(items: list[Item], query: dict[str, str]) -> dict[str, Any]:
     if after is not None:
         places = [place for place, item in enumerate(listed) if item["id"] == after]
         if not places:
-            raise ItemMissingError(after, "after")
+            raise ITEM_MISSING(shortened(after), param="after")
         listed = listed[places[0] + 1 :]
     shown_items = [_listed(item) for item in listed[: int(limit)]]
     return {

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.server.apis import EVENTS
-from octavo.server.errors import ApiError, RequestTimedOutError, ShuttingDownError, to_api_error
+from octavo.server.errors import REQUEST_TIMED_OUT, SHUTTING_DOWN, ApiError, to_api_error
 
 # nginx's status for a client that closed the connection. Nobody receives it; it only ends the handler.
 CLIENT_CLOSED_REQUEST = 499
@@ -51,7 +51,7 @@ class InFlight:
         return len(self._tasks)
 
     def cancel_all(self) -> None:
-        """Cancel all work, present and future, with `ShuttingDownError`."""
+        """Cancel all work, present and future, with `SHUTTING_DOWN`."""
         self._cancelled = True
         for task in self._tasks:
             task.cancel()
@@ -61,8 +61,7 @@ class InFlight:
 
         Raises:
             ClientLeftError: the client closed the connection.
-            ShuttingDownError: `cancel_all` was called.
-            RequestTimedOutError: the work took longer than the timeout.
+            ApiError: `cancel_all` was called, or the work took longer than the timeout.
         """
         task = asyncio.ensure_future(work)
         departure = asyncio.ensure_future(_departure(receive))
@@ -73,10 +72,10 @@ class InFlight:
             await asyncio.wait((task, departure), timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 if self._timeout is not None and not departure.done():
-                    raise RequestTimedOutError(self._timeout)
+                    raise REQUEST_TIMED_OUT(self._timeout)
                 raise ClientLeftError
             if task.cancelled():
-                raise ShuttingDownError
+                raise SHUTTING_DOWN()
             return task.result()
         finally:
             self._tasks.discard(task)

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
 from octavo.errors import shown
-from octavo.server.errors import RETRY_AFTER_SECONDS, ApiError, BodyTooLargeError
+from octavo.server.errors import BODY_TOO_LARGE, TOO_MANY_BODIES, TOO_MANY_TENANT_BODIES, ApiError
 from octavo.server.http.connection import ClientLeftError
 from octavo.server.tenants.auth import client_of
 
@@ -27,34 +28,6 @@ from octavo.server.tenants.auth import client_of
 FREE_BYTES = 64 * 1024
 # Bodies below this size in bytes are joined on the event loop; joining larger ones releases the interpreter's lock.
 _JOINED_AT_ONCE = 1024 * 1024
-
-
-class TooManyBodiesError(ApiError):
-    """The bodies that are being received or read hold as much memory as the server allows."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__(
-            HTTPStatus.SERVICE_UNAVAILABLE,
-            f"The request bodies that this server is receiving are larger than {most} bytes together, the most it "
-            "holds (--max-total-body-size): try again later.",
-            type="server_error",
-            code="too_many_bodies",
-            headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
-        )
-
-
-class TooManyTenantBodiesError(ApiError):
-    """One tenant's bodies that are being received or read hold more than half of the memory that all may."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__(
-            HTTPStatus.TOO_MANY_REQUESTS,
-            "The request bodies that this server is receiving from this API key's tenant are larger than "
-            f"{most // 2} bytes together, half of what all may take (--max-total-body-size): try again later.",
-            type="rate_limit_error",
-            code="too_many_tenant_bodies",
-            headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
-        )
 
 
 @dataclass(eq=False, slots=True)
@@ -103,11 +76,9 @@ class BodyIntake:
         """Receive the whole body of a request, which counts as held until the context is left.
 
         Raises:
-            BodyTooLargeError: the body exceeds the limit, by its headers or by what was received.
-            TooManyBodiesError, TooManyTenantBodiesError: the body was cut off to make room for others, or there is no
-                room for it.
             ClientLeftError: the client closed the connection.
-            ApiError: the body is compressed.
+            ApiError: the body is compressed, or exceeds the limit by its headers or by what was received; or it was
+                cut off to make room for others, or there is no room for it.
         """
         if (encoding := request.headers.get("content-encoding", "").strip().lower()) not in ("", "identity"):
             message = f"Content-Encoding {shown(encoding)}: send the body as it is, not compressed."
@@ -125,13 +96,13 @@ class BodyIntake:
     async def _receive(self, request: Request, body: _Body) -> bytes:
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > self._most:
-            raise BodyTooLargeError(self._most)
+            raise BODY_TOO_LARGE(self._most)
         chunks: list[bytes] = []
         try:
             async for chunk in request.stream():
                 body.size += len(chunk)
                 if body.size > self._most:
-                    raise BodyTooLargeError(self._most)
+                    raise BODY_TOO_LARGE(self._most)
                 self._hold(body)
                 chunks.append(chunk)
             body.is_whole = True
@@ -157,13 +128,13 @@ class BodyIntake:
         while self.held > self._most_in_all:
             victim, refusal = self._victim()
             if victim is body:
-                raise refusal(self._most_in_all)
-            victim.refusal = refusal(self._most_in_all)
+                raise refusal()
+            victim.refusal = refusal()
             self.held -= victim.held
             victim.held = 0
             victim.task.cancel()
 
-    def _victim(self) -> tuple[_Body, type[TooManyBodiesError] | type[TooManyTenantBodiesError]]:
+    def _victim(self) -> tuple[_Body, Callable[[], ApiError]]:
         """Return the oldest incomplete body of the tenant that holds the most, of those with one, and its error."""
         unfinished = [body for body in self._bodies if body.held and not body.is_whole]
         by_tenant: Counter[str] = Counter()
@@ -173,5 +144,5 @@ class BodyIntake:
         victim = next(body for body in unfinished if body.tenant == worst)
         # Without API keys all clients are one tenant, whose name is empty: what they hold is no single client's.
         if worst and by_tenant[worst] > self._most_in_all // 2:
-            return victim, TooManyTenantBodiesError
-        return victim, TooManyBodiesError
+            return victim, partial(TOO_MANY_TENANT_BODIES, self._most_in_all // 2)
+        return victim, partial(TOO_MANY_BODIES, self._most_in_all)

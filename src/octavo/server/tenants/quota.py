@@ -7,7 +7,6 @@ refused until the debt is paid. So no request is too large to be served, and in 
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.server.errors import ApiError
+from octavo.server.errors import RATE_LIMITED, ApiError
 from octavo.server.tenants.auth import client_of
 from octavo.server.tenants.keys import Client
 
@@ -27,19 +26,6 @@ OTHERS = "other"
 # Why a request was refused: its tenant is over its rate or concurrency, its tenant's queue is full, or the server's is.
 OVER_RATE, QUEUE_FULL, SERVER_FULL = "rate", "queue", "server"
 _REFUSALS = {HTTPStatus.TOO_MANY_REQUESTS: QUEUE_FULL, HTTPStatus.SERVICE_UNAVAILABLE: SERVER_FULL}
-
-
-class RateLimitError(ApiError):
-    """The tenant is over one of its rates, or has its maximum number of requests running."""
-
-    def __init__(self, message: str, retry_after: float) -> None:
-        super().__init__(
-            HTTPStatus.TOO_MANY_REQUESTS,
-            message,
-            type="rate_limit_error",
-            code="rate_limit_exceeded",
-            headers={"Retry-After": str(max(1, math.ceil(retry_after)))},
-        )
 
 
 class Bucket:
@@ -142,13 +128,13 @@ class Quotas:
         """Let a request in; `Charge.end` must be called when it is over.
 
         Raises:
-            RateLimitError: the tenant is over a limit; the message has the number, and `Retry-After` the time to wait.
+            ApiError: the tenant is over a limit; the message has the number, and `Retry-After` the time to wait.
         """
         use = self._use(client)
         now = self._clock()
         try:
             self._check(client, use, now)
-        except RateLimitError:
+        except ApiError:
             use.refused[OVER_RATE] += 1
             raise
         use.running += 1
@@ -193,14 +179,14 @@ class Quotas:
         most = self._max_requests if client.max_concurrency is None else client.max_concurrency
         if most is not None and use.running >= most:
             message = f"This API key's tenant has {use.running} requests running, the most it may have at once."
-            raise RateLimitError(message, 1)
+            raise RATE_LIMITED(message)
         # Ask for one token only: a tenant that is out of debt may send a request of any size.
         limits = (("requests", client.requests_per_minute, 1.0), ("tokens", client.tokens_per_minute, 1.0))
         for what, per_minute, amount in limits:
             bucket = self._bucket(use, what, per_minute, now)
             if bucket is not None and (wait := bucket.seconds_until(amount, now)) > 0:
                 message = f"This API key's tenant is over its rate of {per_minute:g} {what} per minute."
-                raise RateLimitError(message, wait)
+                raise RATE_LIMITED(message, wait=wait)
 
     def _use(self, client: Client) -> TenantUse:
         use = self._uses.get(client.tenant)
