@@ -78,7 +78,7 @@ def _api_error(
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class ErrorKind:
     """A reason for which the server refuses or ends a request; called with what its message names, it is the error.
 
     Attributes:
@@ -108,92 +108,92 @@ class Refusal:
 
 _TYPES = {HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error"}
 
-BODY_TOO_LARGE = Refusal(
+BODY_TOO_LARGE = ErrorKind(
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     "request_too_large",
     "The request body is larger than {} bytes, the most this server accepts (--max-body-size).",
 )
-BODY_TOO_SLOW = Refusal(
+BODY_TOO_SLOW = ErrorKind(
     HTTPStatus.BAD_REQUEST,
     "request_too_expensive",
     "Reading this request's body took longer than {:g} s, the most this server allows (--max-body-seconds).",
 )
-BODY_TOO_COSTLY = Refusal(
+BODY_TOO_COSTLY = ErrorKind(
     HTTPStatus.BAD_REQUEST,
     "request_too_expensive",
     "Reading this request's body took more than {} bytes of memory, the most this server allows (--max-body-memory).",
 )
-TOO_MANY_BODIES = Refusal(
+TOO_MANY_BODIES = ErrorKind(
     HTTPStatus.SERVICE_UNAVAILABLE,
     "too_many_bodies",
     "The request bodies that this server is receiving are larger than {} bytes together, the most it holds "
     "(--max-total-body-size): try again later.",
     retry=True,
 )
-TOO_MANY_TENANT_BODIES = Refusal(
+TOO_MANY_TENANT_BODIES = ErrorKind(
     HTTPStatus.TOO_MANY_REQUESTS,
     "too_many_tenant_bodies",
     "The request bodies that this server is receiving from this API key's tenant are larger than {} bytes together, "
     "half of what all may take (--max-total-body-size): try again later.",
     retry=True,
 )
-MODEL_MISSING = Refusal(
+MODEL_MISSING = ErrorKind(
     HTTPStatus.NOT_FOUND,
     "model_not_found",
     "The model `{}` does not exist; GET /v1/models lists what is served.",
     param="model",
 )
-ITEM_MISSING = Refusal(
+ITEM_MISSING = ErrorKind(
     HTTPStatus.NOT_FOUND,
     "item_not_found",
     "There is no item `{}`; its response may not have been stored (store: false), may have made room for newer ones "
     "(--max-stored-responses, --max-stored-tenant-responses), or been lost with a restart.",
 )
-SHUTTING_DOWN = Refusal(
+SHUTTING_DOWN = ErrorKind(
     HTTPStatus.SERVICE_UNAVAILABLE,
     "shutting_down",
     "The server is shutting down and had to cancel this request.",
 )
-REQUEST_TIMED_OUT = Refusal(
+REQUEST_TIMED_OUT = ErrorKind(
     HTTPStatus.GATEWAY_TIMEOUT,
     "request_timeout",
     "The request was not finished within {:g} s, the most this server allows (--request-timeout).",
 )
 # In place of a `LogitsError`, whose message names other clients' requests. The same request may well fail again.
-FAILED_SAMPLING = Refusal(
+FAILED_SAMPLING = ErrorKind(
     HTTPStatus.INTERNAL_SERVER_ERROR,
     "unusable_logits",
     "The model gave no usable probabilities for this request (NaN or infinite logits, or every token masked), so it "
     "was ended; the server's log names the likely causes.",
 )
 # The description came with the request, and another description may work.
-FAILED_GRAMMAR = Refusal(
+FAILED_GRAMMAR = ErrorKind(
     HTTPStatus.BAD_REQUEST,
     "grammar_too_complex",
     "The structured output that this request describes became too complex to follow{}. Describe it with fewer ways to "
     "read the same text.",
     param="structured_outputs",
 )
-FAILED_STEP = Refusal(
+FAILED_STEP = ErrorKind(
     HTTPStatus.INTERNAL_SERVER_ERROR,
     "step_failed",
     "The engine failed while it computed request {}, and ended it. Other requests go on; the server's log has the "
     "details under that id.",
 )
-ENGINE_DEAD = Refusal(
+ENGINE_DEAD = ErrorKind(
     HTTPStatus.SERVICE_UNAVAILABLE,
     "engine_dead",
     "The engine has stopped after an internal error and serves no more requests; restart the server.",
 )
-INTERNAL_ERROR = Refusal(
+INTERNAL_ERROR = ErrorKind(
     HTTPStatus.INTERNAL_SERVER_ERROR,
     "internal_error",
     "The server had an internal error while processing the request; its log has the details.",
 )
-QUEUE_FULL = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "queue_full", "{}", retry=True)
-TENANT_QUEUE_FULL = Refusal(HTTPStatus.TOO_MANY_REQUESTS, "tenant_queue_full", "{}", retry=True)
-RATE_LIMITED = Refusal(HTTPStatus.TOO_MANY_REQUESTS, "rate_limit_exceeded", "{}", retry=True)
-ANSWER_NOT_READ = Refusal(HTTPStatus.REQUEST_TIMEOUT, "answer_not_read", "{}")
+QUEUE_FULL = ErrorKind(HTTPStatus.SERVICE_UNAVAILABLE, "queue_full", "{}", retry=True)
+TENANT_QUEUE_FULL = ErrorKind(HTTPStatus.TOO_MANY_REQUESTS, "tenant_queue_full", "{}", retry=True)
+RATE_LIMITED = ErrorKind(HTTPStatus.TOO_MANY_REQUESTS, "rate_limit_exceeded", "{}", retry=True)
+ANSWER_NOT_READ = ErrorKind(HTTPStatus.REQUEST_TIMEOUT, "answer_not_read", "{}")
 
 
 def to_api_error(error: Exception) -> ApiError:
