@@ -217,18 +217,17 @@ void attend(const AttentionCall& call) {
         task.split_begin = slice.split_begin;
         task.split_end = slice.split_end;
         AttendScratch& scratch = thread_scratch();
-        const auto attend_task = call.kv.coded() ? level.attend_coded : level.attend[call.kv.storage];
-        if (item.first_partial < 0) return attend_task(task, scratch);
+        if (item.first_partial < 0) return level.attend(task, scratch);
 
         const int first_node = item.task.split_begin / node_splits;
         const auto state_of = [&](int node) {
             return shared.partial[item.first_partial + (node - first_node) * state_lines(task)].values;
         };
         task.partial = state_of(slice.split_begin / node_splits);
-        attend_task(task, scratch);
+        level.attend(task, scratch);
         if (shared.finished[slice.item].fetch_add(1, std::memory_order_acq_rel) + 1 < item.num_tasks) return;
         task.partial = state_of(first_node);
-        level.merge[call.kv.storage](task, first_node, item.num_tasks, scratch);
+        level.merge(task, first_node, item.num_tasks, scratch);
     });
 }
 

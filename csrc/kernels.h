@@ -45,11 +45,10 @@ using ProductKernel = void(const ProductTask&, int64_t group_begin, int64_t grou
 
 struct Kernels {
     const char* name;
-    void (*attend[kNumStorages])(const AttendTask&, AttendScratch&);
-    void (*attend_coded)(const AttendTask&, AttendScratch&);
+    void (*attend)(const AttendTask&, AttendScratch&);
     // Merges `count` partial states of one task's rows and writes the output. The states are nodes first_node,
     // first_node + 1, .. of one level of the tree.
-    void (*merge[kNumStorages])(const AttendTask&, int first_node, int count, AttendScratch&);
+    void (*merge)(const AttendTask&, int first_node, int count, AttendScratch&);
     void (*rope_write[kNumStorages])(const RopeTask&, int64_t token_begin, int64_t token_end);
     // If residual is not null, x += residual first.
     void (*normalise[kNumStorages][kNumNormKinds])(char* x, const char* residual, const NormWeights&, char* out,

@@ -22,6 +22,7 @@ struct Rows {
     float* values(int row) const { return base + row * stride(); }
     float* sum(int row) const { return values(row) + value_dim; }
     float& max(int row) const { return values(row)[value_dim + 16]; }
+    Rows from(int row) const { return {values(row), value_dim}; }
     void clear(int rows) const {
         for (int r = 0; r < rows; ++r) {
             for (int d = 0; d < stride(); d += 16) F16::zero().store(values(r) + d);
@@ -89,12 +90,9 @@ class StateTree {
     Node nodes_[kTreeStates];
 };
 
-// Adds what the task's rows read of the copies to their states; in level/attend.h.
-inline void add_copies(const AttendTask& task, const Rows& total, AttendScratch& scratch);
-
 // Zeros are written as +0. The sign of a sum that underflows depends on the rows that share its pass: -0 stays -0
 // alone, and is +0 after zero times the value of a token that only another row sees.
-template <Storage S> void write_rows(const AttendTask& task, const Rows& total) {
+template <class T> void write_rows(const AttendTask& task, const Rows& total) {
     const int num_rows = task.kv_heads * task.rows_per_head();
     for (int r = 0; r < num_rows; ++r) {
         const int in_head = r % task.rows_per_head(), token = in_head / task.group_size;
@@ -107,20 +105,10 @@ template <Storage S> void write_rows(const AttendTask& task, const Rows& total) 
             sum = sum * keep + exp2_scalar(sink - new_max);
         }
         const F16 factor = F16::set1(keep / sum);
-        auto* out =
-            reinterpret_cast<Element<S>*>(task.out + token * task.out_token_stride + head * task.out_head_stride);
+        auto* out = reinterpret_cast<T*>(task.out + token * task.out_token_stride + head * task.out_head_stride);
         for (int d = 0; d < task.kv->value_dim; d += 16)
             (F16::load(total.values(r) + d) * factor + F16::zero()).store(out + d);
     }
-}
-
-// Writes the output of rows whose state over the task's splits is complete.
-template <Storage S> void finish_rows(const AttendTask& task, const Rows& total, AttendScratch& scratch) {
-    if (task.kv->value_side.code == kCodeInt4)
-        for (int r = 0; r < task.kv_heads * task.rows_per_head(); ++r)
-            rotate_head_back(total.values(r), task.kv->value_dim);
-    if (task.copies) add_copies(task, total, scratch);
-    write_rows<S>(task, total);
 }
 
 }  // namespace octavo::OCTAVO_LEVEL

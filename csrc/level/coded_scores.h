@@ -41,36 +41,31 @@ inline float split_query(const float* query, int dim, int8_t* high, int8_t* low)
 }
 
 // [group of kMaxRows rows][dim][row] floats, or [group][dim / 4][row][2] four bytes of h and of l.
+inline int coded_query_units(const LayerKV& kv) { return is_fp8(kv.key_side.code) ? kv.key_units : kv.key_units / 2; }
 inline void pack_coded_query(const AttendTask& task, int head, uint32_t* packed, AttendScratch& scratch) {
-    const LayerKV& kv = *task.kv;
-    const int dim = kv.key_units, num_rows = task.rows_per_head();
-    float query[kMaxHeadDim];
-    for (int first = 0; first < num_rows; first += kMaxRows, packed += dim * kMaxRows) {
-        const int count = min(num_rows - first, kMaxRows);
-        for (int r = 0; r < count; ++r) {
-            load_query(task, head, first + r, query);
-            if (is_fp8(kv.key_side.code)) {
-                for (int d = 0; d < dim; ++d) packed[d * count + r] = float_bits(query[d]);
-                continue;
-            }
-            int8_t high[kMaxHeadDim], low[kMaxHeadDim];
-            const int row = head * num_rows + first + r;
-            scratch.query_scale[row] = split_query(query, dim, high, low);
-            int32_t sums[2] = {0, 0};
-            for (int d = 0; d < dim; ++d) sums[0] += high[d], sums[1] += low[d];
-            scratch.query_zero[2 * row] = sums[0];
-            scratch.query_zero[2 * row + 1] = sums[1];
-            for (int unit = 0; unit < dim / 4; ++unit) {
-                __builtin_memcpy(packed + (unit * count + r) * 2, high + unit * 4, 4);
-                __builtin_memcpy(packed + (unit * count + r) * 2 + 1, low + unit * 4, 4);
-            }
+    const int dim = task.kv->key_units, num_rows = task.rows_per_head(), units = coded_query_units(*task.kv);
+    float query[kMaxRows][kMaxHeadDim];
+    if (is_fp8(task.kv->key_side.code))
+        return pack_groups<1>(num_rows, units, packed, [&](int row, int r, const char** from) {
+            load_query(task, head, row, query[r]);
+            *from = reinterpret_cast<const char*>(query[r]);
+        });
+    int8_t bytes[kMaxRows][2][kMaxHeadDim];
+    pack_groups<2>(num_rows, units, packed, [&](int row, int r, const char** from) {
+        load_query(task, head, row, query[r]);
+        int32_t* sums = scratch.query_zero + 2 * (head * num_rows + row);
+        scratch.query_scale[head * num_rows + row] = split_query(query[r], dim, bytes[r][0], bytes[r][1]);
+        for (int half = 0; half < 2; ++half) {
+            sums[half] = 0;
+            for (int d = 0; d < dim; ++d) sums[half] += bytes[r][half][d];
+            from[half] = reinterpret_cast<const char*>(bytes[r][half]);
         }
-    }
+    });
 }
 
 // Scores of rows [0, R) and vectors [first, first + N), not yet multiplied by any scale.
 template <Code C, int R, int N>
-inline void float_scores(const LayerKV& kv, const CodedTilePair& tiles, int first, const uint32_t* query,
+inline void float_scores(const LayerKV& kv, const TilePair& tiles, int first, const uint32_t* query,
                          float* scores) {
     F16 acc[R][N];
 #pragma GCC unroll 8
@@ -98,7 +93,7 @@ inline void float_scores(const LayerKV& kv, const CodedTilePair& tiles, int firs
 
 // The same for integer codes: products with h and with l, as [h, l][row][64 tokens].
 template <Code C, int R, int N>
-inline void integer_scores(const LayerKV& kv, const CodedTilePair& tiles, int first, const uint32_t* query,
+inline void integer_scores(const LayerKV& kv, const TilePair& tiles, int first, const uint32_t* query,
                            const int32_t* query_zero, uint32_t* scores) {
     U16 high[R][N], low[R][N];
 #pragma GCC unroll 8
@@ -148,7 +143,7 @@ inline void integer_scores(const LayerKV& kv, const CodedTilePair& tiles, int fi
 // Not inlined, so that there is one function per code and number of rows rather than per pair of codes: these functions
 // take most of the compile time of this file.
 template <Code K, int R>
-[[gnu::noinline]] void all_scores(const LayerKV& kv, const CodedTilePair& tiles, const Visible& visible,
+[[gnu::noinline]] void all_scores(const LayerKV& kv, const TilePair& tiles, const Visible& visible,
                                   const uint32_t* query, const int32_t* query_zero, float* scores) {
     constexpr int N = kVectorsPerPass == 1 ? 1 : R <= (is_fp8(K) ? 6 : 2) ? 4 : 2;  // what fits into registers
     const auto pass = [&]<int M>(int v) {
@@ -163,36 +158,29 @@ template <Code K, int R>
     for (; v < visible.end_vector; ++v) pass.template operator()<1>(v);
 }
 
-// Scores in float32, from the sums in scratch.scores, which for integer codes are [h, l][R rows][64 tokens].
-template <Code K, int R> class TileScores {
-  public:
-    TileScores(const AttendTask& task, const CodedTile& tile, const Visible& visible, int head, int first_row,
-               const AttendScratch& scratch)
-        : scratch_(scratch), row_(head * task.rows_per_head() + first_row) {
-        const F16 head_scale = F16::set1(task.kv->key_side.scale(task.kv_head + head) * code_unit(K));
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) {
-            scale_[v] = head_scale, zero_[v] = F16::zero();
-            if (v < visible.first_vector || v >= visible.end_vector) continue;
-            if constexpr (!is_fp8(K)) scale_[v] = token_scale(tile.key_field[v][0]);
-            if constexpr (K == kCodeInt4)
-                zero_[v] = F16::from_int(widen(reinterpret_cast<const uint8_t*>(tile.key_field[v][1])));
+// Scores in float32, from the sums in scratch.scores, which for integer codes are [h, l][rows][64 tokens]. `row` is the
+// first of `count` rows among those of all heads.
+template <Code K>
+[[gnu::noinline]] void finish_scores(const AttendTask& task, const Tile& tile, const Visible& visible, int head,
+                                     int row, int count, AttendScratch& scratch) {
+    for (int v = visible.first_vector; v < visible.end_vector; ++v) {
+        F16 scale = F16::set1(task.kv->key_side.scale(task.kv_head + head) * code_unit(K)), zero = F16::zero();
+        if constexpr (!is_fp8(K)) scale = token_scale(tile.key_field[v][0]);
+        if constexpr (K == kCodeInt4) zero = token_zeros(tile.key_field[v][1]);
+        for (int r = 0; r < count; ++r) {
+            float* at = scratch.scores + r * kTile + v * 16;
+            if constexpr (is_fp8(K)) {
+                (F16::load(at) * scale).store(at);
+            } else {
+                const F16 high = F16::from_int(U16::load(at)), low = F16::from_int(U16::load(at + count * kTile));
+                F16 sum = fma(high, F16::set1(256.0f), low);
+                const int32_t* sums = scratch.query_zero + 2 * (row + r);
+                if constexpr (K == kCodeInt4)
+                    sum = sum - zero * F16::set1(static_cast<float>(sums[0] * 256 + sums[1]));
+                (sum * F16::set1(scratch.query_scale[row + r]) * scale).store(at);
+            }
         }
     }
-    F16 operator()(int r, int v) const {
-        const float* at = scratch_.scores + r * kTile + v * 16;
-        if constexpr (is_fp8(K)) return F16::load(at) * scale_[v];
-        const F16 high = F16::from_int(U16::load(at)), low = F16::from_int(U16::load(at + R * kTile));
-        F16 sum = fma(high, F16::set1(256.0f), low);
-        const int32_t* zero = scratch_.query_zero + 2 * (row_ + r);
-        if constexpr (K == kCodeInt4) sum = sum - zero_[v] * F16::set1(static_cast<float>(zero[0] * 256 + zero[1]));
-        return sum * F16::set1(scratch_.query_scale[row_ + r]) * scale_[v];
-    }
-
-  private:
-    const AttendScratch& scratch_;
-    int row_;
-    F16 scale_[kVectors], zero_[kVectors];
-};
+}
 
 }  // namespace octavo::OCTAVO_LEVEL

@@ -6,7 +6,7 @@
 //     int4   K [dim / 8][16 tokens][4]       V [token / 4][dim / 2][4]
 #pragma once
 
-#include "level/attention_tile.h"
+#include "level/attention_driver.h"
 #include "level/coded_codes.h"
 
 namespace octavo::OCTAVO_LEVEL {
@@ -42,48 +42,7 @@ template <Code C> inline F16 decode16(const char* p) {
         return load_e5m2(bytes);
 }
 
-struct CodedTile {
-    const char* key[kVectors];    // of 16 tokens' first dimension
-    const char* value[kVectors];  // of the first of 16 tokens
-    const char *key_field[kVectors][2], *value_field[kVectors][2];
-    int begin;
-};
-struct CodedTilePair {
-    const CodedTile &now, &next;
-};
-
-inline CodedTile locate_coded(const AttendTask& task, int head, int begin, int end_position) {
-    const LayerKV& kv = *task.kv;
-    CodedTile tile;
-    tile.begin = begin;
-    head += task.kv_head;
-    for (int v = 0; v < kVectors; ++v) {
-        const int position = begin + v * 16 < end_position ? begin + v * 16 : begin;  // never past the table
-        const int64_t block = task.block_table[position / kv.block_size], offset = position % kv.block_size;
-        tile.key[v] =
-            kv.key + block * kv.key_block_stride + head * kv.key_head_stride + offset * kv.key_side.code_bytes;
-        tile.value[v] =
-            kv.value + block * kv.value_block_stride + head * kv.value_head_stride + offset * kv.value_side.code_bytes;
-        for (int f = 0; f < 2; ++f) {
-            tile.key_field[v][f] = kv.key_side.at(f, block, head, offset);
-            tile.value_field[v][f] = kv.value_side.at(f, block, head, offset);
-        }
-    }
-    return tile;
-}
-// The next head of the same tokens.
-inline void next_head(const LayerKV& kv, const CodedTile& tile, CodedTile& next) {
-    next.begin = tile.begin;
-    for (int v = 0; v < kVectors; ++v) {
-        next.key[v] = tile.key[v] + kv.key_head_stride;
-        next.value[v] = tile.value[v] + kv.value_head_stride;
-        for (int f = 0; f < 2; ++f) {  // a null pointer's stride is 0
-            next.key_field[v][f] = tile.key_field[v][f] + kv.key_side.field_head_stride[f];
-            next.value_field[v][f] = tile.value_field[v][f] + kv.value_side.field_head_stride[f];
-        }
-    }
-}
-inline void ask_fields(const CodedTile& tile, int v) {
+inline void ask_fields(const Tile& tile, int v) {
     for (int f = 0; f < 2; ++f) {
         if (tile.key_field[v][f]) __builtin_prefetch(tile.key_field[v][f], 0, 2);
         if (tile.value_field[v][f]) __builtin_prefetch(tile.value_field[v][f], 0, 2);
@@ -91,5 +50,8 @@ inline void ask_fields(const CodedTile& tile, int v) {
 }
 
 inline F16 token_scale(const char* field) { return F16::load(reinterpret_cast<const bf16*>(field)); }
+inline F16 token_zeros(const char* field) {
+    return F16::from_int(widen(reinterpret_cast<const uint8_t*>(field)));
+}
 
 }  // namespace octavo::OCTAVO_LEVEL

@@ -12,7 +12,7 @@ namespace octavo::OCTAVO_LEVEL {
 
 // values[r][d ..] = values[r][d ..] * rescale[r] + weights[r] . codes, over tokens [low, high) of the tile.
 template <Code C, int R, int N>
-inline void float_values(const LayerKV& kv, const CodedTilePair& tiles, int low, int high, int dim,
+inline void float_values(const LayerKV& kv, const TilePair& tiles, int low, int high, int dim,
                          const float* weights, const float* rescale, const Rows& rows, int first_row) {
     F16 acc[R][N];
 #pragma GCC unroll 8
@@ -49,16 +49,17 @@ inline void float_values(const LayerKV& kv, const CodedTilePair& tiles, int low,
 }
 
 // Per row, what relates the integer weights of one tile to the real ones.
-template <int R> struct Digits {
-    float unit[R], zeros[R];  // `unit`: u; `zeros`: the sum of integer weights times their tokens' zero points
+struct Digits {
+    float unit[kMaxRows];   // u
+    float zeros[kMaxRows];  // the sum of integer weights times their tokens' zero points
 };
 constexpr float kMostWeight = 16383.0f;
 
 // The same for integer codes, with weights in scratch.weights as [row][h, l][64 tokens] bytes. For int4, `Upper`
 // selects the dimensions in the upper nibbles.
 template <Code C, bool Upper, int R, int N>
-inline void integer_values(const LayerKV& kv, const CodedTilePair& tiles, int low, int high, int column,
-                           const uint32_t* weights, const Digits<R>& digits, const float* rescale, const Rows& rows,
+inline void integer_values(const LayerKV& kv, const TilePair& tiles, int low, int high, int column,
+                           const uint32_t* weights, const Digits& digits, const float* rescale, const Rows& rows,
                            int first_row) {
     U16 h[R][N], l[R][N];
 #pragma GCC unroll 8
@@ -103,7 +104,7 @@ inline void integer_values(const LayerKV& kv, const CodedTilePair& tiles, int lo
 }
 
 template <Code V, int R>
-[[gnu::noinline]] void all_float_values(const LayerKV& kv, const CodedTilePair& tiles, const Visible& visible,
+[[gnu::noinline]] void all_float_values(const LayerKV& kv, const TilePair& tiles, const Visible& visible,
                                         const float* weights, const float* rescale, const Rows& rows, int first_row) {
     constexpr int N = kVectorsPerPass;
     int dim = 0;
@@ -115,8 +116,8 @@ template <Code V, int R>
 }
 
 template <Code V, bool Upper, int R>
-[[gnu::noinline]] void all_integer_values(const LayerKV& kv, const CodedTilePair& tiles, const Visible& visible,
-                                          const uint32_t* weights, const Digits<R>& digits, const float* rescale,
+[[gnu::noinline]] void all_integer_values(const LayerKV& kv, const TilePair& tiles, const Visible& visible,
+                                          const uint32_t* weights, const Digits& digits, const float* rescale,
                                           const Rows& rows, int first_row) {
     constexpr int N = kVectorsPerPass == 1 ? 1 : R <= 2 ? 4 : 2;
     const int end = static_cast<int>(kv.value_side.code_bytes);
@@ -141,80 +142,57 @@ inline void store_digits(const U16 (&x)[kVectors], uint8_t* high, uint8_t* low) 
 }
 #endif
 
-// Writes the weights of a tile to scratch.weights, in the form by which its values are multiplied, and updates the
-// rows' sums.
-template <Code V, int R> class TileWeights {
-  public:
-    TileWeights(const AttendTask& task, const CodedTile& tile, const Visible& visible, int head, int first_row,
-                const Rows& rows, AttendScratch& scratch)
-        : task_(task), tile_(tile), visible_(visible), first_row_(first_row), rows_(rows), scratch_(scratch) {
-        const F16 head_scale = F16::set1(task.kv->value_side.scale(task.kv_head + head) * code_unit(V));
-#pragma GCC unroll 4
+// Turns the weights of a tile, in scratch.weights as [row][64 tokens] floats, into the form by which its values are
+// multiplied.
+template <Code V>
+[[gnu::noinline]] void scale_weights(const AttendTask& task, const Tile& tile, const Visible& visible, int head,
+                                     int first_row, int count, const Rows& rows, AttendScratch& scratch,
+                                     Digits& digits) {
+    F16 scale[kVectors], zeros[kVectors];
+    for (int v = visible.first_vector; v < visible.end_vector; ++v) {
+        scale[v] = F16::set1(task.kv->value_side.scale(task.kv_head + head) * code_unit(V));
+        if constexpr (!is_fp8(V)) scale[v] = token_scale(tile.value_field[v][0]);
+        if constexpr (V == kCodeInt4) zeros[v] = token_zeros(tile.value_field[v][1]);
+    }
+    for (int r = 0; r < count; ++r) {
+        uint32_t* row = scratch.weights + r * kTile;
+        auto* weights = reinterpret_cast<float*>(row);
+        F16 scaled[kVectors], check = F16::zero();
         for (int v = 0; v < kVectors; ++v) {
-            scale_[v] = head_scale, zero_[v] = F16::zero();
-            if (v < visible.first_vector || v >= visible.end_vector) continue;
-            if constexpr (!is_fp8(V)) scale_[v] = token_scale(tile.value_field[v][0]);
-            if constexpr (V == kCodeInt4)
-                zero_[v] = F16::from_int(widen(reinterpret_cast<const uint8_t*>(tile.value_field[v][1])));
+            scaled[v] = F16::zero();
+            if (v >= visible.first_vector && v < visible.end_vector) {
+                scaled[v] = F16::load(weights + v * 16) * scale[v];
+                if (!is_fp8(V) && !visible.all) {
+                    // The scale of a token that the row does not see may be NaN.
+                    const TokenRange seen = tokens_seen(task, tile.begin, first_row + r);
+                    scaled[v] = keep_lanes(scaled[v], seen.low - v * 16, seen.high - v * 16, F16::zero());
+                }
+            }
+            check = fma(scaled[v], F16::zero(), check);
         }
-    }
-    // Adds vectors v and v + 1 of row r; the first pair comes before the second.
-    void add(int r, int v, F16 low, F16 high, float rescale) {
-        add_vector(r, v, low);
-        add_vector(r, v + 1, high);
-        if (v + 2 == kVectors) finish(r, rescale);
-    }
-    Digits<R> digits;
-
-  private:
-    void add_vector(int r, int v, F16 weight) {
-        sum_ = v == 0 ? weight : sum_ + weight;
-        if (v < visible_.first_vector || v >= visible_.end_vector) {
-            scaled_[v] = F16::zero();
-            return;
-        }
-        scaled_[v] = weight * scale_[v];
-        if constexpr (is_fp8(V)) return;
-        if (!visible_.all) {
-            // The scale of a token that the row does not see may be NaN.
-            const TokenRange seen = tokens_seen(task_, tile_.begin, first_row_ + r);
-            scaled_[v] = keep_lanes(scaled_[v], seen.low - v * 16, seen.high - v * 16, F16::zero());
-        }
-        // If it sees such a token, the result must be NaN: a sum of integers would hide it.
-        sum_ = fma(scaled_[v], F16::zero(), sum_);
-    }
-    void finish(int r, float rescale) {
-        float* row_sum = rows_.sum(first_row_ + r);
-        fma(F16::load(row_sum), F16::set1(rescale), sum_).store(row_sum);
-        uint32_t* row = scratch_.weights + r * kTile;
         if constexpr (is_fp8(V)) {
-            for (int v = 0; v < kVectors; ++v) scaled_[v].store(reinterpret_cast<float*>(row) + v * 16);
-            return;
+            for (int v = 0; v < kVectors; ++v) scaled[v].store(weights + v * 16);
+            continue;
         }
+        // If the row sees such a token, the result must be NaN: a sum of integers would hide it.
+        float* row_sum = rows.sum(first_row + r);
+        (F16::load(row_sum) + check).store(row_sum);
         constexpr float kMagic = 0x1p23f;  // the value of its last place is 1
-        const float largest = reduce_max(max(max(scaled_[0], scaled_[1]), max(scaled_[2], scaled_[3])));
-        digits.unit[r] = largest * (1.0f / kMostWeight);
-        const F16 inverse = F16::set1(largest > 1e-33f ? kMostWeight / largest : 0.0f);
+        const float most = reduce_max(max(max(scaled[0], scaled[1]), max(scaled[2], scaled[3])));
+        digits.unit[r] = most * (1.0f / kMostWeight);
+        const F16 inverse = F16::set1(most > 1e-33f ? kMostWeight / most : 0.0f);
         U16 bits[kVectors];
         F16 zero = F16::zero();
-#pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) {
-            const F16 whole = fma(scaled_[v], inverse, F16::set1(kMagic));
+            const F16 whole = fma(scaled[v], inverse, F16::set1(kMagic));
             bits[v] = as_bits(whole);
-            if constexpr (V == kCodeInt4) zero = fma(whole - F16::set1(kMagic), zero_[v], zero);
+            if (V == kCodeInt4 && v >= visible.first_vector && v < visible.end_vector)
+                zero = fma(whole - F16::set1(kMagic), zeros[v], zero);
         }
         auto* to = reinterpret_cast<uint8_t*>(row);
         store_digits(bits, to, to + kTile);
         if constexpr (V == kCodeInt4) digits.zeros[r] = reduce_add(zero);
     }
-
-    const AttendTask& task_;
-    const CodedTile& tile_;
-    const Visible& visible_;
-    int first_row_;
-    const Rows& rows_;
-    AttendScratch& scratch_;
-    F16 scale_[kVectors], zero_[kVectors], scaled_[kVectors], sum_;
-};
+}
 
 }  // namespace octavo::OCTAVO_LEVEL

@@ -10,18 +10,19 @@ namespace octavo::OCTAVO_LEVEL {
 
 enum Factor { kKeyScale, kValueScale, kFactors };
 
-// Loads the factors of a tile's tokens. `key_unit` and `value_unit` are those of decoded codes.
-template <Code K, Code V>
-inline void load_factors(const AttendTask& task, const CodedTile& tile, int head, const Visible& visible,
-                         float key_unit, float value_unit, float* to) {
+// Loads the factors of a tile's tokens. `unit` is code_unit or what stands for it in tiles.
+template <class Unit>
+inline void load_factors(const AttendTask& task, const Tile& tile, int head, const Visible& visible, const Unit& unit,
+                         float* to) {
     const LayerKV& kv = *task.kv;
-    const F16 key_head = F16::set1(kv.key_side.scale(task.kv_head + head) * key_unit);
-    const F16 value_head = F16::set1(kv.value_side.scale(task.kv_head + head) * value_unit);
+    const Code keys = kv.key_side.code, values = kv.value_side.code;
+    const F16 key_head = F16::set1(kv.key_side.scale(task.kv_head + head) * unit(keys));
+    const F16 value_head = F16::set1(kv.value_side.scale(task.kv_head + head) * unit(values));
     for (int v = 0; v < kVectors; ++v, to += 16) {
         F16 key = key_head, value = value_head;
         if (v >= visible.first_vector && v < visible.end_vector) {
-            if constexpr (!is_fp8(K)) key = token_scale(tile.key_field[v][0]);
-            if constexpr (!is_fp8(V)) value = token_scale(tile.value_field[v][0]);
+            if (!is_fp8(keys)) key = token_scale(tile.key_field[v][0]);
+            if (!is_fp8(values)) value = token_scale(tile.value_field[v][0]);
         }
         key.store(to + kKeyScale * kTile);
         value.store(to + kValueScale * kTile);
@@ -29,9 +30,9 @@ inline void load_factors(const AttendTask& task, const CodedTile& tile, int head
 }
 
 // Rotates a query if keys are, and rounds it to bf16.
-template <Code K> inline void load_rounded_query(const AttendTask& task, int head, int row, bf16* to) {
+inline void load_rounded_query(const AttendTask& task, int head, int row, bf16* to) {
     const int dim = task.kv->key_units;
-    if constexpr (K != kCodeInt4) {
+    if (task.kv->key_side.code != kCodeInt4) {
         __builtin_memcpy(to, query_row(task, head, row), int64_t{dim} * 2);
         return;
     }
@@ -42,8 +43,9 @@ template <Code K> inline void load_rounded_query(const AttendTask& task, int hea
 
 // From scratch.scores to scratch.weights, in bf16; updates the rows' maxima and sums. What else the rows' states hold
 // has to be multiplied by `rescale`.
-inline void weigh_decoded_rows(const AttendTask& task, int begin, const Visible& visible, const float* factors,
-                               int first, int count, const Rows& rows, AttendScratch& scratch, float* rescale) {
+[[gnu::noinline]] inline void weigh_decoded_rows(const AttendTask& task, int begin, const Visible& visible,
+                                                 const float* factors, int first, int count, const Rows& rows,
+                                                 AttendScratch& scratch, float* rescale) {
     const auto factor = [&](Factor which, int v) { return F16::load(factors + which * kTile + v * 16); };
     const auto score_of = [&](int r, int v) {
         return F16::load(scratch.scores + r * kTile + v * 16) * factor(kKeyScale, v);

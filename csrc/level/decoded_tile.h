@@ -105,15 +105,20 @@ inline void decode_values_to_pairs(const char* from, const char* next, const cha
 }
 
 // One tile of the context for all rows that see any of it; `visible` is what they see together.
-template <Code K, Code V>
-inline void decode_to_plain(const LayerKV& kv, const CodedTilePair& tiles, const Visible& visible, uint32_t* keys,
+inline void decode_to_plain(const LayerKV& kv, const TilePair& tiles, const Visible& visible, uint32_t* keys,
                             uint32_t* values) {
+    const Tile &now = tiles.now, &next = tiles.next;
     for (int v = visible.first_vector; v < visible.end_vector; ++v) {
-        ask_fields(tiles.next, v);
-        decode_keys_to_pairs<K>(tiles.now.key[v], tiles.next.key[v], tiles.now.key_field[v][1], kv.key_units,
-                                keys + v * int64_t{kv.key_units} * 8);
-        decode_values_to_pairs<V>(tiles.now.value[v], tiles.next.value[v], tiles.now.value_field[v][1], kv.value_dim,
-                                  visible.low - v * 16, visible.high - v * 16, values + v * int64_t{kv.value_dim} * 8);
+        ask_fields(next, v);
+        with_code(kv.key_side.code, [&](auto code) {
+            decode_keys_to_pairs<code>(now.key[v], next.key[v], now.key_field[v][1], kv.key_units,
+                                       keys + v * int64_t{kv.key_units} * 8);
+        });
+        with_code(kv.value_side.code, [&](auto code) {
+            decode_values_to_pairs<code>(now.value[v], next.value[v], now.value_field[v][1], kv.value_dim,
+                                         visible.low - v * 16, visible.high - v * 16,
+                                         values + v * int64_t{kv.value_dim} * 8);
+        });
     }
 }
 

@@ -27,9 +27,8 @@ static_assert(OCTAVO_LEVEL::kGemmRows <= OCTAVO_LEVEL::kMostInterleavedRows);
 extern const Kernels OCTAVO_TABLE;
 const Kernels OCTAVO_TABLE = {
     .name = OCTAVO_NAME,
-    .attend = {OCTAVO_LEVEL::attend<kBf16>, OCTAVO_LEVEL::attend<kF32>},
-    .attend_coded = OCTAVO_LEVEL::attend_any_code,
-    .merge = {OCTAVO_LEVEL::merge<kBf16>, OCTAVO_LEVEL::merge<kF32>},
+    .attend = OCTAVO_LEVEL::attend,
+    .merge = OCTAVO_LEVEL::merge,
     .rope_write = {OCTAVO_LEVEL::rope_write<kBf16>, OCTAVO_LEVEL::rope_write<kF32>},
     .normalise = {{OCTAVO_LEVEL::normalise<kBf16, kRmsNorm>, OCTAVO_LEVEL::normalise<kBf16, kRmsNormRoundedOnce>,
                    OCTAVO_LEVEL::normalise<kBf16, kLayerNorm>},

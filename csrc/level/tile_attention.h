@@ -16,7 +16,7 @@
 // Every row goes through the same steps whatever rows it shares a tile with and whatever the size of a block.
 #pragma once
 
-#include "level/attention_tile.h"
+#include "level/attention_driver.h"
 #include "level/simd/tiles.h"
 
 namespace octavo::OCTAVO_LEVEL {
@@ -27,10 +27,109 @@ constexpr int kTileTokens = 32;  // in one step of values
 // Key heads of other sizes are left to vectors, for prompts and lone tokens alike, so that both have the same bits.
 inline bool keys_fill_tiles(const LayerKV& kv) { return kv.key_units % 8 == 0; }
 
-class TilePasses {
+// What both kinds of passes share: tiles 0 .. 3 are sums, tile 4 the queries or weights, tile 5 keys or values; tiles 6
+// and 7 are `Half` a step, or 6 is another tile of keys or values.
+template <bool Half> class MatrixTiles {
   public:
-    static constexpr bool kPacked = false;  // queries lie as [row][unit]
+    ~MatrixTiles() {
+        if (rows_) release_tiles();
+    }
 
+  protected:
+    static constexpr int kOther = Half ? 5 : 6;  // what odd vectors of keys or values are loaded into
+
+    void configure(int rows) {
+        if (rows == rows_) return;
+        rows_ = rows;
+        TileConfig config;
+        for (int tile = 0; tile < 5; ++tile) config.set(tile, rows, 64);
+        config.set(5, 16, 64);
+        config.set(6, Half ? rows : 16, Half ? 32 : 64);
+        config.set(7, 8, 64);
+        load_tile_config(config);
+    }
+
+    template <int V, int Queries, int Keys> static void add_score(const char* keys, int64_t stride) {
+        tile_load<Keys>(keys, stride);
+        tile_dot_bf16<V, Queries, Keys>();
+    }
+    template <int Queries, int Even, int Odd>
+    static void add_scores(const Tile& tile, const Visible& visible, int64_t at, int64_t stride) {
+        if (visible.first_vector == 0) add_score<0, Queries, Even>(tile.key[0] + at, stride);
+        if (visible.first_vector <= 1 && visible.end_vector > 1) add_score<1, Queries, Odd>(tile.key[1] + at, stride);
+        if (visible.first_vector <= 2 && visible.end_vector > 2) add_score<2, Queries, Even>(tile.key[2] + at, stride);
+        if (visible.end_vector > 3) add_score<3, Queries, Odd>(tile.key[3] + at, stride);
+    }
+    // Keys are [unit][16 tokens], with units `stride` bytes apart; a row of queries has units in `row_units`.
+    template <bool Ask>
+    static void score(const TilePair& tiles, const Visible& visible, int units, int64_t stride, const uint32_t* query,
+                      int64_t row_units, float* scores) {
+        tile_zero<0>();
+        tile_zero<1>();
+        tile_zero<2>();
+        tile_zero<3>();
+        int unit = 0;
+        for (; unit + 16 <= units; unit += 16) {
+            tile_load<4>(query + unit, row_units * 4);
+            add_scores<4, 5, kOther>(tiles.now, visible, unit * stride, stride);
+            if constexpr (Ask)
+                for (int u = unit; u < unit + 16; ++u)
+                    for (int v = 0; v < kVectors; ++v) __builtin_prefetch(tiles.next.key[v] + u * stride, 0, 2);
+        }
+        if constexpr (Half)
+            if (unit < units) {
+                tile_load<6>(query + unit, row_units * 4);
+                add_scores<6, 7, 7>(tiles.now, visible, unit * stride, stride);
+            }
+        tile_store<0>(scores, kTile * 4);
+        tile_store<1>(scores + 16, kTile * 4);
+        tile_store<2>(scores + 32, kTile * 4);
+        tile_store<3>(scores + 48, kTile * 4);
+    }
+
+    static void rescale_rows(const Rows& rows, int first, int count, int width, const float* rescale) {
+        for (int r = 0; r < count; ++r) {
+            if (rescale[r] == 1.0f) continue;
+            float* values = rows.values(first + r);
+            for (int d = 0; d < width; d += 16) (F16::load(values + d) * F16::set1(rescale[r])).store(values + d);
+        }
+    }
+
+    template <int T, int Values> static void add_value(const uint32_t* values, int64_t stride) {
+        tile_load<Values>(values, stride);
+        tile_dot_bf16<T, 4, Values>();
+    }
+    // N x 16 columns of the state. Values are [pair][16 columns]: pairs are `pair_units` apart, and sixteen columns
+    // `column_units`.
+    template <int N>
+    static void add_columns(const uint32_t* weights, const uint32_t* values, int64_t pair_units, int64_t column_units,
+                            const Visible& visible, float* sums, int64_t sums_stride) {
+        const int begin = visible.low / kTileTokens * (kTileTokens / 2);
+        const int end = (visible.high + kTileTokens - 1) / kTileTokens * (kTileTokens / 2);
+        tile_load<0>(sums, sums_stride);
+        if constexpr (N > 1) tile_load<1>(sums + 16, sums_stride);
+        if constexpr (N > 2) tile_load<2>(sums + 32, sums_stride);
+        if constexpr (N > 3) tile_load<3>(sums + 48, sums_stride);
+        for (int pair = begin; pair < end; pair += kTileTokens / 2) {
+            tile_load<4>(weights + pair, kTile * 4);
+            const uint32_t* of_pair = values + pair * pair_units;
+            add_value<0, 5>(of_pair, pair_units * 4);
+            if constexpr (N > 1) add_value<1, kOther>(of_pair + column_units, pair_units * 4);
+            if constexpr (N > 2) add_value<2, 5>(of_pair + 2 * column_units, pair_units * 4);
+            if constexpr (N > 3) add_value<3, kOther>(of_pair + 3 * column_units, pair_units * 4);
+        }
+        tile_store<0>(sums, sums_stride);
+        if constexpr (N > 1) tile_store<1>(sums + 16, sums_stride);
+        if constexpr (N > 2) tile_store<2>(sums + 32, sums_stride);
+        if constexpr (N > 3) tile_store<3>(sums + 48, sums_stride);
+    }
+
+  private:
+    int rows_ = 0;  // that tiles are configured for; 0: none
+};
+
+class TilePasses : MatrixTiles<true> {
+  public:
     TilePasses(int value_dim, AttendScratch& scratch) : stride_(value_dim + 16) {
         for (int pair = 0; pair < kTile / 2; ++pair) {
             uint32_t* column = scratch.values + pair * stride_ + value_dim;
@@ -38,13 +137,28 @@ class TilePasses {
             column[0] = 0x3f803f80;
         }
     }
-    ~TilePasses() {
-        if (configured_) release_tiles();
+
+    // Queries as [row][unit].
+    static void pack(const AttendTask& task, int head, uint32_t* packed, AttendScratch&) {
+        const int units = task.kv->key_units;
+        for (int r = 0; r < task.rows_per_head(); ++r, packed += units)
+            __builtin_memcpy(packed, query_row(task, head, r), units * sizeof(uint32_t));
     }
 
+    void add(const AttendTask& task, const Split& split, const Rows& rows, AttendScratch& scratch) {
+        const int num_rows = task.rows_per_head();
+        each_tile(task, split, [&](int head, const TilePair& tiles) {
+            add_head(task, tiles, scratch.query + head * num_rows * task.kv->key_units, rows.from(head * num_rows),
+                     scratch);
+        });
+    }
+
+    static void finish(const AttendTask&, const Rows&) {}
+
+  private:
     // All rows of one KV head over one tile of the context.
-    void operator()(const AttendTask& task, const TilePair& tiles, const uint32_t* query, const Rows& rows,
-                    AttendScratch& scratch) {
+    void add_head(const AttendTask& task, const TilePair& tiles, const uint32_t* query, const Rows& rows,
+                  AttendScratch& scratch) {
         const int num_rows = task.rows_per_head();
         const Visible visible = visible_tokens(task, tiles.now.begin, 0, num_rows);
         if (visible.nothing()) return;
@@ -61,7 +175,6 @@ class TilePasses {
         }
     }
 
-  private:
     // Rows [begin, begin + count), divided into tiles as evenly as possible.
     void pass_rows(const AttendTask& task, const TilePair& tiles, const uint32_t* query, const Rows& rows,
                    AttendScratch& scratch, int begin, int count) {
@@ -72,11 +185,10 @@ class TilePasses {
             const Visible visible = visible_tokens(task, tiles.now.begin, first, num_rows);
             if (visible.nothing()) continue;
             configure(num_rows);
-            const uint32_t* group_query = query + int64_t{first} * task.kv->key_units;
-            if (task.rows_per_head() <= kTileRows)
-                score<true>(*task.kv, tiles, visible, group_query, scratch.scores);
-            else
-                score<false>(*task.kv, tiles, visible, group_query, scratch.scores);
+            const int units = task.kv->key_units;
+            const auto scores = task.rows_per_head() <= kTileRows ? score<true> : score<false>;
+            scores(tiles, visible, units, int64_t{task.kv->block_size} * 4, query + int64_t{first} * units, units,
+                   scratch.scores);
             float rescale[kTileRows];
             soften_rows<kBf16>(
                 task, tiles.now.begin, visible, first, num_rows, rows, rescale,
@@ -84,24 +196,9 @@ class TilePasses {
                 [&](int r, int v, F16 low, F16 high, float) {
                     store_both(low, high, reinterpret_cast<bf16*>(scratch.weights + r * kTile) + v * 16);
                 });
-            for (int r = 0; r < num_rows; ++r) {
-                if (rescale[r] == 1.0f) continue;
-                float* values = rows.values(first + r);
-                for (int d = 0; d < stride_; d += 16) (F16::load(values + d) * F16::set1(rescale[r])).store(values + d);
-            }
+            rescale_rows(rows, first, num_rows, stride_, rescale);
             add_values(visible, first, rows, scratch);
         }
-    }
-
-    void configure(int rows) {
-        if (rows == configured_) return;
-        configured_ = rows;
-        TileConfig config;
-        for (int tile = 0; tile < 5; ++tile) config.set(tile, rows, 64);
-        config.set(5, 16, 64);
-        config.set(6, rows, 32);
-        config.set(7, 8, 64);
-        load_tile_config(config);
     }
 
     // Copies the values of the tile's visible tokens, with zeros for the others. Returns false if a row that does not
@@ -137,77 +234,11 @@ class TilePasses {
         return reduce_max(shift_right<15>(special) & U16::set1(0x00010001)) == 0;
     }
 
-    template <int V, int Queries, int Keys> static void add_score(const char* keys, int64_t stride) {
-        tile_load<Keys>(keys, stride);
-        tile_dot_bf16<V, Queries, Keys>();
-    }
-    template <int Queries, int Keys>
-    static void add_scores(const TilePair& tiles, const Visible& visible, int64_t at, int64_t stride) {
-        if (visible.first_vector == 0) add_score<0, Queries, Keys>(tiles.now.key[0] + at, stride);
-        if (visible.first_vector <= 1 && visible.end_vector > 1)
-            add_score<1, Queries, Keys>(tiles.now.key[1] + at, stride);
-        if (visible.first_vector <= 2 && visible.end_vector > 2)
-            add_score<2, Queries, Keys>(tiles.now.key[2] + at, stride);
-        if (visible.end_vector > 3) add_score<3, Queries, Keys>(tiles.now.key[3] + at, stride);
-    }
-    template <bool Ask>
-    static void score(const LayerKV& kv, const TilePair& tiles, const Visible& visible, const uint32_t* query,
-                      float* scores) {
-        const int64_t stride = int64_t{kv.block_size} * 4, query_stride = int64_t{kv.key_units} * 4;
-        tile_zero<0>();
-        tile_zero<1>();
-        tile_zero<2>();
-        tile_zero<3>();
-        int unit = 0;
-        for (; unit + 16 <= kv.key_units; unit += 16) {
-            tile_load<4>(query + unit, query_stride);
-            add_scores<4, 5>(tiles, visible, unit * stride, stride);
-            if constexpr (Ask)
-                for (int u = unit; u < unit + 16; ++u)
-                    for (int v = 0; v < kVectors; ++v) __builtin_prefetch(tiles.next.key[v] + u * stride, 0, 2);
-        }
-        if (unit < kv.key_units) {
-            tile_load<6>(query + unit, query_stride);
-            add_scores<6, 7>(tiles, visible, unit * stride, stride);
-        }
-        tile_store<0>(scores, kTile * 4);
-        tile_store<1>(scores + 16, kTile * 4);
-        tile_store<2>(scores + 32, kTile * 4);
-        tile_store<3>(scores + 48, kTile * 4);
-    }
-
-    template <int T> static void add_value(const uint32_t* values, int64_t stride) {
-        tile_load<5>(values, stride);
-        tile_dot_bf16<T, 4, 5>();
-    }
-    // N x 16 columns of the state: dimensions, and the sum after the last of them.
-    template <int N>
-    static void add_columns(const uint32_t* weights, const uint32_t* values, int64_t stride, int begin, int end,
-                            float* sums, int64_t sums_stride) {
-        tile_load<0>(sums, sums_stride);
-        if constexpr (N > 1) tile_load<1>(sums + 16, sums_stride);
-        if constexpr (N > 2) tile_load<2>(sums + 32, sums_stride);
-        if constexpr (N > 3) tile_load<3>(sums + 48, sums_stride);
-        for (int pair = begin; pair < end; pair += kTileTokens / 2) {
-            tile_load<4>(weights + pair, kTile * 4);
-            const uint32_t* of_pair = values + pair * (stride / 4);
-            add_value<0>(of_pair, stride);
-            if constexpr (N > 1) add_value<1>(of_pair + 16, stride);
-            if constexpr (N > 2) add_value<2>(of_pair + 32, stride);
-            if constexpr (N > 3) add_value<3>(of_pair + 48, stride);
-        }
-        tile_store<0>(sums, sums_stride);
-        if constexpr (N > 1) tile_store<1>(sums + 16, sums_stride);
-        if constexpr (N > 2) tile_store<2>(sums + 32, sums_stride);
-        if constexpr (N > 3) tile_store<3>(sums + 48, sums_stride);
-    }
+    // The columns are dimensions, and the sum after the last of them.
     void add_values(const Visible& visible, int first_row, const Rows& rows, const AttendScratch& scratch) const {
-        const int64_t stride = int64_t{stride_} * 4, sums_stride = int64_t{rows.stride()} * 4;
-        const int begin = visible.low / kTileTokens * (kTileTokens / 2);
-        const int end = (visible.high + kTileTokens - 1) / kTileTokens * (kTileTokens / 2);
         const auto add = [&]<int N>(int column) {
-            add_columns<N>(scratch.weights, scratch.values + column, stride, begin, end,
-                           rows.values(first_row) + column, sums_stride);
+            add_columns<N>(scratch.weights, scratch.values + column, stride_, 16, visible,
+                           rows.values(first_row) + column, int64_t{rows.stride()} * 4);
         };
         int column = 0;
         for (; column + 64 <= stride_; column += 64) add.template operator()<4>(column);
@@ -216,7 +247,6 @@ class TilePasses {
     }
 
     int stride_;  // of scratch.values, in units
-    int configured_ = 0;
 };
 
 }  // namespace octavo::OCTAVO_LEVEL

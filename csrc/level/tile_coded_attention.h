@@ -16,20 +16,16 @@
 
 namespace octavo::OCTAVO_LEVEL {
 
-template <Code K, Code V> class CodedTilePasses {
+class CodedTilePasses : MatrixTiles<false> {
   public:
-    ~CodedTilePasses() {
-        if (configured_) release_tiles();
-    }
-
     // Packs queries as [row][dim] bf16, with each row in the space of `dim` floats.
     static void pack(const AttendTask& task, int head, uint32_t* packed, AttendScratch&) {
         const int dim = task.kv->key_units;
         for (int r = 0; r < task.rows_per_head(); ++r, packed += dim)
-            load_rounded_query<K>(task, head, r, reinterpret_cast<bf16*>(packed));
+            load_rounded_query(task, head, r, reinterpret_cast<bf16*>(packed));
     }
 
-    void add(const AttendTask& task, const CodedSplit& split, const Rows& rows, AttendScratch& scratch) {
+    void add(const AttendTask& task, const Split& split, const Rows& rows, AttendScratch& scratch) {
         const int num_rows = task.rows_per_head();
         for (int head = 0; head < task.kv_heads; ++head) {
             decode(task, split, head, scratch);
@@ -37,14 +33,14 @@ template <Code K, Code V> class CodedTilePasses {
             for (int64_t group = 0; group < groups.count; ++group) {
                 const int first = static_cast<int>(groups.begin(group));
                 add_rows(task, split, head, first, static_cast<int>(groups.begin(group + 1)) - first,
-                         Rows{rows.values(head * num_rows), rows.value_dim}, scratch);
+                         rows.from(head * num_rows), scratch);
             }
         }
     }
 
     // Reorders columns to dimensions.
     static void finish(const AttendTask& task, const Rows& total) {
-        if constexpr (!is_fp8(V)) return;
+        if (!is_fp8(task.kv->value_side.code)) return;
         int column[kMaxHeadDim];
         for (int d = 0; d < total.value_dim; ++d) column[d] = value_column(d);
         float columns[kMaxHeadDim];
@@ -55,18 +51,19 @@ template <Code K, Code V> class CodedTilePasses {
     }
 
   private:
-    static void decode(const AttendTask& task, const CodedSplit& split, int head, AttendScratch& scratch) {
+    static void decode(const AttendTask& task, const Split& split, int head, AttendScratch& scratch) {
         const LayerKV& kv = *task.kv;
-        CodedTile now = locate_coded(task, head, split.begin, split.end_position), next = now;
+        Tile now = locate(task, head, split.begin, split.end_position), next = now;
         uint32_t *keys = scratch.keys, *values = scratch.decoded;
         float* factors = scratch.factors;
         for (int begin = split.begin; begin < split.end; begin += kTile) {
-            if (begin + kTile < split.end_position) next = locate_coded(task, head, begin + kTile, split.end_position);
+            if (begin + kTile < split.end_position) next = locate(task, head, begin + kTile, split.end_position);
             const Visible visible = visible_tokens(task, begin, 0, task.rows_per_head());
-            decode_tile_keys<K>(kv, {now, next}, visible, keys);
-            decode_tile_values<V>(kv, {now, next}, visible, values);
+            with_code(kv.key_side.code, [&](auto code) { decode_tile_keys<code>(kv, {now, next}, visible, keys); });
+            with_code(kv.value_side.code,
+                      [&](auto code) { decode_tile_values<code>(kv, {now, next}, visible, values); });
             for (int v = visible.first_vector; v < visible.end_vector; ++v) ask_fields(next, v);
-            load_factors<K, V>(task, now, head, visible, tile_unit(K), tile_unit(V), factors);
+            load_factors(task, now, head, visible, tile_unit, factors);
             keys += keys_size(kv), values += values_size(kv), factors += kFactors * kTile;
             now = next;
         }
@@ -75,18 +72,8 @@ template <Code K, Code V> class CodedTilePasses {
     static int64_t keys_size(const LayerKV& kv) { return int64_t{kv.key_units} * (kTile / 2); }
     static int64_t values_size(const LayerKV& kv) { return int64_t{kv.value_dim} * (kTile / 2); }
 
-    void configure(int rows) {
-        if (rows == configured_) return;
-        configured_ = rows;
-        TileConfig config;
-        for (int tile = 0; tile < 6; ++tile) config.set(tile, rows, 64);
-        config.set(6, 16, 64);
-        config.set(7, 16, 64);
-        load_tile_config(config);
-    }
-
     // Rows [first, first + count) of one head over the split.
-    void add_rows(const AttendTask& task, const CodedSplit& split, int head, int first, int count, const Rows& rows,
+    void add_rows(const AttendTask& task, const Split& split, int head, int first, int count, const Rows& rows,
                   AttendScratch& scratch) {
         const LayerKV& kv = *task.kv;
         const int64_t row = head * task.rows_per_head() + first;
@@ -96,81 +83,21 @@ template <Code K, Code V> class CodedTilePasses {
         for (int begin = split.begin; begin < split.end; begin += kTile) {
             const Visible visible = visible_tokens(task, begin, first, count);
             if (!visible.nothing()) {
-                score(kv, visible, query, keys, scratch);
-                weigh(task, begin, visible, factors, first, count, rows, scratch);
-                add_values(kv, visible, first, rows, values, scratch);
+                Tile tile{};
+                for (int v = 0; v < kVectors; ++v)
+                    tile.key[v] = reinterpret_cast<const char*>(keys + v * keys_size(kv) / kVectors);
+                score<false>({tile, tile}, visible, kv.key_units / 2, 64, query, kv.key_units, scratch.scores);
+                float rescale[kTileRows];
+                weigh_decoded_rows(task, begin, visible, factors, first, count, rows, scratch, rescale);
+                rescale_rows(rows, first, count, rows.value_dim, rescale);
+                constexpr int64_t kColumns = kTile / 2 * 16;  // units per sixteen columns
+                for (int column = 0; column < kv.value_dim; column += 64)
+                    add_columns<4>(scratch.weights, values + column / 16 * kColumns, 16, kColumns, visible,
+                                   rows.values(first) + column, int64_t{rows.stride()} * 4);
             }
             keys += keys_size(kv), values += values_size(kv), factors += kFactors * kTile;
         }
     }
-
-    template <int Sums, int Keys> static void add_score(const void* keys) {
-        tile_load<Keys>(keys, 64);
-        tile_dot_bf16<Sums, 4, Keys>();
-    }
-    static void score(const LayerKV& kv, const Visible& visible, const uint32_t* query, const uint32_t* keys,
-                      AttendScratch& scratch) {
-        const int64_t query_stride = int64_t{kv.key_units} * 4, stride = keys_size(kv) / kVectors;
-        tile_zero<0>();
-        tile_zero<1>();
-        tile_zero<2>();
-        tile_zero<3>();
-        for (int64_t at = 0; at < stride; at += 256, query += 16) {
-            tile_load<4>(query, query_stride);
-            if (visible.first_vector == 0) add_score<0, 6>(keys + at);
-            if (visible.first_vector <= 1 && visible.end_vector > 1) add_score<1, 7>(keys + stride + at);
-            if (visible.first_vector <= 2 && visible.end_vector > 2) add_score<2, 6>(keys + 2 * stride + at);
-            if (visible.end_vector > 3) add_score<3, 7>(keys + 3 * stride + at);
-        }
-        tile_store<0>(scratch.scores, kTile * 4);
-        tile_store<1>(scratch.scores + 16, kTile * 4);
-        tile_store<2>(scratch.scores + 32, kTile * 4);
-        tile_store<3>(scratch.scores + 48, kTile * 4);
-    }
-
-    static void weigh(const AttendTask& task, int begin, const Visible& visible, const float* factors, int first,
-                      int count, const Rows& rows, AttendScratch& scratch) {
-        float rescale[kTileRows];
-        weigh_decoded_rows(task, begin, visible, factors, first, count, rows, scratch, rescale);
-        for (int r = 0; r < count; ++r) {
-            if (rescale[r] == 1.0f) continue;
-            float* values = rows.values(first + r);
-            for (int d = 0; d < rows.value_dim; d += 16)
-                (F16::load(values + d) * F16::set1(rescale[r])).store(values + d);
-        }
-    }
-
-    template <int Sums, int Values> static void add_column(const uint32_t* values) {
-        tile_load<Values>(values, 64);
-        tile_dot_bf16<Sums, 4, Values>();
-    }
-    static void add_values(const LayerKV& kv, const Visible& visible, int first, const Rows& rows,
-                           const uint32_t* values, const AttendScratch& scratch) {
-        constexpr int64_t kColumns = kTile / 2 * 16;  // units per sixteen columns
-        const int64_t stride = int64_t{rows.stride()} * 4;
-        const int begin = visible.low / kTileTokens * (kTileTokens / 2);
-        const int end = (visible.high + kTileTokens - 1) / kTileTokens * (kTileTokens / 2);
-        float* sums = rows.values(first);
-        for (int column = 0; column < kv.value_dim; column += 64, sums += 64, values += 4 * kColumns) {
-            tile_load<0>(sums, stride);
-            tile_load<1>(sums + 16, stride);
-            tile_load<2>(sums + 32, stride);
-            tile_load<3>(sums + 48, stride);
-            for (int pair = begin; pair < end; pair += kTileTokens / 2) {
-                tile_load<4>(scratch.weights + pair, kTile * 4);
-                add_column<0, 6>(values + pair * 16);
-                add_column<1, 7>(values + kColumns + pair * 16);
-                add_column<2, 6>(values + 2 * kColumns + pair * 16);
-                add_column<3, 7>(values + 3 * kColumns + pair * 16);
-            }
-            tile_store<0>(sums, stride);
-            tile_store<1>(sums + 16, stride);
-            tile_store<2>(sums + 32, stride);
-            tile_store<3>(sums + 48, stride);
-        }
-    }
-
-    int configured_ = 0;
 };
 
 }  // namespace octavo::OCTAVO_LEVEL

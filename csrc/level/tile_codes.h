@@ -59,7 +59,7 @@ inline U16 zeros_of_tokens(const char* field) {
 
 // Decodes the keys of one tile of the context for all rows that see any of it; `visible` is what they see together.
 template <Code K>
-inline void decode_tile_keys(const LayerKV& kv, const CodedTilePair& tiles, const Visible& visible, uint32_t* to) {
+inline void decode_tile_keys(const LayerKV& kv, const TilePair& tiles, const Visible& visible, uint32_t* to) {
     const int64_t bytes = int64_t{kv.key_units} * (K == kCodeInt4 ? 8 : 16);  // of 16 tokens' codes
     const CodeWords words = code_words<is_fp8(K) ? K : kCodeInt8>();
     for (int v = visible.first_vector; v < visible.end_vector; ++v) {
@@ -83,7 +83,7 @@ inline void decode_tile_keys(const LayerKV& kv, const CodedTilePair& tiles, cons
 }
 // Decodes the values of 16 tokens, with zeros for tokens that no row sees.
 template <Code V>
-inline void decode_vector(const LayerKV& kv, const CodedTilePair& tiles, int v, const Visible& visible,
+inline void decode_vector(const LayerKV& kv, const TilePair& tiles, int v, const Visible& visible,
                                  uint32_t* values) {
     constexpr int kTokens = is_fp8(V) ? 2 : 4;  // stored together, or decoded together
     const CodeWords words = code_words<is_fp8(V) ? V : kCodeInt8>();
@@ -122,7 +122,7 @@ inline void decode_vector(const LayerKV& kv, const CodedTilePair& tiles, int v, 
 
 // Decodes the values of one tile of the context, in whole steps of 32 tokens.
 template <Code V>
-inline void decode_tile_values(const LayerKV& kv, const CodedTilePair& tiles, const Visible& visible, uint32_t* to) {
+inline void decode_tile_values(const LayerKV& kv, const TilePair& tiles, const Visible& visible, uint32_t* to) {
     for (int v = visible.first_vector / 2 * 2; v < (visible.end_vector + 1) / 2 * 2; ++v)
         decode_vector<V>(kv, tiles, v, visible, to);
 }

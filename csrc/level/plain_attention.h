@@ -1,4 +1,4 @@
-// Attention of up to 48 query rows over the blocks of their KV heads.
+// Attention of up to 48 query rows over plain blocks, in vectors.
 //
 // A tile is 64 tokens. A row's scores of one tile live in four vectors, then as 32-bit units of weights:
 //
@@ -12,21 +12,7 @@
 //
 // Only a row's weights are summed across lanes, once, at the end. Every row goes through the same operations in the
 // same order whatever rows it shares a pass with, and a tile that is masked for a row leaves its bits unchanged.
-#pragma once
-
-#include "level/attention_softmax.h"
-#include "level/interleave.h"
-
-namespace octavo::OCTAVO_LEVEL {
-
-constexpr int kLinesAskedTwice = 16;  // cache lines per row, see TilePair
-
-struct Tile {
-    const char* key[kVectors];    // of the 16 tokens' first unit
-    const char* value[kVectors];  // of the 16 tokens' first pair
-    int begin;                    // absolute position of the tile's first token
-};
-
+//
 // Tiles come in pieces of one block and head each, too short for the hardware to predict the next one: while one tile
 // is read, each of its loads prefetches the same place in the next tile. Prefetches go to L2, since the few buffers for
 // L1 misses would allow only half the bandwidth. A prefetch that finds the queue full is dropped, so the softmax, which
@@ -37,9 +23,13 @@ struct Tile {
 //
 // This reads a seventh more from DRAM, from blocks and from contiguous memory alike. If the rows need more than one
 // pass, as in prompts, computing a tile takes longer than fetching the next one, and nothing is prefetched.
-struct TilePair {
-    Tile now, next;
-};
+#pragma once
+
+#include "level/attention_driver.h"
+
+namespace octavo::OCTAVO_LEVEL {
+
+constexpr int kLinesAskedTwice = 16;  // cache lines per row
 
 // scores[r][v * 16 ..] for rows [0, R) and vectors [first, first + N).
 template <Storage S, int R, int N, bool Ask>
@@ -118,8 +108,8 @@ inline void value_pass(const LayerKV& kv, const TilePair& tiles, int begin_unit,
 
 // The same for all dimensions.
 template <Storage S, int R, bool Ask>
-inline void all_values(const LayerKV& kv, const TilePair& tiles, int begin_unit, int end_unit, const uint32_t* weights,
-                       const float* rescale, const Rows& rows, int first_row) {
+[[gnu::noinline]] void all_values(const LayerKV& kv, const TilePair& tiles, int begin_unit, int end_unit,
+                                  const uint32_t* weights, const float* rescale, const Rows& rows, int first_row) {
     const auto pass = [&]<int N>(int dim) {
         value_pass<S, R, N, Ask>(kv, tiles, begin_unit, end_unit, dim, weights, rescale, rows, first_row);
     };
@@ -162,9 +152,9 @@ inline void score_rows(const LayerKV& kv, const TilePair& tiles, const Visible& 
 }
 
 // From scratch.scores to scratch.weights; adds the weights as rounded to the rows' sums. Returns what soften_rows does.
-template <Storage S, int R, bool Ask>
+template <Storage S, bool Ask>
 [[gnu::noinline]] bool weigh_rows(const AttendTask& task, const TilePair& tiles, const Visible& visible, int first_row,
-                                  const Rows& rows, AttendScratch& scratch, float* rescales) {
+                                  int count, const Rows& rows, AttendScratch& scratch, float* rescales) {
     const U16 ones = U16::set1(S == kBf16 ? 0x3f803f80 : 0x3f800000);
     F16 sum;
     const auto score = [&](int r, int v) { return F16::load(scratch.scores + r * kTile + v * 16); };
@@ -183,7 +173,7 @@ template <Storage S, int R, bool Ask>
         float* row_sum = rows.sum(first_row + r);
         fma(F16::load(row_sum), F16::set1(rescale), sum).store(row_sum);
     };
-    return soften_rows<S>(task, tiles.now.begin, visible, first_row, R, rows, rescales, score, ask, weigh);
+    return soften_rows<S>(task, tiles.now.begin, visible, first_row, count, rows, rescales, score, ask, weigh);
 }
 
 // Adds the weighted values of a tile that not all rows see: units that all of them see together, and what a row sees
@@ -214,7 +204,7 @@ void tile_rows(const AttendTask& task, const TilePair& tiles, const Visible& vis
                const uint32_t* query, const Rows& rows, AttendScratch& scratch) {
     float rescale[R];
     score_rows<S, R, Ask>(*task.kv, tiles, visible, query, scratch.scores);
-    const bool rescales = weigh_rows<S, R, Ask>(task, tiles, visible, first_row, rows, scratch, rescale);
+    const bool rescales = weigh_rows<S, Ask>(task, tiles, visible, first_row, R, rows, scratch, rescale);
     if (visible.all)
         all_values<S, R, Ask>(*task.kv, tiles, 0, kTile / kPair<S>, scratch.weights, rescales ? rescale : nullptr, rows,
                               first_row);
@@ -222,119 +212,37 @@ void tile_rows(const AttendTask& task, const TilePair& tiles, const Visible& vis
         add_visible_values<S, R, Ask>(task, tiles, first_row, rows, scratch.weights, rescale);
 }
 
-// All rows of one KV head over one tile of the context, in vectors.
-template <Storage S> class RowPasses {
-  public:
-    static constexpr bool kPacked = true;  // queries lie as [group of kMaxRows rows][unit][row in group]
-    void operator()(const AttendTask& task, const TilePair& tiles, const uint32_t* query, const Rows& rows,
-                    AttendScratch& scratch) const {
-        const int num_rows = task.rows_per_head();
-        const Visible visible = visible_tokens(task, tiles.now.begin, 0, num_rows);
-        if (visible.nothing()) return;
-        if (num_rows <= kMaxRows) return pass<true>(num_rows, task, tiles, visible, 0, query, rows, scratch);
-        for (int first = 0; first < num_rows; first += kMaxRows) {
-            const int count = min(num_rows - first, kMaxRows);
-            const Visible of_group = visible.all ? visible : visible_tokens(task, tiles.now.begin, first, count);
-            if (!of_group.nothing()) pass<false>(count, task, tiles, of_group, first, query, rows, scratch);
-            query += task.kv->key_units * count;
-        }
+// One KV head's rows over one tile after the other.
+template <Storage S> struct RowPasses {
+    static void pack(const AttendTask& task, int head, uint32_t* packed, AttendScratch&) {
+        const int units = task.kv->key_units, num_rows = task.rows_per_head();
+        for (int r = 0; r < num_rows; ++r)  // the hardware does not prefetch rows that are far apart
+            for (int at = 0; at < units * 4; at += 64) __builtin_prefetch(query_row(task, head, r) + at);
+        pack_groups<1>(num_rows, units, packed,
+                       [&](int row, int, const char** from) { *from = query_row(task, head, row); });
     }
+
+    static void add(const AttendTask& task, const Split& split, const Rows& rows, AttendScratch& scratch) {
+        const int num_rows = task.rows_per_head(), units = task.kv->key_units;
+        each_tile(task, split, [&](int head, const TilePair& tiles) {
+            const Visible visible = visible_tokens(task, tiles.now.begin, 0, num_rows);
+            if (visible.nothing()) return;
+            const uint32_t* of_head = scratch.query + head * num_rows * units;
+            const Rows state = rows.from(head * num_rows);
+            if (num_rows <= kMaxRows) return pass<true>(num_rows, task, tiles, visible, 0, of_head, state, scratch);
+            each_group(num_rows, units, of_head, [&](int first, int count, const uint32_t* query) {
+                const Visible of_group = visible.all ? visible : visible_tokens(task, tiles.now.begin, first, count);
+                if (!of_group.nothing()) pass<false>(count, task, tiles, of_group, first, query, state, scratch);
+            });
+        });
+    }
+
+    static void finish(const AttendTask&, const Rows&) {}
 
   private:
     template <bool Ask, class... Arguments> static void pass(int count, Arguments&&... arguments) {
         with_constant<kMaxRows>(count, [&](auto constant) { tile_rows<S, constant, Ask>(arguments...); });
     }
 };
-
-inline const char* query_row(const AttendTask& task, int head, int row) {
-    return task.query + row / task.group_size * task.query_token_stride +
-           (head * task.group_size + row % task.group_size) * task.query_head_stride;
-}
-
-// Copies queries to [row][unit], or to [group of kMaxRows rows][unit][row in group], where broadcasts are read
-// sequentially.
-template <bool Packed> void pack_query(const AttendTask& task, int head, uint32_t* packed) {
-    const int units = task.kv->key_units, num_rows = task.rows_per_head();
-    if constexpr (!Packed) {
-        for (int r = 0; r < num_rows; ++r)
-            __builtin_memcpy(packed + r * units, query_row(task, head, r), units * sizeof(uint32_t));
-        return;
-    }
-    for (int r = 0; r < num_rows; ++r)  // the hardware does not prefetch rows that are far apart
-        for (int at = 0; at < units * 4; at += 64) __builtin_prefetch(query_row(task, head, r) + at);
-    for (int first = 0; first < num_rows; first += kMaxRows) {
-        const int count = min(num_rows - first, kMaxRows);
-        const char* from[kMaxRows];
-        for (int r = 0; r < count; ++r) from[r] = query_row(task, head, first + r);
-        with_constant<kMaxRows>(count, [&](auto constant) { interleave_rows<constant>(from, units, packed); });
-        packed += units * count;
-    }
-}
-
-inline Tile locate_tile(const AttendTask& task, int head, int begin, int end_position) {
-    const LayerKV& kv = *task.kv;
-    Tile tile;
-    tile.begin = begin;
-    for (int v = 0; v < kVectors; ++v) {
-        const int position = begin + v * 16 < end_position ? begin + v * 16 : begin;  // never past the table
-        const int64_t block = task.block_table[position / kv.block_size];
-        const int64_t offset = position % kv.block_size;
-        tile.key[v] = kv.key + block * kv.key_block_stride + (task.kv_head + head) * kv.key_head_stride + offset * 4;
-        tile.value[v] = kv.value + block * kv.value_block_stride + (task.kv_head + head) * kv.value_head_stride +
-                        offset * kv.value_dim * (kv.storage == kBf16 ? 2 : 4);
-    }
-    return tile;
-}
-
-// Computes the state of all the task's rows over one split of the context.
-template <class Pass>
-void attend_split(const AttendTask& task, int split, const Rows& rows, AttendScratch& scratch, Pass& pass) {
-    const int rows_per_head = task.rows_per_head(), units = task.kv->key_units;
-    const int end_position = task.first_position + task.num_tokens;
-    const int first_seen = task.first_position - task.window + 1 > 0 ? task.first_position - task.window + 1 : 0;
-    const int start = (split * kSplit > first_seen ? split * kSplit : first_seen) / kTile * kTile;
-    const int end = end_position - split * kSplit < kSplit ? end_position : (split + 1) * kSplit;
-    rows.clear(task.kv_heads * rows_per_head);
-    TilePair tiles;
-    tiles.next = locate_tile(task, 0, start, end_position);
-    for (int begin = start; begin < end; begin += kTile)
-        // All the heads of a few blocks one after the other, as they are adjacent in memory.
-        for (int head = 0; head < task.kv_heads; ++head) {
-            const bool last_head = head + 1 == task.kv_heads, last_tile = begin + kTile >= end_position;
-            tiles.now = tiles.next;
-            if (!last_head || !last_tile)
-                tiles.next =
-                    locate_tile(task, last_head ? 0 : head + 1, last_head ? begin + kTile : begin, end_position);
-            pass(task, tiles, scratch.query + head * rows_per_head * units,
-                 Rows{rows.values(head * rows_per_head), rows.value_dim}, scratch);
-        }
-}
-
-template <Storage S, class Pass> void attend_by(const AttendTask& task, AttendScratch& scratch, Pass pass) {
-    const int num_rows = task.kv_heads * task.rows_per_head(), value_dim = task.kv->value_dim;
-    for (int head = 0; head < task.kv_heads; ++head)
-        pack_query<Pass::kPacked>(task, head, scratch.query + head * task.rows_per_head() * task.kv->key_units);
-    StateTree tree(scratch.states, num_rows, value_dim);
-    for (int split = task.split_begin; split < task.split_end; ++split) {
-        attend_split(task, split, tree.next(), scratch, pass);
-        tree.add(split);
-    }
-    const Rows total = tree.total();
-    if (task.partial)
-        __builtin_memcpy(task.partial, total.base, sizeof(float) * num_rows * total.stride());
-    else
-        finish_rows<S>(task, total, scratch);
-}
-
-template <Storage S> void merge(const AttendTask& task, int first_node, int count, AttendScratch& scratch) {
-    const int num_rows = task.kv_heads * task.rows_per_head(), value_dim = task.kv->value_dim;
-    StateTree tree(scratch.states, num_rows, value_dim);
-    const int64_t size = int64_t{num_rows} * (value_dim + kRowState);
-    for (int i = 0; i < count; ++i) {
-        __builtin_memcpy(tree.next().base, task.partial + i * size, size * sizeof(float));
-        tree.add(first_node + i);
-    }
-    finish_rows<S>(task, tree.total(), scratch);
-}
 
 }  // namespace octavo::OCTAVO_LEVEL
