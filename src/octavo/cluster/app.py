@@ -189,6 +189,8 @@ class _Collector:
         fallbacks = selection.fallbacks.items()
         yield counter("fallbacks", "Servers chosen without looking at the prompt.", ["reason"], fallbacks)
         yield counter("broken_streams", "Answers that a server left unfinished.", [], [((), stats.broken_streams)])
+        yield counter("choices", "Servers chosen.", [], [((), stats.choices)])
+        yield counter("choice_seconds", "Time spent choosing them.", [], [((), stats.choice_seconds)])
         yield counter("prompt_tokens", "Tokens of prompts looked at.", [], [((), stats.prompt_tokens)])
         cached = "Of these, tokens that the chosen server had cached, as the index knew."
         yield counter("cached_tokens", cached, [], [((), stats.cached_tokens)])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -173,6 +174,7 @@ class RouterStats:
         self.requests: Counter[tuple[str, str]] = Counter()  # by server and class of status
         self.retries: Counter[str] = Counter()  # by reason
         self.broken_streams = 0
+        self.choices, self.choice_seconds = 0, 0.0
         self.prompt_tokens = self.cached_tokens = 0  # of prompts that were looked at; as the index knew it
 
 
@@ -292,7 +294,10 @@ class _Relayed(Response):
                 left = [worker for worker in self._router.workers.healthy(job.model) if worker not in job.workers]
             if not left:
                 break
+            began = time.perf_counter()
             ticket = await self._router.selection.choose(left, job.prompt)
+            self._router.stats.choices += 1
+            self._router.stats.choice_seconds += time.perf_counter() - began
             try:
                 if await self._send_to(ticket, send, is_last=len(left) == 1):
                     return
