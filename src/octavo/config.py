@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 from octavo.errors import ConfigError, shown
 from octavo.limits import DEFAULT_LIMITS, RequestLimits
 from octavo.option import MILLISECONDS, SECONDS, Options, Unit, option, options_of
+from octavo.speculative_config import METHODS, SpeculativeConfig
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_EVICTION_POLICY: Literal["adaptive"] = "adaptive"
@@ -356,6 +357,14 @@ class EngineConfig(Options):
     async_scheduling: bool | None = _scheduling(
         None, "plan the next step while a step is computed; default: on a GPU only"
     )
+    speculative_config: str | dict | None = _scheduling(  # type: ignore[type-arg]  # noqa: RUF009 (the default is None)
+        None,
+        "JSON object that turns on speculative decoding (docs/serve/speculation.md): tokens are drafted from text that "
+        f"is known, verified several at once, and the output stays the same; method: {' or '.join(METHODS)}; "
+        "num_speculative_tokens (8), prompt_lookup_min (3), prompt_lookup_max (8)",
+        metavar="JSON",
+        read=lambda given: str(SpeculativeConfig.parse(given)),
+    )
     limits: RequestLimits = _scheduling(  # noqa: RUF009 (the default is frozen)
         DEFAULT_LIMITS,
         "the most that one request may ask for, such as max_n=128,max_tools=16; docs/operate/limits.md lists all",
@@ -406,6 +415,11 @@ class EngineConfig(Options):
             raise ConfigError("kv_host_memory is for prefixes, but enable_prefix_caching is off: it would find nothing")
         if self.kv_events is not None and not self.enable_prefix_caching:
             raise ConfigError("kv_events_config publishes what prefixes are cached, but enable_prefix_caching is off")
+        if self.speculative_config is not None and self.async_scheduling:
+            raise ConfigError(
+                "async_scheduling plans a step before the token is known that a draft must follow: "
+                "give speculative_config or async_scheduling, not both"
+            )
         if self.preemption_mode == "swap" and self.swap_space == 0:
             raise ConfigError("preemption_mode is 'swap', but swap_space is 0: nothing could be swapped")
 

@@ -82,6 +82,8 @@ class SequenceState:
         fetch: its blocks on the way from a store, or arrived, until it is admitted.
         is_held: whether it waits for a restart that lets it run.
         last_served: the turn in which it last had a token, while streams take turns.
+        token_index: its tokens, in which drafts are looked for.
+        followed: its last draft, and how many of its drafts' tokens came true.
     """
 
     place: Place | None = None
@@ -90,6 +92,8 @@ class SequenceState:
     fetch: Any = None
     is_held: bool = False
     last_served: int = 0
+    token_index: Any = None
+    followed: Any = None
 
     @property
     def placed(self) -> Place:

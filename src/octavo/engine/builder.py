@@ -120,8 +120,8 @@ def build_engine(config: EngineConfig) -> EngineCore:
         eos_token_ids=facts.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
         grammars=grammars,
         tiers=tiers,
-        plans_ahead=facts.device == "cuda" if config.async_scheduling is None else config.async_scheduling,
         publisher=publisher,
+        plans_ahead=_plans_ahead(config, facts),
     )
     logger.info("%s; loaded in %.1f s", core.summary, time.perf_counter() - started)
     return core
@@ -133,6 +133,13 @@ def _start_publisher(config: EngineConfig, kv: KVCacheManager) -> NullPublisher:
     if kv.spec.groups[0].window is not None:
         raise ConfigError("kv_events_config: the model has no layer with full attention, so no prefix can be announced")
     return KVEventPublisher(events, kv.events, kv.spec.block_size)
+
+
+def _plans_ahead(config: EngineConfig, facts: RunnerFacts) -> bool:
+    """Whether steps are planned ahead: not with drafts, which follow a token that must be known."""
+    if config.speculative_config is not None:
+        return False
+    return facts.device == "cuda" if config.async_scheduling is None else config.async_scheduling
 
 
 _Text = tuple[Tokenizer | None, GrammarCompiler]

@@ -27,12 +27,17 @@ from octavo.text.tokenizer import Tokenizer
 FinishSequence = Callable[[Sequence, FinishReason, int | str | None], None]
 
 
-def read(detokenizer: IncrementalDetokenizer, update: SequenceUpdate) -> str:
-    """Return the text that an update adds, including all text held back if it ends its sequence."""
+def read(detokenizer: IncrementalDetokenizer, update: SequenceUpdate, first: int = 0) -> str:
+    """Return the text that an update adds, including all text held back if it ends its sequence.
+
+    Args:
+        first: number of its tokens that were read before.
+    """
     # The token that ended the sequence is not part of its text, unless the request wants it.
     keeps_end = update.seq.request.params.include_stop_str_in_output
     ended_by_token = update.finish_reason is FinishReason.STOP and not keeps_end
-    text = detokenizer.append(update.token_ids[:-1] if ended_by_token else update.token_ids)
+    token_ids = update.token_ids[first:] if first else update.token_ids
+    text = detokenizer.append(token_ids[:-1] if ended_by_token else token_ids)
     return text if update.finish_reason is None else text + detokenizer.flush()
 
 
@@ -67,6 +72,7 @@ class StopStrings:
         failed: dict[RequestId, tuple[Request, Exception]] = {}
         if not self._detokenizers:
             return []
+        ended: set[RequestId] = set()
         for update in updates:
             request = update.seq.request
             detokenizers = self._detokenizers.get(request.request_id)
@@ -75,23 +81,35 @@ class StopStrings:
                     self._take_in(detokenizers[update.seq.index], update)
                 except Exception as error:
                     failed[request.request_id] = (request, error)
+                if request.finished:
+                    ended.add(request.request_id)
+        for request_id in ended:
+            self.forget(request_id)  # not before, because other sequences of it may have ended in this step too
         for request, _ in failed.values():
             for seq in request.sequences:
                 self._finish(seq, FinishReason.ERROR, None)
         return list(failed.values())
 
     def _take_in(self, detokenizer: IncrementalDetokenizer, update: SequenceUpdate) -> None:
-        seq = update.seq
+        seq, text = update.seq, ""
+        first = len(update.token_ids) - 1 if seq.request.search is None else 0
+        if first:
+            # A step may give a sampled sequence several tokens, and none must follow a stop string.
+            before = detokenizer.num_tokens
+            text = detokenizer.append(update.token_ids[:first])
+            if detokenizer.stop_string is not None:
+                update.cut(detokenizer.num_tokens - before)
         # Nearly all tokens end nothing, and this runs for each of them.
-        ends = update.finish_reason is not None
-        update.text = read(detokenizer, update) if ends else detokenizer.append(update.token_ids)
+        if update.finish_reason is not None:
+            text += read(detokenizer, update, first)
+        elif detokenizer.stop_string is None:
+            text += detokenizer.append(update.token_ids[first:] if first else update.token_ids)
+        update.text = text
         if (found := detokenizer.stop_string) is not None:
             self._finish(seq, FinishReason.STOP, found)
             # The token that completed the stop string may also have reached the length limit.
             seq.finish_reason, seq.stop_reason = FinishReason.STOP, found
             update.note_end()
-        if update.finish_reason is not None and seq.request.finished:
-            self.forget(seq.request.request_id)
 
 
 @dataclass(slots=True)

@@ -156,6 +156,14 @@ class KVCacheManager:
         chain, most = self.holdings.matchable(seq)
         return self._matcher.ends_at(chain, num_tokens // self.spec.block_size, min(most, _COMPARED_BLOCKS))
 
+    def tokens_after(self, seq: Sequence, most: int) -> tuple[int, ...]:
+        """Return at most `most` tokens that followed all tokens of a running sequence before, as far as is cached."""
+        if not self.caches_prefixes:
+            return ()
+        chain, size = self.holdings[seq].chain, self.spec.block_size
+        chain.grow(seq.num_tokens, seq.tokens)
+        return self.prefix_cache.tokens_after(chain, seq.tokens(len(chain) * size, seq.num_tokens), most)
+
     @property
     def version(self) -> int:
         """A number that changes with every block published or evicted; meanwhile `match_on_device` finds the same."""
@@ -319,6 +327,17 @@ class KVCacheManager:
             for table in holding.tables:
                 table.append(next(blocks))
             holding.capacity = (length + 1) * size
+        return True
+
+    def trim(self, seq: Sequence) -> bool:
+        """Release the blocks behind a sequence's next token; returns whether there were any."""
+        holding, num_blocks = self.holdings[seq], self.spec.blocks_for_tokens(seq.num_computed + 1)
+        if holding.capacity <= num_blocks * self.spec.block_size:
+            return False
+        for table in holding.tables:
+            self.pool.release(table[num_blocks:])
+            del table[num_blocks:]
+        holding.capacity = num_blocks * self.spec.block_size
         return True
 
     def commit(self, seq: Sequence) -> None:

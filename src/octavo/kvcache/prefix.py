@@ -10,6 +10,7 @@ published again has its children at once.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -72,6 +73,28 @@ class PrefixIndex:
         self._width = self._block_size * TOKEN_BYTES
         self._in_tree = [window is None for window in windows]
         self._unsalted_root = root_hash(*self._identity, "")
+        # The block published last after each prefix, if drafts ask for it; only of one group outside windows.
+        self._latest_child: dict[bytes, BlockId] | None = None
+        self._tree = self._in_tree.index(True) if any(self._in_tree) else None
+
+    def remember_children(self) -> None:
+        """Record from now on which block follows which, for `tokens_after`."""
+        if self._tree is not None:
+            self._latest_child = {}
+
+    def tokens_after(self, chain: TokenChain, tail: Sequence[int], most: int) -> tuple[int, ...]:
+        """Return at most `most` tokens that followed a chain and `tail`, less than a block, in published blocks.
+
+        Of several continuations, that which was published last.
+        """
+        children, found = self._latest_child, array("i")
+        key, skipped = bytes(chain.key(len(chain))), len(tail)
+        while children is not None and len(found) < skipped + most and (block_id := children.get(key)) is not None:
+            found.frombytes(self._blocks.token_bytes(block_id))
+            if len(found) == self._block_size and found[:skipped].tolist() != list(tail):
+                return ()
+            key = group_key(self._tree or 0, self._blocks.key(block_id))  # the key of the prefix, without the group
+        return tuple(found[skipped : skipped + most])
 
     def full_blocks(self, token_ids: Sequence[int], salt: str) -> FullBlocks:
         """Return the full blocks of a prompt, packed and hashed for `chain`. O(tokens), thread-safe."""
@@ -119,6 +142,8 @@ class PrefixIndex:
         blocks.parents[block_id * DIGEST_BYTES : (block_id + 1) * DIGEST_BYTES] = chain.key(index)
         blocks.groups[block_id] = group if index and self._in_tree[group] else OUTSIDE
         blocks.sources[block_id] = chain.source
+        if self._latest_child is not None and group == self._tree:
+            self._latest_child[bytes(chain.key(index))] = block_id
         return True
 
     def drop(self, block_ids: Sequence[BlockId]) -> None:
@@ -127,6 +152,10 @@ class PrefixIndex:
         if blocks.keys.discard(block_ids) != len(block_ids):
             raise KeyError(f"not all of these blocks are published: {block_ids}")
         for block_id in block_ids:
+            if self._latest_child is not None and blocks.groups[block_id] in (self._tree, OUTSIDE):
+                parent = blocks.parent_prefix(block_id)
+                if self._latest_child.get(parent) == block_id:
+                    del self._latest_child[parent]
             blocks.groups[block_id] = UNPUBLISHED
             blocks.sources[block_id] = None
 

@@ -157,7 +157,6 @@ class _Streams:
     def __init__(self, rows: Rows, sampling: SamplingBatch, tables: list[np.ndarray], inputs: StepInputs) -> None:
         count = len(rows)
         self.rows = rows
-        self.query_start = np.arange(count + 1, dtype=np.int32)
         self.follows_tokens = False
         self._tables = tables
         self._num_prompt_tokens = sampling.records["num_prompt_tokens"].copy()
@@ -299,15 +298,18 @@ class BatchBuilder:
         self._streams = None
         starts = np.array(plan.starts, dtype=np.int64)
         lengths = np.array(plan.lengths, dtype=np.int64)
-        query_start = np.zeros(len(rows) + 1, dtype=np.int32)
-        np.cumsum(lengths, out=query_start[1:])
-        self.sequences.sampling.count(rows, plan.starts, query_start, plan.token_ids)
+        own = np.array(plan.draws, dtype=np.int64)  # at the last positions of each row; siblings draw at the very last
+        for row, siblings in plan.sibling_seeds.items():
+            own[row] -= len(siblings)
+        query_start = _bounds(lengths)
+        is_verified = own > 1
+        num_drafted = np.where(is_verified, lengths - 1, 0)
+        self.sequences.sampling.count(rows, plan.starts, query_start, plan.token_ids, num_drafted)
+        attention = (rows, starts, lengths, query_start)
+        if is_verified.any():
+            attention = _one_by_one(*attention, is_verified)
         return self._with_rows_to_sample(
-            plan,
-            rows,
-            starts + lengths,
-            query_start,
-            self._attention_batch(rows, starts, lengths, query_start),
+            plan, rows, own, starts + lengths, query_start, self._attention_batch(*attention)
         )
 
     def forget(self, plan: StepPlan) -> None:
@@ -317,12 +319,14 @@ class BatchBuilder:
 
     def _build_streams(self, plan: StepPlan, rows: Rows) -> StepBatch:
         same, table = self._streams, self.sequences
-        if same is None or same.rows is not rows:
+        is_new = same is None or same.rows is not rows
+        follows = table.sampling.follows(rows) if same is None or is_new else same.follows_tokens
+        if follows:
+            table.sampling.count(rows, plan.starts, np.arange(len(rows) + 1, dtype=np.int32), plan.token_ids)
+        if same is None or is_new:
             sampling = table.sampling.batch(rows, np.zeros(len(rows), np.int64))
             same = self._streams = _Streams(rows, sampling, table.tables, self.inputs or self._new_inputs(len(rows)))
-            same.follows_tokens = table.sampling.follows(rows)
-        if same.follows_tokens:
-            table.sampling.count(rows, plan.starts, same.query_start, plan.token_ids)
+            same.follows_tokens = follows
         same.write(plan, self._block_size)
         self._drawing_rows = rows
         return same.batch
@@ -364,14 +368,18 @@ class BatchBuilder:
         )
 
     def _with_rows_to_sample(
-        self, plan: StepPlan, rows: Rows, ends: np.ndarray, query_start: np.ndarray, attention: AttentionBatch
+        self,
+        plan: StepPlan,
+        rows: Rows,
+        own: np.ndarray,
+        ends: np.ndarray,
+        query_start: np.ndarray,
+        attention: AttentionBatch,
     ) -> StepBatch:
         draws = np.array(plan.draws, dtype=np.int64)
-        own = draws.copy()  # at the last positions of each row; siblings draw at the very last
         first_draw = np.cumsum(draws) - draws
         seeds = []
         for row, siblings in plan.sibling_seeds.items():
-            own[row] -= len(siblings)
             seeds += [(int(first_draw[row] + own[row]) + place, seed) for place, seed in enumerate(siblings)]
         first_index = np.cumsum(own) - own
         indices = np.repeat(query_start[1:] - own - first_index, own) + np.arange(own.sum())
@@ -412,3 +420,27 @@ class BatchBuilder:
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return to_device(array, self._device)
+
+
+def _bounds(lengths: np.ndarray) -> npt.NDArray[np.int32]:
+    """Return the index of each row's first token, and the number of all tokens: int32 [rows + 1]."""
+    bounds = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=bounds[1:])
+    return bounds
+
+
+def _one_by_one(
+    rows: Rows, starts: np.ndarray, lengths: np.ndarray, query_start: np.ndarray, is_verified: np.ndarray
+) -> tuple[Rows, np.ndarray, np.ndarray, np.ndarray]:
+    """Return the rows for attention, in which each token of a row that verifies a draft is a row of its own.
+
+        rows      | 4: 4 tokens from 10 | 7: 1 from 30 |        row 4 verifies 3 tokens
+        returned  | 4: 1 from 10 | 4: 1 from 11 | 4: 1 from 12 | 4: 1 from 13 | 7: 1 from 30 |
+
+    All keys and values of a step are written before any is read, so such a row reads those of the tokens before it.
+    """
+    num_parts = np.where(is_verified, lengths, 1)
+    first = np.cumsum(num_parts) - num_parts
+    place = np.arange(num_parts.sum()) - np.repeat(first, num_parts)
+    part_lengths = np.repeat(np.where(is_verified, 1, lengths), num_parts)
+    return np.repeat(rows, num_parts), np.repeat(starts, num_parts) + place, part_lengths, _bounds(part_lengths)

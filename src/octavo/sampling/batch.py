@@ -280,6 +280,9 @@ class SamplingTable:
         self._records = np.zeros(max_rows, dtype=_RECORD)
         self._following = np.zeros(max_rows, dtype=np.bool_)  # whether tokens must be counted, or followed by a grammar
         self._states: list[SamplingState | None] = [None] * max_rows
+        # By row that verifies a draft and must be told its tokens: the state before each of them and after the last,
+        # and the number of tokens in the first. The next step's start says which of them holds.
+        self._along: dict[int, tuple[int, list[SamplingState]]] = {}
 
     def put(self, row: int, state: SamplingState) -> None:
         self._records[row] = _record(state.snapshot)
@@ -296,23 +299,36 @@ class SamplingTable:
     def clear(self, row: int) -> None:
         self._following[row] = False
         self._states[row] = None
+        self._along.pop(row, None)
 
     def follows(self, rows: npt.NDArray[np.int64]) -> bool:
         """Whether any sequence's tokens must be passed to `count`."""
         return bool(self._following[rows].any())
 
     def count(
-        self, rows: npt.NDArray[np.int64], starts: Seq[int], bounds: npt.NDArray[np.int32], token_ids: Seq[int]
+        self,
+        rows: npt.NDArray[np.int64],
+        starts: Seq[int],
+        bounds: npt.NDArray[np.int32],
+        token_ids: Seq[int],
+        num_drafted: npt.NDArray[np.int64] | None = None,
     ) -> None:
         """Count a step's tokens for penalties, and let grammars follow them; tokens already known are skipped.
 
         Args:
             starts: position of each row's first token.
             bounds: row i has token_ids[bounds[i] : bounds[i + 1]].
+            num_drafted: int64 [rows]; the last tokens of each row that are unverified. None if none is.
         """
         for i in np.flatnonzero(self._following[rows]).tolist():
-            state = self._state(int(rows[i]))
+            row = int(rows[i])
+            if (along := self._along.pop(row, None)) is not None:
+                first, states = along
+                self._states[row] = states[starts[i] - first]
+            state = self._state(row)
             begin, end = int(bounds[i]), int(bounds[i + 1])
+            drafted = token_ids[end - int(num_drafted[i]) : end] if num_drafted is not None else ()
+            end -= len(drafted)
             if (counts := state.counts) is not None:
                 for token_id in token_ids[begin + counts.num_tokens - starts[i] : end]:
                     counts.append(token_id)
@@ -321,6 +337,13 @@ class SamplingTable:
                 if begin + of_prompt < end:
                     first = starts[i] + of_prompt - state.snapshot.num_prompt_tokens
                     grammar.follow(first, token_ids[begin + of_prompt : end])
+            if drafted:
+                assert state.grammar is None, "sequences with grammars verify no drafts"
+                states = [state]
+                for token_id in drafted:
+                    states.append(states[-1].fork())
+                    _counts(states[-1]).append(token_id)
+                self._along[row] = starts[i] + 1, states
 
     def batch(
         self, rows: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64], seeds: Iterable[tuple[int, int]] = ()
@@ -334,14 +357,23 @@ class SamplingTable:
         records = self._records[rows]
         for draw, seed in seeds:
             records[draw]["seed"] = seed & _MASK_64
-        return SamplingBatch(
-            records, num_tokens - records["num_prompt_tokens"], [self._state(row) for row in rows.tolist()]
-        )
+        states = [self._state(row) for row in rows.tolist()]
+        if self._along:
+            for draw, (row, count) in enumerate(zip(rows.tolist(), num_tokens.tolist(), strict=True)):
+                if (along := self._along.get(row)) is not None:
+                    first, following = along
+                    states[draw] = following[count - first]
+        return SamplingBatch(records, num_tokens - records["num_prompt_tokens"], states)
 
     def _state(self, row: int) -> SamplingState:
         state = self._states[row]
         assert state is not None, f"row {row} holds no sequence"
         return state
+
+
+def _counts(state: SamplingState) -> TokenCounts:
+    assert state.counts is not None, "its tokens are counted"
+    return state.counts
 
 
 def _words(token_ids: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:

@@ -18,11 +18,14 @@ from octavo.config import EngineConfig
 from octavo.kvcache.eviction import EvictionPolicy
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec
+from octavo.scheduler.drafts import DraftMethod, NgramMethod, SuffixMethod
 from octavo.scheduler.fetching import Fetching
 from octavo.scheduler.policy import make_policy
 from octavo.scheduler.preemption import Preemption, RestoreSpeed
 from octavo.scheduler.scheduler import DEFAULT_WATERMARK, Scheduler, SchedulerConfig
+from octavo.scheduler.speculation import Speculator
 from octavo.scheduler.waiting import PrefixLengths
+from octavo.speculative_config import SpeculativeConfig
 
 
 def assemble_cache(
@@ -101,7 +104,19 @@ def assemble_scheduler(
         preemption=Preemption(_preemption_mode(config, kv), kv.holdings, speed),
         prefixes=PrefixLengths(kv) if by_prefix else None,
         fetching=fetching,
+        speculator=_speculator(config, kv, max_model_len),
     )
+
+
+def _speculator(config: EngineConfig, kv: KVCacheManager, max_model_len: int) -> Speculator | None:
+    if config.speculative_config is None:
+        return None
+    wanted = SpeculativeConfig.parse(config.speculative_config)
+    method: DraftMethod = NgramMethod(wanted.prompt_lookup_min, wanted.prompt_lookup_max)
+    if wanted.method == "suffix":
+        kv.prefix_cache.remember_children()
+        method = SuffixMethod(kv, method)
+    return Speculator(method, wanted.num_speculative_tokens, max_model_len)
 
 
 def _preemption_mode(config: EngineConfig, kv: KVCacheManager) -> Literal["auto", "recompute", "swap"]:

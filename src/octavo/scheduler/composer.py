@@ -37,6 +37,7 @@ from octavo.request import Sequence, SequenceId, SequenceStatus
 from octavo.scheduler.admission import MOST_REFUSED, Admission
 from octavo.scheduler.lifecycle import Lifecycle
 from octavo.scheduler.plan_builder import PlannedRows
+from octavo.scheduler.speculation import Drafts, Speculator
 from octavo.scheduler.step_budget import LatencyTarget, StepBudget
 from octavo.scheduler.stream_turns import StreamTurns
 
@@ -50,6 +51,7 @@ class StepDraft:
         streams: sequences that compute one token.
         chunks: sequences that compute prompt tokens, and how many.
         admitted: those of `chunks` that have just been admitted.
+        drafts: those of `streams` that verify a draft, and its tokens.
         copied: sequences whose first block to write to is a new copy.
         copies: block copies to make before anything is computed.
     """
@@ -59,6 +61,7 @@ class StepDraft:
         self.streams: list[Sequence] = []
         self.chunks: dict[SequenceId, tuple[Sequence, int]] = {}
         self.admitted: set[SequenceId] = set()
+        self.drafts: Drafts = {}
         self.copied: set[SequenceId] = set()
         self.copies: list[BlockCopy] = []
 
@@ -72,6 +75,7 @@ class StepComposer:
     Args:
         latency: the latency target, which limits the time of prompts, and that of streams of several tenants; if
             None, only the number of tokens is limited.
+        speculator: chooses drafts to verify; if None, no step verifies any.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class StepComposer:
         *,
         max_num_batched_tokens: int,
         latency: LatencyTarget | None,
+        speculator: Speculator | None = None,
     ) -> None:
         self._lifecycle = lifecycle
         self._kv = lifecycle.kv
@@ -91,6 +96,7 @@ class StepComposer:
         self._admission = admission
         self._max_tokens = max_num_batched_tokens
         self._latency = latency
+        self._speculator = speculator
         self._turns = StreamTurns(latency)
         self._stalled: Sequence | None = None  # the first in order of service, if it found no blocks in the last step
         self._lacked_blocks = False  # whether a step composed ahead lacked some, for which others may have to yield
@@ -107,7 +113,22 @@ class StepComposer:
             idle = [seq for seq in order if not seq.num_missing]
             self._lifecycle.preempt_one_of(idle or order[1:] or order)
             self._share(draft)
+        if self._speculator is not None and draft.streams and not draft.chunks:
+            self._add_drafts(self._speculator, draft)
         return draft
+
+    def _add_drafts(self, speculator: Speculator, draft: StepDraft) -> None:
+        """Let streams verify drafts, as far as there are blocks that nobody has to yield."""
+        most_rows = self._max_tokens - len(draft.streams)
+        for seq_id, (seq, tokens) in speculator.choose(draft.streams, most_rows).items():
+            place = seq.state.placed
+            if seq.num_computed + 1 + len(tokens) > place.capacity:
+                if self._kv.extend(seq, 1 + len(tokens), self._tenants.room) is not None:
+                    self._running.grew(seq)
+                else:
+                    tokens = tokens[: place.capacity - seq.num_computed - 1]
+            if tokens:
+                draft.drafts[seq_id] = seq, tokens
 
     def compose_ahead(self, computing: PlannedRows, *, num_ending: int) -> StepDraft:
         """Decide on the step after the one in flight, with the tokens that it draws pending (`PlanBuilder.pending`).
@@ -115,6 +136,7 @@ class StepComposer:
         The draft is empty if the result must be awaited first, which is so in these cases and no others:
 
         - A beam runs, or a sequence whose grammar must follow its token, or siblings are about to fork.
+        - A draft is being verified, so that it is not known how far its sequence gets.
         - A waiting sequence may be admitted, or claim a place. It may share a prefix that is being computed.
         - Streams need blocks that are shared, or that a tenant or the pool does not have: others may have to yield.
           Prompts take what is available, but the next step is not composed ahead then.
@@ -126,7 +148,7 @@ class StepComposer:
             num_ending: how many of their sequences draw their last token, so that others may have their places.
         """
         draft, waits = StepDraft(ahead=True), len(self._waiting) > 0
-        if self._running.num_awaiting or any(len(draws) > 1 for draws in computing.draws):
+        if self._running.num_awaiting or computing.drafts or any(len(draws) > 1 for draws in computing.draws):
             return draft
         if waits and (num_ending or self._policy.may_claim or self._admission.may_admit):
             return draft

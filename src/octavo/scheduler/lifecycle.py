@@ -190,6 +190,12 @@ class Lifecycle:
                 self.finish(seq, reason)
         return request
 
+    def trim(self, seq: Sequence) -> None:
+        """Give back the blocks that a sequence took for drafted tokens that were not accepted."""
+        if seq.status is SequenceStatus.RUNNING and self.kv.trim(seq):
+            place = self.running.grew(seq)
+            place.num_sent = min(place.num_sent, place.held)
+
     def fail(self, request: Request, error: Exception) -> None:
         """End a request whose handling raised an exception; `take_failures` reports it."""
         for seq in request.sequences:

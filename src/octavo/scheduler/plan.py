@@ -139,8 +139,9 @@ class StepPlan(NamedTuple):
         step: the plan's number, counted from 1.
         token_ids: the tokens of all rows, concatenated.
         draws: by row, the number of tokens that it draws: one after each of its last positions, and one after the very
-            last for each of `sibling_seeds`. 0 while a prompt is unfinished. The scheduler lets no row draw at several
-            positions yet, as verifying several tokens of a sequence would.
+            last for each of `sibling_seeds`. 0 while a prompt is unfinished. A row that draws at several positions
+            verifies a draft: all its tokens but the first are unverified. Each of its tokens is computed by itself, as
+            in a decode, so that it is rounded as it would be without a draft.
         sibling_seeds: by row, the seeds of draws for the request's other parallel samples, when their prompt ends.
         scores: positions to score, of rows whose prompt's log-probabilities are wanted.
         pools: positions to sum, of rows whose prompt's embedding is wanted.
@@ -234,6 +235,7 @@ class SequenceUpdate:
     Attributes:
         logprobs: one entry per token if they are known, else empty.
         cumulative_logprob: sum of the known log-probabilities of the sequence up to these tokens.
+        earlier_logprob: the same sum before these tokens.
         finish_reason: None unless these tokens are its last.
         text: the text that the tokens add, if already detokenized (`engine/processor.py`).
     """
@@ -242,9 +244,23 @@ class SequenceUpdate:
     token_ids: Seq[int]
     logprobs: Seq[TokenLogprobs] = ()
     cumulative_logprob: float = 0.0
+    earlier_logprob: float = 0.0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     text: str | None = None
+
+    def cut(self, count: int) -> None:
+        """Take all tokens but the first `count` back from the sequence, because it ends before them."""
+        if count == len(self.token_ids):
+            return
+        del self.seq.output_token_ids[count - len(self.token_ids) :]
+        self.token_ids, self.logprobs = self.token_ids[:count], self.logprobs[:count]
+        if self.logprobs:
+            self.cumulative_logprob = self.earlier_logprob
+            for known in self.logprobs:
+                self.cumulative_logprob += known.logprob
+            self.seq.cumulative_logprob = self.cumulative_logprob
+        self.finish_reason = self.stop_reason = None
 
     def note_end(self) -> None:
         """Copy the finish and stop reasons of the sequence, if it has ended."""

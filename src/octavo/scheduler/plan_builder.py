@@ -32,20 +32,26 @@ class PlannedRows(NamedTuple):
     Attributes:
         sequences: the sequence of each row.
         num_streams: the number of first rows that compute one token and draw one, each for its own sequence.
-        draws: for each row after the streams, the sequences that draw a token from it.
+        draws: for each row after the streams, the sequences that draw a token after its last.
+        drafts: by row, the tokens that it verifies, after each of which its sequence draws too.
     """
 
     sequences: list[Sequence]
     num_streams: int
     draws: list[tuple[Sequence, ...]]
+    drafts: dict[int, tuple[int, ...]]
 
     @property
     def drawing(self) -> list[Sequence]:
         """The sequence of each draw."""
-        return [*self.sequences[: self.num_streams], *(seq for draws in self.draws for seq in draws)]
+        drawing = self.sequences[: self.num_streams]
+        for row, draws in enumerate(self.draws, start=self.num_streams):
+            drawing += draws[:1] * len(self.drafts.get(row, ()))
+            drawing += draws
+        return drawing
 
 
-_NO_ROWS = PlannedRows([], 0, [])
+_NO_ROWS = PlannedRows([], 0, [], {})
 
 
 class _InFlight(NamedTuple):
@@ -66,7 +72,7 @@ class PlanBuilder:
         drop, fork      between two steps or while one is collected, in the order in which they happen
 
     Attributes:
-        sequences, num_streams, draws: rows of the step being collected, as in `PlannedRows`.
+        sequences, num_streams, draws, drafts: rows of the step being collected, as in `PlannedRows`.
         num_tokens: number of tokens collected so far.
         copies: block copies to make before the step computes.
     """
@@ -85,6 +91,7 @@ class PlanBuilder:
     def _clear(self) -> None:
         self.sequences: list[Sequence] = []
         self.draws: list[tuple[Sequence, ...]] = []
+        self.drafts: dict[int, tuple[int, ...]] = {}
         self.num_streams = 0
         self.num_tokens = 0
         self.copies: list[BlockCopy] = []
@@ -142,24 +149,36 @@ class PlanBuilder:
         """The rows of the plan whose result is awaited; of two plans, the first."""
         return self._in_flight[0].rows if self._in_flight else _NO_ROWS
 
-    def add(self, seq: Sequence, num_new: int, draws: tuple[Sequence, ...], *, copied: bool = False) -> None:
+    def add(
+        self,
+        seq: Sequence,
+        num_new: int,
+        draws: tuple[Sequence, ...],
+        *,
+        draft: tuple[int, ...] = (),
+        copied: bool = False,
+    ) -> None:
         """Add a row that computes the next `num_new` tokens of a sequence, whose tables have room for them.
 
         Args:
             draws: the sequences that draw the token after these; `seq` is the first.
+            draft: tokens that may follow, to be verified, for which the tables have room too.
             copied: whether the block of the first of these tokens is a copy that the runner does not know yet.
         """
         start = seq.num_computed
         end = start + num_new
-        self._send(seq, start, end, copied=copied)
+        self._send(seq, start, end + len(draft), copied=copied)
+        if draft:
+            self.drafts[len(self.sequences)] = draft
         if len(draws) > 1:
             self._sibling_seeds[len(self.sequences)] = tuple(sibling.seed for sibling in draws[1:])
         self.sequences.append(seq)
         self.draws.append(draws)
         self._starts.append(start)
-        self._lengths.append(num_new)
+        self._lengths.append(num_new + len(draft))
         self._token_ids.extend(seq.tokens(start, end))
-        self.num_tokens += num_new
+        self._token_ids.extend(draft)
+        self.num_tokens += num_new + len(draft)
 
     def add_streams(self, seqs: Iterable[Sequence], copied: Container[SequenceId]) -> list[Sequence]:
         """Add rows that compute the last token of each sequence and draw the next: `add` for many at once.
@@ -206,13 +225,16 @@ class PlanBuilder:
         if not self.sequences:
             return StepPlan()
         self._step += 1
-        rows = PlannedRows(self.sequences, self.num_streams, self.draws)
+        rows = PlannedRows(self.sequences, self.num_streams, self.draws, self.drafts)
+        draws = [1] * self.num_streams + list(map(len, self.draws))
+        for row, draft in self.drafts.items():
+            draws[row] += len(draft)
         plan = StepPlan(
             step=self._step,
             seq_ids=tuple([seq.seq_id for seq in rows.sequences]),
             starts=tuple(self._starts),
             lengths=tuple(self._lengths),
-            draws=(1,) * self.num_streams + tuple(map(len, self.draws)),
+            draws=tuple(draws),
             num_streams=self.num_streams,
             token_ids=tuple(self._token_ids),
             sibling_seeds=self._sibling_seeds,

@@ -12,6 +12,7 @@ from octavo.request import FinishReason, Request, Sequence, SequenceStatus
 from octavo.scheduler.beam import BeamDecoding
 from octavo.scheduler.lifecycle import Lifecycle
 from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
+from octavo.scheduler.plan_builder import PlannedRows
 from octavo.sequence_state import Place
 
 
@@ -35,14 +36,9 @@ class ResultApplier:
             return (seq,)
         return (seq, *(s for s in siblings if s.status is SequenceStatus.FORK_PENDING))
 
-    def apply(
-        self,
-        plan: StepPlan,
-        result: StepResult,
-        sequences: Seq[Sequence],
-        draws: Seq[tuple[Sequence, ...]],
-    ) -> list[SequenceUpdate]:
-        """Advance the sequence of each row; `draws` holds the drawing sequences of each row after the streams."""
+    def apply(self, plan: StepPlan, result: StepResult, rows: PlannedRows) -> list[SequenceUpdate]:
+        """Advance the sequence of each row."""
+        sequences = rows.sequences
         for scores, logprobs in zip(plan.scores, result.prompt_logprobs, strict=True):
             sequences[scores.row].request.prompt_logprobs.extend(logprobs)
         for pool, total in zip(plan.pools, result.pooled, strict=True):
@@ -61,10 +57,24 @@ class ResultApplier:
                 seq.output_token_ids.append(token_id)
                 updates.append(SequenceUpdate(seq, (token_id,)))
         draw = plan.num_streams
-        for row, drawing in enumerate(draws, start=plan.num_streams):
-            self._advance(sequences[row], plan.starts[row] + plan.lengths[row], drawing, draw, result, updates)
-            draw += len(drawing)
+        for row, drawing in enumerate(rows.draws, start=plan.num_streams):
+            computed, accepted = plan.starts[row] + plan.lengths[row], 0
+            if draft := rows.drafts.get(row, ()):
+                accepted = self._num_accepted(sequences[row], draft, result.token_ids[draw : draw + len(draft)])
+                computed -= len(draft) - accepted
+            self._advance(sequences[row], computed, drawing, draw, result, updates, accepted)
+            if accepted < len(draft):
+                self._lifecycle.trim(sequences[row])
+            draw += len(draft) + len(drawing)
         return updates
+
+    def _num_accepted(self, seq: Sequence, draft: Seq[int], drawn: Seq[int]) -> int:
+        """Return how many tokens of a draft were drawn too, up to the one that ends the sequence, exclusively."""
+        num_output = len(seq.output_token_ids)
+        for place, (token_id, wanted) in enumerate(zip(drawn, draft, strict=True)):
+            if token_id != wanted or self._ending(seq, token_id, num_output + place + 1) is not None:
+                return place
+        return len(draft)
 
     def _advance(
         self,
@@ -74,19 +84,28 @@ class ResultApplier:
         draw: int,
         result: StepResult,
         updates: list[SequenceUpdate],
+        num_accepted: int = 0,
     ) -> None:
-        """Advance any row: the sequences in `drawing` get the draws from number `draw` on."""
+        """Advance any row: the sequences in `drawing` get the draws from number `draw` on.
+
+        Args:
+            num_accepted: of a row that verifies a draft, the number of its tokens that are computed and stay; the only
+                sequence gets as many draws, and then one more.
+        """
         if seq.status is SequenceStatus.FINISHED:
             return  # it was ended when the update of a sibling failed, or after the step was planned
         request = seq.request
         try:
+            seq.output_token_ids.extend(result.token_ids[draw : draw + num_accepted])
             seq.num_computed = num_computed
             place = seq.state.placed
             self._lifecycle.policy.computed(seq)
             self._publish(seq, place)
             search = request.search
-            if drawing:
-                (self._append if search is None else search.take)(drawing, draw, result, updates)
+            if drawing and search is None:
+                self._append(drawing, draw, result, updates, num_accepted)
+            elif drawing:
+                search.take(drawing, draw, result, updates)
             if search is None and not request.params.needs_logprobs:
                 # The last token's key and value are never computed.
                 place.slow_path_at = min(place.publish_at, seq.max_num_tokens(self._max_model_len) - 1)
@@ -101,24 +120,34 @@ class ResultApplier:
             size = self._kv.spec.block_size
             place.publish_at = 0 if self._kv.slides else computed - computed % size + size
 
-    def _append(self, seqs: Seq[Sequence], first_draw: int, result: StepResult, updates: list[SequenceUpdate]) -> None:
+    def _append(
+        self,
+        seqs: Seq[Sequence],
+        first_draw: int,
+        result: StepResult,
+        updates: list[SequenceUpdate],
+        num_accepted: int,
+    ) -> None:
         """Append to each sequence the token it drew, and what its grammar forces after it.
 
         Args:
             seqs: the one that computed the prompt, whose blocks are committed, and those that are forked from it.
+            num_accepted: draws before these, which the only sequence has appended already.
         """
         for sibling in seqs[1:]:
             self._lifecycle.fork(seqs[0], sibling)
         logprobs_of, forced = result.logprobs, result.forced
-        for draw, seq in enumerate(seqs, start=first_draw):
-            update = SequenceUpdate(seq, (result.token_ids[draw],))
+        for draw, seq in enumerate(seqs, start=first_draw + num_accepted):
+            update = SequenceUpdate(seq, result.token_ids[draw - num_accepted : draw + 1])
+            update.earlier_logprob = seq.cumulative_logprob
             if draw in logprobs_of:
-                update.logprobs = (logprobs_of[draw],)
-                seq.cumulative_logprob += logprobs_of[draw].logprob
+                update.logprobs = tuple(logprobs_of[i] for i in range(draw - num_accepted, draw + 1))
+                for known in update.logprobs:
+                    seq.cumulative_logprob += known.logprob
             update.cumulative_logprob = seq.cumulative_logprob
             if draw in forced:
                 update.token_ids = (*update.token_ids, *forced[draw])
-            for length, token_id in enumerate(update.token_ids, start=1):
+            for length, token_id in enumerate(update.token_ids[num_accepted:], start=num_accepted + 1):
                 seq.output_token_ids.append(token_id)
                 if self._ends(seq, token_id):
                     update.token_ids = update.token_ids[:length]
@@ -128,16 +157,21 @@ class ResultApplier:
 
     def _ends(self, seq: Sequence, token_id: int) -> bool:
         """End a sequence if its last token does; returns whether it has ended."""
+        if (ending := self._ending(seq, token_id, len(seq.output_token_ids))) is None:
+            return False
+        self._lifecycle.finish(seq, *ending)
+        return True
+
+    def _ending(self, seq: Sequence, token_id: int, num_output: int) -> tuple[FinishReason, int | None] | None:
+        """Return the finish and stop reasons of a sequence if its output token number `num_output` ends it."""
         params = seq.request.params
-        num_output = len(seq.output_token_ids)
         # A grammar allows end-of-sequence before `min_tokens` or despite `ignore_eos` only if no other token fits.
         is_structured = params.structured_outputs is not None
-        finish = self._lifecycle.finish
         if num_output >= params.min_tokens or is_structured:
             if token_id in seq.request.eos_token_ids and (is_structured or not params.ignore_eos):
-                finish(seq, FinishReason.STOP)
-            elif token_id in params.stop_token_ids:
-                finish(seq, FinishReason.STOP, token_id)
-        if num_output >= (params.max_tokens or 1) or seq.num_tokens >= self._max_model_len:
-            finish(seq, FinishReason.LENGTH)
-        return seq.status is SequenceStatus.FINISHED
+                return FinishReason.STOP, None
+            if token_id in params.stop_token_ids:
+                return FinishReason.STOP, token_id
+        if num_output >= (params.max_tokens or 1) or seq.num_prompt_tokens + num_output >= self._max_model_len:
+            return FinishReason.LENGTH, None
+        return None

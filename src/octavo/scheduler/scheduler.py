@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from octavo.errors import RequestError
 from octavo.kvcache.manager import KVCacheManager
@@ -25,6 +26,7 @@ from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
 from octavo.scheduler.policy import FirstComeFirstServed, Policy
 from octavo.scheduler.preemption import Preemption, RestoreSpeed
 from octavo.scheduler.results import ResultApplier
+from octavo.scheduler.speculation import Speculator
 from octavo.scheduler.step_budget import LatencyTarget
 from octavo.scheduler.step_time import StepLoad
 from octavo.scheduler.waiting import PrefixLengths
@@ -66,6 +68,7 @@ class Scheduler:
         prefixes: if given, waiting requests with the longest cached prefix are admitted first, as far as the policy
             allows.
         fetching: requests that wait for stores below host memory; None if there are no stores.
+        speculator: chooses drafts for steps to verify; by default, there are none.
 
     Attributes:
         capacity: checks which requests can ever be served.
@@ -81,8 +84,10 @@ class Scheduler:
         preemption: Preemption | None = None,
         prefixes: PrefixLengths | None = None,
         fetching: Fetching | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         self.config = config
+        self.speculator = speculator
         self.kv = kv
         self.policy = policy or FirstComeFirstServed()
         self.preemption = preemption or Preemption("recompute", kv.holdings, RestoreSpeed())
@@ -109,6 +114,7 @@ class Scheduler:
             self._admission,
             max_num_batched_tokens=config.max_num_batched_tokens,
             latency=self._latency,
+            speculator=speculator,
         )
         self._results = ResultApplier(lifecycle, config.max_model_len)
         self._to_pin: list[Sequence] = []  # whose prefixes are still to be pinned
@@ -279,8 +285,13 @@ class Scheduler:
         """Add the rows of a step to its plan."""
         builder = self._builder
         builder.copies.extend(draft.copies)
-        for seq in builder.add_streams(draft.streams, draft.copied):
+        drafts, streams = draft.drafts, draft.streams
+        if drafts:
+            streams = [seq for seq in streams if seq.seq_id not in drafts]
+        for seq in builder.add_streams(streams, draft.copied):
             self._plan_sequence(seq, 1, copied=seq.seq_id in draft.copied)
+        for seq, tokens in drafts.values():
+            builder.add(seq, 1, (seq,), draft=tokens, copied=seq.seq_id in draft.copied)
         for seq, num_new in draft.chunks.values():
             if seq.seq_id in draft.admitted:
                 self._note_admitted(seq)
@@ -294,12 +305,17 @@ class Scheduler:
         if len(result.token_ids) != plan.num_draws:
             raise ValueError(f"{plan.num_draws} tokens were to be drawn, {len(result.token_ids)} came back")
         rows = self._builder.complete(plan)
-        drew, finished = rows.drawing, SequenceStatus.FINISHED
-        self.policy.drawn(seq for seq in drew if seq.status is not finished)
-        if result.forced:
-            self.policy.drawn(drew[i] for i, following in result.forced.items() for _ in following)
+        finished = SequenceStatus.FINISHED
+        first = chain(rows.sequences[: rows.num_streams], chain.from_iterable(rows.draws))
+        self.policy.drawn(seq for seq in first if seq.status is not finished)
         self.kv.hierarchy.complete()
-        updates = self._results.apply(plan, result, rows.sequences, rows.draws)
+        updates = self._results.apply(plan, result, rows)
+        if result.forced or rows.drafts:
+            more = (update for update in updates if update.seq.request.search is None)
+            self.policy.drawn(update.seq for update in more for _ in update.token_ids[1:])
+        if self.speculator is not None:
+            drafts = ((rows.sequences[row], len(tokens)) for row, tokens in rows.drafts.items())
+            self.speculator.learn(drafts, updates)
         if self._to_pin:
             self._to_pin = [seq for seq in self._to_pin if not self._pin_computed(seq)]
         return updates
@@ -343,6 +359,8 @@ class Scheduler:
         if self._latency is not None:
             load = StepLoad.of(plan.starts, plan.lengths, num_streams=plan.num_streams)
             self._latency.observe(load, seconds, num_chunk_tokens=num_chunk_tokens if plan.num_streams else 0)
+        if self.speculator is not None and all(plan.draws):
+            self.speculator.observe(plan.num_tokens, sum(plan.starts) + plan.num_rows, seconds)
         self.speed.computed(num_chunk_tokens, seconds)
         self.speed.moved(len(plan.stores) + len(plan.loads), moving_seconds)
 

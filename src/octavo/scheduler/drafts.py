@@ -1,0 +1,137 @@
+"""Drafts: tokens that may follow a sequence, found without a model. They change when tokens come, never which.
+
+    ngram     what followed the last tokens where they occurred before, in the sequence's own prompt and output
+    suffix    what followed the whole sequence before, in the tree of cached blocks, which has its own scope's alone;
+              otherwise as ngram
+
+A method is a `DraftMethod`. What it must remember of a sequence is in `Sequence.state`, so it ends with the sequence.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from typing import NamedTuple
+
+from octavo.kvcache.manager import KVCacheManager
+from octavo.request import Sequence
+
+_TOKEN_BITS = 24
+# Occurrences compared to find the longest match, the latest first.
+_MOST_OCCURRENCES = 8
+# Tokens indexed in one step, so that no step waits long for a prompt: 4,096 take about 2 ms.
+_INDEXED_AT_ONCE = 4096
+
+
+class Draft(NamedTuple):
+    """Tokens that may follow a sequence.
+
+    Attributes:
+        source: where they were found.
+        match: how many of the sequence's last tokens were found there, as far as they were compared.
+    """
+
+    token_ids: tuple[int, ...]
+    source: str
+    match: int
+
+
+class DraftMethod(ABC):
+    """Drafts the continuation of sequences."""
+
+    @abstractmethod
+    def draft(self, seq: Sequence, most: int) -> Draft | None:
+        """Return at most `most` tokens that may follow the tokens of a running sequence; None if nothing is known."""
+
+
+class TokenIndex:
+    """The tokens of a sequence, and where each run of `width` tokens occurred before.
+
+        tokens      a b c d a b c       width 2
+        earlier     . . . . . 1 2       for the run that ends at each token, the end of its last occurrence
+
+    Attributes:
+        tokens: all tokens indexed so far.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.tokens = array("i")
+        self._width = width
+        self._mask = (1 << _TOKEN_BITS * width) - 1
+        self._run = 0
+        self._latest: dict[int, int] = {}
+        self._earlier = array("i")
+
+    def extend(self, seq: Sequence) -> bool:
+        """Index the tokens that a sequence has gained; returns whether all of them are indexed now."""
+        tokens, run, latest = self.tokens, self._run, self._latest
+        first = len(tokens)
+        last = min(seq.num_tokens, first + _INDEXED_AT_ONCE)
+        tokens.extend(seq.tokens(first, last))
+        for place in range(first, last):
+            run = (run << _TOKEN_BITS | tokens[place]) & self._mask
+            self._earlier.append(latest.get(run, -1) if place >= self._width else -1)
+            latest[run] = place
+        self._run = run
+        return last == seq.num_tokens
+
+    def longest_match(self, most: int) -> tuple[int, int]:
+        """Return the length of the longest match of the last tokens, up to `most`, and the end of its occurrence.
+
+        Of several, the latest. The length is 0 if there is none of at least `width` tokens.
+        """
+        tokens, end = self.tokens, len(self.tokens) - 1
+        place, longest, found = self._earlier[end] if end >= 0 else -1, 0, -1
+        for _ in range(_MOST_OCCURRENCES):
+            if place < 0 or longest >= most:
+                break
+            length = 0
+            while length < most and length <= place and tokens[place - length] == tokens[end - length]:
+                length += 1
+            if length > longest:
+                longest, found = length, place
+            place = self._earlier[place]
+        return (longest, found) if longest >= self._width else (0, -1)
+
+    def after(self, place: int, count: int) -> tuple[int, ...]:
+        """Return `count` tokens after a place; beyond the last, they go on as a repetition would."""
+        following = self.tokens[place + 1 : place + 1 + count].tolist()
+        while len(following) < count:
+            following += following[: count - len(following)]
+        return tuple(following)
+
+
+class NgramMethod(DraftMethod):
+    """Drafts what followed the last tokens where they occurred before in the same sequence.
+
+    Args:
+        least, most_match: the length of matches, in tokens.
+    """
+
+    def __init__(self, least: int, most_match: int) -> None:
+        self._least = least
+        self._most_match = most_match
+
+    def draft(self, seq: Sequence, most: int) -> Draft | None:
+        """See `DraftMethod.draft`. A draft is no longer than its match."""
+        index = seq.state.token_index
+        if index is None:
+            index = seq.state.token_index = TokenIndex(self._least)
+        if not index.extend(seq):
+            return None
+        length, place = index.longest_match(self._most_match)
+        return Draft(index.after(place, min(most, length)), "ngram", length) if length else None
+
+
+class SuffixMethod(DraftMethod):
+    """Drafts what followed the whole sequence before, as far as its blocks are cached; otherwise as another method."""
+
+    def __init__(self, kv: KVCacheManager, otherwise: DraftMethod) -> None:
+        self._kv = kv
+        self._otherwise = otherwise
+
+    def draft(self, seq: Sequence, most: int) -> Draft | None:
+        """See `DraftMethod.draft`."""
+        if following := self._kv.tokens_after(seq, most):
+            return Draft(following, "suffix", len(following))
+        return self._otherwise.draft(seq, most)

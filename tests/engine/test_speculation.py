@@ -1,0 +1,195 @@
+"""Verified drafts change no bit of any output."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo import kernels
+from octavo.engine.core import EngineCore
+from octavo.engine.outputs import CompletionOutput
+from octavo.request import RequestContext
+from octavo.sampling_params import SamplingParams
+from octavo.scheduler.drafts import Draft
+from tests.engine.preempting import thrash
+from tests.engine.speculating import Adversary, Outputs, speculate
+from tests.engine.tiny_engine import VOCAB_SIZE, assert_drained, tiny_core
+
+Job = tuple[list[int], SamplingParams]
+
+
+def run(core: EngineCore, jobs: list[Job]) -> list[list[CompletionOutput]]:
+    """Return each request's completions; all arrive at once."""
+    requests = [
+        core.make_request(prompt, params, RequestContext(request_id=str(i))) for i, (prompt, params) in enumerate(jobs)
+    ]
+    for request in requests:
+        core.add(request)
+    outputs: dict[str, list[CompletionOutput]] = {}
+    while core.has_work:
+        for output in core.step():
+            assert output.error is None
+            outputs[output.request_id] = output.outputs
+    assert_drained(core)
+    return [outputs[str(i)] for i in range(len(jobs))]
+
+
+def tokens_of(completions: list[list[CompletionOutput]], jobs: list[Job], seed: int) -> Outputs:
+    """What the adversary expects, with some tokens more, which would follow those that are cut."""
+    rng = random.Random(seed)
+    return {
+        (str(i), output.index): [*output.token_ids, *(rng.randrange(VOCAB_SIZE) for _ in range(8))]
+        for i, outputs in enumerate(completions)
+        for output in outputs
+    }
+
+
+def assert_drafts_change_nothing(jobs: list[Job], seed: int = 0, **options: Any) -> EngineCore:
+    with tiny_core(**options) as core:
+        if options.get("calculate_kv_scales"):
+            run(core, jobs[:1])  # chooses the scales
+            core.reset_prefix_cache()
+        expected = run(core, jobs)
+        core.reset_prefix_cache()
+        speculator = speculate(core, Adversary(tokens_of(expected, jobs, seed), seed))
+        assert run(core, jobs) == expected
+    counters = speculator.counters
+    assert counters.num_draft_tokens > counters.num_accepted_tokens > 0
+    return core
+
+
+def make_jobs(seed: int, count: int, **params: Any) -> list[Job]:
+    rng = random.Random(seed)
+    jobs = []
+    for i in range(count):
+        how: dict[str, Any] = {"temperature": 0.0} if i % 2 else {"temperature": 0.9, "top_p": 0.9, "seed": i}
+        how |= {"max_tokens": rng.randint(12, 40), "ignore_eos": True, "logprobs": 2} | params
+        jobs.append(([rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 40))], SamplingParams(**how)))
+    return jobs
+
+
+@st.composite
+def sampling(draw: st.DrawFn) -> SamplingParams:
+    """Any way of sampling that may verify drafts."""
+    some_ids = st.lists(st.integers(3, VOCAB_SIZE - 2), min_size=1, max_size=4)
+    max_tokens = draw(st.integers(2, 30))
+    return SamplingParams(
+        n=draw(st.integers(1, 3)),
+        temperature=draw(st.sampled_from([0.0, 0.7, 1.3])),
+        top_p=draw(st.sampled_from([1.0, 0.8])),
+        top_k=draw(st.sampled_from([0, 20])),
+        min_p=draw(st.sampled_from([0.0, 0.05])),
+        seed=draw(st.integers(0, 9)),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.3])),
+        presence_penalty=draw(st.sampled_from([0.0, 0.6])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.4])),
+        logit_bias=draw(st.one_of(st.none(), some_ids.map(lambda ids: dict.fromkeys(ids, 6.0)))),
+        bad_words=draw(st.sampled_from([(), ("the", "a b")])),
+        stop=draw(st.sampled_from([(), ("a",), ("e", "the")])),
+        stop_token_ids=draw(st.one_of(st.just(()), some_ids.map(tuple))),
+        include_stop_str_in_output=draw(st.booleans()),
+        max_tokens=max_tokens,
+        min_tokens=draw(st.integers(0, max_tokens)),
+        ignore_eos=draw(st.booleans()),
+        logprobs=draw(st.sampled_from([None, 0, 3])),
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.lists(st.integers(3, VOCAB_SIZE - 2), min_size=1, max_size=40), sampling()), max_size=6),
+    st.integers(0, 2**16),
+)
+def test_drafts_change_no_output_whatever_the_sampling(jobs: list[Job], seed: int) -> None:
+    with tiny_core(deterministic=kernels.available()) as core:
+        expected = run(core, jobs)
+        speculate(core, Adversary(tokens_of(expected, jobs, seed), seed))
+        assert run(core, jobs) == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("codec", ["auto", "int8", "int4", "k8v4", "fp8_e4m3", "fp8_e5m2", "nvfp4"])
+def test_drafts_change_no_output_with_any_codec(codec: str, dtype: str) -> None:
+    options = {"calculate_kv_scales": True} if codec in ("fp8_e4m3", "nvfp4") else {}
+    assert_drafts_change_nothing(make_jobs(3, 8), dtype=dtype, kv_cache_dtype=codec, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attention_backend": "reference"},
+        {"executor": "process"},
+        {"enable_prefix_caching": False},
+        {"block_size": "max"},
+        {"block_size": 1},
+        {"max_num_batched_tokens": 9},
+        {"scheduling_policy": "vtc"},
+    ],
+    ids=str,
+)
+def test_drafts_change_no_output_in_any_mode(options: dict[str, Any]) -> None:
+    # Without log-probabilities: only the kernels, in blocks of 16 tokens, compute the same bits alone and together.
+    assert_drafts_change_nothing(make_jobs(4, 6, logprobs=None), **options)
+
+
+@pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled")
+def test_drafts_change_no_output_deterministically() -> None:
+    assert_drafts_change_nothing(make_jobs(5, 8), deterministic=True, kv_cache_dtype="int8", dtype="bfloat16")
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_drafts_change_no_output_of_requests_that_are_preempted(mode: str) -> None:
+    jobs = make_jobs(6, 10, frequency_penalty=0.3)
+    with tiny_core() as core:
+        expected = run(core, jobs)
+    with tiny_core(num_blocks=14, preemption_mode=mode) as core:
+        thrash(core)
+        speculate(core, Adversary(tokens_of(expected, jobs, 6), 6))
+        assert run(core, jobs) == expected
+        assert core.scheduler.counters.num_preemptions > 0
+
+
+def test_beams_and_grammars_verify_no_draft() -> None:
+    jobs = [
+        ([5, 6, 7], SamplingParams(n=2, use_beam_search=True, max_tokens=8)),
+        ([5, 6, 8], SamplingParams(structured_outputs={"choice": ["yes", "no"]}, max_tokens=8)),
+    ]
+    with tiny_core() as core:
+        expected = run(core, jobs)
+        counters = speculate(core, Adversary(tokens_of(expected, jobs, 1), 1)).counters
+        assert run(core, jobs) == expected
+    assert counters.num_drafts == 0
+
+
+def test_blocks_of_refuted_tokens_are_given_back() -> None:
+    with tiny_core(block_size=2) as core:
+        job = ([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+        expected = run(core, [job])[0][0].token_ids
+        wrong = [(token_id + 1) % VOCAB_SIZE for token_id in expected]
+        counters = speculate(core, _Always(wrong)).counters
+        request = core.make_request(*job)
+        core.add(request)
+        (seq,) = request.sequences
+        while core.has_work:
+            core.step()
+            if not seq.finished:
+                assert len(core.scheduler.kv.tables(seq)[0]) == -(-seq.num_tokens // 2)
+        assert seq.output_token_ids == expected
+        assert counters.num_draft_tokens > 0
+        assert counters.num_accepted_tokens == 0
+        assert_drained(core)
+
+
+class _Always(Adversary):
+    """Drafts from a list, right or wrong."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        super().__init__({}, 0)
+        self._token_ids = token_ids
+
+    def draft(self, seq: Any, most: int) -> Any:
+        return Draft(tuple(self._token_ids[seq.num_output_tokens :][:most]), "list", 1)
