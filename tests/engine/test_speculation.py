@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 from octavo import kernels
 from octavo.engine.core import EngineCore
 from octavo.engine.outputs import CompletionOutput
-from octavo.request import RequestContext
+from octavo.observe.metrics import MetricsPage
+from octavo.request import RequestContext, RequestId
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.drafts import Draft
+from octavo.scheduler.speculation import _CostTable
+from octavo.structured_outputs import StructuredOutputsParams
 from tests.engine.preempting import thrash
 from tests.engine.speculating import Adversary, Outputs, speculate
 from tests.engine.tiny_engine import VOCAB_SIZE, assert_drained, tiny_core
@@ -42,7 +45,7 @@ def tokens_of(completions: list[list[CompletionOutput]], jobs: list[Job], seed: 
     """What the adversary expects, with some tokens more, which would follow those that are cut."""
     rng = random.Random(seed)
     return {
-        (str(i), output.index): [*output.token_ids, *(rng.randrange(VOCAB_SIZE) for _ in range(8))]
+        (RequestId(str(i)), output.index): [*output.token_ids, *(rng.randrange(VOCAB_SIZE) for _ in range(8))]
         for i, outputs in enumerate(completions)
         for output in outputs
     }
@@ -156,7 +159,7 @@ def test_drafts_change_no_output_of_requests_that_are_preempted(mode: str) -> No
 def test_beams_and_grammars_verify_no_draft() -> None:
     jobs = [
         ([5, 6, 7], SamplingParams(n=2, use_beam_search=True, max_tokens=8)),
-        ([5, 6, 8], SamplingParams(structured_outputs={"choice": ["yes", "no"]}, max_tokens=8)),
+        ([5, 6, 8], SamplingParams(structured_outputs=StructuredOutputsParams(choice=("yes", "no")), max_tokens=8)),
     ]
     with tiny_core() as core:
         expected = run(core, jobs)
@@ -193,3 +196,38 @@ class _Always(Adversary):
 
     def draft(self, seq: Any, most: int) -> Any:
         return Draft(tuple(self._token_ids[seq.num_output_tokens :][:most]), "list", 1)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_an_engine_that_speculates_gives_the_same_and_counts_its_drafts(method: str) -> None:
+    jobs: list[Job] = [
+        (
+            [7, 8, 9, 10] * 6,
+            SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True, logit_bias={60: 20.0, 61: 20.0}),
+        )
+    ]
+    with tiny_core() as core:
+        expected = run(core, jobs)
+    with tiny_core(speculative_config={"method": method}) as core:
+        assert core.scheduler.speculator is not None
+        core.scheduler.speculator._costs.table = lambda context: _Cheap()  # type: ignore[method-assign]
+        assert run(core, jobs) == expected
+        assert run(core, jobs) == expected
+        counters = core.stats.gauges().speculation
+        text = MetricsPage(core.stats, "tiny").render()[0].decode()
+    assert counters is not None
+    assert counters.num_accepted_tokens > 0
+    assert f'vllm:spec_decode_num_accepted_tokens_total{{model_name="tiny"}} {counters.num_accepted_tokens}.0' in text
+
+
+class _Cheap(_CostTable):
+    """Step times as if rows cost nothing."""
+
+    def may_pay(self, count: int, most_rows: int) -> bool:
+        return True
+
+    def seconds(self, rows: int) -> float:
+        return 1.0
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """Nothing changes."""

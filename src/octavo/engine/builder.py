@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from octavo import kernels
 from octavo.checkpoint.generation_config import sampling_defaults
 from octavo.checkpoint.model_config import ModelConfig
 from octavo.checkpoint.model_source import (
@@ -58,6 +59,8 @@ def build_engine(config: EngineConfig) -> EngineCore:
     source = model_of(config)
     default_sampling = sampling_defaults(config.generation_config, source)
     pooling = model_pooling(config.pooling, source)
+    if config.speculative_config is not None and not load_model_config(source).runs_natively:
+        raise ConfigError("speculative_config is not available for models that run through transformers")
     runner, facts, (tokenizer, grammars), host = _start_runner(config, source)
     if isinstance(runner, ModelRunner):
         runner.use_grammars(grammars)  # shared with the engine
@@ -138,6 +141,13 @@ def _start_publisher(config: EngineConfig, kv: KVCacheManager) -> NullPublisher:
 def _plans_ahead(config: EngineConfig, facts: RunnerFacts) -> bool:
     """Whether steps are planned ahead: not with drafts, which follow a token that must be known."""
     if config.speculative_config is not None:
+        # Kernels read blocks of a multiple of 16 tokens; those of AMX round by the number of rows.
+        on_kernels = facts.attention == "native" and facts.spec.block_size % 16 == 0
+        is_exact = config.deterministic or (on_kernels and not kernels.isa().startswith("amx"))
+        logger.info(
+            "speculative decoding: the output is that without drafts, %s",
+            "bit for bit" if is_exact else "within rounding",
+        )
         return False
     return facts.device == "cuda" if config.async_scheduling is None else config.async_scheduling
 

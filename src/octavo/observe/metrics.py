@@ -29,6 +29,11 @@ _COUNTERS = (
     ("prompt_tokens", "prompt_tokens", "Prompt tokens processed, cached ones included."),
     ("generation_tokens", "generation_tokens", "Tokens generated."),
 )
+_SPECULATION = (
+    ("spec_decode_num_drafts", "num_drafts", "Drafts that were verified."),
+    ("spec_decode_num_draft_tokens", "num_draft_tokens", "Drafted tokens that were verified."),
+    ("spec_decode_num_accepted_tokens", "num_accepted_tokens", "Drafted tokens that were accepted."),
+)
 # In the outcomes, what a tenant may not learn about others is counted as cold, as in its own responses.
 _OWN_COUNTERS = (
     ("steps", "num_steps", "Steps that the engine has computed."),
@@ -95,6 +100,19 @@ class EngineCollector(Collector):
                 counter = CounterMetricFamily(f"{prefix}:{name}", help, labels=names)
                 counter.add_metric(values, read(attribute))
                 yield counter
+        if (speculation := gauges.speculation) is not None:
+            for name, attribute, help in _SPECULATION:
+                counter = CounterMetricFamily(f"vllm:{name}", help, labels=names)
+                counter.add_metric(values, getattr(speculation, attribute))
+                yield counter
+            by_position = CounterMetricFamily(
+                "vllm:spec_decode_num_accepted_tokens_per_pos",
+                "Drafted tokens that were accepted, by their position in the draft.",
+                labels=[*names, "position"],
+            )
+            for position, count in enumerate(speculation.accepted_per_position):
+                by_position.add_metric([*values, str(position)], count)
+            yield by_position
         about = self._stats.cache_config
         cache_config = GaugeMetricFamily(
             "vllm:cache_config_info", "The KV cache's configuration, as labels.", labels=[*names, *about]

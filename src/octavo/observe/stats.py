@@ -19,6 +19,7 @@ from octavo.request import CacheOutcome, FinishReason, Request, RequestId
 from octavo.scheduler.fetching import Fetching
 from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
 from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.speculation import SpeculationCounters
 from octavo.tiers.store import Store
 from octavo.tiers.transfer import LATENCY_BOUNDS
 
@@ -87,6 +88,7 @@ class Gauges:
         kv_bytes: bytes of the pool by state, which add up to the whole.
         swapped_bytes: bytes of preempted sequences in host memory.
         num_preemptions, deferred_tokens, evicted_blocks, swapped_out_bytes, swapped_in_bytes: totals since the start.
+        speculation: counts of drafts; None without speculative decoding.
     """
 
     num_running: int = 0
@@ -100,6 +102,7 @@ class Gauges:
     evicted_blocks: int = 0
     swapped_out_bytes: int = 0
     swapped_in_bytes: int = 0
+    speculation: SpeculationCounters | None = None
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> Gauges:
@@ -118,6 +121,7 @@ class Gauges:
             evicted_blocks=kv.num_evicted,
             swapped_out_bytes=host.swapped.blocks_out * size,
             swapped_in_bytes=host.swapped.blocks_in * size,
+            speculation=None if scheduler.speculator is None else scheduler.speculator.counters,
         )
 
 

@@ -5,7 +5,8 @@ assembly                     builds the cache and the scheduler from options
 scheduler                    what the engine calls: add, schedule, update, end
 
 composer | results           which tokens a step computes: those of streams, then of prompts; what its draws change
-beam                         beam search
+beam | speculation           beam search; which drafted tokens a step verifies
+drafts                       tokens that may follow, from text that is known
 admission | stream_turns     which sequences start to run, and who may overtake; turns among streams
 step_budget                  what a step may take: time and tokens
 
