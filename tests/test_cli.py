@@ -63,10 +63,6 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
             "octavo serve: error: unknown argument '--max-num-sqs=3'; did you mean --max-num-seqs? "
             "(see octavo serve --help)",
         ),
-        (
-            ["serve", "--speculative-config", "{}"],
-            "octavo serve: error: unknown argument '--speculative-config': Octavo has no speculative decoding (see",
-        ),
         (["serve", "-c", "4096"], "octavo serve: error: unknown argument '-c': write --max-model-len (see"),
         (
             ["serve", "smollm2", "--tensor-parallel-size=2"],

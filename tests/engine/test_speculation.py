@@ -210,7 +210,7 @@ def test_an_engine_that_speculates_gives_the_same_and_counts_its_drafts(method: 
         expected = run(core, jobs)
     with tiny_core(speculative_config={"method": method}) as core:
         assert core.scheduler.speculator is not None
-        core.scheduler.speculator._costs.table = lambda context: _Cheap()  # type: ignore[method-assign]
+        core.scheduler.speculator._costs.table = lambda context: _Cheap()
         assert run(core, jobs) == expected
         assert run(core, jobs) == expected
         counters = core.stats.gauges().speculation

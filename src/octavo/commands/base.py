@@ -24,7 +24,6 @@ _OTHER_FLAGS = {
     "-p": "a prompt is an argument of `octavo generate`",
     "-c": "write --max-model-len",
     "--ctx-size": "write --max-model-len",
-    "--speculative-config": "Octavo has no speculative decoding",
     "--tensor-parallel-size": "Octavo serves on one device",
     "-tp": "Octavo serves on one device",
     "--pipeline-parallel-size": "Octavo serves on one device",
