@@ -12,12 +12,12 @@ from octavo.request import FinishReason, SequenceStatus
 from octavo.scheduler.plan import DRAWN, StepPlan
 from octavo.scheduler.policy import VirtualTokenCounter
 from octavo.structured_outputs import StructuredOutputsParams
+from tests.scheduler.kit import Harness
 from tests.scheduler.plans import shares
-from tests.scheduler.test_scheduler import Engine
 from tests.scheduler.test_scheduler_machine import LAYERS, SchedulerMachine
 
 
-def run_ahead(engine: Engine, most: int = 100) -> list[StepPlan]:
+def run_ahead(engine: Harness, most: int = 100) -> list[StepPlan]:
     """A step, and those that are planned ahead from it on, each before the one before is taken in; all are taken in."""
     plans = [engine.scheduler.schedule()]
     while len(plans) < most and (ahead := engine.scheduler.schedule()):
@@ -28,7 +28,7 @@ def run_ahead(engine: Engine, most: int = 100) -> list[StepPlan]:
 
 
 def test_a_step_ahead_computes_what_the_one_in_flight_draws() -> None:
-    engine = Engine()
+    engine = Harness()
     requests = [engine.add(length, max_tokens=6) for length in (3, 9)]
     plans = run_ahead(engine)
     assert [plan.ahead for plan in plans] == [False, True, True, True, True, True]
@@ -39,7 +39,7 @@ def test_a_step_ahead_computes_what_the_one_in_flight_draws() -> None:
 
 
 def test_a_sequence_that_reaches_its_maximum_length_is_left_out() -> None:
-    engine = Engine()
+    engine = Harness()
     short, long = engine.add(3, max_tokens=4), engine.add(3, max_tokens=7)
     engine.step()
     assert [plan.num_rows for plan in run_ahead(engine)] == [2, 2, 2, 1, 1, 1]
@@ -47,7 +47,7 @@ def test_a_sequence_that_reaches_its_maximum_length_is_left_out() -> None:
 
 
 def test_tokens_computed_for_an_ended_request_are_dropped_and_not_charged() -> None:
-    engine = Engine(policy=(turns := VirtualTokenCounter()))
+    engine = Harness(policy=(turns := VirtualTokenCounter()))
     leaving, staying = engine.add(3, tenant="leaving"), engine.add(3, tenant="staying")
     engine.step()
     plan, ahead = engine.scheduler.schedule(), engine.scheduler.schedule()
@@ -74,7 +74,7 @@ def test_tokens_computed_for_an_ended_request_are_dropped_and_not_charged() -> N
 def test_only_draws_within_a_grammar_are_awaited_until_their_request_has_ended(
     params: dict[str, Any], is_awaited: bool
 ) -> None:
-    engine = Engine()
+    engine = Harness()
     engine.add(3, max_tokens=40)
     following = engine.add(3, max_tokens=40, **params)
     engine.step()
@@ -84,7 +84,7 @@ def test_only_draws_within_a_grammar_are_awaited_until_their_request_has_ended(
 
 
 def test_chunks_of_a_prompt_are_planned_ahead_beside_streams_and_its_first_token_is_pending() -> None:
-    engine = Engine(max_num_batched_tokens=8)
+    engine = Harness(max_num_batched_tokens=8)
     stream, prompt = engine.add(3, max_tokens=20), engine.add(25, max_tokens=4)
     plans = run_ahead(engine)
     assert [plan.ahead for plan in plans] == [False, *[True] * (len(plans) - 1)]
@@ -97,7 +97,7 @@ def test_chunks_of_a_prompt_are_planned_ahead_beside_streams_and_its_first_token
 
 
 def test_siblings_are_forked_before_the_step_after_their_prompt_is_planned() -> None:
-    engine = Engine()
+    engine = Harness()
     request = engine.add(6, n=3, max_tokens=8)
     assert [plan.num_draws for plan in run_ahead(engine)] == [3]
     plans = run_ahead(engine)
@@ -106,7 +106,7 @@ def test_siblings_are_forked_before_the_step_after_their_prompt_is_planned() -> 
 
 
 def test_no_step_is_planned_ahead_while_a_request_could_be_admitted() -> None:
-    engine = Engine()
+    engine = Harness()
     engine.add(3, max_tokens=40)
     engine.step()
     plan = engine.scheduler.schedule()
@@ -118,7 +118,7 @@ def test_no_step_is_planned_ahead_while_a_request_could_be_admitted() -> None:
 
 @pytest.mark.parametrize("limits", [{"num_blocks": 6}, {"max_num_seqs": 1}], ids=str)
 def test_a_request_without_room_stops_no_step_ahead_and_gets_the_first_free_place(limits: dict[str, Any]) -> None:
-    engine = Engine(**limits)
+    engine = Harness(**limits)
     engine.add(4, max_tokens=9)
     engine.step()
     waiting = engine.add(16, max_tokens=4)
@@ -134,7 +134,7 @@ def test_a_request_without_room_stops_no_step_ahead_and_gets_the_first_free_plac
 
 
 def test_preemption_for_blocks_waits_until_the_step_in_flight_is_done() -> None:
-    engine = Engine(num_blocks=6)
+    engine = Harness(num_blocks=6)
     requests = [engine.add(4, max_tokens=12) for _ in range(2)]
     engine.step()
     while not engine.scheduler.counters.num_preemptions:
@@ -146,7 +146,7 @@ def test_preemption_for_blocks_waits_until_the_step_in_flight_is_done() -> None:
 
 
 def test_a_block_that_goes_to_the_host_is_stored_before_a_step_writes_over_it() -> None:
-    engine = Engine(num_blocks=6, num_prefix_blocks=4, demotion="on_evict")
+    engine = Harness(num_blocks=6, num_prefix_blocks=4, demotion="on_evict")
     engine.add(8, max_tokens=1)
     engine.step()
     engine.add(4, max_tokens=12)

@@ -9,63 +9,19 @@ from typing import Any
 import pytest
 
 from octavo.errors import CapacityError
-from octavo.kvcache.block import BlockState
 from octavo.request import FinishReason, Request, SequenceStatus
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.beam import Beam, BeamSearch
-from octavo.scheduler.plan import Candidate, StepPlan
-from octavo.scheduler.scheduler import DEFAULT_HEADROOM_TOKENS, Scheduler, SchedulerConfig
-from tests.kvcache.caches import make_manager, make_request, sliding
+from octavo.scheduler.plan import Candidate
+from octavo.scheduler.scheduler import DEFAULT_HEADROOM_TOKENS
+from tests.kvcache.caches import sliding
 from tests.scheduler import beams
+from tests.scheduler.kit import Harness
 from tests.scheduler.results import Draw, result_of
 
 
-class Engine:
-    """A scheduler over blocks of 4 tokens, if nothing else is said, and the runner of `beams`."""
-
-    def __init__(
-        self,
-        num_blocks: int = 200,
-        max_num_seqs: int = 8,
-        max_num_batched_tokens: int = 64,
-        *,
-        block_size: int = 4,
-        headroom_tokens: int = DEFAULT_HEADROOM_TOKENS,
-        **cache: Any,
-    ) -> None:
-        self.kv = make_manager(num_blocks, block_size, **cache)
-        limits = SchedulerConfig(
-            max_num_seqs,
-            max_num_batched_tokens,
-            max_model_len=200,
-            watermark=0.0,
-            headroom_tokens=headroom_tokens,
-        )
-        self.scheduler = Scheduler(limits, self.kv)
-
-    def add(self, prompt: list[int], width: int = 4, **params: Any) -> Request:
-        params = {"max_tokens": 10, "n": width, **params}
-        request = make_request(prompt, best_of=width, use_beam_search=True, **params)
-        request.eos_token_ids = frozenset({beams.EOS})
-        self.scheduler.add(request)
-        return request
-
-    def step(self) -> StepPlan:
-        plan = self.scheduler.schedule()
-        self.finish_step(plan)
-        return plan
-
-    def finish_step(self, plan: StepPlan) -> None:
-        self.scheduler.update(plan, result_of(map(beams.sample, self.scheduler.drawing)))
-        self.kv.audit()
-
-    def run(self) -> None:
-        for _ in range(20_000):
-            if not self.scheduler.has_work:
-                break
-            assert self.step(), "whoever has work makes progress"
-        assert not self.scheduler.has_work
-        assert BlockState.ACTIVE not in self.kv.audit().counts
+def harness(num_blocks: int = 200, headroom_tokens: int = DEFAULT_HEADROOM_TOKENS, **options: Any) -> Harness:
+    return Harness(num_blocks, headroom_tokens=headroom_tokens, **options)
 
 
 def outputs(request: Request) -> list[list[int]]:
@@ -73,8 +29,8 @@ def outputs(request: Request) -> list[list[int]]:
 
 
 def test_beams_share_their_prompt_and_only_the_block_that_diverges_is_copied() -> None:
-    engine = Engine()
-    engine.add(list(range(10)), ignore_eos=True)
+    engine = harness()
+    engine.add(list(range(10)), ignore_eos=True, width=4)
     engine.step()
     assert (engine.scheduler.num_running, engine.kv.pool.num_active) == (4, 3), "ten tokens, three blocks, four beams"
     plan = engine.scheduler.schedule()
@@ -86,7 +42,7 @@ def test_beams_share_their_prompt_and_only_the_block_that_diverges_is_copied() -
 
 
 def test_a_beam_that_is_not_continued_gives_its_blocks_back_at_once() -> None:
-    engine = Engine()
+    engine = harness()
     request = engine.add([1, 2, 3], width=2, ignore_eos=True)
     engine.step()
     for _ in range(8):
@@ -97,8 +53,8 @@ def test_a_beam_that_is_not_continued_gives_its_blocks_back_at_once() -> None:
 
 
 def test_one_beam_waits_for_the_others_where_a_step_has_no_room_for_all() -> None:
-    engine = Engine(max_num_batched_tokens=3)
-    request = engine.add([5, 6, 7], ignore_eos=True)
+    engine = harness(max_num_batched_tokens=3)
+    request = engine.add([5, 6, 7], ignore_eos=True, width=4)
     engine.step()
     lengths = []
     for _ in range(4):
@@ -114,9 +70,9 @@ def test_one_beam_waits_for_the_others_where_a_step_has_no_room_for_all() -> Non
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("budget", [1, 5, 64])
 def test_little_room_changes_no_search(num_blocks: int, prefix_caching: bool, budget: int) -> None:
-    engine = Engine(num_blocks, max_num_batched_tokens=budget, prefix_caching=prefix_caching)
+    engine = harness(num_blocks, max_num_batched_tokens=budget, prefix_caching=prefix_caching)
     requests = [
-        engine.add([7 * i + j for j in range(6 + i)], width, n=2, max_tokens=18, length_penalty=0.5)
+        engine.add([7 * i + j for j in range(6 + i)], width=width, n=2, max_tokens=18, length_penalty=0.5)
         for i, width in enumerate((2, 4, 8))
     ]
     engine.run()
@@ -130,10 +86,10 @@ def test_little_room_changes_no_search(num_blocks: int, prefix_caching: bool, bu
 def test_beams_that_wait_never_keep_their_siblings_from_being_computed(num_blocks: int, num_others: int) -> None:
     # Those that have their candidates hold most of a pool in which the last of them must be computed anew, one token
     # a step. It was preempted for want of a block after each of its first tokens, for ever.
-    engine = Engine(
+    engine = harness(
         num_blocks,
-        6,
-        1,
+        max_num_seqs=6,
+        max_num_batched_tokens=1,
         block_size=1,
         headroom_tokens=0,
         layers=(sliding(5),),
@@ -145,7 +101,7 @@ def test_beams_that_wait_never_keep_their_siblings_from_being_computed(num_block
 
 
 def test_a_waiting_beam_makes_room_for_its_siblings_and_still_takes_part() -> None:
-    engine = Engine(num_blocks=1 + 6, prefix_caching=False)
+    engine = harness(num_blocks=1 + 6, prefix_caching=False)
     request = engine.add(list(range(12)), width=2, max_tokens=12, ignore_eos=True)
     parked = False
     while not request.finished:
@@ -160,8 +116,8 @@ def test_a_waiting_beam_makes_room_for_its_siblings_and_still_takes_part() -> No
 def test_an_abort_at_any_step_leaves_nothing() -> None:
     for num_blocks in (9, 200):
         for num_steps in range(20):
-            engine = Engine(num_blocks, max_num_batched_tokens=6)
-            request = engine.add(list(range(9)), ignore_eos=True, max_tokens=20)
+            engine = harness(num_blocks, max_num_batched_tokens=6)
+            request = engine.add(list(range(9)), ignore_eos=True, max_tokens=20, width=4)
             for _ in range(num_steps):
                 engine.step()
             engine.scheduler.end_request(request.request_id)
@@ -174,7 +130,7 @@ def test_an_abort_at_any_step_leaves_nothing() -> None:
 
 def test_more_beams_than_run_at_once_are_refused_with_the_numbers() -> None:
     with pytest.raises(CapacityError, match="best_of is 9, but at most 8 sequences run at once"):
-        Engine().add([1], width=9)
+        harness().add([1], width=9)
 
 
 def test_masked_candidates_are_none() -> None:
@@ -184,7 +140,7 @@ def test_masked_candidates_are_none() -> None:
 
 
 def test_a_search_that_finds_less_than_is_asked_for_ends_all_the_same() -> None:
-    engine = Engine()
+    engine = harness()
     request = engine.add([1, 2], width=3, max_tokens=2)
     while not request.finished:
         plan = engine.scheduler.schedule()
@@ -209,7 +165,7 @@ def test_a_step_with_fewer_continuations_than_beams_narrows_the_search_only_for_
         return unmasked(request, token_ids)[: continuations[min(place, len(continuations) - 1)]]
 
     monkeypatch.setattr(beams, "candidates", masked)
-    engine = Engine(num_blocks=num_blocks, max_num_seqs=6)
+    engine = harness(num_blocks=num_blocks, max_num_seqs=6)
     searches = [engine.add([1, 2, 3], width=5, max_tokens=8), engine.add([4, 5], width=4, ignore_eos=True)]
     engine.run()
     for request in searches:

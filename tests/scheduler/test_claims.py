@@ -7,30 +7,28 @@ from typing import Any
 import pytest
 
 from octavo.request import Request
-from tests.scheduler.test_fairness import Server, running
+from tests.scheduler.kit import Harness, running
+from tests.scheduler.test_fairness import tenants_server
 
 
-def urgent(server: Server, priority: int, prompt: int, output: int) -> Request:
+def urgent(server: Harness, priority: int, prompt: int, output: int) -> Request:
     """A request of this priority."""
-    request = server.request("", prompt, output)
-    request.priority = priority
-    server.scheduler.add(request)
-    return request
+    return server.add(prompt, output, priority=priority)
 
 
 def test_a_more_urgent_request_takes_the_place_of_the_last_less_urgent_one() -> None:
-    server = Server("priority", seqs=2)
+    server = tenants_server("priority", seqs=2)
     first, second = (urgent(server, 1, 8, 30) for _ in range(2))
     server.step()
     third = urgent(server, 0, 8, 4)
     server.step()
     assert [running(request) for request in (first, second, third)] == [True, False, True]
-    server.drain()
+    server.run()
     assert second.sequences[0].num_output_tokens == 30
 
 
 def test_a_more_urgent_request_takes_blocks_only_where_that_suffices() -> None:
-    server = Server("priority", seqs=4, num_blocks=16, headroom=0)
+    server = tenants_server("priority", seqs=4, num_blocks=16, headroom=0)
     held = [urgent(server, 0, 24, 8), urgent(server, 2, 16, 8)]
     server.step()
     # Nobody but the second may be taken from, and its 4 blocks and 5 free ones do not hold 40 tokens.
@@ -41,12 +39,12 @@ def test_a_more_urgent_request_takes_blocks_only_where_that_suffices() -> None:
     server.step()
     assert running(small)
     assert not running(held[1])
-    server.drain()
+    server.run()
 
 
 @pytest.mark.parametrize("priorities", [(0, 0), (0, 1)])
 def test_no_request_takes_the_place_of_one_as_urgent_or_more(priorities: tuple[int, int]) -> None:
-    server = Server("priority", seqs=1)
+    server = tenants_server("priority", seqs=1)
     first = urgent(server, priorities[0], 8, 30)
     server.step()
     second = urgent(server, priorities[1], 8, 4)
@@ -55,7 +53,7 @@ def test_no_request_takes_the_place_of_one_as_urgent_or_more(priorities: tuple[i
 
 
 def test_a_request_that_waited_long_enough_goes_ahead_of_more_urgent_ones() -> None:
-    server = Server("priority", seqs=1)
+    server = tenants_server("priority", seqs=1)
     patient = urgent(server, 1, 8, 4)
     for _ in range(58):
         next(server.arrivals)
@@ -70,62 +68,62 @@ def test_a_request_that_waited_long_enough_goes_ahead_of_more_urgent_ones() -> N
 
 
 def test_a_tenant_without_a_place_takes_one_of_the_tenant_that_has_most() -> None:
-    server = Server(seqs=4)
-    flood = [server.add("flood", 8, 30) for _ in range(10)]
+    server = tenants_server(seqs=4)
+    flood = [server.add(8, 30, tenant="flood") for _ in range(10)]
     server.step()
-    other = server.add("other", 8, 30)
+    other = server.add(8, 30, tenant="other")
     server.step()
-    quiet = server.add("quiet", 8, 4)
+    quiet = server.add(8, 4, tenant="quiet")
     server.step()
     assert running(other)
     assert running(quiet)
     assert [running(request) for request in flood[:4]] == [True, True, False, False]
-    server.drain()
+    server.run()
 
 
 def test_a_tenant_with_few_places_takes_from_one_that_keeps_twice_as_many() -> None:
-    server = Server(seqs=6)
+    server = tenants_server(seqs=6)
     for _ in range(8):
-        server.add("flood", 8, 30)
+        server.add(8, 30, tenant="flood")
     server.step()
-    quiet = [server.add("quiet", 8, 30) for _ in range(4)]
+    quiet = [server.add(8, 30, tenant="quiet") for _ in range(4)]
     for _ in range(4):
         server.step()
     assert [running(request) for request in quiet] == [True, True, False, False]
-    server.drain()
+    server.run()
 
 
 def test_prompts_of_a_tenant_with_few_places_are_computed_first() -> None:
-    server = Server(seqs=12, budget=16)
+    server = tenants_server(seqs=12, budget=16)
     for _ in range(8):
-        server.add("flood", 30, 30)
+        server.add(30, 30, tenant="flood")
     server.step()
-    quiet = server.add("quiet", 40, 2)
+    quiet = server.add(40, 2, tenant="quiet")
     for _ in range(5):
         server.step()
     # Of 16 tokens a step each stream takes one, and one goes to the prompt that arrived first.
     assert quiet.sequences[0].num_output_tokens >= 1
-    server.drain()
+    server.run()
 
 
 def test_a_weight_counts_where_places_are_taken() -> None:
-    server = Server(seqs=6)
+    server = tenants_server(seqs=6)
     for _ in range(8):
-        server.add("flood", 8, 30)
+        server.add(8, 30, tenant="flood")
     server.step()
-    heavy = [server.add("heavy", 8, 30, weight=5.0) for _ in range(6)]
+    heavy = [server.add(8, 30, tenant="heavy", weight=5.0) for _ in range(6)]
     for _ in range(6):
         server.step()
     assert sum(map(running, heavy)) == 4
-    server.drain()
+    server.run()
 
 
 def test_a_request_that_needs_most_of_the_pool_takes_it_from_tenants_far_ahead() -> None:
-    server = Server(num_blocks=20, seqs=4)
-    long = [server.add(tenant, 4, 60) for tenant in "ab"]
+    server = tenants_server(num_blocks=20, seqs=4)
+    long = [server.add(4, 60, tenant=tenant) for tenant in "ab"]
     for _ in range(10):
         server.step()
-    large = server.add("c", 44, 4)
+    large = server.add(44, 4, tenant="c")
     # It lacks blocks, and its tenant, which paused, begins level with the others: they go on until they are ahead.
     steps = 0
     while not running(large):
@@ -133,30 +131,30 @@ def test_a_request_that_needs_most_of_the_pool_takes_it_from_tenants_far_ahead()
         steps += 1
     assert steps < 60
     assert any(request.sequences[0].num_preemptions for request in long) or any(r.finished for r in long)
-    server.drain()
+    server.run()
     assert [r.sequences[0].num_output_tokens for r in (*long, large)] == [60, 60, 4]
 
 
 def test_a_tenants_only_place_is_never_taken() -> None:
-    server = Server(seqs=3)
-    requests = [server.add(tenant, 8, 30) for tenant in "abc"]
+    server = tenants_server(seqs=3)
+    requests = [server.add(8, 30, tenant=tenant) for tenant in "abc"]
     server.step()
-    late = server.add("d", 8, 4)
+    late = server.add(8, 4, tenant="d")
     server.step()
     assert [running(request) for request in (*requests, late)] == [True, True, True, False]
-    server.drain()
+    server.run()
 
 
 @pytest.mark.parametrize("policy", ["priority", "vtc"])
 def test_everybody_ends_however_often_places_are_taken(policy: str) -> None:
     options: dict[str, Any] = {"num_blocks": 24, "seqs": 3, "headroom": 0}
-    server = Server(policy, **options)
+    server = tenants_server(policy, **options)
     requests = []
     for number in range(60):
-        request = server.request(f"t{number % 7 if number % 3 else 0}", 3 + number % 30, 1 + number % 13)
+        request = server.request(3 + number % 30, 1 + number % 13, tenant=f"t{number % 7 if number % 3 else 0}")
         request.priority = number % 4
         server.scheduler.add(request)
         requests.append(request)
         server.step()
-    server.drain()
+    server.run()
     assert all(request.sequences[0].num_output_tokens == request.params.max_tokens for request in requests)

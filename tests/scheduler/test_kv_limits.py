@@ -12,20 +12,21 @@ from octavo.kvcache.spec import KVCacheSpec
 from octavo.request import PinRequest, Request
 from octavo.scheduler.kv_limits import Amount, KVLimits, resolve_limits
 from tests.kvcache.caches import FULL, make_request, sliding
-from tests.scheduler.test_fairness import Server, running
+from tests.scheduler.kit import Harness, running
+from tests.scheduler.test_fairness import tenants_server
 
 POLICIES = ["fcfs", "priority", "vtc"]
 SPEC = KVCacheSpec.build((FULL,), 4, "float32")
 
 
-def server_with(limits: Mapping[str, KVLimits], policy: str = "fcfs", **options: Any) -> Server:
+def server_with(limits: Mapping[str, KVLimits], policy: str = "fcfs", **options: Any) -> Harness:
     """Blocks of 4 tokens: 40 of them."""
-    server = Server(policy, **{"num_blocks": 41, "seqs": 8, "headroom": 4, **options})
+    server = tenants_server(policy, **{"num_blocks": 41, "seqs": 8, "headroom": 4, **options})
     server.scheduler.set_limits(limits)
     return server
 
 
-def held(server: Server, tenant: str) -> int:
+def held(server: Harness, tenant: str) -> int:
     owners = server.kv.pool.owners
     assert owners is not None
     return owners.held(tenant)
@@ -34,13 +35,13 @@ def held(server: Server, tenant: str) -> int:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_floor_is_there_at_once_whatever_others_hold(policy: str) -> None:
     server = server_with({"quiet": KVLimits(floor=16)}, policy)
-    flood = [server.add("flood", 12, 40) for _ in range(8)]
+    flood = [server.add(12, 40, tenant="flood") for _ in range(8)]
     for _ in range(15):
         server.step()
         assert held(server, "flood") <= 24
     assert any(map(running, flood))
     before = server.scheduler.counters.num_preemptions
-    quiet = server.add("quiet", 40, 20)
+    quiet = server.add(40, 20, tenant="quiet")
     server.step()
     assert running(quiet)
     while not quiet.finished:
@@ -48,30 +49,30 @@ def test_a_floor_is_there_at_once_whatever_others_hold(policy: str) -> None:
     assert quiet.sequences[0].num_preemptions == 0
     # Places may be claimed by service, blocks need not be.
     assert policy == "vtc" or server.scheduler.counters.num_preemptions - before < 8
-    server.drain()
+    server.run()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_cap_bounds_what_a_tenants_requests_hold_and_delays_nobody_else(policy: str) -> None:
     server = server_with({"flood": KVLimits(cap=10)}, policy)
     for _ in range(30):
-        server.add("flood", 12, 8)
+        server.add(12, 8, tenant="flood")
     for _ in range(4):
         server.step()
         assert held(server, "flood") <= 10
-    other = server.add("other", 12, 4)
+    other = server.add(12, 4, tenant="other")
     server.step()
     assert running(other)
     while server.scheduler.has_work:
         server.step()
         assert held(server, "flood") <= 10
-    server.drain()
+    server.run()
 
 
 def test_a_cap_leaves_its_tenants_order_as_it_is() -> None:
     server = server_with({"a": KVLimits(cap=8)})
-    requests = [server.add("a", 16, 4) for _ in range(6)]
-    urgent = server.request("a", 16, 4)
+    requests = [server.add(16, 4, tenant="a") for _ in range(6)]
+    urgent = server.request(16, 4, tenant="a")
     urgent.priority = -1
     server.step()
     server.scheduler.add(urgent)
@@ -80,18 +81,18 @@ def test_a_cap_leaves_its_tenants_order_as_it_is() -> None:
         server.step()
         ended += [request for request in (*requests, urgent) if request.finished and request not in ended]
     assert ended == [requests[0], urgent, *requests[1:]]
-    server.drain()
+    server.run()
 
 
 def test_a_capped_tenants_waiting_requests_can_be_aborted_wherever_they_stand() -> None:
     server = server_with({"a": KVLimits(cap=8)})
-    requests = [server.add("a", 20, 4) for _ in range(6)]
+    requests = [server.add(20, 4, tenant="a") for _ in range(6)]
     server.step()
     assert server.scheduler.num_waiting == 5
     for number in (1, 4, 2):
         server.scheduler.end_request(requests[number].request_id)
     assert server.scheduler.num_waiting == 2
-    server.drain()
+    server.run()
     assert [request.sequences[0].num_output_tokens for request in requests] == [4, 0, 0, 4, 0, 4]
 
 
@@ -99,38 +100,38 @@ def test_what_several_sequences_of_a_tenant_share_counts_once() -> None:
     server = server_with({"a": KVLimits(cap=15)})
     prompt = list(range(33))
     for _ in range(3):
-        server.add("a", prompt, 8)
+        server.add(prompt, 8, tenant="a")
         server.step()
     # 8 blocks of the prompt, shared, and 2 of its own for each.
     assert server.scheduler.num_running == 3
     assert held(server, "a") <= 15
-    server.drain()
+    server.run()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_request_that_its_cap_cannot_hold_is_refused_with_the_numbers(policy: str) -> None:
     server = server_with({"a": KVLimits(cap=10)}, policy)
-    server.add("b", 40, 5)
+    server.add(40, 5, tenant="b")
     with pytest.raises(CapacityError) as error:
-        server.add("a", 40, 5)
+        server.add(40, 5, tenant="a")
     assert str(error.value) == (
         "40 prompt tokens and 5 output tokens need 11 KV blocks of 4 tokens, but this API key's tenant may hold 10 at "
         "once (kv_cap)"
     )
-    server.add("a", 40, 1)
-    server.drain()
+    server.add(40, 1, tenant="a")
+    server.run()
 
 
 def test_a_request_that_others_floors_leave_no_room_for_is_refused_with_the_numbers_of_its_own_tenant_alone() -> None:
     server = server_with({"a": KVLimits(floor=20), "b": KVLimits(floor=10)})
     with pytest.raises(CapacityError) as error:
-        server.add("c", 44, 5)
+        server.add(44, 5, tenant="c")
     assert str(error.value) == (
         "44 prompt tokens and 5 output tokens need 12 KV blocks of 4 tokens, but at most 10 are available to this API "
         "key's tenant"
     )
-    server.add("a", 59, 5)
-    server.drain()
+    server.add(59, 5, tenant="a")
+    server.run()
 
 
 def test_the_longest_output_is_that_of_the_tenant() -> None:
@@ -140,16 +141,16 @@ def test_the_longest_output_is_that_of_the_tenant() -> None:
 
 
 def test_pins_yield_for_a_floor() -> None:
-    server = server_with({"quiet": KVLimits(floor=32)}, options={"pin_budget": 0.5})
+    server = server_with({"quiet": KVLimits(floor=32)}, pin_budget=0.5)
     pinned = make_request(list(range(500, 532)), tenant="other", max_tokens=1, ignore_eos=True)
     pinned.pins = (PinRequest(32, 1e9),)
     server.scheduler.add(pinned)
     while server.scheduler.has_work:
         server.step()
-    server.add("other", 8, 20)
+    server.add(8, 20, tenant="other")
     server.step()
     assert server.kv.pool.num_pinned == 8
-    quiet = [server.add("quiet", 52, 12), server.add("quiet", 52, 12)]
+    quiet = [server.add(52, 12, tenant="quiet"), server.add(52, 12, tenant="quiet")]
     most = 0
     for _ in range(30):
         server.step()
@@ -157,13 +158,13 @@ def test_pins_yield_for_a_floor() -> None:
     assert most > 28
     assert all(request.sequences[0].num_preemptions == 0 for request in quiet)
     assert not list(server.kv.pins)
-    server.drain()
+    server.run()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_limits_that_change_while_requests_run_lose_nothing(policy: str) -> None:
     server = server_with({}, policy)
-    requests = [server.add(tenant, 20, 20) for tenant in "abcabc"]
+    requests = [server.add(20, 20, tenant=tenant) for tenant in "abcabc"]
     for limits in (
         {"a": KVLimits(floor=30), "b": KVLimits(cap=6)},
         {"c": KVLimits(floor=40), "a": KVLimits(cap=5)},
@@ -175,14 +176,14 @@ def test_limits_that_change_while_requests_run_lose_nothing(policy: str) -> None
             server.kv.audit()
         server.scheduler.set_limits(limits)
     server.scheduler.set_limits({"a": KVLimits(floor=20, cap=20), "b": KVLimits(cap=4), "c": KVLimits(floor=20)})
-    server.drain()
+    server.run()
     assert all(request.sequences[0].num_output_tokens == 20 for request in requests)
 
 
 def test_a_step_that_fails_leaves_floors_and_caps_as_they_were() -> None:
     server = server_with({"a": KVLimits(floor=10, cap=10)})
     for tenant in "aabb":
-        server.add(tenant, 20, 6)
+        server.add(20, 6, tenant=tenant)
     server.step()
     server.scheduler.schedule()
     server.scheduler.restart()
@@ -191,7 +192,7 @@ def test_a_step_that_fails_leaves_floors_and_caps_as_they_were() -> None:
         server.step()
         assert held(server, "a") <= 10
         assert held(server, "b") <= 30
-    server.drain()
+    server.run()
 
 
 def resolved(num_blocks: int = 100, **amounts: tuple[Amount | None, Amount | None]) -> dict[str, KVLimits]:

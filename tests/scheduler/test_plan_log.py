@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from octavo.errors import ConfigError
 from octavo.scheduler.plan import StepPlan
 from octavo.scheduler.plan_log import PlanLog, read_facts, read_plans
-from tests.scheduler.test_scheduler import Engine
+from tests.scheduler.kit import Harness
 
 
 def played(num_blocks: int, prompts: list[int], n: int) -> list[StepPlan]:
-    engine = Engine(num_blocks=num_blocks)
+    engine = Harness(num_blocks=num_blocks)
     for prompt in prompts:
         engine.add(prompt, n=n, prompt_logprobs=0)
     plans = []

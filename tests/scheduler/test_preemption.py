@@ -9,9 +9,9 @@ import pytest
 from octavo.kvcache.holdings import RestoreCost
 from octavo.request import Request, SequenceStatus
 from octavo.scheduler.preemption import Preemption, RestoreSpeed
-from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
 from tests.kvcache.caches import make_manager, make_sequence
-from tests.scheduler.test_scheduler import Engine, shares, status  # type: ignore[attr-defined]
+from tests.scheduler.kit import Harness, status
+from tests.scheduler.plans import shares
 
 
 def test_swapping_is_chosen_where_two_copies_of_the_blocks_cost_less_than_the_tokens() -> None:
@@ -42,15 +42,12 @@ def test_recomputing_is_checked_against_swapping_now_and_then() -> None:
     assert [mode.swaps(seq) for _ in range(64)] == ([False] * 31 + [True]) * 2
 
 
-def swapping_engine(num_host_blocks: int = 20, speed: RestoreSpeed | None = None, **cache: Any) -> Engine:
-    engine = Engine(num_blocks=1 + 6, num_host_blocks=num_host_blocks, **cache)
-    how: Literal["swap", "auto"] = "swap" if speed is None else "auto"
-    mode = Preemption(how, engine.kv.holdings, speed or RestoreSpeed())
-    engine.scheduler = Scheduler(engine.scheduler.config, engine.kv, preemption=mode)
-    return engine
+def swapping_engine(num_host_blocks: int = 20, speed: RestoreSpeed | None = None, **cache: Any) -> Harness:
+    mode: Literal["swap", "auto"] = "swap" if speed is None else "auto"
+    return Harness(num_blocks=1 + 6, num_host_blocks=num_host_blocks, mode=mode, speed=speed, **cache)
 
 
-def preempt_second(engine: Engine) -> tuple[Request, Request]:
+def preempt_second(engine: Harness) -> tuple[Request, Request]:
     first, second = engine.add(11), engine.add(11)
     for _ in range(3):
         engine.step()
@@ -111,7 +108,7 @@ def test_auto_takes_the_cheaper_way(per_token: float, swapped: int) -> None:
 
 
 def test_the_first_in_service_is_never_the_victim_while_it_has_company() -> None:
-    engine = Engine(num_blocks=1 + 6, prefix_caching=False)
+    engine = Harness(num_blocks=1 + 6, prefix_caching=False)
     first, _second = engine.add(11), engine.add(11)
     while not first.finished:
         engine.step()
@@ -120,9 +117,7 @@ def test_the_first_in_service_is_never_the_victim_while_it_has_company() -> None
 
 
 def test_admission_leaves_room_for_those_that_run_to_grow() -> None:
-    engine = Engine(num_blocks=1 + 10, prefix_caching=False)
-    limits = SchedulerConfig(8, 64, max_model_len=200, watermark=0.0, headroom_tokens=8)
-    engine.scheduler = Scheduler(limits, engine.kv)
+    engine = Harness(num_blocks=1 + 10, prefix_caching=False, headroom_tokens=8)
     first, second = engine.add(16), engine.add(16)
     assert list(shares(engine.step())) == [first.request_id], "two would fit now, and not with 8 tokens more each"
     engine.run()
@@ -130,9 +125,7 @@ def test_admission_leaves_room_for_those_that_run_to_grow() -> None:
 
 
 def test_what_cannot_grow_any_more_reserves_nothing() -> None:
-    engine = Engine(num_blocks=1 + 10, prefix_caching=False)
-    limits = SchedulerConfig(8, 64, max_model_len=200, watermark=0.0, headroom_tokens=8)
-    engine.scheduler = Scheduler(limits, engine.kv)
+    engine = Harness(num_blocks=1 + 10, prefix_caching=False, headroom_tokens=8)
     engine.add(16, max_tokens=1)
     engine.add(16, max_tokens=1)
     assert engine.step().num_rows == 2

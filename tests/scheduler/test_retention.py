@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
 from octavo.kvcache.block import BlockState
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.request import FinishReason, PinReceipt, PinRequest, Request
-from octavo.scheduler.plan import StepResult
-from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
-from octavo.scheduler.waiting import PrefixLengths
-from tests.kvcache.caches import Clock, make_manager, make_request
+from octavo.scheduler.scheduler import DEFAULT_HEADROOM_TOKENS, DEFAULT_WATERMARK
+from tests.kvcache.caches import make_request
+from tests.scheduler.kit import Harness
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 601
@@ -20,39 +20,30 @@ PREFIX = list(range(2000))
 ROUNDS = 20
 
 
-class Service:
-    """A scheduler whose runner draws token 7 for everyone."""
+class Service(Harness):
+    """A cache of 601 blocks of 16 tokens, and tokens that nobody sent before."""
 
-    def __init__(
-        self, cache: str = "hashed", eviction: str = "lru", num_blocks: int = NUM_BLOCKS, pin_budget: float = 0.25
-    ) -> None:
-        self.clock = Clock()
-        self.kv = make_manager(
-            num_blocks, BLOCK_SIZE, prefix_cache=cache, eviction=eviction, pin_budget=pin_budget, clock=self.clock
+    def __init__(self, prefix_cache: str = "hashed", eviction: str = "lru", num_blocks: int = NUM_BLOCKS, **cache: Any):
+        super().__init__(
+            num_blocks,
+            BLOCK_SIZE,
+            max_num_seqs=64,
+            max_num_batched_tokens=2048,
+            max_model_len=40_000,
+            watermark=DEFAULT_WATERMARK,
+            headroom_tokens=DEFAULT_HEADROOM_TOKENS,
+            audits=False,
+            prefix_cache=prefix_cache,
+            eviction=eviction,
+            **cache,
         )
-        prefixes = PrefixLengths(self.kv) if cache == "radix" else None
-        self.scheduler = Scheduler(SchedulerConfig(64, 2048, max_model_len=40_000), self.kv, prefixes=prefixes)
         self._fresh = itertools.count(10_000)
 
-    def request(self, tokens: list[int], max_tokens: int = 4, ttl: float | None = None) -> Request:
-        request = make_request(tokens, max_tokens=max_tokens, ignore_eos=True)
-        if ttl is not None:
-            request.pins = (PinRequest(len(tokens), ttl),)
-        self.scheduler.add(request)
+    def complete(self, tokens: list[int], max_tokens: int = 4, ttl: float | None = None) -> Request:
+        """Serve a request to its end."""
+        request = self.add(tokens, max_tokens, ttl=ttl)
+        self.steps_until(lambda: request.finished)
         return request
-
-    def step(self) -> None:
-        plan = self.scheduler.schedule()
-        assert plan or not self.scheduler.has_work, "whoever has work makes progress"
-        self.scheduler.update(plan, StepResult((7,) * plan.num_draws))
-
-    def run(self, tokens: list[int], max_tokens: int = 4, ttl: float | None = None) -> Request:
-        request = self.request(tokens, max_tokens, ttl)
-        for _ in range(10_000):
-            if request.finished:
-                return request
-            self.step()
-        raise AssertionError("the request never ends")
 
     def other_tokens(self, count: int) -> list[int]:
         return list(itertools.islice(self._fresh, count))
@@ -61,16 +52,15 @@ class Service:
         """Requests without a token in common that together fill the pool once."""
         total = (NUM_BLOCKS - 1) * BLOCK_SIZE
         for _ in range(total // 480):
-            self.request(self.other_tokens(480))
-        while self.scheduler.has_work:
-            self.step()
+            self.add(self.other_tokens(480), 4)
+        self.run()
 
     def hit_rate_under_flood(self) -> float:
         """Share of the prefix's tokens that are found, asked once after each of 20 times a poolful."""
         hits = 0
         for _ in range(ROUNDS):
             self.flood_once()
-            hits += min(self.run([*PREFIX, *self.other_tokens(20)]).num_cached_tokens or 0, len(PREFIX))
+            hits += min(self.complete([*PREFIX, *self.other_tokens(20)]).num_cached_tokens or 0, len(PREFIX))
         self.kv.audit()
         return hits / (ROUNDS * len(PREFIX))
 
@@ -82,7 +72,7 @@ class Service:
 )
 def test_a_pinned_prefix_of_2000_tokens_survives_a_flood_of_20_pools(cache: str, eviction: str) -> None:
     service = Service(cache, eviction)
-    receipt = service.run(PREFIX, ttl=3600).pin_receipts
+    receipt = service.complete(PREFIX, ttl=3600).pin_receipts
     assert receipt == [PinReceipt(receipt[0].pin_id, 2000, 2000, 3600)]
     rate = service.hit_rate_under_flood()
     print(f"{cache} {eviction}: {rate:.1%}")
@@ -93,7 +83,7 @@ def test_a_pinned_prefix_of_2000_tokens_survives_a_flood_of_20_pools(cache: str,
 @pytest.mark.parametrize(("cache", "eviction"), [("hashed", "lru"), ("radix", "fifo")])
 def test_the_same_prefix_unpinned_is_lost_in_the_flood(cache: str, eviction: str) -> None:
     service = Service(cache, eviction)
-    service.run(PREFIX)
+    service.complete(PREFIX)
     rate = service.hit_rate_under_flood()
     print(f"{cache} {eviction}: {rate:.1%}")
     assert rate < 0.05
@@ -101,9 +91,9 @@ def test_the_same_prefix_unpinned_is_lost_in_the_flood(cache: str, eviction: str
 
 def test_an_expired_pin_is_let_go_by_the_next_step() -> None:
     service = Service()
-    service.run(PREFIX, ttl=60)
+    service.complete(PREFIX, ttl=60)
     service.clock.now += 60
-    service.request([1])
+    service.add([1])
     service.step()
     assert len(service.kv.pins) == 0
     assert BlockState.PINNED not in service.kv.audit().counts
@@ -111,10 +101,10 @@ def test_an_expired_pin_is_let_go_by_the_next_step() -> None:
 
 def test_pins_yield_to_a_request_that_needs_the_whole_pool() -> None:
     service = Service(num_blocks=41, pin_budget=1.0)
-    service.run(list(range(320)), ttl=3600)
-    service.run(list(range(1000, 1160)), ttl=60)
+    service.complete(list(range(320)), ttl=3600)
+    service.complete(list(range(1000, 1160)), ttl=60)
     assert service.kv.pool.num_pinned == 30
-    whole = service.run(service.other_tokens(40 * BLOCK_SIZE - 8), max_tokens=8)
+    whole = service.complete(service.other_tokens(40 * BLOCK_SIZE - 8), max_tokens=8)
     assert whole.sequences[0].finish_reason is FinishReason.LENGTH
     assert service.kv.pins.counters.num_yielded == 2
     service.kv.audit()
@@ -122,16 +112,16 @@ def test_pins_yield_to_a_request_that_needs_the_whole_pool() -> None:
 
 def test_the_pin_that_would_expire_first_yields_and_the_other_stays_where_that_is_enough() -> None:
     service = Service(num_blocks=41, pin_budget=1.0)
-    kept = service.run(list(range(160)), ttl=3600).pin_receipts[0]
-    service.run(list(range(1000, 1160)), ttl=60)
-    service.run(service.other_tokens(25 * BLOCK_SIZE), max_tokens=8)
+    kept = service.complete(list(range(160)), ttl=3600).pin_receipts[0]
+    service.complete(list(range(1000, 1160)), ttl=60)
+    service.complete(service.other_tokens(25 * BLOCK_SIZE), max_tokens=8)
     assert [pin.pin_id for pin in service.kv.pins] == [kept.pin_id]
 
 
 def test_pins_yield_to_a_request_that_grows_while_it_runs_alone() -> None:
     service = Service(num_blocks=21, pin_budget=1.0)
-    service.run(list(range(160)), ttl=3600)
-    grown = service.run(service.other_tokens(80), max_tokens=230)
+    service.complete(list(range(160)), ttl=3600)
+    grown = service.complete(service.other_tokens(80), max_tokens=230)
     assert grown.sequences[0].num_output_tokens == 230
     assert grown.sequences[0].num_preemptions == 0
     assert service.kv.pins.counters.num_yielded == 1
@@ -139,8 +129,8 @@ def test_pins_yield_to_a_request_that_grows_while_it_runs_alone() -> None:
 
 def test_pins_do_not_yield_while_others_run_and_will_end() -> None:
     service = Service(num_blocks=41, pin_budget=1.0)
-    service.run(list(range(320)), ttl=3600)
-    requests = [service.request(service.other_tokens(100), max_tokens=40) for _ in range(8)]
+    service.complete(list(range(320)), ttl=3600)
+    requests = [service.add(service.other_tokens(100), max_tokens=40) for _ in range(8)]
     while service.scheduler.has_work:
         service.step()
     assert all(r.finished for r in requests)
@@ -161,10 +151,10 @@ def test_several_prefixes_of_one_prompt_are_pinned_as_each_is_computed() -> None
 
 def test_an_aborted_requests_prefix_is_not_pinned() -> None:
     service = Service()
-    request = service.request(list(range(3000)), ttl=60)
+    request = service.add(list(range(3000)), ttl=60)
     service.step()
     service.scheduler.end_request(request.request_id)
-    service.run([1, 2, 3])
+    service.complete([1, 2, 3])
     assert request.pin_receipts == []
     assert len(service.kv.pins) == 0
     assert not service.scheduler._to_pin

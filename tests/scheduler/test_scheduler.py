@@ -2,80 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from octavo.errors import CapacityError, ContextLengthError, RequestError
-from octavo.kvcache.block import BlockState
-from octavo.kvcache.manager import KVCacheManager
-from octavo.request import FinishReason, Request, Sequence, SequenceStatus, TokenLogprobs
-from octavo.scheduler.plan import SequenceUpdate, StepPlan
-from octavo.scheduler.policy import Policy
+from octavo.request import FinishReason, Sequence, SequenceStatus
 from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
 from tests.kvcache.caches import make_manager, make_request
+from tests.scheduler.kit import Harness, status
 from tests.scheduler.plans import rows_of, shares
-from tests.scheduler.results import result_of
-
-Draw = Callable[[Sequence], int]
-
-
-class Engine:
-    """A scheduler over a cache with blocks of 4 tokens, and a runner that draws what it is told to."""
-
-    def __init__(
-        self,
-        num_blocks: int = 100,
-        max_num_seqs: int = 8,
-        max_num_batched_tokens: int = 64,
-        policy: Policy | None = None,
-        **cache: Any,
-    ) -> None:
-        self.kv: KVCacheManager = make_manager(num_blocks, 4, **cache)
-        limits = SchedulerConfig(
-            max_num_seqs, max_num_batched_tokens, max_model_len=200, watermark=0.0, headroom_tokens=0
-        )
-        self.scheduler = Scheduler(limits, self.kv, policy)
-        self._arrivals = 0
-
-    def add(self, prompt: int | list[int], *, priority: int = 0, n: int = 1, **params: Any) -> Request:
-        """Queue a prompt of that many distinct tokens, or of those tokens; 10 tokens of output by default."""
-        self._arrivals += 1
-        if isinstance(prompt, int):
-            prompt = [1000 * self._arrivals + i for i in range(prompt)]
-        request = make_request(prompt, n=n, **{"max_tokens": 10, **params})
-        request.arrival_time, request.priority = float(self._arrivals), priority
-        self.scheduler.add(request)
-        return request
-
-    def step(self, draw: Draw = lambda seq: 7) -> StepPlan:
-        plan = self.scheduler.schedule()
-        self.finish_step(plan, draw)
-        return plan
-
-    def finish_step(self, plan: StepPlan, draw: Draw = lambda seq: 7) -> list[SequenceUpdate]:
-        scored = [[TokenLogprobs(-1.0, 1, ())] * len(scores.targets) for scores in plan.scores]
-        samples = [draw(seq) for seq in self.scheduler.drawing]
-        updates = self.scheduler.update(plan, result_of(samples, scored))
-        self.kv.audit()
-        return updates
-
-    def run(self) -> None:
-        for _ in range(1000):
-            if not self.scheduler.has_work:
-                break
-            self.step()
-        assert not self.scheduler.has_work
-        assert BlockState.ACTIVE not in self.kv.audit().counts
-
-
-def status(request: Request) -> SequenceStatus:
-    return request.sequences[0].status
 
 
 def test_a_prompt_then_one_token_a_step() -> None:
-    engine = Engine()
+    engine = Harness()
     request = engine.add(9, max_tokens=3)
     assert [shares(engine.step())[request.request_id] for _ in range(3)] == [9, 1, 1]
     assert request.sequences[0].output_token_ids == [7, 7, 7]
@@ -85,7 +25,7 @@ def test_a_prompt_then_one_token_a_step() -> None:
 
 
 def test_chunks_of_a_long_prompt_go_beside_the_decodes() -> None:
-    engine = Engine(max_num_batched_tokens=10)
+    engine = Harness(max_num_batched_tokens=10)
     short = engine.add(3)
     engine.step()
     long = engine.add(25)
@@ -96,7 +36,7 @@ def test_chunks_of_a_long_prompt_go_beside_the_decodes() -> None:
 
 
 def test_only_the_last_chunk_of_a_prompt_draws_a_token() -> None:
-    engine = Engine(max_num_batched_tokens=4)
+    engine = Harness(max_num_batched_tokens=4)
     request = engine.add(10)
     drawn = []
     for _ in range(4):
@@ -107,7 +47,7 @@ def test_only_the_last_chunk_of_a_prompt_draws_a_token() -> None:
 
 
 def test_a_step_keeps_to_the_token_limit() -> None:
-    engine = Engine(max_num_batched_tokens=20)
+    engine = Harness(max_num_batched_tokens=20)
     requests = [engine.add(8) for _ in range(4)]
     first, second = engine.step(), engine.step()
     assert list(shares(first).values()) == [8, 8, 4]
@@ -116,7 +56,7 @@ def test_a_step_keeps_to_the_token_limit() -> None:
 
 
 def test_a_step_keeps_to_the_sequence_limit_and_fills_a_place_as_soon_as_it_is_free() -> None:
-    engine = Engine(max_num_seqs=2)
+    engine = Harness(max_num_seqs=2)
     first, second, third = engine.add(4, max_tokens=2), engine.add(4), engine.add(4)
     engine.step()
     assert (status(first), status(second), status(third)) == (
@@ -130,7 +70,7 @@ def test_a_step_keeps_to_the_sequence_limit_and_fills_a_place_as_soon_as_it_is_f
 
 
 def test_the_latest_arrival_is_preempted_first_and_starts_over() -> None:
-    engine = Engine(num_blocks=1 + 6, prefix_caching=False)
+    engine = Harness(num_blocks=1 + 6, prefix_caching=False)
     first, second = engine.add(11), engine.add(11)
     engine.step()
     assert engine.kv.pool.num_available == 0
@@ -147,7 +87,7 @@ def test_the_latest_arrival_is_preempted_first_and_starts_over() -> None:
 
 
 def test_a_preempted_sequence_returns_before_newer_arrivals() -> None:
-    engine = Engine(num_blocks=1 + 6, prefix_caching=False)
+    engine = Harness(num_blocks=1 + 6, prefix_caching=False)
     first, second = engine.add(11), engine.add(11)
     for _ in range(3):
         engine.step()
@@ -160,7 +100,7 @@ def test_a_preempted_sequence_returns_before_newer_arrivals() -> None:
 
 
 def test_a_preempted_sequence_finds_its_blocks_in_the_prefix_cache() -> None:
-    engine = Engine(num_blocks=1 + 6)
+    engine = Harness(num_blocks=1 + 6)
     first, second = engine.add(11), engine.add(11)
     for _ in range(3):
         engine.step()
@@ -175,7 +115,7 @@ def test_a_preempted_sequence_finds_its_blocks_in_the_prefix_cache() -> None:
 
 
 def test_no_request_is_admitted_in_a_step_that_preempts() -> None:
-    engine = Engine(num_blocks=1 + 6, prefix_caching=False)
+    engine = Harness(num_blocks=1 + 6, prefix_caching=False)
     first, _second = engine.add(11), engine.add(11)
     for _ in range(2):
         engine.step()
@@ -185,7 +125,7 @@ def test_no_request_is_admitted_in_a_step_that_preempts() -> None:
 
 
 def test_a_lower_priority_number_is_served_first_and_preempted_last() -> None:
-    engine = Engine(num_blocks=1 + 6, max_num_seqs=2, prefix_caching=False)
+    engine = Harness(num_blocks=1 + 6, max_num_seqs=2, prefix_caching=False)
     ordinary, urgent = engine.add(11), engine.add(11, priority=-1)
     later, soon = engine.add(3), engine.add(3, priority=-2)
     plan = engine.step()
@@ -200,7 +140,7 @@ def test_a_lower_priority_number_is_served_first_and_preempted_last() -> None:
 
 
 def test_a_newcomer_of_higher_priority_takes_the_blocks_of_the_lowest_when_they_run_out() -> None:
-    engine = Engine(num_blocks=1 + 6, prefix_caching=False)
+    engine = Harness(num_blocks=1 + 6, prefix_caching=False)
     ordinary = engine.add(11)
     engine.step()
     urgent = engine.add(11, priority=-1)
@@ -211,7 +151,7 @@ def test_a_newcomer_of_higher_priority_takes_the_blocks_of_the_lowest_when_they_
 
 
 def test_parallel_samples_hold_their_places_while_their_prompt_is_computed() -> None:
-    engine = Engine(max_num_seqs=4, max_num_batched_tokens=8)
+    engine = Harness(max_num_seqs=4, max_num_batched_tokens=8)
     parent = engine.add(20, n=3)
     single, other = engine.add(2), engine.add(2)
     for _ in range(3):
@@ -223,7 +163,7 @@ def test_parallel_samples_hold_their_places_while_their_prompt_is_computed() -> 
 
 
 def test_parallel_samples_share_their_prompts_blocks_until_one_writes_into_the_last() -> None:
-    engine = Engine()
+    engine = Harness()
     request = engine.add(10, n=3)
     engine.step(draw=lambda seq: seq.index)
     assert engine.kv.pool.num_active == 3, "ten tokens lie in three blocks, for all three samples"
@@ -244,7 +184,7 @@ def test_parallel_samples_share_their_prompts_blocks_until_one_writes_into_the_l
 
 
 def test_parallel_samples_of_a_full_last_block_copy_nothing() -> None:
-    engine = Engine()
+    engine = Harness()
     engine.add(8, n=4)
     engine.step()
     plan = engine.scheduler.schedule()
@@ -255,7 +195,7 @@ def test_parallel_samples_of_a_full_last_block_copy_nothing() -> None:
 
 
 def test_an_aborted_parallel_request_gives_back_the_places_it_held() -> None:
-    engine = Engine(max_num_seqs=4, max_num_batched_tokens=8)
+    engine = Harness(max_num_seqs=4, max_num_batched_tokens=8)
     parent = engine.add(20, n=4)
     engine.step()
     other = engine.add(2)
@@ -283,7 +223,7 @@ def test_admission_leaves_the_watermark_to_those_that_run() -> None:
 
 
 def test_a_shared_prompt_is_computed_once() -> None:
-    engine = Engine()
+    engine = Harness()
     prompt = list(range(18))
     first, second = engine.add(prompt), engine.add(prompt)
     assert list(shares(engine.step()).values()) == [18, 18], "nothing is published before it is computed"
@@ -295,7 +235,7 @@ def test_a_shared_prompt_is_computed_once() -> None:
 def test_a_step_takes_few_long_cached_prefixes_so_that_streams_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.scheduler.admission.LONG_PROMPT", 4)
     monkeypatch.setattr("octavo.scheduler.admission.LONG_BLOCKS_PER_STEP", 8)
-    engine = Engine()
+    engine = Harness()
     engine.add(prompt := list(range(81)), max_tokens=1)
     engine.run()
     stream, first, second, short = engine.add(3), engine.add(prompt), engine.add(prompt), engine.add(prompt[:9])
@@ -309,7 +249,7 @@ def test_a_step_takes_few_long_cached_prefixes_so_that_streams_do_not_wait(monke
 
 
 def test_a_prompt_that_is_cached_whole_still_computes_its_last_token() -> None:
-    engine = Engine()
+    engine = Harness()
     prompt = list(range(16))
     engine.add(prompt, max_tokens=1)
     engine.step()
@@ -319,7 +259,7 @@ def test_a_prompt_that_is_cached_whole_still_computes_its_last_token() -> None:
 
 
 def test_prompt_logprobs_need_every_token_computed_but_only_once() -> None:
-    engine = Engine(max_num_batched_tokens=8)
+    engine = Harness(max_num_batched_tokens=8)
     prompt = list(range(20))
     engine.add(prompt, max_tokens=1)
     engine.run()
@@ -346,7 +286,7 @@ def test_prompt_logprobs_need_every_token_computed_but_only_once() -> None:
 def test_what_ends_a_sequence(
     token_id: int, params: dict[str, Any], reason: FinishReason | None, stop_reason: int | None
 ) -> None:
-    engine = Engine()
+    engine = Harness()
     request = engine.add(3, **params)
     request.eos_token_ids = frozenset({9})
     engine.step(draw=lambda seq: token_id)
@@ -354,7 +294,7 @@ def test_what_ends_a_sequence(
 
 
 def test_one_parallel_sample_may_end_before_the_others() -> None:
-    engine = Engine()
+    engine = Harness()
     request = engine.add(5, n=3)
     request.eos_token_ids = frozenset({9})
     engine.step(draw=lambda seq: 9 if seq.index == 0 else 7)
@@ -365,7 +305,7 @@ def test_one_parallel_sample_may_end_before_the_others() -> None:
 
 
 def test_what_can_never_fit_is_refused_with_the_numbers_and_changes_nothing() -> None:
-    engine = Engine(num_blocks=1 + 6)
+    engine = Harness(num_blocks=1 + 6)
     with pytest.raises(ContextLengthError, match="length is 200 tokens, but 201 were requested: 1 in the prompt"):
         engine.add(1, max_tokens=200)
     with pytest.raises(CapacityError, match=r"20 prompt tokens and 10 output tokens need 8 KV blocks .* has 6 in all"):
@@ -378,7 +318,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers_and_changes_nothing() ->
 
 
 def test_a_request_id_in_use_is_refused_and_its_holder_goes_on() -> None:
-    engine = Engine()
+    engine = Harness()
     request = engine.add(3)
     twin = make_request([1, 2])
     twin.request_id = request.request_id
@@ -392,7 +332,7 @@ def test_a_request_id_in_use_is_refused_and_its_holder_goes_on() -> None:
 
 
 def test_ending_twice_and_ending_the_unknown_do_nothing() -> None:
-    engine = Engine()
+    engine = Harness()
     request = engine.add(3)
     assert engine.scheduler.end_request(request.request_id) is request
     assert engine.scheduler.end_request(request.request_id) is None
@@ -403,7 +343,7 @@ def test_ending_twice_and_ending_the_unknown_do_nothing() -> None:
 
 
 def test_aborting_a_wide_request_looks_at_each_sequence_only_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(num_blocks=400, max_num_seqs=64)
+    engine = Harness(num_blocks=400, max_num_seqs=64)
     request = engine.add(8, n=64)
     engine.step()
     looks = 0

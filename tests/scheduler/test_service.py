@@ -9,78 +9,50 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.request import PinRequest, Request, SequenceStatus, TokenLogprobs
+from octavo.request import PinRequest, Request, SequenceStatus
 from octavo.scheduler.plan import StepPlan
-from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
+from octavo.scheduler.scheduler import DEFAULT_HEADROOM_TOKENS, DEFAULT_WATERMARK
 from octavo.scheduler.step_budget import NEWCOMERS_BESIDE_STREAMS, SCORED_BESIDE_STREAMS
 from octavo.scheduler.waiting import KeyedHeap
-from tests.kvcache.caches import make_manager, make_request, make_sequence
-from tests.scheduler.results import result_of
-
-_arrivals = itertools.count()
+from tests.kvcache.caches import make_request, make_sequence
+from tests.scheduler.kit import Harness, outputs
 
 
-class Server:
-    """A scheduler as it serves, blocks of 16 tokens, whose runner draws token 7 for everyone."""
-
-    def __init__(self, num_blocks: int = 2001, seqs: int = 64, budget: int = 2048, **cache: Any) -> None:
-        self.kv = make_manager(num_blocks, 16, **cache)
-        self.scheduler = Scheduler(SchedulerConfig(seqs, budget, max_model_len=1 << 21), self.kv)
-        self.num_steps = 0
-
-    def add(
-        self, tokens: list[int] | int, max_tokens: int = 10, n: int = 1, priority: int = 0, **params: Any
-    ) -> Request:
-        number = next(_arrivals)
-        prompt = [number * 1000 + i for i in range(tokens)] if isinstance(tokens, int) else tokens
-        request = make_request(prompt, n=n, max_tokens=max_tokens, ignore_eos=True, **params)
-        request.arrival_time, request.priority = float(number), priority
-        self.scheduler.add(request)
-        return request
-
-    def step(self) -> StepPlan:
-        plan = self.scheduler.schedule()
-        scored = [[TokenLogprobs(0.0, 1, ())] * len(scores.targets) for scores in plan.scores]
-        self.scheduler.update(plan, result_of([7] * plan.num_draws, scored))
-        self.num_steps += 1
-        return plan
-
-    def steps_until(self, done: Any, most: int = 20_000) -> int:
-        for count in range(1, most):
-            self.step()
-            if done():
-                return count
-        raise AssertionError(f"not done after {most} steps")
-
-    def run(self) -> None:
-        self.steps_until(lambda: not self.scheduler.has_work)
-        self.kv.audit()
+def server_of(num_blocks: int = 2001, seqs: int = 64, budget: int = 2048, **cache: Any) -> Harness:
+    """A scheduler as it serves, with blocks of 16 tokens."""
+    return Harness(
+        num_blocks,
+        16,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=1 << 21,
+        watermark=DEFAULT_WATERMARK,
+        headroom_tokens=DEFAULT_HEADROOM_TOKENS,
+        audits=False,
+        **cache,
+    )
 
 
-def running(requests: list[Request]) -> int:
+def num_running(requests: list[Request]) -> int:
     return sum(seq.status is SequenceStatus.RUNNING for request in requests for seq in request.sequences)
-
-
-def outputs(request: Request) -> list[int]:
-    return [seq.num_output_tokens for seq in request.sequences]
 
 
 @pytest.mark.parametrize("cache", ["hashed", "radix"])
 def test_requests_over_one_long_cached_prefix_run_together(cache: str) -> None:
-    server = Server(1 + 2000 + 600, prefix_cache=cache)
+    server = server_of(1 + 2000 + 600, prefix_cache=cache)
     document = list(range(32_000))
     server.add([*document, 0], max_tokens=1)
     server.run()
     # Six blocks of its own for each.
     requests = [server.add([*document, *[k] * 16], max_tokens=64) for k in range(1, 33)]
     server.step()
-    assert running(requests) == 32
+    assert num_running(requests) == 32
     server.run()
     assert server.scheduler.counters.num_preemptions == 0
 
 
 def preemptions(count: int, n: int) -> int:
-    server = Server(401, seqs=256)
+    server = server_of(401, seqs=256)
     for i in range(count):
         server.add([i] * 100, max_tokens=64, n=n)
     server.run()
@@ -95,7 +67,7 @@ def test_parallel_samples_are_reserved_for_like_as_many_requests() -> None:
 
 @pytest.mark.parametrize("priority", [-1, 0])
 def test_no_prompt_takes_a_running_streams_token(priority: int) -> None:
-    server = Server(20_001)
+    server = server_of(20_001)
     streams = [server.add(50, max_tokens=1000) for _ in range(8)]
     server.step()
     before = [outputs(request) for request in streams]
@@ -106,7 +78,7 @@ def test_no_prompt_takes_a_running_streams_token(priority: int) -> None:
 
 
 def test_an_early_request_that_comes_back_takes_no_running_streams_token() -> None:
-    server = Server(6400, prefix_caching=False)
+    server = server_of(6400, prefix_caching=False)
     first = server.add(60_000, max_tokens=20_000)
     server.steps_until(lambda: outputs(first)[0] >= 2)
     streams = [server.add(50, max_tokens=10_000) for _ in range(8)]
@@ -120,10 +92,10 @@ def test_an_early_request_that_comes_back_takes_no_running_streams_token() -> No
 
 
 def test_a_short_prompt_behind_a_long_one_has_its_first_token_within_three_steps() -> None:
-    alone = Server(20_001)
+    alone = server_of(20_001)
     long = alone.add(200_000, max_tokens=1)
     steps_alone = alone.steps_until(lambda: long.finished)
-    server = Server(20_001)
+    server = server_of(20_001)
     long = server.add(200_000, max_tokens=1)
     server.step()
     short = server.add(20, max_tokens=1)
@@ -140,7 +112,7 @@ def test_a_short_prompt_behind_a_long_one_has_its_first_token_within_three_steps
     budget=st.integers(16, 64),
 )
 def test_no_prompt_starves_under_a_stream_of_shorter_ones(prompts: list[int], stream: list[int], budget: int) -> None:
-    server = Server(4001, seqs=12, budget=budget)
+    server = server_of(4001, seqs=12, budget=budget)
     requests = [server.add(length, max_tokens=1) for length in prompts]
     shorter = itertools.cycle(stream)
     bound = 0
@@ -156,7 +128,7 @@ def test_no_prompt_starves_under_a_stream_of_shorter_ones(prompts: list[int], st
 
 
 def test_a_wide_request_at_the_head_does_not_leave_places_empty() -> None:
-    server = Server(1001)
+    server = server_of(1001)
     server.add(10, max_tokens=500)
     server.step()
     wide = server.add(10, n=64, max_tokens=4)
@@ -168,7 +140,7 @@ def test_a_wide_request_at_the_head_does_not_leave_places_empty() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [4, 100, 5000])
 def test_a_wide_request_does_not_starve_behind_a_stream_of_narrow_ones(max_tokens: int) -> None:
-    server = Server(20_001)
+    server = server_of(20_001)
     server.add(10, max_tokens=500)
     server.step()
     wide = server.add(10, n=64, max_tokens=4)
@@ -181,7 +153,7 @@ def test_a_wide_request_does_not_starve_behind_a_stream_of_narrow_ones(max_token
 
 
 def test_a_long_request_that_waits_for_blocks_lets_others_pass_and_starts_in_time() -> None:
-    server = Server(1001)
+    server = server_of(1001)
     first = server.add(8000, max_tokens=300)  # half of all blocks, for 300 steps
     server.step()
     long = server.add(12_000, max_tokens=10)
@@ -196,7 +168,7 @@ def test_a_long_request_that_waits_for_blocks_lets_others_pass_and_starts_in_tim
 
 
 def test_fewer_tokens_a_step_than_streams_take_turns() -> None:
-    server = Server(1001, budget=16)
+    server = server_of(1001, budget=16)
     request = server.add(10, n=64, max_tokens=50)
     for _ in range(41):
         server.step()
@@ -211,7 +183,7 @@ def test_fewer_tokens_a_step_than_streams_take_turns() -> None:
 @settings(max_examples=30, deadline=None)
 @given(budget=st.integers(1, 9), n=st.integers(1, 9), prompt=st.integers(1, 40))
 def test_every_stream_has_its_turn_whatever_the_budget(budget: int, n: int, prompt: int) -> None:
-    server = Server(1001, seqs=12, budget=budget)
+    server = server_of(1001, seqs=12, budget=budget)
     request = server.add(5, n=n, max_tokens=40)
     server.steps_until(lambda: min(outputs(request)) > 0)
     other = server.add(prompt, max_tokens=40)
@@ -228,7 +200,7 @@ def test_every_stream_has_its_turn_whatever_the_budget(budget: int, n: int, prom
 def test_a_head_that_does_not_fit_is_not_looked_up_again_before_something_has_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    server = Server(1001)
+    server = server_of(1001)
     server.add(8000, max_tokens=5000)
     server.step()
     server.add(12_000, max_tokens=10)
@@ -242,7 +214,7 @@ def test_a_head_that_does_not_fit_is_not_looked_up_again_before_something_has_ch
 
 
 def test_requests_that_wait_with_pins_cost_a_step_nothing() -> None:
-    server = Server(seqs=1)
+    server = server_of(seqs=1)
     server.add(10, max_tokens=100)
     for _ in range(50):
         request = make_request([1] * 50, max_tokens=10)
@@ -253,7 +225,7 @@ def test_requests_that_wait_with_pins_cost_a_step_nothing() -> None:
 
 
 def test_what_waits_is_counted_and_what_is_aborted_is_gone_at_once() -> None:
-    server = Server(seqs=1)
+    server = server_of(seqs=1)
     server.add(10, max_tokens=100)
     server.step()
     waiting = [server.add(30, priority=5) for _ in range(100)]
@@ -297,21 +269,21 @@ def test_a_keyed_heap_is_a_sorted_list_that_forgets(operations: list[tuple[str, 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 4])
 def test_a_crowd_is_admitted_in_parts_where_streams_wait_for_the_step(n: int) -> None:
-    server = Server(20_001, seqs=256)
+    server = server_of(20_001, seqs=256)
     server.add(50, max_tokens=1000)
     server.step()
     crowd = [server.add(1, n=n, max_tokens=1000) for _ in range(200 // n)]
     for steps in range(1, 4):
         server.step()
-        assert running(crowd) == steps * NEWCOMERS_BESIDE_STREAMS
+        assert num_running(crowd) == steps * NEWCOMERS_BESIDE_STREAMS
     server.run()
 
 
 def test_a_crowd_is_admitted_at_once_if_no_stream_waits() -> None:
-    server = Server(20_001, seqs=256)
+    server = server_of(20_001, seqs=256)
     crowd = [server.add(1, max_tokens=10) for _ in range(200)]
     server.step()
-    assert running(crowd) == 200
+    assert num_running(crowd) == 200
     server.run()
 
 
@@ -320,7 +292,7 @@ def scored_tokens(plan: StepPlan) -> int:
 
 
 def test_few_tokens_of_prompts_are_scored_where_streams_wait_for_the_step() -> None:
-    server = Server(20_001)
+    server = server_of(20_001)
     stream = server.add(50, max_tokens=1000)
     server.step()
     scored = [server.add(300, max_tokens=2, prompt_logprobs=5) for _ in range(3)]
@@ -328,14 +300,14 @@ def test_few_tokens_of_prompts_are_scored_where_streams_wait_for_the_step() -> N
     first = server.step()
     assert 0 < scored_tokens(first) <= SCORED_BESIDE_STREAMS
     assert outputs(plain) == [1], "the rest of the step is for others"
-    server.steps_until(lambda: running([stream, *scored]) == 1)
+    server.steps_until(lambda: num_running([stream, *scored]) == 1)
     assert [len(request.prompt_logprobs) for request in scored] == [299] * 3
     assert outputs(stream)[0] == server.num_steps
     server.run()
 
 
 def test_a_prompt_is_scored_at_once_if_no_stream_waits() -> None:
-    server = Server(20_001)
+    server = server_of(20_001)
     server.add(1500, max_tokens=1, prompt_logprobs=5)
     assert scored_tokens(server.step()) == 1499
     server.run()
