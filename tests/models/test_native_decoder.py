@@ -20,6 +20,7 @@ from octavo.checkpoint.gguf_requantize import loaded_bytes
 from octavo.checkpoint.model_source import load_model_config, resolve_model
 from octavo.errors import CorruptModelError
 from octavo.kernels import PackedWeight
+from octavo.models import packing
 from octavo.models.decoder import Decoder
 from octavo.models.loader import open_weights
 from octavo.models.native_decoder import NativeDecoder, make_decoder
@@ -340,6 +341,21 @@ def test_a_step_that_names_what_does_not_exist_is_a_value_error(
     ids, rows = torch.tensor(change.get("ids", [1])), torch.tensor(change.get("rows", [0]))
     with pytest.raises(ValueError, match=message):
         ours.forward(ids, batch, paged.kv, NativeAttention(), rows)
+
+
+@pytest.mark.parametrize("case", ["biases everywhere", "tied head", "phi3"])
+def test_a_weight_packed_in_pieces_is_that_packed_whole(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(case, monkeypatch)
+    weights = StateDict(model, {"v_proj": "Q8_0", "proj": "Q4_0", "embed": "Q8_0"})
+    whole = native(model, torch.bfloat16, weights, quantised=True)
+    monkeypatch.setattr(packing, "_BYTES_AT_ONCE", 1)
+    pieces = native(model, torch.bfloat16, weights, quantised=True)
+    for register in (Register.QKV, Register.INNER, Register.HIDDEN):
+        for one, other in zip(products(whole, register), products(pieces, register), strict=True):
+            for part, same in zip(native_parts(one), native_parts(other), strict=True):
+                assert part[0].startswith("Q")
+                assert torch.equal(part[1], same[1])
+    assert torch.equal(native_parts(whole._head)[0][1], native_parts(pieces._head)[0][1])
 
 
 def test_a_misshaped_tensor_is_named_with_both_shapes(monkeypatch: pytest.MonkeyPatch) -> None:

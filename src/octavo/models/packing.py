@@ -27,6 +27,8 @@ from octavo.models.weights import RawTensor
 logger = logging.getLogger(__name__)
 
 TILE = 16  # outputs per vector register
+_PANEL = 32  # outputs that are packed together
+_BYTES_AT_ONCE = 16 << 20  # of a stored matrix that is being packed
 # format, packed weight, outputs, inputs, bias
 NativePart = tuple[str, torch.Tensor, int, int, torch.Tensor | None]
 
@@ -92,26 +94,34 @@ class _Matrix:
     def pack_into(self, packed: PackedWeight, *first_outputs: int, step: int = 1) -> None:
         """Read it into `packed`, in one equal part for each of `first_outputs`, see `PackedWeight.put`.
 
+        Stored bytes are packed a piece at a time, and leave memory before the next: an embedding may be most of a file.
+
         Raises:
             CorruptModelError: its numbers cannot be packed.
         """
-        stored = self._read()
-        rows = len(stored) // len(first_outputs)
-        try:
-            for part, first_output in enumerate(first_outputs):
-                packed.put(stored[part * rows : (part + 1) * rows], first_output, step)
-        except ValueError as error:
-            raise CorruptModelError(f"{self.name}: {error}") from error
-        if self.raw is not None:
-            self.raw.release()
+        rows = self.outputs // len(first_outputs)
+        stored = self.get() if self.raw is None else None
+        at_once = rows if self.raw is None else max(1, _BYTES_AT_ONCE // self.raw.rows.shape[1] // _PANEL) * _PANEL
+        for part, first_output in enumerate(first_outputs):
+            for start in range(0, rows, at_once):
+                piece = slice(part * rows + start, part * rows + min(rows, start + at_once))
+                try:
+                    packed.put(
+                        self._quantised(piece) if stored is None else stored[piece], first_output + start * step, step
+                    )
+                except ValueError as error:
+                    among = "" if at_once >= self.outputs else f"among rows {piece.start} to {piece.stop - 1}, "
+                    raise CorruptModelError(f"{self.name}: {among}{error}") from error
+                if self.raw is not None:
+                    self.raw.release()
 
-    def _read(self) -> torch.Tensor:
-        """Return floats, or quantised bytes [outputs, bytes per output], converted if they are stored otherwise."""
-        if self.raw is None:
-            return self.get()
-        if self.format == self.raw.type.name:
-            return torch.from_numpy(self.raw.rows)
-        return torch.from_numpy(to_q8_0(self.raw.rows, self.raw.type, num_threads=kernels.num_threads()))
+    def _quantised(self, piece: slice) -> torch.Tensor:
+        """Return the bytes of some outputs, [outputs, bytes per output], converted if they are stored otherwise."""
+        assert self.raw is not None
+        rows = self.raw.rows[piece]
+        if self.format != self.raw.type.name:
+            rows = to_q8_0(rows, self.raw.type, num_threads=kernels.num_threads())
+        return torch.from_numpy(rows)
 
 
 class PackingReader(WeightReader):
