@@ -1,6 +1,7 @@
 #include "decoder.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <utility>
 
@@ -22,6 +23,15 @@ Matrix Decoder::room(Buffer& buffer, int64_t count, int64_t width) const {
 
 const Matrix& Decoder::make(Register place, int64_t count, int64_t width) {
     return rows_[place] = room(memory_[place], count, width);
+}
+
+// Products in float32, [rows of x][outputs].
+float* Decoder::scores(const Linear& linear, const Matrix& x) {
+    const int64_t outputs = linear.outputs();
+    if (static_cast<int64_t>(scores_.size()) < x.rows * outputs) scores_.resize(x.rows * outputs);
+    const Matrix out{reinterpret_cast<char*>(scores_.data()), x.rows, outputs, outputs * 4};
+    multiply(linear, x, out, kF32, kPlain);
+    return scores_.data();
 }
 
 void Decoder::forward(const DecoderStep& step) {
@@ -64,6 +74,28 @@ void Decoder::execute(const DecoderStep& step, const Attend& attend) {
     make(kAttended, step.num_tokens, shape.attended_width());
     rope_write(shape.storage, rotation(step, attend), step.num_tokens);
     octavo::attend(attention(step, attend));
+}
+
+void Decoder::execute(const DecoderStep&, const ScaleBySigmoid& scaled) {
+    const Matrix& place = rows_[scaled.place];
+    float* factors = scores(scaled.linear, rows_[scaled.source]);
+    for (int64_t i = 0; i < place.rows; ++i) factors[i] = 1.0f / (1.0f + std::exp(-factors[i]));
+    weighted_sums(shape.storage, place, 1, factors, nullptr, place);
+}
+
+// Experts multiply sorted pairs, and each row sums what its pairs gave in an order of its own.
+void Decoder::execute(const DecoderStep&, const Mix& mix) {
+    const Matrix source = rows_[mix.source];
+    pairs_.choose(scores(mix.router, source), mix.router_bias, source.rows, static_cast<int>(mix.gate_up.size()),
+                  mix.choice);
+    const Matrix inner = room(memory_[kInner], pairs_.count(), mix.down[0].weight.inputs);
+    const Matrix outer = room(pairs_memory_, pairs_.count(), shape.hidden);
+    linear_by_expert(mix.gate_up, shape.storage, source, {pairs_.sources(), pairs_.begins()},
+                     {inner.base, inner.stride, inner.width, nullptr, shape.storage, mix.epilogue}, exact);
+    linear_by_expert(mix.down, shape.storage, inner, {nullptr, pairs_.begins()},
+                     {outer.base, outer.stride, outer.width, nullptr, shape.storage, kPlain}, exact);
+    weighted_sums(shape.storage, outer, pairs_.active(), pairs_.weights(0), pairs_.places(0),
+                  make(mix.target, source.rows, shape.hidden));
 }
 
 void Decoder::execute(const DecoderStep& step, const KeepRows& keep) {
@@ -158,6 +190,7 @@ AttentionCall Decoder::attention(const DecoderStep& step, const Attend& attend) 
     call.num_tokens = step.num_tokens;
     call.scale = shape.attention_scale;
     call.softcap = shape.attention_softcap;
+    call.sinks = attend.sinks;
     call.num_seqs = static_cast<int>(step.num_seqs);
     call.num_heads = shape.num_heads;
     call.window = cache.window;
@@ -173,7 +206,7 @@ AttentionCall Decoder::attention(const DecoderStep& step, const Attend& attend) 
 void Decoder::multiply(const Linear& linear, const Matrix& x, const Matrix& out, Storage storage,
                        Epilogue epilogue) const {
     char* base = out.base;
-    for (const Linear::Part& part : linear.parts) {
+    for (const BiasedWeight& part : linear.parts) {
         const int64_t width = epilogue == kPlain ? part.weight.outputs : part.weight.outputs / 2;
         octavo::linear(part.weight, shape.storage, x, {base, out.stride, width, part.bias, storage, epilogue}, exact);
         base += width * element_bytes(storage);

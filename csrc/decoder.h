@@ -17,22 +17,19 @@
 
 #include "attention.h"
 #include "buffer.h"
+#include "experts.h"
 #include "kernels.h"
 #include "linear.h"
 
 namespace octavo {
 
-// Matrices with the same inputs, whose outputs are concatenated. A gated product has one, of 16 gates and 16 ups
-// alternating.
+// Matrices with the same inputs, whose outputs are concatenated; biases are in the model's storage. A gated product has
+// one, of 16 gates and 16 ups alternating.
 struct Linear {
-    struct Part {
-        Weight weight;
-        const char* bias;  // in the model's storage, or null
-    };
-    std::vector<Part> parts;
+    std::vector<BiasedWeight> parts;
     int64_t outputs() const {
         int64_t sum = 0;
-        for (const Part& part : parts) sum += part.weight.outputs;
+        for (const BiasedWeight& part : parts) sum += part.weight.outputs;
         return sum;
     }
 };
@@ -68,11 +65,24 @@ struct Attend {
     std::size_t layer;
     int rotation;  // index of the step's rotations; -1: none
     NormWeights query_norm, key_norm;
+    const float* sinks;  // of each head, or null
+};
+struct ScaleBySigmoid {  // by the sigmoid of a product with one output
+    Linear linear;
+    Register source, place;
+};
+struct Mix {
+    Linear router;
+    const float* router_bias;  // or null
+    ExpertChoice choice;
+    std::vector<BiasedWeight> gate_up, down;  // of each expert
+    Register source, target;
+    Epilogue epilogue;
 };
 struct KeepRows {  // and forgets kQkv
     Register place;
 };
-using Instruction = std::variant<Norm, Add, Scale, Multiply, Activate, Attend, KeepRows>;
+using Instruction = std::variant<Norm, Add, Scale, Multiply, Activate, Attend, ScaleBySigmoid, Mix, KeepRows>;
 
 struct LayerCache {
     LayerKV kv;
@@ -135,11 +145,14 @@ class Decoder {
     using Buffer = StreamBuffer<char>;  // keeps its memory from step to step
 
     Matrix rows_[kNumRegisters] = {};
-    Buffer memory_[kNumRegisters];
+    Buffer memory_[kNumRegisters], pairs_memory_;
+    StreamBuffer<float> scores_;
+    ExpertPairs pairs_;
     int64_t num_kept_ = 0;
 
     Matrix room(Buffer& buffer, int64_t count, int64_t width) const;
     const Matrix& make(Register place, int64_t count, int64_t width);
+    float* scores(const Linear& linear, const Matrix& x);
     void embed(const DecoderStep& step, const Matrix& residual) const;
     void execute(const DecoderStep& step, const Norm& norm);
     void execute(const DecoderStep& step, const Add& add);
@@ -147,6 +160,8 @@ class Decoder {
     void execute(const DecoderStep& step, const Multiply& multiply);
     void execute(const DecoderStep& step, const Activate& activate);
     void execute(const DecoderStep& step, const Attend& attend);
+    void execute(const DecoderStep& step, const ScaleBySigmoid& scaled);
+    void execute(const DecoderStep& step, const Mix& mix);
     void execute(const DecoderStep& step, const KeepRows& keep);
     RopeTask rotation(const DecoderStep& step, const Attend& attend) const;
     AttentionCall attention(const DecoderStep& step, const Attend& attend) const;

@@ -57,6 +57,8 @@ struct Kernels {
     void (*activate[kNumStorages][kNumActivations])(char* x, int64_t width);
     void (*add[kNumStorages])(char* x, const char* y, int64_t width);
     void (*scale[kNumStorages])(char* x, float factor, int64_t width);
+    void (*weighted_sum[kNumStorages])(const char* const* rows, const float* weights, int count, char* out,
+                                       int64_t width);
     void (*softcap)(float* x, float cap, int64_t count);  // x = cap * tanh(x / cap)
     // Index of the first NaN of x[0, count) or, if there is none, of the first of the largest.
     int64_t (*argmax[kNumStorages])(const char* x, int64_t count, float* value);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "kernels.h"
 #include "ops.h"
@@ -68,5 +69,18 @@ void unpack_row(const Weight& weight, int64_t output, Storage, char* to);
 // A row's bits depend on that row alone if `exact`; if not, many rows may be multiplied with a quantised weight in
 // another way, whose results are equal within rounding.
 void linear(const Weight& weight, Storage x_storage, const Matrix& x, const LinearOutput& out, bool exact = true);
+
+struct BiasedWeight {
+    Weight weight;
+    const char* bias;  // [outputs] in the type of what is computed, or null
+};
+// Row i of a product with experts is row sources[i] of x times the expert e for which begins[e] <= i < begins[e + 1].
+struct RowsByExpert {
+    const int32_t* sources;  // null: row i of x
+    const int64_t* begins;  // [experts + 1]
+};
+// The same as `linear` for the rows of each expert, in one round. All experts have the same shape; out.bias is unused.
+void linear_by_expert(const std::vector<BiasedWeight>& experts, Storage x_storage, const Matrix& x,
+                      const RowsByExpert& rows, const LinearOutput& out, bool exact = true);
 
 }  // namespace octavo

@@ -44,6 +44,18 @@ void scale(Storage storage, const Matrix& x, float factor) {
     each_row(x, [&](int64_t i) { kernel(x.row(i), factor, x.width); });
 }
 
+void weighted_sums(Storage storage, const Matrix& x, int count, const float* weights, const int32_t* places,
+                   const Matrix& out) {
+    const auto kernel = kernels().weighted_sum[storage];
+    parallel_rows(out.rows, out.width * count, [&](int64_t begin, int64_t end) {
+        std::vector<const char*> rows(count);
+        for (int64_t i = begin; i < end; ++i) {
+            for (int j = 0; j < count; ++j) rows[j] = x.row(places ? places[i * count + j] : i);
+            kernel(rows.data(), weights + i * count, count, out.row(i), out.width);
+        }
+    });
+}
+
 void softcap(const Matrix& x, float cap) {
     const auto kernel = kernels().softcap;
     each_row(x, [&](int64_t i) { kernel(reinterpret_cast<float*>(x.row(i)), cap, x.width); });

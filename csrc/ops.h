@@ -17,6 +17,9 @@ struct Matrix {  // rows of contiguous elements
 void normalise(Storage, const Matrix& x, const Matrix* residual, const NormWeights&, const Matrix& out);
 void add(Storage, const Matrix& x, const Matrix& y);  // x += y
 void scale(Storage, const Matrix& x, float factor);
+// out's row i = sum of weights[i * count + j] times x's row places[i * count + j]; or x's own row i, if places is null.
+// Sums are in float32 and in the order of j. out may be x if it is a sum of one row.
+void weighted_sums(Storage, const Matrix& x, int count, const float* weights, const int32_t* places, const Matrix& out);
 void softcap(const Matrix& x, float cap);  // of float32
 void activate(Storage, Activation, const Matrix& x);
 void gated(Storage, Activation, const Matrix& gate_up, const Matrix& out);  // [T, 2 I] -> [T, I]

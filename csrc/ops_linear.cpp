@@ -44,6 +44,16 @@ struct PackedRows {
         if (!kKeepsMemory) lines.clear(), lines.shrink_to_fit();
         if (static_cast<int64_t>(lines.size()) < needed) lines.resize(needed);
     }
+    // Packs groups [begin, end) of a product, unless they are here already.
+    template <class Product>
+    void fill(const Product& product, uint64_t of_call, int64_t of_block, int64_t begin, int64_t end) {
+        if (call == of_call && block == of_block) return;
+        const int64_t first_row = product.groups().begin(begin);
+        make_room(product.groups().begin(end) - first_row, product.units_per_row);
+        for (int64_t g = begin; g < end; ++g) product.pack(g, *this, product.groups().begin(g) - first_row);
+        call = of_call;
+        block = of_block;
+    }
     char* decoded_room(int64_t bytes) {
         if (!kKeepsMemory) decoded.clear(), decoded.shrink_to_fit();
         if (static_cast<int64_t>(decoded.size() * sizeof(Line)) < bytes) decoded.resize((bytes + 63) / 64);
@@ -56,14 +66,11 @@ PackedRows& own_rows() {
     return rows;
 }
 
-// A number that no other product has: `multiply_packed` is instantiated for several kinds of weight, and a thread tells
-// by it whether the rows in its memory are those of the current product.
+// A number that no other round has: a thread tells by it whether the rows in its memory are those of the current one.
 uint64_t next_call() {
     static std::atomic<uint64_t> calls{0};
     return calls.fetch_add(1, std::memory_order_relaxed) + 1;
 }
-
-enum class Packing { copies, quantises };
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -79,34 +86,149 @@ int64_t even_stretches(int64_t panels, int64_t most, int64_t threads) {
     return best;
 }
 
-// Splits a product into tasks, each a block of row groups times a stretch of panels: multiply(packed, its first row,
-// skipped, group_begin, group_end, panel_begin, panel_end), with rows packed by pack(group, to, its row); for `skipped`
-// see ProductTask. If there are only a few threads, each packs blocks for itself: fetching what another core has
-// packed, and overwriting what another core has read, takes longer than copying a row. It takes less than quantising a
-// row, so they share a single block to quantise. Many threads share all packing. What is shared precedes the products.
-template <class Pack, class Multiply>
-void multiply_packed(Packing packing, RowGroups groups, int64_t rows_per_block, int64_t units_per_row, int64_t panels,
-                     int64_t panel_bytes, const Pack& pack, const Multiply& multiply) {
+int64_t panel_bytes(const Weight& weight) {
+    if (weight.format == WeightFormat::bf16_coded) return CodedWeight(weight).panel_bytes();
+    return packed_bytes(weight.format, kPanelOutputs, weight.inputs);
+}
+
+constexpr int kMostGroupRows = 32;
+
+// A product with one weight: how its rows are packed and multiplied at the current level, as floats, in vectors or in
+// tiles, or as integers. The rows are all of x, or those that `order` names.
+class Product {
+  public:
+    Product(const Weight& weight, Storage storage, const Matrix& x, const int32_t* order, int64_t rows,
+            const LinearOutput& out, bool exact)
+        : weight_(weight), x_(x), order_(order), storage_(storage) {
+        const bool quantised = is_quantised(weight.format);
+        const bool odd = storage == kBf16 && weight.inputs % 2;
+        in_tiles_ = level_.pack_tile_rows && storage == kBf16 &&
+                    (!quantised || (!exact && rows >= level_.gemm_quant_rows));
+        quantises = quantised && !in_tiles_;
+        const auto& kernels_by_format = quantised && in_tiles_ ? level_.multiply_in_tiles : level_.multiply;
+        kernel_ = kernels_by_format[static_cast<int>(weight.format)];
+        panels = divide_up(weight.outputs, kPanelOutputs);
+        panel_bytes = octavo::panel_bytes(weight);
+        task_.weight = weight.packed;
+        if (weight.format == WeightFormat::bf16_coded) {
+            task_.weight += CodedWeight::header_bytes;
+            task_.coded = CodedWeight(weight).view(weight.packed);
+        }
+        task_.groups = RowGroups(rows, quantises ? level_.quant_rows : level_.gemm_rows[storage]);
+        task_.out = out;
+        if (quantises) {
+            task_.units = static_cast<int>(weight.inputs / kSectionInputs);
+            sums_ = task_.units * quant_layout(weight.format).scales_per_section();
+            units_per_row = int64_t{task_.units} * 9 + sums_;  // 8 of quants, a scale, and sums
+            rows_per_block = kRowsPerBlock;
+            return;
+        }
+        const int64_t row_bytes = weight.inputs * (storage == kBf16 ? 2 : 4), units = (row_bytes + 3) / 4;
+        const int64_t step = in_tiles_ ? level_.tile_units : 1;
+        task_.units = static_cast<int>(units);
+        units_per_row = (units + step - 1) / step * step;
+        const char* only = rows == 1 ? row(0) : nullptr;
+        if (only && !odd && units_per_row == units && reinterpret_cast<uintptr_t>(only) % 4 == 0)
+            as_it_is_ = reinterpret_cast<const uint32_t*>(only);
+        if (in_tiles_ && (quantised || weight.format == WeightFormat::bf16_coded))
+            decoded_bytes_ = units_per_row * kPanelOutputs * 4;
+        rows_per_block = in_tiles_ ? std::max<int64_t>(kBytesPerBlock / (units_per_row * 4), level_.gemm_rows[storage])
+                                   : kRowsPerBlock;
+    }
+
+    bool quantises;
+    int64_t panels, panel_bytes, units_per_row, rows_per_block;
+    RowGroups groups() const { return task_.groups; }
+    // Tells a row, as it is packed, from other rows: a negative number.
+    int64_t id_of(int64_t row_index) const {
+        return -(static_cast<int64_t>(reinterpret_cast<intptr_t>(row(row_index))) * kNumWeightFormats +
+                 static_cast<int64_t>(weight_.format));
+    }
+
+    // Packs a group as the rows from `row` on.
+    void pack(int64_t group, PackedRows& packed, int64_t row_in_packed) const {
+        if (as_it_is_) return;
+        const char* rows[kMostGroupRows];
+        const int64_t first = task_.groups.begin(group), count = task_.groups.begin(group + 1) - first;
+        for (int64_t r = 0; r < count; ++r) rows[r] = row(first + r);
+        if (quantises)
+            return level_.quantise_rows[storage_](quant_layout(weight_.format), rows, static_cast<int>(count),
+                                                  static_cast<int>(x_.width),
+                                                  quants(packed).at(row_in_packed, task_.units, sums_));
+        uint32_t* to = packed.units() + row_in_packed * units_per_row;
+        const int64_t row_bytes = weight_.inputs * (storage_ == kBf16 ? 2 : 4), units = task_.units;
+        if (in_tiles_) return level_.pack_tile_rows(rows, count, row_bytes, to);
+        const bool odd = row_bytes % 4 != 0;
+        portable::interleave(rows, count, units - odd, to);
+        for (int64_t r = 0; odd && r < count; ++r) {
+            uint32_t& last = to[(units - 1) * count + r];
+            last = 0;
+            std::memcpy(&last, rows[r] + (units - 1) * 4, 2);
+        }
+    }
+
+    // For `skipped` see ProductTask; packed rows begin with first_row.
+    void multiply(PackedRows& packed, int64_t first_row, int64_t skipped, int64_t group_begin, int64_t group_end,
+                  int64_t panel_begin, int64_t panel_end) const {
+        ProductTask task = task_;
+        task.skipped = skipped;
+        task.first_row = first_row;
+        if (quantises)
+            task.quants = quants(packed);
+        else
+            task.x = as_it_is_ ? as_it_is_ : packed.units();
+        if (decoded_bytes_) task.decoded = own_rows().decoded_room(decoded_bytes_);
+        kernel_(task, group_begin, group_end, panel_begin, panel_end);
+    }
+
+  private:
+    const char* row(int64_t index) const { return x_.row(order_ ? order_[index] : index); }
+    QuantRows quants(PackedRows& packed) const {
+        uint32_t* from = packed.units();
+        const int64_t sections = task_.units;
+        const int64_t rows = static_cast<int64_t>(packed.lines.size() * (sizeof(Line) / 4)) / units_per_row;
+        return QuantRows{from, reinterpret_cast<float*>(from + rows * sections * 8), from + rows * sections * 9};
+    }
+
+    const Kernels& level_ = kernels();
+    Weight weight_;
+    Matrix x_;
+    const int32_t* order_;
+    Storage storage_;
+    bool in_tiles_;
+    ProductKernel* kernel_;
+    ProductTask task_{};
+    int64_t sums_ = 0, decoded_bytes_ = 0;
+    const uint32_t* as_it_is_ = nullptr;
+};
+
+// Splits a product into tasks, each a block of row groups times a stretch of panels. If there are only a few threads,
+// each packs blocks for itself: fetching what another core has packed, and overwriting what another core has read,
+// takes longer than copying a row. It takes less than quantising a row, so they share a single block to quantise. Many
+// threads share all packing. What is shared precedes the products.
+void multiply_packed(const Product& product) {
+    const RowGroups groups = product.groups();
+    const int64_t panels = product.panels;
     if (groups.count == 0 || panels == 0) return;
     const uint64_t call = next_call();
     const int64_t threads = num_threads();
-    int64_t blocks = std::min(groups.count, divide_up(groups.rows, rows_per_block));
+    int64_t blocks = std::min(groups.count, divide_up(groups.rows, product.rows_per_block));
     if (blocks > 1) blocks = std::min(groups.count, divide_up(blocks, threads) * threads);  // as many for each
     const bool quantise_together =
-        packing == Packing::quantises && blocks == 1 && groups.count >= kGroupsWorthAThread * threads;
+        product.quantises && blocks == 1 && groups.count >= kGroupsWorthAThread * threads;
     const bool alone = threads <= kThreadsThatPackAlone && !quantise_together;
     PackedRows& shared = own_rows();
     if (!alone) {
-        shared.make_room(groups.rows, units_per_row);
-        const int64_t worth = groups.rows * units_per_row * 4 / kBytesWorthAThread;
+        shared.make_room(groups.rows, product.units_per_row);
+        const int64_t worth = groups.rows * product.units_per_row * 4 / kBytesWorthAThread;
         const int64_t pieces = std::clamp<int64_t>(quantise_together ? 2 * threads : worth, 1, groups.count);
         parallel_for(static_cast<int>(pieces), [&](int i) {
             for (int64_t g = groups.count * i / pieces; g < groups.count * (i + 1) / pieces; ++g)
-                pack(g, shared, groups.begin(g));
+                product.pack(g, shared, groups.begin(g));
         });
     }
     const int64_t rows = std::max<int64_t>(1, groups.rows / blocks / kRowsThatCostNothing);
-    const int64_t panel_work = std::max<int64_t>(1, panel_bytes * rows);
+    const int64_t panel_work = std::max<int64_t>(1, product.panel_bytes * rows);
     int64_t stretches = std::clamp<int64_t>(panels * panel_work / kWorkWorthAThread, 1, panels);
     if (blocks == 1)
         stretches = even_stretches(panels, std::max<int64_t>(1, kMostWorkPerTask / panel_work),
@@ -118,124 +240,77 @@ void multiply_packed(Packing packing, RowGroups groups, int64_t rows_per_block, 
         const int64_t begin = groups.count * block / blocks, end = groups.count * (block + 1) / blocks;
         const int64_t first_row = alone ? groups.begin(begin) : 0;
         PackedRows& packed = alone ? own_rows() : shared;
-        if (alone && (packed.call != call || packed.block != block)) {
-            packed.make_room(groups.begin(end) - first_row, units_per_row);
-            for (int64_t g = begin; g < end; ++g) pack(g, packed, groups.begin(g) - first_row);
-            packed.call = call;
-            packed.block = block;
-        }
+        if (alone) packed.fill(product, call, block, begin, end);
         const int64_t panel = panels * stretch / stretches, next = panels * (stretch + 1) / stretches;
         const int64_t skipped = (threads - 1) * (next - panel);  // threads take stretches in turn
-        multiply(packed, first_row, skipped, begin, end, panel, next);
+        product.multiply(packed, first_row, skipped, begin, end, panel, next);
     });
 }
 
-int64_t panels_of(const Weight& weight) { return divide_up(weight.outputs, kPanelOutputs); }
+// A block of one product's rows times some of its panels.
+struct Piece {
+    const Product* product;
+    int64_t block, group_begin, group_end, panel_begin, panel_end;
+};
 
-constexpr int kMostGroupRows = 32;
-
-// Pointers to the rows of a group; returns their number.
-int64_t rows_of(const Matrix& x, RowGroups groups, int64_t group, const char* (&rows)[kMostGroupRows]) {
-    const int64_t first = groups.begin(group), count = groups.begin(group + 1) - first;
-    for (int64_t r = 0; r < count; ++r) rows[r] = x.row(first + r);
-    return count;
-}
-
-int64_t panel_bytes(const Weight& weight) {
-    if (weight.format == WeightFormat::bf16_coded) return CodedWeight(weight).panel_bytes();
-    return packed_bytes(weight.format, kPanelOutputs, weight.inputs);
-}
-
-ProductTask make_task(const Weight& weight, const LinearOutput& out, RowGroups groups, int64_t units) {
-    ProductTask task{};
-    task.weight = weight.packed;
-    if (weight.format == WeightFormat::bf16_coded) {
-        task.weight += CodedWeight::header_bytes;
-        task.coded = CodedWeight(weight).view(weight.packed);
-    }
-    task.groups = groups;
-    task.out = out;
-    task.units = static_cast<int>(units);
-    return task;
-}
-
-// Products with floats, in vectors or in tiles.
-void multiply_floats(const Weight& weight, Storage storage, bool in_tiles, const Matrix& x, const LinearOutput& out) {
-    const Kernels& level = kernels();
-    const bool quantised = is_quantised(weight.format);
-    const auto& kernels_by_format = quantised ? level.multiply_in_tiles : level.multiply;
-    ProductKernel* const multiply = kernels_by_format[static_cast<int>(weight.format)];
-    const bool odd = storage == kBf16 && weight.inputs % 2;
-    const int64_t row_bytes = weight.inputs * (storage == kBf16 ? 2 : 4), units = (row_bytes + 3) / 4;
-    const int64_t step = in_tiles ? level.tile_units : 1, packed_units = (units + step - 1) / step * step;
-    const bool as_it_is = x.rows == 1 && !odd && packed_units == units && reinterpret_cast<uintptr_t>(x.base) % 4 == 0;
-    const ProductTask task = make_task(weight, out, RowGroups(x.rows, level.gemm_rows[storage]), units);
-    const bool decodes = in_tiles && (quantised || weight.format == WeightFormat::bf16_coded);
-    const int64_t decoded_bytes = decodes ? packed_units * kPanelOutputs * 4 : 0;
-    const auto pack = [&](int64_t group, PackedRows& packed, int64_t row) {
-        if (as_it_is) return;
-        const char* rows[kMostGroupRows];
-        const int64_t count = rows_of(x, task.groups, group, rows);
-        uint32_t* to = packed.units() + row * packed_units;
-        if (in_tiles) return level.pack_tile_rows(rows, count, row_bytes, to);
-        portable::interleave(rows, count, units - odd, to);
-        for (int64_t r = 0; odd && r < count; ++r) {
-            uint32_t& last = to[(units - 1) * count + r];
-            last = 0;
-            std::memcpy(&last, rows[r] + (units - 1) * 4, 2);
+// Splits products of a few rows each, as those with experts are, into tasks of one round. Each thread packs rows for
+// itself.
+void multiply_packed(const std::vector<Product>& products) {
+    const int64_t threads = num_threads();
+    int64_t all_blocks = 0;
+    const auto num_blocks = [](const Product& product) {
+        return std::min(product.groups().count, divide_up(product.groups().rows, product.rows_per_block));
+    };
+    for (const Product& product : products) all_blocks += num_blocks(product);
+    if (all_blocks == 0) return;
+    const int64_t most_stretches = divide_up(kTasksPerThread * threads, all_blocks);
+    std::vector<Piece> pieces;
+    int64_t index = 0;
+    for (const Product& product : products) {
+        const RowGroups groups = product.groups();
+        const int64_t blocks = num_blocks(product), panels = product.panels;
+        for (int64_t block = 0; block < blocks; ++block) {
+            const int64_t begin = groups.count * block / blocks, end = groups.count * (block + 1) / blocks;
+            const int64_t rows = groups.begin(end) - groups.begin(begin);
+            const int64_t work = panels * product.panel_bytes * std::max<int64_t>(1, rows / kRowsThatCostNothing);
+            const int64_t stretches =
+                std::clamp<int64_t>(work / kWorkWorthAThread, 1, std::min(panels, most_stretches));
+            // Products of the same single row share what is packed.
+            const int64_t id = rows == 1 ? product.id_of(groups.begin(begin)) : index++;
+            for (int64_t i = 0; i < stretches; ++i)
+                pieces.push_back({&product, id, begin, end, panels * i / stretches, panels * (i + 1) / stretches});
         }
-    };
-    const int64_t rows_per_block =
-        in_tiles ? std::max<int64_t>(kBytesPerBlock / (packed_units * 4), level.gemm_rows[storage]) : kRowsPerBlock;
-    multiply_packed(Packing::copies, task.groups, rows_per_block, packed_units, panels_of(weight), panel_bytes(weight),
-                    pack, [&](PackedRows& packed, int64_t first_row, int64_t skipped, auto... range) {
-                        ProductTask own = task;
-                        own.skipped = skipped;
-                        own.x = as_it_is ? reinterpret_cast<const uint32_t*>(x.base) : packed.units();
-                        own.first_row = first_row;
-                        if (decoded_bytes) own.decoded = own_rows().decoded_room(decoded_bytes);
-                        multiply(own, range...);
-                    });
-}
-
-void multiply_integers(const Weight& weight, Storage x_storage, const Matrix& x, const LinearOutput& out) {
-    const Kernels& level = kernels();
-    const QuantLayout& layout = quant_layout(weight.format);
-    const int64_t sections = weight.inputs / kSectionInputs, sums = sections * layout.scales_per_section();
-    const int64_t units = sections * 9 + sums;  // of a row: 8 of quants, a scale, and sums
-    const ProductTask task = make_task(weight, out, RowGroups(x.rows, level.quant_rows), sections);
-    const auto parts = [&](PackedRows& packed) {
-        uint32_t* from = packed.units();
-        const int64_t rows = static_cast<int64_t>(packed.lines.size() * (sizeof(Line) / 4)) / units;
-        return QuantRows{from, reinterpret_cast<float*>(from + rows * sections * 8), from + rows * sections * 9};
-    };
-    const auto pack = [&](int64_t group, PackedRows& packed, int64_t row) {
-        const char* rows[kMostGroupRows];
-        const int64_t count = rows_of(x, task.groups, group, rows);
-        level.quantise_rows[x_storage](layout, rows, static_cast<int>(count), static_cast<int>(x.width),
-                                       parts(packed).at(row, sections, sums));
-    };
-    multiply_packed(Packing::quantises, task.groups, kRowsPerBlock, units, panels_of(weight), panel_bytes(weight), pack,
-                    [&](PackedRows& packed, int64_t first_row, int64_t skipped, auto... range) {
-                        ProductTask own = task;
-                        own.skipped = skipped;
-                        own.quants = parts(packed);
-                        own.first_row = first_row;
-                        level.multiply[static_cast<int>(weight.format)](own, range...);
-                    });
+    }
+    const uint64_t call = next_call();
+    parallel_for(static_cast<int>(pieces.size()), [&](int i) {
+        const Piece& piece = pieces[i];
+        PackedRows& packed = own_rows();
+        packed.fill(*piece.product, call, piece.block, piece.group_begin, piece.group_end);
+        piece.product->multiply(packed, piece.product->groups().begin(piece.group_begin), 0, piece.group_begin,
+                                piece.group_end, piece.panel_begin, piece.panel_end);
+    });
 }
 
 }  // namespace
 
 void linear(const Weight& weight, Storage x_storage, const Matrix& x, const LinearOutput& out, bool exact) {
-    const Kernels& level = kernels();
-    const bool quantised = is_quantised(weight.format);
-    const bool in_tiles = level.pack_tile_rows && x_storage == kBf16 &&
-                          (!quantised || (!exact && x.rows >= level.gemm_quant_rows));
-    if (quantised && !in_tiles)
-        multiply_integers(weight, x_storage, x, out);
-    else
-        multiply_floats(weight, x_storage, in_tiles, x, out);
+    multiply_packed(Product(weight, x_storage, x, nullptr, x.rows, out, exact));
+}
+
+void linear_by_expert(const std::vector<BiasedWeight>& experts, Storage x_storage, const Matrix& x,
+                      const RowsByExpert& rows, const LinearOutput& out, bool exact) {
+    std::vector<Product> products;
+    for (std::size_t expert = 0; expert < experts.size(); ++expert) {
+        const int64_t first = rows.begins[expert], count = rows.begins[expert + 1] - first;
+        if (count == 0) continue;
+        LinearOutput own = out;
+        own.base += first * out.stride;
+        own.bias = experts[expert].bias;
+        const Matrix from{rows.sources ? x.base : x.row(first), x.rows, x.width, x.stride};
+        products.emplace_back(experts[expert].weight, x_storage, from, rows.sources ? rows.sources + first : nullptr,
+                              count, own, exact);
+    }
+    multiply_packed(products);
 }
 
 }  // namespace octavo

@@ -72,8 +72,8 @@ struct RowGroups {
     int64_t begin(int64_t group) const { return rows * group / count; }
 };
 
-// A gate turns pairs of 16 sums, | gate | up |, into 16 outputs. Gates are in the order of Activation.
-enum Epilogue { kPlain, kSiluGate, kGeluTanhGate, kGeluGate, kReluGate };
+// A gate turns pairs of 16 sums, | gate | up |, into 16 outputs. Gates are in the order of Activation, then come others.
+enum Epilogue { kPlain, kSiluGate, kGeluTanhGate, kGeluGate, kReluGate, kClampedSwiGlu };
 
 struct LinearOutput {
     char* base;

@@ -196,7 +196,8 @@ Activation activation_of(const std::string& name) {
 }
 
 Epilogue epilogue_of(const std::string& activation) {
-    return activation.empty() ? kPlain : static_cast<Epilogue>(kSiluGate + activation_of(activation));
+    if (activation == "clamped_swiglu") return kClampedSwiGlu;
+    return activation.empty() ? kPlain : static_cast<Epilogue>(kSiluGate + static_cast<int>(activation_of(activation)));
 }
 
 void check_range(const int64_t* x, int64_t count, int64_t end, const char* name, int64_t begin) {

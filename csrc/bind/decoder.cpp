@@ -139,17 +139,56 @@ class BoundDecoder {
 
     // `rotation`: index of the step's rotations, or -1.
     void add_attention(int rotation, const std::optional<NormArguments>& query_norm,
-                       const std::optional<NormArguments>& key_norm) {
+                       const std::optional<NormArguments>& key_norm, const nb::object& sinks) {
         const DecoderShape& s = decoder_.shape;
         contents_.check_width(kQkv, s.qkv_width(), "attention");
         require(!contents_.kept(kQkv), "attention needs every row of qkv");
         require(rotation >= -1, "rotation must be an index or -1, got " + std::to_string(rotation));
-        Attend attend{num_layers_++, rotation, {}, {}};
+        Attend attend{num_layers_++, rotation, {}, {}, nullptr};
+        if (!sinks.is_none()) attend.sinks = floats(sinks, "sinks", s.num_heads);
         if (query_norm) attend.query_norm = norm_of(*query_norm, "query_norm", s.key_dim);
         if (key_norm) attend.key_norm = norm_of(*key_norm, "key_norm", s.key_dim);
         num_rotations_ = std::max(num_rotations_, static_cast<size_t>(rotation + 1));
         contents_.set(kAttended, s.attended_width(), false);
         decoder_.program.emplace_back(attend);
+    }
+
+    void add_scale_by_sigmoid(const LinearArguments& parts, const std::string& source, const std::string& place) {
+        const ScaleBySigmoid gate{product(parts, "gate"), register_of(source), register_of(place)};
+        contents_.check_width(gate.source, gate.linear.parts[0].weight.inputs, "gate");
+        require(gate.linear.outputs() == 1, "a gate has one output, got " + std::to_string(gate.linear.outputs()));
+        require(contents_.kept(gate.source) == contents_.kept(gate.place), place + " and " + source + " differ in rows");
+        decoder_.program.emplace_back(gate);
+    }
+
+    // gate_up and down: the products of each expert.
+    void add_mixture(const LinearArguments& router, const nb::object& router_bias, int active, bool normalised,
+                     const LinearArguments& gate_up, const LinearArguments& down, const std::string& source,
+                     const std::string& target, const std::string& gate) {
+        const int64_t experts = static_cast<int64_t>(gate_up.size()), hidden = decoder_.shape.hidden;
+        Mix mix{product(router, "router"), nullptr,           {active, normalised},  product(gate_up, "experts").parts,
+                product(down, "experts").parts, register_of(source), register_of(target), epilogue_of(gate)};
+        require(mix.epilogue != kPlain && mix.source != kInner && mix.target != kInner,
+                "experts are gated, and use the register inner themselves");
+        require(mix.router.outputs() == experts && static_cast<int64_t>(mix.down.size()) == experts,
+                "a router of " + std::to_string(mix.router.outputs()) + " experts, and products of " +
+                    std::to_string(experts) + " and " + std::to_string(mix.down.size()));
+        require(active >= 1 && active <= experts,
+                std::to_string(active) + " of " + std::to_string(experts) + " experts are active");
+        contents_.check_width(mix.source, mix.router.parts[0].weight.inputs, "router");
+        contents_.check_width(mix.source, mix.gate_up[0].weight.inputs, "experts");
+        const int64_t inner = mix.down[0].weight.inputs;
+        for (const BiasedWeight& one : mix.gate_up)
+            require(one.weight.outputs == 2 * inner && inner % 16 == 0,
+                    "an expert with " + std::to_string(one.weight.outputs) + " gates and ups for " +
+                        std::to_string(inner) + " inputs, which must be a multiple of 16");
+        for (const BiasedWeight& one : mix.down)
+            require(one.weight.outputs == hidden, "an expert with " + std::to_string(one.weight.outputs) +
+                                                      " outputs in a model of " + std::to_string(hidden) + " columns");
+        if (!router_bias.is_none()) mix.router_bias = floats(router_bias, "router_bias", experts);
+        contents_.set(kInner, 0, false);
+        contents_.set(mix.target, hidden, contents_.kept(mix.source));
+        decoder_.program.emplace_back(std::move(mix));
     }
 
     void keep_rows(const std::string& name) {
@@ -354,6 +393,11 @@ class BoundDecoder {
         check_dense(view, name, dtype(), {width});
         return view.base;
     }
+    const float* floats(const nb::object& object, const char* name, int64_t count) {
+        const Tensor view = tensor(object, name);
+        check_dense(view, name, DType::f32, {count});
+        return view.data<float>();
+    }
     NormWeights norm_of(const NormArguments& arguments, const char* name, int64_t width) {
         const auto& [weight, bias, eps, centred] = arguments;
         const Tensor added = bias.is_none() ? Tensor{} : tensor(bias, name);
@@ -407,7 +451,11 @@ void bind_decoder(nb::module_& m) {
         .def("scale", &BoundDecoder::add_scale, "place"_a, "factor"_a)
         .def("multiply", &BoundDecoder::add_product, "parts"_a, "source"_a, "target"_a, "gate"_a)
         .def("activate", &BoundDecoder::add_activation, "place"_a, "activation"_a)
-        .def("attend", &BoundDecoder::add_attention, "rotation"_a, "query_norm"_a.none(), "key_norm"_a.none())
+        .def("attend", &BoundDecoder::add_attention, "rotation"_a, "query_norm"_a.none(), "key_norm"_a.none(),
+             "sinks"_a.none())
+        .def("scale_by_sigmoid", &BoundDecoder::add_scale_by_sigmoid, "parts"_a, "source"_a, "place"_a)
+        .def("mix", &BoundDecoder::add_mixture, "router"_a, "router_bias"_a.none(), "active"_a, "normalised"_a,
+             "gate_up"_a, "down"_a, "source"_a, "target"_a, "gate"_a)
         .def("keep_rows", &BoundDecoder::keep_rows, "place"_a)
         .def("set_ends", &BoundDecoder::set_ends, "embedding_rows"_a.none(), "embedding"_a, "head"_a)
         .def("logits", &BoundDecoder::logits, "first"_a, "out"_a)

@@ -44,6 +44,7 @@ const Kernels OCTAVO_TABLE = {
                   OCTAVO_LEVEL::activate<kF32, kGelu>, OCTAVO_LEVEL::activate<kF32, kRelu>}},
     .add = {OCTAVO_LEVEL::add<kBf16>, OCTAVO_LEVEL::add<kF32>},
     .scale = {OCTAVO_LEVEL::scale<kBf16>, OCTAVO_LEVEL::scale<kF32>},
+    .weighted_sum = {OCTAVO_LEVEL::weighted_sum<kBf16>, OCTAVO_LEVEL::weighted_sum<kF32>},
     .softcap = OCTAVO_LEVEL::softcap,
     .argmax = {OCTAVO_LEVEL::argmax<kBf16>, OCTAVO_LEVEL::argmax<kF32>},
     .block_maxima = OCTAVO_LEVEL::block_maxima,

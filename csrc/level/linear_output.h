@@ -13,8 +13,15 @@ template <class T> inline void store_sixteen(const LinearOutput& out, int64_t ro
     store_some(sum, reinterpret_cast<T*>(out.base + row * out.stride) + column, count);
 }
 
+// (up + 1) * gate * sigmoid(1.702 gate) of clamped gates and ups, rounded once.
+inline F16 clamped_swiglu(F16 gate, F16 up) {
+    const F16 limit = F16::set1(7.0f);
+    const F16 g = min(gate, limit), u = max(min(up, limit), F16::zero() - limit);
+    return (u + F16::set1(1.0f)) * (g / (F16::set1(1.0f) + exp2(g * F16::set1(-1.702f * kLog2E))));
+}
+
 // activation(gate) * up, rounded where a product followed by `gated` rounds.
-template <class T, Activation A>
+template <class T, Epilogue E>
 inline void store_gated(const LinearOutput& out, int64_t row, int64_t pair, F16 gate, F16 up) {
     if (out.bias) {
         const T* bias = reinterpret_cast<const T*>(out.bias) + pair * 32;
@@ -23,7 +30,12 @@ inline void store_gated(const LinearOutput& out, int64_t row, int64_t pair, F16 
     }
     gate = round_through<T>(gate);
     up = round_through<T>(up);
-    (round_through<T>(activate<A>(gate)) * up).store(reinterpret_cast<T*>(out.base + row * out.stride) + pair * 16);
+    F16 result;
+    if constexpr (E == kClampedSwiGlu)
+        result = clamped_swiglu(gate, up);
+    else
+        result = round_through<T>(activate<static_cast<Activation>(E - kSiluGate)>(gate)) * up;
+    result.store(reinterpret_cast<T*>(out.base + row * out.stride) + pair * 16);
 }
 
 template <class T, int R> void store_rows(const LinearOutput& out, int64_t row, int64_t pair, const F16 (&sums)[R][2]) {
@@ -35,16 +47,19 @@ template <class T, int R> void store_rows(const LinearOutput& out, int64_t row, 
             }
             return;
         case kSiluGate:
-            for (int r = 0; r < R; ++r) store_gated<T, kSilu>(out, row + r, pair, sums[r][0], sums[r][1]);
+            for (int r = 0; r < R; ++r) store_gated<T, kSiluGate>(out, row + r, pair, sums[r][0], sums[r][1]);
             return;
         case kGeluTanhGate:
-            for (int r = 0; r < R; ++r) store_gated<T, kGeluTanh>(out, row + r, pair, sums[r][0], sums[r][1]);
+            for (int r = 0; r < R; ++r) store_gated<T, kGeluTanhGate>(out, row + r, pair, sums[r][0], sums[r][1]);
             return;
         case kGeluGate:
-            for (int r = 0; r < R; ++r) store_gated<T, kGelu>(out, row + r, pair, sums[r][0], sums[r][1]);
+            for (int r = 0; r < R; ++r) store_gated<T, kGeluGate>(out, row + r, pair, sums[r][0], sums[r][1]);
             return;
         case kReluGate:
-            for (int r = 0; r < R; ++r) store_gated<T, kRelu>(out, row + r, pair, sums[r][0], sums[r][1]);
+            for (int r = 0; r < R; ++r) store_gated<T, kReluGate>(out, row + r, pair, sums[r][0], sums[r][1]);
+            return;
+        case kClampedSwiGlu:
+            for (int r = 0; r < R; ++r) store_gated<T, kClampedSwiGlu>(out, row + r, pair, sums[r][0], sums[r][1]);
             return;
     }
 }

@@ -130,6 +130,18 @@ template <Storage S> void scale(char* bytes, float factor, int64_t width) {
         store_some(load_some(x + i, width - i) * F16::set1(factor), x + i, width - i);
 }
 
+// The sum of rows times their weights, in float32 and in their order.
+template <Storage S>
+void weighted_sum(const char* const* rows, const float* weights, int count, char* out_bytes, int64_t width) {
+    using T = Element<S>;
+    for (int64_t i = 0; i < width; i += 16) {
+        F16 sum = F16::zero();
+        for (int j = 0; j < count; ++j)
+            sum = fma(load_some(reinterpret_cast<const T*>(rows[j]) + i, width - i), F16::set1(weights[j]), sum);
+        store_some(sum, reinterpret_cast<T*>(out_bytes) + i, width - i);
+    }
+}
+
 inline void softcap(float* x, float cap, int64_t count) {
     for (int64_t i = 0; i < count; i += 16)
         store_some(tanh16(load_some(x + i, count - i) / F16::set1(cap)) * F16::set1(cap), x + i, count - i);

@@ -175,9 +175,9 @@ def test_linear_scaling_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"llama.rope.scaling.type": "yarn"}, "RoPE scaling 'yarn'"),
+        ({"llama.rope.scaling.type": "longrope"}, "RoPE scaling 'longrope'"),
         ({"llama.rope.dimension_count": 8}, "8 of 16 dimensions"),
-        ({"llama.expert_count": 8}, "mixture of 8 experts"),
+        ({"llama.expert_count": 8, "llama.expert_used_count": 2}, "experts in one tensor"),
     ],
 )
 def test_what_the_decoder_cannot_compute_is_refused_by_name(keys: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -229,4 +229,4 @@ def test_names_follow_hugging_face() -> None:
     assert names.from_gguf("blk.0.attn_q.bias") == "model.layers.0.self_attn.q_proj.bias"
     assert names.from_gguf("output.weight") == "lm_head.weight"
     assert names.from_gguf("rope_freqs.weight") is None
-    assert names.from_gguf("blk.0.ffn_gate_exps.weight") is None
+    assert names.from_gguf("blk.0.ffn_gate_exps.weight") == "model.layers.0.mlp.experts.*.gate_proj.weight"

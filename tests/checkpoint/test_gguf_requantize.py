@@ -12,7 +12,7 @@ import pytest
 from gguf import GGMLQuantizationType as GGMLType
 
 from octavo.checkpoint.gguf_file import SUPPORTED_TENSOR_TYPES, GGUFFile
-from octavo.checkpoint.gguf_requantize import FLOAT_TYPES, KERNEL_TYPES, kernel_type, loaded_bytes, to_q8_0
+from octavo.checkpoint.gguf_requantize import FLOAT_TYPES, KERNEL_TYPES, convert, kernel_type, loaded_bytes
 from tests.models import tiny
 
 CONVERTED = [kind for kind in SUPPORTED_TENSOR_TYPES if kind not in (*FLOAT_TYPES, *KERNEL_TYPES)]
@@ -35,8 +35,8 @@ def random_rows(kind: Any, num_rows: int = 6, width: int = 512) -> npt.NDArray[n
 def test_weights_change_by_no_more_than_the_rounding_to_q8_0(kind: Any) -> None:
     rows = random_rows(kind)
     before = gguf.dequantize(rows, kind)
-    assert kernel_type(kind) is GGMLType.Q8_0
-    after = gguf.dequantize(to_q8_0(rows, kind), GGMLType.Q8_0)
+    assert kernel_type(kind) is (GGMLType.Q5_0 if kind is GGMLType.MXFP4 else GGMLType.Q8_0)
+    after = gguf.dequantize(convert(rows, kind, GGMLType.Q8_0), GGMLType.Q8_0)
     assert np.isfinite(before).all()
     assert before.any()
     blocks, error = before.reshape(-1, 32), np.abs(after - before).reshape(-1, 32)
@@ -47,23 +47,23 @@ def test_weights_change_by_no_more_than_the_rounding_to_q8_0(kind: Any) -> None:
 @pytest.mark.parametrize("kind", [GGMLType.Q5_0, GGMLType.IQ4_NL], ids=lambda kind: kind.name)
 def test_what_q8_0_can_hold_is_converted_exactly(kind: Any) -> None:
     rows = random_rows(kind)
-    after = gguf.dequantize(to_q8_0(rows, kind), GGMLType.Q8_0)
+    after = gguf.dequantize(convert(rows, kind, GGMLType.Q8_0), GGMLType.Q8_0)
     assert np.array_equal(after, gguf.dequantize(rows, kind))
 
 
 @pytest.mark.parametrize("kind", [GGMLType.IQ4_XS, GGMLType.Q6_K], ids=lambda kind: kind.name)
 def test_threads_and_parts_do_not_change_the_bytes(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = random_rows(kind, num_rows=33)
-    whole = to_q8_0(rows, kind)
+    whole = convert(rows, kind, GGMLType.Q8_0)
     monkeypatch.setattr("octavo.checkpoint.gguf_requantize._VALUES_AT_ONCE", 1024)
-    assert np.array_equal(to_q8_0(rows, kind, num_threads=3), whole)
+    assert np.array_equal(convert(rows, kind, GGMLType.Q8_0, num_threads=3), whole)
 
 
 def test_zeros_stay_zeros_and_a_damaged_scale_stays_one() -> None:
     rows = np.zeros((2, 144), np.uint8)
-    assert not gguf.dequantize(to_q8_0(rows, GGMLType.Q4_K), GGMLType.Q8_0).any()
+    assert not gguf.dequantize(convert(rows, GGMLType.Q4_K, GGMLType.Q8_0), GGMLType.Q8_0).any()
     rows[1, 1] = rows[1, 4] = 0x7E  # NaN
-    assert np.isnan(to_q8_0(rows, GGMLType.Q4_K)[1, :2].view(np.float16)).all()
+    assert np.isnan(convert(rows, GGMLType.Q4_K, GGMLType.Q8_0)[1, :2].view(np.float16)).all()
 
 
 def test_loaded_bytes_count_the_converted_types(tmp_path: Path) -> None:
@@ -75,3 +75,12 @@ def test_loaded_bytes_count_the_converted_types(tmp_path: Path) -> None:
     assert sizes["Q4_K"] < sizes["Q6_K"] < sizes["IQ4_XS"] == sizes["Q8_0"] < sizes["BF16"]
     parameters = sum(parameter.numel() for parameter in model.parameters())
     assert sizes["BF16"] == 2 * parameters
+
+
+def test_mxfp4_is_exact_in_q5_0() -> None:
+    random = np.random.default_rng(0)
+    rows = random.integers(0, 256, (8, 3 * 17), dtype=np.uint8)
+    rows.reshape(-1, 17)[:, 0] = random.integers(128 - 24, 128 + 16, 24)  # the exponents that fp16 has
+    assert kernel_type(GGMLType.MXFP4) is GGMLType.Q5_0
+    after = gguf.dequantize(convert(rows, GGMLType.MXFP4, GGMLType.Q5_0), GGMLType.Q5_0)
+    assert np.array_equal(after, gguf.dequantize(rows, GGMLType.MXFP4))

@@ -58,6 +58,34 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"num_key_value_heads": 4, "initializer_range": 0.8},
         {"gptneox.rope.dimension_count": 4, "gptneox.use_parallel_residual": True},
     ),
+    "Mixtral": ({"num_local_experts": 6}, {"llama.expert_count": 6, "llama.expert_used_count": 2}),
+    "Qwen2Moe": (
+        {"num_experts": 6, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+        {"qwen2moe.expert_count": 6, "qwen2moe.expert_used_count": 4},
+    ),
+    "Qwen3Moe": (
+        {"num_experts": 12, "moe_intermediate_size": 32, "head_dim": 32, "norm_topk_prob": True},
+        {"qwen3moe.expert_count": 12, "qwen3moe.expert_used_count": 8},
+    ),
+    "Olmoe": ({"num_experts": 12}, {"olmoe.expert_count": 12, "olmoe.expert_used_count": 8}),
+    "GptOss": (
+        {"num_local_experts": 6, "head_dim": 16, "sliding_window": 7, "num_hidden_layers": 3, "initializer_range": 0.2},
+        {
+            "gpt-oss.attention.sliding_window": 7,
+            "gpt-oss.expert_count": 6,
+            "gpt-oss.expert_used_count": 4,
+        },
+    ),
+    "GraniteMoe": (
+        {"attention_multiplier": 0.3, "residual_multiplier": 0.5, "logits_scaling": 4.0, "num_local_experts": 6},
+        {
+            "granitemoe.attention.scale": 0.3,
+            "granitemoe.residual_scale": 0.5,
+            "granitemoe.logit_scale": 4.0,
+            "granitemoe.expert_count": 6,
+            "granitemoe.expert_used_count": 2,
+        },
+    ),
     "Starcoder2": ({"sliding_window": 9}, {"starcoder2.attention.sliding_window": 9}),
 }
 # What people know the models of a family as, where it is not the family's name.
@@ -69,6 +97,11 @@ KNOWN_AS = {
     "Phi3": "Phi-3",
     "Granite": "Granite 3 (dense)",
     "Glm4": "GLM 4",
+    "GptOss": "gpt-oss",
+    "GraniteMoe": "Granite 3 (mixtures of experts)",
+    "Olmoe": "OLMoE",
+    "Qwen2Moe": "Qwen2-MoE (shared expert)",
+    "Qwen3Moe": "Qwen3-MoE",
     "Cohere2": "Command R7B (Cohere 2)",
     "GPTNeoX": "GPT-NeoX, Pythia",
     "Starcoder2": "StarCoder 2",
@@ -90,6 +123,7 @@ def table() -> str:
     for family in sorted(FAMILIES, key=lambda family: KNOWN_AS.get(family, family).lower()):
         native = NATIVE_ARCHITECTURES[f"{family}ForCausalLM"]
         gpu = "Triton" if native.layer.norm == "rms" else "Triton, norms in torch"
+        gpu = "through transformers" if native.experts else gpu
         cells = [KNOWN_AS.get(family, family), f"`{family}ForCausalLM`", f"`{native.gguf_name}`", "C++", gpu]
         lines.append("| " + " | ".join([*cells, PUBLISHED.get(family, "")]) + " |")
     return "\n".join(lines) + "\n"
@@ -123,6 +157,34 @@ def test_a_family_has_transformers_logits_in_the_library_and_in_torch(family: st
         assert_same_logits(paged_logits(ours, sequences, attention=NativeAttention()), expected)
         # The same weights through the library's packed products, but not its steps.
         assert_same_logits(paged_logits(ours, sequences, attention=ReferenceAttention()), expected)
+
+
+@pytest.mark.skipif(not kernels.available(), reason="C++ kernels not compiled")
+@pytest.mark.parametrize("quantization", ["F32", "Q8_0", "Q4_0", "Q5_K"])
+def test_a_mixtures_rows_have_the_same_bits_alone_and_in_a_batch(quantization: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "num_experts": 6, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
+    keys = {"qwen2moe.expert_count": 6, "qwen2moe.expert_used_count": 4}
+    model = make_model("Qwen2Moe", **sizes, initializer_range=0.1)
+    write_gguf(tmp_path / "model.gguf", model, quantization=quantization, keys=keys)
+    source = resolve_model(str(tmp_path / "model.gguf"))
+    config = load_model_config(source)
+    weights = open_weights(source, config)
+    ours = make_decoder(config, weights, dtype=torch.bfloat16, device=torch.device("cpu"), quantised=True)
+    sequences = random_sequences(config.vocab_size, [30, 5, 23])
+    threads = kernels.num_threads()
+    attention = NativeAttention()
+    together = paged_logits(ours, sequences, attention=attention, dtype="bfloat16", longest_chunk=25)
+    kernels.set_num_threads(1)
+    try:
+        for sequence, logits in zip(sequences, together, strict=True):
+            (alone,) = paged_logits(ours, [sequence], attention=attention, dtype="bfloat16", longest_chunk=3)
+            assert torch.equal(alone, logits)
+    finally:
+        kernels.set_num_threads(threads)
+    if quantization != "Q5_K":  # whose blocks are random
+        exact = paged_logits(Decoder(config, weights, dtype=torch.float32), sequences)
+        similar = torch.cosine_similarity(torch.cat(together), torch.cat(exact))
+        assert similar.median() > 0.99
 
 
 if __name__ == "__main__":

@@ -21,10 +21,11 @@ with contextlib.suppress(ImportError):
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
-GGUF_NAMES = {"Mistral": "llama"}  # of the families that llama.cpp calls otherwise
+# Of the families that llama.cpp calls otherwise.
+GGUF_NAMES = {"Mistral": "llama", "Mixtral": "llama", "GptOss": "gpt-oss"}
 CONFIG_CLASSES = {"Gemma3": "Gemma3TextConfig"}  # of the families whose name another configuration has
 # Which architectures' rows of q and k llama.cpp's converter reorders for interleaved rotation.
-REORDERED = ("llama", "granite", "smollm3")
+REORDERED = ("llama", "granite", "granitemoe", "smollm3")
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -149,6 +150,10 @@ def write_gguf(
         writer.add_layer_norm_eps(getattr(config, "layer_norm_eps", None) or config.norm_epsilon)
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if head_dim * config.num_attention_heads != config.hidden_size or family == "Qwen3":
         writer.add_key_length(head_dim)
@@ -159,7 +164,7 @@ def write_gguf(
         add[type(value)](key, value)
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == stated)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
+    for name, tensor in _unfused(model.state_dict(), transposed=family == "GptOss").items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         stem, kind = name.rsplit(".", 1)
@@ -182,6 +187,28 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _unfused(tensors: Mapping[str, torch.Tensor], *, transposed: bool) -> dict[str, torch.Tensor]:
+    """The tensors of a model with those of experts, [experts, rows, columns], called as each expert's own would be."""
+    unfused = {}
+    for own_name, tensor in tensors.items():
+        name = own_name.replace("block_sparse_moe.router", "mlp.gate").replace("block_sparse_moe", "mlp")
+        stem, _, part = name.rpartition(".")
+        if part == "sinks":
+            name = f"{name}.weight"
+        if not stem.endswith("experts"):
+            unfused[name] = tensor
+            continue
+        ending = ".bias" if part.endswith("_bias") else ".weight"
+        if transposed and ending == ".weight":
+            tensor = tensor.transpose(1, 2)
+        if part.startswith("gate_up_proj"):
+            gate, up = (tensor[:, 0::2], tensor[:, 1::2]) if transposed else tensor.chunk(2, dim=1)
+            unfused |= {f"{stem}.gate_proj{ending}": gate, f"{stem}.up_proj{ending}": up}
+        else:
+            unfused[f"{stem}.down_proj{ending}"] = tensor
+    return unfused
 
 
 def load_gguf_with_transformers(path: Path) -> Any:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from octavo.checkpoint.families import NATIVE_ARCHITECTURES
 from octavo.checkpoint.hf_config import hf_model_config
-from octavo.checkpoint.model_config import LayerDescription, ModelConfig, RopeConfig
+from octavo.checkpoint.model_config import ExpertsConfig, LayerDescription, ModelConfig, RopeConfig
 from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
 from octavo.models.loader import expected_shapes
 from octavo.models.transformers_bridge import TransformersModel
@@ -98,6 +98,15 @@ def test_windows_follow_the_familys_rule_where_layer_types_are_not_listed(
     share=st.integers(1, 4),
     sizes=st.tuples(*[st.integers(1, 40)] * 6),
     flags=st.tuples(*[st.booleans()] * 5),
+    experts=st.none()
+    | st.builds(
+        ExpertsConfig,
+        count=st.integers(2, 5),
+        active=st.just(2),
+        intermediate_size=st.integers(1, 40),
+        bias=st.booleans(),
+        shared_intermediate_size=st.sampled_from((0, 12)),
+    ),
 )
 def test_native_families_are_counted_as_the_loader_expects_them(
     architecture: str,
@@ -105,6 +114,7 @@ def test_native_families_are_counted_as_the_loader_expects_them(
     share: int,
     sizes: tuple[int, int, int, int, int, int],
     flags: tuple[bool, bool, bool, bool, bool],
+    experts: ExpertsConfig | None,
 ) -> None:
     vocab, hidden, inner, layers, head_dim, value_dim = sizes
     qkv_bias, output_bias, mlp_bias, qk_norm, tied = flags
@@ -123,7 +133,8 @@ def test_native_families_are_counted_as_the_loader_expects_them(
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         mlp_bias=mlp_bias,
-        layer=LayerDescription(qk_norm="head" if qk_norm else "none"),
+        experts=experts,
+        layer=LayerDescription(qk_norm="head" if qk_norm else "none", sinks=qk_norm),
         tie_word_embeddings=tied,
     )
     elements = 0
@@ -182,7 +193,7 @@ def test_another_architecture_is_counted_from_its_files(tmp_path: Path) -> None:
 
 
 def test_a_configuration_without_a_size_is_named(tmp_path: Path) -> None:
-    row = {key: value for key, value in KNOWN_MODELS["mixtral-8x7b"].items() if key != "num_local_experts"}
+    row = {key: value for key, value in KNOWN_MODELS["deepseek-v2"].items() if key != "n_routed_experts"}
     (tmp_path / "config.json").write_text(json.dumps(row))
     with pytest.raises(CorruptModelError, match="num_experts"):
         find_shape(str(tmp_path))

@@ -21,6 +21,8 @@ _ALIASES = {
     "hidden_act": ("activation_function", "hidden_activation"),
     "rms_norm_eps": ("layer_norm_eps", "norm_epsilon"),
     "rope_theta": ("rotary_emb_base",),
+    "attention_bias": ("qkv_bias",),
+    "num_experts": ("num_local_experts", "n_routed_experts"),
     "partial_rotary_factor": ("rotary_pct",),
 }
 

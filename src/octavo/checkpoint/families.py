@@ -24,6 +24,28 @@ class Scalar(NamedTuple):
     default: float | None = None
 
 
+class Experts(NamedTuple):
+    """A family's mixture of experts.
+
+    Attributes:
+        width: the key of an expert's intermediate size in `config.json`.
+        default_*: what a configuration means that does not mention a size.
+        normalised: see `ExpertsConfig`; None if `norm_topk_prob` says so, and in GGUF files `gguf_normalised`.
+        bias: whether router and experts have biases.
+        shared_width: the key of the shared expert's intermediate size, if there is one; it has a gate.
+    """
+
+    width: str
+    default_count: int
+    default_active: int
+    normalised: bool | None = True
+    gguf_normalised: bool = True
+    bias: bool = False
+    shared_width: str = ""
+    default_width: int | None = None
+    default_shared_width: int | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeArchitecture:
     """An architecture that the native decoder runs.
@@ -41,6 +63,9 @@ class NativeArchitecture:
         unrotated: layers without rotary embedding: "listed" (`no_rope_layers`, or every fourth) or "full_attention".
         partial_rotary: the part of a head that rotates if `partial_rotary_factor` says nothing else; None: all of it,
             and the factor is not one of this family's.
+        experts: the mixture of experts in each layer, if there is one.
+        activation: of the MLP, whatever the configuration says; see `NATIVE_ACTIVATIONS`.
+        yarn_truncates: see `RopeConfig.truncate`; of GGUF files, which do not say it.
         scalars: fields of `ModelConfig` that the configuration sets by numbers of the family's own.
         local_rope_theta: base of the frequencies in windowed layers, if they have their own.
         scales_embedding: whether embeddings are multiplied by the root of their width.
@@ -62,6 +87,9 @@ class NativeArchitecture:
     windowed: Literal["always", "by_layer", "never"] | int = "never"
     unrotated: Literal["listed", "full_attention", "none"] = "none"
     partial_rotary: float | None = None
+    experts: Experts | None = None
+    activation: str | None = None
+    yarn_truncates: bool = True
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
     local_rope_theta: float | None = None
     scales_embedding: bool = False
@@ -77,6 +105,25 @@ class NativeArchitecture:
     default_attention_bias: bool = False
 
 
+# Mixtures of experts that call their parts as Mixtral does.
+_MIXTRAL_NAMES = {
+    "router": "block_sparse_moe.gate",
+    "expert_gate": "block_sparse_moe.experts.*.w1",
+    "expert_up": "block_sparse_moe.experts.*.w3",
+    "expert_down": "block_sparse_moe.experts.*.w2",
+}
+_GRANITE_MOE_NAMES = {
+    "router": "block_sparse_moe.router.layer",
+    "expert_gate": "block_sparse_moe.input_linear[*,:half]",
+    "expert_up": "block_sparse_moe.input_linear[*,half:]",
+    "expert_down": "block_sparse_moe.output_linear[*]",
+}
+_GRANITE_SCALARS = {
+    "attention_scale": Scalar("attention_multiplier", "attention.scale", default=1.0),
+    "embedding_scale": Scalar("embedding_multiplier", "embedding_scale"),
+    "residual_scale": Scalar("residual_multiplier", "residual_scale"),
+    "logits_scale": Scalar("logits_scaling", "logit_scale", power=-1.0),
+}
 _GEMMA_NAMES = TensorNames({"mlp_norm": "pre_feedforward_layernorm"})
 
 NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
@@ -178,12 +225,7 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         bias_option="all",
         mlp_bias_option="mlp_bias",
         rotary_interleaved="gguf",
-        scalars={
-            "attention_scale": Scalar("attention_multiplier", "attention.scale", default=1.0),
-            "embedding_scale": Scalar("embedding_multiplier", "embedding_scale"),
-            "residual_scale": Scalar("residual_multiplier", "residual_scale"),
-            "logits_scale": Scalar("logits_scaling", "logit_scale", power=-1.0),
-        },
+        scalars=_GRANITE_SCALARS,
         default_bos=1,
         default_eos=2,
     ),
@@ -271,6 +313,82 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         default_act="gelu",
         default_eps=1e-5,
         default_attention_bias=True,
+    ),
+    "MixtralForCausalLM": NativeArchitecture(
+        model_type="mixtral",
+        gguf_name="llama",
+        names=TensorNames(_MIXTRAL_NAMES),
+        rotary_interleaved="gguf",
+        windowed="always",
+        experts=Experts("intermediate_size", 8, 2),
+        default_window=None,
+        default_kv_heads=8,
+        default_bos=1,
+        default_eos=2,
+        default_eps=1e-5,
+    ),
+    "Qwen2MoeForCausalLM": NativeArchitecture(
+        model_type="qwen2_moe",
+        gguf_name="qwen2moe",
+        bias_option="qkv",
+        windowed="by_layer",
+        experts=Experts(
+            "moe_intermediate_size", 60, 4, None, False, False, "shared_expert_intermediate_size", 1408, 5632
+        ),
+        default_kv_heads=16,
+        default_attention_bias=True,
+    ),
+    "Qwen3MoeForCausalLM": NativeArchitecture(
+        model_type="qwen3_moe",
+        gguf_name="qwen3moe",
+        layer=LayerDescription(qk_norm="head"),
+        bias_option="all",
+        windowed="always",
+        experts=Experts("moe_intermediate_size", 128, 8, None, default_width=768),
+        default_window=None,
+        default_kv_heads=4,
+    ),
+    "OlmoeForCausalLM": NativeArchitecture(
+        model_type="olmoe",
+        gguf_name="olmoe",
+        layer=LayerDescription(qk_norm="projection"),
+        bias_option="all",
+        experts=Experts("intermediate_size", 64, 8, None, False),
+        default_eps=1e-5,
+        default_eos=50279,
+    ),
+    "GptOssForCausalLM": NativeArchitecture(
+        model_type="gpt_oss",
+        gguf_name="gpt-oss",
+        layer=LayerDescription(sinks=True),
+        names=TensorNames(
+            {
+                "router": "mlp.router",
+                "expert_gate": "mlp.experts.gate_up_proj[*,::2]",
+                "expert_up": "mlp.experts.gate_up_proj[*,1::2]",
+                "expert_down": "mlp.experts.down_proj[*]",
+            }
+        ),
+        bias_option="all",
+        windowed=2,
+        experts=Experts("intermediate_size", 128, 4, bias=True),
+        activation="clamped_swiglu",
+        yarn_truncates=False,
+        default_kv_heads=8,
+        default_head_dim=64,
+        default_eps=1e-5,
+        default_attention_bias=True,
+    ),
+    "GraniteMoeForCausalLM": NativeArchitecture(
+        model_type="granitemoe",
+        gguf_name="granitemoe",
+        names=TensorNames(_GRANITE_MOE_NAMES),
+        bias_option="all",
+        rotary_interleaved="gguf",
+        experts=Experts("intermediate_size", 8, 2),
+        scalars=_GRANITE_SCALARS,
+        default_bos=1,
+        default_eos=2,
     ),
 }
 

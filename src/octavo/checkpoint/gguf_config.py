@@ -10,7 +10,7 @@ import gguf
 from octavo.checkpoint.config_fields import MOST_SIZE
 from octavo.checkpoint.families import NATIVE_ARCHITECTURES, NativeArchitecture
 from octavo.checkpoint.gguf_file import GGUFFile
-from octavo.checkpoint.model_config import ModelConfig, RopeConfig
+from octavo.checkpoint.model_config import ExpertsConfig, ModelConfig, RopeConfig, yarn_attention_factor
 from octavo.checkpoint.tensor_names import TensorNames
 from octavo.errors import CorruptModelError, UnsupportedModelError
 
@@ -21,7 +21,7 @@ def tensor_names(file: GGUFFile) -> TensorNames:
     Raises:
         UnsupportedModelError: the native decoder does not run it.
     """
-    return _native(file.get("general.architecture"), file)[1].names
+    return _native(file)[1].names
 
 
 def gguf_model_config(file: GGUFFile) -> ModelConfig:
@@ -29,13 +29,12 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
 
     Raises:
         CorruptModelError: a required key or tensor is missing; the message names it.
-        UnsupportedModelError: an unsupported architecture, a mixture of experts, or RoPE scaling other than linear.
+        UnsupportedModelError: an unsupported architecture, or RoPE scaling other than linear.
     """
     stated = file.get("general.architecture")
-    name, native = _native(stated, file)
+    name, native = _native(file)
     meta = _Keys(file, stated)
-    if meta.get("expert_count", 0):
-        raise UnsupportedModelError(f"{file.path}: a {stated} mixture of {meta.get('expert_count')} experts")
+    experts = _experts(meta, native)
     num_heads = meta.uniform("attention.head_count")
     hidden_size = meta.uniform("embedding_length")
     head_dim = meta.uniform("attention.key_length", hidden_size // num_heads)
@@ -53,7 +52,7 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
         architecture=name,
         vocab_size=embedding.shape[0],
         hidden_size=hidden_size,
-        intermediate_size=meta.uniform("feed_forward_length"),
+        intermediate_size=meta.uniform("feed_forward_length", *([experts.intermediate_size] if experts else ())),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=meta.uniform("attention.head_count_kv", num_heads),
@@ -62,7 +61,7 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
         max_position_embeddings=meta.uniform("context_length"),
         rope=next((rope for rope in reversed(ropes) if rope), RopeConfig(rotary_dim=head_dim)),
         norm_eps=meta.get(f"attention.layer_norm{'' if native.layer.norm == 'layer' else '_rms'}_epsilon"),
-        hidden_act=native.default_act,
+        hidden_act=native.activation or native.default_act,
         qkv_bias="blk.0.attn_q.bias" in file.tensors or "blk.0.attn_qkv.bias" in file.tensors,
         output_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_up.bias" in file.tensors,
@@ -72,6 +71,7 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
         layer_windows=windows,
         layer_ropes=tuple(ropes),
         rotary_interleaved=native.rotary_interleaved != "none",
+        experts=experts,
         **_scalars(meta, native, num_layers, num_heads, hidden_size),
         dtype=_dtype(file),
         bos_token_id=file.get("tokenizer.ggml.bos_token_id", None),
@@ -111,14 +111,43 @@ class _Keys:
         return size
 
 
-def _native(stated: str, file: GGUFFile) -> tuple[str, NativeArchitecture]:
+def _native(file: GGUFFile) -> tuple[str, NativeArchitecture]:
+    stated = file.get("general.architecture")
+    mixture = bool(file.get(f"{stated}.expert_count", 0))
     for name, native in NATIVE_ARCHITECTURES.items():
-        if native.gguf_name == stated:
+        if native.gguf_name == stated and (native.experts is not None) == mixture:
             return name, native
+    stated = f"{stated} with experts" if mixture else stated
     supported = sorted({native.gguf_name for native in NATIVE_ARCHITECTURES.values()})
     raise UnsupportedModelError(
         f"{file.path}: GGUF architecture {stated!r} is not supported ({', '.join(supported)}); "
         "serve the Hugging Face folder of that model instead"
+    )
+
+
+def _experts(meta: _Keys, native: NativeArchitecture) -> ExpertsConfig | None:
+    """Return the mixture of experts, with the sizes of its tensors, since not all files state them."""
+    if native.experts is None:
+        return None
+    path, tensors = meta.file.path, meta.file.tensors
+    gates = tensors.get("blk.0.ffn_gate_exps.weight")
+    if gates is None or len(gates.shape) != 3:
+        raise UnsupportedModelError(
+            f"{path} does not hold its experts in one tensor, blk.0.ffn_gate_exps.weight: convert the model again"
+        )
+    shared = tensors.get("blk.0.ffn_gate_shexp.weight")
+    if (shared is None) == bool(native.experts.shared_width):
+        raise UnsupportedModelError(
+            f"{path}: {meta.prefix} {'without' if shared is None else 'with'} a shared expert is not supported"
+        )
+    return ExpertsConfig(
+        count=gates.shape[0],
+        active=meta.uniform("expert_used_count"),
+        intermediate_size=gates.shape[1],
+        bias=native.experts.bias,
+        normalised=native.experts.gguf_normalised,
+        shared_intermediate_size=0 if shared is None else shared.shape[0],
+        shared_gate=shared is not None,
     )
 
 
@@ -146,7 +175,7 @@ def _windows(meta: _Keys, native: NativeArchitecture, num_layers: int) -> tuple[
 def _layer_ropes(
     file: GGUFFile, meta: _Keys, native: NativeArchitecture, head_dim: int, windows: tuple[int | None, ...]
 ) -> list[RopeConfig | None]:
-    rope = _rope(file, meta, head_dim, partial=native.partial_rotary is not None)
+    rope = _rope(file, meta, native, head_dim)
     if native.unrotated == "full_attention":
         return [None if window is None else rope for window in windows]
     if native.unrotated == "listed":  # llama.cpp knows no other list either
@@ -157,18 +186,18 @@ def _layer_ropes(
     return [rope if window is None else local for window in windows]
 
 
-def _rope(file: GGUFFile, meta: _Keys, head_dim: int, *, partial: bool) -> RopeConfig:
+def _rope(file: GGUFFile, meta: _Keys, native: NativeArchitecture, head_dim: int) -> RopeConfig:
     rotary_dim = meta.get("rope.dimension_count", head_dim)
     if "rope_factors_long.weight" in file.tensors:
         raise UnsupportedModelError(f"{file.path}: RoPE scaling 'longrope' is not supported in GGUF files")
-    if rotary_dim != head_dim and not partial:
+    if rotary_dim != head_dim and native.partial_rotary is None:
         raise UnsupportedModelError(
             f"{file.path}: {rotary_dim} of {head_dim} dimensions of a head are rotated; only all of them is supported"
         )
     scaling = meta.get("rope.scaling.type", "none")
-    if scaling not in ("none", "linear"):
+    if scaling not in ("none", "linear", "yarn"):
         raise UnsupportedModelError(
-            f"{file.path}: RoPE scaling {scaling!r} is not supported in GGUF files (none, linear); "
+            f"{file.path}: RoPE scaling {scaling!r} is not supported in GGUF files (none, linear, yarn); "
             "serve the Hugging Face folder of that model instead"
         )
     factor = float(meta.get("rope.scaling.factor", meta.get("rope.scale_linear", 1.0)))
@@ -179,10 +208,20 @@ def _rope(file: GGUFFile, meta: _Keys, head_dim: int, *, partial: bool) -> RopeC
             raise CorruptModelError(
                 f"{file.path}: rope_freqs.weight holds {len(factors)} factors for {rotary_dim // 2} frequencies"
             )
+    yarn: dict[str, Any] = {}
+    if scaling == "yarn":
+        yarn = {
+            "beta_fast": float(meta.get("rope.scaling.yarn_beta_fast", 32.0)),
+            "beta_slow": float(meta.get("rope.scaling.yarn_beta_slow", 1.0)),
+            "truncate": native.yarn_truncates,
+            "original_max_position": meta.uniform("rope.scaling.original_context_length"),
+            "attention_factor": float(meta.get("rope.scaling.attn_factor", 1.0)) * yarn_attention_factor(factor),
+        }
     return RopeConfig(
         theta=float(meta.get("rope.freq_base", 10000.0)),
         rotary_dim=rotary_dim,
-        kind="linear" if factor != 1.0 else "default",
+        **yarn,
+        kind=scaling if yarn else "linear" if factor != 1.0 else "default",
         factor=factor,
         frequency_factors=factors,
     )

@@ -1,8 +1,9 @@
-"""GGUF weights of types that the kernels do not multiply, converted to Q8_0.
+"""GGUF weights of types that the kernels do not multiply, converted to Q5_0 and Q8_0.
 
-The kernels multiply `KERNEL_TYPES` from the file's own bits. What Q8_0 stores is 32 integers of eight bits and their
-scale, which holds IQ4_NL exactly; of other types each weight is rounded to 1/127 of the largest of its block.
-Dequantised to bf16, which is the alternative, the same weights take 16 bits instead of 8.5.
+The kernels multiply `KERNEL_TYPES` from the file's own bits. Q5_0 holds MXFP4 exactly: its numbers are integers from
+-12 to 12 times a power of two, as far as that is one of fp16's (2^-24 to 2^15; smaller ones become zero). Q8_0 holds
+IQ4_NL exactly; of other types each weight is rounded to 1/127 of the largest of its block. Dequantised to bf16, which
+is the alternative, the same weights take 16 bits instead of 5.5 or 8.5.
 """
 
 from __future__ import annotations
@@ -34,28 +35,33 @@ _VALUES_AT_ONCE = 1 << 18  # 1 MiB of floats, which stays in a core's cache
 
 def kernel_type(stored: Any) -> Any:
     """Return the type in which the kernels multiply a quantised type: itself if they support it."""
+    if stored is GGMLType.MXFP4:
+        return GGMLType.Q5_0
     return stored if stored in KERNEL_TYPES else GGMLType.Q8_0
 
 
-def to_q8_0(rows: Bytes, stored: Any, *, num_threads: int = 1) -> Bytes:
-    """Convert quantised rows to Q8_0.
+def convert(rows: Bytes, stored: Any, kind: Any, *, num_threads: int = 1) -> Bytes:
+    """Convert quantised rows to Q8_0, or from MXFP4 to Q5_0.
 
     Args:
         rows: uint8 [rows, bytes per row], in blocks of `stored`.
+        kind: Q8_0, or `kernel_type(stored)`.
 
     Returns:
-        uint8 [rows, bytes per row], in blocks of Q8_0. An infinite or NaN scale stays one, and is refused when the
+        uint8 [rows, bytes per row], in blocks of `kind`. An infinite or NaN scale stays one, and is refused when the
         weight is packed.
     """
 
-    def convert(part: Bytes) -> Bytes:
+    def convert_part(part: Bytes) -> Bytes:
+        if kind is GGMLType.Q5_0:
+            return _mxfp4_to_q5_0(part)
         scales = part.reshape(-1, gguf.GGML_QUANT_SIZES[stored][1])[:, :2] if stored in _WHOLE_MULTIPLES else None
         return _to_q8_0(gguf.dequantize(part, stored), scales)
 
-    if stored is GGMLType.Q8_0:
+    if stored is kind:
         return rows
     with ThreadPoolExecutor(num_threads) as threads:
-        return np.concatenate(list(threads.map(convert, _parts(rows, stored))))
+        return np.concatenate(list(threads.map(convert_part, _parts(rows, stored))))
 
 
 def loaded_bytes(file: GGUFFile) -> int:
@@ -74,6 +80,23 @@ def _parts(rows: Bytes, stored: Any) -> Iterator[Bytes]:
     step = max(1, _VALUES_AT_ONCE // (rows.shape[1] // block_bytes * block_size))
     for start in range(0, len(rows), step):
         yield rows[start : start + step]
+
+
+def _mxfp4_to_q5_0(rows: Bytes) -> Bytes:
+    """exponent uint8 | 16 bytes of two E2M1 each -> scale fp16 | fifth bits, 4 bytes | 16 bytes of four bits each."""
+    blocks = rows.reshape(-1, 17)
+    out = np.empty((len(blocks), 22), np.uint8)
+    with np.errstate(over="ignore"):
+        scales = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128).astype(np.float16)
+    out[:, :2] = scales.view(np.uint8)
+    quants = np.concatenate((_E2M1_AS_Q5_0[blocks[:, 1:] & 15], _E2M1_AS_Q5_0[blocks[:, 1:] >> 4]), axis=1)
+    out[:, 2:6] = np.packbits(quants >> 4, axis=1, bitorder="little")
+    out[:, 6:] = quants[:, :16] & 15 | quants[:, 16:] << 4
+    return out.reshape(len(rows), -1)
+
+
+# Twice the numbers of E2M1 by their codes, plus the zero of Q5_0.
+_E2M1_AS_Q5_0 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8).astype(np.uint8) + 16
 
 
 def _to_q8_0(values: npt.NDArray[np.float32], stored_scales: Bytes | None) -> Bytes:

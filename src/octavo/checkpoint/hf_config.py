@@ -17,9 +17,11 @@ from octavo.checkpoint.kv_cache_scheme import kv_cache_scheme_dtype, only_kv_cac
 from octavo.checkpoint.model_config import (
     NATIVE_ACTIVATIONS,
     NATIVE_ROPE_KINDS,
+    ExpertsConfig,
     LayerDescription,
     ModelConfig,
     RopeConfig,
+    yarn_attention_factor,
 )
 from octavo.checkpoint.tensor_names import TensorNames
 from octavo.errors import CorruptModelError, ModelNotFoundError, OctavoError, UnsupportedModelError, shown
@@ -110,6 +112,7 @@ def _model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
         layer_ropes=tuple(ropes),
         rotary_interleaved=native is not None and native.rotary_interleaved == "both",
         qkv_by_head=native is not None and native.qkv_by_head,
+        experts=_experts(fields, native),
         **(_scalars(fields, native, hidden_size) if native else {}),
         dtype=_dtype(fields, folder),
         bos_token_id=_first_id(fields.get("bos_token_id", native.default_bos if native else None)),
@@ -178,6 +181,12 @@ def _why_not_native(fields: ConfigFields, architecture: str, native: NativeArchi
     unread = _unread_quantization(quantization)
     if quantization and unread and not only_kv_cache_scheme(quantization):
         return f"weights quantised by {unread}"
+    if native.experts and (fields.get("mlp_only_layers") or fields.get("decoder_sparse_step", 1) != 1):
+        return "experts in some layers only"
+    if (fields.get("swiglu_limit", 7.0), fields.get("swiglu_alpha", 1.702)) != (7.0, 1.702):
+        return "a SwiGLU with a limit other than 7, or a factor other than 1.702"
+    if fields.get("clip_qkv") is not None:
+        return "clipped queries, keys and values"
     if native.windowed not in ("always", "never"):
         kinds = set(fields.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
         if kinds:
@@ -190,7 +199,7 @@ def _unread_quantization(quantization: object) -> str | None:
     if not isinstance(quantization, dict):
         return repr(quantization)
     method = quantization.get("quant_method")
-    if method == "fp8":
+    if method in ("fp8", "mxfp4"):
         return None
     if method in ("gptq", "awq"):
         bits = quantization.get("bits", quantization.get("w_bit", 4))
@@ -248,6 +257,8 @@ def _layer(native: NativeArchitecture | None, parallel: bool) -> LayerDescriptio
 
 
 def _activation(fields: ConfigFields, native: NativeArchitecture | None) -> str:
+    if native is not None and native.activation is not None:
+        return native.activation
     activation = fields.get("hidden_act", native.default_act if native else "silu")
     if not isinstance(activation, str):
         raise CorruptModelError(f"{fields.source}: hidden_act must be the name of a function, got {shown(activation)}")
@@ -259,6 +270,24 @@ def _scalars(fields: ConfigFields, native: NativeArchitecture, hidden_size: int)
     stated = {name: fields.get(scalar.hf_key, scalar.default) for name, scalar in native.scalars.items()}
     found = {name: float(n) ** native.scalars[name].power for name, n in stated.items() if n is not None}
     return {"embedding_scale": hidden_size**0.5, **found} if native.scales_embedding else found
+
+
+def _experts(fields: ConfigFields, native: NativeArchitecture | None) -> ExpertsConfig | None:
+    if native is None or native.experts is None:
+        return None
+    family = native.experts
+    stated, shared_width = bool(fields.get("norm_topk_prob", False)), 0
+    if family.shared_width:
+        shared_width = fields.size(family.shared_width, family.default_shared_width)
+    return ExpertsConfig(
+        count=fields.size("num_experts", family.default_count),
+        active=fields.size("num_experts_per_tok", family.default_active),
+        intermediate_size=fields.size(family.width, family.default_width),
+        bias=family.bias,
+        normalised=stated if family.normalised is None else family.normalised,
+        shared_intermediate_size=shared_width,
+        shared_gate=bool(family.shared_width),
+    )
 
 
 def _layer_ropes(
@@ -306,18 +335,34 @@ def _rotating(fields: ConfigFields, native: NativeArchitecture | None, windows: 
 def _rope(fields: ConfigFields, parameters: dict[str, Any], head_dim: int, max_position: int) -> RopeConfig:
     kind = parameters["rope_type"]
     values: dict[str, Any] = {"theta": float(parameters["rope_theta"]), "rotary_dim": head_dim, "kind": kind}
-    keys = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}.get(kind, ())
+    factors = ("factor", "low_freq_factor", "high_freq_factor")
+    keys = {"linear": factors[:1], "llama3": factors, "yarn": factors[:1]}.get(kind, ())
     for key in keys:
         if not isinstance(parameters.get(key), int | float):
             raise CorruptModelError(f"{fields.source}: RoPE scaling {kind!r} needs a number {key}")
         values[key] = float(parameters[key])
-    if kind == "llama3":
+    if kind == "yarn":
+        values |= _yarn(parameters, values["factor"])
+    if kind in ("llama3", "yarn"):
         # transformers prefers the outer key where both are given.
         outer = fields.get("original_max_position_embeddings")
         values["original_max_position"] = int(
             outer or parameters.get("original_max_position_embeddings") or max_position
         )
     return RopeConfig(**values)
+
+
+def _yarn(parameters: dict[str, Any], factor: float) -> dict[str, Any]:
+    stated, above, below = (parameters.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
+    if stated is None:
+        above, below = (above, below) if above and below else (1.0, 0.0)
+        stated = yarn_attention_factor(factor, float(above)) / yarn_attention_factor(factor, float(below))
+    return {
+        "beta_fast": float(parameters.get("beta_fast") or 32),
+        "beta_slow": float(parameters.get("beta_slow") or 1),
+        "truncate": bool(parameters.get("truncate", True)),
+        "attention_factor": float(stated),
+    }
 
 
 def _layer_windows(fields: ConfigFields, native: NativeArchitecture | None, num_layers: int) -> tuple[int | None, ...]:
@@ -330,10 +375,10 @@ def _layer_windows(fields: ConfigFields, native: NativeArchitecture | None, num_
     if window:
         window = fields.size("sliding_window", default=4096)
     window = window or None  # 0 in configurations of models without one
+    if native is not None and not fields.get("use_sliding_window", native.windowed == "always"):
+        window = None
     if native is not None and native.windowed == "always":
         return (window,) * num_layers
-    if native is not None and not fields.get("use_sliding_window", False):
-        window = None
     layer_types = fields.get("layer_types")
     if layer_types is None:
         if native is None:

@@ -6,14 +6,15 @@ calculator read it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from octavo.checkpoint.tensor_names import TensorNames
 from octavo.errors import UnsupportedModelError
 
-NATIVE_ROPE_KINDS = ("default", "linear", "llama3")
-NATIVE_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
+NATIVE_ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+NATIVE_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "clamped_swiglu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class LayerDescription:
         parallel: attention and MLP read the same residual, and both are added to it; if it is "one norm", they share
             the norm of it, if "two norms", each has its own.
         qk_norm: "head": each head of queries and keys is normalised before it rotates; "projection": all heads at once.
+        sinks: whether each head has a learnt logit that its softmax adds to those of the tokens (gpt-oss).
         gated: the MLP is down(activation(gate) * up); if not, down(activation(up)).
     """
 
@@ -40,6 +42,7 @@ class LayerDescription:
     norms_after: bool = False
     parallel: Literal["one norm", "two norms"] | None = None
     qk_norm: Literal["head", "projection", "none"] = "none"
+    sinks: bool = False
     gated: bool = True
 
     @property
@@ -49,13 +52,44 @@ class LayerDescription:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of experts, which every layer has instead of its MLP.
+
+    Attributes:
+        count: the experts of a layer.
+        active: how many of them each token uses: those with the highest router scores.
+        intermediate_size: of one expert.
+        bias: whether router and experts have biases.
+        normalised: experts are weighted by the softmax of the scores of those used, so that weights add up to one; if
+            not, by the softmax of all scores.
+        shared_intermediate_size: of the expert that every token uses besides; 0: there is none.
+        shared_gate: whether the shared expert's output is scaled by the sigmoid of a projection.
+    """
+
+    count: int
+    active: int
+    intermediate_size: int
+    bias: bool = False
+    normalised: bool = True
+    shared_intermediate_size: int = 0
+    shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.active <= self.count:
+            raise UnsupportedModelError(f"each token is to use {self.active} of {self.count} experts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
     """Rotary position embedding (Su et al. 2021) and its scaling beyond the trained context.
 
     Attributes:
         theta: base of the frequencies.
         rotary_dim: leading dimensions of each head that are rotated (all of them in the Llama family).
-        kind: "default", "linear" or "llama3" (Llama 3.1's piecewise scaling).
+        kind: "default", "linear", "llama3" (Llama 3.1's piecewise scaling) or "yarn" (Peng et al. 2023).
+        beta_fast, beta_slow, truncate: of "yarn": rotations within the original context above which frequencies stay,
+            and below which they are divided by `factor`; whether what lies between begins and ends at whole dimensions.
+        attention_factor: what cosines and sines are multiplied by.
         frequency_factors: per-frequency divisors, as Llama 3 GGUF files carry them (`rope_freqs`); overrides `kind`.
     """
 
@@ -66,11 +100,20 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
     frequency_factors: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in NATIVE_ROPE_KINDS:
             raise UnsupportedModelError(f"RoPE scaling {self.kind!r} is not supported ({', '.join(NATIVE_ROPE_KINDS)})")
+
+
+def yarn_attention_factor(factor: float, scale: float = 1.0) -> float:
+    """Return what cosines and sines are multiplied by in a context `factor` times as long (Peng et al. 2023, 3.4)."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +131,7 @@ class ModelConfig:
         attention_softcap, logits_softcap: x -> cap * tanh(x / cap) of scores and of logits; None: none.
         embedding_scale, residual_scale, logits_scale: factors of embeddings, of what attention and MLP add to the
             residual, and of logits.
+        experts: the mixture of experts that layers have instead of an MLP; None: they have an MLP.
         rotary_interleaved: the checkpoint's rows of q and k are ordered for interleaved rotation.
         qkv_by_head: the checkpoint's rows of a fused projection are ordered by head, | q k v | q k v | ...
         dtype: the checkpoint's own floating type: "float32", "float16" or "bfloat16".
@@ -124,6 +168,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
+    experts: ExpertsConfig | None = None
     rotary_interleaved: bool = False
     qkv_by_head: bool = False
     dtype: str = "bfloat16"

@@ -27,6 +27,15 @@ _IN_A_LAYER = (
     ("up", "mlp.up_proj", "ffn_up"),
     ("gate_up", "mlp.gate_up_proj", "ffn_up"),
     ("down", "mlp.down_proj", "ffn_down"),
+    ("sinks", "self_attn.sinks", "attn_sinks"),
+    ("router", "mlp.gate", "ffn_gate_inp"),
+    ("expert_gate", "mlp.experts.*.gate_proj", "ffn_gate_exps"),
+    ("expert_up", "mlp.experts.*.up_proj", "ffn_up_exps"),
+    ("expert_down", "mlp.experts.*.down_proj", "ffn_down_exps"),
+    ("shared_gate", "mlp.shared_expert.gate_proj", "ffn_gate_shexp"),
+    ("shared_up", "mlp.shared_expert.up_proj", "ffn_up_shexp"),
+    ("shared_down", "mlp.shared_expert.down_proj", "ffn_down_shexp"),
+    ("shared_expert_gate", "mlp.shared_expert_gate", "ffn_gate_inp_shexp"),
     ("mlp_post_norm", "post_feedforward_layernorm", "post_ffw_norm"),
 )
 _HF = {part: name for part, name, _ in (*_TOP_LEVEL, *_IN_A_LAYER)}
@@ -38,7 +47,8 @@ class TensorNames:
     """A family's names.
 
     Attributes:
-        changed: parts that Hugging Face's checkpoints of this family call otherwise than Llama's.
+        changed: parts that Hugging Face's checkpoints of this family call otherwise than Llama's. A star stands for the
+            number of an expert; brackets select from a tensor (`models/weights.py`).
         fused: "qkv" and "gate_up", as far as the family stores these projections as one matrix.
         layers: what Hugging Face's names of tensors in layers begin with.
     """
@@ -47,13 +57,15 @@ class TensorNames:
     fused: frozenset[str] = frozenset()
     layers: str = "model.layers"
 
-    def hf(self, part: str, layer: int | None = None) -> str:
+    def hf(self, part: str, layer: int | None = None, expert: int | None = None) -> str:
         """Hugging Face's name of a part without its ending: hf("q", 3) -> 'model.layers.3.self_attn.q_proj'."""
         name = self.changed.get(part) or _HF[part]
+        name = name if expert is None else name.replace("*", str(expert))
         return name if layer is None else f"{self.layers}.{layer}.{name}"
 
     def from_gguf(self, name: str) -> str | None:
-        """Hugging Face's name of a GGUF tensor, 'blk.3.attn_q.weight' for example; None if the decoder has no such."""
+        """Hugging Face's name of a GGUF tensor, 'blk.3.attn_q.weight' for example, with a star where it holds all
+        experts; None if the decoder has no such tensor."""
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
         if match is None:
             return None

@@ -19,7 +19,7 @@ from octavo.checkpoint.gguf_requantize import loaded_bytes
 from octavo.checkpoint.model_config import ModelConfig
 from octavo.checkpoint.model_source import ModelFormat, ModelSource, load_model_config, model_of, stored_format
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError, ModelError
+from octavo.errors import ConfigError, ModelError, UnsupportedModelError
 from octavo.kvcache.block import NULL_BLOCK
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.models.base import CausalLM
@@ -90,7 +90,7 @@ def build_runner(config: EngineConfig, file: SharedFile | None = None) -> tuple[
             "depends on how many rows come together; use device='cpu', or do without"
         )
     source = model_of(config)
-    model_config = load_model_config(source)
+    model_config = _for_device(load_model_config(source), source, device)
     dtype = _dtype(config, source, model_config, device)
     sizing = _size_before_loading(config, source, model_config, dtype, device)
     num_threads = config.num_threads or default_num_threads()
@@ -190,6 +190,22 @@ def _load_with_threads(
         if not config.deterministic:
             model.allow_rounding()
     return model
+
+
+def _for_device(model_config: ModelConfig, source: ModelSource, device: torch.device) -> ModelConfig:
+    """Let transformers run a mixture of experts on a GPU: the torch decoder multiplies one expert after the other.
+
+    Raises:
+        UnsupportedModelError: it comes from a GGUF file.
+    """
+    if model_config.experts is None or device.type == "cpu" or not model_config.runs_natively:
+        return model_config
+    if source.format is ModelFormat.GGUF:
+        raise UnsupportedModelError(
+            f"{source.path}: mixtures of experts in GGUF files run on CPUs only; serve the Hugging Face folder of that "
+            "model instead"
+        )
+    return replace(model_config, transformers_reason="mixtures of experts run natively on CPUs only")
 
 
 def _choose_scales(config: EngineConfig, source: ModelSource, arena: KVArena) -> str:

@@ -16,8 +16,20 @@ from octavo.kernels import PackedWeight
 from octavo.kvcache.spec import LayerKVSpec
 from octavo.models.base import CausalLM, LaterRows
 from octavo.models.linear import LinearFactory, make_linear
-from octavo.models.ops import ACTIVATIONS, Heads, LayerOps
-from octavo.models.program import Activate, Add, Attend, KeepRows, Multiply, Norm, Register, Scale, make_program
+from octavo.models.ops import ACTIVATIONS, GATES, Heads, LayerOps
+from octavo.models.program import (
+    Activate,
+    Add,
+    Attend,
+    KeepRows,
+    Mix,
+    Multiply,
+    Norm,
+    Register,
+    Scale,
+    ScaleBySigmoid,
+    make_program,
+)
 from octavo.models.rotary import RotaryTable, Rotation
 from octavo.models.weight_reader import WeightReader, Weights
 from octavo.storage.layer_kv import LayerKV
@@ -52,7 +64,7 @@ class Decoder(CausalLM):
         ops: LayerOps | None = None,
         linear: LinearFactory = make_linear,
     ) -> None:
-        if config.hidden_act not in ACTIVATIONS:
+        if config.hidden_act not in (*ACTIVATIONS, *GATES):
             raise UnsupportedModelError(
                 f"{config.architecture}: activation {config.hidden_act!r} is not one of {', '.join(ACTIVATIONS)}"
             )
@@ -162,12 +174,31 @@ class Decoder(CausalLM):
                         registers[Register.QKV], self._heads, instruction.qk_norm, rotation, cache, batch, attention
                     )
                     softcap = self.config.attention_softcap
-                    attended = attention.attend(cache, query, batch, scale=self._scale, softcap=softcap)
+                    attended = attention.attend(
+                        cache, query, batch, scale=self._scale, softcap=softcap, sinks=instruction.sinks
+                    )
                     registers[Register.ATTENDED] = attended.flatten(1)
                     del registers[Register.QKV], query, attended  # frees memory that the next products need
+                case ScaleBySigmoid(linear, source, place):
+                    registers[place] = registers[place] * linear(registers[source]).float().sigmoid().to(self.dtype)
+                case Mix():
+                    registers[instruction.target] = self._mix(instruction, registers[instruction.source])
                 case KeepRows(place):
                     registers[place] = registers[place][logits_indices]
         return registers[Register.HIDDEN]
+
+    def _mix(self, mix: Mix, x: torch.Tensor) -> torch.Tensor:
+        """Return each row's experts' outputs, weighted and summed in float32."""
+        scores = mix.router(x).float()
+        if mix.router_bias is not None:
+            scores += mix.router_bias
+        weights, chosen = self._ops.choose_experts(scores, mix.active, normalised=mix.normalised)
+        outputs = x.new_empty(len(x), mix.active, x.shape[1])
+        for expert in sorted(set(chosen.flatten().tolist())):
+            gate_up, down = mix.experts[expert]
+            rows, places = torch.where(chosen == expert)
+            outputs[rows, places] = down(self._ops.gate(gate_up(x[rows]), mix.gate))
+        return (outputs.float() * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if isinstance(self._embedding, PackedWeight):

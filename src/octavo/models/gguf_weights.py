@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import gguf
@@ -22,10 +23,16 @@ class GGUFWeights:
         self._file = file
         self._config = config
         self._gguf_names: dict[str, str] = {}
+        self._experts: dict[str, int] = {}  # of the names of matrices in a tensor that holds those of all experts
         for gguf_name, tensor in file.tensors.items():
             if name := config.names.from_gguf(gguf_name):
                 check_tensor_type(tensor, file.path)
-                self._gguf_names[name] = gguf_name
+                if "*" in name:
+                    experts = {name.replace("*", str(expert)): expert for expert in range(tensor.shape[0])}
+                    self._experts |= experts
+                    self._gguf_names |= dict.fromkeys(experts, gguf_name)
+                else:
+                    self._gguf_names[name] = gguf_name
 
     def names(self) -> list[str]:
         return list(self._gguf_names)
@@ -49,11 +56,17 @@ class GGUFWeights:
         tensor = self._tensor(name)
         if tensor.type.name in _FLOATS:
             return None
-        release = partial(self._file.release, self._gguf_names[name])
-        return RawTensor(self._rows(name), tensor.type, tensor.shape, release)
+        stored = self._file.tensors[self._gguf_names[name]]
+        raw = RawTensor(self._rows(name), tensor.type, tensor.shape)
+        if self._experts.get(name, 0) + 1 < (stored.shape[0] if name in self._experts else 1):
+            return raw  # the next expert's matrix shares pages with this one
+        return replace(raw, release=partial(self._file.release, stored.name))
 
     def _rows(self, name: str) -> npt.NDArray[np.uint8]:
         rows = self._file.raw(self._gguf_names[name])
+        if (expert := self._experts.get(name)) is not None:
+            count = len(rows) // self._file.tensors[self._gguf_names[name]].shape[0]
+            rows = rows[expert * count : (expert + 1) * count]
         order = row_order(name, self._config)
         if order is None:
             return rows
@@ -61,9 +74,10 @@ class GGUFWeights:
 
     def _tensor(self, name: str) -> GGUFTensor:
         try:
-            return self._file.tensors[self._gguf_names[name]]
+            tensor = self._file.tensors[self._gguf_names[name]]
         except KeyError:
             raise CorruptModelError(f"{self._file.path} holds no tensor {name}") from None
+        return replace(tensor, shape=tensor.shape[1:]) if name in self._experts else tensor
 
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -23,7 +23,7 @@ from octavo.models.linear import Linear, PlainLinear
 from octavo.models.program import make_program
 from octavo.models.quantised_checkpoint import QuantisedCheckpoint, quantise
 from octavo.models.weight_reader import WeightReader
-from octavo.models.weights import RawTensor, WeightSource, row_order
+from octavo.models.weights import RawTensor, TensorPart, WeightSource, row_order
 
 
 def open_weights(source: ModelSource, config: ModelConfig, online: str | None = None) -> WeightSource:
@@ -113,7 +113,7 @@ class SafetensorsWeights:
         # A cycle through `self` would keep the files mapped until the next garbage collection.
         self._stored = partial(_read_tensor, self._folder, self._file_of)
         self._quantised = QuantisedCheckpoint(
-            quantization if isinstance(quantization, dict) else {}, self._file_of.__contains__, self._stored
+            quantization if isinstance(quantization, dict) else {}, partial(_holds, self._file_of), self._stored
         )
         index = read_json(folder / "model.safetensors.index.json")
         if index is None:
@@ -135,12 +135,14 @@ class SafetensorsWeights:
         return list(self._file_of)
 
     def has(self, name: str) -> bool:
-        return name in self._file_of or self._quantised.holds(name)
+        return _holds(self._file_of, name) or self._quantised.holds(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         if self._quantised.holds(name):
             return tuple(self._quantised.read(name).shape)
-        return tuple(_file_with(name, self._folder, self._file_of).get_slice(name).get_shape())
+        part = _locate(name, self._file_of)
+        file = _file_with(part.tensor, self._folder, self._file_of)
+        return part.shape(tuple(file.get_slice(part.tensor).get_shape()))
 
     def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         tensor = self._quantised.read(name) if self._quantised.holds(name) else self._stored(name)
@@ -150,7 +152,7 @@ class SafetensorsWeights:
     def raw(self, name: str) -> RawTensor | None:
         if self._quantised.holds(name):
             raw = self._quantised.raw(name)
-        elif self._online is not None and name in self._file_of and len(self.shape(name)) == 2:
+        elif self._online is not None and _holds(self._file_of, name) and len(self.shape(name)) == 2:
             embeds = self._config is not None and name.startswith(
                 tuple(self._config.names.hf(part) for part in ("embedding", "head"))
             )
@@ -193,8 +195,27 @@ class SafetensorsWeights:
         raise ModelNotFoundError(f"{self._folder} holds no model.safetensors")
 
 
+def _locate(name: str, file_of: Mapping[str, Any]) -> TensorPart:
+    """Return where the files hold a tensor. Those of experts may be parameters of one module, called X and X_bias,
+    whose matrices are [in, out]."""
+    part = TensorPart.parse(name)
+    if part.tensor in file_of:
+        return part
+    stem, _, ending = part.tensor.rpartition(".")
+    own = replace(part, tensor=stem if ending == "weight" else f"{stem}_{ending}")
+    return replace(own, transposed=bool(part.selectors) and ending == "weight")
+
+
+def _holds(file_of: Mapping[str, Any], name: str) -> bool:
+    return _locate(name, file_of).tensor in file_of
+
+
 def _read_tensor(folder: Path, file_of: Mapping[str, Any], name: str) -> torch.Tensor:
-    tensor: torch.Tensor = _file_with(name, folder, file_of).get_tensor(name)
+    part = _locate(name, file_of)
+    file = _file_with(part.tensor, folder, file_of)
+    # Of the matrices of all experts, a slice reads one.
+    stored = file.get_slice(part.tensor) if part.selectors else file.get_tensor(part.tensor)
+    tensor: torch.Tensor = part.of(stored)
     return tensor
 
 

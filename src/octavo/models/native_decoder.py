@@ -21,7 +21,7 @@ from octavo.models.decoder import Decoder
 from octavo.models.linear import LinearFactory, make_linear
 from octavo.models.ops import LayerOps, NormWeights
 from octavo.models.packing import TILE, PackingReader, native_part, native_parts
-from octavo.models.program import Activate, Add, Attend, KeepRows, Multiply, Norm, Scale
+from octavo.models.program import Activate, Add, Attend, KeepRows, Mix, Multiply, Norm, Scale, ScaleBySigmoid
 from octavo.models.weight_reader import WeightReader, Weights
 from octavo.storage.arena import FloatKV
 from octavo.storage.coded_kv import CodedArguments, CodedKV
@@ -87,7 +87,7 @@ class NativeDecoder(Decoder):
             and config.value_dim % TILE == 0
             and config.head_dim % TILE == 0
             and max(config.head_dim, config.value_dim) <= _MAX_HEAD_DIM
-            and config.intermediate_size % TILE == 0
+            and all(width % TILE == 0 for width in _inner_widths(config))
             and config.hidden_act in NATIVE_ACTIVATIONS
         )
 
@@ -224,10 +224,15 @@ class NativeDecoder(Decoder):
                     native.multiply(native_parts(linear), source, target, gate or "")
                 case Activate(place, activation):
                     native.activate(place, activation)
-                case Attend(_, rope, qk_norm):
+                case Attend(_, rope, qk_norm, sinks):
                     norms = (qk_norm.query, qk_norm.key) if qk_norm else ()
                     query_norm, key_norm = map(_norm_arguments, norms) if norms else (None, None)
-                    native.attend(-1 if rope is None else rotations.index(rope), query_norm, key_norm)
+                    native.attend(-1 if rope is None else rotations.index(rope), query_norm, key_norm, sinks)
+                case ScaleBySigmoid(linear, source, place):
+                    native.scale_by_sigmoid(native_parts(linear), source, place)
+                case Mix(router, bias, experts, active, normalised, source, target, gate):
+                    gate_up, down = ([native_parts(expert[i])[0] for expert in experts] for i in (0, 1))
+                    native.mix(native_parts(router), bias, active, normalised, gate_up, down, source, target, gate)
                 case KeepRows(place):
                     native.keep_rows(place)
         head = native_parts(self._head)
@@ -236,6 +241,12 @@ class NativeDecoder(Decoder):
         else:
             native.set_ends(self._embedding, [], head)
         return native
+
+
+def _inner_widths(config: ModelConfig) -> tuple[int, ...]:
+    if config.experts is None:
+        return (config.intermediate_size,)
+    return config.experts.intermediate_size, config.experts.shared_intermediate_size
 
 
 def _norm_arguments(norm: NormWeights) -> tuple[torch.Tensor, torch.Tensor | None, float, bool]:

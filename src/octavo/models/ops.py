@@ -20,6 +20,15 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    gate = gate.clamp(max=7.0)
+    return (up.clamp(-7.0, 7.0) + 1) * (gate * torch.sigmoid(1.702 * gate))
+
+
+# Gates that are no product of an activation with the ups.
+GATES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"clamped_swiglu": _clamped_swiglu}
+
+
 @dataclass(frozen=True, slots=True)
 class Heads:
     """The layout of a fused projection: | num_heads * key_dim | kv_heads * key_dim | kv_heads * value_dim |."""
@@ -126,7 +135,22 @@ class LayerOps:
         """Return activation(x); see `ACTIVATIONS`."""
         return ACTIVATIONS[activation](x)
 
+    def choose_experts(
+        self, scores: torch.Tensor, active: int, *, normalised: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return weights float32 [rows, active] and numbers of the experts that rows of scores [rows, experts] use.
+
+        The weights are the softmax of all scores or, if `normalised`, of those of the experts used (Shazeer et al.
+        2017, section 2.1).
+        """
+        highest, chosen = scores.topk(active, dim=-1)
+        if normalised:
+            return highest.softmax(dim=-1), chosen
+        return scores.softmax(dim=-1).gather(-1, chosen), chosen
+
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        """Return activation(gate) * up [rows, n] for gate_up [rows, 2 n] = | gate | up |; see `ACTIVATIONS`."""
+        """Return activation(gate) * up [rows, n] for gate_up [rows, 2 n] = | gate | up |; see `GATES`."""
         gate, up = gate_up.chunk(2, dim=-1)
+        if activation in GATES:
+            return GATES[activation](gate, up)
         return ACTIVATIONS[activation](gate).mul_(up)

@@ -16,7 +16,7 @@ import torch
 from gguf import GGMLQuantizationType as GGMLType
 
 from octavo import kernels
-from octavo.checkpoint.gguf_requantize import kernel_type, to_q8_0
+from octavo.checkpoint.gguf_requantize import convert, kernel_type
 from octavo.checkpoint.model_config import ModelConfig
 from octavo.errors import CorruptModelError
 from octavo.kernels import PackedWeight, WeightFormat
@@ -120,7 +120,7 @@ class _Matrix:
         assert self.raw is not None
         rows = self.raw.rows[piece]
         if self.format != self.raw.type.name:
-            rows = to_q8_0(rows, self.raw.type, num_threads=kernels.num_threads())
+            rows = convert(rows, self.raw.type, GGMLType[self.format], num_threads=kernels.num_threads())
         return torch.from_numpy(rows)
 
 

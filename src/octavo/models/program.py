@@ -10,7 +10,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from octavo.checkpoint.model_config import ModelConfig, RopeConfig
+import torch
+
+from octavo.checkpoint.model_config import ExpertsConfig, ModelConfig, RopeConfig
 from octavo.models.linear import Linear
 from octavo.models.ops import NormWeights, QKNorm
 from octavo.models.weight_reader import WeightReader
@@ -80,6 +82,33 @@ class Attend:
     layer: int
     rope: RopeConfig | None
     qk_norm: QKNorm | None
+    sinks: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleBySigmoid:
+    """place *= sigmoid(linear(source)), which has one column."""
+
+    linear: Linear
+    source: Register
+    place: Register
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """target = weighted sum of the experts that each row of source uses, see `ExpertsConfig`.
+
+    `experts` are the products | gate | up | and down of each. INNER is void after it.
+    """
+
+    router: Linear
+    router_bias: torch.Tensor | None
+    experts: list[tuple[Linear, Linear]]
+    active: int
+    normalised: bool
+    source: Register
+    target: Register
+    gate: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +118,7 @@ class KeepRows:
     place: Register
 
 
-Instruction = Norm | Add | Scale | Multiply | Activate | Attend | KeepRows
+Instruction = Norm | Add | Scale | Multiply | Activate | Attend | ScaleBySigmoid | Mix | KeepRows
 
 
 def make_program(config: ModelConfig, reader: WeightReader, layers: Iterable[int]) -> Iterator[Instruction]:
@@ -159,7 +188,7 @@ class _Writer:
         elif config.layer.qk_norm == "projection":
             yield Norm(Register.QKV, Register.QKV, reader.norm("q_norm", layer, widths[0]))
             yield Norm(Register.QKV, Register.QKV, reader.norm("k_norm", layer, widths[1]), first=widths[0])
-        yield Attend(layer, config.layer_ropes[layer], qk_norm)
+        yield Attend(layer, config.layer_ropes[layer], qk_norm, reader.sinks(layer))
 
     def _output(self, layer: int, target: Register) -> Iterator[Instruction]:
         yield Multiply(self._reader.output(layer), Register.ATTENDED, target)
@@ -167,6 +196,10 @@ class _Writer:
 
     def _mlp(self, layer: int, source: Register) -> Iterator[Instruction]:
         config, reader = self._config, self._reader
+        if config.experts:
+            yield from self._experts(config.experts, layer, source)
+            yield from self._finish("mlp_post_norm", layer, Register.HIDDEN)
+            return
         if config.layer.gated:
             yield Multiply(reader.gate_up(layer), source, Register.INNER, config.hidden_act)
         else:
@@ -174,6 +207,20 @@ class _Writer:
             yield Activate(Register.INNER, config.hidden_act)
         yield Multiply(reader.down(layer), Register.INNER, Register.HIDDEN)
         yield from self._finish("mlp_post_norm", layer, Register.HIDDEN)
+
+    def _experts(self, experts: ExpertsConfig, layer: int, source: Register) -> Iterator[Instruction]:
+        activation, reader = self._config.hidden_act, self._reader
+        if experts.shared_intermediate_size:
+            gate_up, down = reader.shared_expert(layer)
+            yield Multiply(gate_up, source, Register.INNER, activation)
+            yield Multiply(down, Register.INNER, Register.BRANCH)
+        if experts.shared_gate:
+            yield ScaleBySigmoid(reader.shared_expert_gate(layer), source, Register.BRANCH)
+        router, mixture = reader.router(layer), reader.experts(layer)
+        bias = reader.router_bias(layer)
+        yield Mix(router, bias, mixture, experts.active, experts.normalised, source, Register.HIDDEN, activation)
+        if experts.shared_intermediate_size:
+            yield Add(Register.HIDDEN, Register.BRANCH)
 
     def _finish(self, norm: str, layer: int, place: Register) -> Iterator[Instruction]:
         """Norm and scale what is to be added to the residual."""

@@ -6,6 +6,8 @@
     gptq                X.qweight i32 [in / n, out], X.qzeros i32 [groups, out / n], X.scales [groups, out],
                         X.g_idx [in]: the group of each input
     awq                 X.qweight i32 [in, out / n], X.qzeros i32 [groups, out / n], X.scales [groups, out]
+    mxfp4               X_blocks u8 [experts, out, in / 32, 16]: two numbers E2M1 in a byte;
+                        X_scales u8 [experts, out, in / 32]: exponents, plus 127
 
 n = 32 / bits numbers lie in an int32, the first in its lowest bits, except in awq, which mixes eight outputs.
 
@@ -61,6 +63,10 @@ class QuantisedCheckpoint:
             CorruptModelError: what belongs to it is missing, or the shapes do not match.
         """
         try:
+            if (mxfp4 := self._mxfp4(name)) is not None:
+                import gguf
+
+                return torch.from_numpy(gguf.dequantize(mxfp4.rows, mxfp4.type))
             numbers, zeros, scales = self._parts(name)
             return (numbers - zeros) * scales
         except (RuntimeError, IndexError, ValueError) as error:
@@ -73,6 +79,8 @@ class QuantisedCheckpoint:
             CorruptModelError: as `read`.
         """
         try:
+            if (mxfp4 := self._mxfp4(name)) is not None:
+                return mxfp4
             numbers, zeros, scales = self._parts(name)
             if numbers.shape[1] % 32:
                 return None
@@ -89,9 +97,26 @@ class QuantisedCheckpoint:
             return self._awq(stem) if self._config.get("quant_method") == "awq" else self._gptq(stem)
         return self._scaled(stem)
 
+    def _mxfp4(self, name: str) -> RawTensor | None:
+        """Return a matrix of an expert in the blocks of GGUF, where the second half of a block's numbers lies above the
+        first half; None if it is not stored in MXFP4."""
+        import gguf
+
+        blocks, exponents = (_part_of_module(name, part) for part in ("blocks", "scales"))
+        if not self._has(blocks):
+            return None
+        pairs = self._get(blocks)
+        numbers = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(2)  # [out, in / 32, 32]
+        halves = numbers[..., :16] | numbers[..., 16:] << 4
+        rows = torch.cat((self._get(exponents).unsqueeze(-1), halves), dim=-1).flatten(1)
+        kind = gguf.GGMLQuantizationType.MXFP4
+        return RawTensor(rows.numpy(), kind, (len(rows), numbers.shape[1] * 32))
+
     @staticmethod
     def _forms(name: str) -> list[str]:
         stem = name.removesuffix(".weight")
+        if "[" in name:
+            return [_part_of_module(name, "blocks")]
         return [f"{stem}.{form}" for form in ("qweight", "weight_packed", "weight_scale_inv", "weight_scale")]
 
     def _scaled(self, stem: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -135,6 +160,11 @@ class QuantisedCheckpoint:
         quants, zeros = (_awq_unpack(self._get(f"{stem}.{part}")) for part in ("qweight", "qzeros"))
         each = len(quants) // len(scales)
         return quants.T.float(), zeros.repeat_interleave(each, 0).T.float(), scales.repeat_interleave(each, 0).T
+
+
+def _part_of_module(name: str, part: str) -> str:
+    """'experts.down_proj[5].weight' -> 'experts.down_proj_blocks[5]', a selection from one tensor for all experts."""
+    return name.removesuffix(".weight").replace("[", f"_{part}[")
 
 
 def quantise(weight: torch.Tensor, name: str, origin: str) -> RawTensor:

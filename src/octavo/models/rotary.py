@@ -48,6 +48,7 @@ class RotaryTable:
 
     def __init__(self, config: RopeConfig, device: torch.device) -> None:
         self.inv_freq = inverse_frequencies(config).to(device)
+        self._factor = config.attention_factor
         self._cos = self._sin = self.inv_freq.new_empty(0, len(self.inv_freq))
 
     def at(self, positions: torch.Tensor, limit: int) -> Rotation:
@@ -61,7 +62,7 @@ class RotaryTable:
             # Powers of two, so that a growing context recomputes the table only a logarithmic number of times.
             size = max(self._MIN_POSITIONS, 1 << (limit - 1).bit_length())
             angles = torch.arange(size, dtype=torch.float32, device=self.inv_freq.device)[:, None] * self.inv_freq
-            self._cos, self._sin = angles.cos(), angles.sin()
+            self._cos, self._sin = angles.cos().mul_(self._factor), angles.sin().mul_(self._factor)
         return self._cos, self._sin
 
 
@@ -83,7 +84,28 @@ def inverse_frequencies(config: RopeConfig) -> torch.Tensor:
         return inv_freq / config.factor
     if config.kind == "llama3":
         return _llama3_frequencies(inv_freq, config)
+    if config.kind == "yarn":
+        return _yarn_frequencies(inv_freq, config)
     return inv_freq
+
+
+def _yarn_frequencies(inv_freq: torch.Tensor, config: RopeConfig) -> torch.Tensor:
+    """Scale as in YaRN (Peng et al. 2023, section 3.2): high frequencies unchanged, low ones slowed by `factor`."""
+    dim, context = config.rotary_dim, config.original_max_position
+
+    def dimension(rotations: float) -> float:
+        """Return the dimension that turns so often within the original context."""
+        return dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    first, last = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    last += 0.001 if first == last else 0
+    slowed = ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    powers = config.theta ** (torch.arange(0, dim, 2).float() / dim)
+    kept = 1 - slowed
+    return 1.0 / (config.factor * powers) * (1 - kept) + inv_freq * kept
 
 
 def _llama3_frequencies(inv_freq: torch.Tensor, config: RopeConfig) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from octavo.checkpoint.model_config import ModelConfig
+from octavo.checkpoint.model_config import ExpertsConfig, ModelConfig
 from octavo.errors import CorruptModelError
 from octavo.kernels import PackedWeight
 from octavo.models.linear import Linear, LinearFactory
@@ -99,6 +99,47 @@ class WeightReader:
         config = self._config
         name = config.names.hf("down", layer)
         return self.linear([name], [config.hidden_size], config.intermediate_size, bias=config.mlp_bias)
+
+    def router(self, layer: int) -> Linear:
+        """Return the product that scores experts, without its bias."""
+        config, name = self._config, self._config.names.hf("router", layer)
+        return self.linear([name], [self._experts().count], config.hidden_size, bias=False)
+
+    def router_bias(self, layer: int) -> torch.Tensor | None:
+        """Return float32 [experts], or None."""
+        experts, name = self._experts(), self._config.names.hf("router", layer)
+        return self.tensor(f"{name}.bias", experts.count, dtype=torch.float32) if experts.bias else None
+
+    def sinks(self, layer: int) -> torch.Tensor | None:
+        """Return the heads' sink logits, float32 [num_heads], or None."""
+        config, name = self._config, self._config.names.hf("sinks", layer)
+        return self.tensor(f"{name}.weight", config.num_heads, dtype=torch.float32) if config.layer.sinks else None
+
+    def experts(self, layer: int) -> list[tuple[Linear, Linear]]:
+        """Return for each expert its products | gate | up |, and down."""
+        experts, hidden = self._experts(), self._config.hidden_size
+        inner, found = experts.intermediate_size, []
+        for expert in range(experts.count):
+            gate, up, down = (self._config.names.hf(f"expert_{part}", layer, expert) for part in ("gate", "up", "down"))
+            gate_up = self.fused_gate_up([gate, up], inner, hidden, bias=experts.bias)
+            found.append((gate_up, self.linear([down], [hidden], inner, bias=experts.bias)))
+        return found
+
+    def shared_expert(self, layer: int) -> tuple[Linear, Linear]:
+        """Return the products | gate | up |, and down, of the expert that all tokens use."""
+        config, inner = self._config, self._experts().shared_intermediate_size
+        gate, up, down = (config.names.hf(f"shared_{part}", layer) for part in ("gate", "up", "down"))
+        gate_up = self.fused_gate_up([gate, up], inner, config.hidden_size, bias=False)
+        return gate_up, self.linear([down], [config.hidden_size], inner, bias=False)
+
+    def shared_expert_gate(self, layer: int) -> Linear:
+        name = self._config.names.hf("shared_expert_gate", layer)
+        return self.linear([name], [1], self._config.hidden_size, bias=False)
+
+    def _experts(self) -> ExpertsConfig:
+        if self._config.experts is None:
+            raise ValueError(f"{self._config.architecture} has no experts")
+        return self._config.experts
 
     def finish(self) -> None:
         """Called once when everything has been read."""

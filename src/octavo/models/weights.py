@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -44,16 +45,56 @@ def row_order(name: str, config: ModelConfig) -> npt.NDArray[np.intp] | None:
 
     Whole rows move, so the same indices apply to quantised bytes, dequantised values and biases.
     """
+    if not (config.qkv_by_head or config.rotary_interleaved):
+        return None
     part = config.names.part_of(name)
     if part == "qkv" and config.qkv_by_head:
         by_head = np.arange(3 * config.num_heads * config.head_dim).reshape(config.num_heads, 3, config.head_dim)
         return by_head.swapaxes(0, 1).reshape(-1)
-    if not config.rotary_interleaved or part not in ("q", "k"):
+    if part not in ("q", "k"):
         return None
     heads, dim = config.num_heads if part == "q" else config.num_kv_heads, config.rope.rotary_dim
     rows = np.arange(heads * config.head_dim).reshape(heads, config.head_dim)
     rotated = rows[:, :dim].reshape(heads, dim // 2, 2).swapaxes(1, 2).reshape(heads, dim)
     return np.concatenate((rotated, rows[:, dim:]), axis=1).reshape(-1)
+
+
+# How a name in brackets selects rows, of as many as there are.
+_SELECTORS: dict[str, Callable[[int], slice]] = {
+    ":half": lambda rows: slice(0, rows // 2),
+    "half:": lambda rows: slice(rows // 2, rows),
+    "::2": lambda rows: slice(0, rows, 2),
+    "1::2": lambda rows: slice(1, rows, 2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPart:
+    """A part of a tensor that holds several matrices: 'input_linear[5,:half].weight' is the first half of the rows of
+    the fifth matrix in 'input_linear.weight'."""
+
+    tensor: str
+    selectors: tuple[str, ...] = ()
+    transposed: bool = False  # the matrices are
+
+    @classmethod
+    def parse(cls, name: str) -> TensorPart:
+        match = re.fullmatch(r"(.+)\[(.+)\](.*)", name)
+        return cls(match[1] + match[3], tuple(match[2].split(","))) if match else cls(name)
+
+    def of(self, stored: Any) -> Any:
+        """Select from a tensor, or from what reads its slices."""
+        for selector in self.selectors:
+            if not selector.isdigit():
+                stored = stored[_SELECTORS[selector](stored.shape[0])]
+            elif self.transposed:
+                stored = stored[int(selector)].T
+            else:
+                stored = stored[int(selector)]
+        return stored
+
+    def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self.of(np.broadcast_to(np.int8(0), stored)).shape)
 
 
 class WeightSource(Protocol):

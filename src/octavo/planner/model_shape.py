@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from octavo.checkpoint.config_fields import ConfigFields
 from octavo.checkpoint.families import NATIVE_ARCHITECTURES
 from octavo.checkpoint.kv_cache_scheme import only_kv_cache_scheme
-from octavo.checkpoint.model_config import ModelConfig
+from octavo.checkpoint.model_config import ExpertsConfig, ModelConfig
 from octavo.errors import UnsupportedModelError
 from octavo.kvcache.codec_table import kv_dtype
 from octavo.kvcache.spec import LayerKVSpec
@@ -130,29 +130,21 @@ class _Family:
     """
 
     num_norms: int = 2
-    qk_norm: bool = False
+    qk_norm: Literal["head", "projection", "none"] = "none"
     windows: int | None = None
     latent: bool = False
     expert_width: str = ""
 
 
 _FAMILIES: Mapping[str, _Family] = {
-    "MixtralForCausalLM": _Family(expert_width="intermediate_size"),
-    "Qwen3MoeForCausalLM": _Family(qk_norm=True, expert_width="moe_intermediate_size"),
     # The text model of the multimodal ones.
-    "Gemma3ForConditionalGeneration": _Family(num_norms=4, qk_norm=True, windows=6),
-    "GptOssForCausalLM": _Family(expert_width="intermediate_size"),
+    "Gemma3ForConditionalGeneration": _Family(num_norms=4, qk_norm="head", windows=6),
     "DeepseekV2ForCausalLM": _Family(latent=True, expert_width="moe_intermediate_size"),
     "DeepseekV3ForCausalLM": _Family(latent=True, expert_width="moe_intermediate_size"),
 }
 
-# What families, and versions of transformers, call the number of experts of a layer.
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-
 # Native families whose layers have the parts that `_Counter` counts; others are counted in their files.
-_COUNTED_NATIVE = (
-    name for name, native in NATIVE_ARCHITECTURES.items() if native.layer.gated and native.layer.qk_norm != "projection"
-)
+_COUNTED_NATIVE = (name for name, native in NATIVE_ARCHITECTURES.items() if native.layer.gated)
 COUNTED_ARCHITECTURES = (*_COUNTED_NATIVE, *_FAMILIES)
 
 
@@ -173,7 +165,7 @@ def model_shape(name: str, config: ModelConfig, raw: Mapping[str, Any] | None = 
             f"{name}: the calculator cannot count {architecture}; it knows {', '.join(COUNTED_ARCHITECTURES)}"
         )
     fields = ConfigFields({**(raw or {}), **(raw or {}).get("text_config", {})}, name)
-    native = _Family(num_norms=config.layer.num_norms, qk_norm=config.layer.qk_norm != "none")
+    native = _Family(num_norms=config.layer.num_norms, qk_norm=config.layer.qk_norm)
     counter = _Counter(config, _FAMILIES.get(architecture, native), fields)
     notes = ["the text model alone, without the vision tower"] if multimodal else []
     quantization, published = fields.content.get("quantization_config"), None
@@ -226,7 +218,8 @@ def shape_of_checkpoint(name: str, config: ModelConfig, num_parameters: int) -> 
             embedding=embedding, head=0, kv_projections=0, divided=max(0, num_parameters - embedding), whole=0
         ),
         attention_width=config.num_heads * (2 * config.head_dim + config.value_dim) + kv,
-        mlp_width=3 * config.intermediate_size,
+        mlp_width=3 * _active_inner_size(config.intermediate_size, config.experts),
+        experts=_routed_experts(config, config.experts, config.num_layers),
         kv_cache_dtype=config.kv_cache_dtype,
         notes=(f"{config.architecture}: parameters counted from the files, keys and values from the configuration",),
     )
@@ -280,6 +273,7 @@ class _Counter:
         self._config = config
         self.family = family
         self._fields = fields
+        self._experts = config.experts or self._stated_experts()
 
     def kv_layers(self) -> tuple[LayerKVSpec, ...]:
         config, every = self._config, self.family.windows
@@ -310,19 +304,10 @@ class _Counter:
         return 2 * query + config.num_kv_heads * (config.head_dim + config.value_dim) + self._attended()
 
     def active_inner_size(self) -> int:
-        """Intermediate elements per token: of a dense MLP, or of all experts of a token."""
-        dense = self._config.intermediate_size
-        if not self.family.expert_width:
-            return dense
-        return max(dense, self._experts_inner_size(self._fields.size("num_experts_per_tok")))
+        return _active_inner_size(self._config.intermediate_size, self._experts)
 
     def experts(self) -> RoutedExperts | None:
-        sparse = self._num_sparse_layers()
-        if not sparse:
-            return None
-        count, used = self._num_experts(), self._fields.size("num_experts_per_tok")
-        each = 3 * self._config.hidden_size * self._fields.size(self.family.expert_width)
-        return RoutedExperts(parameters=sparse * count * each, num_experts=count, num_used=min(used, count))
+        return _routed_experts(self._config, self._experts, self._num_sparse_layers())
 
     def _attended(self) -> int:
         return self._config.num_heads * self._config.value_dim
@@ -333,7 +318,9 @@ class _Counter:
         bias = int(config.qkv_bias)
         kv = config.num_kv_heads * (config.head_dim + config.value_dim) * (hidden + bias)
         query = config.num_heads * config.head_dim * (hidden + bias)
-        whole = (2 * config.head_dim if self.family.qk_norm else 0) + hidden * int(config.output_bias)
+        normalised = {"head": 2, "projection": config.num_heads + config.num_kv_heads, "none": 0}[self.family.qk_norm]
+        whole = normalised * config.head_dim + hidden * int(config.output_bias)
+        whole += config.num_heads if config.layer.sinks else 0
         return kv, query + self._attended() * hidden, whole
 
     def _latent_attention(self) -> tuple[int, int, int]:
@@ -353,17 +340,21 @@ class _Counter:
         dense_bias, whole_bias = (2 * config.intermediate_size, hidden) if config.mlp_bias else (0, 0)
         divided = (config.num_layers - sparse) * (3 * hidden * config.intermediate_size + dense_bias)
         whole = (config.num_layers - sparse) * whole_bias
-        if sparse:
-            num_experts = self._num_experts()
-            divided += sparse * 3 * hidden * self._experts_inner_size(num_experts)
-            # DeepSeek-V3 balances its experts with one bias each.
-            whole += sparse * num_experts * (hidden + int(config.architecture == "DeepseekV3ForCausalLM"))
+        if sparse and (experts := self._experts):
+            inner = experts.count * experts.intermediate_size + experts.shared_intermediate_size
+            divided += sparse * 3 * hidden * inner
+            whole += sparse * hidden * (experts.count + int(experts.shared_gate))
+            if experts.bias:
+                divided += sparse * experts.count * 2 * experts.intermediate_size
+                whole += sparse * experts.count * (hidden + 1)
+            if config.architecture == "DeepseekV3ForCausalLM":  # it balances its experts with one bias each
+                whole += sparse * experts.count
         return divided, whole
 
     def _num_sparse_layers(self) -> int:
         """Return the number of layers whose MLP is a mixture of experts."""
         layers, content = self._config.num_layers, self._fields.content
-        if not self.family.expert_width:
+        if self._experts is None:
             return 0
         if self.family.latent:
             return max(0, layers - self._fields.size("first_k_dense_replace", 0, minimum=0))
@@ -371,14 +362,32 @@ class _Counter:
         dense = content.get("mlp_only_layers") or ()
         return sum((i + 1) % step == 0 and i not in dense for i in range(layers))
 
-    def _num_experts(self) -> int:
-        key = next((key for key in _NUM_EXPERTS if key in self._fields.content), _NUM_EXPERTS[0])
-        return self._fields.size(key)
+    def _stated_experts(self) -> ExpertsConfig | None:
+        """Return the experts of a family that is not native."""
+        if not self.family.expert_width:
+            return None
+        size, width = self._fields.size, self._fields.size(self.family.expert_width)
+        shared = size("n_shared_experts", 0, minimum=0) if self.family.latent else 0
+        return ExpertsConfig(
+            count=size("num_experts"),
+            active=size("num_experts_per_tok"),
+            intermediate_size=width,
+            shared_intermediate_size=shared * width,
+        )
 
-    def _experts_inner_size(self, num_experts: int) -> int:
-        """Return the intermediate elements of `num_experts` routed experts and the shared ones."""
-        shared = self._fields.size("n_shared_experts", 0, minimum=0) if self.family.latent else 0
-        return (num_experts + shared) * self._fields.size(self.family.expert_width)
+
+def _active_inner_size(dense: int, experts: ExpertsConfig | None) -> int:
+    """Return the intermediate elements per token: of a dense MLP, or of all experts of a token."""
+    if experts is None:
+        return dense
+    return max(dense, experts.active * experts.intermediate_size + experts.shared_intermediate_size)
+
+
+def _routed_experts(config: ModelConfig, experts: ExpertsConfig | None, num_layers: int) -> RoutedExperts | None:
+    if experts is None or num_layers == 0:
+        return None
+    parameters = num_layers * experts.count * 3 * config.hidden_size * experts.intermediate_size
+    return RoutedExperts(parameters=parameters, num_experts=experts.count, num_used=experts.active)
 
 
 def _kv_layers(config: ModelConfig, windows: tuple[int | None, ...]) -> tuple[LayerKVSpec, ...]:
