@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +15,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from octavo.server.config import ServerConfig
+from octavo.server.registration import registered
 from octavo.workloads.server_process import running_server
 from tests.ports import free_port
 from tests.server.real_engine import MODEL, RealServer, real_server, slowed_down
@@ -209,6 +213,21 @@ def test_servers_of_several_models_and_one_without_events() -> None:
             assert routed.complete(text_of(1), model=name).json()["model"] == name
         assert routed.counters()["fallbacks_total/no_events"] == 1
         assert routed.complete("x", model="three").json()["error"]["code"] == "model_not_found"
+
+
+def test_a_server_that_registers_itself_gets_requests_until_it_leaves() -> None:
+    with worker() as server, router("--accept-workers", workers=0) as routed, socket.socket() as listener:
+        up = f"worker_up/{server.url}"
+        config = ServerConfig(register_with=[routed.url], router_key=KEY, advertised_url=server.url)
+
+        async def serve() -> None:
+            async with registered(config, listener):
+                await asyncio.to_thread(routed.until, lambda counters: counters.get(up) == 1)
+                answer = await asyncio.to_thread(routed.complete, "x")
+                assert answer.status_code == 200
+            await asyncio.to_thread(routed.until, lambda counters: up not in counters)
+
+        asyncio.run(serve())
 
 
 def test_a_server_registers_with_the_key_and_no_server_is_a_503() -> None:

@@ -96,6 +96,18 @@ class ServerConfig(Options):
         check=check_key,
         secret=True,
     )
+    register_with: Sequence[str] = _access(
+        (),
+        "URL of a router (octavo route --accept-workers) to register with; may be given several times",
+        metavar="URL",
+        check=_check_url,
+    )
+    advertised_url: str | None = _access(
+        None,
+        "URL by which routers reach this server; default: its host's name and port",
+        metavar="URL",
+        check=_check_url,
+    )
     metrics_access: Literal["open", "admin"] = _access(
         "open",
         "who may read /metrics; admin: requests with an admin key only; numbers by tenant always need an admin key",
@@ -221,6 +233,10 @@ class ServerConfig(Options):
     )
 
     def _check_together(self) -> None:
+        if self.register_with and self.router_key is None:
+            raise ConfigError("register_with needs router_key, by which the router knows this server")
+        if self.register_with and self.uds is not None and self.advertised_url is None:
+            raise ConfigError("register_with with uds needs advertised_url: a router cannot reach a Unix socket")
         if self.keys_file is not None and self.api_key:
             raise ConfigError("give either keys_file or api_key: the file holds all keys")
         if self.max_total_body_size < self.max_body_size:

@@ -28,6 +28,7 @@ from octavo.server.http.connection import InFlight
 from octavo.server.http.listening import bound, listen, log_failed_accepts, require_keys_beyond_loopback, shown_address
 from octavo.server.http.transport import MAX_HEADER_BYTES, ConnectionCounters, guarded_protocol
 from octavo.server.interpreter_settings import return_free_memory, settle_interpreter
+from octavo.server.registration import registered
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +140,8 @@ async def serve_on(
                 server.on_hangup()
             listen(listener)
             app.state.warm_up()
-            await server.serve(sockets=[listener])
+            async with registered(config, listener):
+                await server.serve(sockets=[listener])
             if not engine.is_alive:
                 raise EngineDeadError("the engine died, and the server with it; the log says why")
         finally:
