@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from octavo import kernels
-from octavo.checkpoint.generation_config import sampling_defaults
 from octavo.checkpoint.model_config import ModelConfig
 from octavo.checkpoint.model_source import (
     ModelSource,
@@ -21,10 +20,8 @@ from octavo.checkpoint.model_source import (
     model_of,
     tokenizer_of,
 )
-from octavo.checkpoint.pooling_config import model_pooling
 from octavo.config import EngineConfig, format_bytes
 from octavo.engine.core import EngineCore
-from octavo.engine.inspection import EngineInfo
 from octavo.engine.kv_events import KVEventPublisher, NullPublisher
 from octavo.engine.runner_builder import RunnerFacts, build_runner
 from octavo.engine.tiers import join_stores, tier_identity
@@ -57,8 +54,6 @@ def build_engine(config: EngineConfig) -> EngineCore:
     """
     started = time.perf_counter()
     source = model_of(config)
-    default_sampling = sampling_defaults(config.generation_config, source)
-    pooling = model_pooling(config.pooling, source)
     if config.speculative_config is not None and not load_model_config(source).runs_natively:
         raise ConfigError("speculative_config is not available for models that run through transformers")
     runner, facts, (tokenizer, grammars), host = _start_runner(config, source)
@@ -102,21 +97,9 @@ def build_engine(config: EngineConfig) -> EngineCore:
         format_bytes(facts.num_host_blocks * facts.spec.block_bytes),
         facts.attention,
     )
-    info = EngineInfo(
-        model_name=config.model,
-        architecture=facts.architecture,
-        weight_bytes=facts.weight_bytes,
-        max_model_len=facts.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        vocab_size=facts.vocab_size,
-        hidden_size=facts.hidden_size,
-        pooling=pooling,
-        limits=config.limits,
-        default_sampling=default_sampling,
-    )
     core = EngineCore(
         config=config,
-        info=info,
+        info=facts,
         scheduler=scheduler,
         runner=runner,
         tokenizer=tokenizer,
@@ -235,13 +218,13 @@ def _grammar_compiler(
 def _recorded_facts(config: EngineConfig, facts: RunnerFacts) -> dict[str, Any]:
     """Return what a reader of recorded plans must know about the engine that executed them."""
     return {
-        "model": config.model,
+        "model": facts.model_name,
         "block_size": facts.spec.block_size,
         "block_bytes": facts.spec.block_bytes,
         "bytes_per_token": facts.spec.bytes_per_token,
         "num_blocks": facts.num_blocks,
         "max_model_len": facts.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
+        "max_num_seqs": facts.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "weight_bytes": facts.weight_bytes,
         "attention": facts.attention,

@@ -14,11 +14,14 @@ from octavo.attention import make_backend
 from octavo.attention.base import AttentionBackend
 from octavo.attention.native import NativeAttention
 from octavo.checkpoint.families import family_name
+from octavo.checkpoint.generation_config import sampling_defaults
 from octavo.checkpoint.gguf_file import GGUFFile
 from octavo.checkpoint.gguf_requantize import loaded_bytes
 from octavo.checkpoint.model_config import ModelConfig
 from octavo.checkpoint.model_source import ModelFormat, ModelSource, load_model_config, model_of, stored_format
+from octavo.checkpoint.pooling_config import model_pooling
 from octavo.config import EngineConfig
+from octavo.engine.inspection import EngineInfo
 from octavo.errors import ConfigError, ModelError, UnsupportedModelError
 from octavo.kvcache.block import NULL_BLOCK
 from octavo.kvcache.spec import KVCacheSpec
@@ -46,11 +49,12 @@ logger = logging.getLogger(__name__)
 _RECORDING_S = 20.0
 
 
-@dataclass(frozen=True, slots=True)
-class RunnerFacts:
-    """What the engine needs to know about a runner in this or another process.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerFacts(EngineInfo):
+    """`EngineInfo`, and what else is known once a runner is built, in this or another process.
 
     Attributes:
+        eos_token_ids: the model's, without those of its tokenizer.
         dtype: torch's name of the dtype that the model computes in.
         layout: layout of a block's bytes; engines can share blocks only if it is the same.
         kv_scales: identifies the scales with which blocks are coded; empty if the codec has no chosen scales.
@@ -61,12 +65,7 @@ class RunnerFacts:
     num_blocks: int
     num_host_blocks: int
     num_prefix_blocks: int
-    max_model_len: int
-    vocab_size: int
-    hidden_size: int
     eos_token_ids: frozenset[int]
-    weight_bytes: int
-    architecture: str
     attention: str
     dtype: str
     layout: str
@@ -90,6 +89,8 @@ def build_runner(config: EngineConfig, file: SharedFile | None = None) -> tuple[
             "depends on how many rows come together; use device='cpu', or do without"
         )
     source = model_of(config)
+    default_sampling = sampling_defaults(config.generation_config, source)
+    pooling = model_pooling(config.pooling, source)
     model_config = _for_device(load_model_config(source), source, device)
     dtype = _dtype(config, source, model_config, device)
     sizing = _size_before_loading(config, source, model_config, dtype, device)
@@ -119,6 +120,11 @@ def build_runner(config: EngineConfig, file: SharedFile | None = None) -> tuple[
     if device.type == "cuda":
         _warm_up(config, runner)
     facts = RunnerFacts(
+        model_name=config.model,
+        max_num_seqs=config.max_num_seqs,
+        pooling=pooling,
+        limits=config.limits,
+        default_sampling=default_sampling,
         spec=spec,
         num_blocks=pool.num_blocks,
         num_host_blocks=num_host_blocks,
