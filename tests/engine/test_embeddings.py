@@ -94,7 +94,7 @@ def test_what_was_pooled_before_a_preemption_is_not_pooled_again(make_llm: MakeL
     assert_idle(core)
 
 
-def test_embeddings_are_computed_beside_streams_and_scores(make_llm: MakeLLM) -> None:
+def test_embeddings_are_computed_with_streams_and_scores(make_llm: MakeLLM) -> None:
     llm = make_llm(tiny_model(), max_num_batched_tokens=40)
     core = llm.core
     tokens: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}

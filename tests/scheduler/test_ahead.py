@@ -83,7 +83,7 @@ def test_only_draws_within_a_grammar_are_awaited_until_their_request_has_ended(
     assert len(run_ahead(engine, most=4)) == 4
 
 
-def test_chunks_of_a_prompt_are_planned_ahead_beside_streams_and_its_first_token_is_pending() -> None:
+def test_chunks_of_a_prompt_are_planned_ahead_with_streams_and_its_first_token_is_pending() -> None:
     engine = Harness(max_num_batched_tokens=8)
     stream, prompt = engine.add(3, max_tokens=20), engine.add(25, max_tokens=4)
     plans = run_ahead(engine)

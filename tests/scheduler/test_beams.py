@@ -124,7 +124,7 @@ def test_an_abort_at_any_step_leaves_nothing() -> None:
             assert {seq.finish_reason for seq in request.sequences} <= {FinishReason.ABORT, FinishReason.LENGTH}
             engine.kv.audit()
             assert (
-                engine.kv.pool.num_active == engine.scheduler.num_promised_places == engine.scheduler.num_waiting == 0
+                engine.kv.pool.num_active == engine.scheduler._running.num_promised == engine.scheduler.num_waiting == 0
             )
 
 
@@ -149,7 +149,7 @@ def test_a_search_that_finds_less_than_is_asked_for_ends_all_the_same() -> None:
         engine.kv.audit()
     assert outputs(request) == [[4, 4], [], []]
     assert [s.finish_reason for s in request.sequences] == [FinishReason.LENGTH, FinishReason.STOP, FinishReason.STOP]
-    assert engine.scheduler.num_promised_places == engine.kv.pool.num_active == 0
+    assert engine.scheduler._running.num_promised == engine.kv.pool.num_active == 0
 
 
 @pytest.mark.parametrize("num_blocks", [200, 12])
@@ -173,7 +173,7 @@ def test_a_step_with_fewer_continuations_than_beams_narrows_the_search_only_for_
         ended = [seq.output_token_ids[-1] == beams.EOS and not request.params.ignore_eos for seq in request.sequences]
         expected = [FinishReason.STOP if end else FinishReason.LENGTH for end in ended]
         assert [seq.finish_reason for seq in request.sequences] == expected
-    assert engine.scheduler.num_promised_places == 0
+    assert engine.scheduler._running.num_promised == 0
 
 
 def test_the_end_is_kept_only_among_the_best() -> None:

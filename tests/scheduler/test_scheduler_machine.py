@@ -489,11 +489,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             scheduler = self.scheduler
             sequences = [seq for request in scheduler.requests for seq in request.sequences]
             waiting = [seq for seq in sequences if seq.status is SequenceStatus.WAITING]
-            assert scheduler.num_reserved_blocks == scheduler._running.recount()
+            assert scheduler._running.reserve == scheduler._running.recount()
             assert scheduler.num_waiting == len(waiting)
             pending = [seq for seq in sequences if seq.status is SequenceStatus.FORK_PENDING]
             promised = [seq for seq in pending if seq.request.sequences[0].status is SequenceStatus.RUNNING]
-            assert scheduler.num_promised_places == len(promised)
+            assert scheduler._running.num_promised == len(promised)
             assert scheduler.num_running + len(promised) <= scheduler.config.max_num_seqs
 
     @invariant()
@@ -572,7 +572,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.kv.audit()
         host = self.scheduler.kv.hierarchy.host
         assert (host.num_held, host.num_kept, host.num_free + len(host._index)) == (0, 0, host.num_slots)
-        assert (self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler.num_promised_places) == (0, 0, 0)
+        assert (self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler._running.num_promised) == (
+            0,
+            0,
+            0,
+        )
 
 
 SchedulerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from octavo.request import PinRequest, Request, SequenceStatus
 from octavo.scheduler.plan import StepPlan
 from octavo.scheduler.scheduler import DEFAULT_HEADROOM_TOKENS, DEFAULT_WATERMARK
-from octavo.scheduler.step_budget import NEWCOMERS_BESIDE_STREAMS, SCORED_BESIDE_STREAMS
+from octavo.scheduler.step_budget import MOST_NEWCOMERS, MOST_SCORED_TOKENS
 from octavo.scheduler.waiting import KeyedHeap
 from tests.kvcache.caches import make_request, make_sequence
 from tests.scheduler.kit import Harness, outputs
@@ -275,7 +275,7 @@ def test_a_crowd_is_admitted_in_parts_where_streams_wait_for_the_step(n: int) ->
     crowd = [server.add(1, n=n, max_tokens=1000) for _ in range(200 // n)]
     for steps in range(1, 4):
         server.step()
-        assert num_running(crowd) == steps * NEWCOMERS_BESIDE_STREAMS
+        assert num_running(crowd) == steps * MOST_NEWCOMERS
     server.run()
 
 
@@ -298,7 +298,7 @@ def test_few_tokens_of_prompts_are_scored_where_streams_wait_for_the_step() -> N
     scored = [server.add(300, max_tokens=2, prompt_logprobs=5) for _ in range(3)]
     plain = server.add(1000, max_tokens=2)
     first = server.step()
-    assert 0 < scored_tokens(first) <= SCORED_BESIDE_STREAMS
+    assert 0 < scored_tokens(first) <= MOST_SCORED_TOKENS
     assert outputs(plain) == [1], "the rest of the step is for others"
     server.steps_until(lambda: num_running([stream, *scored]) == 1)
     assert [len(request.prompt_logprobs) for request in scored] == [299] * 3

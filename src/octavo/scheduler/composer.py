@@ -232,7 +232,7 @@ class StepComposer:
             limit = None
             if self._latency is not None and draft.streams:
                 limit = self._latency.limit([seq.num_tokens for seq in draft.streams])
-            step = StepBudget(left, limit, beside_streams=bool(draft.streams))
+            step = StepBudget(left, limit, with_streams=bool(draft.streams))
             if claimant is not None and not short and self._admit(claimant, step, draft, self._policy.share_of_first):
                 bisect.insort(prompts, claimant, key=_order)
             self._serve_prompts(prompts, step, draft, short)

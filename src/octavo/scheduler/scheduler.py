@@ -146,16 +146,6 @@ class Scheduler:
         return len(self._waiting) + (0 if self.fetching is None else len(self.fetching))
 
     @property
-    def num_promised_places(self) -> int:
-        """The number of places promised to parallel samples and beams whose prompt is still being computed."""
-        return self._running.num_promised
-
-    @property
-    def num_reserved_blocks(self) -> int:
-        """The number of blocks that running sequences are still bound to take."""
-        return self._running.reserve
-
-    @property
     def num_swapped(self) -> int:
         """The number of waiting sequences with keys and values in host memory."""
         return self.kv.hierarchy.num_preempted

@@ -17,7 +17,7 @@ SHARE_OF_PROMPTS = 0.125
 
 LEAST_CHUNK = 16
 """Prompt tokens computed at once in such time, because each chunk reads the keys and values of all tokens before it.
-Also the first chunk beside streams, before the model has seen any; each may be twice as long as the longest so far."""
+Also the most in the first chunk that streams wait for; each may be twice as long as the longest so far."""
 
 
 class StreamTime(NamedTuple):
@@ -45,7 +45,7 @@ class LatencyTarget:
 
     Streams of several tenants may take the target, and chunks what the streams leave of it, by the model's prediction
     and its usual error on top. The model is not extrapolated far: a chunk is at most twice as long as the longest one
-    measured beside streams.
+    measured together with streams.
 
     Prompts do not starve. Where streams leave them little of `seconds`, or nothing, they may use `SHARE_OF_PROMPTS` of
     the streams' time all the same. What is too little for `LEAST_CHUNK` tokens adds up from step to step:
@@ -69,7 +69,7 @@ class LatencyTarget:
         """Learn from a step that took `seconds`, from the end of the previous step to its own.
 
         Args:
-            num_chunk_tokens: prompt tokens that it computed beside streams.
+            num_chunk_tokens: prompt tokens that it computed together with streams.
         """
         self._longest = max(self._longest, num_chunk_tokens)
         self._fastest = min(self._fastest, seconds) if seconds > 0 else self._fastest
@@ -172,12 +172,12 @@ class ChunkTime:
         return fits
 
 
-NEWCOMERS_BESIDE_STREAMS = 8
+MOST_NEWCOMERS = 8
 """The maximum number of sequences, including siblings, admitted in a step that streams wait for. Each takes the engine
 70 µs, or 200 µs with a large model, and each sibling also a copy of the prompt's last block, which takes 250 µs in
 fresh memory."""
 
-SCORED_BESIDE_STREAMS = 32
+MOST_SCORED_TOKENS = 32
 """The maximum number of prompt tokens whose log-probabilities are computed in such a step: each takes 0.2 ms with a
 vocabulary of 49,152 tokens."""
 
@@ -188,16 +188,16 @@ class StepBudget:
     Args:
         num_tokens: tokens that decodes have left over.
         time: time limit; None if there is no latency target.
-        beside_streams: whether streams wait for the step.
+        with_streams: whether streams wait for the step.
 
     Attributes:
         num_newcomers: sequences that may still be admitted.
     """
 
-    def __init__(self, num_tokens: int, time: ChunkTime | None = None, *, beside_streams: bool = False) -> None:
+    def __init__(self, num_tokens: int, time: ChunkTime | None = None, *, with_streams: bool = False) -> None:
         self.num_tokens = num_tokens
-        self.num_newcomers = NEWCOMERS_BESIDE_STREAMS if beside_streams else num_tokens
-        self._num_scored = SCORED_BESIDE_STREAMS if beside_streams else num_tokens
+        self.num_newcomers = MOST_NEWCOMERS if with_streams else num_tokens
+        self._num_scored = MOST_SCORED_TOKENS if with_streams else num_tokens
         self._time = time
 
     def chunk(self, start: int, missing: int, *, scored: bool = False, is_new: bool = False) -> int:

@@ -25,7 +25,7 @@ from octavo.least_served import LeastServed
 from octavo.request import Sequence, SequenceId
 from octavo.scheduler.step_budget import LatencyTarget, StreamTime
 
-SHARE_BESIDE_PROMPTS = 0.5
+SHARE_WITH_PROMPTS = 0.5
 """The part of the time that streams may use in a step whose time is shared, if there are prompts to compute."""
 
 
@@ -58,7 +58,7 @@ class StreamTurns:
         if time is None:
             self._received = LeastServed()
             return streams
-        available = time.available * (SHARE_BESIDE_PROMPTS if have_prompts else 1.0)
+        available = time.available * (SHARE_WITH_PROMPTS if have_prompts else 1.0)
         of_tenant: dict[str, list[tuple[Sequence, float]]] = defaultdict(list)
         for seq in streams:
             of_tenant[seq.request.tenant].append((seq, time.of(seq.num_tokens)))
