@@ -44,6 +44,11 @@ for _signal, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
 MakeLLM = Callable[..., Any]
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 def pytest_collection_finish() -> None:
     """A million objects of imported modules and collected tests stay: no garbage collection looks at them again."""
     gc.freeze()

@@ -42,11 +42,6 @@ PROMPT = [5, 6, 7]
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def core() -> Iterator[EngineCore]:
     with tiny_core() as core:
         yield core

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import httpx
@@ -27,6 +27,9 @@ from octavo.server.http.connection import InFlight
 from octavo.server.http.listening import bound
 from octavo.server.run import Server
 from tests.server.fake_engine import FakeEngine
+
+if TYPE_CHECKING:
+    import openai
 
 
 @dataclass
@@ -174,6 +177,18 @@ def server() -> Iterator[Running]:
     """One server for the tests of a module that need nothing special."""
     with running_server(FakeEngine(), shutdown_timeout=0) as running:
         yield running
+
+
+def openai_client(server: Running, key: str = "unused") -> openai.OpenAI:
+    import openai  # takes most of a second, which tests without it need not wait for
+
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai_client(server) as client:
+        yield client
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -12,12 +11,6 @@ from octavo.sampling_params import SamplingParams
 from tests.server.conftest import Running
 
 MESSAGES = [{"role": "user", "content": "tell me a poem"}]
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
-        yield client
 
 
 def expected(server: Running, prompt: list[int], **params: Any) -> str:
@@ -97,8 +90,3 @@ async def test_the_asynchronous_client_streams(server: Running) -> None:
         stream = await client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=4, stream=True)  # type: ignore[arg-type]
         text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
     assert len(text) == 4
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"

@@ -56,12 +56,6 @@ def test_a_live_server_has_every_series_of_vllms_dashboard(server: RealServer) -
     assert all(counters[f"vllm:{name}"] > 0 for name in VLLM_DASHBOARD - idle)
 
 
-@pytest.fixture(scope="module")
-def client(server: RealServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
-        yield client
-
-
 class TestEndpoints:
     def test_health_version_and_models(self, server: RealServer) -> None:
         assert server.client.get("/health").status_code == 200

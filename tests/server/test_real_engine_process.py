@@ -9,11 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -21,12 +19,13 @@ import pytest
 from octavo.cli import main
 from tests.engine.tiny_engine import tiny_model
 from tests.models.tiny import make_model, write_gguf
-from tests.server.conftest import wait_until
+from tests.server.server_process import ServerProcess, started
 
 pytestmark = pytest.mark.integration
 
 # A model of random weights never ends by itself within these.
-LONG = {"prompt": [5, 6], "max_tokens": 300, "ignore_eos": True, "stream": True}
+LONG = {"prompt": [5, 6], "max_tokens": 300, "ignore_eos": True}
+STOPS = "a second signal stops at once"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -85,73 +84,10 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-class ServerProcess:
-    """A server that is ready to serve."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        assert process.stdout is not None
-        self.ready = process.stdout.readline()
-        self.url = self.ready.split()[-1] if self.ready else ""
-
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        response = httpx.post(self.url + path, json=body)
-        assert response.status_code == 200, response.text
-        return response.json()
-
-    def leave(self, number: signal.Signals, code: int = 0) -> str:
-        """Send a signal; the process must end with `code`. Returns what it said on stderr after its log."""
-        self.process.send_signal(number)
-        return self.end(code)
-
-    def end(self, code: int = 0) -> str:
-        """It must end with `code`. Returns what it says on stderr before, without its log."""
-        _, errors = self.process.communicate(timeout=600)
-        assert self.process.returncode == code, errors
-        return "".join(line for line in errors.splitlines(keepends=True) if " INFO octavo" not in line)
-
-    def stops(self) -> str:
-        """Read its log up to the line by which it says that it stops, and return that."""
-        assert self.process.stderr is not None
-        while "a second signal stops at once" not in (line := self.process.stderr.readline()):
-            assert line, "it has ended"
-        return line
-
-
-class Reader:
-    """Reads one stream in a thread of its own."""
-
-    def __init__(self, server: ServerProcess, body: dict[str, Any]) -> None:
-        self.events: list[str] = []
-        self._thread = threading.Thread(target=self._read, args=(f"{server.url}/v1/completions", body))
-        self._thread.start()
-        wait_until(lambda: len(self.events) > 2)
-
-    def _read(self, url: str, body: dict[str, Any]) -> None:
-        try:
-            with httpx.stream("POST", url, json=body) as response:
-                self.events.extend(line.removeprefix("data: ") for line in response.iter_lines() if line)
-        except httpx.TransportError:
-            self.events.append("cut off")
-
-    def all(self) -> list[str]:
-        self._thread.join(120)
-        assert not self._thread.is_alive()
-        return self.events
-
-
 @pytest.fixture
-def start() -> Iterator[Callable[..., ServerProcess]]:
+def start() -> Iterator[Callable[[list[str]], ServerProcess]]:
     with ExitStack() as stack:
-
-        def start(command: list[str]) -> ServerProcess:
-            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            process = subprocess.Popen(command, env=ENVIRONMENT, **pipes)
-            stack.enter_context(process)
-            stack.callback(process.kill)
-            return ServerProcess(process)
-
-        yield start
+        yield lambda command: stack.enter_context(started(command))
 
 
 @pytest.fixture
@@ -193,10 +129,8 @@ def test_a_server_out_of_descriptors_serves_on(start: Callable[..., ServerProces
         with ExitStack() as crowd:
             for _ in range(100):
                 crowd.enter_context(socket.create_connection(("127.0.0.1", client.base_url.port or 0)))
-            assert server.process.stderr is not None
             # The engine's first idle moment, at which it starts a process and imports modules.
-            while "puts off its checks" not in (line := server.process.stderr.readline()):
-                assert line, "it has ended"
+            server.errors_up_to("puts off its checks")
             assert client.post("/v1/completions", json=body).status_code == 200
     assert server.post("/v1/completions", body)["usage"]["completion_tokens"] == 2
     assert "Traceback" not in server.leave(signal.SIGTERM)
@@ -221,23 +155,22 @@ def test_the_default_model_answers_a_question(start: Callable[..., ServerProcess
 
 # Either signal does both, which tests/server/test_run.py shows over an engine without a model.
 def test_the_first_signal_lets_what_runs_finish(tiny: ServerProcess, slow: Path) -> None:
-    stream = Reader(tiny, LONG)
-    tiny.process.send_signal(signal.SIGTERM)
-    said = tiny.stops()
+    stream = tiny.stream(**LONG)
+    tiny.stop(signal.SIGTERM)
+    tiny.errors_up_to(STOPS)
     slow.unlink()
-    *_, last, done = stream.all()
+    *_, last, done = stream.wait()
     assert tiny.end() == ""
     assert done == "[DONE]"
     assert json.loads(last)["choices"][0]["finish_reason"] == "length"
-    assert said == "Octavo stops: waiting up to 120 s for 1 running request; a second signal stops at once\n"
 
 
 def test_the_second_signal_leaves_at_once(tiny: ServerProcess) -> None:
-    streams = [Reader(tiny, {**LONG, "n": 16}) for _ in range(3)]
-    tiny.process.send_signal(signal.SIGINT)
-    tiny.stops()
+    streams = [tiny.stream(**LONG, n=16) for _ in range(3)]
+    tiny.stop(signal.SIGINT)
+    tiny.errors_up_to(STOPS)
     tiny.leave(signal.SIGINT, 130)
-    assert all("[DONE]" not in stream.all() for stream in streams)
+    assert all("[DONE]" not in stream.wait() for stream in streams)
 
 
 def test_ctrl_c_while_the_model_loads_says_nothing_more() -> None:
@@ -275,13 +208,10 @@ sys.exit(cli.main(sys.argv[1:]))
 
 def test_a_process_whose_engine_is_dead_says_why_and_exits_with_an_error() -> None:
     command = script(BREAKING, "serve", tiny_model(), "--num-blocks", "512", "--dtype", "float32")
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=ENVIRONMENT, **pipes) as process:
-        server = ServerProcess(process)
-        events = Reader(server, LONG).all()
-        _, errors = process.communicate(timeout=600)
+    with started(command) as server:
+        events = server.stream(**LONG).wait()
+        errors = server.end(1)
     assert json.loads(events[-2])["error"]["code"] == "engine_dead", "whom it served is told"
-    assert process.returncode == 1
     assert "CRITICAL octavo.engine.async_engine: the step loop died" in errors
     assert "RuntimeError: the device is lost" in errors
     assert errors.splitlines()[-1] == "octavo: error: the engine died, and the server with it; the log says why"

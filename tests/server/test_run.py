@@ -24,77 +24,11 @@ from octavo.server.http.listening import bind
 from octavo.server.run import serve
 from tests.server.conftest import wait_until
 from tests.server.fake_engine import FakeEngine
+from tests.server.server_process import ROOT, ServerProcess, started
 
 pytestmark = pytest.mark.integration
 
-ROOT = Path(__file__).parents[2]
 STEP = 0.02
-
-
-class ServerProcess:
-    """A server in a process of its own. `url` is known once it says that it serves."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        assert process.stdout is not None
-        self.said = process.stdout.readline()
-        self.ready = process.stdout.readline()
-        self.url = self.ready.split()[-1]
-
-    def stop(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-
-    def hurry(self) -> None:
-        """Let its steps take no time from now on."""
-        assert self.process.stdin is not None
-        self.process.stdin.write("hurry\n")
-        self.process.stdin.flush()
-
-    def errors_up_to(self, text: str) -> str:
-        """What it says on stderr, up to the line that has `text`."""
-        assert self.process.stderr is not None
-        said = ""
-        while text not in said:
-            said += (line := self.process.stderr.readline())
-            assert line, said
-        return said
-
-    def listens(self) -> bool:
-        """Whether it accepts a connection, with or without an answer."""
-        try:
-            httpx.get(f"{self.url}/health")
-        except httpx.ConnectError:
-            return False
-        except httpx.TransportError:
-            pass  # it came as the server stopped accepting
-        return True
-
-    def stream(self, max_tokens: int) -> Streaming:
-        return Streaming(self.url, max_tokens)
-
-
-class Streaming:
-    """A stream read in a thread; `events` grows as it comes."""
-
-    def __init__(self, url: str, max_tokens: int) -> None:
-        self.events: list[str] = []
-        self._body = {"prompt": "x", "max_tokens": max_tokens, "stream": True}
-        self._url = url
-        self._thread = threading.Thread(target=self._read)
-        self._thread.start()
-        wait_until(lambda: len(self.events) > 1)
-
-    def _read(self) -> None:
-        try:
-            with httpx.stream("POST", f"{self._url}/v1/completions", json=self._body) as response:
-                self.events.extend(line.removeprefix("data: ") for line in response.iter_lines() if line)
-        except httpx.TransportError as error:
-            self.events.append(repr(error))
-
-    def wait(self) -> list[str]:
-        self._thread.join(120)
-        assert not self._thread.is_alive()
-        return self.events
 
 
 @pytest.fixture
@@ -103,17 +37,8 @@ def start() -> Iterator[Callable[..., ServerProcess]]:
 
         def start(shutdown_timeout: float = 30, stdin: Any = subprocess.PIPE, **options: Any) -> ServerProcess:
             command = [sys.executable, "-W", "error", "-m", "tests.server.fake_server", "0", str(STEP)]
-            process = subprocess.Popen(
-                [*command, str(shutdown_timeout), *([json.dumps(options)] if options else [])],
-                cwd=ROOT,
-                stdin=stdin,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            stack.enter_context(process)
-            stack.callback(process.kill)
-            return ServerProcess(process)
+            command += [str(shutdown_timeout), *([json.dumps(options)] if options else [])]
+            return stack.enter_context(started(command, stdin))
 
         yield start
 
@@ -128,7 +53,7 @@ def test_it_says_what_it_serves_and_where_once_it_does(start: Callable[..., Serv
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_lets_a_stream_finish(start: Callable[..., ServerProcess], number: signal.Signals) -> None:
     server = start(shutdown_timeout=120)
-    stream = server.stream(3000)
+    stream = server.stream(prompt="x", max_tokens=3000)
     server.stop(number)
     wait_until(lambda: not server.listens())
     server.hurry()
@@ -146,7 +71,7 @@ def test_the_second_signal_leaves_at_once(
     start: Callable[..., ServerProcess], number: signal.Signals, code: int
 ) -> None:
     server = start()
-    stream = server.stream(4000)
+    stream = server.stream(prompt="x", max_tokens=4000)
     server.stop(number)
     wait_until(lambda: not server.listens())
     assert server.process.poll() is None
@@ -157,7 +82,7 @@ def test_the_second_signal_leaves_at_once(
 
 def test_what_runs_too_long_is_cancelled_with_an_error(start: Callable[..., ServerProcess]) -> None:
     server = start(shutdown_timeout=0.3)
-    stream = server.stream(4000)
+    stream = server.stream(prompt="x", max_tokens=4000)
     answers: list[httpx.Response] = []
 
     def ask() -> None:
@@ -227,12 +152,9 @@ def test_a_hangup_while_the_model_is_loaded_rereads_the_keys_once_it_is(tmp_path
     keys.write_text('[tenants.ada]\nkeys = ["old"]')
     keys.chmod(0o600)
     command = [sys.executable, "-c", HUNG_UP_WHILE_LOADING, str(keys)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            url = ServerProcess(process).url
-            statuses = [httpx.get(f"{url}/v1/models", headers={"x-api-key": key}).status_code for key in ("old", "new")]
-        finally:
-            process.kill()
+    with started(command) as server:
+        url = f"{server.url}/v1/models"
+        statuses = [httpx.get(url, headers={"x-api-key": key}).status_code for key in ("old", "new")]
     assert statuses == [401, 200]
 
 

@@ -40,11 +40,6 @@ def answer_to(engine: EngineClient, read: CompletionRequest) -> CompletionAnswer
     return CompletionAnswer(engine, TokenTexts(engine), read, Job.of(read, "cmpl", ANYBODY, None))
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def as_client(engine: Any) -> EngineClient:
     return cast(EngineClient, engine)
 

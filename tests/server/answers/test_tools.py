@@ -36,12 +36,6 @@ def server() -> Iterator[Running]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
-        yield client
-
-
 def chat(server: Running, *messages: dict[str, Any], **body: Any) -> dict[str, Any]:
     response = server.post(PATH, {"messages": list(messages or [USER]), "tools": TOOLS, **body})
     assert response.status_code == 200, response.text

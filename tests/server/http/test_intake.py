@@ -24,11 +24,6 @@ pytestmark = pytest.mark.anyio
 KIB = 1024
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Upload:
     """A body that comes in chunks as the test sends them."""
 

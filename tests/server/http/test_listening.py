@@ -20,7 +20,8 @@ from octavo.errors import ConfigError
 from octavo.server.config import MAX_UNIX_PATH, ServerConfig
 from octavo.server.http.listening import UNIX_SOCKET_MODE, bind_unix, bound, log_failed_accepts
 from tests.server.conftest import Running
-from tests.server.test_run import ServerProcess, start
+from tests.server.server_process import ServerProcess
+from tests.server.test_run import start
 
 __all__ = ["start"]
 

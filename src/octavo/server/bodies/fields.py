@@ -239,8 +239,8 @@ def token_ids(server: Served, least: int = 0) -> Schema:
 
 
 def token_count(server: Served) -> dict[str, Schema]:
-    """Return the ranges of a number of tokens, where -1 stands for no limit."""
-    return {"integer": {"minimum": 1, "maximum": server.max_model_len}, "or": {"const": -1}}
+    """Return the ranges of a number of tokens, where -1 stands for no limit; the most depends on the prompt."""
+    return {"integer": {"minimum": 1}, "or": {"const": -1}}
 
 
 def fields_of(declared: type[Declared]) -> Mapping[str, Field]:
