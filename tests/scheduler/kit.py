@@ -9,6 +9,7 @@ from typing import Any, Literal
 from octavo.kvcache.block import BlockState
 from octavo.planner.roofline import StepTimes
 from octavo.request import PinRequest, Request, Sequence, SequenceStatus, TokenLogprobs
+from octavo.scheduler.fetching import Fetcher, Fetching
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
 from octavo.scheduler.policy import Policy
 from octavo.scheduler.preemption import Preemption, RestoreSpeed
@@ -32,6 +33,7 @@ class Harness:
 
     Args:
         mode: what preemption does with blocks, with `speed` for "auto".
+        store: brings prefixes to host memory.
         device: how long steps take; without it, no time passes.
         audits: whether the cache is audited after every step.
         max_tokens: of requests that say nothing else.
@@ -56,6 +58,7 @@ class Harness:
         policy: Policy | None = None,
         mode: Literal["auto", "recompute", "swap"] = "recompute",
         speed: RestoreSpeed | None = None,
+        store: Fetcher | None = None,
         device: StepTimes | None = None,
         audits: bool = True,
         max_tokens: int = 10,
@@ -63,6 +66,7 @@ class Harness:
     ) -> None:
         self.clock = Clock()
         self.kv = make_manager(num_blocks, block_size, clock=self.clock, **cache)
+        speed = speed or RestoreSpeed()
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs,
@@ -74,8 +78,9 @@ class Harness:
             ),
             self.kv,
             policy,
-            Preemption(mode, self.kv.holdings, speed or RestoreSpeed()),
+            Preemption(mode, self.kv.holdings, speed),
             PrefixLengths(self.kv) if cache.get("prefix_cache") == "radix" else None,
+            fetching=None if store is None else Fetching(self.kv, store, speed),
         )
         self.device = device
         self.arrivals = itertools.count(1)
