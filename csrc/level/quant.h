@@ -71,6 +71,30 @@ template <WeightFormat F> inline F16 section_minimum(F16 minimum, const uint8_t*
     return minimum * F16::from_int(kind == Factors::two_pairs ? shift_right<4>(wide) : wide);
 }
 
+// Without a single instruction for it, products of bytes are first summed in 16 bits, two sums to a lane, as long as
+// these cannot overflow: a quant times an activation is at most 127 (2^bits - 1). Quants of eight bits are multiplied
+// as signed numbers, without their zero.
+#ifdef OCTAVO_SUMS_WORDS
+constexpr bool kSumsWords = true;
+#else
+constexpr bool kSumsWords = false;
+inline U16 dot_words(U16 words, U16, U16) { return words; }
+inline U16 add_words(U16 acc, U16) { return acc; }
+inline U16 dot_signed(U16 acc, U16 a, U16 b) { return dot_bytes(acc, a ^ U16::set1(0x80808080u), b); }
+#endif
+// How many of the quads that share a scale are summed in words; 1: none.
+template <WeightFormat F> constexpr int quads_in_words() {
+    constexpr QuantLayout layout = quant_layout(F);
+    int quads = 8 / layout.scales_per_section();
+    while (quads > 1 && (!kSumsWords || quads * 2 * 127 * ((1 << (layout.low + layout.high)) - 1) > 32767)) quads /= 2;
+    return quads;
+}
+template <WeightFormat F> inline U16 dot_quad(U16 acc, U16 weights, U16 x) {
+    if constexpr (quant_layout(F).low < 8) return dot_small(acc, weights, x);
+    if constexpr (kSumsWords) return dot_signed(acc, weights ^ U16::set1(0x80808080u), x);
+    return dot_bytes(acc, weights, x);
+}
+
 // The bits of the largest magnitude of 32 numbers. Compared as integers, magnitudes are ordered as numbers are, with
 // infinity and then NaN above them all.
 inline int32_t largest_size(const float* x) {
@@ -168,12 +192,14 @@ void quantise_rows(const QuantLayout& layout, const char* const* rows, int count
     with_constant<kQuantRows>(count, [&](auto constant) { quantise_group<S, constant>(layout, rows, width, to); });
 }
 
-// Products of R rows with both halves of a panel, 16 outputs each, or with the half `First`. A broadcast activation is
+// Products of R rows with both halves of a panel, 16 outputs each, or with the half `first`. A broadcast activation is
 // used for both: one port loads, one multiplies, and two halves keep the first from holding up the second.
-template <WeightFormat F, int R, int First, int T>
-inline void quant_halves(const ProductTask& task, const uint8_t* panel, int64_t row, Ahead ahead, F16 (*results)[2]) {
+template <WeightFormat F, int R, int T>
+[[gnu::noinline]] void quant_halves(const ProductTask& task, const uint8_t* panel, int64_t row, Ahead ahead, int first,
+                                    F16 (*results)[2]) {
     constexpr QuantLayout layout = quant_layout(F);
     constexpr int kParts = layout.scales_per_section(), kPlanes = layout.planes_at();
+    constexpr int kTogether = quads_in_words<F>();
     const QuantRows group = task.quants.at(row - task.first_row, task.units, task.units * kParts);
     const uint32_t *x = group.quants, *sums = group.sums;
     const float* steps = group.scales;
@@ -183,18 +209,18 @@ inline void quant_halves(const ProductTask& task, const uint8_t* panel, int64_t 
 #pragma GCC unroll 2
         for (int t = 0; t < T; ++t) totals[r][t] = F16::zero();
     for (int block = 0; block < task.units / layout.sections(); ++block) {
-        const auto* halves = reinterpret_cast<const uint16_t*>(panel) + First * 16;
-        if constexpr (R <= kQuantRowsThatWait && First == 0) {
+        const auto* halves = reinterpret_cast<const uint16_t*>(panel) + first * 16;
+        if (R <= kQuantRowsThatWait && first == 0) {
             for (int line = 0; line < layout.header_bytes(); line += 64)
                 __builtin_prefetch(panel + kQuantPrefetch + line, 0, 3);
         }
         panel += layout.header_bytes();
         for (int section = 0; section < layout.sections(); ++section) {
-            const uint8_t* planes = panel + kPlanes + First * 64;
+            const uint8_t* planes = panel + kPlanes + first * 64;
             if constexpr (R > kQuantRowsThatWait) {
                 ahead.ask_l1();
             } else {
-                if constexpr (First == 0 && kPlanes > 0) __builtin_prefetch(panel + kQuantPrefetch, 0, 3);
+                if (kPlanes > 0 && first == 0) __builtin_prefetch(panel + kQuantPrefetch, 0, 3);
 #pragma GCC unroll 16
                 for (int line = 0; line < (layout.low + layout.high) * T; ++line)
                     __builtin_prefetch(planes + kQuantPrefetch + line * (128 / T), 0, 3);
@@ -204,30 +230,44 @@ inline void quant_halves(const ProductTask& task, const uint8_t* panel, int64_t 
 #pragma GCC unroll 16
                 for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-                    for (int t = 0; t < T; ++t) dots[r][t] = layout.has_minimums() ? U16::zero() : U16::set1(sums[r]);
-                each_constant<8 / kParts>([&](auto index) __attribute__((always_inline)) {
-                    constexpr int j = part * (8 / kParts) + index;
-                    U16 weights[T];
-#pragma GCC unroll 2
-                    for (int t = 0; t < T; ++t) weights[t] = quad<F, j>(planes + t * 64);
+                    for (int t = 0; t < T; ++t)
+                        dots[r][t] = layout.has_minimums() || (kSumsWords && layout.low == 8) ? U16::zero()
+                                                                                             : U16::set1(sums[r]);
+                each_constant<8 / kParts / kTogether>([&](auto chunk) __attribute__((always_inline)) {
+                    U16 words[R][T];
 #pragma GCC unroll 16
-                    for (int r = 0; r < R; ++r) {
-                        const U16 broadcast = U16::set1(x[j * R + r]);
+                    for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-                        for (int t = 0; t < T; ++t)
-                            if constexpr (layout.low == 8)
-                                dots[r][t] = dot_bytes(dots[r][t], weights[t], broadcast);
-                            else
-                                dots[r][t] = dot_small(dots[r][t], weights[t], broadcast);
-                    }
+                        for (int t = 0; t < T; ++t) words[r][t] = U16::zero();
+                    each_constant<kTogether>([&](auto index) __attribute__((always_inline)) {
+                        constexpr int j = part * (8 / kParts) + chunk * kTogether + index;
+                        U16 weights[T];
+#pragma GCC unroll 2
+                        for (int t = 0; t < T; ++t) weights[t] = quad<F, j>(planes + t * 64);
+#pragma GCC unroll 16
+                        for (int r = 0; r < R; ++r) {
+                            const U16 broadcast = U16::set1(x[j * R + r]);
+#pragma GCC unroll 2
+                            for (int t = 0; t < T; ++t)
+                                if constexpr (kTogether > 1)
+                                    words[r][t] = dot_words(words[r][t], weights[t], broadcast);
+                                else
+                                    dots[r][t] = dot_quad<F>(dots[r][t], weights[t], broadcast);
+                        }
+                    });
+                    if constexpr (kTogether > 1)
+#pragma GCC unroll 16
+                        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+                            for (int t = 0; t < T; ++t) dots[r][t] = add_words(dots[r][t], words[r][t]);
                 });
                 F16 scale[T], minimum[T];
 #pragma GCC unroll 2
                 for (int t = 0; t < T; ++t) {
-                    scale[t] = section_scale<F>(F16::load_half(halves + t * 16), panel, First + t, part);
+                    scale[t] = section_scale<F>(F16::load_half(halves + t * 16), panel, first + t, part);
                     if constexpr (layout.has_minimums())
                         minimum[t] =
-                            section_minimum<F>(F16::load_half(halves + kPanelOutputs + t * 16), panel, First + t, part);
+                            section_minimum<F>(F16::load_half(halves + kPanelOutputs + t * 16), panel, first + t, part);
                 }
 #pragma GCC unroll 16
                 for (int r = 0; r < R; ++r) {
@@ -249,7 +289,7 @@ inline void quant_halves(const ProductTask& task, const uint8_t* panel, int64_t 
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-        for (int t = 0; t < T; ++t) results[r][First + t] = totals[r][t];
+        for (int t = 0; t < T; ++t) results[r][first + t] = totals[r][t];
 }
 
 // 32 outputs of R rows.
@@ -259,10 +299,10 @@ inline void quant_panel(const ProductTask& task, const char* weight, int64_t ind
     ask_to_write_rows<R>(task.out, row, index);
     F16 results[R][2];
     if constexpr (kQuantHalves == 2 || R == 1) {
-        quant_halves<F, R, 0, 2>(task, panel, row, ahead, results);
+        quant_halves<F, R, 2>(task, panel, row, ahead, 0, results);
     } else {
-        quant_halves<F, R, 0, 1>(task, panel, row, ahead, results);
-        quant_halves<F, R, 1, 1>(task, panel, row, ahead, results);
+        quant_halves<F, R, 1>(task, panel, row, ahead, 0, results);
+        quant_halves<F, R, 1>(task, panel, row, ahead, 1, results);
     }
     store_rows(task.out, row, index, results);
 }

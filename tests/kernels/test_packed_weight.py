@@ -127,6 +127,23 @@ def test_quantised_products_agree_with_float64(
 
 
 @every_level
+@every_quant
+@pytest.mark.parametrize("byte", [0x00, 0x7F, 0x80, 0xFF])
+def test_the_largest_quants_times_the_largest_activations_do_not_overflow(level: str, name: Any, byte: int) -> None:
+    kernels.force_isa(level)
+    size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    drawn = np.full((32, 256 // size, block_bytes), byte, dtype=np.uint8)
+    for at in HIGH_BYTES.get(name, (1, 3) if name.endswith("_1") else (1,)):
+        drawn[..., at] = 0x20
+    blocks = drawn.reshape(32, -1)
+    values = torch.from_numpy(gguf.dequantize(blocks, gguf.GGMLQuantizationType[name])).double()
+    x = torch.ones(4, 256)
+    x[1], x[2, ::2], x[3, 128:] = -1, -1, -1
+    out = PackedWeight.pack_quantised(name, torch.from_numpy(blocks), 256).linear(x)
+    assert_close(out, x.double() @ values.T)
+
+
+@every_level
 @every_dtype
 @every_quant
 def test_blocks_of_a_row_keep_their_precision_beside_larger_ones(level: str, dtype: torch.dtype, name: Any) -> None:

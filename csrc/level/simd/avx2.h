@@ -162,6 +162,25 @@ inline U16 dot_bytes(U16 acc, U16 a, U16 b) {
     return dot_small(sum, a & mask, b);
 }
 
+#ifndef OCTAVO_HAS_VNNI
+// Sums of products in the two 16-bit halves of each lane, for a few products of small numbers: see quant.h.
+#define OCTAVO_SUMS_WORDS
+inline U16 dot_words(U16 words, U16 a, U16 b) {
+    return {_mm256_add_epi16(words.lo, _mm256_maddubs_epi16(a.lo, b.lo)),
+            _mm256_add_epi16(words.hi, _mm256_maddubs_epi16(a.hi, b.hi))};
+}
+inline U16 add_words(U16 acc, U16 words) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    return {_mm256_add_epi32(acc.lo, _mm256_madd_epi16(words.lo, ones)),
+            _mm256_add_epi32(acc.hi, _mm256_madd_epi16(words.hi, ones))};
+}
+// acc + sum over four bytes of a (signed) * b (signed, not -128).
+inline U16 dot_signed(U16 acc, U16 a, U16 b) {
+    return {dot_small8(acc.lo, _mm256_abs_epi8(a.lo), _mm256_sign_epi8(b.lo, a.lo)),
+            dot_small8(acc.hi, _mm256_abs_epi8(a.hi), _mm256_sign_epi8(b.hi, a.hi))};
+}
+#endif
+
 // Rounds to the nearest integers, which are in [-128, 127]; NaN becomes zero.
 inline __m256i round8(__m256 x) {
     return _mm256_cvtps_epi32(_mm256_and_ps(x, _mm256_cmp_ps(x, x, _CMP_ORD_Q)));
@@ -211,6 +230,10 @@ inline void store(U16 x, void* p) {
 constexpr int kVectorsPerPass = 1;
 constexpr int kMaxRows = 4;
 constexpr int kGemmRows = 3;  // times two vectors of outputs
+#ifdef OCTAVO_HAS_VNNI
 constexpr int kQuantRows = 2, kQuantHalves = 1;
+#else
+constexpr int kQuantRows = 4, kQuantHalves = 1;  // sums of words stay in registers, the others do not
+#endif
 
 }  // namespace octavo::OCTAVO_LEVEL
