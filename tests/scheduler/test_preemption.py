@@ -6,8 +6,10 @@ from typing import Any, Literal
 
 import pytest
 
+from octavo.kvcache.block import BlockId, BlockTransfer, HostBlockId
 from octavo.kvcache.holdings import RestoreCost
 from octavo.request import Request, SequenceStatus
+from octavo.scheduler.plan import StepPlan
 from octavo.scheduler.preemption import Preemption, RestoreSpeed
 from tests.kvcache.caches import make_manager, make_sequence
 from tests.scheduler.kit import Harness, status
@@ -33,6 +35,12 @@ def test_speeds_are_learnt_from_steps_and_swapping_is_tried_until_they_are_known
         speed.moved(0, 0.0)
     assert speed.seconds_per_block == pytest.approx(0.01, rel=1e-2)
     assert speed.swapping_is_cheaper(cost)
+
+
+def test_a_steps_stores_and_loads_tell_how_long_a_block_takes() -> None:
+    scheduler, moved = Harness().scheduler, (BlockTransfer(BlockId(1), HostBlockId(0)),)
+    scheduler.observe(StepPlan(stores=moved * 3, loads=moved), 1.0, moving_seconds=2.0)
+    assert scheduler.speed.seconds_per_block == 0.5
 
 
 def test_recomputing_is_checked_against_swapping_now_and_then() -> None:
