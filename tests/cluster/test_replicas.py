@@ -72,7 +72,10 @@ def test_conversations_of_eight_turns_stay_with_their_blocks(replicas: Any) -> N
     assert sum(name.startswith("requests_total") for name in counters) == 2, "both servers have conversations"
 
 
-def test_streams_of_a_killed_server_end_with_an_error_and_other_requests_go_elsewhere(replicas: Any) -> None:
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_streams_of_a_server_that_dies_or_hangs_end_with_an_error_and_other_requests_go_elsewhere(
+    replicas: Any, fault: signal.Signals
+) -> None:
     servers, routed = replicas
     ended: dict[int, list[str]] = {}
 
@@ -89,16 +92,16 @@ def test_streams_of_a_killed_server_end_with_an_error_and_other_requests_go_else
     victim = next(server for server in servers if counters[f"worker_requests/{server.base_url}"])
     num_lost = int(counters[f"worker_requests/{victim.base_url}"])
     assert victim.pid is not None
-    os.kill(victim.pid, signal.SIGKILL)
+    os.kill(victim.pid, fault)
     later = [routed.complete(f"Another {number}") for number in range(4)]
     assert [answer.status_code for answer in later] == [200] * 4
     routed.until(lambda counters: counters[f"worker_up/{victim.base_url}"] == 0)
     for thread in threads:
         thread.join()
+    os.kill(victim.pid, signal.SIGCONT)
     broken = [lines for lines in ended.values() if any("worker_lost" in line for line in lines)]
     assert len(broken) == num_lost
     for lines in ended.values():
         assert lines[-1] == "data: [DONE]"
     assert routed.counters()["broken_streams_total"] == num_lost
     routed.until(lambda counters: counters["reservations"] == counters["in_flight"] == 0)
-    assert routed.client.get("/health").json() == {"status": "ok", "workers": 1}

@@ -326,7 +326,11 @@ class _Relayed(Response):
                 if job.prompt.token_ids:
                     stats.prompt_tokens += len(job.prompt.token_ids)
                     stats.cached_tokens += ticket.cached_tokens
-                await self._relay(answer, ticket, send)
+                worker.answers.add(answer)
+                try:
+                    await self._relay(answer, ticket, send)
+                finally:
+                    worker.answers.discard(answer)
                 return True
         except ApiError:
             raise

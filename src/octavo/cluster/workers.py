@@ -38,11 +38,12 @@ class Worker:
     """One server.
 
     Attributes:
-        session: its connections; closing it ends every request that waits for this server.
+        session: its connections; closing it ends every request that waits for its answer.
         facts: what `/router/worker` says; empty until it has answered.
         is_healthy: whether it takes requests.
         num_failures: looks that failed in a row.
         in_flight: requests of this router that it is working on.
+        answers: its answers that are being relayed.
     """
 
     url: str
@@ -51,6 +52,7 @@ class Worker:
     is_healthy: bool = False
     num_failures: int = 0
     in_flight: int = 0
+    answers: set[Any] = field(default_factory=set)
 
     @property
     def worker_id(self) -> int:
@@ -180,7 +182,9 @@ class Workers:
         logger.warning("%s gets no requests: %s", worker.url, reason)
         await self.on_down(worker)
         if worker.num_failures >= _MOST_FAILURES:
-            # It hangs, so that what waits for it would wait for ever.
+            # It hangs, so that what waits for it would wait for ever; closing connections does not end answers.
+            for answer in list(worker.answers):
+                answer.close()
             session, worker.session = worker.session, self._new_session(worker.url)
             await session.close()
 
