@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from octavo import kernels
 from octavo.attention.reference import ReferenceAttention
@@ -163,6 +164,36 @@ def test_quantised_weights_give_the_logits_of_what_they_stand_for(scheme: str, t
     sequences = random_sequences(config.vocab_size, [20, 7])
     paged = paged_logits(ours, sequences, attention=ReferenceAttention())
     assert_same_logits(paged, whole_logits(model, sequences), tolerance=1e-3)
+
+
+def test_experts_in_mxfp4_give_the_logits_of_what_they_stand_for(tmp_path: Path) -> None:
+    model = make_model("GptOss", num_local_experts=4, head_dim=16, initializer_range=0.2)
+    tensors: Parts = {}
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                tensors[name] = tensor.clone()
+                continue
+            experts, inputs, outputs = tensor.shape
+            blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(120, 124, blocks.shape[:-1], dtype=torch.uint8)
+            tensor.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    quantization = {"quant_method": "mxfp4"}
+    config = {**model.config.to_dict(), "architectures": ["GptOssForCausalLM"], "quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    source = resolve_model(str(tmp_path))
+    read = load_model_config(source)
+    assert read.runs_natively
+    weights = open_weights(source, read)
+    raw = weights.raw("model.layers.0.mlp.experts.down_proj[3].weight")
+    assert raw is not None
+    down = model.state_dict()["model.layers.0.mlp.experts.down_proj"][3].T
+    assert np.array_equal(gguf.dequantize(raw.rows, raw.type), down.numpy())
+    ours = make_decoder(read, weights, dtype=torch.float32, device=torch.device("cpu"))
+    sequences = random_sequences(read.vocab_size, [20, 7])
+    assert_same_logits(paged_logits(ours, sequences, attention=ReferenceAttention()), whole_logits(model, sequences))
 
 
 @pytest.mark.slow
