@@ -84,7 +84,9 @@ def _this_machine(args: argparse.Namespace) -> dict[str, Any]:
 def _tables(report: Mapping[str, Any]) -> Iterator[str]:
     """Yield the report as text: the workload, its memory by item, and the alternatives."""
     yield _verdict(report)
-    yield f"{report['model']}: {report['architecture']}, {report['parameters'] / 1e9:.2f} billion parameters"
+    active = report["active_parameters"]
+    used = "" if active == report["parameters"] else f", of which a token uses {active / 1e9:.2f}"
+    yield f"{report['model']}: {report['architecture']}, {report['parameters'] / 1e9:.2f} billion parameters{used}"
     devices = report["tensor_parallel_size"]
     yield (
         f"{report['concurrency']:,} {'sequence' if report['concurrency'] == 1 else 'sequences'} of "

@@ -296,6 +296,7 @@ class Deployment:
             "model": self.model.name,
             "architecture": self.model.architecture,
             "parameters": self.model.parameters.total,
+            "active_parameters": round(self.model.active_parameters),
             "layers": self.model.num_layers,
             "query_heads": self.model.num_heads,
             "kv_heads": self.model.num_kv_heads,

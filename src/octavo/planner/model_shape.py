@@ -189,7 +189,7 @@ def model_shape(name: str, config: ModelConfig, raw: Mapping[str, Any] | None = 
         kv_layers=counter.kv_layers(),
         parameters=counter.parameters(),
         attention_width=counter.attention_width(),
-        mlp_width=3 * counter.active_inner_size(),
+        mlp_width=counter.mlp_width(),
         latent_elements_per_token=latent,
         kv_cache_dtype=config.kv_cache_dtype,
         experts=counter.experts(),
@@ -218,7 +218,7 @@ def shape_of_checkpoint(name: str, config: ModelConfig, num_parameters: int) -> 
             embedding=embedding, head=0, kv_projections=0, divided=max(0, num_parameters - embedding), whole=0
         ),
         attention_width=config.num_heads * (2 * config.head_dim + config.value_dim) + kv,
-        mlp_width=3 * _active_inner_size(config.intermediate_size, config.experts),
+        mlp_width=_mlp_width(config, config.experts),
         experts=_routed_experts(config, config.experts, config.num_layers),
         kv_cache_dtype=config.kv_cache_dtype,
         notes=(f"{config.architecture}: parameters counted from the files, keys and values from the configuration",),
@@ -303,8 +303,8 @@ class _Counter:
         query = config.num_heads * config.head_dim
         return 2 * query + config.num_kv_heads * (config.head_dim + config.value_dim) + self._attended()
 
-    def active_inner_size(self) -> int:
-        return _active_inner_size(self._config.intermediate_size, self._experts)
+    def mlp_width(self) -> int:
+        return _mlp_width(self._config, self._experts)
 
     def experts(self) -> RoutedExperts | None:
         return _routed_experts(self._config, self._experts, self._num_sparse_layers())
@@ -376,11 +376,12 @@ class _Counter:
         )
 
 
-def _active_inner_size(dense: int, experts: ExpertsConfig | None) -> int:
-    """Return the intermediate elements per token: of a dense MLP, or of all experts of a token."""
+def _mlp_width(config: ModelConfig, experts: ExpertsConfig | None) -> int:
+    """Return `ModelShape.mlp_width`. The outputs of all experts of a token are alive at once too."""
     if experts is None:
-        return dense
-    return max(dense, experts.active * experts.intermediate_size + experts.shared_intermediate_size)
+        return 3 * config.intermediate_size
+    inner = experts.active * experts.intermediate_size + experts.shared_intermediate_size
+    return max(3 * config.intermediate_size, 3 * inner, inner + experts.active * config.hidden_size)
 
 
 def _routed_experts(config: ModelConfig, experts: ExpertsConfig | None, num_layers: int) -> RoutedExperts | None:
