@@ -160,11 +160,16 @@ def test_a_family_has_transformers_logits_in_the_library_and_in_torch(family: st
 
 
 @pytest.mark.skipif(not kernels.available(), reason="C++ kernels not compiled")
-@pytest.mark.parametrize("quantization", ["F32", "Q8_0", "Q4_0", "Q5_K"])
-def test_a_mixtures_rows_have_the_same_bits_alone_and_in_a_batch(quantization: str, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 256, "num_experts": 6, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
-    keys = {"qwen2moe.expert_count": 6, "qwen2moe.expert_used_count": 4}
-    model = make_model("Qwen2Moe", **sizes, initializer_range=0.1)
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [*(("Qwen2Moe", kind) for kind in ("F32", "Q8_0", "Q4_0", "Q5_K")), ("GptOss", "MXFP4")],
+)
+def test_a_mixtures_rows_have_the_same_bits_alone_and_in_a_batch(
+    family: str, quantization: str, tmp_path: Path
+) -> None:
+    fields, keys = FAMILIES[family]
+    wide = {"hidden_size": 256, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
+    model = make_model(family, **{**fields, **(wide if family == "Qwen2Moe" else {}), "initializer_range": 0.1})
     write_gguf(tmp_path / "model.gguf", model, quantization=quantization, keys=keys)
     source = resolve_model(str(tmp_path / "model.gguf"))
     config = load_model_config(source)
