@@ -75,7 +75,9 @@ def main() -> None:
 
 def measure(off: LLM, on: LLM, work: str, streams: int, rounds: int, max_tokens: int) -> dict[str, Any]:
     """Run one kind of work on both engines in turn; returns a row of the table."""
-    off_seconds, on_seconds, num_tokens = [], [], 0
+    off_seconds: list[float] = []
+    on_seconds: list[float] = []
+    num_tokens = 0
     assert on.core.scheduler.speculator is not None
     counters = on.core.scheduler.speculator.counters
     drafted, accepted = counters.num_draft_tokens, counters.num_accepted_tokens

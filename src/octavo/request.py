@@ -358,6 +358,7 @@ class Request:
         cached_by_tier: these tokens by the tier where they were found: "device", "host", "disk", "remote".
         cache_report: why there were not more; None before first admission.
         prompt_logprobs: log-probabilities collected while the prompt is computed; entry i is of prompt token i + 1.
+        num_accepted_tokens: drafted output tokens that were accepted.
         pooled: hidden states collected while the prompt is computed; None if no embedding is wanted.
     """
 
@@ -388,6 +389,7 @@ class Request:
     cache_report: CacheReport | None = None
     pin_receipts: list[PinReceipt] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_accepted_tokens: int = 0
     pooled: PooledStates | None = None
     cache_scope: str = field(init=False)
     ending_ids: frozenset[int] = field(init=False)

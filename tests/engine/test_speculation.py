@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from octavo.request import RequestContext, RequestId
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.drafts import Draft
 from octavo.scheduler.speculation import _CostTable
+from octavo.server.answers.generation import Usage
+from octavo.server.bodies.prompts import EncodedPrompt
 from octavo.structured_outputs import StructuredOutputsParams
 from tests.engine.preempting import thrash
 from tests.engine.speculating import Adversary, Outputs, speculate
@@ -218,6 +221,29 @@ def test_an_engine_that_speculates_gives_the_same_and_counts_its_drafts(method: 
     assert counters is not None
     assert counters.num_accepted_tokens > 0
     assert f'vllm:spec_decode_num_accepted_tokens_total{{model_name="tiny"}} {counters.num_accepted_tokens}.0' in text
+
+
+def test_usage_has_the_accepted_tokens_up_to_a_stop_string() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    with tiny_core() as core:
+        ((without,),) = run(core, [([5, 6, 7], params)])
+        assert core.tokenizer is not None
+        stop = core.tokenizer.decode(without.token_ids[20:22])
+        job = ([5, 6, 7], replace(params, stop=(stop,)))
+        ((expected,),) = run(core, [job])
+        assert 1 < len(expected.token_ids) < 40
+        speculate(core, _Always(without.token_ids))
+        core.add(core.make_request(*job))
+        outputs = []
+        while core.has_work:
+            outputs += core.step()
+        (output,) = outputs
+        assert output.outputs == [expected]
+        assert 0 < output.num_accepted_tokens < len(expected.token_ids)
+    usage = Usage([EncodedPrompt([5, 6, 7])])
+    usage.add(0, output)
+    details = usage.report()["completion_tokens_details"]
+    assert details == {"accepted_prediction_tokens": output.num_accepted_tokens}
 
 
 class _Cheap(_CostTable):

@@ -70,6 +70,7 @@ class RequestOutput:
         pins: results for the prefixes to be pinned; set when finished.
         embedding: embedding of the prompt, if requested; set when finished.
         times: set when finished, if it got a token.
+        num_accepted_tokens: drafted tokens of all its completions so far that were accepted.
     """
 
     request_id: RequestId
@@ -86,6 +87,7 @@ class RequestOutput:
     embedding: list[float] | None = None
     cached_by_tier: dict[str, int] = field(default_factory=dict)
     times: RequestTimes | None = None
+    num_accepted_tokens: int = 0
 
     @property
     def prompt_token_ids(self) -> list[int]:

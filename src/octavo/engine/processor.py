@@ -261,6 +261,7 @@ class OutputProcessor:
             request.num_cached_tokens or 0,
         )
         output.cached_by_tier = request.cached_by_tier
+        output.num_accepted_tokens = request.num_accepted_tokens
         if not tracked.sent_first:
             tracked.sent_first = True
             if request.params.prompt_logprobs is not None:

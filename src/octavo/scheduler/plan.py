@@ -253,7 +253,10 @@ class SequenceUpdate:
         """Take all tokens but the first `count` back from the sequence, because it ends before them."""
         if count == len(self.token_ids):
             return
-        del self.seq.output_token_ids[count - len(self.token_ids) :]
+        request, num_cut = self.seq.request, len(self.token_ids) - count
+        # All of an update's tokens but the last were drafted, if any was.
+        request.num_accepted_tokens = max(0, request.num_accepted_tokens - num_cut + 1)
+        del self.seq.output_token_ids[-num_cut:]
         self.token_ids, self.logprobs = self.token_ids[:count], self.logprobs[:count]
         if self.logprobs:
             self.cumulative_logprob = self.earlier_logprob

@@ -262,7 +262,9 @@ class Speculator:
             if (followed := seq.state.followed) is None:
                 continue
             if (length := verified.get(seq.seq_id)) is not None:
-                self._count(length, len(update.token_ids) - 1)
+                num_accepted = len(update.token_ids) - 1
+                self._count(length, num_accepted)
+                seq.request.num_accepted_tokens += num_accepted
             for token_id in update.token_ids:
                 if (draft := followed.draft) is None:
                     break

@@ -172,7 +172,9 @@ class Plan:
 
     def server(self) -> SimulatedServer:
         """Build a server with an empty cache."""
-        config, spec, speed, clock = self.config, self.spec, self.effective_speed, VirtualClock()
+        # Without drafts: a simulated model draws no real tokens, which might come true.
+        config = self.config.replace(speculative_config=None)
+        spec, speed, clock = self.spec, self.effective_speed, VirtualClock()
         sizing, pool = self.sizing, PoolSize(self.num_blocks, self.num_blocks * spec.block_bytes)
         kv = assemble_cache(
             config,

@@ -258,10 +258,12 @@ class Usage:
         self.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self.completion_tokens = 0
         self._cached_tokens = [0] * len(prompts)
+        self._accepted_tokens = [0] * len(prompts)
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
         """Count the tokens of a delta output."""
         self.add_prompt(prompt_index, output)
+        self._accepted_tokens[prompt_index] = output.num_accepted_tokens
         for choice in output.outputs:
             self.completion_tokens += len(choice.token_ids)
 
@@ -276,12 +278,15 @@ class Usage:
 
     def report(self) -> dict[str, Any]:
         """Return OpenAI's usage object."""
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if accepted := sum(self._accepted_tokens):
+            usage["completion_tokens_details"] = {"accepted_prediction_tokens": accepted}
+        return usage
 
 
 def seconds_of(output: RequestOutput) -> tuple[float, float]:
