@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -29,6 +30,7 @@ def bench(backend: str, endpoint: str, *more: str) -> str:
     ]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    assert done.returncode != -signal.SIGILL, "this CPU lacks instructions that vLLM's wheel was compiled for"
     assert done.returncode == 0, (done.stderr or done.stdout)[-1500:]
     found = re.search(r"Successful requests:\s+(\d+)", done.stdout)
     assert found is not None, done.stdout[-1500:]
