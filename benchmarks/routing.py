@@ -67,8 +67,8 @@ def cluster(strategy: str, memory: str) -> Iterator[RunningServer]:
             ports = _FIRST_PORT + 2 * number, _FIRST_PORT + 2 * number + 1
             addresses = [f"tcp://127.0.0.1:{port}" for port in ports]
             events = {"enable_kv_cache_events": True, "endpoint": addresses[0], "replay_endpoint": addresses[1]}
-            options = ("--num-threads", "1", "--kv-cache-memory", memory, "--router-key", KEY, "--no-access-log")
-            server = stack.enter_context(running_server((*options, "--kv-events-config", json.dumps(events))))
+            serving = ("--num-threads", "1", "--kv-cache-memory", memory, "--router-key", KEY, "--no-access-log")
+            server = stack.enter_context(running_server((*serving, "--kv-events-config", json.dumps(events))))
             named += ("--worker", server.base_url)
         command = (sys.executable, "-m", "octavo", "route")
         options = ("--router-key", KEY, "--strategy", strategy, "--no-access-log")
