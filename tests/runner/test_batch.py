@@ -18,8 +18,8 @@ from octavo.runner.batch import BatchBuilder, StepBatch
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import NewSequence, SamplingSnapshot, StepPlan
 from tests.kvcache.caches import FULL, sliding
+from tests.scheduler.kit import Harness
 from tests.scheduler.plans import rows_of
-from tests.scheduler.test_scheduler import Engine
 
 BLOCK = 4
 MAX_SEQS = 8
@@ -29,7 +29,7 @@ def make_builder(num_groups: int = 1) -> BatchBuilder:
     return BatchBuilder(num_groups, BLOCK, max_rows=MAX_SEQS, max_blocks=50)
 
 
-def assert_says_what_is_planned(batch: StepBatch, plan: StepPlan, engine: Engine) -> None:
+def assert_says_what_is_planned(batch: StepBatch, plan: StepPlan, engine: Harness) -> None:
     """Hold a batch to what was planned, token by token; the result of the plan is not yet taken in."""
     windows = [group.sliding_window for group in engine.kv.spec.groups]
     attention = batch.attention
@@ -61,7 +61,7 @@ def assert_says_what_is_planned(batch: StepBatch, plan: StepPlan, engine: Engine
     assert_rows_are_wanted(batch, plan, engine, starts)
 
 
-def assert_rows_are_wanted(batch: StepBatch, plan: StepPlan, engine: Engine, starts: list[int]) -> None:
+def assert_rows_are_wanted(batch: StepBatch, plan: StepPlan, engine: Harness, starts: list[int]) -> None:
     wanted = [starts[i + 1] - 1 for i, draws in enumerate(plan.draws) for _ in range(draws)]
     rows = batch.logits_indices.tolist()
     assert [rows[row] for row in batch.sample_rows] == wanted
@@ -91,7 +91,7 @@ def assert_rows_are_wanted(batch: StepBatch, plan: StepPlan, engine: Engine, sta
 @given(data=st.data())
 def test_any_course_of_arrivals_chunks_forks_windows_and_preemptions(data: st.DataObject) -> None:
     layers: tuple[LayerKVSpec, ...] = data.draw(st.sampled_from([(FULL,), (sliding(5),), (FULL, sliding(3))]))
-    engine = Engine(
+    engine = Harness(
         num_blocks=data.draw(st.integers(12, 40)),
         max_num_seqs=data.draw(st.integers(1, MAX_SEQS)),
         max_num_batched_tokens=data.draw(st.integers(1, 40)),
@@ -121,7 +121,7 @@ def test_any_course_of_arrivals_chunks_forks_windows_and_preemptions(data: st.Da
 
 
 def test_tensors_have_the_types_that_the_kernels_read() -> None:
-    engine = Engine()
+    engine = Harness()
     engine.add(5)
     engine.add(3)
     batch = make_builder().build(engine.scheduler.schedule())
@@ -136,7 +136,7 @@ def test_tensors_have_the_types_that_the_kernels_read() -> None:
 
 def test_no_step_copies_block_tables() -> None:
     """What a step costs does not depend on the longest table in it."""
-    engine = Engine()
+    engine = Harness()
     engine.add(9)
     engine.add(21)
     builder = make_builder()
@@ -148,7 +148,7 @@ def test_no_step_copies_block_tables() -> None:
 
 
 def test_a_decode_step_writes_one_entry_of_a_row_and_keeps_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine()
+    engine = Harness()
     engine.add(40, max_tokens=20)
     builder = make_builder()
     plan = engine.scheduler.schedule()
@@ -162,7 +162,7 @@ def test_a_decode_step_writes_one_entry_of_a_row_and_keeps_the_rest(monkeypatch:
 
 
 def test_rows_of_those_that_left_are_used_again() -> None:
-    engine = Engine(num_blocks=200, max_num_seqs=MAX_SEQS)
+    engine = Harness(num_blocks=200, max_num_seqs=MAX_SEQS)
     builder = make_builder()
     for _ in range(5 * MAX_SEQS):
         engine.add(3, max_tokens=2)
@@ -175,7 +175,7 @@ def test_rows_of_those_that_left_are_used_again() -> None:
 
 
 def test_a_sequence_that_missed_a_step_goes_on_where_it_was() -> None:
-    engine = Engine(max_num_batched_tokens=4)
+    engine = Harness(max_num_batched_tokens=4)
     first, second = engine.add(4), engine.add(4, priority=1)
     builder = make_builder()
     for urgent in (False, False, True, False, False, False, False):

@@ -20,7 +20,7 @@ from octavo.scheduler.plan import DRAWN, StepPlan, StepResult
 from octavo.storage.arena import KVArena
 from octavo.storage.layer_kv import LayerKV
 from tests.kvcache.caches import FULL
-from tests.scheduler.test_scheduler import Engine
+from tests.scheduler.kit import Harness
 
 VOCAB = 50
 
@@ -79,7 +79,7 @@ class Rig:
     """A scheduler and a runner over one arena."""
 
     def __init__(self, num_blocks: int = 60, **limits: Any) -> None:
-        self.engine = Engine(num_blocks, **limits)
+        self.engine = Harness(num_blocks, **limits)
         self.model = MarkedModel()
         arena = KVArena(KVCacheSpec.build((FULL,), 4, "float32"), num_blocks)
         self.runner = ModelRunner(self.model, arena, ReferenceAttention(), max_num_seqs=8, max_model_len=200)

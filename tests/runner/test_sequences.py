@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.runner.sequences import SequenceTable
-from tests.scheduler.test_scheduler import Engine
+from tests.scheduler.kit import Harness
 
 
 @settings(max_examples=20, deadline=None)
@@ -18,7 +18,7 @@ from tests.scheduler.test_scheduler import Engine
     lost=st.sets(st.integers(0, 40), max_size=3),
 )
 def test_a_devices_copy_has_what_the_host_has(num_blocks: int, prompts: list[int], n: int, lost: set[int]) -> None:
-    engine = Engine(num_blocks=num_blocks)
+    engine = Harness(num_blocks=num_blocks)
     for prompt in prompts:
         engine.add(prompt, n=n)
     # As on a GPU: tensors with memory of their own.
