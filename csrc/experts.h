@@ -6,8 +6,8 @@
 
 namespace octavo {
 
-// Each row uses the `active` experts with the largest scores, weighted by the softmax of all scores or, if `normalised`,
-// of their own, so that weights add up to one.
+// Each row uses the `active` experts with the largest scores, weighted by the softmax of all scores or, if
+// `normalised`, of their own, so that weights add up to one.
 struct ExpertChoice {
     int active;
     bool normalised;

@@ -72,7 +72,7 @@ struct RowGroups {
     int64_t begin(int64_t group) const { return rows * group / count; }
 };
 
-// A gate turns pairs of 16 sums, | gate | up |, into 16 outputs. Gates are in the order of Activation, then come others.
+// A gate turns pairs of 16 sums, | gate | up |, into 16 outputs. Gates come in the order of Activation, then others.
 enum Epilogue { kPlain, kSiluGate, kGeluTanhGate, kGeluGate, kReluGate, kClampedSwiGlu };
 
 struct LinearOutput {

@@ -16,6 +16,8 @@ WALL_CLOCK = re.compile(
 TELL_THE_TIME = {
     "server/openai_api.py",  # when a model was created
     "server/answers/generation.py",  # when an answer was created
+    "cluster/app.py",  # since when the router lists its models
+    "engine/kv_events.py",  # when a batch was published, and the first number of a process
     "server/answers/responses.py",  # when it was completed
     "server/bodies/ollama_body.py",  # when an answer of Ollama's API was created
     "server/http/logs.py",

@@ -157,7 +157,8 @@ class BoundDecoder {
         const ScaleBySigmoid gate{product(parts, "gate"), register_of(source), register_of(place)};
         contents_.check_width(gate.source, gate.linear.parts[0].weight.inputs, "gate");
         require(gate.linear.outputs() == 1, "a gate has one output, got " + std::to_string(gate.linear.outputs()));
-        require(contents_.kept(gate.source) == contents_.kept(gate.place), place + " and " + source + " differ in rows");
+        require(contents_.kept(gate.source) == contents_.kept(gate.place),
+                place + " and " + source + " differ in rows");
         decoder_.program.emplace_back(gate);
     }
 

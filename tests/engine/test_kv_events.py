@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -158,6 +159,10 @@ def published(manager: KVCacheManager, **options: Any) -> Iterator[tuple[KVEvent
         publisher.close()
 
 
+# Numbers of steps for `work` that no test names.
+LATER = itertools.count(1000)
+
+
 def work(manager: KVCacheManager, publisher: KVEventPublisher, start: int = 0, count: int = 1) -> None:
     """Steps that each compute a prompt of its own, which evict older ones."""
     for number in range(start, start + count):
@@ -179,7 +184,7 @@ def test_a_reader_that_comes_late_asks_for_all_and_a_live_batch_that_was_in_the_
         try:
             deadline = time.monotonic() + 30
             while not reader.live.poll(20):  # until the subscription has arrived
-                work(manager, publisher, start=int(time.monotonic() * 1000))
+                work(manager, publisher, start=next(LATER))
                 assert time.monotonic() < deadline
             work(manager, publisher, start=10, count=30)
             reader.read(knows_all(reader, manager))
@@ -243,7 +248,7 @@ def test_after_a_restart_at_the_same_addresses_a_reader_forgets_what_was_before(
             work(again, publisher, start=500)
             deadline = time.monotonic() + 30
             while not reader.live.poll(20):
-                work(again, publisher, start=int(time.monotonic() * 1000))
+                work(again, publisher, start=next(LATER))
                 assert time.monotonic() < deadline
             reader.read(knows_all(reader, again))
             assert reader.index.blocks
@@ -271,7 +276,7 @@ def _connect(reader: Reader, manager: KVCacheManager, publisher: KVEventPublishe
     """Work until the reader's subscription has arrived, and read what has come."""
     deadline = time.monotonic() + 30
     while not reader.live.poll(20):
-        work(manager, publisher, start=int(time.monotonic() * 1000))
+        work(manager, publisher, start=next(LATER))
         assert time.monotonic() < deadline
     while reader.live.poll(100):
         _, number, payload = reader.live.recv_multipart()
