@@ -11,7 +11,7 @@ from octavo.request import Request, RequestId, Sequence
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.drafts import Draft, DraftMethod, NgramMethod, TokenIndex
 from octavo.scheduler.plan import SequenceUpdate
-from octavo.scheduler.speculation import Speculator
+from octavo.scheduler.speculation import Speculator, StepCosts
 from octavo.speculative_config import SpeculativeConfig
 
 
@@ -101,6 +101,21 @@ def test_a_draft_delays_a_stream_without_one_by_little() -> None:
     newcomer = sequence(5, 6, 7)
     assert chosen.choose(streams, 100)
     assert chosen.choose([streams[0], newcomer], 100) == {}
+
+
+def test_a_number_of_rows_is_forgotten_when_its_times_are_stale_and_can_be_measured_again() -> None:
+    costs = StepCosts().table(100)
+    for rows in (1, 2):
+        for _ in range(3):
+            costs.observe(rows, 1.0 + rows)
+    for _ in range(4):  # once for each measurement of two rows, and once more
+        for _ in range(600):
+            costs.observe(1, 2.0)
+        costs.seconds(2)
+    assert costs.seconds(2) == pytest.approx(2.0, rel=0.05), "it counts as cheap again"
+    for _ in range(3):
+        costs.observe(2, 3.0)
+    assert costs.seconds(2) == pytest.approx(3.0, rel=0.05)
 
 
 def test_a_draft_ends_before_the_last_token_that_may_be_drawn() -> None:

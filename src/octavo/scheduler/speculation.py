@@ -142,9 +142,12 @@ class _CostTable:
         """Return the time of a step; 0 if no step was measured enough yet."""
         if self._num_steps - self._last.get(rows, self._num_steps) > self._STALE:
             self._last[rows] = self._num_steps
-            self._times[rows].popleft()
-            if len(self._times[rows]) < self._ENOUGH:
+            times = self._times[rows]
+            times.popleft()
+            if len(times) < self._ENOUGH:
                 self._known.pop(rows, None)
+            if not times:
+                del self._times[rows], self._last[rows]
         if (known := self._known.get(rows)) is not None:
             return self._level * known
         below = max((known for known in self._known if known < rows), default=None)
