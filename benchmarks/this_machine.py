@@ -26,6 +26,7 @@ class _Kind(NamedTuple):
 _KINDS = (
     _Kind("AuthenticAMD", 26, range(256), "Zen 5", "amd_zen5"),
     _Kind("AuthenticAMD", 25, range(0x10, 0x20), "Zen 4", "amd_zen4"),
+    _Kind("AuthenticAMD", 25, range(0x10), "Zen 3", "amd_zen3"),
     _Kind("GenuineIntel", 6, range(143, 144), "Sapphire Rapids", "intel_spr"),
 )
 
