@@ -1,4 +1,4 @@
-"""The router's application and its life: endpoints, metrics, and the looks at servers in the background."""
+"""The router's application and its life: endpoints, metrics, and health checks in the background."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -62,7 +61,7 @@ async def _route_on(listener: Any, router_config: RouterConfig, config: ServerCo
     access = AcceptedKeys(config)
     router = make_router(router_config, config, access, in_flight)
     server = Server(create_router_app(router, router_config, config, access, in_flight), config, in_flight, "a router")
-    server.on_hangup = partial(_reread, access) if config.keys_file is not None else None
+    server.on_hangup = access.reread if config.keys_file is not None else None
     await router.workers.look()
     looking = asyncio.ensure_future(router.workers.run())
     try:
@@ -75,10 +74,6 @@ async def _route_on(listener: Any, router_config: RouterConfig, config: ServerCo
             await looking
         await router.workers.close()
         router.selection.close()
-
-
-def _reread(access: AcceptedKeys) -> None:
-    access.reread()
 
 
 def make_router(router_config: RouterConfig, config: ServerConfig, access: AcceptedKeys, in_flight: InFlight) -> Router:
@@ -168,7 +163,7 @@ def create_router_app(
 
 
 class _Collector:
-    """Makes the router's metrics when they are asked for."""
+    """Collects the router's metrics when they are scraped."""
 
     def __init__(self, router: Router, num_in_flight: int) -> None:
         self._router = router
@@ -187,15 +182,15 @@ class _Collector:
         yield counter("requests", "Answers relayed.", ["worker", "status"], stats.requests.items())
         yield counter("retries", "Requests tried elsewhere or again.", ["reason"], stats.retries.items())
         fallbacks = selection.fallbacks.items()
-        yield counter("fallbacks", "Servers chosen without looking at the prompt.", ["reason"], fallbacks)
+        yield counter("fallbacks", "Servers chosen without reading the prompt.", ["reason"], fallbacks)
         yield counter("broken_streams", "Answers that a server left unfinished.", [], [((), stats.broken_streams)])
         yield counter("choices", "Servers chosen.", [], [((), stats.choices)])
         yield counter("choice_seconds", "Time spent choosing them.", [], [((), stats.choice_seconds)])
-        yield counter("prompt_tokens", "Tokens of prompts looked at.", [], [((), stats.prompt_tokens)])
+        yield counter("prompt_tokens", "Tokens of prompts that were read.", [], [((), stats.prompt_tokens)])
         cached = "Of these, tokens that the chosen server had cached, as the index knew."
         yield counter("cached_tokens", cached, [], [((), stats.cached_tokens)])
         up = GaugeMetricFamily("octavo:router_worker_up", "Whether a server takes requests.", labels=["worker"])
-        busy = GaugeMetricFamily("octavo:router_worker_requests", "Requests that a server works on.", labels=["worker"])
+        busy = GaugeMetricFamily("octavo:router_worker_requests", "Requests in progress there.", labels=["worker"])
         for worker in workers:
             up.add_metric([worker.url], worker.is_healthy)
             busy.add_metric([worker.url], worker.in_flight)

@@ -12,7 +12,7 @@ from octavo.errors import ConfigError, shown
 from octavo.option import SECONDS, Options, option
 
 _workers = partial(option, group="workers (docs/operate/route.md)")
-_choice = partial(option, group="choice of a worker")
+_choice = partial(option, group="choice of a server")
 
 
 def checked_url(url: str, name: str = "a worker") -> str:
@@ -48,7 +48,7 @@ class RouterConfig(Options):
     )
     workers_dns: str | None = _workers(
         None,
-        "HOST:PORT of which every address is a server, looked up again and again: a headless Kubernetes service",
+        "HOST:PORT whose addresses are all servers, looked up repeatedly: a headless Kubernetes service",
         metavar="HOST:PORT",
         check=_check_dns,
     )
@@ -57,7 +57,7 @@ class RouterConfig(Options):
     )
     health_interval: float = _workers(
         1.0,
-        "time between two looks at each server; after three that fail, or one request, it gets no requests",
+        "time between two health checks of a server; three that fail, or one failed request, stop requests to it",
         unit=SECONDS,
         above=0,
     )
@@ -70,14 +70,14 @@ class RouterConfig(Options):
 
     strategy: Literal["prefix", "least_loaded", "round_robin"] = _choice(
         "prefix",
-        "who gets a request; prefix: the server that has most of its prompt cached, weighed against its load; the "
-        "others do not look at prompts",
+        "how a server is chosen; prefix: the one with most of the prompt cached, weighed against its load; the "
+        "others do not read prompts",
     )
     selection_timeout: float = _choice(
         0.25, "time that the index may take to choose, before the least loaded is taken", unit=SECONDS, above=0
     )
     replica_sync_port: int | None = _choice(
-        None, "port on which this router tells others what it has sent where (unencrypted)", least=1, most=65535
+        None, "port on which this router shares its choices with other routers (unencrypted)", least=1, most=65535
     )
     replica_sync_peers: Sequence[str] = _choice(
         (),

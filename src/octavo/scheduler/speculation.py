@@ -1,4 +1,4 @@
-"""Speculative decoding: decides which drafted tokens a step verifies beside the tokens that it computes anyway.
+"""Speculative decoding: decides which drafted tokens a step verifies.
 
 A drafted token takes a row of the step. It is worth one if the step yields more tokens per second with it: rows are
 added in the order of their probability, those of all sequences together, and the number is chosen with which
@@ -7,7 +7,7 @@ added in the order of their probability, those of all sequences together, and th
     ───────────────  =   ─────────────────────────────────────────────────────────────────────────────────
       step time                                       T(rows)
 
-is largest. Both sides are learnt while serving, and nothing is drafted until they speak for it:
+is largest. Both are measured while serving, and nothing is verified until they promise a gain:
 
 - **Probabilities** by source, length of the match and position in the draft, and by sequence. Whether or not a draft is
   verified, it is compared with the tokens that come, so that observing costs no row.
@@ -37,7 +37,7 @@ _LEAST_GAIN = 1.03
 
 _MOST_DELAY = 1.05
 _OBSERVED_FIRST = 2.0  # weight of a sequence's tokens that are only compared: the first three
-_PRIOR = 8.0  # tokens that the acceptance of all sequences counts as, beside a sequence's own
+_PRIOR = 8.0  # tokens that the acceptance of all sequences counts as, in addition to a sequence's own
 _FORGETTING = 0.95  # of a sequence's tokens
 _MOST_TRIED = 1000.0
 _MOST_ADDED = 64
@@ -128,7 +128,7 @@ class _CostTable:
             self._known[rows] = median(times)
 
     def may_pay(self, count: int, most_rows: int) -> bool:
-        """Whether some number of rows beside `count` streams yields more tokens per second if all are accepted."""
+        """Whether some number of rows for drafts promises more tokens per second if all are accepted."""
         if (alone := self.seconds(count)) <= 0:
             return False
         added = 1

@@ -194,7 +194,7 @@ class Server(uvicorn.Server):
         self._in_flight = in_flight
         self._shutdown_timeout = config.shutdown_timeout
         self._stops_by: float | None = None
-        self.on_hangup: Callable[[], None] | None = None
+        self.on_hangup: Callable[[], object] | None = None
 
     @property
     def grace_left(self) -> float:
