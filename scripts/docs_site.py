@@ -243,7 +243,7 @@ def _openapi() -> dict[str, Any]:
     from octavo.pooling import Pooling
     from octavo.server.app import create_app
     from octavo.server.bodies.fields import Served
-    from octavo.server.openapi.description import describe
+    from octavo.server.openapi import describe
 
     limits = RequestLimits()
     info = EngineInfo("smollm2", "llama", 0, 8192, 256, 49152, 576, Pooling.LAST, limits, {})

@@ -19,8 +19,7 @@ from typing import Any
 from octavo.limits import DEFAULT_LIMITS
 from octavo.server.app import create_app
 from octavo.server.bodies.fields import Served
-from octavo.server.openapi.body_schemas import UNSUPPORTED
-from octavo.server.openapi.description import describe
+from octavo.server.openapi import UNSUPPORTED, describe
 from tests.server.fake_engine import FakeEngine
 
 VOCAB_SIZE, MAX_MODEL_LEN, HIDDEN_SIZE = 256, 512, 64

@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.server.config import ServerConfig
-from octavo.server.registration import registered
+from octavo.server.routers import registered
 from octavo.workloads.server_process import running_server
 from tests.ports import free_port
 from tests.server.real_engine import MODEL, RealServer, real_server, slowed_down

@@ -18,10 +18,9 @@ import httpx
 import pytest
 
 from octavo.server.app import create_app
-from octavo.server.bodies import reader_process
+from octavo.server.bodies import reader_pool
 from octavo.server.bodies.body_reader import BodyReader
-from octavo.server.bodies.reader_pool import _Workers
-from octavo.server.bodies.reader_process import ReaderProcess
+from octavo.server.bodies.reader_pool import ReaderPool, ReaderProcess
 from octavo.server.config import ServerConfig
 from octavo.server.http.connection import InFlight
 from octavo.server.http.listening import bound
@@ -98,29 +97,29 @@ class InlineWorker:
     def __init__(self, reader: bytes) -> None:
         self._reader = pickle.loads(reader)
 
-    def read(self, method: str, parts: Sequence[bytes], seconds: float) -> Any:
-        succeeded, value = pickle.loads(reader_process._answer(self._reader, method, b"".join(parts)))
+    def read(self, method: str, parts: Sequence[bytes], seconds: float, niceness: int = 0) -> Any:
+        succeeded, value = pickle.loads(reader_pool._answer(self._reader, method, b"".join(parts)))
         if succeeded:
             return value
         raise value
 
 
-class InlineWorkers(_Workers):
+class InlinePool(ReaderPool):
     """For servers without a model: starting a process takes a second, and test_reading.py is about those."""
 
     def _take(self) -> Any:
         return self._idle.pop() if self._idle else InlineWorker(pickle.dumps(self._reader))
 
 
-_kept_workers: dict[tuple[bytes, int, int], list[ReaderProcess]] = {}
+_kept_workers: dict[tuple[bytes, int], list[ReaderProcess]] = {}
 
 
-class KeptWorkers(_Workers):
+class KeptPool(ReaderPool):
     """Servers of one configuration take over each other's processes for bodies: starting one takes a second."""
 
-    def __init__(self, name: str, reader: BodyReader, seconds: float, memory: int, niceness: int = 0) -> None:
-        super().__init__(name, reader, seconds, memory, niceness)
-        key = (pickle.dumps(reader), memory, niceness)
+    def __init__(self, reader: BodyReader, seconds: float, memory: int) -> None:
+        super().__init__(reader, seconds, memory)
+        key = (pickle.dumps(reader), memory)
         while len(_kept_workers) > 4 and key not in _kept_workers:
             idle = _kept_workers.pop(next(iter(_kept_workers)))  # its servers start others
             while idle:
@@ -138,8 +137,8 @@ def running_server(engine: Any, **options: Any) -> Iterator[Running]:
 def _serving(engine: Any, config: ServerConfig, listener: socket.socket) -> Iterator[Running]:
     port = 0 if config.uds is not None else listener.getsockname()[1]
     in_flight = InFlight(config.request_timeout)
-    workers = InlineWorkers if isinstance(engine, FakeEngine) else KeptWorkers
-    with patch("octavo.server.bodies.reader_pool._Workers", workers):
+    pool = InlinePool if isinstance(engine, FakeEngine) else KeptPool
+    with patch("octavo.server.handling.ReaderPool", pool):
         app = create_app(engine, config, in_flight)
     server = Server(app, config, in_flight, engine.info.model_name)
 

@@ -17,7 +17,7 @@ from octavo.limits import RequestLimits
 from octavo.observe.stats import Gauges
 from octavo.server.app import create_app
 from octavo.server.bodies.fields import Served
-from octavo.server.openapi.description import describe
+from octavo.server.openapi import describe
 from octavo.server.route import Endpoint
 from tests.server.conftest import Running
 from tests.server.fake_engine import BOS, VOCAB_SIZE, FakeEngine, InfillTokenizer

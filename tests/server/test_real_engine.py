@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from octavo.request import RequestId
-from octavo.server.tenants.keys import tenant_of
+from octavo.server.keys import tenant_of
 from tests.engine.faults import injected
 from tests.engine.tiny_engine import MAX_MODEL_LEN, POISON, VOCAB_SIZE, break_after, poison, step_for_news
 from tests.server.conftest import wait_until

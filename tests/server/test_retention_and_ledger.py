@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.request import cache_scope
 from octavo.server.handling import IGNORED_HEADER
-from octavo.server.tenants.keys import tenant_of
+from octavo.server.keys import tenant_of
 from tests.engine.preempting import thrash
 from tests.engine.tiny_engine import slow_down
 from tests.server.real_engine import RealServer, error_of, real_server, sse_objects

@@ -12,7 +12,7 @@ import pytest
 from octavo.server.config import ServerConfig
 from octavo.server.handling import Handling
 from octavo.server.http.connection import InFlight
-from octavo.server.tenants.keys import KeyRing
+from octavo.server.keys import KeyRing
 from tests.server.conftest import Running
 from tests.server.fake_engine import BOS
 

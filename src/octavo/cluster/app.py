@@ -21,7 +21,7 @@ from octavo.cluster.router import RELAYED, NoWorkerError, Readers, Router
 from octavo.cluster.selection import PrefixSelection, make_selection
 from octavo.cluster.workers import Workers, new_session
 from octavo.errors import ConfigError, OctavoError, RequestError, how_to_install
-from octavo.server.access import AcceptedKeys
+from octavo.server.access import AcceptedKeys, RefuseWebPages, authenticated
 from octavo.server.answer_json import json_bytes
 from octavo.server.app import cors
 from octavo.server.config import ServerConfig
@@ -29,12 +29,9 @@ from octavo.server.errors import ApiError, LastResort, answer_http_error, answer
 from octavo.server.http.connection import InFlight
 from octavo.server.http.listening import bound, listen, log_failed_accepts
 from octavo.server.http.logs import RequestLog
-from octavo.server.http.origin import RefuseWebPages
-from octavo.server.http.response_counts import ResponseCounts
 from octavo.server.interpreter_settings import settle_interpreter
-from octavo.server.route import RefuseControlCharacters, json_response
+from octavo.server.route import RefuseControlCharacters, ResponseCounts, json_response
 from octavo.server.run import Server, check_certificate
-from octavo.server.tenants.auth import authenticated
 
 
 def route(router_config: RouterConfig, config: ServerConfig) -> None:

@@ -31,18 +31,16 @@ from octavo.config import EngineConfig
 from octavo.errors import shortened
 from octavo.limits import DEFAULT_LIMITS
 from octavo.request import cache_scope
-from octavo.server.access import AcceptedKeys
+from octavo.server.access import AcceptedKeys, presented_key
 from octavo.server.apis import EVENTS, REQUEST_ID_HEADER, api_of
 from octavo.server.bodies.body_reader import ChatRequest, CompletionRequest
-from octavo.server.bodies.local_apis_reader import LocalApisReader
+from octavo.server.bodies.local_reader import LocalApisReader
 from octavo.server.bodies.reader_pool import ReaderPool
 from octavo.server.config import ServerConfig
 from octavo.server.errors import MODEL_MISSING, RETRY_AFTER_SECONDS, ApiError
-from octavo.server.http.connection import ClientLeftError, InFlight
-from octavo.server.http.intake import BodyIntake
-from octavo.server.routed import KEY_HEADER, PROMPT_HEADER
-from octavo.server.tenants.auth import presented_key
-from octavo.server.tenants.keys import ANYBODY
+from octavo.server.http.connection import BodyIntake, ClientLeftError, InFlight
+from octavo.server.keys import ANYBODY
+from octavo.server.routers import KEY_HEADER, PROMPT_HEADER
 from octavo.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo.route")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from octavo.cluster.config import RouterConfig
 from octavo.cluster.workers import Worker
 from octavo.errors import ConfigError, how_to_install
-from octavo.server.ids import new_id
+from octavo.server.apis import new_id
 
 logger = logging.getLogger("octavo.route")
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from octavo.cluster.config import RouterConfig, checked_url
 from octavo.errors import ConfigError
-from octavo.server.routed import WORKER_PATH
+from octavo.server.routers import WORKER_PATH
 
 logger = logging.getLogger("octavo.route")
 

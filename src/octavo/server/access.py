@@ -1,14 +1,35 @@
-"""The keys that a server accepts, from its options and its keys file, which can be reread."""
+"""Who may use the server: the keys it accepts, what each endpoint needs, and protection from web pages.
+
+Keys come from the options and from a keys file, which can be reread. A server without keys is protected from requests
+that a web page makes its reader's browser send to 127.0.0.1, or, by DNS rebinding (a domain of the page that resolves
+to 127.0.0.1), even reads the answers of. Three headers distinguish such requests from a program's:
+
+    Host           names the page's own domain after rebinding: only this server's names and IP addresses are served
+    Origin         sent by browsers with every POST from a page: only this server's own and allowed pages are served
+    Content-Type   a page may send application/json to another origin only after a preflight, which is not granted here
+
+Ollama's documentation has clients that send no such Content-Type (`curl -d`). On its paths, a form's is taken too where
+the request has none of the headers by which browsers say that a page sent it (`Origin`, `Referer`, `Sec-Fetch-*`).
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import logging
-from collections.abc import Callable, Iterable
+import socket
+from collections.abc import Callable, Iterable, Mapping, Set
+from http import HTTPStatus
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.errors import ConfigError
 from octavo.scheduler.kv_limits import KVAmounts
+from octavo.server.apis import OLLAMA, api_of, path_of
 from octavo.server.config import ServerConfig
-from octavo.server.tenants.keys import Client, Digest, KeyRing, clients_of_keys, read_keys_file, sharing_all
+from octavo.server.errors import ApiError
+from octavo.server.keys import ANYBODY, Client, Digest, KeyRing, clients_of_keys, read_keys_file, sharing_all
+from octavo.server.route import Access
 
 logger = logging.getLogger("octavo.server")
 
@@ -82,3 +103,208 @@ def client_keys(config: ServerConfig) -> dict[Digest, Client]:
     else:
         clients = clients_of_keys(config.accepted_keys)
     return sharing_all(clients) if config.shared_prefix_cache else clients
+
+
+def presented_key(scope: Scope) -> str | None:
+    """Return the key of a request: `Authorization: Bearer KEY` (OpenAI) or `x-api-key: KEY` (Anthropic)."""
+    authorization = api_key = None
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            authorization = value.decode("utf-8", "replace")
+        elif name == b"x-api-key":
+            api_key = value.decode("utf-8", "replace").strip()
+    scheme, _, key = (authorization or "").partition(" ")
+    if scheme.lower() == "bearer" and (key := key.strip()):
+        return str(key)
+    return api_key or None
+
+
+def client_of(scope: Scope) -> Client:
+    """Return the client that `RequireApiKey` identified, or the anonymous client if no key is required."""
+    client = scope.get("state", {}).get("client", ANYBODY)
+    assert isinstance(client, Client)
+    return client
+
+
+class RequireApiKey:
+    """Middleware that requires a known key on every path that is not public; stores its client in `scope["state"]`.
+
+    The admin key passes too. It is no client's, and opens only what `Gate` lets it.
+
+    Args:
+        clients: keys of clients.
+        admins: the same keys and the admin key.
+        routers: the router's key, which passes like the admin key.
+        public: methods and paths that need no key.
+    """
+
+    def __init__(
+        self, app: ASGIApp, clients: KeyRing, admins: KeyRing, routers: KeyRing, public: Set[tuple[str, str]]
+    ) -> None:
+        self._app = app
+        self._routers = routers
+        self._clients = clients
+        self._admins = admins
+        self._public = public
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (scope["method"], path_of(scope)) not in self._public:
+            try:
+                self._identify(scope)
+            except ApiError as error:
+                await error.response(scope)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _identify(self, scope: Scope) -> None:
+        key = presented_key(scope)
+        if key is not None and (client := self._clients.find(key)) is not None:
+            scope.setdefault("state", {})["client"] = client
+        elif key is None or self._routers.find(key) is None:
+            authenticated(self._admins, scope)
+
+
+class Gate:
+    """Decides whether a request may use an endpoint, by the endpoint's `Access`.
+
+    Args:
+        clients: keys of clients.
+        admins: the same keys and the admin key; only their clients with `admin` set are operators.
+        routers: the router's key.
+    """
+
+    def __init__(self, clients: KeyRing, admins: KeyRing, routers: KeyRing) -> None:
+        self._clients = clients
+        self._admins = admins
+        self._routers = routers
+
+    def check(self, access: Access, scope: Scope) -> None:
+        """Raise `ApiError` if the request's key does not open such an endpoint (401), or no key could (403)."""
+        if access is Access.CLIENT and self._clients and "client" not in scope.get("state", {}):
+            raise incorrect_key()
+        if access is Access.ROUTER:
+            self._check_router(scope)
+        if access is Access.ADMIN or (access is Access.OPERATOR and self._admins):
+            self._check_admin(scope)
+
+    def admits_admin(self, request: Request) -> bool:
+        """Return whether the request carries an admin key."""
+        key = presented_key(request.scope)
+        client = None if key is None else self._admins.find(key)
+        return client is not None and client.admin
+
+    def admits_operator(self, request: Request) -> bool:
+        """Return whether the request may use what is `Access.OPERATOR`."""
+        return not self._admins or self.admits_admin(request)
+
+    def _check_router(self, scope: Scope) -> None:
+        if not self._routers:
+            message = "This server has no router key: start it with --router-key or OCTAVO_ROUTER_KEY."
+            raise ApiError(HTTPStatus.FORBIDDEN, message, code="no_router_key")
+        authenticated(self._routers, scope)
+
+    def _check_admin(self, scope: Scope) -> None:
+        if not any(client.admin for client in self._admins.clients):
+            message = (
+                "This server has no admin key: start it with --admin-key, OCTAVO_ADMIN_KEY, or a tenant with admin = "
+                "true in --keys-file, to use this."
+            )
+            raise ApiError(HTTPStatus.FORBIDDEN, message, code="no_admin_key")
+        if not authenticated(self._admins, scope).admin:
+            raise incorrect_key()
+
+
+def authenticated(keys: KeyRing, scope: Scope) -> Client:
+    """Return the client whose key a request carries; raise `ApiError` (401) if the key is missing or unknown."""
+    key = presented_key(scope)
+    if key is None:
+        raise _unauthorized("You didn't provide an API key: send it as the header 'Authorization: Bearer KEY'.")
+    client = keys.find(key)
+    if client is None:
+        raise incorrect_key()
+    return client
+
+
+def incorrect_key() -> ApiError:
+    return _unauthorized("Incorrect API key provided.")
+
+
+def _unauthorized(message: str) -> ApiError:
+    return ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+ANY = "*"
+_OF_PAGES = (b"origin", b"referer")
+
+
+class RefuseWebPages:
+    """Middleware that refuses requests that a web page of another origin made a browser send.
+
+    Args:
+        hosts: allowed host names besides IP addresses, `localhost` and the machine's own name; `*` allows any.
+        origins: origins whose pages may use the server, such as `https://chat.example`; `*` allows any.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Iterable[str], origins: Iterable[str]) -> None:
+        self._app = app
+        self._hosts = {"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)}
+        self._origins = {origin.lower().rstrip("/") for origin in origins}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                self._check(scope)
+            except ApiError as error:
+                await error.response(scope)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        host = headers.get(b"host", "").lower()
+        if host and ANY not in self._hosts and not self._is_own(host_name(host)):
+            message = "Host header not allowed; add it with --allowed-hosts."
+            raise ApiError(HTTPStatus.MISDIRECTED_REQUEST, message, code="host_not_allowed")
+        origin = headers.get(b"origin", "").lower()
+        if origin and not self._allows(origin, host):
+            message = "Pages of this origin may not use this server; --allowed-origins adds origins."
+            raise ApiError(HTTPStatus.FORBIDDEN, message, code="origin_not_allowed")
+        if scope["method"] == "POST" and not self._is_program(scope, headers):
+            message = "Send the body as 'Content-Type: application/json': without API keys this server takes no other."
+            raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_media_type")
+
+    @staticmethod
+    def _is_program(scope: Scope, headers: Mapping[bytes, str]) -> bool:
+        given = headers.get(b"content-type", "")
+        if _is_json(given):
+            return True
+        by_page = any(name in _OF_PAGES or name.startswith(b"sec-fetch-") for name in headers)
+        return api_of(scope) is OLLAMA and not by_page and given in ("", "application/x-www-form-urlencoded")
+
+    def _is_own(self, name: str) -> bool:
+        # An IP address cannot be rebound: the browser connected to the address in the header itself.
+        return name in self._hosts or _is_address(name)
+
+    def _allows(self, origin: str, host: str) -> bool:
+        own = origin.split("://", 1)[-1] == host and origin.startswith(("http://", "https://"))
+        return own or ANY in self._origins or origin in self._origins
+
+
+def host_name(host: str) -> str:
+    """Strip the port from a Host header: 'example:8000' -> 'example'; '[::1]:8000' -> '::1'."""
+    if host.startswith("["):
+        name, _, port = host[1:].partition("]")
+        return host if port and not port.startswith(":") else name
+    return host.partition(":")[0] if host.count(":") == 1 else host
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_json(content_type: str) -> bool:
+    return content_type.partition(";")[0].strip().lower() == "application/json"

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from starlette.types import Scope
 
+import uuid
+
 INVALID_REQUEST = "invalid_request_error"
 # The media types of server-sent events, and of a line of JSON for each part of an answer.
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
@@ -145,3 +147,8 @@ def api_of_path(path: str) -> Api:
 
 def _is_under(path: str, prefix: str) -> bool:
     return path == prefix or path.startswith(prefix + "/")
+
+
+def new_id(prefix: str) -> str:
+    """Return a unique id: 'cmpl' -> 'cmpl-4f1c…'."""
+    return f"{prefix}-{uuid.uuid4().hex}"

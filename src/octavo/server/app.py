@@ -7,7 +7,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
 from octavo.errors import OctavoError
-from octavo.server.access import AcceptedKeys
+from octavo.server.access import AcceptedKeys, Gate, RefuseWebPages, RequireApiKey
 from octavo.server.bodies.fields import Served
 from octavo.server.config import ServerConfig
 from octavo.server.engine_client import EngineClient
@@ -15,17 +15,14 @@ from octavo.server.errors import LastResort, answer_http_error, answer_octavo_er
 from octavo.server.handling import IGNORED_HEADER, Handling
 from octavo.server.http.connection import InFlight
 from octavo.server.http.logs import RequestLog
-from octavo.server.http.origin import RefuseWebPages
-from octavo.server.http.response_counts import ResponseCounts
 from octavo.server.live_page import LivePage
 from octavo.server.llamacpp_api import LlamaCppApi
 from octavo.server.ollama_api import OllamaApi
 from octavo.server.openai_api import OpenAIApi
-from octavo.server.openapi.description import Description
+from octavo.server.openapi import Description
 from octavo.server.operations import Operations
-from octavo.server.route import RefuseControlCharacters, public_requests, routes
-from octavo.server.tenants.auth import Gate, RequireApiKey
-from octavo.server.tenants.quota import Metered, Quotas
+from octavo.server.quotas import Metered, Quotas
+from octavo.server.route import RefuseControlCharacters, ResponseCounts, public_requests, routes
 
 
 def create_app(

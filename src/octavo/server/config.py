@@ -13,7 +13,7 @@ from octavo.config import BYTES
 from octavo.dialect.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from octavo.errors import ConfigError, shown
 from octavo.option import SECONDS, Options, option
-from octavo.server.tenants.keys import check_key
+from octavo.server.keys import check_key
 
 API_KEY_VARIABLE = "OCTAVO_API_KEY"
 ADMIN_KEY_VARIABLE = "OCTAVO_ADMIN_KEY"

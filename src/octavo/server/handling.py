@@ -11,26 +11,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import RequestError, shown
-from octavo.server.answers.embeddings import embedding_job
+from octavo.server.access import client_of
+from octavo.server.answers.completions import embedding_job
 from octavo.server.answers.generation import AT_ONCE, Answer, Job
 from octavo.server.apis import api_of
 from octavo.server.bodies.body_reader import CompletionRequest, EmbeddingRequest, ReadAnswer, frame
 from octavo.server.bodies.fields import RequestBody
 from octavo.server.bodies.foreign_fields import header_value
-from octavo.server.bodies.local_apis_reader import LocalApisReader
+from octavo.server.bodies.local_reader import LocalApisReader
 from octavo.server.bodies.openai_bodies import OLDEST_MESSAGES
 from octavo.server.bodies.reader_pool import ReaderPool
 from octavo.server.config import ServerConfig
 from octavo.server.engine_client import EngineClient, TokenizerLike
 from octavo.server.errors import ApiError
-from octavo.server.http.connection import EventStream, InFlight, WholeAnswer
-from octavo.server.http.intake import BodyIntake
+from octavo.server.http.connection import BodyIntake, EventStream, InFlight, WholeAnswer
 from octavo.server.http.turnstile import Turnstile
+from octavo.server.keys import KeyRing
+from octavo.server.quotas import charge_of
 from octavo.server.route import json_response
-from octavo.server.routed import RoutedPrompts
-from octavo.server.tenants.auth import client_of
-from octavo.server.tenants.keys import KeyRing
-from octavo.server.tenants.quota import charge_of
+from octavo.server.routers import RoutedPrompts
 
 logger = logging.getLogger("octavo.server")
 

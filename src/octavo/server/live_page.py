@@ -32,13 +32,13 @@ from octavo.engine.live import LiveView, computed_by, describe_block, describe_r
 from octavo.errors import shortened
 from octavo.observe.stats import EngineStats, Histogram
 from octavo.scheduler.scheduler import Scheduler
+from octavo.server.access import Gate
 from octavo.server.answer_json import json_bytes
 from octavo.server.apis import OPENAI
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import ApiError
 from octavo.server.http.connection import EventStream, InFlight
 from octavo.server.route import Access, Endpoint, json_response
-from octavo.server.tenants.auth import Gate
 
 INTERVAL_S = 0.1
 MOST_PAGES = 8

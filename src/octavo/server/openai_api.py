@@ -11,14 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import RequestError, shortened
+from octavo.server.access import client_of
 from octavo.server.answer_json import json_bytes
 from octavo.server.answers.chat import ChatAnswer
-from octavo.server.answers.completions import CompletionAnswer
-from octavo.server.answers.embeddings import EmbeddingAnswer
+from octavo.server.answers.completions import CompletionAnswer, EmbeddingAnswer
 from octavo.server.answers.logprobs import TokenTexts
 from octavo.server.answers.messages import MessagesAnswer
-from octavo.server.answers.response_store import ResponseStore, StoredResponse
-from octavo.server.answers.responses import ResponseAnswer
+from octavo.server.answers.responses import ResponseAnswer, ResponseStore, StoredResponse
 from octavo.server.apis import ANTHROPIC, api_of
 from octavo.server.bodies.body_reader import (
     ChatRequest,
@@ -35,7 +34,6 @@ from octavo.server.engine_client import EngineClient
 from octavo.server.errors import ApiError
 from octavo.server.handling import Handling
 from octavo.server.route import Endpoint, json_response
-from octavo.server.tenants.auth import client_of
 
 
 class OpenAIApi:

@@ -10,15 +10,14 @@ from starlette.responses import Response
 
 import octavo
 from octavo.errors import shortened
+from octavo.server.access import Gate
 from octavo.server.answer_json import json_bytes
 from octavo.server.config import ServerConfig
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import ApiError
 from octavo.server.http.connection import InFlight
-from octavo.server.http.response_counts import ResponseCounts
-from octavo.server.route import Access, Endpoint, json_response
-from octavo.server.tenants.auth import Gate
-from octavo.server.tenants.quota import Quotas
+from octavo.server.quotas import Quotas
+from octavo.server.route import Access, Endpoint, ResponseCounts, json_response
 
 # Maximum length of a damaged cache's audit in /health; the audit may name every block.
 _MAX_HEALTH_DETAIL = 1000

@@ -28,7 +28,7 @@ from octavo.server.http.connection import InFlight
 from octavo.server.http.listening import bound, listen, log_failed_accepts, require_keys_beyond_loopback, shown_address
 from octavo.server.http.transport import MAX_HEADER_BYTES, ConnectionCounters, guarded_protocol
 from octavo.server.interpreter_settings import return_free_memory, settle_interpreter
-from octavo.server.registration import registered
+from octavo.server.routers import registered
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from prometheus_client.registry import Collector
 
 from octavo.observe.stats import EngineStats
 from octavo.observe.tenant_queues import Waiting
-from octavo.server.http.response_counts import ResponseCounts
-from octavo.server.tenants.quota import Quotas
+from octavo.server.quotas import Quotas
+from octavo.server.route import ResponseCounts
 
 _COUNTERS = (
     ("requests", "requests", "Requests that were let in."),

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from octavo.server.answers.response_store import ResponseStore, StoredResponse
+from octavo.server.answers.responses import ResponseStore, StoredResponse
 from tests.server.conftest import Running, openai_client, rendered, running_server
 from tests.server.fake_engine import FakeEngine
 from tests.server.scripted_engine import ScriptedEngine

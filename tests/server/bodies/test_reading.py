@@ -10,6 +10,7 @@ import resource
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -18,12 +19,19 @@ import pytest
 from octavo import helper_process
 from octavo.errors import ContextLengthError, RequestError
 from octavo.limits import DEFAULT_LIMITS
-from octavo.server.bodies import reader_pool, reader_process
+from octavo.server.bodies import reader_pool
 from octavo.server.bodies.body_reader import BodyReader, frame
-from octavo.server.bodies.reader_pool import LARGE_NICENESS, MANY_PARTS, MEDIUM_BODY, SMALL_BODY, ReaderPool
+from octavo.server.bodies.reader_pool import (
+    LARGE_NICENESS,
+    MANY_PARTS,
+    MEDIUM_BODY,
+    NUM_WORKERS,
+    SMALL_BODY,
+    ReaderPool,
+)
 from octavo.server.errors import BODY_TOO_LARGE, MODEL_MISSING, ApiError, to_api_error
 from octavo.text.chat_template import MAX_RENDERED, render_chat
-from tests.server.conftest import KeptWorkers
+from tests.server.conftest import KeptPool
 from tests.server.fake_engine import VOCAB_SIZE, ByteTokenizer
 
 
@@ -48,10 +56,10 @@ class SlowTokenizer(ByteTokenizer):
         return render_chat(messages[0]["content"], messages, **variables)
 
 
-class PartsKept(reader_pool._Workers):
+class PartsKept(ReaderPool):
     """Reads nothing, and returns the parts of the body as they came."""
 
-    def _read(self, method: str, parts: tuple[bytes, ...]) -> Any:
+    def _read(self, method: str, parts: tuple[bytes, ...], niceness: int = 0) -> Any:
         return parts
 
 
@@ -59,7 +67,7 @@ def reading(
     seconds: float = 120.0,
     max_model_len: int = 500_000,
     memory: int = 2**30,
-    workers: type[reader_pool._Workers] = KeptWorkers,
+    pool: type[ReaderPool] = KeptPool,
 ) -> ReaderPool:
     reader = BodyReader(
         tokenizer=SlowTokenizer(),
@@ -69,8 +77,7 @@ def reading(
         limits=DEFAULT_LIMITS,
         names=("fake",),
     )
-    with patch("octavo.server.bodies.reader_pool._Workers", workers):
-        return ReaderPool(reader, seconds, memory)
+    return pool(reader, seconds, memory)
 
 
 def chat(template: str) -> dict[str, Any]:
@@ -109,7 +116,7 @@ def test_a_body_that_takes_too_long_is_refused_and_the_next_one_is_read() -> Non
     with pytest.raises(ApiError, match=r"took longer than 1 s.*--max-body-seconds") as refusal:
         read(bodies, {"prompt": "slow" + "x" * MEDIUM_BODY})
     assert (refusal.value.status, refusal.value.code) == (400, "request_too_expensive")
-    bodies._large._seconds = 60.0
+    bodies._seconds = 60.0
     assert len(read(bodies, {"prompt": "x" * MEDIUM_BODY}).prompts[0].token_ids) == MEDIUM_BODY + 1
 
 
@@ -152,13 +159,13 @@ def test_a_short_body_of_many_prompts_is_read_in_another_process(method: str) ->
 
 
 def test_a_large_body_is_not_searched_for_its_parts_on_the_event_loop() -> None:
-    bodies, large = reading(workers=PartsKept), b"[" * MEDIUM_BODY
+    bodies, large = reading(pool=PartsKept), b"[" * MEDIUM_BODY
     with patch("octavo.server.bodies.reader_pool._num_parts", side_effect=AssertionError("it was searched")):
         assert asyncio.run(bodies.read("completion", large)) == (large,)
 
 
 def test_bodies_that_go_on_from_a_response_share_its_items_until_they_are_read() -> None:
-    bodies, items = reading(workers=PartsKept), b'{"role": "user", "content": "x"}' * 1000
+    bodies, items = reading(pool=PartsKept), b'{"role": "user", "content": "x"}' * 1000
     parts = asyncio.run(bodies.read("next_response", *frame(items, b"", b"{}"), tenant="ada"))
     assert any(part is items for part in parts)
 
@@ -170,7 +177,7 @@ def test_a_template_that_loops_is_ended_and_the_next_chat_is_read() -> None:
     with pytest.raises(ApiError, match="took longer than 1 s") as refusal:
         read(bodies, chat(loops), "chat")
     assert (refusal.value.status, refusal.value.code) == (400, "request_too_expensive")
-    bodies._chats._seconds = 60.0
+    bodies._seconds = 60.0
     assert list(read(bodies, chat("x"), "chat").prompt.token_ids) == SlowTokenizer().encode("x", False)
 
 
@@ -201,10 +208,10 @@ def test_a_large_body_that_fills_the_memory_is_refused() -> None:
 def test_a_process_that_keeps_too_much_memory_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     bodies = reading()
     assert list(read(bodies, chat("x"), "chat").prompt.token_ids) == SlowTokenizer().encode("x", False)
-    (first,) = bodies._chats._idle
-    monkeypatch.setattr(reader_process, "_KEPT_BYTES", -(2**30))
+    (first,) = bodies._idle
+    monkeypatch.setattr(reader_pool, "_KEPT_BYTES", -(2**30))
     assert list(read(bodies, chat("x"), "chat").prompt.token_ids) == SlowTokenizer().encode("x", False)
-    assert bodies._chats._idle == []
+    assert bodies._idle == []
     assert not first.is_alive
     assert list(read(bodies, chat("y"), "chat").prompt.token_ids) == SlowTokenizer().encode("y", False)
 
@@ -213,7 +220,7 @@ def test_a_process_that_keeps_too_much_memory_is_replaced(monkeypatch: pytest.Mo
 def test_a_process_that_ended_while_it_was_idle_is_replaced() -> None:
     bodies = reading()
     assert list(read(bodies, chat("x"), "chat").prompt.token_ids) == SlowTokenizer().encode("x", False)
-    (idle,) = bodies._chats._idle
+    (idle,) = bodies._idle
     idle._process._process.kill()
     idle._process._process.wait()
     assert list(read(bodies, chat("y"), "chat").prompt.token_ids) == SlowTokenizer().encode("y", False)
@@ -235,7 +242,7 @@ class BlockedWorker:
     def __init__(self, *_: Any) -> None:
         self.is_alive, self.is_bloated = True, False
 
-    def read(self, method: str, parts: tuple[bytes, ...], seconds: float) -> bytes:
+    def read(self, method: str, parts: tuple[bytes, ...], seconds: float, niceness: int = 0) -> bytes:
         raw = b"".join(parts)
         self.given.append(raw)
         assert raw[:3] != b"ada" or self.goes_on.wait(60)
@@ -246,7 +253,7 @@ class BlockedWorker:
 def test_a_tenants_slow_bodies_hold_up_no_other_tenants(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr("octavo.server.bodies.reader_pool.ReaderProcess", BlockedWorker)
     BlockedWorker.goes_on, BlockedWorker.given = threading.Event(), []
-    bodies = reading(workers=reader_pool._Workers)
+    bodies = reading(pool=ReaderPool)
 
     async def run() -> None:
         slow = [asyncio.ensure_future(bodies.read("chat", b"ada" + b"x" * size, tenant="ada")) for _ in range(9)]
@@ -279,7 +286,7 @@ def test_the_reader_is_pickled_once_for_all_processes(monkeypatch: pytest.Monkey
         return dumps(*given, **options)
 
     monkeypatch.setattr(pickle, "dumps", noted)
-    bodies = reading(workers=reader_pool._Workers)
+    bodies = reading(pool=ReaderPool)
 
     async def run() -> None:
         several = [asyncio.ensure_future(bodies.read("chat", b"ada", tenant="ada")) for _ in range(2)]
@@ -288,7 +295,6 @@ def test_the_reader_is_pickled_once_for_all_processes(monkeypatch: pytest.Monkey
         BlockedWorker.goes_on.set()
         await asyncio.gather(*several)
 
-    bodies._chats.prepare()
     asyncio.run(run())
     assert len(pickled) == 1
 
@@ -319,12 +325,32 @@ def test_a_tenants_medium_bodies_hold_up_no_other_tenants(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_processes_of_large_bodies_give_way_to_the_engine() -> None:
+def test_large_bodies_are_read_with_a_lower_priority_than_chats_by_the_same_process() -> None:
     bodies = reading()
     read(bodies, {"prompt": "x" * MEDIUM_BODY})
-    (worker,) = bodies._large._idle
-    lowered = min(os.getpriority(os.PRIO_PROCESS, 0) + LARGE_NICENESS, 19)
-    assert os.getpriority(os.PRIO_PROCESS, worker._process.pid) == lowered
+    (worker,) = bodies._idle
+    threads = [int(task.name) for task in Path(f"/proc/{worker._process.pid}/task").iterdir()]
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert min(own + LARGE_NICENESS, 19) in [os.getpriority(os.PRIO_PROCESS, thread) for thread in threads]
+    assert os.getpriority(os.PRIO_PROCESS, worker._process.pid) == own
+    read(bodies, chat("x"), "chat")
+    assert bodies._idle == [worker]
+
+
+def test_chats_do_not_wait_for_large_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_pool, "ReaderProcess", BlockedWorker)
+    BlockedWorker.goes_on, BlockedWorker.given = threading.Event(), []
+    bodies = reading(pool=ReaderPool)
+
+    async def run() -> None:
+        large = [asyncio.ensure_future(bodies.read("completion", b"ada" + b"x" * MEDIUM_BODY)) for _ in range(9)]
+        while len(BlockedWorker.given) < NUM_WORKERS:
+            await asyncio.sleep(0.001)
+        assert await bodies.read("chat", b"hi")
+        BlockedWorker.goes_on.set()
+        await asyncio.gather(*large)
+
+    asyncio.run(run())
 
 
 def test_a_prompt_over_the_models_length_is_refused_as_soon_as_it_is_tokenised() -> None:

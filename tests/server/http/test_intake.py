@@ -14,8 +14,8 @@ import pytest
 from starlette.requests import Request
 
 from octavo.server.errors import BODY_TOO_LARGE, TOO_MANY_BODIES, TOO_MANY_TENANT_BODIES, ApiError
-from octavo.server.http.intake import FREE_BYTES, BodyIntake
-from octavo.server.tenants.keys import Client
+from octavo.server.http.connection import FREE_BYTES, BodyIntake
+from octavo.server.keys import Client
 from tests.server.conftest import Running, wait_until
 from tests.server.http.test_connections import HEAD, connect
 

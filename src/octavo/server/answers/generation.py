@@ -15,13 +15,13 @@ from octavo.engine.outputs import GRAMMAR_TOO_COMPLEX, UNUSABLE_LOGITS, OutputKi
 from octavo.request import RequestContext
 from octavo.sampling_params import SamplingParams
 from octavo.server.answer_json import HEAVY, offload, weight_of
+from octavo.server.apis import new_id
 from octavo.server.bodies.body_reader import ChatRequest, CompletionRequest
 from octavo.server.bodies.prompts import EncodedPrompt
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import FAILED_GRAMMAR, FAILED_SAMPLING, FAILED_STEP
 from octavo.server.http.turnstile import Turnstile
-from octavo.server.ids import new_id
-from octavo.server.tenants.keys import Client
+from octavo.server.keys import Client
 
 # Number of prompts that are started or aborted in one round of the event loop, over all bodies with several prompts;
 # and number of outputs of one body that are passed on before other tasks have a turn.

@@ -7,11 +7,11 @@ from typing import Any
 from octavo.engine.outputs import RequestOutput
 from octavo.request import FinishReason
 from octavo.server.answer_json import dumps, json_pieces
-from octavo.server.answers.choices import Block, BlockKind, Change, Closed, Grew, Opened, SingleChat
+from octavo.server.answers.chat import Block, BlockKind, Change, Closed, Grew, Opened, SingleChat
 from octavo.server.bodies.body_reader import ChatRequest
 from octavo.server.bodies.messages_body import arguments_object
 from octavo.server.engine_client import EngineClient
-from octavo.server.tenants.keys import Client
+from octavo.server.keys import Client
 
 
 class MessagesAnswer(SingleChat):

@@ -22,8 +22,8 @@ from octavo.errors import FieldError, RequestError, shortened
 from octavo.limits import RequestLimits
 from octavo.sampling_params import SamplingParams
 from octavo.server.answer_json import json_bytes
+from octavo.server.apis import new_id
 from octavo.server.bodies.chat_messages import cache_marks, checked_messages
-from octavo.server.bodies.dialects import Dialects, Speech
 from octavo.server.bodies.fields import RequestBody, drop_unknown, fields_of, filled, json_object
 from octavo.server.bodies.foreign_fields import translate
 from octavo.server.bodies.messages_body import CountTokensBody, MessagesBody
@@ -39,10 +39,9 @@ from octavo.server.bodies.responses_body import (
     response_of,
     with_ids,
 )
-from octavo.server.bodies.tool_use import checked_tools
+from octavo.server.bodies.tools import Dialects, Speech, checked_tools
 from octavo.server.engine_client import TokenizerLike
 from octavo.server.errors import MODEL_MISSING
-from octavo.server.ids import new_id
 from octavo.structured_outputs import StructuredOutputsParams
 from octavo.text.prompt_checks import check_token_ids
 

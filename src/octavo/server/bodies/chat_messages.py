@@ -14,7 +14,7 @@ from typing import Any
 
 from octavo.errors import FieldError, RequestError, shown
 from octavo.limits import RequestLimits
-from octavo.server.bodies.tool_use import checked_calls
+from octavo.server.bodies.tools import checked_calls
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Members of messages that are not passed to the template as they are.

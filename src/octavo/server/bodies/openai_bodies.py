@@ -21,7 +21,7 @@ from octavo.server.bodies.fields import (
     token_ids,
     unsupported,
 )
-from octavo.server.bodies.response_format import Guided, structured_outputs_of
+from octavo.server.bodies.tools import Guided, structured_outputs_of
 from octavo.text.prompt_checks import check_token_ids
 
 OLDEST_MESSAGES = "messages.oldest"

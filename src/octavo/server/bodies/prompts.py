@@ -11,8 +11,8 @@ from typing import Any
 from octavo.errors import ContextLengthError, FieldError, RequestError, shown
 from octavo.request import PinRequest, TokenIdSeq
 from octavo.server.bodies.chat_messages import CacheMark
-from octavo.server.bodies.dialects import RenderedChat
 from octavo.server.bodies.openai_bodies import ChatBody, TokenizeBody
+from octavo.server.bodies.tools import RenderedChat
 from octavo.server.engine_client import TokenizerLike
 from octavo.text.prompt_checks import check_text_length, check_token_ids
 

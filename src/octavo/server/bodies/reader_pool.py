@@ -1,24 +1,46 @@
 """Reads request bodies without making other requests wait.
 
 A body below a kilobyte is read on the event loop; a medium one in a thread, where only its parsing holds the
-interpreter's lock, for about a millisecond; a large one, or one of many parts, in a process of its own
-(`reader_process`). Chats are always read in a process: their template comes with the model, and may loop or exhaust the
-memory.
+interpreter's lock, for about a millisecond; a large one, or one of many parts, in another process, because parsing
+JSON, validating arrays and tokenising hold that lock. Chats are always read in a process: their template comes with
+the model, and may loop or exhaust the memory.
+
+One pool of processes reads both. Large bodies and chats take turns separately, so that chats do not wait for large
+bodies. The frames of `octavo.helper_process` hold:
+
+    server  ── limit, pickled BodyReader ──>       once    ── nothing ──>  ready
+            ── niceness, method, then body  ──>            ── pickled result, or the error to raise ──>  server
+
+The cost of a body is limited: a process that exceeds the time limit is killed, and the operating system enforces the
+memory limit.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import pickle
+import sys
 import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from typing import Any
 
 from octavo.engine.turns import TenantThreads
-from octavo.helper_process import HelperEndedError
+from octavo.errors import OctavoError
+from octavo.helper_process import (
+    HelperEndedError,
+    HelperProcess,
+    HelperTooSlowError,
+    limit_memory,
+    receive,
+    requests_and_answers,
+    send,
+)
 from octavo.server.bodies.body_reader import BodyReader
-from octavo.server.bodies.reader_process import ReaderProcess
-from octavo.server.errors import ApiError
+from octavo.server.errors import BODY_TOO_COSTLY, BODY_TOO_SLOW, INTERNAL_ERROR, to_api_error
+from octavo.server.interpreter_settings import return_free_memory
 
 logger = logging.getLogger("octavo.server")
 
@@ -29,15 +51,19 @@ MEDIUM_BODY = 64 * 1024
 # interpreter's lock for up to 0.1 ms. A thread that holds it for 100 ms delays a step by as much, which asks for it
 # after each of some hundred calls.
 MANY_PARTS = 48
-# Number of large bodies that are read at the same time, and likewise of chats, which have their own processes. One more
-# of each is reserved for tenants of which none is being read.
+# Number of large bodies that are read at the same time, and likewise of chats. One more of each is reserved for tenants
+# of which none is being read.
 NUM_WORKERS = 2
-# Niceness of the processes that read large bodies, so that the engine has priority on a busy machine; see nice(2).
+# Niceness with which large bodies are read, so that the engine has priority on a busy machine; see nice(2).
 LARGE_NICENESS = 10
 # Methods of `BodyReader` that render the model's chat template.
 _RENDERED = frozenset(
     {"chat", "message", "count_tokens", "response", "next_response", "given", "ollama_chat", "ollama_generate"}
 )
+# Memory that a process may keep between two bodies, beyond what it had at the start.
+_KEPT_BYTES = 64 * 1024 * 1024
+# Bytes of a body and its answer together from which the process returns freed memory afterwards.
+_LARGE = 256 * 1024
 
 
 class ReaderPool:
@@ -50,10 +76,13 @@ class ReaderPool:
 
     def __init__(self, reader: BodyReader, seconds: float, memory: int) -> None:
         self._reader = reader
-        self._threads = TenantThreads(NUM_WORKERS, "octavo-body")
-        # Separate pools, so that chats do not wait for large bodies.
-        self._large = _Workers("octavo-large-body", reader, seconds, memory, LARGE_NICENESS)
-        self._chats = _Workers("octavo-chat", reader, seconds, memory)
+        self._seconds = seconds
+        self._memory = memory
+        self._medium = TenantThreads(NUM_WORKERS, "octavo-body")
+        self._large = TenantThreads(NUM_WORKERS, "octavo-large-body")
+        self._chats = TenantThreads(NUM_WORKERS, "octavo-chat")
+        self._idle: list[ReaderProcess] = []
+        self._lock = threading.Lock()
 
     @property
     def reader(self) -> BodyReader:
@@ -68,75 +97,47 @@ class ReaderPool:
         size = sum(map(len, parts))
         # Large bodies are not searched for their parts: counting them in 16 MB takes 8 ms.
         if size >= MEDIUM_BODY or (method not in _RENDERED and sum(map(_num_parts, parts)) >= MANY_PARTS):
-            return await self._large.read(method, parts, tenant)
+            return await self._large.run(tenant, partial(self._read, method, parts, LARGE_NICENESS))
         if method in _RENDERED or (method == "tokenize" and any(map(_may_have_messages, parts))):
-            return await self._chats.read(method, parts, tenant)
+            return await self._chats.run(tenant, partial(self._read, method, parts))
         work = partial(getattr(self._reader, method), b"".join(parts))
-        return work() if size < SMALL_BODY else await self._threads.run(tenant, work)
+        return work() if size < SMALL_BODY else await self._medium.run(tenant, work)
 
     def warm_up(self) -> None:
-        """Prepare for large bodies, and start a process for the first chat, in the background."""
-        self._large.prepare()
-        self._chats.start_one()
-
-
-class _Workers:
-    """Processes that read the bodies of tenants in turn, started when they are needed."""
-
-    def __init__(self, name: str, reader: BodyReader, seconds: float, memory: int, niceness: int = 0) -> None:
-        self._reader = reader
-        self._seconds = seconds
-        self._memory = memory
-        self._niceness = niceness
-        self._threads = TenantThreads(NUM_WORKERS, name)
-        self._idle: list[ReaderProcess] = []
-        self._lock = threading.Lock()
-
-    async def read(self, method: str, parts: tuple[bytes, ...], tenant: str) -> Any:
-        return await self._threads.run(tenant, partial(self._read, method, parts))
+        """Start a process in the background, so that the first chat need not wait for it."""
+        self._pickled  # noqa: B018  cached, so that nobody waits for that either
+        self._chats.start(lambda: self._release(self._take()))
 
     @cached_property
     def _pickled(self) -> bytes:
         """The reader, pickled once: its tokenizer holds the interpreter's lock for 30 to 50 ms meanwhile."""
         return pickle.dumps(self._reader, protocol=pickle.HIGHEST_PROTOCOL)
 
-    def prepare(self) -> None:
-        """Pickle the reader, so that nobody waits for that when the first process is started."""
-        self._pickled  # noqa: B018  cached
-
-    def start_one(self) -> None:
-        self._threads.start(lambda: self._release(self._take()))
-
-    def _read(self, method: str, parts: tuple[bytes, ...]) -> Any:
-        worker = self._take()
+    def _read(self, method: str, parts: tuple[bytes, ...], niceness: int = 0) -> Any:
+        process = self._take()
         try:
-            return worker.read(method, parts, self._seconds)
+            return process.read(method, parts, self._seconds, niceness)
         except (HelperEndedError, OSError) as error:
-            worker.close()
+            process.close()
             logger.error("the process that read a body has ended: %s", error)
-            raise ApiError(
-                500,
-                "The server could not read this body; its log may say why.",
-                type="server_error",
-                code="internal_error",
-            ) from error
+            raise INTERNAL_ERROR() from error
         finally:
-            self._release(worker)
+            self._release(process)
 
     def _take(self) -> ReaderProcess:
         with self._lock:
             while self._idle:
-                worker = self._idle.pop()
-                if worker.is_alive:  # the OOM killer may have ended it meanwhile
-                    return worker
-        return ReaderProcess(self._pickled, self._memory, self._niceness)
+                process = self._idle.pop()
+                if process.is_alive:  # the OOM killer may have ended it meanwhile
+                    return process
+        return ReaderProcess(self._pickled, self._memory)
 
-    def _release(self, worker: ReaderProcess) -> None:
-        if worker.is_bloated:
-            worker.close()
-        elif worker.is_alive:
+    def _release(self, process: ReaderProcess) -> None:
+        if process.is_bloated:
+            process.close()
+        elif process.is_alive:
             with self._lock:
-                self._idle.append(worker)
+                self._idle.append(process)
 
 
 def _num_parts(raw: bytes) -> int:
@@ -147,3 +148,111 @@ def _num_parts(raw: bytes) -> int:
 def _may_have_messages(raw: bytes) -> bool:
     """Return whether a body may have the field `messages`, possibly with escaped letters."""
     return b'"messages"' in raw or b"\\u" in raw
+
+
+class ReaderProcess:
+    """The server's handle of one reading process. Its methods block; only one thread may use it at a time.
+
+    Args:
+        reader: a pickled `BodyReader`.
+        memory: bytes that the process may allocate beyond those that it starts with.
+    """
+
+    def __init__(self, reader: bytes, memory: int) -> None:
+        self._memory = memory
+        self._process = HelperProcess(__name__, first=[memory.to_bytes(8, "little"), reader])
+        self._first_rss: int | None = None  # unknown until it is ready
+
+    def read(self, method: str, parts: Sequence[bytes], seconds: float, niceness: int = 0) -> Any:
+        """Return what `BodyReader.<method>(raw)` returns; raise what it raises.
+
+        Args:
+            parts: the body, in parts that are joined by the process.
+            niceness: the niceness of reading it, relative to the server's.
+
+        Raises:
+            ApiError: reading took longer than `seconds`, not counting the start of the process, or more memory than
+                allowed; the process has been ended.
+            HelperEndedError, OSError: the process ended for another reason, or could not start.
+        """
+        self._process.wait_until_ready()
+        if self._first_rss is None:
+            self._first_rss = self._process.rss
+        try:
+            answer = self._process.ask(seconds, [bytes([niceness])], [method.encode()], parts)
+        except HelperTooSlowError:
+            raise BODY_TOO_SLOW(seconds) from None
+        except HelperEndedError as error:
+            # Rust aborts when an allocation fails; Python raises MemoryError.
+            if error.aborted:
+                raise BODY_TOO_COSTLY(self._memory) from None
+            raise
+        succeeded, value = pickle.loads(answer)
+        if succeeded:
+            return value
+        if isinstance(value, MemoryError):
+            # Replace the process rather than keep all the memory that it holds now.
+            self.close()
+            raise BODY_TOO_COSTLY(self._memory)
+        raise value
+
+    @property
+    def is_bloated(self) -> bool:
+        """Whether the process has kept so much memory that it should be replaced."""
+        return self._first_rss is not None and self._process.rss > self._first_rss + _KEPT_BYTES
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_usable
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()
+
+
+def main() -> None:
+    """Run the process: read bodies until the input ends."""
+    requests, answers = requests_and_answers()
+    try:
+        memory = int.from_bytes(receive(requests), "little")
+        reader = pickle.loads(receive(requests))
+        limit_memory(memory)
+        send(answers, b"")
+        niced: ThreadPoolExecutor | None = None
+        while True:
+            niceness, method, raw = receive(requests)[0], receive(requests).decode(), receive(requests)
+            if niceness and sys.platform == "linux":  # elsewhere a niceness is the whole process's, and for good
+                niced = niced or ThreadPoolExecutor(1, initializer=_lower_priority, initargs=(niceness,))
+                answer = niced.submit(_answer, reader, method, raw).result()
+            else:
+                answer = _answer(reader, method, raw)
+            send(answers, answer)
+            is_large = len(raw) + len(answer) >= _LARGE
+            del raw, answer
+            if is_large:
+                return_free_memory()
+    except (EOFError, BrokenPipeError):
+        return
+
+
+def _lower_priority(niceness: int) -> None:
+    """Add to the niceness of the calling thread only, as Linux allows; no process may take its own back."""
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + niceness, 19))
+
+
+def _answer(reader: Any, method: str, raw: bytes) -> bytes:
+    try:
+        return pickle.dumps((True, getattr(reader, method)(raw)), protocol=pickle.HIGHEST_PROTOCOL)
+    except MemoryError:
+        return pickle.dumps((False, MemoryError()), protocol=pickle.HIGHEST_PROTOCOL)
+    except OctavoError as error:
+        return pickle.dumps((False, error), protocol=pickle.HIGHEST_PROTOCOL)
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":
+            # A Rust binding met a null pointer because Python had no memory: this process can no longer be trusted.
+            os.abort()
+        if not isinstance(error, Exception):
+            raise
+        # Logged here, with its traceback; the client only learns what `to_api_error` lets it know.
+        return pickle.dumps((False, to_api_error(error)), protocol=pickle.HIGHEST_PROTOCOL)

@@ -14,7 +14,7 @@ from octavo.server.apis import REQUEST_ID_HEADER, api_of
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from octavo.server.http.response_counts import ResponseCounts
+    from octavo.server.route import ResponseCounts
 
 access_logger = logging.getLogger("octavo.access")
 

@@ -10,7 +10,7 @@ import pytest
 from octavo.errors import ConfigError
 from octavo.server.access import AcceptedKeys
 from octavo.server.config import ServerConfig
-from octavo.server.tenants.keys import tenant_of
+from octavo.server.keys import tenant_of
 from tests.server.conftest import Running, running_server
 from tests.server.fake_engine import FakeEngine
 from tests.server.real_engine import real_server, slowed_down

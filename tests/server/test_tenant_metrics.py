@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.kvcache.host_memory import HostCounters
 from octavo.observe.stats import EngineStats
+from octavo.server import quotas
 from octavo.server.server_metrics import TenantCollector
-from octavo.server.tenants import quota
 from octavo.tiers.store import Store
 from tests.server.conftest import Running, wait_until
 from tests.tiers.stores import BLOCK_BYTES, disk, put
@@ -106,7 +106,7 @@ def test_a_key_given_alone_is_shown_by_a_hash_of_it(start_server: Callable[..., 
 def test_tenants_beyond_the_cap_are_added_up(
     start_server: Callable[..., Running], keys_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quota, "MAX_SHOWN_TENANTS", 1)
+    monkeypatch.setattr(quotas, "MAX_SHOWN_TENANTS", 1)
     server = start_server(keys_file=keys_file, admin_key="root")
     assert [ask(server, key) for key in ("sk-ada", "sk-bob", "sk-eve")] == [200] * 3
     told = by_tenant(metrics(server))
@@ -137,14 +137,14 @@ def test_metrics_for_admins_need_an_admin_key_to_be_configured(start_server: Cal
 
 
 def test_floors_and_caps_are_shown_under_a_bounded_number_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quota, "MAX_SHOWN_TENANTS", 1)
+    monkeypatch.setattr(quotas, "MAX_SHOWN_TENANTS", 1)
     stats = EngineStats(max_model_len=100)
     stats.kv_limits = {
         "ada": {"floor_bytes": 10, "cap_bytes": None},
         "bob": {"floor_bytes": 20, "cap_bytes": 50},
         "eve": {"floor_bytes": 40, "cap_bytes": 60},
     }
-    collector = TenantCollector(quota.Quotas(), stats, "m")
+    collector = TenantCollector(quotas.Quotas(), stats, "m")
     told = {
         (sample.name, sample.labels["tenant"]): sample.value
         for metric in collector.collect()
@@ -166,11 +166,11 @@ def test_what_tenants_have_below_the_device_is_shown_by_tier(tmp_path: Path) -> 
     put(store, 1, 2, tenant="ada")
     put(store, 3, tenant="eve")
     stats.stores = (store,)
-    quotas = quota.Quotas()
-    quotas.show("ada")
+    shown = quotas.Quotas()
+    shown.show("ada")
     told = {
         (sample.labels["tenant"], sample.labels["tier"]): sample.value
-        for metric in TenantCollector(quotas, stats, "m").collect()
+        for metric in TenantCollector(shown, stats, "m").collect()
         for sample in metric.samples
         if sample.name == "octavo:tenant_tier_bytes"
     }

@@ -16,9 +16,9 @@ from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from octavo.server.access import client_of
 from octavo.server.errors import RATE_LIMITED, ApiError
-from octavo.server.tenants.auth import client_of
-from octavo.server.tenants.keys import Client
+from octavo.server.keys import Client
 
 # Maximum number of tenants whose use is shown by name; a keys file that is often reread may name more over time.
 MAX_SHOWN_TENANTS = 256

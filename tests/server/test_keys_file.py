@@ -16,8 +16,8 @@ from octavo.scheduler.kv_limits import KVLimits
 from octavo.server.access import AcceptedKeys
 from octavo.server.config import ServerConfig
 from octavo.server.http.listening import bound
+from octavo.server.keys import Client, read_keys_file, tenant_of
 from octavo.server.run import serve_on
-from octavo.server.tenants.keys import Client, read_keys_file, tenant_of
 from tests.server.conftest import Running, running_server
 from tests.server.fake_engine import FakeEngine
 

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from octavo.server.errors import ApiError
-from octavo.server.tenants.keys import Client
-from octavo.server.tenants.quota import MAX_SHOWN_TENANTS, OTHERS, Bucket, Quotas
+from octavo.server.keys import Client
+from octavo.server.quotas import MAX_SHOWN_TENANTS, OTHERS, Bucket, Quotas
 from tests.kvcache.caches import Clock
 from tests.server.conftest import Running, wait_until
 from tests.server.fake_engine import FakeEngine

@@ -21,8 +21,10 @@ from octavo.server.bodies.body_reader import (
 )
 from octavo.server.bodies.fields import MOST_NOTED, RequestBody, drop_unknown, fields_of, filled
 from octavo.server.bodies.foreign_fields import translate
-from octavo.server.bodies.llamacpp_body import InfillBody, InfillTokens, LlamaCppBody
-from octavo.server.bodies.ollama_body import (
+from octavo.server.bodies.local_bodies import (
+    InfillBody,
+    InfillTokens,
+    LlamaCppBody,
     OllamaChatBody,
     OllamaEmbedBody,
     OllamaEmbeddingsBody,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from octavo.server.http.response_counts import ResponseCounts
+from octavo.server.route import ResponseCounts
 from tests.server.real_engine import RealServer, real_server
 
 

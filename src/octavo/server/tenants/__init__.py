@@ -1,1 +1,0 @@
-"""Who a client is, and what it may use: API keys, quotas, and metrics by tenant."""
