@@ -43,7 +43,7 @@ class Endpoint:
     """One method of one path: its route, who may use it, and its part of the API's description.
 
     Attributes:
-        answer: name of the answer's schema in `openapi/schema_answers.py`, or its media type.
+        answer: name of the answer's schema in `answer_schemas.py`, or its media type.
         summary: what it is for, in a line.
         body: the type of the request's body; None if there is none.
         example: a body that is answered.
