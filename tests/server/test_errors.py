@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+from urllib.parse import urlsplit
 
 import pytest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 
 from octavo import errors
 from octavo.errors import (
@@ -18,7 +23,7 @@ from octavo.errors import (
     OctavoError,
     RequestError,
 )
-from octavo.server.errors import to_api_error
+from octavo.server.errors import answer_http_error, to_api_error
 
 
 @pytest.mark.parametrize(
@@ -60,3 +65,13 @@ def test_a_grammar_error_tells_nothing_of_other_requests() -> None:
     answer = to_api_error(GrammarError({"somebody-elses-id": "after 5 output tokens"}))
     assert (answer.status, answer.code) == (400, "grammar_too_complex")
     assert "somebody" not in str(answer.fields())
+
+
+@pytest.mark.parametrize("host", [b"[", b"[::1", b"a]b[", b"http://[", b"a@b", b"\xbd", b""])
+def test_an_unknown_path_is_a_404_whatever_the_host_header(host: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starlette 0.48 parses the header in `Request.url`, which failed: the 404 became a 500."""
+    monkeypatch.setattr(Request, "url", property(lambda request: urlsplit(f"http://{host.decode('latin-1')}[/")))
+    scope = {"type": "http", "method": "GET", "path": "/none", "headers": [(b"host", host)], "app": Starlette()}
+    answer = asyncio.run(answer_http_error(Request(scope), HTTPException(404)))
+    assert answer.status_code == 404
+    assert b"Invalid URL (GET /none)" in answer.body

@@ -227,7 +227,7 @@ class Router:
         largest = [worker for worker in workers if worker.group == groups.most_common(1)[0][0]]
         key = presented_key(request.scope)
         client = ANYBODY if key is None else self._access.clients.find(key)
-        method, reader = READ_BY.get(request.url.path), self._readers[largest[0]]
+        method, reader = READ_BY.get(request.scope["path"]), self._readers[largest[0]]
         is_known = client is not None and (key is not None or not self._access.needs_key)
         if method is None or reader is None or not is_known:
             return RelayedRequest(request, body, model, largest, RoutedPrompt((), ""))

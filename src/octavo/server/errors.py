@@ -28,7 +28,7 @@ from octavo.errors import (
     UnreadError,
     shortened,
 )
-from octavo.server.apis import INVALID_REQUEST, LLAMACPP, api_of
+from octavo.server.apis import INVALID_REQUEST, LLAMACPP, api_of, path_of
 
 logger = logging.getLogger("octavo.server")
 
@@ -229,9 +229,11 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
     """Exception handler for the router's errors: unknown path or method."""
     if not isinstance(error, HTTPException):
         return to_api_error(error).response(request.scope)
-    where = f"{request.method} {shortened(request.url.path)}"
+    # Not `request.url`: some versions of Starlette parse the Host header with it, and fail if that is no address.
+    path = path_of(request.scope)
+    where = f"{request.method} {shortened(path)}"
     message = {
-        404: f"Invalid URL ({where}){_hint(request.url.path, _paths(request))}",
+        404: f"Invalid URL ({where}){_hint(path, _paths(request))}",
         405: f"Method not allowed ({where})",
     }.get(error.status_code, str(error.detail))
     return ApiError(error.status_code, message, headers=error.headers).response(request.scope)
