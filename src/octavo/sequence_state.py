@@ -83,6 +83,7 @@ class SequenceState:
         is_held: whether it waits for a restart that lets it run.
         last_served: the turn in which it last had a token, while streams take turns.
         token_index: its tokens, in which drafts are looked for.
+        suffix_block: the last block in which the tree of blocks had nothing that follows it.
         followed: its last draft, and how many of its drafts' tokens came true.
     """
 
@@ -93,6 +94,7 @@ class SequenceState:
     is_held: bool = False
     last_served: int = 0
     token_index: Any = None
+    suffix_block: int = -1
     followed: Any = None
 
     @property

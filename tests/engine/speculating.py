@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from octavo.engine.core import EngineCore
 from octavo.request import RequestId, Sequence
 from octavo.scheduler.drafts import Draft, DraftMethod
-from octavo.scheduler.speculation import Drafts, Speculator
+from octavo.scheduler.speculation import Drafts, Followed, Speculator
 
 VOCAB_SIZE = 320
 MOST = 6
@@ -32,7 +32,7 @@ class Adversary(DraftMethod):
         rng, start = self._rng, seq.num_output_tokens
         expected = self._expected[seq.request.request_id, seq.index]
         assert list(expected[:start]) == seq.output_token_ids
-        count = rng.randint(0, most)
+        count = rng.randint(0, min(most, MOST))
         num_right = rng.choice((0, rng.randint(0, count), count))
         token_ids = [*expected[start : start + num_right]]
         token_ids += [rng.randrange(VOCAB_SIZE) for _ in range(count - len(token_ids))]
@@ -45,11 +45,12 @@ class VerifyingAll(Speculator):
     def choose(self, streams: Seq[Sequence], most_rows: int) -> Drafts:
         chosen: Drafts = {}
         for seq in streams:
-            draft = self._draft(seq)
-            if draft is not None and len(draft.token_ids) <= most_rows:
-                most_rows -= len(draft.token_ids)
-                chosen[seq.seq_id] = seq, draft.token_ids
-                self._follow(seq, draft)
+            followed = seq.state.followed = Followed()
+            if self._look(seq, followed) and followed.draft is not None:
+                token_ids = followed.draft.token_ids[: min(self._most, self._num_left(seq))]
+                if token_ids and len(token_ids) <= most_rows:
+                    most_rows -= len(token_ids)
+                    chosen[seq.seq_id] = seq, token_ids
         return chosen
 
 

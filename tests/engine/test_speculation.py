@@ -17,7 +17,7 @@ from octavo.observe.metrics import MetricsPage
 from octavo.request import RequestContext, RequestId
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.drafts import Draft
-from octavo.scheduler.speculation import _CostTable
+from octavo.scheduler.step_time import StepTimeModel
 from octavo.server.answers.generation import Usage
 from octavo.server.bodies.prompts import EncodedPrompt
 from octavo.structured_outputs import StructuredOutputsParams
@@ -213,7 +213,7 @@ def test_an_engine_that_speculates_gives_the_same_and_counts_its_drafts(method: 
         expected = run(core, jobs)
     with tiny_core(speculative_config={"method": method}) as core:
         assert core.scheduler.speculator is not None
-        core.scheduler.speculator._costs.table = lambda context: _Cheap()
+        core.scheduler.speculator.times = _Cheap()
         assert run(core, jobs) == expected
         assert run(core, jobs) == expected
         counters = core.stats.gauges().speculation
@@ -246,14 +246,8 @@ def test_usage_has_the_accepted_tokens_up_to_a_stop_string() -> None:
     assert details == {"accepted_prediction_tokens": output.num_accepted_tokens}
 
 
-class _Cheap(_CostTable):
+class _Cheap(StepTimeModel):
     """Step times as if rows cost nothing."""
 
-    def may_pay(self, count: int, most_rows: int) -> bool:
-        return True
-
-    def seconds(self, rows: int) -> float:
+    def decode_seconds(self, rows: int, context: float) -> float:
         return 1.0
-
-    def observe(self, rows: int, seconds: float) -> None:
-        """Nothing changes."""

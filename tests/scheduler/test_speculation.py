@@ -10,8 +10,8 @@ from octavo.errors import ConfigError
 from octavo.request import Request, RequestId, Sequence
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.drafts import Draft, DraftMethod, NgramMethod, TokenIndex
-from octavo.scheduler.plan import SequenceUpdate
-from octavo.scheduler.speculation import Speculator, StepCosts
+from octavo.scheduler.plan import SequenceUpdate, StepPlan
+from octavo.scheduler.speculation import Drafts, Speculator
 from octavo.speculative_config import SpeculativeConfig
 
 
@@ -44,9 +44,9 @@ def test_the_index_finds_a_longest_match_among_the_latest(token_ids: list[int], 
         assert (length, place) == (longest, next(p for p in latest if match(p) == longest))
 
 
-def test_a_draft_is_no_longer_than_its_match_and_goes_on_as_a_repetition() -> None:
+def test_a_draft_goes_on_as_a_repetition() -> None:
     method = NgramMethod(2, 8)
-    assert method.draft(sequence(1, 2, 3, 4, 9, 2, 3), 8) == Draft((4, 9), "ngram", 2)
+    assert method.draft(sequence(1, 2, 3, 4, 9, 2, 3), 3) == Draft((4, 9, 2), "ngram", 2)
     assert method.draft(sequence(7, 8, 7, 8, 7, 8), 3) == Draft((7, 8, 7), "ngram", 4)
     assert method.draft(sequence(1, 2, 3), 8) is None
 
@@ -55,73 +55,85 @@ class Oracle(DraftMethod):
     """Drafts 1, 1, 1, …"""
 
     def draft(self, seq: Sequence, most: int) -> Draft | None:
-        return Draft((1,) * most, "oracle", most)
+        return Draft((1,) * most, "oracle", 4)
 
 
-def speculator(*, right: bool, per_row: float, count: int = 1) -> tuple[Speculator, list[Sequence]]:
-    """One whose drafts were right or wrong for 20 steps, and whose steps take 1 s and `per_row` for each row."""
-    chosen = Speculator(Oracle(), 4, 10_000)
-    streams = [sequence(5, 6, 7) for _ in range(count)]
-    for rows in range(1, count + 9):
-        for _ in range(5):
-            chosen.observe(rows, 3 * count, 1 + per_row * rows)
-    for _ in range(20):
-        chosen.choose(streams, 100)
-        for seq in streams:
-            token_id = 1 if right else 2
-            seq.output_token_ids.append(token_id)
-            chosen.learn((), [SequenceUpdate(seq, (token_id,))])
-    return chosen, streams
+class Server:
+    """Computes steps that take 1 s and `per_row` for each row, in which all drafts are right or wrong."""
+
+    def __init__(self, *, right: bool, per_row: float, count: int = 1) -> None:
+        self.speculator, self.per_row, self.token_id = Speculator(Oracle(), 4, 10_000), per_row, 1 if right else 2
+        self.streams = [sequence(5, 6, 7) for _ in range(count)]
+
+    def step(self) -> Drafts:
+        drafts = self.speculator.choose(self.streams, 100)
+        rows, draws, updates, starts = 0, [], [], []
+        for seq in self.streams:
+            _, draft = drafts.get(seq.seq_id, (seq, ()))
+            drawn = [self.token_id] * (1 + len(draft) * (self.token_id == 1))
+            starts.append(seq.num_tokens - 1)
+            seq.output_token_ids += drawn
+            draws.append(1 + len(draft))
+            updates.append(SequenceUpdate(seq, tuple(drawn)))
+        self.speculator.learn(((seq, len(draft)) for seq, draft in drafts.values()), updates)
+        rows = sum(draws)
+        plan = StepPlan(
+            seq_ids=tuple(seq.seq_id for seq in self.streams),
+            starts=tuple(starts),
+            draws=tuple(draws),
+            token_ids=(0,) * rows,
+        )
+        self.speculator.observe(plan, 1 + self.per_row * rows)
+        return drafts
+
+    def steps(self, count: int) -> list[int]:
+        """Return the lengths of the drafts that the last stream verifies in so many steps."""
+        lengths = []
+        for _ in range(count):
+            _, draft = self.step().get(self.streams[-1].seq_id, (None, ()))
+            lengths.append(len(draft))
+        return lengths
 
 
 def test_right_drafts_are_verified_where_rows_are_cheap() -> None:
-    chosen, streams = speculator(right=True, per_row=0.05)
-    assert [tokens for _, tokens in chosen.choose(streams, 100).values()] == [(1, 1, 1, 1)]
-    assert [tokens for _, tokens in chosen.choose(streams, 2).values()] == [(1, 1)]
+    server = Server(right=True, per_row=0.05)
+    assert server.steps(60)[-40:].count(4) > 30
+    assert server.speculator.counters.saved_seconds > 60
+    assert [len(draft) for _, draft in server.speculator.choose(server.streams, 2).values()] == [2]
 
 
-def test_no_draft_is_verified_where_rows_cost_as_much_as_steps_or_drafts_are_wrong() -> None:
-    for right, per_row in ((True, 30.0), (False, 0.05)):
-        chosen, streams = speculator(right=right, per_row=per_row)
-        assert chosen.choose(streams, 100) == {}
-
-
-def test_a_new_sequence_is_observed_first() -> None:
-    chosen, _ = speculator(right=True, per_row=0.05)
-    newcomer = sequence(5, 6, 7)
-    for _ in range(3):
-        assert chosen.choose([newcomer], 100) == {}
-        newcomer.output_token_ids.append(1)
-        chosen.learn((), [SequenceUpdate(newcomer, (1,))])
-    assert chosen.choose([newcomer], 100)
+def test_few_drafts_are_verified_that_are_wrong_and_none_where_rows_cost_as_much_as_steps() -> None:
+    assert sum(map(bool, Server(right=False, per_row=0.05).steps(100))) <= 3
+    assert sum(map(bool, Server(right=True, per_row=30.0, count=4).steps(400))) <= 8
 
 
 def test_a_draft_delays_a_stream_without_one_by_little() -> None:
-    chosen, streams = speculator(right=True, per_row=0.2, count=2)
-    newcomer = sequence(5, 6, 7)
-    assert chosen.choose(streams, 100)
-    assert chosen.choose([streams[0], newcomer], 100) == {}
+    server = Server(right=True, per_row=0.2, count=2)
+    server.steps(30)
+    assert server.step()
+    server.streams[0].state.followed.look_at = 10_000
+    server.streams[0].state.followed.draft = None
+    assert not server.step()
 
 
-def test_a_number_of_rows_is_forgotten_when_its_times_are_stale_and_can_be_measured_again() -> None:
-    costs = StepCosts().table(100)
-    for rows in (1, 2):
-        for _ in range(3):
-            costs.observe(rows, 1.0 + rows)
-    for _ in range(4):  # once for each measurement of two rows, and once more
-        for _ in range(600):
-            costs.observe(1, 2.0)
-        costs.seconds(2)
-    assert costs.seconds(2) == pytest.approx(2.0, rel=0.05), "it counts as cheap again"
-    for _ in range(3):
-        costs.observe(2, 3.0)
-    assert costs.seconds(2) == pytest.approx(3.0, rel=0.05)
+def test_a_sequence_without_drafts_is_looked_at_less_often() -> None:
+    looked = []
+
+    class Nothing(DraftMethod):
+        def draft(self, seq: Sequence, most: int) -> None:
+            looked.append(seq.num_tokens)
+
+    server = Server(right=True, per_row=0.05)
+    server.speculator._method = Nothing()
+    server.steps(100)
+    assert 25 <= len(looked) <= 35
+    assert looked[:4] == [3, 4, 5, 6]
 
 
 def test_a_draft_ends_before_the_last_token_that_may_be_drawn() -> None:
-    chosen, _ = speculator(right=True, per_row=0.05)
-    assert chosen._draft(sequence(1, 2, 3, max_tokens=2)) is None
-    assert chosen._draft(sequence(1, 2, 3, max_tokens=4)) == Draft((1, 1), "oracle", 2)
+    chosen = Server(right=True, per_row=0.05).speculator
+    assert chosen._num_left(sequence(1, 2, 3, max_tokens=2)) == 0
+    assert chosen._num_left(sequence(1, 2, 3, max_tokens=4)) == 2
 
 
 @pytest.mark.parametrize(

@@ -42,3 +42,39 @@ def test_more_to_compute_never_takes_less(observed: list[tuple[int, int, float]]
     times = [model.predict(base.with_chunk(100, tokens)) for tokens in range(0, 400, 20)]
     assert times == sorted(times)
     assert times[0] >= 0
+
+
+def decodes(rows: int, context: float) -> float:
+    """Kernels take eight rows at a time; a row reads its context."""
+    return 0.005 + 0.003 * -(-rows // 8) + 1e-7 * rows * context
+
+
+def test_times_of_decodes_are_found_between_and_beyond_those_observed() -> None:
+    model, rng = StepTimeModel(), random.Random(1)
+    assert model.decode_seconds(1, 100) == 0
+    for _ in range(40):
+        for rows in (1, 4, 16):
+            model.observe_decodes(rows, 400, decodes(rows, 400) * rng.uniform(0.95, 1.05))
+    for rows in (1, 4, 16):
+        assert abs(model.decode_seconds(rows, 400) / decodes(rows, 400) - 1) < 0.05
+    times = [model.decode_seconds(rows, 400) for rows in range(1, 40)]
+    assert times == sorted(times)
+    # Beyond 16 rows, each row counts half as much as one of those observed.
+    assert times[31] - times[15] < 16 * (times[15] - times[0]) / 15
+
+
+def test_one_disturbed_step_keeps_no_number_of_rows_from_being_tried_again() -> None:
+    model = StepTimeModel()
+    for _ in range(20):
+        model.observe_decodes(1, 100, 0.01)
+    model.observe_decodes(2, 100, 1.0)
+    assert model.decode_seconds(2, 100) < 0.02
+    for _ in range(20):
+        model.observe_decodes(2, 100, 1.0)
+    assert model.decode_seconds(2, 100) > 0.02
+    model = StepTimeModel()
+    for rows in (1, 3, 3):
+        model.observe_decodes(rows, 100, 0.01 * rows)
+    for _ in range(600):
+        model.observe_decodes(1, 100, 0.01)
+    assert model.decode_seconds(3, 100) < 0.02, "it is forgotten"

@@ -28,7 +28,7 @@ class Draft(NamedTuple):
 
     Attributes:
         source: where they were found.
-        match: how many of the sequence's last tokens were found there, as far as they were compared.
+        match: how many of the sequence's last tokens precede them there, as far as they were compared.
     """
 
     token_ids: tuple[int, ...]
@@ -113,18 +113,21 @@ class NgramMethod(DraftMethod):
         self._most_match = most_match
 
     def draft(self, seq: Sequence, most: int) -> Draft | None:
-        """See `DraftMethod.draft`. A draft is no longer than its match."""
+        """See `DraftMethod.draft`."""
         index = seq.state.token_index
         if index is None:
             index = seq.state.token_index = TokenIndex(self._least)
         if not index.extend(seq):
             return None
         length, place = index.longest_match(self._most_match)
-        return Draft(index.after(place, min(most, length)), "ngram", length) if length else None
+        return Draft(index.after(place, most), "ngram", length) if length else None
 
 
 class SuffixMethod(DraftMethod):
-    """Drafts what followed the whole sequence before, as far as its blocks are cached; otherwise as another method."""
+    """Drafts what followed the whole sequence before, as far as its blocks are cached; otherwise as another method.
+
+    It looks once in each block: what did not follow one token does not follow the next, unless it was published since.
+    """
 
     def __init__(self, kv: KVCacheManager, otherwise: DraftMethod) -> None:
         self._kv = kv
@@ -132,6 +135,9 @@ class SuffixMethod(DraftMethod):
 
     def draft(self, seq: Sequence, most: int) -> Draft | None:
         """See `DraftMethod.draft`."""
-        if following := self._kv.tokens_after(seq, most):
-            return Draft(following, "suffix", len(following))
+        block = seq.num_tokens // self._kv.spec.block_size
+        if seq.state.suffix_block != block:
+            if following := self._kv.tokens_after(seq, most):
+                return Draft(following, "suffix", seq.num_tokens)
+            seq.state.suffix_block = block
         return self._otherwise.draft(seq, most)

@@ -185,6 +185,11 @@ class StepPlan(NamedTuple):
     def num_draws(self) -> int:
         return sum(self.draws)
 
+    @property
+    def is_decodes(self) -> bool:
+        """Whether each token is computed to draw the next: it has no prompts, and may verify drafts."""
+        return self.num_streams == len(self.seq_ids) or self.num_tokens == self.num_draws
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:

@@ -28,7 +28,7 @@ from octavo.scheduler.preemption import Preemption, RestoreSpeed
 from octavo.scheduler.results import ResultApplier
 from octavo.scheduler.speculation import Speculator
 from octavo.scheduler.step_budget import LatencyTarget
-from octavo.scheduler.step_time import StepLoad
+from octavo.scheduler.step_time import StepLoad, StepTimeModel
 from octavo.scheduler.waiting import PrefixLengths
 
 _MOMENT = 0.005
@@ -103,7 +103,8 @@ class Scheduler:
         )
         self._running, self._waiting, self._builder = lifecycle.running, lifecycle.waiting, lifecycle.builder
         self._requests = lifecycle.requests
-        self._latency = None if config.itl_slo_ms is None else LatencyTarget(config.itl_slo_ms / 1e3)
+        times = StepTimeModel() if speculator is None else speculator.times
+        self._latency = None if config.itl_slo_ms is None else LatencyTarget(config.itl_slo_ms / 1e3, times)
         self._admission = Admission(
             lifecycle,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -345,12 +346,12 @@ class Scheduler:
         Args:
             moving_seconds: how long the plan's stores and loads took.
         """
-        num_chunk_tokens = plan.num_tokens - plan.num_streams
-        if self._latency is not None:
+        num_chunk_tokens = 0 if plan.is_decodes else plan.num_tokens - plan.num_streams
+        if self._latency is not None and (num_chunk_tokens or plan.num_streams == plan.num_rows):
             load = StepLoad.of(plan.starts, plan.lengths, num_streams=plan.num_streams)
             self._latency.observe(load, seconds, num_chunk_tokens=num_chunk_tokens if plan.num_streams else 0)
-        if self.speculator is not None and all(plan.draws):
-            self.speculator.observe(plan.num_tokens, sum(plan.starts) + plan.num_rows, seconds)
+        if self.speculator is not None and plan.is_decodes:
+            self.speculator.observe(plan, seconds)
         self.speed.computed(num_chunk_tokens, seconds)
         self.speed.moved(len(plan.stores) + len(plan.loads), moving_seconds)
 

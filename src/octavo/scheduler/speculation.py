@@ -5,30 +5,29 @@ added in the order of their probability, those of all sequences together, and th
 
     expected tokens      number of streams + Σ probability that a row's token and all before it are accepted
     ───────────────  =   ─────────────────────────────────────────────────────────────────────────────────
-      step time                                       T(rows)
+      step time                          T(rows), from `StepTimeModel.decode_seconds`
 
-is largest. Both are measured while serving, and nothing is verified until they promise a gain:
+is largest. **Probabilities** are learnt by source and length of the match, and by sequence. A draft is kept until a
+token refutes it, and its match grows with each token that comes true, verified or not: so observing costs no row.
 
-- **Probabilities** by source, length of the match and position in the draft, and by sequence. Whether or not a draft is
-  verified, it is compared with the tokens that come, so that observing costs no row.
-- **Step times** by number of rows, `StepCosts`. A number of rows that was never measured counts as cheap at first.
-
-Under load each row adds as much time as a stream does, so that drafts fade by themselves. No draft lengthens a step by
-more than 5 % where a stream has none. Prompts' chunks hide nothing, so a step with one verifies nothing.
+Everything here must cost less than it may gain. Where no number of rows could pay, nothing is drafted for some steps,
+and a sequence for which no draft is found is looked at less often. Under load each row adds as much time as a stream
+does, so that drafts fade by themselves. No draft lengthens a step by more than 5 % where a stream has none. Prompts'
+chunks hide nothing, so a step with one verifies nothing.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from math import sqrt
-from statistics import median
+from time import perf_counter
 
 from octavo.request import Sequence, SequenceId
 from octavo.scheduler.drafts import Draft, DraftMethod
-from octavo.scheduler.plan import SequenceUpdate
+from octavo.scheduler.plan import SequenceUpdate, StepPlan
+from octavo.scheduler.step_time import MOST_DECODES, StepTimeModel
 
 Drafts = dict[SequenceId, tuple[Sequence, tuple[int, ...]]]
 
@@ -36,11 +35,19 @@ _LEAST_GAIN = 1.03
 """A draft must promise this many times the tokens per second: predictions err."""
 
 _MOST_DELAY = 1.05
-_OBSERVED_FIRST = 2.0  # weight of a sequence's tokens that are only compared: the first three
+_CAUTION = 0.5  # standard errors by which a probability is taken to be lower; more lose on edits and gain on nothing
 _PRIOR = 8.0  # tokens that the acceptance of all sequences counts as, in addition to a sequence's own
 _FORGETTING = 0.95  # of a sequence's tokens
 _MOST_TRIED = 1000.0
-_MOST_ADDED = 64
+_MOST_MATCH = 32  # longer matches are not told apart
+_KEPT = 32  # tokens of a draft, of which a step verifies the next few
+_SAMPLED = 4  # one in so many steps without drafts is observed
+_NO_DRAFTS: Drafts = {}
+
+_HOPE = 0.9  # accepted drafts, where rows are asked whether they could pay
+_PAUSE = 32  # steps without drafts once they could not
+_MOST_SKIPPED = 3  # tokens of a sequence between two looks for a draft
+_PATIENCE = 4  # looks without a draft before one more token is skipped
 
 
 @dataclass(slots=True)
@@ -51,20 +58,24 @@ class SpeculationCounters:
         num_drafts: drafts that were verified.
         num_draft_tokens, num_accepted_tokens: the tokens in them, and those that were accepted.
         accepted_per_position: the accepted tokens by their position in the draft.
+        saved_seconds: the time that the steps would have taken for the same tokens without drafts, less what they and
+            drafting took.
     """
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
+    saved_seconds: float = 0.0
 
 
-@dataclass(slots=True)
 class _Rate:
     """How many of the tried tokens were accepted, the latest counting most."""
 
-    accepted: float = 0.0
-    tried: float = 0.0
+    __slots__ = ("accepted", "tried")
+
+    def __init__(self, accepted: float = 0.0, tried: float = 0.0) -> None:
+        self.accepted, self.tried = accepted, tried
 
     def count(self, *, accepted: bool, forgetting: float = 1.0) -> None:
         self.accepted = self.accepted * forgetting + accepted
@@ -73,87 +84,23 @@ class _Rate:
             self.accepted, self.tried = self.accepted / 2, self.tried / 2
 
 
-@dataclass(slots=True)
 class Followed:
     """The draft that is compared with a sequence's tokens as they come, and how its drafts fared so far.
 
     Attributes:
         draft: None once it is used up or refuted.
         place: how many of its tokens have come.
+        start: number of tokens that the sequence had before the first of them.
+        look_at: number of tokens of the sequence from which another may be looked for.
+        misses: looks in a row that found none.
     """
 
-    draft: Draft | None = None
-    place: int = 0
-    rate: _Rate = field(default_factory=_Rate)
-
-
-class StepCosts:
-    """Seconds per step by number of rows, for steps without prompts, as measured.
-
-    Steps whose sequences are together about equally long share a table. In a table the times of all numbers of rows are
-    kept relative to a level that follows the machine, so that what slows down every step makes none of them stale.
-    """
+    __slots__ = ("draft", "look_at", "misses", "place", "rate", "start")
 
     def __init__(self) -> None:
-        self._tables: dict[int, _CostTable] = {}
-
-    def table(self, context: int) -> _CostTable:
-        """Return the table for sequences of `context` tokens together."""
-        size = max(context, 256).bit_length() // 2  # a factor of 4
-        return self._tables.setdefault(size, _CostTable())
-
-
-class _CostTable:
-    _KEPT = 9  # measurements of one number of rows
-    _ENOUGH = 3
-    _PER_ROW = 0.02  # of a step, while nothing else is known
-    _STALE = 512  # steps after which a number of rows loses a measurement, and may be tried again
-
-    def __init__(self) -> None:
-        self._times: dict[int, deque[float]] = {}
-        self._last: dict[int, int] = {}
-        self._known: dict[int, float] = {}  # medians of those with enough measurements
-        self._level = 1.0
-        self._num_steps = 0
-
-    def observe(self, rows: int, seconds: float) -> None:
-        """Note how long a step took."""
-        self._num_steps += 1
-        times = self._times.setdefault(rows, deque(maxlen=self._KEPT))
-        if (usual := self._known.get(rows)) is not None:
-            self._level *= min(2.0, max(0.5, seconds / (usual * self._level))) ** 0.05
-        times.append(seconds / self._level)
-        self._last[rows] = self._num_steps
-        if len(times) >= self._ENOUGH:
-            self._known[rows] = median(times)
-
-    def may_pay(self, count: int, most_rows: int) -> bool:
-        """Whether some number of rows for drafts promises more tokens per second if all are accepted."""
-        if (alone := self.seconds(count)) <= 0:
-            return False
-        added = 1
-        while added <= most_rows and added <= _MOST_ADDED:
-            if (count + added) * alone > _LEAST_GAIN * count * self.seconds(count + added):
-                return True
-            added *= 2
-        return False
-
-    def seconds(self, rows: int) -> float:
-        """Return the time of a step; 0 if no step was measured enough yet."""
-        if self._num_steps - self._last.get(rows, self._num_steps) > self._STALE:
-            self._last[rows] = self._num_steps
-            times = self._times[rows]
-            times.popleft()
-            if len(times) < self._ENOUGH:
-                self._known.pop(rows, None)
-            if not times:
-                del self._times[rows], self._last[rows]
-        if (known := self._known.get(rows)) is not None:
-            return self._level * known
-        below = max((known for known in self._known if known < rows), default=None)
-        if below is None:
-            return 0.0
-        return self._level * self._known[below] * (1 + self._PER_ROW * (rows - below))
+        self.draft: Draft | None = None
+        self.place = self.start = self.look_at = self.misses = 0
+        self.rate = _Rate()
 
 
 class Speculator:
@@ -163,6 +110,9 @@ class Speculator:
         method: finds the drafts.
         most: maximum number of tokens in a draft.
         max_model_len: maximum number of tokens of a sequence.
+
+    Attributes:
+        times: how long steps take.
     """
 
     def __init__(self, method: DraftMethod, most: int, max_model_len: int) -> None:
@@ -170,8 +120,11 @@ class Speculator:
         self._method = method
         self._most = most
         self._max_model_len = max_model_len
-        self._rates: dict[tuple[str, int, int], _Rate] = {}
-        self._costs = StepCosts()
+        self.times = StepTimeModel()
+        self._rates: dict[str, list[_Rate]] = {}
+        self._num_steps = 0
+        self._paused: dict[int, int] = {}  # by number of streams, the step until which none of them drafts
+        self._num_gained: int | None = None  # accepted tokens of the last step; None if it verified no draft
 
     def choose(self, streams: Seq[Sequence], most_rows: int) -> Drafts:
         """Return the drafts to verify in a step that computes a token of each of these sequences.
@@ -179,39 +132,64 @@ class Speculator:
         Args:
             most_rows: the number of tokens that the step may have in addition.
         """
-        costs = self._costs.table(sum(seq.num_tokens for seq in streams))
-        if not costs.may_pay(len(streams), most_rows):
-            return {}
-        rows: list[tuple[float, int]] = []  # (probability, stream) of each drafted token, ascending position
-        drafts: list[Draft | None] = []
-        for number, seq in enumerate(streams):
-            draft = self._draft(seq)
-            drafts.append(draft)
-            if draft is not None:
-                followed = seq.state.followed
-                if followed is None or followed.draft is None:
-                    followed = self._follow(seq, draft)
-                if followed.rate.tried >= _OBSERVED_FIRST:
-                    rows += [(chance, number) for chance in self._chances(draft, followed)]
-        rows.sort(key=lambda row: -row[0])  # stable, so that tokens of a draft stay in order
-        chosen: Drafts = {}
-        for number, length in self._best(costs, rows[:most_rows], len(streams)).items():
-            seq, draft = streams[number], drafts[number]
-            assert draft is not None, "it has a row"
-            self._follow(seq, draft)
-            chosen[seq.seq_id] = seq, draft.token_ids[:length]
+        self._num_steps += 1
+        if self._paused.get(len(streams), 0) > self._num_steps:
+            return _NO_DRAFTS
+        began = perf_counter()
+        drafting: list[tuple[Sequence, Followed]] = []
+        for seq in streams:
+            followed: Followed | None = seq.state.followed
+            if followed is None:
+                followed = seq.state.followed = Followed()
+            follows = followed.draft is not None and self._compare(seq, followed)
+            if follows or (followed.look_at <= seq.num_tokens and self._look(seq, followed)):
+                drafting.append((seq, followed))
+        chosen = self._choose(streams, drafting, most_rows) if drafting else _NO_DRAFTS
+        self.counters.saved_seconds -= perf_counter() - began
         return chosen
 
-    @staticmethod
-    def _best(costs: _CostTable, rows: Seq[tuple[float, int]], count: int) -> dict[int, int]:
-        """Return the length of the draft of each of `count` streams that has one, with most tokens per second."""
-        alone = costs.seconds(count)
+    def _choose(self, streams: Seq[Sequence], drafting: list[tuple[Sequence, Followed]], most_rows: int) -> Drafts:
+        count = len(streams)
+        context = sum([seq.num_tokens for seq in streams]) / count
+        if not (alone := self.times.decode_seconds(count, context)):
+            return _NO_DRAFTS
+        if not self._may_pay(count, context, alone, most_rows):
+            self._paused[count] = self._num_steps + _PAUSE
+            return _NO_DRAFTS
+        rows: list[tuple[float, int]] = []  # (probability, number) of each drafted token, ascending position
+        for number, (seq, followed) in enumerate(drafting):
+            rows += [(chance, number) for chance in self._chances(seq, followed)]
+        rows.sort(key=lambda row: -row[0])  # stable, so that tokens of a draft stay in order
+        chosen: Drafts = {}
+        for number, length in self._best(rows[:most_rows], count, context, alone).items():
+            seq, followed = drafting[number]
+            assert followed.draft is not None, "it has a row"
+            chosen[seq.seq_id] = seq, followed.draft.token_ids[followed.place : followed.place + length]
+        return chosen
+
+    def _may_pay(self, count: int, context: float, alone: float, most_rows: int) -> bool:
+        """Whether some number of rows for drafts promises more tokens per second if most are accepted."""
+        seconds, added = self.times.decode_seconds, 1
+        while added <= min(most_rows, self._most * count) and count + added <= MOST_DECODES:
+            if (count + _HOPE * added) * alone > _LEAST_GAIN * count * seconds(count + added, context):
+                return True
+            added *= 2
+        return False
+
+    def _best(self, rows: Seq[tuple[float, int]], count: int, context: float, alone: float) -> dict[int, int]:
+        """Return the length of each draft that is verified, with most tokens per second; drafts are numbers.
+
+        Args:
+            rows: (probability, draft) of each token that may have a row, the largest first.
+            count, context: number and mean length of the streams.
+            alone: seconds of a step without drafts.
+        """
         expected, best, num_best = float(count), _LEAST_GAIN * count / alone, 0
         drafting: set[int] = set()
-        for added, (chance, number) in enumerate(rows, start=1):
+        for added, (chance, number) in enumerate(rows[: MOST_DECODES - count], start=1):
             expected += chance
             drafting.add(number)
-            seconds = costs.seconds(count + added)
+            seconds = self.times.decode_seconds(count + added, context)
             if len(drafting) < count and seconds > _MOST_DELAY * alone:
                 continue
             if expected > best * seconds:
@@ -221,75 +199,96 @@ class Speculator:
             lengths[number] = lengths.get(number, 0) + 1
         return lengths
 
-    @staticmethod
-    def _follow(seq: Sequence, draft: Draft) -> Followed:
-        """Compare a draft with the tokens to come."""
-        followed: Followed = seq.state.followed or Followed()
-        followed.draft, followed.place = draft, 0
-        seq.state.followed = followed
-        return followed
-
-    def _draft(self, seq: Sequence) -> Draft | None:
-        """Return what may follow a sequence; None if nothing is known, or nothing may be verified."""
+    def _look(self, seq: Sequence, followed: Followed) -> bool:
+        """Look for a draft for a sequence; returns whether there is one."""
         request = seq.request
-        if not seq.output_token_ids or request.params.awaits_tokens or request.pooled is not None:
-            return None
-        # The last token that it may draw is never computed.
-        most = min(self._most, seq.max_num_tokens(self._max_model_len) - seq.num_tokens - 1)
-        return self._method.draft(seq, most) if most > 0 else None
+        if not seq.output_token_ids:
+            return False
+        if request.params.awaits_tokens or request.pooled is not None:
+            followed.look_at = self._max_model_len + 1
+            return False
+        followed.place = 0
+        if (draft := self._method.draft(seq, _KEPT)) is None:
+            followed.misses += 1
+            followed.look_at = seq.num_tokens + 1 + min(_MOST_SKIPPED, followed.misses // _PATIENCE)
+            return False
+        followed.draft, followed.start, followed.misses = draft, seq.num_tokens, 0
+        return True
 
-    def _chances(self, draft: Draft, followed: Followed) -> Iterable[float]:
-        """Return for each token of a draft the probability that it and all before it are accepted, with caution."""
-        chance = 1.0
-        for position in range(len(draft.token_ids)):
-            own, every = followed.rate, self._rate(draft, position)
-            prior = (every.accepted + 1) / (every.tried + 2)
-            weight = min(_PRIOR, every.tried + 1)
+    def _compare(self, seq: Sequence, followed: Followed) -> bool:
+        """Compare the tokens that came with a draft; returns whether it goes on."""
+        draft = followed.draft
+        assert draft is not None
+        rates = self._rates_of(draft.source)
+        for token_id in seq.tokens(followed.start + followed.place, seq.num_tokens):
+            accepted = token_id == draft.token_ids[followed.place]
+            rates[min(draft.match + followed.place, _MOST_MATCH)].count(accepted=accepted)
+            followed.rate.count(accepted=accepted, forgetting=_FORGETTING)
+            followed.place += 1
+            if not accepted or followed.place == len(draft.token_ids):
+                followed.draft = None
+                return False
+        return True
+
+    def _chances(self, seq: Sequence, followed: Followed) -> Iterable[float]:
+        """Return for each next token of a draft the probability that it and all before it are accepted, with caution.
+
+        A draft is no longer than its match.
+        """
+        assert followed.draft is not None
+        match, place, own = followed.draft.match + followed.place, followed.place, followed.rate
+        most = min(self._most, match, len(followed.draft.token_ids) - place, self._num_left(seq))
+        rates, chance = self._rates_of(followed.draft.source), 1.0
+        for position in range(match, match + most):
+            every = rates[min(position, _MOST_MATCH)]
+            weight = min(_PRIOR, every.tried)
             tried = own.tried + weight
-            mean = (own.accepted + weight * prior) / tried
-            chance *= max(0.0, mean - sqrt(mean * (1 - mean) / tried))
+            mean = (own.accepted + weight * every.accepted / every.tried) / tried
+            chance *= max(0.0, mean - _CAUTION * sqrt(mean * (1 - mean) / tried))
             yield chance
 
-    def _rate(self, draft: Draft, position: int) -> _Rate:
-        return self._rates.setdefault((draft.source, draft.match, position), _Rate())
+    def _num_left(self, seq: Sequence) -> int:
+        """Return how many tokens may be drafted: the last that may be drawn is never computed."""
+        return seq.max_num_tokens(self._max_model_len) - seq.num_tokens - 1
+
+    def _rates_of(self, source: str) -> list[_Rate]:
+        """Return the rates of a source by length of the match.
+
+        Before any token came, a token after a match of m tokens is accepted with probability m / (m + 1).
+        """
+        if (rates := self._rates.get(source)) is None:
+            rates = self._rates[source] = [_Rate(2 * m / (m + 1), 2.0) for m in range(_MOST_MATCH + 1)]
+        return rates
 
     def learn(self, drafts: Iterable[tuple[Sequence, int]], updates: Iterable[SequenceUpdate]) -> None:
-        """Compare the tokens that came with the drafts of their sequences.
+        """Count the drafts that a step has verified.
 
         Args:
-            drafts: the sequences that have verified a draft, and its length.
+            drafts: the sequences that have verified one, and its length.
         """
-        verified = {seq.seq_id: length for seq, length in drafts}
+        self._num_gained = None
+        if not (verified := {seq.seq_id: length for seq, length in drafts}):
+            return
+        counters, gained = self.counters, 0
         for update in updates:
-            seq = update.seq
-            if (followed := seq.state.followed) is None:
+            if (length := verified.get(update.seq.seq_id)) is None:
                 continue
-            if (length := verified.get(seq.seq_id)) is not None:
-                num_accepted = len(update.token_ids) - 1
-                self._count(length, num_accepted)
-                seq.request.num_accepted_tokens += num_accepted
-            for token_id in update.token_ids:
-                if (draft := followed.draft) is None:
-                    break
-                accepted = token_id == draft.token_ids[followed.place]
-                self._rate(draft, followed.place).count(accepted=accepted)
-                followed.rate.count(accepted=accepted, forgetting=_FORGETTING)
-                followed.place += 1
-                if not accepted or followed.place == len(draft.token_ids):
-                    followed.draft = None
+            num_accepted = len(update.token_ids) - 1
+            gained += num_accepted
+            update.seq.request.num_accepted_tokens += num_accepted
+            counters.num_drafts += 1
+            counters.num_draft_tokens += length
+            for position in range(num_accepted):
+                counters.accepted_per_position[position] += 1
+        counters.num_accepted_tokens += gained
+        self._num_gained = gained
 
-    def _count(self, num_drafted: int, num_accepted: int) -> None:
-        counters = self.counters
-        counters.num_drafts += 1
-        counters.num_draft_tokens += num_drafted
-        counters.num_accepted_tokens += num_accepted
-        for position in range(num_accepted):
-            counters.accepted_per_position[position] += 1
-
-    def observe(self, num_rows: int, context: int, seconds: float) -> None:
-        """Learn from the duration of a step without prompts.
-
-        Args:
-            context: the number of tokens of its sequences together.
-        """
-        self._costs.table(context).observe(num_rows, seconds)
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """Learn from the duration of a step of decodes, which `learn` has seen."""
+        gained, count = self._num_gained, plan.num_rows
+        if gained is None and self._num_steps % _SAMPLED:
+            return
+        context = sum(plan.starts) / count + 1
+        if gained is not None and (alone := self.times.decode_seconds(count, context)):
+            self.counters.saved_seconds += (1 + gained / count) * alone - seconds
+        self.times.observe_decodes(plan.num_tokens, context, seconds)

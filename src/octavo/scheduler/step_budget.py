@@ -55,11 +55,12 @@ class LatencyTarget:
 
     Args:
         seconds: target for the time between two tokens of a stream.
+        model: how long steps take; by default, a new one.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, model: StepTimeModel | None = None) -> None:
         self.seconds = seconds
-        self.model = StepTimeModel()
+        self.model = StepTimeModel() if model is None else model
         self._longest = LEAST_CHUNK
         self._fastest = math.inf  # seconds of the shortest step
         self._last: ChunkTime | None = None

@@ -10,19 +10,43 @@ All coefficients are non-negative, so the time never falls when work is added to
 convex. The fit is weighted least squares on relative errors with exponential forgetting. It is kept as normal equations
 and solved by non-negative coordinate descent from the previous solution: O(terms²) per step, and no step is stored.
 Huber weights bound the influence of a step that took unusually long (a page fault, another process).
+
+Kernels take rows in tiles, so the time of a few rows rises in steps, which need not be convex: for steps of decodes
+alone, `decode_seconds` has what steps of exactly so many rows took.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import NamedTuple
 
 KNOTS = (16, 64, 256)
 NUM_TERMS = 5 + len(KNOTS)
+_CONTEXT, _CONTEXT_SCALE = 2 + len(KNOTS), 8192
 
 _FORGETTING = 0.995  # a step's weight halves every 140 steps
 _USUAL_ERROR = 4.0  # in mean errors of the last 20 steps or so; noisy steps rarely exceed it, if they are normal
 _SWEEPS = 2
+
+MOST_DECODES = 128
+"""The maximum number of rows whose times are kept one by one."""
+
+_FITTED = 16  # of so many steps of decodes the fit, which takes longer, learns from one
+_LEVEL_GAIN = 0.05
+_LEAST_GAIN = 0.1  # of the time of one number of rows
+_MOST_ERROR = 0.5  # of a time, beyond which a step counts as disturbed
+_SWEPT = 64  # steps of decodes after which those that are stale are forgotten
+
+
+class _DecodeTime:
+    """The mean time of steps of one number of decodes, in seconds at level 1, and their mean context."""
+
+    __slots__ = ("context", "count", "last", "seconds")
+
+    def __init__(self, seconds: float, context: float) -> None:
+        self.seconds, self.context = seconds, context
+        self.count = self.last = 0
 
 
 class StepLoad(NamedTuple):
@@ -72,7 +96,7 @@ def _terms(load: StepLoad) -> list[float]:
         1.0,
         rows / 256,
         *(max(0, rows - knot) / 256 for knot in KNOTS),
-        load.context / 8192,
+        load.context / _CONTEXT_SCALE,
         load.chunk_work / 1e6,
         load.num_seqs / 64,
     ]
@@ -87,6 +111,10 @@ class StepTimeModel:
         self._products = [[0.0] * NUM_TERMS for _ in range(NUM_TERMS)]
         self._targets = [0.0] * NUM_TERMS
         self._mean_error = 0.1
+        self._decodes: dict[int, _DecodeTime] = {}  # by number of rows
+        self._known: list[int] = []  # these numbers, ascending
+        self._level = 1.0  # of all their times, which follows the machine from moment to moment
+        self._num_decodes = 0
 
     def predict(self, load: StepLoad) -> float:
         """Predict the mean time of a step with this load, in seconds."""
@@ -127,3 +155,63 @@ class StepTimeModel:
                 # A ridge of one millionth: terms that always rise together share their weight.
                 slope = target - sum(map(float.__mul__, row, weights))
                 weights[index] = max(0.0, weights[index] + slope / (diagonal * 1.000001))
+
+    def decode_seconds(self, rows: int, context: float) -> float:
+        """Predict the time of a step of so many decodes; 0 before one of any number of rows was observed.
+
+        What steps of exactly so many rows took, or between neighbours. Beyond all that were observed, rows count half
+        as much as those before, so that each number is tried that could pay, but no other.
+
+        Args:
+            context: mean number of tokens that a row reads.
+        """
+        found, known = self._decodes.get(rows), self._known
+        if found is not None:
+            per_token = rows * self._weights[_CONTEXT] / _CONTEXT_SCALE
+            return max(0.5 * found.seconds, found.seconds + per_token * (context - found.context)) * self._level
+        if not known:
+            return 0.0
+        place = bisect_left(known, rows)
+        above, below = known[min(place, len(known) - 1)], known[max(place - 1, 0)]
+        last = self.decode_seconds(below, context)
+        if not place:
+            return last
+        if place < len(known):
+            return last + (self.decode_seconds(above, context) - last) * (rows - below) / (above - below)
+        per_row = last / (2 * below + 2)
+        if len(known) > 1:
+            slope = (last - self.decode_seconds(known[0], context)) / (below - known[0])
+            per_row = min(per_row, max(0.5 * slope, 0.01 * last))
+        return last + per_row * (rows - below)
+
+    def observe_decodes(self, rows: int, context: float, seconds: float) -> None:
+        """Learn from a step of decodes alone."""
+        if rows > MOST_DECODES or not seconds > 0:
+            return
+        if not self._num_decodes % _FITTED:
+            self.observe(StepLoad(rows, int(rows * context), 0.0, rows), seconds)
+        expected = self.decode_seconds(rows, context) or seconds
+        error = min(_MOST_ERROR, max(-_MOST_ERROR, seconds / expected - 1))
+        found = self._decodes.get(rows)
+        if found is None:
+            # Nearer to what it should have taken than to what it took: this step may be a disturbed one.
+            found = self._decodes[rows] = _DecodeTime(expected * (1 + error / 2) / self._level, context)
+            insort(self._known, rows)
+        else:
+            gain = max(_LEAST_GAIN, 2 / (found.count + 3))
+            found.seconds *= 1 + gain * error
+            found.context += gain * (context - found.context)
+            if gain == _LEAST_GAIN:
+                self._level *= 1 + _LEVEL_GAIN * error
+        self._num_decodes += 1
+        found.count, found.last = found.count + 1, self._num_decodes
+        if not self._num_decodes % _SWEPT:
+            self._forget_stale()
+
+    def _forget_stale(self) -> None:
+        """Forget numbers of rows that no step had for long, sooner those that few had, so that they are tried again."""
+        now = self._num_decodes
+        kept = {
+            rows: time for rows, time in self._decodes.items() if now - time.last < _SWEPT * 2 ** min(6, time.count)
+        }
+        self._decodes, self._known = kept, sorted(kept)
