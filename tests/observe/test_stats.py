@@ -112,6 +112,33 @@ def test_finished_requests_are_counted_by_reason() -> None:
         assert value(families, name, f"{name}_count") == 3
 
 
+# The series of vLLM's published dashboard (examples/online_serving/prometheus_grafana/grafana.json), all selected by
+# `model_name`. Its older `vllm:gpu_cache_usage_perc` has since been renamed, in vLLM and here.
+DASHBOARD = (
+    *("e2e_request_latency_seconds_bucket", "e2e_request_latency_seconds_sum", "e2e_request_latency_seconds_count"),
+    *("prompt_tokens_total", "generation_tokens_total"),
+    *("time_per_output_token_seconds_bucket", "time_per_output_token_seconds_sum"),
+    *("time_per_output_token_seconds_count", "inter_token_latency_seconds_bucket"),
+    *("inter_token_latency_seconds_sum", "inter_token_latency_seconds_count"),
+    *("num_requests_running", "num_requests_waiting"),
+    *("time_to_first_token_seconds_bucket", "time_to_first_token_seconds_sum", "time_to_first_token_seconds_count"),
+    *("kv_cache_usage_perc", "request_prompt_tokens_bucket", "request_generation_tokens_bucket"),
+    *("request_success_total", "request_queue_time_seconds_sum", "request_prefill_time_seconds_sum"),
+    *("request_decode_time_seconds_sum", "request_max_num_generation_tokens_sum"),
+)
+
+
+def test_no_query_of_vllms_dashboard_is_empty() -> None:
+    stats = EngineStats(max_model_len=1024)
+    served(stats, 1.0, 1.25, [1.75, 3.25], FinishReason.LENGTH)
+    series = [
+        s for family in exposed(stats).values() for s in family.samples if s.labels.get("model_name") == "a model"
+    ]
+    assert {f"vllm:{name}" for name in DASHBOARD} - {s.name for s in series} == set()
+    assert [s.labels["finished_reason"] for s in series if s.name == "vllm:request_success_total" and s.value]
+    assert [s.labels["le"] for s in series if s.name == "vllm:e2e_request_latency_seconds_bucket"][-1] == "+Inf"
+
+
 def test_what_vllms_dashboard_asks_for_is_there() -> None:
     stats = EngineStats(max_model_len=1024)
     stats.cache_config = {"block_size": "16", "cache_dtype": "auto"}
