@@ -18,8 +18,8 @@ constexpr int kMaxHeadDim = 256;
 constexpr int kRowState = 32;  // floats after a row's weighted values: the sum of weights in 16 lanes, and the maximum
 
 // Which tokens a query reads in which form, if the first blocks and the most recent ones have copies in more bits
-// (storage/recent_kv.py): the copies of both, and the layer's own codes between them.
-enum Reads { kReadsAll, kReadsFirst, kReadsBetween, kReadsRecent };
+// (storage/recent_kv.py): the copies of both, and the layer's own codes between them. kReadsSinks: see `budget`.
+enum Reads { kReadsAll, kReadsFirst, kReadsBetween, kReadsRecent, kReadsSinks };
 
 // Some query tokens of one sequence, with the query heads of some KV heads, over some splits of the context. Rows are
 // [kv head][token][query head of the KV head].
@@ -32,6 +32,11 @@ struct AttendTask {
     const float* sinks;     // one per query head of the task, or null
     float* partial;         // null: write `out`; otherwise write the state here, [row][value_dim + kRowState]
     float scale, softcap;   // softcap 0: none
+    // Of a sequence that keeps `budget` tokens (kv_budget.py), else 0. Tokens from that position on see `window` tokens
+    // and the first `sink_tokens`, with queries that are rotated for the sinks' place in the cache.
+    int budget, sink_tokens;
+    const char* sink_query;  // as `query`, with the same stride of heads; null: no token sees sinks apart
+    int64_t sink_token_stride;
     int kv_head, kv_heads;  // first and count
     int group_size;         // query heads of each KV head
     int num_tokens, first_position;
@@ -53,13 +58,15 @@ struct AttendTask {
     }
     // The tokens that the query at `position` reads are [first_read, end_read). Neither end decreases with positions.
     int first_read(int position) const {
-        const int seen = position - window + 1 > 0 ? position - window + 1 : 0;
+        if (reads == kReadsSinks) return 0;
+        const int seen = position >= budget && position - window + 1 > 0 ? position - window + 1 : 0;
         if (reads == kReadsAll || reads == kReadsFirst) return seen;
         const int from = reads == kReadsBetween ? first_tokens : recent_token(position);
         return seen > from ? seen : from;
     }
     int end_read(int position) const {
         if (reads == kReadsAll || reads == kReadsRecent) return position + 1;
+        if (reads == kReadsSinks) return position >= budget ? sink_tokens : 0;
         const int recent = recent_token(position);
         return reads == kReadsFirst && first_tokens < recent ? first_tokens : recent;
     }

@@ -46,6 +46,16 @@ constexpr int kNoWindow = 1 << 30;
 constexpr int kTasksPerThread = 8;  // enough to balance the load, few enough that taking one costs nothing
 constexpr int kItemsPerThread = 4;  // when fewer items mean less work in total
 
+int budget_of(const AttentionCall& call, int seq) {
+    return call.sinks_apart.budgets ? call.sinks_apart.budgets[seq] : 0;
+}
+
+// How many tokens before a token and with it it sees at most, apart from sinks.
+int window_of(const AttentionCall& call, int seq) {
+    if (const int budget = budget_of(call, seq)) return budget - call.sinks_apart.sink_tokens;
+    return call.window ? std::min(call.window, kNoWindow) : kNoWindow;
+}
+
 // Returns the sequence's number of new tokens.
 int check_sequence(const AttentionCall& call, int seq) {
     const int begin = call.query_start[seq], end = call.query_start[seq + 1], context_len = call.context_lens[seq];
@@ -60,13 +70,16 @@ int check_sequence(const AttentionCall& call, int seq) {
         fail("has " + std::to_string(query_len) + " new tokens but a context of " + std::to_string(context_len));
     if (query_len == 0) return 0;
     const int64_t blocks = (int64_t{context_len} + call.kv.block_size - 1) / call.kv.block_size;
+    // Blocks outside a window are not read.
+    const int window = window_of(call, seq), unseen = context_len - query_len - window + 1;
+    const int64_t first_block = unseen > 0 ? unseen / call.kv.block_size : 0;
     const auto check_table = [&](const int32_t* tables, int64_t stride, int64_t max_blocks, int64_t num_blocks) {
         if (blocks > max_blocks)
             fail("needs " + std::to_string(blocks) + " blocks for " + std::to_string(context_len) +
                  " tokens, its table has " + std::to_string(max_blocks));
         const int32_t* table = tables + call.table_rows[seq] * stride;
-        uint32_t largest = 0;
-        for (int64_t i = 0; i < blocks; ++i) largest = std::max(largest, static_cast<uint32_t>(table[i]));
+        uint32_t largest = static_cast<uint32_t>(table[0]);
+        for (int64_t i = first_block; i < blocks; ++i) largest = std::max(largest, static_cast<uint32_t>(table[i]));
         if (largest >= num_blocks)
             fail("refers to block " + std::to_string(static_cast<int32_t>(largest)) + " of " +
                  std::to_string(num_blocks));
@@ -108,7 +121,10 @@ Shape choose_shape(const AttentionCall& call, int query_len, int context_len, bo
 // Whether the contexts have enough splits to keep every thread busy, however many heads a task takes.
 bool has_much_context(const AttentionCall& call) {
     int64_t splits = 0;
-    for (int seq = 0; seq < call.num_seqs; ++seq) splits += (int64_t{call.context_lens[seq]} + kSplit - 1) / kSplit;
+    for (int seq = 0; seq < call.num_seqs; ++seq) {
+        const int budget = budget_of(call, seq), context_len = call.context_lens[seq];
+        splits += (int64_t{budget ? std::min(budget, context_len) : context_len} + kSplit - 1) / kSplit;
+    }
     return splits >= 4 * num_threads();
 }
 
@@ -126,7 +142,11 @@ void add_items(const AttentionCall& call, Plan& plan, int seq, bool much_context
     task.block_table = call.block_tables + call.table_rows[seq] * call.block_table_stride;
     task.scale = call.scale;
     task.softcap = call.softcap;
-    task.window = call.window ? std::min(call.window, kNoWindow) : kNoWindow;
+    task.window = window_of(call, seq);
+    task.budget = budget_of(call, seq);
+    task.sink_tokens = call.sinks_apart.sink_tokens;
+    task.sink_token_stride = call.sinks_apart.token_stride;
+    const bool sees_apart = task.budget && context_len > task.budget;
     task.kv_heads = shape.kv_heads;
     task.exact = call.exact;
     task.prompt = query_len > 1;
@@ -151,6 +171,9 @@ void add_items(const AttentionCall& call, Plan& plan, int seq, bool much_context
                 task.first_position = context_len - query_len + begin;
                 task.set_splits();
                 task.query = call.query + token * call.query_token_stride + head * call.query_head_stride;
+                if (sees_apart)
+                    task.sink_query = call.sinks_apart.query + token * task.sink_token_stride +
+                                      head * call.query_head_stride;
                 task.out = call.out + token * call.out_token_stride + head * call.out_head_stride;
                 plan.items.push_back({task, -1, 1});
             }

@@ -15,9 +15,18 @@ struct RecentCopies {
     int first_blocks, recent_blocks;
 };
 
+// Sequences that keep the first tokens and the last ones, see AttendTask; without `budgets` there are none.
+struct SinkReads {
+    const int32_t* budgets;  // of each sequence, in tokens; 0: it keeps all
+    const char* query;       // [tokens][heads][key_dim], used for tokens that see sinks apart
+    int64_t token_stride;    // bytes; heads lie as in AttentionCall::query
+    int sink_tokens;
+};
+
 struct AttentionCall {
     LayerKV kv;
     RecentCopies copies;
+    SinkReads sinks_apart;
     const char* query;
     char* out;
     int64_t query_token_stride, query_head_stride, out_token_stride, out_head_stride;  // bytes

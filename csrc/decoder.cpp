@@ -72,6 +72,7 @@ void Decoder::execute(const DecoderStep&, const Activate& activated) {
 
 void Decoder::execute(const DecoderStep& step, const Attend& attend) {
     make(kAttended, step.num_tokens, shape.attended_width());
+    if (step.budgets) sink_queries_ = room(sink_memory_, step.num_tokens, int64_t{shape.num_heads} * shape.key_dim);
     rope_write(shape.storage, rotation(step, attend), step.num_tokens);
     octavo::attend(attention(step, attend));
 }
@@ -165,6 +166,11 @@ RopeTask Decoder::rotation(const DecoderStep& step, const Attend& attend) const 
         rope.copies = &cache.copies;
         rope.copies_slots = step.groups[cache.copies_group].slots;
     }
+    if (step.budgets && cache.window == 0) {
+        rope.sink_queries = sink_queries_.base;
+        rope.sink_stride = sink_queries_.stride;
+        rope.sink_positions = step.sink_positions;
+    }
     return rope;
 }
 
@@ -195,6 +201,8 @@ AttentionCall Decoder::attention(const DecoderStep& step, const Attend& attend) 
     call.num_heads = shape.num_heads;
     call.window = cache.window;
     call.exact = exact;
+    if (step.budgets && cache.window == 0)
+        call.sinks_apart = {step.budgets, sink_queries_.base, sink_queries_.stride, step.sink_tokens};
     if (cache.recent_blocks) {
         const GroupTables& copies = step.groups[cache.copies_group];
         call.copies = {cache.copies,      copies.block_tables, copies.stride, copies.max_blocks,

@@ -120,6 +120,12 @@ struct DecoderStep {
     const int64_t* logits_indices;
     float* logits;  // [num_now][vocab] of the first num_now of num_logits rows; `Decoder::logits` computes the others
     int64_t num_tokens, num_seqs, num_logits, num_now;
+    // Of steps with sequences that keep the first tokens and the last ones (AttendTask), else null: the budget of each
+    // sequence, and for each token, the position for which its queries of the sinks are rotated; its own if it sees
+    // none apart.
+    const int32_t* budgets;
+    const int64_t* sink_positions;
+    int sink_tokens;
 };
 
 class Decoder {
@@ -145,7 +151,8 @@ class Decoder {
     using Buffer = StreamBuffer<char>;  // keeps its memory from step to step
 
     Matrix rows_[kNumRegisters] = {};
-    Buffer memory_[kNumRegisters], pairs_memory_;
+    Buffer memory_[kNumRegisters], pairs_memory_, sink_memory_;
+    Matrix sink_queries_ = {};  // [tokens][heads * key_dim]
     StreamBuffer<float> scores_;
     ExpertPairs pairs_;
     int64_t num_kept_ = 0;

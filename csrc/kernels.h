@@ -34,6 +34,11 @@ struct RopeTask {
     int num_heads, key_dim, rotary_dim;
     const LayerKV* copies;  // of a coded layer, or null, and their slots
     const int64_t* copies_slots;
+    // Where tokens that see sinks apart (AttendTask) have their queries a second time, rotated for other positions, or
+    // null. Those with the same position are left out.
+    char* sink_queries;
+    int64_t sink_stride;
+    const int64_t* sink_positions;
 };
 
 // Consecutive logits of a row: as many as share one maximum, and as many as have their masses summed in float32.

@@ -170,6 +170,17 @@ void check_copies(const LayerKV& kv, const LayerKV& copies, int first_blocks, in
                 " recent ones, got " + std::to_string(first_blocks) + " and " + std::to_string(recent_blocks));
 }
 
+void check_budgets(const Tensor& budgets, int64_t num_seqs, int sink_tokens) {
+    check_dense(budgets, "budgets", DType::i32, {num_seqs});
+    require(sink_tokens > 0, "sink_tokens must be positive, got " + std::to_string(sink_tokens));
+    for (int64_t i = 0; i < num_seqs; ++i) {
+        const int budget = budgets.data<const int32_t>()[i];
+        require(budget == 0 || budget > sink_tokens, "a budget must be 0 for none, or more than the " +
+                                                         std::to_string(sink_tokens) + " sinks, got " +
+                                                         std::to_string(budget));
+    }
+}
+
 NormWeights norm_weights(const Tensor& weight, const Tensor& bias, float eps, bool centred, const char* name,
                          DType dtype, int64_t width) {
     NormWeights norm{};

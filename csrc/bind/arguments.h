@@ -26,6 +26,8 @@ using CodedArguments = std::tuple<std::string, Tensor, Tensor, Tensor, Tensor>;
 LayerKV coded_layer_kv(const CodedArguments& keys, const CodedArguments& values, DType dtype);
 // Raises unless `copies` may be the copies of a layer's first and most recent blocks.
 void check_copies(const LayerKV& kv, const LayerKV& copies, int first_blocks, int recent_blocks);
+// Raises unless `budgets` [num_seqs] are 0, or tokens of which more than the first `sink_tokens` are kept.
+void check_budgets(const Tensor& budgets, int64_t num_seqs, int sink_tokens);
 void check_range(const int64_t* x, int64_t count, int64_t end, const char* name, int64_t begin = 0);
 Weight weight_of(const std::string& format, const Tensor& packed, int64_t outputs, int64_t inputs);
 // A norm of `width` columns of `dtype`. RMS weights are of `dtype` or float32, which decides where it rounds; weights

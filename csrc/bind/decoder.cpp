@@ -269,7 +269,7 @@ class BoundDecoder {
                  const Tensor& context_lens, const Tensor& table_rows,
                  const std::vector<std::pair<Tensor, Tensor>>& groups,
                  const std::vector<std::pair<Tensor, Tensor>>& rotations, const Tensor& logits_indices,
-                 const Tensor& logits) {
+                 const Tensor& logits, const Tensor& budgets, const Tensor& sink_positions, int sink_tokens) {
         const DecoderShape& s = decoder_.shape;
         require(complete_, "the decoder is not complete");
         require(decoder_.caches.size() == num_layers_, "the decoder has no caches: call set_caches first");
@@ -289,6 +289,15 @@ class BoundDecoder {
         step.query_start = query_start.data<int32_t>();
         check_dense(table_rows, "table_rows", DType::i64, {step.num_seqs});
         step.table_rows = table_rows.data<int64_t>();
+        if (!budgets.is_null()) {
+            check_budgets(budgets, step.num_seqs, sink_tokens);
+            check_dense(sink_positions, "sink_positions", DType::i64, {step.num_tokens});
+            for (const auto& [cos, sin] : rotations)
+                check_range(sink_positions.data<int64_t>(), step.num_tokens, cos.shape[0], "sink_positions");
+            step.budgets = budgets.data<int32_t>();
+            step.sink_positions = sink_positions.data<int64_t>();
+            step.sink_tokens = sink_tokens;
+        }
         const std::vector<GroupTables> tables = group_tables(step, groups);
         step.groups = tables.data();
         check_shape(logits_indices, "logits_indices", {-1});
@@ -464,7 +473,8 @@ void bind_decoder(nb::module_& m) {
         .def("set_exact", &BoundDecoder::set_exact, "exact"_a)
         .def("set_caches", &BoundDecoder::set_caches, "caches"_a)
         .def("forward", &BoundDecoder::forward, "token_ids"_a, "positions"_a, "query_start"_a, "context_lens"_a,
-             "table_rows"_a, "groups"_a, "rotations"_a, "logits_indices"_a, "logits"_a);
+             "table_rows"_a, "groups"_a, "rotations"_a, "logits_indices"_a, "logits"_a, "budgets"_a.none() = nb::none(),
+             "sink_positions"_a.none() = nb::none(), "sink_tokens"_a = 1);
 }
 
 }  // namespace octavo

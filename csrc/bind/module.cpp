@@ -24,10 +24,13 @@ using CopiesToRead = std::tuple<CodedArguments, CodedArguments, Tensor, int, int
 // Keys, values and slots.
 using CopiesToWrite = std::tuple<CodedArguments, CodedArguments, Tensor>;
 
+// Queries for the sinks, budgets, and the number of sinks.
+using SinksApart = std::tuple<Tensor, Tensor, int>;
+
 void attend_layer(const LayerKV& kv, const RecentCopies& copies, const Tensor& query, const Tensor& out,
                   const Tensor& block_tables, const Tensor& table_rows, const Tensor& query_start,
                   const Tensor& context_lens, float scale, int window, float softcap, const Tensor& sinks,
-                  bool exact) {
+                  bool exact, const std::optional<SinksApart>& apart) {
     AttentionCall call{};
     call.kv = kv;
     call.copies = copies;
@@ -74,6 +77,16 @@ void attend_layer(const LayerKV& kv, const RecentCopies& copies, const Tensor& q
     call.num_heads = static_cast<int>(heads);
     call.window = window;
     call.exact = exact;
+    if (apart) {
+        const auto& [sink_query, budgets, sink_tokens] = *apart;
+        require(window == 0, "a layer with a sliding window has no budgets");
+        check_rows(sink_query, "sink_query", 3);
+        check_dtype(sink_query, "sink_query", dtype);
+        check_shape(sink_query, "sink_query", {tokens, heads, query.shape[2]});
+        require(sink_query.stride_bytes(1) == call.query_head_stride, "heads of sink_query must lie as those of query");
+        check_budgets(budgets, seqs, sink_tokens);
+        call.sinks_apart = {budgets.data<const int32_t>(), sink_query.base, sink_query.stride_bytes(0), sink_tokens};
+    }
     nb::gil_scoped_release release;
     attend(call);
 }
@@ -81,15 +94,15 @@ void attend_layer(const LayerKV& kv, const RecentCopies& copies, const Tensor& q
 void py_attend(const Tensor& key, const Tensor& value, const Tensor& query, const Tensor& out,
                const Tensor& block_tables, const Tensor& table_rows, const Tensor& query_start,
                const Tensor& context_lens, float scale, int window, float softcap, const Tensor& sinks,
-               bool exact) {
+               bool exact, const std::optional<SinksApart>& apart) {
     attend_layer(layer_kv(key, value), {}, query, out, block_tables, table_rows, query_start, context_lens, scale,
-                 window, softcap, sinks, exact);
+                 window, softcap, sinks, exact, apart);
 }
 
 void py_attend_coded(const CodedArguments& keys, const CodedArguments& values, const Tensor& query, const Tensor& out,
                      const Tensor& block_tables, const Tensor& table_rows, const Tensor& query_start,
                      const Tensor& context_lens, float scale, int window, float softcap, const Tensor& sinks,
-                     bool exact, const std::optional<CopiesToRead>& copied) {
+                     bool exact, const std::optional<CopiesToRead>& copied, const std::optional<SinksApart>& apart) {
     storage_of(query, "query");
     const LayerKV kv = coded_layer_kv(keys, values, query.dtype);
     RecentCopies copies{};
@@ -103,7 +116,7 @@ void py_attend_coded(const CodedArguments& keys, const CodedArguments& values, c
         check_copies(kv, copies.kv, first_blocks, recent_blocks);
     }
     attend_layer(kv, copies, query, out, block_tables, table_rows, query_start, context_lens, scale, window, softcap,
-                 sinks, exact);
+                 sinks, exact, apart);
 }
 
 void rope_write_layer(const LayerKV& kv, const Tensor& qkv, const Tensor& cos, const Tensor& sin,
@@ -224,12 +237,13 @@ NB_MODULE(_native, m) {
     using namespace octavo;
     nb::set_leak_warnings(false);  // an engine that lives until Python exits is not a leak
     m.def("attend", &py_attend, "key"_a, "value"_a, "query"_a, "out"_a, "block_tables"_a, "table_rows"_a,
-          "query_start"_a, "context_lens"_a, "scale"_a, "window"_a, "softcap"_a, "sinks"_a.none(), "exact"_a);
+          "query_start"_a, "context_lens"_a, "scale"_a, "window"_a, "softcap"_a, "sinks"_a.none(), "exact"_a,
+          "apart"_a.none() = nb::none());
     m.def("rope_write", &py_rope_write, "qkv"_a, "key"_a, "value"_a, "cos"_a, "sin"_a, "positions"_a, "slots"_a,
           "query_norm"_a.none(), "key_norm"_a.none(), "eps"_a);
     m.def("attend_coded", &py_attend_coded, "keys"_a, "values"_a, "query"_a, "out"_a, "block_tables"_a, "table_rows"_a,
           "query_start"_a, "context_lens"_a, "scale"_a, "window"_a, "softcap"_a, "sinks"_a.none(), "exact"_a,
-          "copies"_a.none());
+          "copies"_a.none(), "apart"_a.none() = nb::none());
     m.def("rope_write_coded", &py_rope_write_coded, "qkv"_a, "keys"_a, "values"_a, "cos"_a, "sin"_a, "positions"_a,
           "slots"_a, "query_norm"_a.none(), "key_norm"_a.none(), "eps"_a, "copies"_a.none());
     m.def("rms_norm", &py_rms_norm, "x"_a, "residual"_a.none(), "weight"_a, "out"_a, "eps"_a);

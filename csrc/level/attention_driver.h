@@ -118,6 +118,27 @@ template <class Body>
 
 void attend(const AttendTask& task, AttendScratch& scratch);  // in level/attend.h
 
+// Adds what the rows see of the sinks: a part of the context with other queries, so it has a state of its own, in the
+// room behind `total`.
+inline void add_sinks(const AttendTask& task, const LayerKV* kv, const int32_t* block_table, const Rows& total,
+                      AttendScratch& scratch) {
+    const int num_rows = task.kv_heads * task.rows_per_head(), size = num_rows * total.stride();
+    AttendTask part = task;
+    part.kv = kv;
+    part.block_table = block_table;
+    part.copies = nullptr;
+    part.query = task.sink_query;
+    part.query_token_stride = task.sink_token_stride;
+    part.sink_query = nullptr;
+    part.partial = total.base + size;
+    part.states = 2 * size;
+    part.reads = kReadsSinks;
+    part.set_splits();
+    if (part.split_begin == part.split_end) return;
+    attend(part, scratch);
+    total.merge(Rows{part.partial, total.value_dim}, num_rows);
+}
+
 // Copies lie in another form than the layer's own codes, so they have states of their own, in the room behind `total`:
 //
 //     scratch.states    | total | of the copies | states being merged |
@@ -127,6 +148,7 @@ inline void add_copies(const AttendTask& task, const Rows& total, AttendScratch&
     part.kv = task.copies;
     part.block_table = task.copies_table;
     part.copies = nullptr;
+    part.sink_query = nullptr;
     part.partial = total.base + size;
     part.states = 2 * size;
     const Reads both[] = {kReadsFirst, kReadsRecent};
@@ -141,10 +163,13 @@ inline void add_copies(const AttendTask& task, const Rows& total, AttendScratch&
 
 // Writes the output of rows whose state over the task's splits is complete.
 inline void finish_rows(const AttendTask& task, const Rows& total, AttendScratch& scratch) {
+    const bool copied = task.copies && task.first_tokens >= task.sink_tokens;
+    if (task.sink_query && !copied) add_sinks(task, task.kv, task.block_table, total, scratch);
     if (task.kv->value_side.code == kCodeInt4)
         for (int r = 0; r < task.kv_heads * task.rows_per_head(); ++r)
             rotate_head_back(total.values(r), task.kv->value_dim);
     if (task.copies) add_copies(task, total, scratch);
+    if (task.sink_query && copied) add_sinks(task, task.copies, task.copies_table, total, scratch);
     if (task.kv->storage == kBf16)
         write_rows<bf16>(task, total);
     else

@@ -31,6 +31,15 @@ template <class T> inline void rotate(T* head, const float* cos, const float* si
     }
 }
 
+// Normalises and rotates a token's queries in place.
+template <Storage S> void rope_queries(const RopeTask& task, Element<S>* row, int64_t position) {
+    const int64_t angles = position * (task.rotary_dim / 2);
+    for (int head = 0; head < task.num_heads; ++head, row += task.key_dim) {
+        normalise_head<S>(reinterpret_cast<char*>(row), task.query_norm, task.key_dim);
+        rotate(row, task.cos + angles, task.sin + angles, task.rotary_dim);
+    }
+}
+
 template <Storage S> void rope_write(const RopeTask& task, int64_t token_begin, int64_t token_end) {
     using T = Element<S>;
     const LayerKV& kv = *task.kv;
@@ -46,10 +55,14 @@ template <Storage S> void rope_write(const RopeTask& task, int64_t token_begin, 
         const int half = task.rotary_dim / 2;
         const int64_t angles = half ? task.positions[token] * half : 0;
         const float *cos = task.cos + angles, *sin = task.sin + angles;
-        for (int head = 0; head < task.num_heads; ++head, row += task.key_dim) {
-            normalise_head<S>(as_bytes(row), task.query_norm, task.key_dim);
-            rotate(row, cos, sin, task.rotary_dim);
+        const int64_t query_width = int64_t{task.num_heads} * task.key_dim;
+        if (task.sink_queries && task.sink_positions[token] != task.positions[token]) {
+            T* again = reinterpret_cast<T*>(task.sink_queries + token * task.sink_stride);
+            __builtin_memcpy(again, row, query_width * sizeof(T));
+            rope_queries<S>(task, again, task.sink_positions[token]);
         }
+        rope_queries<S>(task, row, task.positions[token]);
+        row += query_width;
         for (int head = 0; head < kv.kv_heads; ++head, row += task.key_dim) {
             normalise_head<S>(as_bytes(row), task.key_norm, task.key_dim);
             rotate(row, cos, sin, task.rotary_dim);

@@ -14,6 +14,7 @@ def attend(
     softcap: float,
     sinks: Tensor | None,
     exact: bool,
+    apart: tuple[Tensor, Tensor, int] | None = None,
 ) -> None: ...
 
 _Coded = tuple[str, Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -33,6 +34,7 @@ def attend_coded(
     sinks: Tensor | None,
     exact: bool,
     copies: tuple[_Coded, _Coded, Tensor, int, int] | None,
+    apart: tuple[Tensor, Tensor, int] | None = None,
 ) -> None: ...
 def rope_write_coded(
     qkv: Tensor,
@@ -160,4 +162,7 @@ class Decoder:
         rotations: list[tuple[Tensor, Tensor]],
         logits_indices: Tensor,
         logits: Tensor,
+        budgets: Tensor | None = None,
+        sink_positions: Tensor | None = None,
+        sink_tokens: int = 1,
     ) -> None: ...

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 from octavo.errors import ConfigError, shown
+from octavo.kv_budget import KVBudget
 from octavo.limits import DEFAULT_LIMITS, RequestLimits
 from octavo.option import MILLISECONDS, SECONDS, Options, Unit, option, options_of
 from octavo.speculative_config import METHODS, SpeculativeConfig
@@ -224,6 +225,14 @@ class EngineConfig(Options):
     gpu_memory_utilization: float = _cache(
         0.9, "fraction of the GPU's memory for weights, activations and KV cache", above=0, most=1
     )
+    kv_budget: str | dict | None = _cache(  # type: ignore[type-arg]  # noqa: RUF009 (the default is None)
+        None,
+        "JSON object that limits the keys and values that a sequence keeps (docs/serve/kv_budgets.md), such as "
+        '\'{"mode": "sinks", "tokens": 2048}\'; requests may ask for less; default: all are kept, unless a request '
+        "asks for less",
+        metavar="JSON",
+        read=lambda given: str(KVBudget.parse(given)),
+    )
     num_blocks: int | None = _cache(
         None,
         "exact number of blocks in the KV cache, including the null block; overrides --kv-cache-memory",
@@ -422,6 +431,11 @@ class EngineConfig(Options):
             )
         if self.preemption_mode == "swap" and self.swap_space == 0:
             raise ConfigError("preemption_mode is 'swap', but swap_space is 0: nothing could be swapped")
+
+    @property
+    def budget(self) -> KVBudget | None:
+        """The budget of sequences that do not ask for less; None if they keep everything."""
+        return None if self.kv_budget is None else KVBudget.parse(self.kv_budget)
 
     @property
     def kv_events(self) -> KVEventsConfig | None:

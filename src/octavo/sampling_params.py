@@ -10,6 +10,7 @@ from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args
 
 from octavo.errors import FieldError, shown
+from octavo.kv_budget import KVBudget
 from octavo.limits import RequestLimits
 from octavo.option import option, options_of
 from octavo.structured_outputs import StructuredOutputsParams
@@ -55,6 +56,8 @@ class SamplingParams:
             `allowed_token_ids`), a text of several tokens may come; a text of one token never does.
         include_stop_str_in_output: keep the stop string that ended the output, or the text of the token that did.
         structured_outputs: constraint on the output (`docs/serve/structured_outputs.md`); may be given as a dictionary.
+        kv_budget: how much of its keys and values each sequence keeps; may be given as a dictionary. None means the
+            engine's, by default all.
         detokenize: if False, return token ids only (text stays empty, and `stop` is not allowed).
         skip_special_tokens: leave special tokens out of the text.
     """
@@ -129,6 +132,9 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = option(  # noqa: RUF009 (the default is None)
         None, 'constraint on the output, such as \'{"regex": "[0-9]+"}\' (docs/serve/structured_outputs.md)'
     )
+    kv_budget: KVBudget | None = option(  # noqa: RUF009 (the default is None)
+        None, 'keys and values to keep, such as \'{"mode": "sinks", "tokens": 2048}\' (docs/serve/kv_budgets.md)'
+    )
     detokenize: bool = option(True, "turn the output into text; --no-detokenize gives token ids only")
     skip_special_tokens: bool = option(True, "leave special tokens out of the text")
 
@@ -149,6 +155,11 @@ class SamplingParams:
         described: object = self.structured_outputs
         if isinstance(described, Mapping):
             object.__setattr__(self, "structured_outputs", StructuredOutputsParams.of(described))
+        budget: object = self.kv_budget
+        if isinstance(budget, Mapping):
+            object.__setattr__(self, "kv_budget", KVBudget.of(budget))
+        elif budget is not None and not isinstance(budget, KVBudget):
+            raise FieldError("kv_budget", f"must be a KVBudget, got {shown(budget)}")
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         self._validate()
 

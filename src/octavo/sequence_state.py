@@ -18,6 +18,7 @@ class Place:
         held: blocks it holds.
         base: blocks of the tokens it had when it was admitted.
         most: blocks of its prompt and its longest answer; the last token's key and value are never computed.
+        kept: the most blocks that it keeps under its budget; `most` without one.
         copies: shared blocks that it must copy before it writes to them.
         siblings: parallel samples or beams that start once it has computed their prompt, each in its own place.
         sibling_blocks: blocks that each of them takes then: a copy of the prompt's last, partly filled block, and
@@ -34,6 +35,7 @@ class Place:
     held: int
     base: int
     most: int
+    kept: int
     copies: int
     siblings: int
     sibling_blocks: int

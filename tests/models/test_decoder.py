@@ -20,7 +20,7 @@ from octavo.models import decoder as decoder_module
 from octavo.models.decoder import Decoder, loading_bar
 from octavo.models.linear import PackedLinear, PlainLinear, make_linear
 from octavo.models.ops import LayerOps
-from octavo.models.rotary import RotaryTable, inverse_frequencies
+from octavo.models.rotary import RotaryTable, Rotation, inverse_frequencies
 from octavo.models.weights import row_order
 from tests.attention.batches import PagedSequences
 from tests.models import tiny
@@ -221,7 +221,7 @@ def test_frequency_factors_say_the_same_as_llama3_scaling() -> None:
     scaled = inverse_frequencies(config.rope)
     factors = tuple((plain / scaled).tolist())
     explicit = RopeConfig(theta=config.rope.theta, rotary_dim=8, frequency_factors=factors)
-    torch.testing.assert_close(RotaryTable(explicit, torch.device("cpu")).inv_freq, scaled)
+    torch.testing.assert_close(RotaryTable(explicit, torch.device("cpu"), 1024).inv_freq, scaled)
     with pytest.raises(UnsupportedModelError, match="3 RoPE frequency factors for 4 frequencies"):
         inverse_frequencies(RopeConfig(rotary_dim=8, frequency_factors=(1.0, 1.0, 1.0)))
 
@@ -233,9 +233,9 @@ def test_rotary_frequencies_are_bit_for_bit_those_of_transformers(case: str) -> 
 
 
 def test_partial_rotation_leaves_the_other_dimensions_alone() -> None:
-    table = RotaryTable(RopeConfig(rotary_dim=4), torch.device("cpu"))
+    table = RotaryTable(RopeConfig(rotary_dim=4), torch.device("cpu"), 4096)
     heads = torch.randn(5, 2, 10)
-    rotation = table.at(torch.arange(5) + 2000, 2005)
+    rotation = Rotation(*table.tables(2005), torch.arange(5) + 2000)
     rotated = LayerOps().rotate(heads, rotation.token_cos, rotation.token_sin)
     assert torch.equal(rotated[..., 4:], heads[..., 4:])
     torch.testing.assert_close(rotated[..., :4].norm(dim=-1), heads[..., :4].norm(dim=-1))

@@ -36,6 +36,24 @@ class GroupBatch:
 
 
 @dataclass(slots=True)
+class SinkReads:
+    """The sequences of a step that have evicted tokens, and keep the first ones and the last ones (`kv_budget.py`).
+
+    Of a sequence that keeps b tokens, a query at position p >= b sees the sinks, rotated as if it stood at position
+    b - 1, and itself and the b - `num_tokens` - 1 tokens before it, rotated for its own position.
+
+    Attributes:
+        budgets: int32 [num_seqs]; 0 for a sequence that keeps all.
+        num_tokens: number of sinks, the first tokens of a sequence.
+        positions: int64 [num_tokens]; where each query stands for the sinks: its own position if it sees none apart.
+    """
+
+    budgets: torch.Tensor
+    num_tokens: int
+    positions: torch.Tensor
+
+
+@dataclass(slots=True)
 class AttentionBatch:
     """One step's ragged queries, built by `runner/batch.py` and shared by all layers.
 
@@ -48,6 +66,7 @@ class AttentionBatch:
         groups: one per group of the KV cache.
         max_query_len, max_context_len: the largest of each, on the host.
         total_decode_len: the sum of `context_lens` of the sequences with one new token, or more; on the host.
+        sinks: for layers with full attention, what sequences with a budget see; None if none has evicted anything.
     """
 
     query_start: torch.Tensor
@@ -60,6 +79,7 @@ class AttentionBatch:
     max_query_len: int
     max_context_len: int
     total_decode_len: int
+    sinks: SinkReads | None = None
 
 
 class AttentionBackend(ABC):
@@ -87,6 +107,7 @@ class AttentionBackend(ABC):
         scale: float,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        sink_query: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute causal attention of each new token over its sequence's blocks, which already hold its key and value.
 
@@ -95,6 +116,8 @@ class AttentionBackend(ABC):
             scale: multiplies the scores before the softmax.
             softcap: scores become softcap * tanh(scores / softcap) (Gemma 2).
             sinks: [num_heads] extra logits in each softmax's denominator (gpt-oss).
+            sink_query: the query rotated for `batch.sinks.positions`; None with a sliding window, or without
+                `batch.sinks`.
 
         With `kv.sliding_window`, a query sees itself and the window - 1 tokens before it.
 

@@ -66,8 +66,12 @@ class NativeAttention(AttentionBackend):
         scale: float,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        sink_query: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
+        apart = None
+        if sink_query is not None and batch.sinks is not None:
+            apart = sink_query, batch.sinks.budgets, batch.sinks.num_tokens
         known = self._supported.get(id(kv))
         if known is None:
             known = self._supported[id(kv)] = kv, self.supports(kv)
@@ -89,9 +93,12 @@ class NativeAttention(AttentionBackend):
                 sinks=None if sinks is None else sinks.float(),
                 exact=self._exact,
                 copies=copies,
+                apart=apart,
             )
         if not known[1] or not isinstance(kv, FloatKV) or query.dtype is not kv.key.dtype:
-            return self._reference.attend(kv, query, batch, scale=scale, softcap=softcap, sinks=sinks)
+            return self._reference.attend(
+                kv, query, batch, scale=scale, softcap=softcap, sinks=sinks, sink_query=sink_query
+            )
         return kernels.attend(
             kv.key,
             kv.value,
@@ -102,6 +109,7 @@ class NativeAttention(AttentionBackend):
             softcap=softcap,
             sinks=None if sinks is None else sinks.float(),
             exact=self._exact,
+            apart=apart,
         )
 
 

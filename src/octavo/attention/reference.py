@@ -31,38 +31,48 @@ class ReferenceAttention(AttentionBackend):
         scale: float,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        sink_query: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
         output = query.new_empty(query.shape[0], query.shape[1], kv.value_dim)
+        apart = None if sink_query is None else batch.sinks
+        budgets = [0] * batch.num_seqs if apart is None else apart.budgets.tolist()
         bounds, context_lens = batch.query_start.tolist(), batch.context_lens.tolist()
         rows = batch.table_rows.tolist()
         for i in range(batch.num_seqs):
             tables = [group.block_tables[rows[i]] for group in batch.groups]
             start, stop = bounds[i], bounds[i + 1]
             first_query = context_lens[i] - (stop - start)
-            for low, high in _same_keys(kv, first_query, context_lens[i]):
-                first_block = _window_start(low, kv.sliding_window) // kv.block_size
+            for low, high in _same_keys(kv, first_query, context_lens[i], budgets[i]):
+                window, sinks_seen = kv.sliding_window, None
+                if apart is not None and 0 < budgets[i] <= low:
+                    window, sinks_seen = budgets[i] - apart.num_tokens, _gather_sinks(kv, tables, apart.num_tokens)
+                first_block = _window_start(low, window) // kv.block_size
                 first_key = first_block * kv.block_size
                 key, value = _gather(kv, tables, first_block, high)
                 at_once = max(1, self._MAX_SCORES // (query.shape[1] * key.shape[2]))
                 for begin in range(low, high, at_once):
                     end = min(begin + at_once, high)
-                    seen_from = _window_start(begin, kv.sliding_window) - first_key
+                    seen_from = _window_start(begin, window) - first_key
                     queries = slice(start + begin - first_query, start + end - first_query)
                     output[queries] = attend_dense(
                         query[queries],
                         key[:, :, seen_from : end - first_key],
                         value[:, seen_from : end - first_key],
                         scale=scale,
-                        window=kv.sliding_window,
+                        window=window,
                         softcap=softcap,
                         sinks=sinks,
+                        apart=None if sinks_seen is None or sink_query is None else (sink_query[queries], *sinks_seen),
                     )
         return output
 
 
-def _same_keys(kv: LayerKV, first: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield the positions [first, end) in pieces that read the same stored keys and values."""
+def _same_keys(kv: LayerKV, first: int, end: int, budget: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield the positions [first, end) in pieces that read the same stored keys and values, cut at a budget."""
+    if first < budget < end:
+        yield from _same_keys(kv, first, budget)
+        first = budget
     if not isinstance(kv, RecentKV):
         yield first, end
         return
@@ -91,6 +101,14 @@ def _gather(
     return torch.cat(keys, 2).float(), torch.cat(values, 1).float()
 
 
+def _gather_sinks(kv: LayerKV, tables: Sequence[torch.Tensor], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values of the first tokens, as `_gather` does."""
+    if isinstance(kv, RecentKV):
+        kv = kv.copies if kv.kept.sink_blocks * kv.block_size >= num_tokens else kv.own
+    key, value = kv.gather_heads(tables[kv.group][: -(-num_tokens // kv.block_size)], num_tokens)
+    return key.float(), value.float()
+
+
 def _window_start(position: int, window: int | None) -> int:
     """Return the first position that a query at `position` attends to."""
     return 0 if window is None else max(0, position - window + 1)
@@ -105,6 +123,7 @@ def attend_dense(
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    apart: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Compute causal attention of the last `queries` of `keys` tokens of one sequence.
 
@@ -112,6 +131,7 @@ def attend_dense(
         query: [queries, num_heads, key_dim]
         key: float32 [kv_heads, key_dim, keys]
         value: float32 [kv_heads, keys, value_dim]
+        apart: queries of other keys, which all queries see, with these keys and values.
 
     Returns:
         float32 [queries, num_heads, value_dim]
@@ -119,21 +139,28 @@ def attend_dense(
     num_queries, num_heads, key_dim = query.shape
     kv_heads, _, num_keys = key.shape
     share = num_heads // kv_heads
-    # [kv_heads, queries * share, key_dim]: the query heads of one KV head are rows of one matrix product.
-    rows = query.float().view(num_queries, kv_heads, share, key_dim).permute(1, 0, 2, 3).reshape(kv_heads, -1, key_dim)
-    scores = (rows * scale) @ key
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.view(kv_heads, num_queries, share, num_keys)
+
+    def scored(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        # [kv_heads, queries * share, key_dim]: the query heads of one KV head are rows of one matrix product.
+        by_head = query.float().view(num_queries, kv_heads, share, key_dim).permute(1, 0, 2, 3)
+        scores = (by_head.reshape(kv_heads, -1, key_dim) * scale) @ key
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        return scores.view(kv_heads, num_queries, share, -1)
+
+    scores = scored(query, key)
     if num_queries > 1 or (window is not None and num_keys > window):
         positions = torch.arange(num_keys, device=query.device)
         distance = positions[num_keys - num_queries :, None] - positions
         hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
         scores = scores.masked_fill(hidden[:, None], float("-inf"))
+    if apart is not None:
+        scores = torch.cat((scored(*apart[:2]), scores), dim=-1)
+        value = torch.cat((apart[2], value), dim=1)
     if sinks is not None:
         sink = sinks.float().view(kv_heads, 1, share, 1).expand(-1, num_queries, -1, 1)
         weights = torch.cat((scores, sink), dim=-1).softmax(dim=-1)[..., :-1]
     else:
         weights = scores.softmax(dim=-1)
-    mixed = weights.reshape(kv_heads, num_queries * share, num_keys) @ value
+    mixed = weights.reshape(kv_heads, num_queries * share, -1) @ value
     return mixed.view(kv_heads, num_queries, share, -1).permute(1, 0, 2, 3).reshape(num_queries, num_heads, -1)

@@ -109,6 +109,8 @@ class EngineCore:
             vocab_size=info.vocab_size,
             eos_token_ids=eos_token_ids,
             grammars=grammars,
+            context_length=info.context_length,
+            budget_refusal=info.budget_refusal,
         )
         self.outputs = OutputProcessor(tokenizer)
         self._stop_strings = StopStrings(tokenizer, scheduler.finish)

@@ -8,10 +8,12 @@ import random
 import time
 from array import array
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 from octavo.config import EngineConfig
 from octavo.errors import ContextLengthError, RequestError
 from octavo.grammar.compiler import GrammarCompiler
+from octavo.kv_budget import KVBudget, choose_budget
 from octavo.pooling import PooledStates
 from octavo.request import DEFAULT_CONTEXT, Request, RequestContext, RequestId
 from octavo.sampling_params import SamplingParams, check_limits
@@ -32,6 +34,7 @@ class InputProcessor:
     Args:
         eos_token_ids: ids that end every request that does not ignore them.
         grammars: compiles structured outputs; if None, they are not supported.
+        context_length, budget_refusal: as in `EngineInfo`.
     """
 
     def __init__(
@@ -43,6 +46,8 @@ class InputProcessor:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         grammars: GrammarCompiler | None,
+        context_length: int | None = None,
+        budget_refusal: str = "",
     ) -> None:
         self.config = config
         self.scheduler = scheduler
@@ -51,6 +56,8 @@ class InputProcessor:
         self.max_model_len = scheduler.config.max_model_len
         self.eos_token_ids = eos_token_ids
         self.grammars = grammars
+        self._context_length = context_length or self.max_model_len
+        self._budget_refusal = budget_refusal
         self._ids = itertools.count()
         self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
 
@@ -86,14 +93,27 @@ class InputProcessor:
             params = _EMBEDDING
         self.config.limits.check_context(context.priority, context.cache_salt)
         bad_word_ids = self._check_params(params)
+        budget = choose_budget(
+            params.kv_budget,
+            self.config.budget,
+            block_size=self.scheduler.kv.spec.block_size,
+            longest=self._context_length,
+            refusal=self._budget_refusal,
+        )
+        params = params if budget == params.kv_budget else replace(params, kv_budget=budget)
         token_ids = self._tokenize(prompt, add_special_tokens)
         max_tokens = params.max_tokens
         if max_tokens is None:
-            max_tokens = self._longest_output(len(token_ids), context.tenant)
+            max_tokens = self._longest_output(len(token_ids), context.tenant, budget)
             params = params.with_max_tokens(max_tokens)
         pooled = None if context.pooling is None else PooledStates(context.pooling, len(token_ids))
         self.scheduler.capacity.check(
-            len(token_ids), 0 if pooled else max_tokens, params.num_sequences, params.width_param, context.tenant
+            len(token_ids),
+            0 if pooled else max_tokens,
+            params.num_sequences,
+            params.width_param,
+            context.tenant,
+            budget,
         )
         request = Request(
             request_id=RequestId(context.request_id or f"req-{next(self._ids)}"),
@@ -162,7 +182,7 @@ class InputProcessor:
         self.config.limits.check_bad_word_tokens(max(map(len, found), default=0))
         return found
 
-    def _longest_output(self, num_prompt_tokens: int, tenant: str) -> int:
+    def _longest_output(self, num_prompt_tokens: int, tenant: str, budget: KVBudget | None) -> int:
         """Return the number of output tokens that the model's length, the cache and the tenant's cap leave room for."""
         if num_prompt_tokens >= self.max_model_len:
             raise ContextLengthError(
@@ -171,7 +191,7 @@ class InputProcessor:
                 param="prompt",
             )
         # If the prompt fills the cache, one token makes `Capacity.check` refuse it, with the numbers.
-        return max(1, self.scheduler.capacity.max_sequence_tokens(tenant) - num_prompt_tokens)
+        return max(1, self.scheduler.capacity.max_sequence_tokens(tenant, budget) - num_prompt_tokens)
 
     def _tokenize(self, prompt: Prompt, add_special_tokens: bool) -> array[int]:
         token_ids = packed_token_ids(

@@ -38,6 +38,8 @@ class EngineInfo:
         pooling: how a prompt's hidden states are pooled into an embedding, if a request does not say.
         default_sampling: keywords of `SamplingParams` for requests that do not give them, as the model's authors
             recommend.
+        context_length: the context that the model was trained for, in tokens; by default `max_model_len`.
+        budget_refusal: why its sequences cannot have budgets (`kv_budget.py`); empty if they can.
     """
 
     model_name: str
@@ -50,6 +52,8 @@ class EngineInfo:
     pooling: Pooling
     limits: RequestLimits
     default_sampling: Mapping[str, Any]
+    context_length: int | None = None
+    budget_refusal: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from octavo.storage.coded_kv import CodedArguments
 
 
+SinksApart = tuple[torch.Tensor, torch.Tensor, int]
+"""The queries of the sinks [num_tokens, num_heads, key_dim], budgets int32 [num_seqs], and the number of sinks."""
+
+
 def make_decoder(
     dtype: torch.dtype,
     *,
@@ -48,6 +52,7 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     exact: bool = True,
+    apart: SinksApart | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of ragged new tokens over paged keys and values (FlashAttention's online softmax).
@@ -61,6 +66,7 @@ def attend(
         sinks: float32 [num_heads].
         exact: a token's result has the same bits whatever batch, chunk and number of threads it is computed with.
             Without it, where that is faster, a token that comes alone may be computed otherwise than a prompt's.
+        apart: for sequences that keep the first tokens and the last ones (`AttentionBatch.budgets`).
         out: [num_tokens, num_heads, value_dim] in the query's dtype; made when absent.
 
     Raises:
@@ -86,6 +92,7 @@ def attend(
         softcap or 0.0,
         sinks,
         exact,
+        apart,
     )
     return out
 
@@ -106,6 +113,7 @@ def attend_coded(
     sinks: torch.Tensor | None = None,
     exact: bool = True,
     copies: tuple[CodedArguments, CodedArguments, torch.Tensor, int, int] | None = None,
+    apart: SinksApart | None = None,
 ) -> torch.Tensor:
     """`attend` over keys and values in a codec, which are never decoded into memory.
 
@@ -114,13 +122,29 @@ def attend_coded(
         query: [num_tokens, num_heads, key_dim] in bfloat16 or float32, which the result is in too.
         copies: the copies of some blocks (`storage/recent_kv.py`): keys, values, block tables, and how many first and
             how many recent blocks are read in them.
+        apart: as in `attend`.
 
     Raises:
         ValueError: a codec without a kernel, and as `attend` does.
     """
     out = query.new_empty(query.shape[0], query.shape[1], value_dim)
-    tables = (block_tables, table_rows, query_start, context_lens)
-    native.attend_coded(keys, values, query, out, *tables, scale, window or 0, softcap or 0.0, sinks, exact, copies)
+    native.attend_coded(
+        keys,
+        values,
+        query,
+        out,
+        block_tables,
+        table_rows,
+        query_start,
+        context_lens,
+        scale,
+        window or 0,
+        softcap or 0.0,
+        sinks,
+        exact,
+        copies,
+        apart,
+    )
     return out
 
 

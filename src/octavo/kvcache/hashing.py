@@ -122,6 +122,14 @@ class FullBlocks:
     def __len__(self) -> int:
         return len(self.keys) // DIGEST_BYTES
 
+    def first(self, count: int) -> FullBlocks:
+        """Return the first `count` blocks, or all of them if there are no more."""
+        if count >= len(self):
+            return self
+        width = self.block_size * TOKEN_BYTES
+        tokens, keys = self.tokens[: count * width], self.keys[: count * DIGEST_BYTES]
+        return FullBlocks(self.root, self.block_size, tokens, keys)
+
     @classmethod
     def of(cls, root: BlockHash, block_size: int, token_ids: Sequence[int]) -> FullBlocks:
         """Pack and hash a prompt. Thread-safe; for a long prompt, other threads may run between slices."""
@@ -163,6 +171,8 @@ class TokenChain:
 
     Attributes:
         source: the request whose sequence this is; recorded with each block that it publishes.
+        most: number of blocks at which the chain ends: those that are computed after an eviction have no key, because
+            they depend on more than the tokens before them.
     """
 
     __slots__ = (
@@ -174,11 +184,14 @@ class TokenChain:
         "_tokens",
         "_width",
         "block_size",
+        "most",
         "root",
         "source",
     )
 
-    def __init__(self, prompt: FullBlocks) -> None:
+    def __init__(self, prompt: FullBlocks, most: int = sys.maxsize) -> None:
+        prompt = prompt.first(most)
+        self.most = most
         self.root = prompt.root
         self.source = NO_SOURCE
         self.block_size = prompt.block_size
@@ -201,7 +214,7 @@ class TokenChain:
     def grow(self, num_tokens: int, read: Callable[[int, int], Sequence[int]]) -> None:
         """Add the new full blocks of a sequence of `num_tokens` tokens, of which `read` returns any slice."""
         have, size = self._length, self.block_size
-        wanted = num_tokens // size
+        wanted = min(num_tokens // size, self.most)
         if wanted > have:
             packed = token_bytes(read(have * size, wanted * size))
             keys = chain_hashes(self._last, packed, size)
@@ -211,7 +224,7 @@ class TokenChain:
 
     def copy(self) -> Self:
         """Return a copy for a fork: the prompt is shared, the blocks of output are copied."""
-        twin = type(self)(self._shared)
+        twin = type(self)(self._shared, self.most)
         twin._tokens = self._tokens[:]
         twin._keys = self._keys[:]
         twin._length, twin._last, twin.source = self._length, self._last, self.source

@@ -5,6 +5,7 @@ The manager alone changes them; everybody else reads.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
@@ -16,7 +17,7 @@ from octavo.kvcache.block import NULL_BLOCK, BlockTable, new_table
 from octavo.kvcache.hashing import FullBlocks, Source, TokenChain
 from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix import PrefixIndex
-from octavo.kvcache.spec import Window
+from octavo.kvcache.spec import KVCacheSpec, Window
 from octavo.request import Request, Sequence, SequenceId
 
 
@@ -37,6 +38,7 @@ class Holding:
     """The blocks and hash chain of one sequence.
 
     Attributes:
+        windows: what each group keeps; None for everything.
         num_slid: leading table entries that a window has slid past, per group, among them the first blocks that stay.
         num_published: full blocks offered to the prefix cache so far.
         next_full: number of computed tokens at which the next block is full.
@@ -45,25 +47,26 @@ class Holding:
 
     tables: list[BlockTable]
     chain: TokenChain
+    windows: Seq[Window | None]
     num_slid: list[int]
     num_published: int = 0
     next_full: int = 0
     capacity: int = 0
 
     @classmethod
-    def empty(cls, chain: TokenChain, num_groups: int) -> Holding:
+    def empty(cls, chain: TokenChain, windows: Seq[Window | None]) -> Holding:
         """Return the holding of a sequence without blocks."""
-        return cls([new_table() for _ in range(num_groups)], chain, [0] * num_groups)
+        return cls([new_table() for _ in windows], chain, windows, [0] * len(windows))
 
     def fork(self) -> Holding:
         """Return a holding of the same blocks; the next write of either must check whether its block is shared."""
         self.capacity = 0
         tables = [table[:] for table in self.tables]
-        return Holding(tables, self.chain.copy(), self.num_slid.copy(), self.num_published)
+        return Holding(tables, self.chain.copy(), self.windows, self.num_slid.copy(), self.num_published)
 
-    def slide(self, num_computed: int, windows: Seq[Window | None], block_size: int) -> Iterator[BlockTable]:
+    def slide(self, num_computed: int, block_size: int) -> Iterator[BlockTable]:
         """Replace the blocks that windows have slid past by null blocks, and yield them, to be released."""
-        for group, window in enumerate(windows):
+        for group, window in enumerate(self.windows):
             if window is None:
                 continue
             table, slid = self.tables[group], max(self.num_slid[group], window.sink_blocks)
@@ -88,14 +91,15 @@ class Holdings:
 
     Args:
         pool, prefix_cache: those of the device.
-        num_groups: number of groups of layers, each with a table per sequence.
+        spec: shape of the cache, with a table per sequence for each group.
     """
 
-    def __init__(self, pool: BlockPool, prefix_cache: PrefixIndex, block_size: int, num_groups: int) -> None:
+    def __init__(self, pool: BlockPool, prefix_cache: PrefixIndex, spec: KVCacheSpec) -> None:
         self._pool = pool
         self._prefix_cache = prefix_cache
-        self._block_size = block_size
-        self._num_groups = num_groups
+        self._spec = spec
+        self._block_size = spec.block_size
+        self._windows = spec.windows()
         self._by_id: dict[SequenceId, Holding] = {}
 
     def __len__(self) -> int:
@@ -115,7 +119,9 @@ class Holdings:
         """Return a sequence's holding; it begins without blocks, and with the chain of the prompt's full blocks."""
         holding = self._by_id.get(seq.seq_id)
         if holding is None:
-            holding = Holding.empty(self.prompt_chain(seq.request), self._num_groups)
+            budget = seq.request.params.kv_budget
+            windows = self._windows if budget is None else self._spec.windows(budget)
+            holding = Holding.empty(self.prompt_chain(seq.request), windows)
             holding.chain.source = Source(seq.request.tenant, seq.request.cache_scope, seq.request.request_id)
             self._by_id[seq.seq_id] = holding
         return holding
@@ -138,7 +144,9 @@ class Holdings:
         """Return a chain that starts with the full blocks of the prompt, which are hashed here if not done before."""
         if not isinstance(request.full_blocks, FullBlocks):
             self.hash_prompt(request)
-        return self._prefix_cache.chain(request.cache_scope, cast(FullBlocks, request.full_blocks))
+        budget = request.params.kv_budget
+        most = sys.maxsize if budget is None else budget.tokens // self._block_size
+        return self._prefix_cache.chain(request.cache_scope, cast(FullBlocks, request.full_blocks), most)
 
     def matchable(self, seq: Sequence) -> tuple[TokenChain, int]:
         """Return a sequence's chain, and how many of its blocks a hit may cover, which excludes its last token."""

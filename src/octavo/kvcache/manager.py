@@ -97,7 +97,7 @@ class KVCacheManager:
         policy = make_eviction_policy(eviction)
         if prefix_cache == "radix":
             policy = LeavesFirst(policy, self.prefix_cache)
-        self._windows = [group.window for group in spec.groups]
+        self._windows = spec.windows()
         self._matcher = PrefixMatcher(self.prefix_cache, spec.block_size, self._windows)
         host = HostMemory(
             num_swap_slots + num_prefix_slots, num_swap_slots, spec.block_size, make_eviction_policy(eviction)
@@ -120,7 +120,7 @@ class KVCacheManager:
         budget_blocks = int(pin_budget * (num_blocks - 1))
         tenant_blocks = int(pin_tenant_share * budget_blocks)
         self.pins = PinTable(self.pool, budget_blocks, tenant_blocks, self._matcher.longest, clock)
-        self.holdings = Holdings(self.pool, self.prefix_cache, spec.block_size, len(spec.groups))
+        self.holdings = Holdings(self.pool, self.prefix_cache, spec)
         self.no_hit = PrefixHit(0, tuple(new_table() for _ in self._windows))
         self.slides = any(window is not None for window in self._windows)
 
@@ -158,7 +158,7 @@ class KVCacheManager:
 
     def tokens_after(self, seq: Sequence, most: int) -> tuple[int, ...]:
         """Return at most `most` tokens that followed all tokens of a running sequence before, as far as is cached."""
-        if not self.caches_prefixes:
+        if not self.caches_prefixes or seq.request.params.kv_budget is not None:
             return ()
         chain, size = self.holdings[seq].chain, self.spec.block_size
         chain.grow(seq.num_tokens, seq.tokens)
@@ -241,7 +241,7 @@ class KVCacheManager:
                 self.hierarchy.hit(table)
         holding.tables = [table[:] for table in hit.tables]
         self.hierarchy.load(seq, holding.tables, hit, pool)
-        holding.num_slid = list(map(_num_slid, holding.tables, self._windows))
+        holding.num_slid = list(map(_num_slid, holding.tables, holding.windows))
         # Loaded blocks are published together with those that the step computes.
         covered = hit.num_tokens // self.spec.block_size
         holding.num_published = min((index for _, index, _ in hit.loads), default=covered)
@@ -345,8 +345,8 @@ class KVCacheManager:
         holding = self.holdings[seq]
         if seq.num_computed >= holding.next_full:
             self._publish(seq, holding, seq.num_computed // self.spec.block_size)
-        if self.slides:
-            for passed in holding.slide(seq.num_computed, self._windows, self.spec.block_size):
+        if self.slides or seq.request.params.kv_budget is not None:
+            for passed in holding.slide(seq.num_computed, self.spec.block_size):
                 self.pool.release(passed)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:

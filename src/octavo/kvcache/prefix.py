@@ -10,6 +10,7 @@ published again has its children at once.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -100,13 +101,14 @@ class PrefixIndex:
         """Return the full blocks of a prompt, packed and hashed for `chain`. O(tokens), thread-safe."""
         return FullBlocks.of(self._root(salt), self._block_size, token_ids)
 
-    def chain(self, salt: str, prompt: FullBlocks | None = None) -> TokenChain:
+    def chain(self, salt: str, prompt: FullBlocks | None = None, most: int = sys.maxsize) -> TokenChain:
         """Return a chain for a new sequence; sequences of different salts never share a block.
 
         Args:
             prompt: its first blocks, from `full_blocks` with this salt; by default none.
+            most: the most blocks that the chain may have.
         """
-        return TokenChain(FullBlocks(self._root(salt), self._block_size) if prompt is None else prompt)
+        return TokenChain(FullBlocks(self._root(salt), self._block_size) if prompt is None else prompt, most)
 
     def leading(self, group: int, chain: TokenChain, limit: int) -> BlockTable:
         """Return the blocks for full blocks 0, 1, … of the chain up to the first that is missing, at most `limit`."""
@@ -213,7 +215,7 @@ class NullPrefixIndex(PrefixIndex):
     def full_blocks(self, token_ids: Sequence[int], salt: str) -> FullBlocks:
         return FullBlocks(BlockHash(b""), 1)
 
-    def chain(self, salt: str, prompt: FullBlocks | None = None) -> TokenChain:
+    def chain(self, salt: str, prompt: FullBlocks | None = None, most: int = sys.maxsize) -> TokenChain:
         return NullChain()
 
 

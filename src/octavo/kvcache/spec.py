@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from octavo.errors import ConfigError
+from octavo.kv_budget import KVBudget
 from octavo.kvcache.formats import (
     ALIGNMENT,
     KV_FORMATS,
@@ -173,18 +174,25 @@ class KVCacheSpec:
         """Return the number of blocks in a full-attention table of `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def peak_blocks(self, num_tokens: int, max_tokens_per_step: int) -> int:
+    def windows(self, budget: KVBudget | None = None) -> tuple[Window | None, ...]:
+        """Return what each group keeps of a sequence; None for everything. A budget is a window over the groups with
+        full attention, with one block of sinks.
+        """
+        kept = None if budget is None else Window(budget.tokens - self.block_size, 1)
+        return tuple(group.window or kept for group in self.groups)
+
+    def peak_blocks(self, num_tokens: int, max_tokens_per_step: int, budget: KVBudget | None = None) -> int:
         """Return the maximum number of blocks, in all groups, that one sequence of `num_tokens` tokens holds at a time.
 
-        A group with a sliding window keeps at most the window and the tokens of the step in flight.
+        A group with a window keeps at most the window and the tokens of the step in flight.
         """
         total = 0
-        for group in self.groups:
+        for window in self.windows(budget):
             blocks = self.blocks_for_tokens(num_tokens)
-            if group.sliding_window is not None:
+            if window is not None:
                 # window - 1 tokens before the step's first, the step's tokens, and a partial block at either end
-                live = group.sliding_window - 1 + min(max_tokens_per_step, num_tokens)
-                blocks = min(blocks, self.blocks_for_tokens(live) + 1 + group.sink_blocks)
+                live = window.tokens - 1 + min(max_tokens_per_step, num_tokens)
+                blocks = min(blocks, self.blocks_for_tokens(live) + 1 + window.sink_blocks)
             total += blocks
         return total
 

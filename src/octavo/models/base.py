@@ -36,6 +36,7 @@ class CausalLM(ABC):
         kv_layers: what each attention layer stores, in the order of `kv` in `forward`.
         eos_token_ids: all ids that end a generation.
         weight_bytes: memory of the weights in bytes, including packed copies.
+        budget_refusal: why its sequences cannot have budgets (`kv_budget.py`); empty if they can.
     """
 
     architecture: str
@@ -46,6 +47,7 @@ class CausalLM(ABC):
     dtype: torch.dtype
     device: torch.device
     weight_bytes: int
+    budget_refusal = ""
 
     @abstractmethod
     def forward(

@@ -30,7 +30,7 @@ from octavo.models.program import (
     ScaleBySigmoid,
     make_program,
 )
-from octavo.models.rotary import RotaryTable, Rotation
+from octavo.models.rotary import RotaryTable, Rotation, step_rotations
 from octavo.models.weight_reader import WeightReader, Weights
 from octavo.storage.layer_kv import LayerKV
 
@@ -82,7 +82,8 @@ class Decoder(CausalLM):
         self._ops = ops or _fastest_ops(self.device)
         self._heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, config.value_dim)
         self._scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-        self._rotations = {rope: RotaryTable(rope, self.device) for rope in config.layer_ropes if rope is not None}
+        ropes, longest = config.layer_ropes, config.max_position_embeddings
+        self._rotations = {rope: RotaryTable(rope, self.device, longest) for rope in ropes if rope is not None}
         reader = self._reader(weights, linear)
         self._embedding, self._head = reader.embedding_and_head()
         self._program = tuple(make_program(config, reader, loading_bar(config.num_layers)))
@@ -145,7 +146,8 @@ class Decoder(CausalLM):
     ) -> torch.Tensor:
         """Return the input of the head, [rows, hidden_size]."""
         ops, registers = self._ops, {Register.RESIDUAL: self._embed(token_ids)}
-        rotations = {rope: table.at(batch.positions, batch.max_context_len) for rope, table in self._rotations.items()}
+        tables, rows, sink_rows = step_rotations(self._rotations.values(), batch)
+        rotations = {rope: Rotation(*table, rows) for rope, table in zip(self._rotations, tables, strict=True)}
         for instruction in self._program:
             match instruction:
                 case Norm(source, target, weights, None, 0) if weights.weight.shape[0] == registers[source].shape[1]:
@@ -170,15 +172,25 @@ class Decoder(CausalLM):
                 case Attend():
                     rotation = rotations[instruction.rope] if instruction.rope else Rotation.none(batch.positions)
                     cache = kv[instruction.layer]
+                    sink_query = None
+                    if sink_rows is not None and cache.sliding_window is None:
+                        turned = Rotation(rotation.cos, rotation.sin, sink_rows) if instruction.rope else rotation
+                        qkv, norm = registers[Register.QKV], instruction.qk_norm
+                        sink_query = ops.rotate_queries(qkv, self._heads, norm, turned)
                     query = ops.rotate_and_store(
                         registers[Register.QKV], self._heads, instruction.qk_norm, rotation, cache, batch, attention
                     )
-                    softcap = self.config.attention_softcap
                     attended = attention.attend(
-                        cache, query, batch, scale=self._scale, softcap=softcap, sinks=instruction.sinks
+                        cache,
+                        query,
+                        batch,
+                        scale=self._scale,
+                        softcap=self.config.attention_softcap,
+                        sinks=instruction.sinks,
+                        sink_query=sink_query,
                     )
                     registers[Register.ATTENDED] = attended.flatten(1)
-                    del registers[Register.QKV], query, attended  # frees memory that the next products need
+                    del registers[Register.QKV], query, sink_query, attended  # frees memory that the next products need
                 case ScaleBySigmoid(linear, source, place):
                     registers[place] = registers[place] * linear(registers[source]).float().sigmoid().to(self.dtype)
                 case Mix():

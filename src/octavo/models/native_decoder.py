@@ -22,6 +22,7 @@ from octavo.models.linear import LinearFactory, make_linear
 from octavo.models.ops import LayerOps, NormWeights
 from octavo.models.packing import TILE, PackingReader, native_part, native_parts
 from octavo.models.program import Activate, Add, Attend, KeepRows, Mix, Multiply, Norm, Scale, ScaleBySigmoid
+from octavo.models.rotary import step_rotations
 from octavo.models.weight_reader import WeightReader, Weights
 from octavo.storage.arena import FloatKV
 from octavo.storage.coded_kv import CodedArguments, CodedKV
@@ -134,17 +135,19 @@ class NativeDecoder(Decoder):
         self, token_ids: torch.Tensor, batch: AttentionBatch, logits_indices: torch.Tensor, num_now: int
     ) -> torch.Tensor:
         """Compute a step in one call; returns the logits of the first `num_now` rows; the library keeps all rows."""
-        logits = self._logits_rows(num_now)
+        logits, sinks = self._logits_rows(num_now), batch.sinks
+        tables, rows, sink_rows = step_rotations(self._rotations.values(), batch)
         self._native.forward(
             token_ids,
-            batch.positions,
+            rows,
             batch.query_start,
             batch.context_lens,
             batch.table_rows,
             [(group.block_tables, group.slot_mapping) for group in batch.groups],
-            [table.tables(batch.max_context_len) for table in self._rotations.values()],
+            tables,
             logits_indices,
             logits,
+            *(() if sinks is None else (sinks.budgets, sink_rows, sinks.num_tokens)),
         )
         return logits
 

@@ -105,6 +105,13 @@ class LayerOps:
             return rotated
         return torch.cat((rotated, heads[..., 2 * half :]), dim=-1)
 
+    def rotate_queries(self, qkv: torch.Tensor, heads: Heads, norm: QKNorm | None, rotation: Rotation) -> torch.Tensor:
+        """Return the queries of qkv [tokens, …], normalised and rotated, [tokens, num_heads, key_dim]."""
+        query = qkv[:, : heads.num_heads * heads.key_dim].view(-1, heads.num_heads, heads.key_dim)
+        if norm is not None:
+            query = self.norm(query.reshape(-1, heads.key_dim), norm.query).view(query.shape)
+        return self.rotate(query, rotation.token_cos, rotation.token_sin)
+
     def rotate_and_store(
         self,
         qkv: torch.Tensor,
@@ -121,12 +128,11 @@ class LayerOps:
             The queries [tokens, num_heads, key_dim], which may be a view of qkv.
         """
         widths = [heads.num_heads * heads.key_dim, heads.kv_heads * heads.key_dim, heads.kv_heads * heads.value_dim]
-        query, key, value = torch.split(qkv, widths, dim=-1)
-        query, key = query.view(-1, heads.num_heads, heads.key_dim), key.view(-1, heads.kv_heads, heads.key_dim)
+        _, key, value = torch.split(qkv, widths, dim=-1)
+        key = key.view(-1, heads.kv_heads, heads.key_dim)
         if norm is not None:
-            query = self.norm(query.reshape(-1, heads.key_dim), norm.query).view(query.shape)
             key = self.norm(key.reshape(-1, heads.key_dim), norm.key).view(key.shape)
-        query = self.rotate(query, rotation.token_cos, rotation.token_sin)
+        query = self.rotate_queries(qkv, heads, norm, rotation)
         key = self.rotate(key, rotation.token_cos, rotation.token_sin)
         attention.write(kv, key, value.view(-1, heads.kv_heads, heads.value_dim), batch)
         return query

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
+from octavo.attention.base import AttentionBatch
 from octavo.checkpoint.model_config import RopeConfig
 from octavo.errors import UnsupportedModelError
 
@@ -42,19 +45,20 @@ class Rotation:
 
 
 class RotaryTable:
-    """Tables of cos and sin of position * frequency (Su et al. 2021, section 3.4.2) in float32; they grow on demand."""
+    """Tables of cos and sin of position * frequency (Su et al. 2021, section 3.4.2) in float32; they grow on demand.
+
+    Args:
+        num_positions: positions that the table may hold: the model's own context. Rows of later positions, which only
+            sequences with a budget reach, are computed for each step, in float64, which holds their angles exactly.
+    """
 
     _MIN_POSITIONS = 1024
 
-    def __init__(self, config: RopeConfig, device: torch.device) -> None:
+    def __init__(self, config: RopeConfig, device: torch.device, num_positions: int) -> None:
+        self.num_positions = num_positions
         self.inv_freq = inverse_frequencies(config).to(device)
         self._factor = config.attention_factor
         self._cos = self._sin = self.inv_freq.new_empty(0, len(self.inv_freq))
-
-    def at(self, positions: torch.Tensor, limit: int) -> Rotation:
-        """Return the rotation for int64 `positions` [tokens], all below `limit`."""
-        cos, sin = self.tables(limit)
-        return Rotation(cos, sin, positions)
 
     def tables(self, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin, float32 [positions, rotary_dim / 2], for at least `limit` positions."""
@@ -64,6 +68,44 @@ class RotaryTable:
             angles = torch.arange(size, dtype=torch.float32, device=self.inv_freq.device)[:, None] * self.inv_freq
             self._cos, self._sin = angles.cos().mul_(self._factor), angles.sin().mul_(self._factor)
         return self._cos, self._sin
+
+    def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin, float32 [tokens, rotary_dim / 2], of int64 `positions` [tokens], however large."""
+        table, far = self.tables(self.num_positions), positions >= self.num_positions
+        near = positions.clamp(max=self.num_positions - 1)
+        angles = positions[far, None].double() * self.inv_freq.double()
+        cos, sin = (each[near] for each in table)
+        cos[far], sin[far] = angles.cos().float() * self._factor, angles.sin().float() * self._factor
+        return cos, sin
+
+
+class StepRotations(NamedTuple):
+    """The angles of one step.
+
+    Attributes:
+        tables: cos and sin of each table, float32 [rows, rotary_dim / 2].
+        rows: int64 [tokens], the row of each token's position.
+        sink_rows: the row of each token's position for the sinks, the same as in `rows` where that is its own; None if
+            no token sees sinks apart.
+    """
+
+    tables: list[tuple[torch.Tensor, torch.Tensor]]
+    rows: torch.Tensor
+    sink_rows: torch.Tensor | None
+
+
+def step_rotations(tables: Collection[RotaryTable], batch: AttentionBatch) -> StepRotations:
+    """Return the angles of a step's tokens."""
+    positions, limit = batch.positions, batch.max_context_len
+    sink_positions = None if batch.sinks is None else batch.sinks.positions
+    if all(limit <= table.num_positions for table in tables):
+        return StepRotations([table.tables(limit) for table in tables], positions, sink_positions)
+    rows = torch.arange(len(positions), device=positions.device)
+    if sink_positions is None:
+        return StepRotations([table.rows(positions) for table in tables], rows, None)
+    both = torch.cat((positions, sink_positions))
+    sink_rows = torch.where(positions == sink_positions, rows, rows + len(rows))
+    return StepRotations([table.rows(both) for table in tables], rows, sink_rows)
 
 
 def inverse_frequencies(config: RopeConfig) -> torch.Tensor:

@@ -49,6 +49,8 @@ class TransformersModel(CausalLM):
         UnsupportedModelError: the model cannot be run; the message has its class and the reason.
     """
 
+    budget_refusal = "transformers computes this model, and rotates queries only once (docs/serve/models.md)"
+
     def __init__(
         self,
         model: Any,

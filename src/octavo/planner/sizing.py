@@ -61,7 +61,12 @@ class Sizing:
     host_available: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_model_len > (limit := self.shape.max_position_embeddings):
+        limit, budget = self.shape.max_position_embeddings, self.config.budget
+        if budget is not None and budget.tokens > limit:
+            raise ConfigError(
+                f"kv_budget keeps {budget.tokens} tokens, but {self.config.model} supports a context of {limit}"
+            )
+        if budget is None and self.max_model_len > limit:
             raise ConfigError(
                 f"max_model_len is {self.max_model_len}, but {self.config.model} supports at most {limit} tokens"
             )

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from octavo.attention.base import AttentionBatch, GroupBatch
+from octavo.attention.base import AttentionBatch, GroupBatch, SinkReads
 from octavo.runner.sequences import Rows, SequenceTable
 from octavo.sampling.batch import SamplingBatch
 from octavo.scheduler.plan import DRAWN, PromptPool, PromptScores, StepPlan
@@ -328,6 +328,9 @@ class BatchBuilder:
             same = self._streams = _Streams(rows, sampling, table.tables, self.inputs or self._new_inputs(len(rows)))
             same.follows_tokens = follows
         same.write(plan, self._block_size)
+        if table.num_budgets:
+            starts = np.array(plan.starts, dtype=np.int64)
+            same.batch.attention.sinks = self._sink_reads(rows, starts + 1, starts, rows)
         self._drawing_rows = rows
         return same.batch
 
@@ -365,7 +368,18 @@ class BatchBuilder:
             max_query_len=max_query,
             max_context_len=max_context,
             total_decode_len=int(context_lens[lengths == 1].sum()),
+            sinks=self._sink_reads(rows, context_lens, positions, token_rows) if self.sequences.num_budgets else None,
         )
+
+    def _sink_reads(
+        self, rows: Rows, context_lens: np.ndarray, positions: np.ndarray, token_rows: Rows
+    ) -> SinkReads | None:
+        """Return what sequences see that have evicted tokens under their budget; None if none has."""
+        budgets, of_tokens = self.sequences.budgets[rows], self.sequences.budgets[token_rows]
+        if not ((context_lens > budgets) & (budgets > 0)).any():
+            return None
+        seen_from = np.where(of_tokens > 0, np.minimum(positions, of_tokens - 1), positions)
+        return SinkReads(self._tensor(budgets), self._block_size, self._tensor(seen_from))
 
     def _with_rows_to_sample(
         self,

@@ -157,7 +157,12 @@ class ModelRunner(Executor):
         if not batch.scores and not batch.pools:
             self.is_computing = True
             try:
-                if self.graphs is not None and batch.inputs is not None and attention is self.attention:
+                if (
+                    self.graphs is not None
+                    and batch.inputs is not None
+                    and attention is self.attention
+                    and batch.attention.sinks is None
+                ):
                     logits = self.graphs.logits(batch.attention)
                 else:
                     logits = self.model.forward(*step)

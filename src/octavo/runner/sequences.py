@@ -36,6 +36,8 @@ class SequenceTable:
         tables: int32 [max_rows, max_blocks], one per group.
         grammars: compiler of grammars for structured outputs; None if there are none.
         planned_rows: int64 [rows]; the row of each sequence of the last applied plan.
+        budgets: int32 [max_rows], the tokens that each sequence keeps; 0 for all.
+        num_budgets: number of sequences with a budget.
         device_tables: the tables as tensors: on a CPU the same memory, otherwise a copy that each plan updates.
     """
 
@@ -56,6 +58,8 @@ class SequenceTable:
         ]
         self._written: list[tuple[int, int, int]] = []  # (row, first, end) that the copies lack
         self.sampling = SamplingTable(max_rows)
+        self.budgets = np.zeros(max_rows, np.int32)
+        self.num_budgets = 0
         self.grammars: GrammarCompiler | None = None
         self._lengths = [0] * max_rows  # length of each row's tables
         self._rows: dict[SequenceId, int] = {}
@@ -84,6 +88,8 @@ class SequenceTable:
             row = self._take_row(new.seq_id)
             state = SamplingState.of(new.sampling, np.frombuffer(new.token_ids, dtype=np.int32), self.grammars)
             self.sampling.put(row, state)
+            if (budget := new.sampling.params.kv_budget) is not None:
+                self._set_budget(row, budget.tokens)
             self._write(row, 0, new.tables)
         row_of = self._rows
         for delta in plan.tables:
@@ -102,15 +108,21 @@ class SequenceTable:
     def _drop(self, seq_id: SequenceId) -> None:
         row = self._rows.pop(seq_id)
         self.sampling.clear(row)
+        self._set_budget(row, 0)
         self._free_rows.append(row)
 
     def _fork(self, fork: SequenceForked) -> None:
         parent, child = self._rows[fork.parent], self._take_row(fork.child)
         self.sampling.fork(parent, child, fork.seed)
+        self._set_budget(child, int(self.budgets[parent]))
         length = self._lengths[child] = self._lengths[parent]
         for table in self.tables:
             table[child, :length] = table[parent, :length]
         self._note_written(child, 0, length)
+
+    def _set_budget(self, row: int, num_tokens: int) -> None:
+        self.num_budgets += (num_tokens > 0) - int(self.budgets[row] > 0)
+        self.budgets[row] = num_tokens
 
     def _write(self, row: int, first: int, blocks: tuple[Seq[int], ...]) -> None:
         for table, run in zip(self.tables, blocks, strict=True):

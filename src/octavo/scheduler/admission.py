@@ -339,4 +339,4 @@ class Backfill:
     def _most_blocks(self, seq: Sequence) -> int:
         params = seq.request.params
         longest = seq.num_prompt_tokens + (params.max_tokens or 1) - 1
-        return self._spec.peak_blocks(longest, self._max_step) * (1 + seq.num_pending_siblings)
+        return self._spec.peak_blocks(longest, self._max_step, params.kv_budget) * (1 + seq.num_pending_siblings)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.errors import CapacityError, ConfigError, ContextLengthError
+from octavo.kv_budget import KVBudget
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.request import Sequence, SequenceStatus
 
@@ -189,9 +190,18 @@ class Capacity:
         self._max_model_len = max_model_len
         self._max_step = max_step
         self._limits: Mapping[str, KVLimits] = {}
-        self._longest = (-1, 0)  # blocks, and the longest sequence that they hold
+        # Blocks, the budget of a sequence, and the longest one that they hold.
+        self._longest: tuple[int, KVBudget | None, int] = (-1, None, 0)
 
-    def check(self, num_prompt_tokens: int, max_tokens: int, n: int = 1, n_param: str = "n", tenant: str = "") -> None:
+    def check(
+        self,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        n: int = 1,
+        n_param: str = "n",
+        tenant: str = "",
+        budget: KVBudget | None = None,
+    ) -> None:
         """Refuse a request that can never be served, with the numbers in the error.
 
         Args:
@@ -199,6 +209,7 @@ class Capacity:
             n: number of sequences computed from one prompt.
             n_param: the name of the parameter that sets `n`.
             tenant: the tenant whose floor and cap apply.
+            budget: what each sequence keeps.
 
         Raises:
             ContextLengthError: prompt + max_tokens is over max_model_len.
@@ -216,7 +227,9 @@ class Capacity:
             raise CapacityError(
                 f"{n_param} is {n}, but at most {self._max_num_seqs} sequences run at once", param=n_param
             )
-        if (blocks := self._blocks(num_prompt_tokens + max(1, max_tokens))) > (most := self._most_blocks(tenant)):
+        if (blocks := self._blocks(num_prompt_tokens + max(1, max_tokens), budget)) > (
+            most := self._most_blocks(tenant)
+        ):
             if most == self._num_blocks:
                 limit_is = f"the cache has {most} in all"
             elif most == self._cap(tenant):
@@ -234,16 +247,16 @@ class Capacity:
         """Replace the tenants' floors and caps. Thread-safe like `check`, because nothing is changed in place."""
         self._limits = limits
 
-    def max_sequence_tokens(self, tenant: str = "") -> int:
+    def max_sequence_tokens(self, tenant: str = "", budget: KVBudget | None = None) -> int:
         """Return the length of a tenant's longest sequence that `check` accepts, in tokens; 0 if none fits."""
         most = self._most_blocks(tenant)
-        if self._longest[0] != most:
+        if self._longest[:2] != (most, budget):
             # Bisect: the number of blocks never falls as tokens are added.
             lengths = range(1, self._max_model_len + 1)
-            longest = bisect.bisect_left(lengths, True, key=lambda total: self._blocks(total) > most)
-            self._longest = (most, longest)
+            longest = bisect.bisect_left(lengths, True, key=lambda total: self._blocks(total, budget) > most)
+            self._longest = (most, budget, longest)
             return longest
-        return self._longest[1]
+        return self._longest[2]
 
     def _cap(self, tenant: str) -> int:
         limits = self._limits.get(tenant)
@@ -256,6 +269,6 @@ class Capacity:
         kept = sum(limits.floor for other, limits in self._limits.items() if other != tenant)
         return min(self._num_blocks - kept, self._cap(tenant))
 
-    def _blocks(self, total: int) -> int:
+    def _blocks(self, total: int, budget: KVBudget | None) -> int:
         # The last token's key and value are never computed.
-        return self._spec.peak_blocks(total - 1, self._max_step)
+        return self._spec.peak_blocks(total - 1, self._max_step, budget)

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from octavo.kvcache.manager import KVCacheManager
+from octavo.kvcache.spec import Window
 from octavo.request import Sequence
 from octavo.sequence_state import Place
 
@@ -44,15 +45,9 @@ class RunningSet:
         self._on_leave = on_leave
         self._size = kv.spec.block_size
         self._headroom = -(-headroom_tokens // self._size)
-        windows = Counter(group.window for group in kv.spec.groups)
+        windows = Counter(kv.spec.windows())
         self._num_growing = windows.pop(None, 0)
-        # Blocks of a full window, with partial blocks at both ends and the first ones that stay, and the number of
-        # groups that have it. A longer table gives up as many blocks as it takes.
-        self._windows = [
-            (-(-window.tokens // self._size) + 1 + window.sink_blocks, count)
-            for window, count in windows.items()
-            if window is not None
-        ]
+        self._windows = [(self._kept(window), count) for window, count in windows.items() if window is not None]
 
     def __len__(self) -> int:
         return len(self.order)
@@ -152,13 +147,21 @@ class RunningSet:
         if len(seq.request.sequences) > 1:
             headroom += -(-headroom // 2)
         sibling_blocks = min(-(-num_prompt // size) + headroom, most) - shared if siblings else 0
-        return Place(0, base, most, 0, siblings, sibling_blocks, headroom)
+        kept, budget = most, seq.request.params.kv_budget
+        if budget is not None and (windows := [w for w in self._kv.spec.windows(budget) if w is not None]):
+            kept = max(map(self._kept, windows))
+        return Place(0, base, most, kept, 0, siblings, sibling_blocks, headroom)
+
+    def _kept(self, window: Window) -> int:
+        """Return the blocks of a full window, with partial blocks at both ends and the first ones that stay. A longer
+        table gives up as many blocks as it takes.
+        """
+        return -(-window.tokens // self._size) + 1 + window.sink_blocks
 
     def _bound(self, place: Place) -> int:
         target = min(max(place.held, place.base) + place.headroom, place.most)
-        blocks = max(0, target - place.held) + place.copies + place.siblings * place.sibling_blocks
-        bound = blocks * self._num_growing
-        for most, count in self._windows:
+        bound = 0
+        for most, count in ((place.kept, self._num_growing), *self._windows):
             own = max(0, min(target, most) - min(place.held, most))
             bound += (own + place.copies + place.siblings * min(place.sibling_blocks, most)) * count
         return bound

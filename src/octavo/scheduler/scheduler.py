@@ -194,6 +194,7 @@ class Scheduler:
             params.num_sequences,
             params.width_param,
             request.tenant,
+            params.kv_budget,
         )
         self.policy.queued(request)
         self._requests[request.request_id] = request

@@ -89,11 +89,14 @@ class TritonAttention(AttentionBackend):
         scale: float,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        sink_query: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
         read = self._read(kv)
-        if read is None:
-            return self._reference.attend(kv, query, batch, scale=scale, softcap=softcap, sinks=sinks)
+        if read is None or sink_query is not None:
+            return self._reference.attend(
+                kv, query, batch, scale=scale, softcap=softcap, sinks=sinks, sink_query=sink_query
+            )
         if query.stride(2) != 1:
             query = query.contiguous()
         of_keys, of_values = read.rotations
