@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from octavo.attention.base import AttentionBatch, GroupBatch
+from octavo.attention.base import AttentionBatch, GroupBatch, SinkReads
+from octavo.kv_budget import KVBudget
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.storage.arena import BlockLayout, KVArena
 
@@ -32,7 +33,9 @@ class PagedSequences:
         device: str = "cpu",
         layout: BlockLayout = BlockLayout.PAIRS,
         seed: int = 0,
+        budget: int = 0,
     ) -> None:
+        self.budget = budget
         self.spec = KVCacheSpec.build(layers, block_size, dtype)
         num_groups = len(self.spec.groups)
         num_blocks = 1 + num_seqs * num_groups * self.spec.blocks_for_tokens(max_tokens)
@@ -66,10 +69,19 @@ class PagedSequences:
             max_query_len=max(new_tokens.values()),
             max_context_len=max(context_lens),
             total_decode_len=sum(self.lengths[seq] for seq, count in new_tokens.items() if count == 1),
+            sinks=self._sinks(positions, context_lens),
         )
 
+    def _sinks(self, positions: list[int], context_lens: list[int]) -> SinkReads | None:
+        if not 0 < self.budget < max(context_lens):
+            return None
+        places = [min(position, self.budget - 1) for position in positions]
+        budgets = self._tensor([self.budget] * len(context_lens), torch.int32)
+        return SinkReads(budgets, self.spec.block_size, self._tensor(places, torch.int64))
+
     def _group_batch(self, group: int, starts: dict[int, int]) -> GroupBatch:
-        size, window = self.spec.block_size, self.spec.groups[group].window
+        budget = KVBudget(mode="sinks", tokens=self.budget) if self.budget else None
+        size, window = self.spec.block_size, self.spec.windows(budget)[group]
         slots = []
         for seq, start in starts.items():
             table = self.tables[group][seq]
