@@ -205,7 +205,7 @@ class CacheLedger:
     def explain(self, request: Request, chain: TokenChain, cached_blocks: int) -> CacheReport:
         """Explain why a prompt's cached prefix ends after `cached_blocks` blocks."""
         size, length = chain.block_size, len(request.prompt_token_ids)
-        limit = (length - 1) // size
+        limit = min((length - 1) // size, chain.most)
 
         def report(outcome: CacheOutcome, owner: str | None = None) -> CacheReport:
             return CacheReport(length, cached_blocks * size, outcome, owner=owner)
