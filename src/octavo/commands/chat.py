@@ -15,8 +15,8 @@ from octavo.server.apis import OLLAMA_DEFAULTS
 if TYPE_CHECKING:
     from octavo.llm import LLM
 
-# --seed is an option of the engine already.
-_OMITTED = (*OMITTED, "seed")
+# --seed and --kv-budget are options of the engine already.
+_OMITTED = (*OMITTED, "seed", "kv_budget")
 # An answer may fill the context: the default limit of completions would cut most answers short. How tokens are drawn is
 # Ollama's way; it applies if neither the model's makers nor the user say otherwise.
 _DEFAULTS: dict[str, Any] = {"max_tokens": None, **OLLAMA_DEFAULTS}

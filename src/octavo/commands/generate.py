@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from octavo.llm import LLM
     from octavo.request import TokenLogprobs
 
-# The engine's --seed applies to every request without a seed; a second flag of that name would only confuse.
-_OMITTED = ("seed",)
+# The engine's --seed and --kv-budget apply to every request without its own; second flags would only confuse.
+_OMITTED = ("seed", "kv_budget")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,6 @@ from typing import Any, get_args, get_origin
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.kv_budget import KVBudget
 from octavo.option import Option, flag, options_of
 from octavo.sampling_params import SamplingParams
 from octavo.structured_outputs import StructuredOutputsParams
@@ -104,8 +103,6 @@ def _keywords(option: Option) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if StructuredOutputsParams in option.types:
         return {"type": _structured_outputs, "metavar": "JSON"}
-    if KVBudget in option.types:
-        return {"type": _kv_budget, "metavar": "JSON"}
     if Mapping in origins:
         return {"type": _token_biases, "metavar": "JSON"}
     if Sequence in origins or Collection in origins:
@@ -147,13 +144,6 @@ def _structured_outputs(text: str) -> StructuredOutputsParams:
         return StructuredOutputsParams.of(json.loads(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"must describe an output: {error}") from error
-
-
-def _kv_budget(text: str) -> KVBudget:
-    try:
-        return KVBudget.parse(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _token_biases(text: str) -> dict[int, float]:
