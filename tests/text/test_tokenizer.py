@@ -398,6 +398,23 @@ def test_a_tokenizer_that_has_decoded_can_be_sent_to_another_process() -> None:
     assert copy.byte_pieces(True) is not None
 
 
+def test_another_process_reads_the_vocabulary_from_the_files_while_they_are_unchanged(tmp_path: Path) -> None:
+    """Sending 262,144 tokens would stop all other threads for half a second."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(resolve_model("smollm2").path.read_bytes())
+    tokenizer = Tokenizer.from_source(ModelSource("model", path, ModelFormat.GGUF)).with_chat_template("{{ 7 }}")
+    pickled = pickle.dumps(tokenizer)
+    assert len(pickled) < 20_000
+    copy = pickle.loads(pickled)
+    assert copy.apply_chat_template([{"role": "user", "content": "Hello"}]) == "7"
+    assert copy.encode("Hello world") == tokenizer.encode("Hello world")
+
+    path.write_bytes(b"another model")
+    assert pickle.loads(pickle.dumps(tokenizer)).encode("Hello world") == tokenizer.encode("Hello world")
+    with pytest.raises(CorruptModelError):
+        pickle.loads(pickled)
+
+
 @pytest.mark.slow
 def test_a_text_has_at_most_so_many_bytes_a_token_but_for_those_that_the_vocabulary_lacks(smollm2: Tokenizer) -> None:
     most, dropped = smollm2.max_kept_token_bytes, smollm2.dropped_bytes

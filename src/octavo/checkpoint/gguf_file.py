@@ -2,7 +2,7 @@
 
 The types, block sizes and dequantisation are those of llama.cpp's own `gguf` package. Its GGUFReader makes a numpy
 view of every string, which takes 2.6 s for a vocabulary of 49,152. So the header is parsed here, in one pass that skips
-string arrays until they are needed.
+arrays until they are needed.
 
 Layout (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), little-endian:
 
@@ -73,9 +73,13 @@ class GGUFTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _StringArray:
+class _Array:
+    """The location of an array's elements, which end before `end`; `code` is that of a scalar, "" for strings."""
+
     start: int
+    end: int
     count: int
+    code: str = ""
 
 
 # The header of the file that was opened last, by its path, inode, size and time of modification.
@@ -132,7 +136,7 @@ class GGUFFile:
         self.tensors = tensors
 
     def _read_header(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
-        """Read all metadata and where tensors are; string arrays are only located."""
+        """Read all metadata and where tensors are; arrays are only located."""
         self._position = 4
         (version,) = self._unpack("I")
         if version not in _VERSIONS:
@@ -160,14 +164,12 @@ class GGUFFile:
         value = self._metadata.get(key, default)
         if value is _REQUIRED:
             raise CorruptModelError(f"{self.path} does not state {key}")
-        if isinstance(value, _StringArray):
-            return list(self._strings(value))
-        return value
+        return self._elements(value) if isinstance(value, _Array) else value
 
     def length(self, key: str) -> int:
         """Return the length of the array under `key` without reading it; 0 if there is no such key."""
         value = self._metadata.get(key, ())
-        return value.count if isinstance(value, _StringArray) else len(value)
+        return value.count if isinstance(value, _Array) else len(value)
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """Return a tensor's stored bytes, `[rows, row_bytes]` uint8: a view of the file's copy-on-write mapping.
@@ -249,12 +251,14 @@ class GGUFFile:
             raise self._corrupt(f"metadata of unknown type {value_type}")
         element_type, count = self._unpack("IQ")
         if code := _SCALARS.get(element_type):
-            self._need(count * struct.calcsize(code))
-            return list(self._unpack(f"{count}{code}"))
+            size = count * struct.calcsize(code)
+            self._need(size)
+            start, self._position = self._position, self._position + size
+            return _Array(start, self._position, count, code)
         if element_type != _STRING:
             raise self._corrupt(f"a metadata array of type {element_type}")
         self._need(count * _LENGTH.size)
-        array = _StringArray(self._position, count)
+        start = self._position
         position, unpack, mapped = self._position, _LENGTH.unpack_from, self._map
         try:
             for _ in range(count):
@@ -264,15 +268,19 @@ class GGUFFile:
         if position > self.size:
             raise self._corrupt("a string array runs past the end")
         self._position = position
-        return array
+        return _Array(start, position, count)
 
-    def _strings(self, array: _StringArray) -> Iterator[str]:
-        position, unpack, mapped = array.start, _LENGTH.unpack_from, self._map
+    def _elements(self, array: _Array) -> list[Any]:
+        stored = self._map[array.start : array.end]
+        if array.code:
+            return list(struct.unpack(f"<{array.count}{array.code}", stored))
+        strings, position, unpack = [], 0, _LENGTH.unpack_from
         for _ in range(array.count):
             start = position + 8
-            position = start + unpack(mapped, position)[0]
+            position = start + unpack(stored, position)[0]
             # llama.cpp's vocabularies may hold a token cut inside a character.
-            yield mapped[start:position].decode("utf-8", errors="replace")
+            strings.append(stored[start:position].decode("utf-8", "replace"))
+        return strings
 
     def _string(self) -> str:
         (length,) = self._unpack("Q")

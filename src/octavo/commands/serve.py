@@ -18,6 +18,7 @@ from octavo.errors import ConfigError
 from octavo.server.access import client_keys
 from octavo.server.config import KEY_OPTIONS, ServerConfig
 from octavo.server.http.logs import configure_logging
+from octavo.server.interpreter_settings import return_free_memory
 
 if TYPE_CHECKING:
     from octavo import AsyncEngine
@@ -73,13 +74,19 @@ def _serve(config: EngineConfig, server_config: ServerConfig, interrupt: Interru
     def make_engine() -> AsyncEngine:
         # Torch is only imported once the server holds its port and its files are there: it takes a second.
         check_files(config)
+        tokenizer = None
         with collection_paused():
             if load_model_config(model_of(config)).runs_natively:
+                from octavo.text.loading import begin_loading
+
+                # A large vocabulary takes 200 MB while it is loaded: those go back before the weights are read.
+                tokenizer = begin_loading(config)
+                tokenizer.add_done_callback(lambda _: return_free_memory())
                 import_torch_to_serve()
             from octavo import AsyncEngine
             from octavo.engine.builder import build_engine
 
-        core = build_engine(config)
+        core = build_engine(config, tokenizer)
         watchdog = server_config.watchdog_timeout or None
         engine = AsyncEngine(core, config.model, watchdog_seconds=watchdog, prepare_grammars=True)
         engine.stats.tracer = tracer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
@@ -18,14 +18,13 @@ from octavo.checkpoint.model_source import (
     load_model_config,
     model_fingerprint,
     model_of,
-    tokenizer_of,
 )
 from octavo.config import EngineConfig, format_bytes
 from octavo.engine.core import EngineCore
 from octavo.engine.kv_events import KVEventPublisher, NullPublisher
 from octavo.engine.runner_builder import RunnerFacts, build_runner
 from octavo.engine.tiers import join_stores, tier_identity
-from octavo.errors import ConfigError, ModelNotFoundError
+from octavo.errors import ConfigError
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.kvcache.manager import KVCacheManager
 from octavo.runner.executor import Executor, RecordingExecutor
@@ -35,18 +34,18 @@ from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.fetching import Fetching
 from octavo.scheduler.plan_log import PlanLog
 from octavo.scheduler.preemption import RestoreSpeed
-from octavo.text.chat_template import check_template
+from octavo.text.loading import load_tokenizer
 from octavo.text.tokenizer import Tokenizer
 from octavo.tiers.host import HostTier, SharedFile
 
 logger = logging.getLogger(__name__)
 
-# The maximum length of a chat template in characters.
-_MOST_TEMPLATE = 1024 * 1024
 
-
-def build_engine(config: EngineConfig) -> EngineCore:
+def build_engine(config: EngineConfig, begun: Future[Tokenizer | None] | None = None) -> EngineCore:
     """Load `config.model` and build an engine for it.
+
+    Args:
+        begun: its tokenizer, if that is being loaded already (`text/loading.py`).
 
     Raises:
         ModelError: the model cannot be found, read or run.
@@ -56,7 +55,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
     source = model_of(config)
     if config.speculative_config is not None and not load_model_config(source).runs_natively:
         raise ConfigError("speculative_config is not available for models that run through transformers")
-    runner, facts, (tokenizer, grammars), host = _start_runner(config, source)
+    runner, facts, (tokenizer, grammars), host = _start_runner(config, source, begun)
     if isinstance(runner, ModelRunner):
         runner.use_grammars(grammars)  # shared with the engine
     try:
@@ -138,8 +137,10 @@ def _plans_ahead(config: EngineConfig, facts: RunnerFacts) -> bool:
 _Text = tuple[Tokenizer | None, GrammarCompiler]
 
 
-def _start_runner(config: EngineConfig, source: ModelSource) -> tuple[Executor, RunnerFacts, _Text, HostTier | None]:
-    """Start the runner in the process that `config.executor` asks for, and load the tokenizer meanwhile.
+def _start_runner(
+    config: EngineConfig, source: ModelSource, begun: Future[Tokenizer | None] | None
+) -> tuple[Executor, RunnerFacts, _Text, HostTier | None]:
+    """Start the runner in the process that `config.executor` asks for; loads the tokenizer meanwhile, unless `begun`.
 
     Returns:
         The runner, its facts, the tokenizer with the grammar compiler, and the runner's host memory, which is None for
@@ -147,7 +148,7 @@ def _start_runner(config: EngineConfig, source: ModelSource) -> tuple[Executor, 
     """
 
     def load_text(model: ModelConfig | RunnerFacts) -> _Text:
-        tokenizer = _load_tokenizer(source, config)
+        tokenizer = load_tokenizer(config) if begun is None else begun.result()
         return tokenizer, _grammar_compiler(config, model, lambda: tokenizer)
 
     if config.executor == "process":
@@ -172,9 +173,8 @@ def _build_runner_apart(config: EngineConfig, file: SharedFile | None) -> tuple[
     source = model_of(config)
 
     def load_grammars(model: ModelConfig | RunnerFacts) -> GrammarCompiler:
-        load_tokenizer = partial(_load_tokenizer, source, config)
         # The other process has tried them.
-        return _grammar_compiler(config, model, load_tokenizer, on_trial=False)
+        return _grammar_compiler(config, model, partial(load_tokenizer, config), on_trial=False)
 
     runner, facts, grammars = _load_together(source, partial(build_runner, config, file), load_grammars)
     runner.use_grammars(grammars)
@@ -229,27 +229,3 @@ def _recorded_facts(config: EngineConfig, facts: RunnerFacts) -> dict[str, Any]:
         "weight_bytes": facts.weight_bytes,
         "attention": facts.attention,
     }
-
-
-def _load_tokenizer(source: ModelSource, config: EngineConfig) -> Tokenizer | None:
-    template = None if config.chat_template is None else _read_template(config.chat_template)
-    try:
-        tokenizer = Tokenizer.from_source(source if config.tokenizer is None else tokenizer_of(config))
-        return tokenizer if template is None else tokenizer.with_chat_template(template)
-    except ModelNotFoundError as error:
-        logger.warning("%s; prompts must be token ids", error)
-        return None
-
-
-def _read_template(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8") as file:
-            template = file.read(_MOST_TEMPLATE + 1)
-    except OSError as error:
-        raise ConfigError(f"chat_template: cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"chat_template: {path} is not UTF-8 text: {error}") from error
-    if len(template) > _MOST_TEMPLATE:
-        raise ConfigError(f"chat_template: {path} has more than {_MOST_TEMPLATE} characters")
-    check_template(template, path)
-    return template

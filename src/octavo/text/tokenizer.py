@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,35 @@ _BYTE_OF = byte_alphabet()
 _NUM_CHECKED = 256
 # Texts of at least this many characters are encoded without the interpreter's lock.
 _LONG_TEXT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Files from which another process can read a tokenizer again.
+
+    Attributes:
+        source: where it was read from.
+        stamps: path, inode, size and modification time of each file.
+    """
+
+    source: ModelSource
+    stamps: tuple[tuple[Path, int, int, int], ...]
+
+    @classmethod
+    def of(cls, source: ModelSource) -> _Origin:
+        path = source.path.absolute()
+        files = [path] if source.format is ModelFormat.GGUF else sorted(path.glob("*.json"))
+        states = [(file, file.stat()) for file in files]
+        # Neither options nor mappings, which need not be picklable.
+        plain = ModelSource(source.name, path, source.format)
+        return cls(plain, tuple((file, state.st_ino, state.st_size, state.st_mtime_ns) for file, state in states))
+
+    @property
+    def is_unchanged(self) -> bool:
+        try:
+            return _Origin.of(self.source) == self
+        except OSError:
+            return False
 
 
 class Tokenizer:
@@ -55,6 +85,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self._origin: _Origin | None = None
         self._named_tokens = dict(named_tokens or {})
         self._chat_templates = dict(chat_templates or {})
         added = backend.get_added_tokens_decoder()
@@ -77,6 +108,8 @@ class Tokenizer:
         """
         is_gguf = source.format is ModelFormat.GGUF
         tokenizer = cls._from_gguf(source.path) if is_gguf else cls._from_folder(source.path)
+        if is_gguf or (source.path / "tokenizer.json").is_file():  # others are converted by transformers, slowly
+            tokenizer._origin = _Origin.of(source)
         # Check the byte pieces now rather than while the first request waits.
         tokenizer.byte_pieces(skip_special_tokens=True)
         return tokenizer
@@ -169,8 +202,7 @@ class Tokenizer:
         """Byte values that leave no trace in the tokens, because a byte-level vocabulary lacks them."""
         if "ByteLevel" not in self._decoder_kinds:
             return b""
-        vocab = self._backend.get_vocab(with_added_tokens=False)
-        return bytes(byte for symbol, byte in _BYTE_OF.items() if symbol not in vocab)
+        return bytes(byte for symbol, byte in _BYTE_OF.items() if self._backend.model.token_to_id(symbol) is None)
 
     @cached_property
     def max_kept_token_bytes(self) -> int | None:
@@ -179,8 +211,10 @@ class Tokenizer:
             return None
         # Byte-level vocabularies spell each byte as one character; others consist of plain text.
         spelled = len if "ByteLevel" in self._decoder_kinds else _encoded_length
-        added = (len(token.content.encode()) for token in self._backend.get_added_tokens_decoder().values())
-        return max(1, *map(spelled, self._backend.get_vocab(with_added_tokens=False)), *added)
+        added = [len(token.content.encode()) for token in self._backend.get_added_tokens_decoder().values()]
+        # One token at a time: a copy of 262,144 tokens as a dictionary takes three times as long, and 40 MB.
+        tokens = filter(None, map(self._backend.id_to_token, range(self.vocab_size)))
+        return max(1, max(map(spelled, tokens), default=0), *added)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`; incomplete characters become U+FFFD, and unknown ids are ignored."""
@@ -191,8 +225,22 @@ class Tokenizer:
         return str(self._backend.to_str())
 
     def __getstate__(self) -> dict[str, Any]:
-        # The pieces hold functions, which cannot be pickled; a copy makes its own on first use.
-        return {name: value for name, value in self.__dict__.items() if name != "_spelled_out"}
+        # The pieces hold functions, which cannot be pickled; a copy makes its own on first use. A copy also reads the
+        # vocabulary itself while the files are unchanged: writing 262,144 tokens as JSON takes half a second, during
+        # which no other thread runs, and 90 MB; parsing it takes longer than reading the files.
+        left_out = {"_spelled_out"}
+        if self._origin is not None and self._origin.is_unchanged:
+            left_out.add("_backend")
+        return {name: value for name, value in self.__dict__.items() if name not in left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if "_backend" in state:
+            return
+        origin: _Origin = state["_origin"]
+        self._backend = Tokenizer.from_source(origin.source)._backend
+        if not origin.is_unchanged:
+            raise CorruptModelError(f"{origin.source.path} changed while its tokenizer was being read")
 
     def byte_pieces(self, skip_special_tokens: bool) -> BytePieces | None:
         """Return what each token adds to any text; None if that depends on the surrounding tokens."""
@@ -356,12 +404,12 @@ def _keeps_every_byte(backend: tokenizers.Tokenizer, decoder_kinds: frozenset[st
 
     Bytes that a byte-level vocabulary lacks are not considered.
     """
-    vocab = backend.get_vocab(with_added_tokens=False)
+    knows = backend.model.token_to_id
     if "ByteLevel" in decoder_kinds:
         # An unknown token may stand for a run of missing bytes.
-        if getattr(backend.model, "unk_token", None) is not None and any(symbol not in vocab for symbol in _BYTE_OF):
+        if getattr(backend.model, "unk_token", None) is not None and any(knows(symbol) is None for symbol in _BYTE_OF):
             return False
-    elif "ByteFallback" not in decoder_kinds or any(f"<0x{byte:02X}>" not in vocab for byte in range(256)):
+    elif "ByteFallback" not in decoder_kinds or any(knows(f"<0x{byte:02X}>") is None for byte in range(256)):
         return False
     if backend.normalizer is not None:
         return False

@@ -275,30 +275,6 @@ def test_a_tenants_slow_bodies_hold_up_no_other_tenants(monkeypatch: pytest.Monk
     assert len(BlockedWorker.given) == 8 + 4
 
 
-def test_the_reader_is_pickled_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each time held the interpreter's lock for 30 to 50 ms, so streams waited while processes were started."""
-    monkeypatch.setattr("octavo.server.bodies.reader_pool.ReaderProcess", BlockedWorker)
-    BlockedWorker.goes_on, BlockedWorker.given = threading.Event(), []
-    dumps, pickled = pickle.dumps, []
-
-    def noted(*given: Any, **options: Any) -> bytes:
-        pickled.append(given)
-        return dumps(*given, **options)
-
-    monkeypatch.setattr(pickle, "dumps", noted)
-    bodies = reading(pool=ReaderPool)
-
-    async def run() -> None:
-        several = [asyncio.ensure_future(bodies.read("chat", b"ada", tenant="ada")) for _ in range(2)]
-        while len(BlockedWorker.given) < 2:
-            await asyncio.sleep(0.001)
-        BlockedWorker.goes_on.set()
-        await asyncio.gather(*several)
-
-    asyncio.run(run())
-    assert len(pickled) == 1
-
-
 def test_a_tenants_medium_bodies_hold_up_no_other_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, bodies = threading.Event(), reading()
     read_now = bodies.reader.completion

@@ -24,7 +24,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from octavo.engine.turns import TenantThreads
@@ -105,13 +105,7 @@ class ReaderPool:
 
     def warm_up(self) -> None:
         """Start a process in the background, so that the first chat need not wait for it."""
-        self._pickled  # noqa: B018  cached, so that nobody waits for that either
         self._chats.start(lambda: self._release(self._take()))
-
-    @cached_property
-    def _pickled(self) -> bytes:
-        """The reader, pickled once: its tokenizer holds the interpreter's lock for 30 to 50 ms meanwhile."""
-        return pickle.dumps(self._reader, protocol=pickle.HIGHEST_PROTOCOL)
 
     def _read(self, method: str, parts: tuple[bytes, ...], niceness: int = 0) -> Any:
         process = self._take()
@@ -130,7 +124,7 @@ class ReaderPool:
                 process = self._idle.pop()
                 if process.is_alive:  # the OOM killer may have ended it meanwhile
                     return process
-        return ReaderProcess(self._pickled, self._memory)
+        return ReaderProcess(pickle.dumps(self._reader, pickle.HIGHEST_PROTOCOL), self._memory)
 
     def _release(self, process: ReaderProcess) -> None:
         if process.is_bloated:

@@ -1,0 +1,56 @@
+"""Loads the tokenizer that a configuration names."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from octavo.checkpoint.model_source import tokenizer_of
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError, ModelNotFoundError
+from octavo.text.chat_template import check_template
+from octavo.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+# The maximum length of a chat template in characters.
+_MOST_TEMPLATE = 1024 * 1024
+
+
+def begin_loading(config: EngineConfig) -> Future[Tokenizer | None]:
+    """Call `load_tokenizer` in another thread, for a caller that meanwhile imports torch."""
+    thread = ThreadPoolExecutor(1, "octavo-tokenizer")
+    try:
+        return thread.submit(load_tokenizer, config)
+    finally:
+        thread.shutdown(wait=False)
+
+
+def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    """Load the tokenizer of a configuration, with its chat template; None if the model has none.
+
+    Raises:
+        ConfigError: the chat template cannot be read.
+        ModelError: see `Tokenizer.from_source`.
+    """
+    template = None if config.chat_template is None else _read_template(config.chat_template)
+    try:
+        tokenizer = Tokenizer.from_source(tokenizer_of(config))
+        return tokenizer if template is None else tokenizer.with_chat_template(template)
+    except ModelNotFoundError as error:
+        logger.warning("%s; prompts must be token ids", error)
+        return None
+
+
+def _read_template(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            template = file.read(_MOST_TEMPLATE + 1)
+    except OSError as error:
+        raise ConfigError(f"chat_template: cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"chat_template: {path} is not UTF-8 text: {error}") from error
+    if len(template) > _MOST_TEMPLATE:
+        raise ConfigError(f"chat_template: {path} has more than {_MOST_TEMPLATE} characters")
+    check_template(template, path)
+    return template
