@@ -13,6 +13,10 @@ namespace {
 
 int64_t element_bytes(Storage storage) { return storage == kBf16 ? 2 : 4; }
 
+Matrix columns_of(const Matrix& whole, int64_t first, int64_t width, int64_t element) {
+    return {whole.base + first * element, whole.rows, width, whole.stride};
+}
+
 }  // namespace
 
 Matrix Decoder::room(Buffer& buffer, int64_t count, int64_t width) const {
@@ -21,8 +25,34 @@ Matrix Decoder::room(Buffer& buffer, int64_t count, int64_t width) const {
     return {buffer.data(), count, width, stride};
 }
 
-const Matrix& Decoder::make(Register place, int64_t count, int64_t width) {
-    return rows_[place] = room(memory_[place], count, width);
+// With `columns`, those of a matrix that other ranks write too.
+const Matrix& Decoder::make(Register place, int64_t count, int64_t width, const std::optional<Columns>& columns) {
+    is_shared_[place] = false;
+    if (!columns) return rows_[place] = room(memory_[place], count, width);
+    const int64_t element = element_bytes(shape.storage);
+    whole_[place] = share(place, count, columns->all, element);
+    return rows_[place] = columns_of(whole_[place], columns->first, width, element);
+}
+
+Matrix Decoder::share(int slot, int64_t count, int64_t width, int64_t element) {
+    const int64_t stride = width * element;
+    return {ranks->next_buffer(slot, count * stride), count, width, stride};
+}
+
+// All ranks' columns of a register.
+Matrix Decoder::gathered(Register place) {
+    ranks->meet();
+    is_shared_[place] = true;
+    return rows_[place] = whole_[place];
+}
+
+// A register that may be changed in place: a copy of what other ranks read.
+const Matrix& Decoder::own(Register place) {
+    if (!is_shared_[place]) return rows_[place];
+    const Matrix shared = rows_[place];
+    const Matrix& own = make(place, shared.rows, shared.width);
+    std::memcpy(own.base, shared.base, shared.rows * shared.stride);
+    return own;
 }
 
 // Products in float32, [rows of x][outputs].
@@ -36,7 +66,13 @@ float* Decoder::scores(const Linear& linear, const Matrix& x) {
 
 void Decoder::forward(const DecoderStep& step) {
     wake_threads();
-    embed(step, make(kResidual, step.num_tokens, shape.hidden));
+    if (ranks) {
+        whole_[kResidual] = share(kResidual, step.num_tokens, shape.hidden, element_bytes(shape.storage));
+        embed(step, whole_[kResidual]);
+        gathered(kResidual);
+    } else {
+        embed(step, make(kResidual, step.num_tokens, shape.hidden));
+    }
     for (const Instruction& instruction : program)
         std::visit([&](const auto& one) { execute(step, one); }, instruction);
     num_kept_ = step.num_logits;
@@ -44,25 +80,26 @@ void Decoder::forward(const DecoderStep& step) {
 }
 
 void Decoder::execute(const DecoderStep&, const Norm& norm) {
-    const Matrix source = rows_[norm.source];
-    const Matrix columns{source.base + norm.first * element_bytes(shape.storage), source.rows, norm.width,
-                         source.stride};
-    const Matrix out = norm.source == norm.target ? columns : make(norm.target, source.rows, norm.width);
-    normalise(shape.storage, columns, norm.added ? &rows_[*norm.added] : nullptr, norm.weights, out);
+    const Matrix source = norm.added ? own(norm.source) : rows_[norm.source];
+    const Matrix added = norm.added ? rows_[*norm.added] : Matrix{};
+    const Matrix columns = columns_of(source, norm.first, norm.width, element_bytes(shape.storage));
+    const bool in_place = norm.source == norm.target && !is_shared_[norm.source];
+    const Matrix out = in_place ? columns : make(norm.target, source.rows, norm.width);
+    normalise(shape.storage, columns, norm.added ? &added : nullptr, norm.weights, out);
 }
 
 void Decoder::execute(const DecoderStep&, const Add& sum) {
-    add(shape.storage, rows_[sum.target], rows_[sum.source]);
+    add(shape.storage, own(sum.target), rows_[sum.source]);
 }
 
 void Decoder::execute(const DecoderStep&, const Scale& scaled) {
-    scale(shape.storage, rows_[scaled.place], scaled.factor);
+    scale(shape.storage, own(scaled.place), scaled.factor);
 }
 
 void Decoder::execute(const DecoderStep&, const Multiply& product) {
     const int64_t outputs = product.linear.outputs();
-    const Matrix& out =
-        make(product.target, rows_[product.source].rows, product.epilogue == kPlain ? outputs : outputs / 2);
+    const Matrix& out = make(product.target, rows_[product.source].rows,
+                             product.epilogue == kPlain ? outputs : outputs / 2, product.columns);
     multiply(product.linear, rows_[product.source], out, shape.storage, product.epilogue);
 }
 
@@ -71,14 +108,14 @@ void Decoder::execute(const DecoderStep&, const Activate& activated) {
 }
 
 void Decoder::execute(const DecoderStep& step, const Attend& attend) {
-    make(kAttended, step.num_tokens, shape.attended_width());
+    make(kAttended, step.num_tokens, shape.attended_width(), attend.columns);
     if (step.budgets) sink_queries_ = room(sink_memory_, step.num_tokens, int64_t{shape.num_heads} * shape.key_dim);
     rope_write(shape.storage, rotation(step, attend), step.num_tokens);
     octavo::attend(attention(step, attend));
 }
 
 void Decoder::execute(const DecoderStep&, const ScaleBySigmoid& scaled) {
-    const Matrix& place = rows_[scaled.place];
+    const Matrix& place = own(scaled.place);
     float* factors = scores(scaled.linear, rows_[scaled.source]);
     for (int64_t i = 0; i < place.rows; ++i) factors[i] = 1.0f / (1.0f + std::exp(-factors[i]));
     weighted_sums(shape.storage, place, 1, factors, nullptr, place);
@@ -89,14 +126,14 @@ void Decoder::execute(const DecoderStep&, const Mix& mix) {
     const Matrix source = rows_[mix.source];
     pairs_.choose(scores(mix.router, source), mix.router_bias, source.rows, static_cast<int>(mix.gate_up.size()),
                   mix.choice);
-    const Matrix inner = room(memory_[kInner], pairs_.count(), mix.down[0].weight.inputs);
-    const Matrix outer = room(pairs_memory_, pairs_.count(), shape.hidden);
+    const Matrix inner = make(kInner, pairs_.count(), mix.gate_up[0].weight.outputs / 2, mix.inner);
+    const Matrix outer = room(pairs_memory_, pairs_.count(), mix.down[0].weight.outputs);
     linear_by_expert(mix.gate_up, shape.storage, source, {pairs_.sources(), pairs_.begins()},
                      {inner.base, inner.stride, inner.width, nullptr, shape.storage, mix.epilogue}, exact);
-    linear_by_expert(mix.down, shape.storage, inner, {nullptr, pairs_.begins()},
+    linear_by_expert(mix.down, shape.storage, mix.inner ? gathered(kInner) : inner, {nullptr, pairs_.begins()},
                      {outer.base, outer.stride, outer.width, nullptr, shape.storage, kPlain}, exact);
     weighted_sums(shape.storage, outer, pairs_.active(), pairs_.weights(0), pairs_.places(0),
-                  make(mix.target, source.rows, shape.hidden));
+                  make(mix.target, source.rows, outer.width, mix.columns));
 }
 
 void Decoder::execute(const DecoderStep& step, const KeepRows& keep) {
@@ -107,13 +144,24 @@ void Decoder::execute(const DecoderStep& step, const KeepRows& keep) {
         std::memcpy(kept.row(i), all.row(step.logits_indices[i]), kept.stride);
     std::swap(memory_[keep.place], memory_[kQkv]);
     rows_[keep.place] = kept;
+    is_shared_[keep.place] = false;
 }
+
+void Decoder::execute(const DecoderStep&, const Gather& gather) { gathered(gather.place); }
 
 void Decoder::logits(int64_t first, int64_t count, float* out) {
     const int64_t stride = shape.hidden * element_bytes(shape.storage);
     const Matrix hidden{memory_[kHidden].data() + first * stride, count, shape.hidden, stride};
     const Matrix rows{reinterpret_cast<char*>(out), count, shape.vocab, shape.vocab * 4};
-    multiply(head, hidden, rows, kF32, kPlain);
+    if (ranks) {
+        const Matrix all = share(kNumRegisters, count, shape.vocab, 4);
+        multiply(head, hidden, columns_of(all, first_id, head.outputs(), 4), kF32, kPlain);
+        ranks->meet();
+        if (!out) return;
+        parallel_for(static_cast<int>(count), [&](int i) { std::memcpy(rows.row(i), all.row(i), rows.stride); });
+    } else {
+        multiply(head, hidden, rows, kF32, kPlain);
+    }
     if (shape.logits_scale != 1.0f) scale(kF32, rows, shape.logits_scale);
     if (shape.logits_softcap != 0.0f) softcap(rows, shape.logits_softcap);
 }
@@ -136,7 +184,8 @@ void Decoder::embed(const DecoderStep& step, const Matrix& residual) const {
     parallel_for(static_cast<int>((step.num_tokens + kTokensPerTask - 1) / kTokensPerTask), [&](int task) {
         const int64_t end = std::min(step.num_tokens, (task + 1) * kTokensPerTask);
         for (int64_t i = task * kTokensPerTask; i < end; ++i) {
-            const int64_t id = step.token_ids[i];
+            const int64_t id = step.token_ids[i] - first_id;
+            if (ranks && (id < 0 || id >= head.outputs())) continue;
             if (embedding_rows)
                 std::memcpy(residual.row(i), embedding_rows + id * residual.stride, residual.stride);
             else

@@ -20,6 +20,7 @@
 #include "experts.h"
 #include "kernels.h"
 #include "linear.h"
+#include "ranks.h"
 
 namespace octavo {
 
@@ -37,6 +38,11 @@ struct Linear {
 // Buffers of activations, [tokens][width]. A program begins with the embeddings in kResidual and ends with the head's
 // input in kHidden.
 enum Register { kResidual, kHidden, kBranch, kQkv, kAttended, kInner, kNumRegisters };
+
+// Which columns of a matrix a rank computes, and how many all compute together.
+struct Columns {
+    int64_t first, all;
+};
 
 // The instructions, as models/program.py documents them.
 struct Norm {  // in place, columns [first, first + width) may be normalised alone
@@ -56,6 +62,7 @@ struct Multiply {
     Linear linear;
     Register source, target;
     Epilogue epilogue;
+    std::optional<Columns> columns;  // of the target, if other ranks compute the others
 };
 struct Activate {
     Register place;
@@ -66,6 +73,7 @@ struct Attend {
     int rotation;  // index of the step's rotations; -1: none
     NormWeights query_norm, key_norm;
     const float* sinks;  // of each head, or null
+    std::optional<Columns> columns;
 };
 struct ScaleBySigmoid {  // by the sigmoid of a product with one output
     Linear linear;
@@ -78,11 +86,16 @@ struct Mix {
     std::vector<BiasedWeight> gate_up, down;  // of each expert
     Register source, target;
     Epilogue epilogue;
+    std::optional<Columns> inner, columns;
 };
 struct KeepRows {  // and forgets kQkv
     Register place;
 };
-using Instruction = std::variant<Norm, Add, Scale, Multiply, Activate, Attend, ScaleBySigmoid, Mix, KeepRows>;
+struct Gather {  // all ranks' columns, from here on
+    Register place;
+};
+using Instruction = std::variant<Norm, Add, Scale, Multiply, Activate, Attend, ScaleBySigmoid, Mix, KeepRows,
+                                 Gather>;
 
 struct LayerCache {
     LayerKV kv;
@@ -136,12 +149,15 @@ class Decoder {
     Weight embedding;                // packed; unused if `embedding_rows` is set
     const char* embedding_rows = nullptr;
     Linear head;
-    bool exact = true;  // see `linear` and AttentionCall
+    bool exact = true;       // see `linear` and AttentionCall
+    Ranks* ranks = nullptr;  // null if this process has the whole model
+    int64_t first_id = 0;    // of the rank's share of the vocabulary, as large as the head's outputs
 
     // Throws std::invalid_argument if a table names blocks that do not exist; the caller must have checked all else.
     void forward(const DecoderStep& step);
 
-    // Logits [count][vocab] of rows [first, first + count) of the last step, which are kept until the next one.
+    // Logits [count][vocab] of rows [first, first + count) of the last step, which are kept until the next one. Only
+    // rank 0 has room for them.
     int64_t num_kept() const { return num_kept_; }
     void logits(int64_t first, int64_t count, float* out);
     // The head's input, [count][hidden] in float32, for rows of the same range.
@@ -150,7 +166,8 @@ class Decoder {
   private:
     using Buffer = StreamBuffer<char>;  // keeps its memory from step to step
 
-    Matrix rows_[kNumRegisters] = {};
+    Matrix rows_[kNumRegisters] = {}, whole_[kNumRegisters] = {};
+    bool is_shared_[kNumRegisters] = {};  // whether ranks read rows_ too, so that they must not be changed in place
     Buffer memory_[kNumRegisters], pairs_memory_, sink_memory_;
     Matrix sink_queries_ = {};  // [tokens][heads * key_dim]
     StreamBuffer<float> scores_;
@@ -158,7 +175,10 @@ class Decoder {
     int64_t num_kept_ = 0;
 
     Matrix room(Buffer& buffer, int64_t count, int64_t width) const;
-    const Matrix& make(Register place, int64_t count, int64_t width);
+    const Matrix& make(Register place, int64_t count, int64_t width, const std::optional<Columns>& columns = {});
+    Matrix share(int slot, int64_t count, int64_t width, int64_t element);
+    Matrix gathered(Register place);
+    const Matrix& own(Register place);
     float* scores(const Linear& linear, const Matrix& x);
     void embed(const DecoderStep& step, const Matrix& residual) const;
     void execute(const DecoderStep& step, const Norm& norm);
@@ -170,6 +190,7 @@ class Decoder {
     void execute(const DecoderStep& step, const ScaleBySigmoid& scaled);
     void execute(const DecoderStep& step, const Mix& mix);
     void execute(const DecoderStep& step, const KeepRows& keep);
+    void execute(const DecoderStep& step, const Gather& gather);
     RopeTask rotation(const DecoderStep& step, const Attend& attend) const;
     AttentionCall attention(const DecoderStep& step, const Attend& attend) const;
     void multiply(const Linear& linear, const Matrix& x, const Matrix& out, Storage storage, Epilogue epilogue) const;

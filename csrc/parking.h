@@ -1,4 +1,4 @@
-// Sleeping until an atomic number changes. On Linux by a futex and nothing else: std::atomic::wait of libstdc++ yields
+// Waiting until an atomic number changes: a pause between two looks, or sleep. On Linux by a futex and nothing else: std::atomic::wait of libstdc++ yields
 // before it sleeps, which beside other busy processes gives up a time slice that is short as it is.
 #pragma once
 
@@ -13,6 +13,14 @@
 #endif
 
 namespace octavo {
+
+inline void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
 
 #ifdef __linux__
 static_assert(sizeof(std::atomic<uint32_t>) == 4 && std::atomic<uint32_t>::is_always_lock_free);

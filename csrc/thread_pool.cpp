@@ -26,14 +26,6 @@ namespace {
 
 using Task = void (*)(void* context, int index);
 
-void pause() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
 // Sets rounding and subnormals to C++'s defaults while it lives: torch.set_flush_denormal changes those of the calling
 // thread, which would then compute other bits than the workers.
 class DefaultRounding {

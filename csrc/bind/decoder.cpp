@@ -1,11 +1,15 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
+
 #include "bind/arguments.h"
 #include "decoder.h"
+#include "rank_steps.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -19,6 +23,9 @@ using LinearArguments = std::vector<PartArguments>;
 // Keys, values, group, and how many first and recent blocks are read in them.
 using CacheCopies = std::tuple<nb::object, nb::object, int, int, int>;
 using CacheArguments = std::tuple<nb::object, nb::object, int, int, std::optional<CacheCopies>>;
+
+// The first column that this rank computes, and how many all ranks compute.
+using ColumnArguments = std::optional<std::pair<int64_t, int64_t>>;
 
 // Weight, bias or None, eps, whether it is centred.
 using NormArguments = std::tuple<nb::object, nb::object, float, bool>;
@@ -116,8 +123,8 @@ class BoundDecoder {
     }
 
     void add_product(const LinearArguments& parts, const std::string& source, const std::string& target,
-                     const std::string& gate) {
-        Multiply multiply{product(parts, "weight"), register_of(source), register_of(target), epilogue_of(gate)};
+                     const std::string& gate, const ColumnArguments& columns) {
+        Multiply multiply{product(parts, "weight"), register_of(source), register_of(target), epilogue_of(gate), {}};
         require(multiply.source != multiply.target, "a product cannot replace its own input, " + source);
         contents_.check_width(multiply.source, multiply.linear.parts[0].weight.inputs, "weight");
         int64_t width = multiply.linear.outputs();
@@ -127,7 +134,8 @@ class BoundDecoder {
                         std::to_string(multiply.linear.parts.size()) + " with " + std::to_string(width));
             width /= 2;
         }
-        contents_.set(multiply.target, width, contents_.kept(multiply.source));
+        multiply.columns = columns_of(columns, width);
+        set(multiply.target, width, contents_.kept(multiply.source), multiply.columns);
         decoder_.program.emplace_back(std::move(multiply));
     }
 
@@ -139,17 +147,18 @@ class BoundDecoder {
 
     // `rotation`: index of the step's rotations, or -1.
     void add_attention(int rotation, const std::optional<NormArguments>& query_norm,
-                       const std::optional<NormArguments>& key_norm, const nb::object& sinks) {
+                       const std::optional<NormArguments>& key_norm, const nb::object& sinks,
+                       const ColumnArguments& columns) {
         const DecoderShape& s = decoder_.shape;
         contents_.check_width(kQkv, s.qkv_width(), "attention");
         require(!contents_.kept(kQkv), "attention needs every row of qkv");
         require(rotation >= -1, "rotation must be an index or -1, got " + std::to_string(rotation));
-        Attend attend{num_layers_++, rotation, {}, {}, nullptr};
+        Attend attend{num_layers_++, rotation, {}, {}, nullptr, columns_of(columns, s.attended_width())};
         if (!sinks.is_none()) attend.sinks = floats(sinks, "sinks", s.num_heads);
         if (query_norm) attend.query_norm = norm_of(*query_norm, "query_norm", s.key_dim);
         if (key_norm) attend.key_norm = norm_of(*key_norm, "key_norm", s.key_dim);
         num_rotations_ = std::max(num_rotations_, static_cast<size_t>(rotation + 1));
-        contents_.set(kAttended, s.attended_width(), false);
+        set(kAttended, s.attended_width(), false, attend.columns);
         decoder_.program.emplace_back(attend);
     }
 
@@ -165,10 +174,11 @@ class BoundDecoder {
     // gate_up and down: the products of each expert.
     void add_mixture(const LinearArguments& router, const nb::object& router_bias, int active, bool normalised,
                      const LinearArguments& gate_up, const LinearArguments& down, const std::string& source,
-                     const std::string& target, const std::string& gate) {
-        const int64_t experts = static_cast<int64_t>(gate_up.size()), hidden = decoder_.shape.hidden;
+                     const std::string& target, const std::string& gate, const ColumnArguments& inner_columns,
+                     const ColumnArguments& columns) {
+        const int64_t experts = static_cast<int64_t>(gate_up.size());
         Mix mix{product(router, "router"), nullptr,           {active, normalised},  product(gate_up, "experts").parts,
-                product(down, "experts").parts, register_of(source), register_of(target), epilogue_of(gate)};
+                product(down, "experts").parts, register_of(source), register_of(target), epilogue_of(gate), {}, {}};
         require(mix.epilogue != kPlain && mix.source != kInner && mix.target != kInner,
                 "experts are gated, and use the register inner themselves");
         require(mix.router.outputs() == experts && static_cast<int64_t>(mix.down.size()) == experts,
@@ -178,17 +188,24 @@ class BoundDecoder {
                 std::to_string(active) + " of " + std::to_string(experts) + " experts are active");
         contents_.check_width(mix.source, mix.router.parts[0].weight.inputs, "router");
         contents_.check_width(mix.source, mix.gate_up[0].weight.inputs, "experts");
-        const int64_t inner = mix.down[0].weight.inputs;
+        require(mix.gate_up[0].weight.outputs % 32 == 0, "experts need a multiple of 16 gates");
+        const int64_t own = mix.gate_up[0].weight.outputs / 2, hidden = mix.down[0].weight.outputs;
+        mix.inner = columns_of(inner_columns, own);
+        mix.columns = columns_of(columns, hidden);
+        const int64_t inner = mix.inner ? mix.inner->all : own;
+        require(mix.columns || hidden == decoder_.shape.hidden,
+                "experts with " + std::to_string(hidden) + " outputs in a model of " +
+                    std::to_string(decoder_.shape.hidden) + " columns");
         for (const BiasedWeight& one : mix.gate_up)
-            require(one.weight.outputs == 2 * inner && inner % 16 == 0,
+            require(one.weight.outputs == 2 * own && one.weight.inputs == mix.gate_up[0].weight.inputs,
                     "an expert with " + std::to_string(one.weight.outputs) + " gates and ups for " +
                         std::to_string(inner) + " inputs, which must be a multiple of 16");
         for (const BiasedWeight& one : mix.down)
-            require(one.weight.outputs == hidden, "an expert with " + std::to_string(one.weight.outputs) +
+            require(one.weight.outputs == hidden && one.weight.inputs == inner, "an expert with " + std::to_string(one.weight.outputs) +
                                                       " outputs in a model of " + std::to_string(hidden) + " columns");
         if (!router_bias.is_none()) mix.router_bias = floats(router_bias, "router_bias", experts);
         contents_.set(kInner, 0, false);
-        contents_.set(mix.target, hidden, contents_.kept(mix.source));
+        set(mix.target, hidden, contents_.kept(mix.source), mix.columns);
         decoder_.program.emplace_back(std::move(mix));
     }
 
@@ -202,6 +219,22 @@ class BoundDecoder {
         decoder_.program.emplace_back(KeepRows{place});
     }
 
+    void add_gather(const std::string& name) {
+        const Register place = register_of(name);
+        require(whole_width_[place] > 0, name + " has no columns of other ranks");
+        contents_.set(place, whole_width_[place], contents_.kept(place));
+        whole_width_[place] = 0;
+        decoder_.program.emplace_back(Gather{place});
+    }
+
+    // `first_id`: where this rank's share of the vocabulary begins, from embedding and head.
+    void set_ranks(const std::shared_ptr<Ranks>& ranks, int64_t first_id) {
+        require(first_id >= 0 && first_id < decoder_.shape.vocab, "the vocabulary has no id " + std::to_string(first_id));
+        kept_ranks_ = ranks;
+        decoder_.ranks = ranks.get();
+        decoder_.first_id = first_id;
+    }
+
     // The embedding is plain rows, or one packed matrix.
     void set_ends(nb::object embedding_rows, const LinearArguments& embedding, const LinearArguments& head) {
         const DecoderShape& s = decoder_.shape;
@@ -211,14 +244,14 @@ class BoundDecoder {
             const Linear packed = product(embedding, "embedding");
             require(packed.parts.size() == 1, "the embedding must be one matrix");
             decoder_.embedding = packed.parts[0].weight;
-            check_size(packed, "embedding");
+            check_size(packed, "embedding", own_vocab(head));
         } else {
             const Tensor rows = tensor(embedding_rows, "embedding");
-            check_dense(rows, "embedding", dtype(), {s.vocab, s.hidden});
+            check_dense(rows, "embedding", dtype(), {own_vocab(head), s.hidden});
             decoder_.embedding_rows = rows.base;
         }
         decoder_.head = product(head, "head");
-        check_size(decoder_.head, "head");
+        check_size(decoder_.head, "head", own_vocab(head));
         complete_ = true;
     }
 
@@ -311,14 +344,32 @@ class BoundDecoder {
         step.logits = logits.data<float>();
         if (step.num_tokens == 0) return;
         nb::gil_scoped_release release;
-        decoder_.forward(step);
+        together([&] { send_step(*decoder_.ranks, decoder_, step); }, [&] { decoder_.forward(step); });
     }
 
     void logits(int64_t first, const Tensor& out) {
         check_kept(first, out, "logits", decoder_.shape.vocab);
         if (out.shape[0] == 0) return;
         nb::gil_scoped_release release;
-        decoder_.logits(first, out.shape[0], out.data<float>());
+        together([&] { send_logits(*decoder_.ranks, first, out.shape[0]); },
+                 [&] { decoder_.logits(first, out.shape[0], out.data<float>()); });
+    }
+
+    // Does what rank 0 sends, until it sends a stop. `blocks`: uint8 [blocks][bytes] of the cache and of host memory.
+    void follow(const std::vector<std::pair<Tensor, Tensor>>& rotations, const Tensor& device, const Tensor& host) {
+        require(complete_ && decoder_.ranks, "the decoder is not complete, or has no ranks");
+        require(decoder_.caches.size() == num_layers_, "the decoder has no caches: call set_caches first");
+        std::vector<Rotation> tables;
+        for (const auto& [cos, sin] : rotations)
+            tables.push_back({cos.data<float>(), sin.data<float>(), check_rotation(cos, sin, decoder_.shape.key_dim)});
+        const auto memory = [](const Tensor& blocks, const char* name) {
+            check_shape(blocks, name, {-1, -1});
+            check_dense(blocks, name, DType::u8, {blocks.shape[0], blocks.shape[1]});
+            return BlockMemory{blocks.base, blocks.shape[0], blocks.shape[1]};
+        };
+        const BlockMemory places[2] = {memory(device, "device"), memory(host, "host")};
+        nb::gil_scoped_release release;
+        octavo::follow(decoder_, tables, places);
     }
 
     void hidden(int64_t first, const Tensor& out) {
@@ -329,6 +380,18 @@ class BoundDecoder {
     }
 
   private:
+    // What one rank has begun, all must finish: if this one cannot, the others must not wait for it.
+    template <class Send, class Compute> void together(Send&& send, Compute&& compute) {
+        if (!decoder_.ranks) return compute();
+        send();
+        try {
+            compute();
+        } catch (const std::exception& error) {
+            decoder_.ranks->fail(std::string("rank 0: ") + error.what());
+            throw;
+        }
+    }
+
     // Checks that `out` [rows][width] asks for rows `first ..` that the last step has kept.
     void check_kept(int64_t first, const Tensor& out, const char* name, int64_t width) const {
         check_shape(out, name, {-1, width});
@@ -427,11 +490,34 @@ class BoundDecoder {
         }
         return linear;
     }
+    // How much of the vocabulary the head covers: all of it, or a rank's share.
+    int64_t own_vocab(const LinearArguments& head) const {
+        int64_t outputs = 0;
+        for (const PartArguments& part : head) outputs += std::get<2>(part);
+        const int64_t all = decoder_.shape.vocab;
+        require(decoder_.ranks ? decoder_.first_id + outputs <= all : outputs == all,
+                "a head for " + std::to_string(outputs) + " ids from " + std::to_string(decoder_.first_id) + " of " +
+                    std::to_string(all));
+        return outputs;
+    }
+    std::optional<Columns> columns_of(const ColumnArguments& columns, int64_t width) const {
+        if (!columns) return {};
+        const auto& [first, all] = *columns;
+        require(decoder_.ranks != nullptr, "columns are for ranks: call set_ranks first");
+        require(first >= 0 && first <= all - width, std::to_string(width) + " columns from " + std::to_string(first) +
+                                                        " of " + std::to_string(all));
+        return Columns{first, all};
+    }
+    // A register that is about to be written; only `gather` may follow if other ranks have the other columns.
+    void set(Register place, int64_t width, bool kept, const std::optional<Columns>& columns) {
+        contents_.set(place, width, kept);
+        whole_width_[place] = columns ? columns->all : 0;
+    }
     // Checks that a matrix maps rows of the model's width to the vocabulary.
-    void check_size(const Linear& linear, const char* name) const {
+    void check_size(const Linear& linear, const char* name, int64_t vocab) const {
         const int64_t outputs = linear.outputs(), inputs = linear.parts[0].weight.inputs;
-        require(outputs == decoder_.shape.vocab && inputs == decoder_.shape.hidden,
-                std::string(name) + " must be [" + std::to_string(decoder_.shape.vocab) + ", " +
+        require(outputs == vocab && inputs == decoder_.shape.hidden,
+                std::string(name) + " must be [" + std::to_string(vocab) + ", " +
                     std::to_string(decoder_.shape.hidden) + "], got [" + std::to_string(outputs) + ", " +
                     std::to_string(inputs) + "]");
     }
@@ -443,6 +529,8 @@ class BoundDecoder {
 
     Decoder decoder_;
     Contents contents_;
+    std::shared_ptr<Ranks> kept_ranks_;
+    int64_t whole_width_[kNumRegisters] = {};  // of what must be gathered
     std::vector<nb::object> kept_, kept_caches_;
     size_t num_layers_ = 0, num_rotations_ = 0, num_groups_ = 0;
     bool complete_ = false;
@@ -450,7 +538,39 @@ class BoundDecoder {
 
 }  // namespace
 
+void bind_ranks(nb::module_& m) {
+    using Ids = std::vector<std::pair<int64_t, int64_t>>;
+    m.def("rank_memory_bytes", [](int64_t message_bytes, int64_t slot_bytes, int64_t logits_bytes) {
+        return Ranks::bytes({message_bytes, kNumRegisters + 1, slot_bytes, logits_bytes});
+    });
+    m.def("step_message_bytes", &step_message_bytes, "num_tokens"_a, "num_seqs"_a, "num_groups"_a, "max_blocks"_a);
+    nb::class_<Ranks>(m, "Ranks")
+        .def(
+            "__init__",
+            [](Ranks* self, int file, int64_t message_bytes, int64_t slot_bytes, int64_t logits_bytes, int rank,
+               int count, double timeout_seconds) {
+                require(count >= 1 && count <= kMostRanks && rank >= 0 && rank < count,
+                        "rank " + std::to_string(rank) + " of " + std::to_string(count) + ", at most " +
+                            std::to_string(kMostRanks));
+                new (self) Ranks(file, {message_bytes, kNumRegisters + 1, slot_bytes, logits_bytes}, rank, count,
+                                 timeout_seconds);
+            },
+            "file"_a, "message_bytes"_a, "slot_bytes"_a, "logits_bytes"_a, "rank"_a, "count"_a, "timeout_seconds"_a)
+        .def(
+            "copy",
+            [](Ranks& ranks, bool from_host, bool to_host, const Ids& ids) {
+                send_copies(ranks, from_host ? kOnHost : kOnDevice, to_host ? kOnHost : kOnDevice, ids);
+            },
+            "from_host"_a, "to_host"_a, "ids"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("stop", &send_stop)
+        .def("meet", &Ranks::meet, nb::call_guard<nb::gil_scoped_release>())
+        .def("fail", &Ranks::fail, "reason"_a)
+        .def("reset", &Ranks::reset)
+        .def_prop_ro("failure", &Ranks::failure);
+}
+
 void bind_decoder(nb::module_& m) {
+    bind_ranks(m);
     nb::class_<BoundDecoder>(m, "Decoder")
         .def(nb::init<const std::string&, int64_t, int64_t, int, int, int, int, float, float, float, float>(),
              "dtype"_a, "hidden"_a, "vocab"_a, "num_heads"_a, "kv_heads"_a, "key_dim"_a, "value_dim"_a,
@@ -459,13 +579,18 @@ void bind_decoder(nb::module_& m) {
              "width"_a)
         .def("add", &BoundDecoder::add_sum, "target"_a, "source"_a)
         .def("scale", &BoundDecoder::add_scale, "place"_a, "factor"_a)
-        .def("multiply", &BoundDecoder::add_product, "parts"_a, "source"_a, "target"_a, "gate"_a)
+        .def("multiply", &BoundDecoder::add_product, "parts"_a, "source"_a, "target"_a, "gate"_a,
+             "columns"_a.none() = nb::none())
         .def("activate", &BoundDecoder::add_activation, "place"_a, "activation"_a)
         .def("attend", &BoundDecoder::add_attention, "rotation"_a, "query_norm"_a.none(), "key_norm"_a.none(),
-             "sinks"_a.none())
+             "sinks"_a.none(), "columns"_a.none() = nb::none())
         .def("scale_by_sigmoid", &BoundDecoder::add_scale_by_sigmoid, "parts"_a, "source"_a, "place"_a)
         .def("mix", &BoundDecoder::add_mixture, "router"_a, "router_bias"_a.none(), "active"_a, "normalised"_a,
-             "gate_up"_a, "down"_a, "source"_a, "target"_a, "gate"_a)
+             "gate_up"_a, "down"_a, "source"_a, "target"_a, "gate"_a, "inner_columns"_a.none() = nb::none(),
+             "columns"_a.none() = nb::none())
+        .def("gather", &BoundDecoder::add_gather, "place"_a)
+        .def("set_ranks", &BoundDecoder::set_ranks, "ranks"_a, "first_id"_a)
+        .def("follow", &BoundDecoder::follow, "rotations"_a, "device"_a, "host"_a)
         .def("keep_rows", &BoundDecoder::keep_rows, "place"_a)
         .def("set_ends", &BoundDecoder::set_ends, "embedding_rows"_a.none(), "embedding"_a, "head"_a)
         .def("logits", &BoundDecoder::logits, "first"_a, "out"_a)

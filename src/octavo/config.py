@@ -32,6 +32,9 @@ ALLOWED_CPUS = frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffini
 MOST_THREADS = 1024
 """Threads that the kernels can use."""
 
+MOST_RANKS = 64
+"""Processes that the kernels can split a model among."""
+
 STAGING_MEMORY = 256 << 20
 """Host memory for prefixes on their way to and from stores, if `kv_host_memory` is 0."""
 
@@ -390,9 +393,17 @@ class EngineConfig(Options):
     device: Literal["auto", "cpu", "cuda"] = _execution("auto", "where the model runs; auto: cuda where there is one")
     num_threads: int | None = _execution(
         None,
-        "CPU threads; default: one for each core that affinity, cgroups and OMP_NUM_THREADS allow",
+        "CPU threads of each rank; default: one for each core that affinity, cgroups and OMP_NUM_THREADS allow, shared "
+        "by the ranks",
         least=1,
         most=MOST_THREADS,
+    )
+    tensor_parallel_size: int = _execution(
+        1,
+        "on a CPU: processes of this machine that share the model; each has some outputs of every matrix, and some "
+        "heads of the KV cache",
+        least=1,
+        most=MOST_RANKS,
     )
     attention_backend: Literal["auto", "native", "triton", "reference"] = _execution(
         "auto", "auto: the fastest that runs here; native: C++, on a CPU; triton: on a GPU; reference: plain torch"
@@ -431,6 +442,24 @@ class EngineConfig(Options):
             )
         if self.preemption_mode == "swap" and self.swap_space == 0:
             raise ConfigError("preemption_mode is 'swap', but swap_space is 0: nothing could be swapped")
+        if self.tensor_parallel_size > 1:
+            self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        several = f"tensor_parallel_size is {self.tensor_parallel_size}, but "
+        if self.device == "cuda":
+            raise ConfigError(f"{several}only models on a CPU are split among ranks")
+        if self.has_stores:
+            raise ConfigError(f"{several}kv_disk and kv_remote would store one rank's share of each block")
+        if self.calculate_kv_scales or self.kv_cache_dtype in ("fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4"):
+            raise ConfigError(
+                f"{several}the scales of {self.kv_cache_dtype} would be chosen by each rank alone: use bfloat16, int8 "
+                "or int4 as kv_cache_dtype"
+            )
+        if self.attention_backend in ("reference", "triton"):
+            raise ConfigError(f"{several}attention_backend {self.attention_backend!r} runs in one process only")
+        if self.executor != "in_process":
+            raise ConfigError(f"{several}executor is {self.executor!r}")
 
     @property
     def budget(self) -> KVBudget | None:

@@ -4,7 +4,7 @@ A thread cannot be interrupted, and what exhausts the memory of a process ends a
 over pipes; each is a length in 8 bytes followed by the content:
 
     HelperProcess              process
-                 <── empty ──  ready
+                 <── frame ──  ready
     ask          ── frames ──>
                  <── frame ──  the answer
 
@@ -54,9 +54,23 @@ class HelperProcess:
         first: frames that it reads before it is ready.
         niceness: its scheduling niceness relative to this process.
         quiet: drop what it prints to stderr.
+        files: descriptors that it inherits.
+        start_seconds: how long it may take to be ready.
+
+    Attributes:
+        ready: the frame that it sent when it was ready.
     """
 
-    def __init__(self, module: str, *, first: Sequence[bytes] = (), niceness: int = 0, quiet: bool = False) -> None:
+    def __init__(
+        self,
+        module: str,
+        *,
+        first: Sequence[bytes] = (),
+        niceness: int = 0,
+        quiet: bool = False,
+        files: Sequence[int] = (),
+        start_seconds: float = _START_SECONDS,
+    ) -> None:
         self._owner = os.getpid()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _MAIN.format(niceness=niceness, module=module)],
@@ -65,13 +79,15 @@ class HelperProcess:
             stderr=subprocess.DEVNULL if quiet else None,
             # Without memory, printing a Rust backtrace never ends.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "RUST_BACKTRACE": "0"},
+            pass_fds=files,
             start_new_session=True,  # a Ctrl-C must reach only this process, which lets requests finish
         )
         self.close = weakref.finalize(self, _end, self._process)
         assert self._process.stdin is not None  # both are pipes
         assert self._process.stdout is not None
         self._in, self._out = self._process.stdin, self._process.stdout
-        self._is_ready = False
+        self.ready: bytes | None = None
+        self._start_seconds = start_seconds
         try:
             for frame in first:
                 send(self._in, frame)
@@ -97,18 +113,21 @@ class HelperProcess:
         except OSError:
             return 0
 
+    def wait(self) -> int:
+        """Wait until the process has ended, and return its exit code; any thread may."""
+        return self._process.wait()
+
     def wait_until_ready(self) -> None:
         """Wait for the process to start.
 
         Raises:
             ChildProcessError: it could not start, or took too long to.
         """
-        if not self._is_ready:
+        if self.ready is None:
             try:
-                self._exchange(_START_SECONDS)
+                self.ready = self._exchange(self._start_seconds)
             except (HelperTooSlowError, HelperEndedError) as error:
                 raise ChildProcessError("a helper process could not start") from error
-            self._is_ready = True
 
     def ask(self, seconds: float, *frames: Sequence[bytes]) -> bytes:
         """Send frames, each in parts that are joined, and return the answer.

@@ -20,6 +20,7 @@ from octavo.checkpoint.gguf_requantize import loaded_bytes
 from octavo.checkpoint.model_config import ModelConfig
 from octavo.checkpoint.model_source import ModelFormat, ModelSource, load_model_config, model_of, stored_format
 from octavo.checkpoint.pooling_config import model_pooling
+from octavo.checkpoint.share import Share
 from octavo.config import EngineConfig
 from octavo.engine.inspection import EngineInfo
 from octavo.errors import ConfigError, ModelError, UnsupportedModelError
@@ -29,7 +30,7 @@ from octavo.models.base import CausalLM
 from octavo.models.kv_scales import choose_scales
 from octavo.models.linear import PackedLinear
 from octavo.models.loader import open_weights
-from octavo.models.native_decoder import NativeDecoder, make_decoder
+from octavo.models.native_decoder import NativeDecoder, Seat, inner_widths, make_decoder
 from octavo.models.ops import LayerOps
 from octavo.models.packed_modules import OnlineFormat
 from octavo.planner.machine import CPU_MEMORY_SHARE, available_memory, default_num_threads, limited_memory
@@ -37,6 +38,7 @@ from octavo.planner.model_shape import ModelShape, shape_of_checkpoint
 from octavo.planner.sizing import Sizing
 from octavo.planner.sources import shape_of_source
 from octavo.runner.graphs import Capture, CudaCapture
+from octavo.runner.ranks import RankGroup, RankJob
 from octavo.runner.runner import ModelRunner
 from octavo.runner.warm_up import warm_up
 from octavo.sampling.sampler import warm_up_choice
@@ -89,23 +91,111 @@ def build_runner(config: EngineConfig, file: SharedFile | None = None) -> tuple[
             "depends on how many rows come together; use device='cpu', or do without"
         )
     source = model_of(config)
-    default_sampling = sampling_defaults(config.generation_config, source)
-    pooling = model_pooling(config.pooling, source)
     model_config = _for_device(load_model_config(source), source, device)
     dtype = _dtype(config, source, model_config, device)
     sizing = _size_before_loading(config, source, model_config, dtype, device)
-    num_threads = config.num_threads or default_num_threads()
-    model = _load_with_threads(config, source, model_config, dtype, device, num_threads)
-    sizing = _size_loaded(sizing, config, model)
+    num_threads = config.num_threads or max(1, default_num_threads() // config.tensor_parallel_size)
+    if config.tensor_parallel_size == 1:
+        model = _load_with_threads(config, source, model_config, dtype, device, num_threads)
+        return _join(config, source, model_config, sizing, model, num_threads, file)
+    ranks = _start_ranks(config, model_config, sizing, dtype, num_threads)
+    try:
+        seat = Seat(Share(model_config, 0, config.tensor_parallel_size), ranks.native)
+        model = _load_with_threads(config, source, model_config, dtype, device, num_threads, seat)
+        return _join(config, source, model_config, sizing, model, num_threads, ranks=ranks)
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _start_ranks(
+    config: EngineConfig, model_config: ModelConfig, sizing: Sizing, dtype: torch.dtype, num_threads: int
+) -> RankGroup:
+    """Start the other ranks, which load their shares while this one loads its own.
+
+    Raises:
+        ConfigError: this model is not split among ranks.
+    """
+    if not _runs_on_kernels(config, model_config, dtype, torch.device("cpu")):
+        raise ConfigError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, but {config.model} in {_name(dtype)} does not run "
+            "on the native decoder here, which alone is split among ranks"
+        )
+    Share(model_config, 0, config.tensor_parallel_size)  # whether it can be split
+    tokens = max(config.max_num_batched_tokens, config.max_num_seqs)  # of a step, at most
+    spec, experts = sizing.spec, model_config.experts
+    widths = [model_config.hidden_size, model_config.num_heads * model_config.value_dim, *inner_widths(model_config)]
+    if experts is not None:
+        widths.append(experts.active * experts.intermediate_size)
+    memory = (
+        kernels.step_message_bytes(
+            num_tokens=tokens,
+            num_seqs=tokens,  # each token of a draft is a sequence of its own
+            num_groups=len(spec.groups),
+            max_blocks=spec.blocks_for_tokens(sizing.max_model_len) + 1,
+        ),
+        tokens * max(widths) * dtype.itemsize,
+        tokens * model_config.vocab_size * 4,
+    )
+    return RankGroup(
+        [
+            RankJob(
+                config=config,
+                rank=rank,
+                spec=sizing.rank_spec(rank),
+                dtype=_name(dtype),
+                num_threads=num_threads,
+                max_model_len=sizing.max_model_len,
+                file=-1,
+                memory=memory,
+                log_level=logging.getLogger().getEffectiveLevel(),
+            )
+            for rank in range(config.tensor_parallel_size)
+        ]
+    )
+
+
+def load_share(job: RankJob) -> NativeDecoder:
+    """Load a rank's share of the model, in the process that calls this."""
+    source = model_of(job.config)
+    model_config = load_model_config(source)
+    dtype: torch.dtype = getattr(torch, job.dtype)
+    seat = Seat(Share(model_config, job.rank, job.config.tensor_parallel_size), job.join())
+    cpu = torch.device("cpu")
+    model = _load_with_threads(job.config, source, model_config, dtype, cpu, job.num_threads, seat)
+    assert isinstance(model, NativeDecoder)
+    return model
+
+
+def _join(
+    config: EngineConfig,
+    source: ModelSource,
+    model_config: ModelConfig,
+    sizing: Sizing,
+    model: CausalLM,
+    num_threads: int,
+    file: SharedFile | None = None,
+    ranks: RankGroup | None = None,
+) -> tuple[ModelRunner, RunnerFacts]:
+    """Size the cache, and join it with the loaded model."""
+    device = model.device
+    default_sampling = sampling_defaults(config.generation_config, source)
+    pooling = model_pooling(config.pooling, source)
+    weight_bytes = model.weight_bytes + (0 if ranks is None else ranks.loaded())
+    sizing = _size_loaded(sizing, config, model, weight_bytes)
     max_model_len, spec, pool = sizing.max_model_len, sizing.spec, sizing.pool()
     sizing.warn_if_short(pool)
     attention = make_backend(config.attention_backend, device)
-    arena = KVArena(spec, pool.num_blocks, device, attention.layout)
+    own = spec if ranks is None else sizing.rank_spec(0)
+    arena = KVArena(own, pool.num_blocks, device, attention.layout)
     num_host_blocks, num_prefix_blocks = sizing.num_host_blocks(pool), sizing.num_prefix_blocks
-    host = HostTier(num_host_blocks + num_prefix_blocks, spec.block_bytes, file)
+    host = HostTier(num_host_blocks + num_prefix_blocks, own.block_bytes, file)
     sizing.warn_if_swap_is_short(num_host_blocks)
     if config.deterministic:
-        _require_deterministic(model, arena, attention)
+        _require_kernels("deterministic cannot be guaranteed", model, arena, attention)
+    if ranks is not None:
+        _require_kernels(f"tensor_parallel_size is {config.tensor_parallel_size}", model, arena, attention)
+        ranks.begin(pool.num_blocks, host.num_blocks)
     kv_scales = _choose_scales(config, source, arena)
     runner = ModelRunner(
         model,
@@ -116,6 +206,7 @@ def build_runner(config: EngineConfig, file: SharedFile | None = None) -> tuple[
         host=host,
         num_threads=num_threads,
         capture=_capture(config, attention, arena, device),
+        ranks=ranks,
     )
     if device.type == "cuda":
         _warm_up(config, runner)
@@ -136,7 +227,7 @@ def build_runner(config: EngineConfig, file: SharedFile | None = None) -> tuple[
         vocab_size=model.vocab_size,
         hidden_size=model_config.hidden_size,
         eos_token_ids=model.eos_token_ids,
-        weight_bytes=model.weight_bytes,
+        weight_bytes=weight_bytes,
         architecture=family_name(model_config.architecture),
         attention=attention.name,
         dtype=str(model.dtype).removeprefix("torch."),
@@ -181,6 +272,7 @@ def _load_with_threads(
     dtype: torch.dtype,
     device: torch.device,
     num_threads: int,
+    seat: Seat | None = None,
 ) -> CausalLM:
     """Load the model, and set the numbers of threads that loading it and running it take."""
     if kernels.available():
@@ -189,7 +281,7 @@ def _load_with_threads(
     # four times as long on a busy machine.
     torch.set_num_threads(1)
     try:
-        model = _load(config, source, model_config, dtype, device)
+        model = _load(config, source, model_config, dtype, device, seat)
     finally:
         torch.set_num_threads(num_threads)
     if isinstance(model, NativeDecoder):
@@ -233,7 +325,12 @@ def _choose_scales(config: EngineConfig, source: ModelSource, arena: KVArena) ->
 
 
 def _load(
-    config: EngineConfig, source: ModelSource, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+    config: EngineConfig,
+    source: ModelSource,
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    seat: Seat | None,
 ) -> CausalLM:
     if not model_config.runs_natively:
         logger.info("%s runs through transformers: %s", config.model, model_config.transformers_reason)
@@ -245,6 +342,7 @@ def _load(
         device=device,
         quantised=config.quantization != "none",
         ops=_ops(config),
+        seat=seat,
     )
 
 
@@ -316,8 +414,8 @@ def _runs_on_kernels(config: EngineConfig, model_config: ModelConfig, dtype: tor
     return supported and config.attention_backend not in ("reference", "triton")
 
 
-def _require_deterministic(model: CausalLM, arena: KVArena, attention: AttentionBackend) -> None:
-    """Refuse configurations that are not bit-deterministic: only the C++ kernels control their order of reduction."""
+def _require_kernels(prefix: str, model: CausalLM, arena: KVArena, attention: AttentionBackend) -> None:
+    """Refuse what does not run on the C++ kernels: they alone control their order of reduction, and serve ranks."""
     if not isinstance(model, NativeDecoder):
         reason = f"{model.architecture} in {model.dtype} does not run on the native decoder here"
     elif not (isinstance(attention, NativeAttention) and all(attention.supports(layer) for layer in arena.layers)):
@@ -327,7 +425,7 @@ def _require_deterministic(model: CausalLM, arena: KVArena, attention: Attention
         )
     else:
         return
-    raise ConfigError(f"deterministic cannot be guaranteed: {reason}")
+    raise ConfigError(f"{prefix}: {reason}")
 
 
 def _size_before_loading(
@@ -357,14 +455,15 @@ def _size_before_loading(
     return sizing
 
 
-def _size_loaded(sizing: Sizing, config: EngineConfig, model: CausalLM) -> Sizing:
+def _size_loaded(sizing: Sizing, config: EngineConfig, model: CausalLM, weight_bytes: int) -> Sizing:
     """Return the sizes with the actual memory of the loaded model."""
-    shape = replace(sizing.shape, kv_layers=model.kv_layers, max_position_embeddings=model.max_position_embeddings)
+    kv_layers = model.kv_layers if config.tensor_parallel_size == 1 else sizing.shape.kv_layers
+    shape = replace(sizing.shape, kv_layers=kv_layers, max_position_embeddings=model.max_position_embeddings)
     return replace(
         sizing,
         shape=shape,
         kv_dtype=shape.kv_dtype(config.kv_cache_dtype, _name(model.dtype)),
-        loaded_weights=model.weight_bytes,
+        loaded_weights=weight_bytes,
     )
 
 

@@ -18,9 +18,12 @@ from octavo.kernels.functions import (
     attend_coded,
     gate,
     make_decoder,
+    rank_memory,
+    ranks,
     rms_norm,
     rope_write,
     rope_write_coded,
+    step_message_bytes,
 )
 from octavo.kernels.library import available, force_isa, isa, num_threads, set_num_threads, supported_isas
 from octavo.kernels.packed_weight import FLOAT_FORMATS, QUANTISED_FORMATS, Activation, PackedWeight, WeightFormat
@@ -45,10 +48,13 @@ __all__ = [
     "make_decoder",
     "num_threads",
     "penalise_repetition",
+    "rank_memory",
+    "ranks",
     "rms_norm",
     "rope_write",
     "rope_write_coded",
     "score_tokens",
     "set_num_threads",
+    "step_message_bytes",
     "supported_isas",
 ]

@@ -38,6 +38,23 @@ def make_decoder(
     return native.Decoder(str(dtype).removeprefix("torch."), hidden, vocab, *heads, *factors)
 
 
+def rank_memory(message_bytes: int, slot_bytes: int, logits_bytes: int) -> int:
+    """Return the size of the file that ranks share: messages, each register of activations twice, and logits twice."""
+    return native.rank_memory_bytes(message_bytes, slot_bytes, logits_bytes)
+
+
+def step_message_bytes(*, num_tokens: int, num_seqs: int, num_groups: int, max_blocks: int) -> int:
+    """Return the bytes of the longest message about a step of so many tokens and sequences."""
+    return native.step_message_bytes(num_tokens, num_seqs, num_groups, max_blocks)
+
+
+def ranks(
+    file: int, message_bytes: int, slot_bytes: int, logits_bytes: int, rank: int, count: int, timeout_s: float
+) -> _native.Ranks:
+    """A rank's side of the memory in `file`, a descriptor."""
+    return native.Ranks(file, message_bytes, slot_bytes, logits_bytes, rank, count, timeout_s)
+
+
 def attend(
     key: torch.Tensor,
     value: torch.Tensor,

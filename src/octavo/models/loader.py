@@ -22,7 +22,7 @@ from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedMode
 from octavo.models.linear import Linear, PlainLinear
 from octavo.models.program import make_program
 from octavo.models.quantised_checkpoint import QuantisedCheckpoint, quantise
-from octavo.models.weight_reader import WeightReader
+from octavo.models.weight_reader import Split, WeightReader
 from octavo.models.weights import RawTensor, TensorPart, WeightSource, row_order
 
 
@@ -88,7 +88,9 @@ class _ShapeReader(WeightReader):
         self.shapes[name] = shape
         return torch.zeros((), dtype=dtype).expand(shape)
 
-    def linear(self, names: list[str], out_features: list[int], in_features: int, *, bias: bool) -> Linear:
+    def linear(
+        self, names: list[str], out_features: list[int], in_features: int, *, bias: bool, split: Split = "outputs"
+    ) -> Linear:
         # Nothing is concatenated, which would allocate the result.
         for name, rows in zip(names, out_features, strict=True):
             self.get(f"{name}.weight", rows, in_features)

@@ -7,7 +7,8 @@ weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -15,13 +16,15 @@ from octavo import kernels
 from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.attention.native import NativeAttention
 from octavo.checkpoint.model_config import NATIVE_ACTIVATIONS, ModelConfig
+from octavo.checkpoint.share import Share
+from octavo.errors import ConfigError
 from octavo.kernels import PackedWeight
 from octavo.models.base import CausalLM, LaterRows
 from octavo.models.decoder import Decoder
 from octavo.models.linear import LinearFactory, make_linear
 from octavo.models.ops import LayerOps, NormWeights
-from octavo.models.packing import TILE, PackingReader, native_part, native_parts
-from octavo.models.program import Activate, Add, Attend, KeepRows, Mix, Multiply, Norm, Scale, ScaleBySigmoid
+from octavo.models.packing import TILE, PackingReader, columns_of, native_part, native_parts
+from octavo.models.program import Activate, Add, Attend, KeepRows, Mix, Multiply, Norm, Register, Scale, ScaleBySigmoid
 from octavo.models.rotary import step_rotations
 from octavo.models.weight_reader import WeightReader, Weights
 from octavo.storage.arena import FloatKV
@@ -44,6 +47,7 @@ def make_decoder(
     device: torch.device,
     quantised: bool = False,
     ops: LayerOps | None = None,
+    seat: Seat | None = None,
 ) -> CausalLM:
     """Return the fastest decoder that runs `config` here.
 
@@ -51,13 +55,28 @@ def make_decoder(
         quantised: whether GGUF's weights stay quantised, with activations in int8 (`checkpoint/gguf_requantize.py`);
             with dtype float32 they are dequantised anyway.
         ops: row-wise operations that must be used, which selects the Python decoder.
+        seat: of one of several ranks.
 
     Raises:
+        ConfigError: several ranks cannot run this model.
         CorruptModelError, UnsupportedModelError: see `Decoder`.
     """
     if ops is None and NativeDecoder.supports(config, dtype, device):
-        return NativeDecoder(config, weights, dtype=dtype, quantised=quantised and dtype is torch.bfloat16)
+        quantised = quantised and dtype is torch.bfloat16
+        return NativeDecoder(config, weights, dtype=dtype, quantised=quantised, seat=seat)
+    if seat is not None:
+        raise ConfigError(
+            f"tensor_parallel_size is {seat.share.count}, but {config.architecture} in {dtype} does not run on the "
+            "native decoder here, which alone is split among ranks"
+        )
     return Decoder(config, weights, dtype=dtype, device=device, ops=ops)
+
+
+class Seat(NamedTuple):
+    """A rank's place among the others: its share of the model, and the memory in which they meet."""
+
+    share: Share
+    ranks: _native.Ranks
 
 
 class NativeDecoder(Decoder):
@@ -67,9 +86,21 @@ class NativeDecoder(Decoder):
     was called.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, *, dtype: torch.dtype, quantised: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        *,
+        dtype: torch.dtype,
+        quantised: bool = False,
+        seat: Seat | None = None,
+    ) -> None:
         self._quantised = quantised
+        self._seat = seat
+        self._share = Share(config) if seat is None else seat.share
         super().__init__(config, weights, dtype=dtype)
+        heads = _length(self._share.kv_heads)
+        self.kv_layers = tuple(replace(layer, num_kv_heads=heads) for layer in self.kv_layers)
         self._native = self._assemble()
         self._logits = torch.empty(_KEPT_ROWS, self.vocab_size)  # memory is only taken for rows that are used
         self._kv: Sequence[LayerKV] | None = None
@@ -88,7 +119,7 @@ class NativeDecoder(Decoder):
             and config.value_dim % TILE == 0
             and config.head_dim % TILE == 0
             and max(config.head_dim, config.value_dim) <= _MAX_HEAD_DIM
-            and all(width % TILE == 0 for width in _inner_widths(config))
+            and all(width % TILE == 0 for width in inner_widths(config))
             and config.hidden_act in NATIVE_ACTIVATIONS
         )
 
@@ -120,6 +151,16 @@ class NativeDecoder(Decoder):
             return super().forward_in_part(token_ids, batch, kv, attention, logits_indices, num_now, num_logits)
         later = LaterRows(self._later_logits, self._later_hidden)
         return self._compute(token_ids, batch, logits_indices, num_now), later
+
+    def follow(self, kv: Sequence[LayerKV], max_model_len: int, device: torch.Tensor, host: torch.Tensor) -> None:
+        """Compute this rank's share of what rank 0 does, until it stops.
+
+        Args:
+            device, host: uint8 [blocks, block_bytes], the memory of the cache `kv` and of swapped blocks.
+        """
+        if not self._bind(kv):
+            raise ConfigError("the kernels do not read this KV cache, and only they are split among ranks")
+        self._native.follow([table.tables(max_model_len) for table in self._rotations.values()], device, host)
 
     def _later_logits(self, first: int, last: int) -> torch.Tensor:
         logits = torch.empty(last - first, self.vocab_size)
@@ -196,7 +237,7 @@ class NativeDecoder(Decoder):
         return *layer.copies.for_kernels, layer.copies.group, kept.sink_blocks, kept.recent_blocks
 
     def _reader(self, weights: Weights, linear: LinearFactory = make_linear) -> WeightReader:
-        return PackingReader(self.config, weights, self.dtype, self._quantised)
+        return PackingReader(self.config, weights, self.dtype, self._quantised, self._share)
 
     def _assemble(self) -> _native.Decoder:
         """Write the program into the library."""
@@ -205,8 +246,8 @@ class NativeDecoder(Decoder):
             self.dtype,
             hidden=config.hidden_size,
             vocab=config.vocab_size,
-            num_heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
+            num_heads=_length(self._share.query_heads),
+            kv_heads=_length(self._share.kv_heads),
             key_dim=config.head_dim,
             value_dim=config.value_dim,
             attention_scale=self._scale,
@@ -214,8 +255,14 @@ class NativeDecoder(Decoder):
             logits_scale=config.logits_scale,
             logits_softcap=config.logits_softcap or 0.0,
         )
+        if self._seat is not None:
+            native.set_ranks(self._seat.ranks, self._share.outputs(config.vocab_size).start)
         rotations = list(self._rotations)
+        ungathered = ""  # the register of which this rank has computed its columns
         for instruction in self._program:
+            if ungathered and not isinstance(instruction, Activate):
+                native.gather(ungathered)
+                ungathered = ""
             match instruction:
                 case Norm(source, target, weights, added, first):
                     native.norm(source, target, _norm_arguments(weights), added, first, len(weights.weight))
@@ -224,18 +271,25 @@ class NativeDecoder(Decoder):
                 case Scale(place, factor):
                     native.scale(place, torch.tensor(factor, dtype=self.dtype).item())
                 case Multiply(linear, source, target, gate):
-                    native.multiply(native_parts(linear), source, target, gate or "")
+                    columns = columns_of(linear)
+                    native.multiply(native_parts(linear), source, target, gate or "", columns)
+                    ungathered = target if columns else ""
                 case Activate(place, activation):
                     native.activate(place, activation)
                 case Attend(_, rope, qk_norm, sinks):
                     norms = (qk_norm.query, qk_norm.key) if qk_norm else ()
                     query_norm, key_norm = map(_norm_arguments, norms) if norms else (None, None)
-                    native.attend(-1 if rope is None else rotations.index(rope), query_norm, key_norm, sinks)
+                    columns = self._share.attended if self._seat else None
+                    native.attend(-1 if rope is None else rotations.index(rope), query_norm, key_norm, sinks, columns)
+                    ungathered = Register.ATTENDED if columns else ""
                 case ScaleBySigmoid(linear, source, place):
                     native.scale_by_sigmoid(native_parts(linear), source, place)
                 case Mix(router, bias, experts, active, normalised, source, target, gate):
                     gate_up, down = ([native_parts(expert[i])[0] for expert in experts] for i in (0, 1))
-                    native.mix(native_parts(router), bias, active, normalised, gate_up, down, source, target, gate)
+                    inner, columns = map(columns_of, experts[0])
+                    product = (native_parts(router), bias, active, normalised, gate_up, down)
+                    native.mix(*product, source, target, gate, inner, columns)
+                    ungathered = target if columns else ""
                 case KeepRows(place):
                     native.keep_rows(place)
         head = native_parts(self._head)
@@ -246,10 +300,15 @@ class NativeDecoder(Decoder):
         return native
 
 
-def _inner_widths(config: ModelConfig) -> tuple[int, ...]:
+def inner_widths(config: ModelConfig) -> tuple[int, ...]:
+    """Return the widths between the products of an MLP: its own, or those of the experts and of the shared one."""
     if config.experts is None:
         return (config.intermediate_size,)
     return config.experts.intermediate_size, config.experts.shared_intermediate_size
+
+
+def _length(heads: slice) -> int:
+    return int(heads.stop - heads.start)
 
 
 def _norm_arguments(norm: NormWeights) -> tuple[torch.Tensor, torch.Tensor | None, float, bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -12,16 +12,18 @@ from operator import attrgetter
 from typing import TypeVar, cast
 
 import gguf
+import numpy as np
 import torch
 from gguf import GGMLQuantizationType as GGMLType
 
 from octavo import kernels
 from octavo.checkpoint.gguf_requantize import convert, kernel_type
 from octavo.checkpoint.model_config import ModelConfig
+from octavo.checkpoint.share import Share
 from octavo.errors import CorruptModelError
 from octavo.kernels import PackedWeight, WeightFormat
 from octavo.models.linear import Linear, make_linear
-from octavo.models.weight_reader import WeightReader, Weights
+from octavo.models.weight_reader import Split, WeightReader, Weights
 from octavo.models.weights import RawTensor
 
 logger = logging.getLogger(__name__)
@@ -44,8 +46,14 @@ class _Part:
 class SideBySide(Linear):
     """Packed matrices with the same inputs, one for each run of equal formats: | Q4_0 q, k | Q8_0 v |."""
 
-    def __init__(self, parts: list[_Part]) -> None:
+    def __init__(self, parts: list[_Part], columns: tuple[int, int] | None = None) -> None:
+        """
+        Args:
+            columns: the first column of the output that this rank computes, and how many all ranks compute; None if
+                this one computes them all, or what it needs alone.
+        """
         self.parts = parts
+        self.columns = columns
         self.nbytes = sum(part.weight.nbytes + (0 if part.bias is None else part.bias.nbytes) for part in parts)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,6 +83,11 @@ def native_parts(linear: Linear) -> list[NativePart]:
     return [native_part(part.weight, part.bias) for part in cast(SideBySide, linear).parts]
 
 
+def columns_of(linear: Linear) -> tuple[int, int] | None:
+    """Return the first of the columns that this rank computes, and how many all compute; None if it is not split."""
+    return cast(SideBySide, linear).columns
+
+
 @dataclass(frozen=True, slots=True)
 class _Matrix:
     """A matrix of the checkpoint that is read when it is packed.
@@ -90,6 +103,15 @@ class _Matrix:
     outputs: int
     raw: RawTensor | None
     get: Callable[[], torch.Tensor]
+
+    def of_rows(self, kept: Rows) -> _Matrix:
+        """Return the matrix of these rows alone."""
+        get, raw = self.get, self.raw
+        if raw is not None:
+            rows = raw.rows[kept[0]] if len(kept) == 1 else np.concatenate([raw.rows[piece] for piece in kept])
+            raw = replace(raw, rows=rows)
+        outputs = sum(piece.stop - piece.start for piece in kept)
+        return replace(self, outputs=outputs, raw=raw, get=lambda: _of_rows(get(), kept))
 
     def pack_into(self, packed: PackedWeight, *first_outputs: int, step: int = 1) -> None:
         """Read it into `packed`, in one equal part for each of `first_outputs`, see `PackedWeight.put`.
@@ -124,12 +146,27 @@ class _Matrix:
         return torch.from_numpy(rows)
 
 
-class PackingReader(WeightReader):
-    """Packs each matrix as it is read, so that loading needs memory for only one more matrix."""
+Rows = Sequence[slice]
+"""Ranges of a matrix's rows."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, dtype: torch.dtype, quantised: bool) -> None:
+
+def _of_rows(stored: torch.Tensor, kept: Rows) -> torch.Tensor:
+    return stored[kept[0]] if len(kept) == 1 else torch.cat([stored[piece] for piece in kept])
+
+
+class PackingReader(WeightReader):
+    """Packs each matrix as it is read, so that loading needs memory for only one more matrix.
+
+    Args:
+        share: which outputs of each matrix to read.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, dtype: torch.dtype, quantised: bool, share: Share | None = None
+    ) -> None:
         super().__init__(config, weights, dtype, torch.device("cpu"), make_linear)
         self._quantised = quantised
+        self._share = share or Share(config)
         self._converted: Counter[tuple[str, str]] = Counter()  # stored bytes by stored and loaded type
 
     def finish(self) -> None:
@@ -155,44 +192,80 @@ class PackingReader(WeightReader):
         name = f"{config.names.hf('embedding')}.weight"
         if config.tie_word_embeddings:
             # One copy serves both, because rows are looked up in the packed head.
-            tied = self._pack([name], [shape[0]], shape[1])
+            tied = self._pack([name], [shape[0]], shape[1], self._kept([shape[0]], "outputs"))
             return tied.parts[0].weight, self._count(tied)
         head = self.linear([config.names.hf("head")], [shape[0]], shape[1], bias=False)
-        if not self._stored(name, *shape):
-            return self.tensor(name, *shape), head
-        return self._count(self._pack([name], [shape[0]], shape[1])).parts[0].weight, head
+        (kept,) = self._kept([shape[0]], "outputs")
+        if self._stored(name, *shape):
+            return self._count(self._pack([name], [shape[0]], shape[1], [kept])).parts[0].weight, head
+        embedding = self.get(name, *shape)
+        embedding = embedding if self._share.count == 1 else _of_rows(embedding, kept).clone()
+        self.nbytes += embedding.nbytes
+        return embedding, head
 
-    def linear(self, names: list[str], out_features: list[int], in_features: int, *, bias: bool) -> Linear:
-        packed = self._pack([f"{name}.weight" for name in names], out_features, in_features)
+    def linear(
+        self, names: list[str], out_features: list[int], in_features: int, *, bias: bool, split: Split = "outputs"
+    ) -> Linear:
+        kept = self._kept(out_features, split)
+        packed = self._pack([f"{name}.weight" for name in names], out_features, in_features, kept)
         if bias:
-            biases = torch.cat([self.get(f"{name}.bias", rows) for name, rows in zip(names, out_features, strict=True)])
+            biases = self._biases(names, out_features, kept)
             first = 0
             for part in packed.parts:
                 part.bias = biases[first : first + part.weight.outputs].clone()
                 first += part.weight.outputs
-        return self._count(SideBySide(packed.parts))
+        columns = (kept[0][0].start, out_features[0]) if split == "outputs" and self._share.count > 1 else None
+        return self._count(SideBySide(packed.parts, columns))
+
+    def sinks(self, layer: int) -> torch.Tensor | None:
+        sinks = super().sinks(layer)
+        return sinks if sinks is None or self._share.count == 1 else sinks[self._share.query_heads].clone()
+
+    def _kept(self, out_features: list[int], split: Split) -> list[Rows]:
+        """Return the rows to read of each of the matrices of one product."""
+        if split == "heads" and self._share.count > 1:
+            rows = self._share.head_rows
+            if len(out_features) == len(rows):
+                return [[piece] for piece in rows]
+            starts = (0, self._config.num_heads * self._config.head_dim, 0)
+            starts = (*starts[:2], starts[1] + self._config.num_kv_heads * self._config.head_dim)
+            return [[slice(first + piece.start, first + piece.stop) for first, piece in zip(starts, rows, strict=True)]]
+        if split == "outputs":
+            return [[self._share.outputs(total)] for total in out_features]
+        return [[slice(0, total)] for total in out_features]
+
+    def _biases(self, names: list[str], out_features: list[int], kept: list[Rows]) -> torch.Tensor:
+        named = zip(names, out_features, kept, strict=True)
+        return torch.cat([_of_rows(self.get(f"{name}.bias", total), rows) for name, total, rows in named])
 
     def fused_gate_up(self, names: list[str], rows: int, hidden: int, *, bias: bool) -> Linear:
-        matrices = [self._matrix(f"{name}.weight", rows, hidden) for name in names]
+        inner = rows * len(names) // 2
+        share = self._share.outputs(inner)
+        # One matrix of gates, then one of ups; or one that holds both.
+        kept: list[Rows] = [[share], [share]]
+        if len(names) == 1:
+            kept = [[share, slice(inner + share.start, inner + share.stop)]]
+        named = zip(names, kept, strict=True)
+        matrices = [self._matrix(f"{name}.weight", rows, hidden).of_rows(pieces) for name, pieces in named]
         if len({matrix.format for matrix in matrices}) > 1:
             # One product cannot combine different formats.
             quantised = all(matrix.raw is not None for matrix in matrices)
             matrices = [replace(m, format="Q8_0") if quantised else self._floats(m) for m in matrices]
-        inner = rows * len(names) // 2
-        weight = PackedWeight.empty(matrices[0].format, 2 * inner, hidden)
-        # One matrix of gates, then one of ups; or one that holds both.
+        weight = PackedWeight.empty(matrices[0].format, sum(matrix.outputs for matrix in matrices), hidden)
         firsts = [[0, TILE]] if len(names) == 1 else [[0], [TILE]]
         for matrix, first_outputs in zip(matrices, firsts, strict=True):
             matrix.pack_into(weight, *first_outputs, step=2)
         both = None
         if bias:
-            biases = torch.cat([self.get(f"{name}.bias", rows) for name in names])
+            biases = self._biases(names, [rows] * len(names), kept)
             both = biases.view(2, -1, TILE).transpose(0, 1).flatten()
-        return self._count(_Interleaved([_Part(weight.compact(), both)]))
+        columns = (share.start, inner) if self._share.count > 1 else None
+        return self._count(_Interleaved([_Part(weight.compact(), both)], columns))
 
-    def _pack(self, names: list[str], out_features: list[int], in_features: int) -> SideBySide:
+    def _pack(self, names: list[str], out_features: list[int], in_features: int, kept: list[Rows]) -> SideBySide:
         """Pack each run of matrices of one format into one."""
-        matrices = [self._matrix(name, rows, in_features) for name, rows in zip(names, out_features, strict=True)]
+        named = zip(names, out_features, kept, strict=True)
+        matrices = [self._matrix(name, total, in_features).of_rows(rows) for name, total, rows in named]
         parts: list[_Part] = []
         for format, run in groupby(matrices, key=attrgetter("format")):
             together = list(run)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -12,6 +12,9 @@ from octavo.kernels import PackedWeight
 from octavo.models.linear import Linear, LinearFactory
 from octavo.models.ops import NormWeights
 from octavo.models.weights import RawTensor
+
+Split = Literal["outputs", "heads", "whole"]
+"""How ranks split a product: by outputs, by heads, or not at all. Only `PackingReader` splits any."""
 
 
 class Weights(Protocol):
@@ -75,7 +78,7 @@ class WeightReader:
         if "qkv" in config.names.fused:
             parts, widths = ["qkv"], [sum(widths)]
         names = [config.names.hf(part, layer) for part in parts]
-        return self.linear(names, widths, config.hidden_size, bias=config.qkv_bias)
+        return self.linear(names, widths, config.hidden_size, bias=config.qkv_bias, split="heads")
 
     def output(self, layer: int) -> Linear:
         config = self._config
@@ -103,7 +106,7 @@ class WeightReader:
     def router(self, layer: int) -> Linear:
         """Return the product that scores experts, without its bias."""
         config, name = self._config, self._config.names.hf("router", layer)
-        return self.linear([name], [self._experts().count], config.hidden_size, bias=False)
+        return self.linear([name], [self._experts().count], config.hidden_size, bias=False, split="whole")
 
     def router_bias(self, layer: int) -> torch.Tensor | None:
         """Return float32 [experts], or None."""
@@ -134,7 +137,7 @@ class WeightReader:
 
     def shared_expert_gate(self, layer: int) -> Linear:
         name = self._config.names.hf("shared_expert_gate", layer)
-        return self.linear([name], [1], self._config.hidden_size, bias=False)
+        return self.linear([name], [1], self._config.hidden_size, bias=False, split="whole")
 
     def _experts(self) -> ExpertsConfig:
         if self._config.experts is None:
@@ -157,7 +160,9 @@ class WeightReader:
         self.nbytes += 0 if shared else linear.nbytes
         return linear
 
-    def linear(self, names: list[str], out_features: list[int], in_features: int, *, bias: bool) -> Linear:
+    def linear(
+        self, names: list[str], out_features: list[int], in_features: int, *, bias: bool, split: Split = "outputs"
+    ) -> Linear:
         """Return one product for the projections `names`, with concatenated outputs."""
         parts = list(zip(names, out_features, strict=True))
         weights = [self.get(f"{name}.weight", rows, in_features) for name, rows in parts]

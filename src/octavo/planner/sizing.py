@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from octavo.checkpoint.share import kv_heads_of
 from octavo.config import EngineConfig, format_bytes
 from octavo.errors import ConfigError
 from octavo.kvcache.spec import KVCacheSpec, eviction_bytes
@@ -77,8 +78,31 @@ class Sizing:
 
     @property
     def spec(self) -> KVCacheSpec:
-        size = block_tokens(self.config.block_size, self.max_model_len)
-        return KVCacheSpec.build(self.shape.kv_layers, size, self.kv_dtype)
+        """The spec of whole blocks, in which a KV head counts as often as ranks store it."""
+        ranks = [self.rank_spec(rank) for rank in range(self.config.tensor_parallel_size)]
+        if len(ranks) == 1:
+            return ranks[0]
+        if any(spec.groups != ranks[0].groups for spec in ranks):
+            raise ConfigError(
+                f"tensor_parallel_size is {len(ranks)}, but with kv_cache_dtype {self.kv_dtype} the layers of "
+                f"{self.config.model} would be grouped differently in each rank: use another kv_cache_dtype"
+            )
+        layers = tuple(
+            replace(layers[0], num_kv_heads=sum(layer.num_kv_heads for layer in layers))
+            for layers in zip(*(spec.layers for spec in ranks), strict=True)
+        )
+        return replace(ranks[0], layers=layers, block_bytes=sum(spec.block_bytes for spec in ranks))
+
+    def rank_spec(self, rank: int) -> KVCacheSpec:
+        """Return the spec of a rank's share of each block."""
+        size, count = block_tokens(self.config.block_size, self.max_model_len), self.config.tensor_parallel_size
+        layers = self.shape.kv_layers
+        if count > 1:
+            heads = [kv_heads_of(layer.num_kv_heads, rank, count) for layer in layers]
+            layers = tuple(
+                replace(layer, num_kv_heads=own.stop - own.start) for layer, own in zip(layers, heads, strict=True)
+            )
+        return KVCacheSpec.build(layers, size, self.kv_dtype)
 
     @property
     def budget(self) -> MemoryBudget:

@@ -22,6 +22,7 @@ from octavo.runner.batch import BatchBuilder, StepBatch
 from octavo.runner.executor import Collect, Executor
 from octavo.runner.graphs import Capture, DecodeGraphs
 from octavo.runner.host_link import make_link
+from octavo.runner.ranks import RankGroup
 from octavo.runner.swapping import BlockMover
 from octavo.sampling.sampler import Sampler, make_choice
 from octavo.scheduler.plan import PromptScores, StepPlan, StepResult
@@ -42,6 +43,7 @@ class ModelRunner(Executor):
         num_threads: threads of the kernels in each step; if None, as many as they have then.
         capture: records decode steps of a `Decoder`, to be replayed; if None, or for other models, each step is
             launched kernel by kernel.
+        ranks: the other ranks of a model that is split.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class ModelRunner(Executor):
         host: BlockTier | None = None,
         num_threads: int | None = None,
         capture: Capture | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
         self.model = model
         self.arena = arena
@@ -78,7 +81,8 @@ class ModelRunner(Executor):
                 model, arena.layers, attention, self._batches.inputs, capture, max_model_len=max_model_len
             )
         self._sampler = Sampler(make_choice(model.device))
-        self._mover = BlockMover(arena, host, make_link(model.device))
+        self._ranks = ranks
+        self._mover = BlockMover(arena, host, make_link(model.device), ranks)
         self._has_failed = False
         self._unsampled: Collect | None = None  # of the last step, if its sampling was left for later
 
@@ -134,7 +138,10 @@ class ModelRunner(Executor):
 
     def close(self) -> None:
         """Free the model, the cache and host memory, even if something still refers to this runner."""
+        ranks = self.__dict__.get("_ranks")
         self.__dict__.clear()
+        if ranks is not None:
+            ranks.close()
 
     def _with_times(self, result: StepResult) -> StepResult:
         mover = self._mover

@@ -11,6 +11,7 @@ import torch
 
 from octavo.kvcache.block import BlockTransfer
 from octavo.runner.host_link import SAME_MEMORY, HostLink
+from octavo.runner.ranks import RankGroup
 from octavo.scheduler.plan import StepPlan
 from octavo.storage.arena import KVArena
 from octavo.tiers.host import BlockTier
@@ -51,12 +52,16 @@ class BlockMover:
     Args:
         tier: the tier to move blocks to and from; None if no plan swaps.
         link: link between the memory of the arena and that of the tier.
+        ranks: the others of several ranks, which move their shares of the blocks first.
 
     Attributes:
         load_seconds, store_seconds: how long the transfers took that `begin` and `finish` were last called for.
     """
 
-    def __init__(self, arena: KVArena, tier: BlockTier | None, link: HostLink = SAME_MEMORY) -> None:
+    def __init__(
+        self, arena: KVArena, tier: BlockTier | None, link: HostLink = SAME_MEMORY, ranks: RankGroup | None = None
+    ) -> None:
+        self._ranks = ranks
         self._arena = arena
         self._tier = tier
         self._link = link
@@ -69,6 +74,8 @@ class BlockMover:
         """Do the transfers that must precede the computation. `finish` must follow, even if this raises."""
         arena, tier = self._arena, self._tier
         self.load_seconds = self.store_seconds = 0.0
+        if self._ranks is not None:
+            self._ranks.copy_blocks(plan)
         if tier is not None and (out := plan.stores):
             if self._link.is_apart:
                 self._swap_out_in_thread(tier, out)

@@ -123,6 +123,11 @@ class KVArena:
     def nbytes(self) -> int:
         return self.num_blocks * self.spec.block_bytes
 
+    @property
+    def memory(self) -> torch.Tensor:
+        """All blocks, uint8 [num_blocks, block_bytes]."""
+        return self._bytes
+
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, destination) pairs; sources are read before any destination is written."""
         if not copies:

@@ -59,6 +59,11 @@ class HostTier:
     def nbytes(self) -> int:
         return self._bytes.nbytes
 
+    @property
+    def memory(self) -> torch.Tensor:
+        """All blocks, uint8 [num_blocks, block_bytes]."""
+        return self._bytes
+
     def row(self, block_id: int) -> memoryview:
         """Return the memory of a block, for a store to fill or copy."""
         # A slice, because taking a tensor's row releases the interpreter's lock, which cost 60 us while a store worked.

@@ -1,0 +1,82 @@
+// The ranks of one model: processes of one machine that each compute some outputs of every matrix, and exchange them
+// through shared memory. No sum is split, so a row's bits do not depend on the number of ranks.
+//
+//     memory   | header: signals, failure | message | slots: a matrix of activations each, twice |
+//
+//     rank 0   send ──> compute own columns of a slot ── meet ── read all columns ── ... ── meet ── send
+//     others   receive ──> compute own columns of it ─── meet ── read all columns ── ... ── meet ── receive
+//
+// Each slot has two buffers, which its writers use in turn. A writer may overwrite what was written two uses ago: it
+// has met all ranks since, and they met it after their last read.
+//
+// The memory has no name, so it is freed with its last process, however that ends.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace octavo {
+
+constexpr int kMostRanks = 64;
+
+// Another rank has failed, has died, or does not answer. No step can be computed until the group has been restarted.
+struct RankError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+struct RankLayout {
+    int64_t message_bytes;
+    int num_slots;
+    int64_t slot_bytes;   // of one buffer, of every slot but the last
+    int64_t last_bytes;   // of one buffer of the last slot
+};
+
+class Ranks {
+  public:
+    static int64_t bytes(const RankLayout& layout);
+    // Maps a file of that many bytes, zeros at first.
+    Ranks(int file, const RankLayout& layout, int rank, int count, double timeout_seconds);
+    ~Ranks();
+    Ranks(const Ranks&) = delete;
+    Ranks& operator=(const Ranks&) = delete;
+
+    int rank() const { return rank_; }
+    int count() const { return count_; }
+
+    // The buffer of a slot that this use writes; every rank calls it in the same order. Throws std::invalid_argument
+    // if it has not that many bytes.
+    char* next_buffer(int slot, int64_t bytes);
+    // Returns when all ranks have called it: what each wrote before, all may read. Throws RankError.
+    void meet();
+
+    // Rank 0 writes a message of at most message_bytes, then sends it. The others must have met since the last one.
+    char* message() const { return message_; }
+    int64_t message_bytes() const { return layout_.message_bytes; }
+    void send();
+    void receive();  // waits as long as it takes; throws RankError
+
+    // Makes every rank throw RankError where it waits. The first reason is kept.
+    void fail(const std::string& reason);
+    std::string failure() const;  // empty if there is none
+    void reset();                 // rank 0, while no other rank runs
+
+  private:
+    struct Header;
+    struct Signal;
+    RankLayout layout_;
+    int rank_, count_;
+    double timeout_seconds_;
+    Header* header_;
+    char *message_, *slots_;
+    uint32_t meetings_ = 0, messages_ = 0;
+    uint64_t second_buffer_ = 0;  // a bit for each slot
+
+    void raise(Signal& signal, uint32_t number);
+    void wait(Signal& signal, uint32_t number, double seconds);
+    void check() const;
+};
+
+}  // namespace octavo

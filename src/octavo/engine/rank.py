@@ -1,0 +1,32 @@
+"""The main function of a rank other than rank 0 (`runner/ranks.py`)."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import pickle
+import signal
+
+from octavo.helper_process import receive, requests_and_answers, send
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Load a share of a model, then compute what rank 0 sends, until it stops or dies."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    requests, answers = requests_and_answers()
+    job = pickle.loads(receive(requests))
+    logging.basicConfig(level=job.log_level, format=f"%(asctime)s %(levelname)s rank {job.rank} %(name)s: %(message)s")
+    # Imported only now: this takes seconds, in which the process must already end with its parent.
+    from octavo.engine.runner_builder import load_share
+    from octavo.storage.arena import KVArena
+    from octavo.tiers.host import HostTier
+
+    model = load_share(job)
+    send(answers, model.weight_bytes.to_bytes(8, "little"))
+    num_blocks, num_host_blocks = pickle.loads(receive(requests))
+    arena = KVArena(job.spec, num_blocks)
+    host = HostTier(num_host_blocks, job.spec.block_bytes)
+    send(answers, b"")
+    model.follow(arena.layers, job.max_model_len, arena.memory, host.memory)

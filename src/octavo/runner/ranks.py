@@ -1,0 +1,175 @@
+"""The ranks of a model that is split over processes of this machine: this one is rank 0, and starts the others.
+
+    rank 0                                     rank 1 … (`engine/rank.py`)
+      start     ──── RankJob ────────────────>   load its share of the weights
+      loaded    <─── bytes of its weights ────
+      begin     ──── numbers of blocks ──────>   allocate its share of the cache, and of host memory
+                <─── ready ──────────────────
+      a step    ──── shared memory ──────────>   compute, in C++ (`csrc/rank_steps.h`)
+
+The other ranks run no Python once they have begun. They end with the thread that has started them, hence with this
+process, however it ends; the memory that ranks share has no name, and ends with them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError, ExecutorError
+from octavo.helper_process import HelperEndedError, HelperProcess, HelperTooSlowError
+from octavo.kernels import rank_memory, ranks
+from octavo.kvcache.spec import KVCacheSpec
+from octavo.scheduler.plan import StepPlan
+
+if TYPE_CHECKING:
+    from octavo import _native
+
+logger = logging.getLogger(__name__)
+
+ANSWER_S = 60.0
+"""How long a rank waits for another within a step. A product, which is what another may be busy with, takes seconds."""
+
+_LOADING_S = 3600.0
+_BEGINNING_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankJob:
+    """What a rank must know to load its share of a model.
+
+    Attributes:
+        spec: its share of the KV cache.
+        dtype: torch's name of the dtype of weights and activations.
+        file: descriptor of the memory that ranks share.
+        memory: bytes of that memory for messages, for each register, and for logits.
+    """
+
+    config: EngineConfig
+    rank: int
+    spec: KVCacheSpec
+    dtype: str
+    num_threads: int
+    max_model_len: int
+    file: int
+    memory: tuple[int, int, int]
+    log_level: int
+
+    def join(self) -> _native.Ranks:
+        return ranks(self.file, *self.memory, self.rank, self.config.tensor_parallel_size, ANSWER_S)
+
+
+class RankGroup:
+    """The other ranks, and the memory that all share.
+
+    Args:
+        jobs: the job of each rank, without `file`.
+
+    Attributes:
+        native: rank 0's side of the shared memory.
+    """
+
+    def __init__(self, jobs: Sequence[RankJob]) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise ConfigError("tensor_parallel_size needs memory that processes share without a name, which Linux has")
+        self._file = os.memfd_create("octavo-ranks")
+        os.ftruncate(self._file, rank_memory(*jobs[0].memory))
+        self._jobs = [replace(job, file=self._file) for job in jobs]
+        self.native = self._jobs[0].join()
+        self._processes: list[HelperProcess] = []
+        self._blocks = b""
+        self._start()
+
+    def _start(self) -> None:
+        started: list[Future[HelperProcess]] = []
+        for job in self._jobs[1:]:
+            started.append(Future())
+            threading.Thread(
+                target=self._run, args=(job, started[-1]), name=f"octavo-rank-{job.rank}", daemon=True
+            ).start()
+        self._processes = [process.result() for process in started]
+
+    def _run(self, job: RankJob, started: Future[HelperProcess]) -> None:
+        """Start a rank and wait until it ends: the rank is killed when the thread that has started it ends."""
+        try:
+            process = HelperProcess(
+                "octavo.engine.rank", first=[pickle.dumps(job)], files=[job.file], start_seconds=_LOADING_S
+            )
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(process)
+        code = process.wait()
+        self.native.fail(f"rank {job.rank} (process {process.pid}) has ended, exit code {code}")
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the other ranks."""
+        return [process.pid for process in self._processes]
+
+    @property
+    def failure(self) -> str:
+        """Why no step can be computed any more; empty if it can."""
+        return self.native.failure
+
+    def loaded(self) -> int:
+        """Wait until the other ranks have loaded their weights, and return the bytes of these.
+
+        Raises:
+            ExecutorError: one of them has failed.
+        """
+        total = 0
+        for rank, process in enumerate(self._processes, start=1):
+            try:
+                process.wait_until_ready()
+            except ChildProcessError as error:
+                raise ExecutorError(f"rank {rank} could not load its share of the model: see what it logged") from error
+            assert process.ready is not None
+            total += int.from_bytes(process.ready, "little")
+        return total
+
+    def begin(self, num_blocks: int, num_host_blocks: int) -> None:
+        """Let the other ranks allocate their share of these blocks, and wait for steps; raises `ExecutorError`."""
+        self._blocks = pickle.dumps((num_blocks, num_host_blocks))
+        for rank, process in enumerate(self._processes, start=1):
+            try:
+                process.ask(_BEGINNING_S, [self._blocks])
+            except (HelperEndedError, HelperTooSlowError, ChildProcessError) as error:
+                raise ExecutorError(f"rank {rank} could not allocate its share of the cache: see its log") from error
+
+    def copy_blocks(self, plan: StepPlan) -> None:
+        """Do a plan's transfers in the other ranks, in their order."""
+        if plan.stores:
+            self.native.copy(False, True, [(swap.device, swap.host) for swap in plan.stores])
+        if plan.copies:
+            self.native.copy(False, False, list(plan.copies))
+        if plan.loads:
+            self.native.copy(True, False, [(swap.host, swap.device) for swap in plan.loads])
+
+    def restart(self) -> None:
+        """Start the other ranks again, with nothing in their caches; raises `ExecutorError`."""
+        self._end()
+        self.native.reset()
+        self._start()
+        self.loaded()
+        num_blocks, num_host_blocks = pickle.loads(self._blocks)
+        self.begin(num_blocks, num_host_blocks)
+
+    def close(self) -> None:
+        """End the other ranks; may be called again."""
+        self._end()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _end(self) -> None:
+        for process in self._processes:
+            process.close()
+        self._processes = []
