@@ -51,7 +51,7 @@ struct Ranks::Header {
 #ifdef __linux__
 
 Ranks::Ranks(int file, const RankLayout& layout, int rank, int count, double timeout_seconds)
-    : layout_(layout), rank_(rank), count_(count), timeout_seconds_(timeout_seconds) {
+    : timeout_seconds(timeout_seconds), layout_(layout), rank_(rank), count_(count) {
     void* memory = mmap(nullptr, bytes(layout), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
     if (memory == MAP_FAILED)
         throw std::runtime_error("cannot map " + std::to_string(bytes(layout)) + " bytes for ranks to share: " + std::strerror(errno));
@@ -91,7 +91,8 @@ void Ranks::wait(Signal& signal, uint32_t number, double seconds) {
 
 #else
 
-Ranks::Ranks(int, const RankLayout& layout, int rank, int count, double) : layout_(layout), rank_(rank), count_(count) {
+Ranks::Ranks(int, const RankLayout& layout, int rank, int count, double timeout_seconds)
+    : timeout_seconds(timeout_seconds), layout_(layout), rank_(rank), count_(count) {
     throw std::runtime_error("several ranks need memory without a name that processes share, which Linux has");
 }
 Ranks::~Ranks() = default;
@@ -121,7 +122,7 @@ char* Ranks::next_buffer(int slot, int64_t bytes) {
 void Ranks::meet() {
     raise(header_->met[rank_], ++meetings_);
     for (int other = 0; other < count_; ++other)
-        if (other != rank_) wait(header_->met[other], meetings_, timeout_seconds_);
+        if (other != rank_) wait(header_->met[other], meetings_, timeout_seconds);
 }
 
 void Ranks::send() {

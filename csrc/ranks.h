@@ -37,6 +37,8 @@ struct RankLayout {
 class Ranks {
   public:
     static int64_t bytes(const RankLayout& layout);
+    double timeout_seconds;  // how long `meet` waits for another rank
+
     // Maps a file of that many bytes, zeros at first.
     Ranks(int file, const RankLayout& layout, int rank, int count, double timeout_seconds);
     ~Ranks();
@@ -68,7 +70,6 @@ class Ranks {
     struct Signal;
     RankLayout layout_;
     int rank_, count_;
-    double timeout_seconds_;
     Header* header_;
     char *message_, *slots_;
     uint32_t meetings_ = 0, messages_ = 0;

@@ -65,8 +65,8 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
         ),
         (["serve", "-c", "4096"], "octavo serve: error: unknown argument '-c': write --max-model-len (see"),
         (
-            ["serve", "smollm2", "--tensor-parallel-size=2"],
-            "octavo serve: error: unknown argument '--tensor-parallel-size=2': Octavo serves on one device (see",
+            ["serve", "smollm2", "--pipeline-parallel-size=2"],
+            "octavo serve: error: unknown argument '--pipeline-parallel-size=2': Octavo serves on one device (see",
         ),
         (["list"], "octavo: error: there is no command 'list': a server has one model, which GET /v1/models names"),
         (

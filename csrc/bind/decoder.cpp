@@ -566,6 +566,7 @@ void bind_ranks(nb::module_& m) {
         .def("meet", &Ranks::meet, nb::call_guard<nb::gil_scoped_release>())
         .def("fail", &Ranks::fail, "reason"_a)
         .def("reset", &Ranks::reset)
+        .def_rw("timeout_seconds", &Ranks::timeout_seconds)
         .def_prop_ro("failure", &Ranks::failure);
 }
 

@@ -114,6 +114,7 @@ def rank_memory_bytes(message_bytes: int, slot_bytes: int, logits_bytes: int) ->
 def step_message_bytes(num_tokens: int, num_seqs: int, num_groups: int, max_blocks: int) -> int: ...
 
 class Ranks:
+    timeout_seconds: float
     def __init__(
         self,
         file: int,

@@ -24,15 +24,14 @@ _OTHER_FLAGS = {
     "-p": "a prompt is an argument of `octavo generate`",
     "-c": "write --max-model-len",
     "--ctx-size": "write --max-model-len",
-    "--tensor-parallel-size": "Octavo serves on one device",
-    "-tp": "Octavo serves on one device",
+    "-tp": "write --tensor-parallel-size",
     "--pipeline-parallel-size": "Octavo serves on one device",
     "--trust-remote-code": "Octavo runs no code out of a model's folder; most models need none, so leave it out",
     "--enable-lora": "adapters (LoRA) are not supported: merge them into the model",
     "--lora-modules": "adapters (LoRA) are not supported: merge them into the model",
     "-hf": "the model is an argument without a flag, as in org/name:Q4_K_M",
     "--hf-repo": "the model is an argument without a flag, as in org/name:Q4_K_M",
-    "--num-devices": "`octavo plan` has --tensor-parallel-size; Octavo serves on one device",
+    "--num-devices": "write --tensor-parallel-size",
     "--machine": "`octavo simulate` knows machines by name; `octavo plan` takes --memory and --device",
 }
 # Matches argparse's own message.

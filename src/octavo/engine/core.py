@@ -16,6 +16,7 @@ from octavo.engine.inspection import EngineInfo, PinInfo, kv_report, limits_in_b
 from octavo.engine.kv_events import NullPublisher
 from octavo.engine.outputs import (
     GRAMMAR_TOO_COMPLEX,
+    RANK_LOST,
     STEP_FAILED,
     UNUSABLE_LOGITS,
     Ended,
@@ -192,6 +193,8 @@ class EngineCore:
         began, self._went_on_at = self._went_on_at or time.perf_counter(), None
         # Any exception below also discards a step that was planned ahead.
         step, self._ahead = self._ahead, None
+        if self.runner.failure():
+            return self._restart_runner()
         try:
             if step is None:
                 if self.scheduler.planned:
@@ -206,6 +209,8 @@ class EngineCore:
         except LogitsError as error:
             return self._end_faulty(error)
         except Exception as error:
+            if self.runner.failure():
+                return self._restart_runner()
             rows = None if step is None else live_rows(step.plan, self.scheduler.planned)
             return StepNews(ended=self._fail(self._recovery.step_failed(rows, error)))
         planned = self.scheduler.planned
@@ -227,6 +232,12 @@ class EngineCore:
         else:
             self._release()
         return news
+
+    def _restart_runner(self) -> StepNews:
+        """End the running requests and start a runner again that has lost its keys and values."""
+        failure, requests = self._recovery.runner_failed()
+        self.publisher.publish()
+        return StepNews(ended=[replace(ended, error_reason=failure) for ended in self._fail(requests, RANK_LOST)])
 
     def _begin(self, plan: StepPlan) -> _StepInFlight | None:
         """Hand a plan to the runner, unless it is empty."""
@@ -361,12 +372,12 @@ class EngineCore:
         else:
             self.scheduler.flushed(done=True)
 
-    def _fail(self, requests: list[Request]) -> list[Ended]:
+    def _fail(self, requests: list[Request], error: str = STEP_FAILED) -> list[Ended]:
         """Record requests that have ended with an error."""
         for request in requests:
             self._stop_strings.forget(request.request_id)
             self.stats.on_finished(request, FinishReason.ERROR, time.monotonic())
-        return [Ended(request, STEP_FAILED) for request in requests]
+        return [Ended(request, error) for request in requests]
 
     def _end_faulty(self, error: LogitsError) -> StepNews:
         """End the requests whose logits cannot be sampled; the step is recomputed for all others."""

@@ -10,6 +10,7 @@ from octavo.scheduler.plan import SequenceUpdate
 
 UNUSABLE_LOGITS = "unusable_logits"
 STEP_FAILED = "step_failed"
+RANK_LOST = "rank_lost"
 GRAMMAR_TOO_COMPLEX = "grammar_too_complex"
 
 
@@ -65,7 +66,8 @@ class RequestOutput:
         cached_by_tier: the same number by tier: "device", "host", "disk", "remote".
         finished: whether this is the last output.
         cache_report: why no more of the prompt came from the cache, as far as its tenant may know; set when finished.
-        error: code of the failure if the request failed: `UNUSABLE_LOGITS`, `STEP_FAILED` or `GRAMMAR_TOO_COMPLEX`.
+        error: code of the failure if the request failed: `UNUSABLE_LOGITS`, `STEP_FAILED`, `RANK_LOST` or
+            `GRAMMAR_TOO_COMPLEX`.
         error_reason: explanation of the failure that the client may see.
         pins: results for the prefixes to be pinned; set when finished.
         embedding: embedding of the prompt, if requested; set when finished.

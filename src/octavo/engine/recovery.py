@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 
-from octavo.errors import CacheError, EngineDeadError, LogitsError
+from octavo.errors import CacheError, EngineDeadError, ExecutorError, LogitsError
 from octavo.observe.stats import EngineStats
 from octavo.request import CacheOutcome, CacheReport, FinishReason, Request, RequestId, Sequence
 from octavo.runner.executor import Executor
@@ -177,6 +177,33 @@ class Recovery:
         self._scheduler.take_failures()
         self._restart(error)
         return list(touched.values())
+
+    def runner_failed(self) -> tuple[str, list[Request]]:
+        """Restart a runner that has lost keys and values; returns its failure, and the requests that were running.
+
+        Requests that had not been admitted are computed afterwards.
+
+        Raises:
+            EngineDeadError: it cannot be restarted, or the block accounting is broken.
+        """
+        scheduler, failure = self._scheduler, self._runner.failure()
+        running = [request for request in scheduler.requests if request.was_admitted]
+        error = ExecutorError(failure)
+        self.log(error, [request.request_id for request in running], "they end, and the runner is started again")
+        self.isolation = FaultIsolation()
+        for request in running:
+            scheduler.end_request(request.request_id, FinishReason.ERROR)
+        scheduler.take_failures()
+        self._restart(error)
+        # Nothing that was computed is left.
+        for pin in list(scheduler.kv.pins):
+            scheduler.kv.pins.unpin(pin.pin_id)
+        scheduler.kv.reset_prefix_cache()
+        try:
+            self._runner.restart()
+        except Exception as again:
+            raise EngineDeadError(f"{failure}, and it does not start again: {again}") from again
+        return failure, running
 
     def audit(self, error: Exception | None = None) -> None:
         """Audit the block accounting after a failure; raises `EngineDeadError` if it is wrong."""

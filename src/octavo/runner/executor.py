@@ -15,6 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+from octavo.errors import ExecutorError
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.scheduler.plan_log import PlanLog
 
@@ -49,6 +50,19 @@ class Executor(ABC):
         result = self.execute(plan)
         return lambda: result
 
+    def failure(self) -> str:
+        """Return why no plan can be executed before a `restart`; empty if any can."""
+        return ""
+
+    def restart(self) -> None:
+        """Start again after a `failure`; all blocks have lost their keys and values. The next plan must have `reset`
+        set.
+
+        Raises:
+            ExecutorError: it does not start.
+        """
+        raise ExecutorError("this executor cannot be restarted")
+
     def close(self) -> None:  # noqa: B027  most hold nothing that must be released
         """Release all resources; no plan may follow. May be called again."""
 
@@ -68,6 +82,14 @@ class RecordingExecutor(Executor):
     def is_computing(self) -> bool:  # type: ignore[override]  # it is only read
         """See `Executor`."""
         return self.executor.is_computing
+
+    def failure(self) -> str:
+        """See `Executor.failure`."""
+        return self.executor.failure()
+
+    def restart(self) -> None:
+        """See `Executor.restart`."""
+        self.executor.restart()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See `Executor.execute`."""

@@ -136,6 +136,17 @@ class ModelRunner(Executor):
 
         return collect
 
+    def failure(self) -> str:
+        """See `Executor.failure`: another rank has failed."""
+        return "" if self._ranks is None else self._ranks.failure
+
+    def restart(self) -> None:
+        """See `Executor.restart`: the other ranks are started again."""
+        if self._ranks is None:
+            super().restart()
+        else:
+            self._ranks.restart()
+
     def close(self) -> None:
         """Free the model, the cache and host memory, even if something still refers to this runner."""
         ranks = self.__dict__.get("_ranks")

@@ -180,6 +180,13 @@ FAILED_STEP = ErrorKind(
     "The engine failed while it computed request {}, and ended it. Other requests go on; the server's log has the "
     "details under that id.",
 )
+LOST_RANK = ErrorKind(
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    "rank_lost",
+    "A process that computes a part of the model has ended, so this request was ended; the process is started again. "
+    "Send the request again.",
+    retry=True,
+)
 ENGINE_DEAD = ErrorKind(
     HTTPStatus.SERVICE_UNAVAILABLE,
     "engine_dead",

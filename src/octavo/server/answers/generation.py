@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from octavo.engine.inspection import report_fields
-from octavo.engine.outputs import GRAMMAR_TOO_COMPLEX, UNUSABLE_LOGITS, OutputKind, RequestOutput
+from octavo.engine.outputs import GRAMMAR_TOO_COMPLEX, RANK_LOST, UNUSABLE_LOGITS, OutputKind, RequestOutput
 from octavo.request import RequestContext
 from octavo.sampling_params import SamplingParams
 from octavo.server.answer_json import HEAVY, offload, weight_of
@@ -19,7 +19,7 @@ from octavo.server.apis import new_id
 from octavo.server.bodies.body_reader import ChatRequest, CompletionRequest
 from octavo.server.bodies.prompts import EncodedPrompt
 from octavo.server.engine_client import EngineClient
-from octavo.server.errors import FAILED_GRAMMAR, FAILED_SAMPLING, FAILED_STEP
+from octavo.server.errors import FAILED_GRAMMAR, FAILED_SAMPLING, FAILED_STEP, LOST_RANK
 from octavo.server.http.turnstile import Turnstile
 from octavo.server.keys import Client
 
@@ -110,6 +110,8 @@ def _refuse_faulty(output: RequestOutput) -> None:
         raise FAILED_SAMPLING()
     if output.error == GRAMMAR_TOO_COMPLEX:
         raise FAILED_GRAMMAR("" if output.error_reason is None else f" {output.error_reason}")
+    if output.error == RANK_LOST:
+        raise LOST_RANK()
     if output.error is not None:
         raise FAILED_STEP(output.request_id)
 

@@ -1,0 +1,150 @@
+"""A model split among ranks gives the tokens and logits of one rank, bit for bit, and survives the loss of a rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import LLM, kernels
+from octavo.engine.outputs import RequestOutput
+from octavo.errors import ConfigError
+from octavo.runner.ranks import ANSWER_S
+from octavo.sampling_params import SamplingParams
+from tests.conftest import assert_idle, runner_of, swapping_is_cheaper, without_deadlines
+from tests.engine.preempting import thrash
+from tests.engine.test_same_tokens import workload
+from tests.models.tiny import write_hf_model
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled"),
+]
+
+# Little room, so that prompts come in chunks, and sequences are swapped out and find prefixes.
+TIGHT: dict[str, Any] = {
+    "block_size": 16,
+    "num_blocks": 13,
+    "max_num_batched_tokens": 24,
+    "max_num_seqs": 8,
+    "preemption_mode": "swap",
+    "swap_space": "16MiB",
+    "num_threads": 1,
+    "dtype": "bfloat16",
+}
+SIZES: dict[str, Any] = {
+    "hidden_size": 96,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 16,
+    "vocab_size": 320,
+}
+GEMMA = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20, "query_pre_attn_scalar": 16}
+MIXTURE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
+
+
+def made(folder: Path, **options: Any) -> LLM:
+    with swapping_is_cheaper():
+        llm = LLM(str(folder), **{**TIGHT, **options})
+    thrash(without_deadlines(llm.core))
+    return llm
+
+
+def bits(outputs: list[RequestOutput]) -> list[Any]:
+    return [(c.token_ids, [one.logprob for one in c.logprobs or []]) for output in outputs for c in output.outputs]
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "sizes", "options"),
+    [
+        # KV heads 3 over 2 are 2 and 1; 2 over 3 are replicated.
+        pytest.param("Llama", 2, {}, {"kv_cache_dtype": "int8"}, id="Llama, uneven, int8"),
+        pytest.param("Llama", 3, {"num_key_value_heads": 2}, {"dtype": "float32"}, id="Llama, replicated KV heads"),
+        pytest.param("Gemma3", 2, GEMMA, {"quantization": "q8_0", "num_blocks": 25}, id="Gemma 3, quantised"),
+        pytest.param("Qwen3Moe", 2, MIXTURE, {"speculative_config": {"method": "ngram"}}, id="a mixture, drafts"),
+    ],
+)
+def test_ranks_give_the_bits_of_one(
+    tmp_path: Path, family: str, ranks: int, sizes: dict[str, Any], options: dict[str, Any]
+) -> None:
+    write_hf_model(tmp_path, family, **{**SIZES, **sizes})
+    prompts, params = workload()
+    expected = None
+    for count in (1, ranks):
+        with made(tmp_path, tensor_parallel_size=count, **options) as llm:
+            found = [bits(llm.generate(prompts, params, use_tqdm=False)) for _ in range(2)]
+            assert llm.core.scheduler.counters.num_preemptions > 0
+            assert llm.core.scheduler.kv.hierarchy.host.swapped.blocks_in > 0
+            found.append(bits(llm.generate(prompts[:2], SamplingParams(prompt_logprobs=1, max_tokens=1))))
+            assert_idle(llm.core)
+        assert expected is None or found == expected
+        expected = found
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = tmp_path_factory.mktemp("model")
+    write_hf_model(folder, "Llama", **SIZES)
+    with made(folder, tensor_parallel_size=2) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_rank_that_is_killed_ends_the_running_requests_and_the_group_restarts(two_ranks: LLM, how: int) -> None:
+    core, params = two_ranks.core, SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0, logprobs=1)
+    prompt = list(range(3, 40))
+    expected = bits(two_ranks.generate({"prompt_token_ids": prompt}, params, use_tqdm=False))
+    running = core.make_request(prompt, params)
+    core.add(running)
+    for _ in range(5):
+        core.step()
+    group = runner_of(core)._ranks
+    assert group is not None
+    os.kill(group.pids[0], how)
+    while not group.failure:
+        time.sleep(0.01)
+    waiting = core.make_request(prompt, params)
+    core.add(waiting)
+    outputs = []
+    while core.has_work:
+        outputs += core.step()
+    ended = [output for output in outputs if output.request_id == running.request_id]
+    assert [output.error for output in ended] == ["rank_lost"]
+    assert ended[0].error_reason is not None
+    assert f"exit code {-how}" in ended[0].error_reason
+    assert bits([outputs[-1]]) == expected, "the waiting request is computed by the new group, from nothing"
+    core.scheduler.kv.audit()
+
+
+def test_a_rank_that_stops_is_given_up(two_ranks: LLM) -> None:
+    group = runner_of(two_ranks.core)._ranks
+    assert group is not None
+    group.native.timeout_seconds = 1.0
+    os.kill(group.pids[0], signal.SIGSTOP)
+    began = time.monotonic()
+    (output,) = two_ranks.generate({"prompt_token_ids": [3, 4, 5]}, SamplingParams(max_tokens=4), use_tqdm=False)
+    group.native.timeout_seconds = ANSWER_S
+    assert time.monotonic() - began < ANSWER_S
+    assert output.error_reason == "rank 1 has not answered rank 0 for 1 s"
+    assert two_ranks.generate({"prompt_token_ids": [3, 4, 5]}, SamplingParams(max_tokens=4), use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 7}, "has 6 heads: give at most 6"),
+        ({"tensor_parallel_size": 4}, "a hidden_size of 96: each rank computes at least 32 outputs"),
+        ({"tensor_parallel_size": 2, "kv_disk": "x"}, "kv_disk and kv_remote would store one rank's share"),
+        ({"tensor_parallel_size": 2, "kv_cache_dtype": "fp8"}, "the scales of fp8"),
+        ({"tensor_parallel_size": 2, "attention_backend": "reference"}, "'reference' runs in one process only"),
+    ],
+)
+def test_what_ranks_do_not_support_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    write_hf_model(tmp_path, "Llama", **SIZES)
+    with pytest.raises(ConfigError, match=message):
+        made(tmp_path, **options)
