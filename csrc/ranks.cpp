@@ -54,7 +54,8 @@ Ranks::Ranks(int file, const RankLayout& layout, int rank, int count, double tim
     : timeout_seconds(timeout_seconds), layout_(layout), rank_(rank), count_(count) {
     void* memory = mmap(nullptr, bytes(layout), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
     if (memory == MAP_FAILED)
-        throw std::runtime_error("cannot map " + std::to_string(bytes(layout)) + " bytes for ranks to share: " + std::strerror(errno));
+        throw std::runtime_error("cannot map " + std::to_string(bytes(layout)) +
+                                 " bytes for ranks to share: " + std::strerror(errno));
     header_ = static_cast<Header*>(memory);
     message_ = static_cast<char*>(memory) + pages(sizeof(Header));
     slots_ = message_ + pages(layout.message_bytes);
@@ -68,7 +69,9 @@ void Ranks::raise(Signal& signal, uint32_t number) {
 }
 
 void Ranks::wait(Signal& signal, uint32_t number, double seconds) {
-    const auto reached = [&] { return static_cast<int32_t>(signal.number.load(std::memory_order_acquire) - number) >= 0; };
+    const auto reached = [&] {
+        return static_cast<int32_t>(signal.number.load(std::memory_order_acquire) - number) >= 0;
+    };
     for (int i = 0; i < kSpins; ++i) {
         if (reached()) return;
         pause();

@@ -3,8 +3,8 @@
 //
 //     memory   | header: signals, failure | message | slots: a matrix of activations each, twice |
 //
-//     rank 0   send ──> compute own columns of a slot ── meet ── read all columns ── ... ── meet ── send
-//     others   receive ──> compute own columns of it ─── meet ── read all columns ── ... ── meet ── receive
+//     rank 0   send    > compute own columns of a slot > meet > read all columns > ... > meet > send
+//     others   receive > compute own columns of it     > meet > read all columns > ... > meet > receive
 //
 // Each slot has two buffers, which its writers use in turn. A writer may overwrite what was written two uses ago: it
 // has met all ranks since, and they met it after their last read.

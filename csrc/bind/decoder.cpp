@@ -201,8 +201,9 @@ class BoundDecoder {
                     "an expert with " + std::to_string(one.weight.outputs) + " gates and ups for " +
                         std::to_string(inner) + " inputs, which must be a multiple of 16");
         for (const BiasedWeight& one : mix.down)
-            require(one.weight.outputs == hidden && one.weight.inputs == inner, "an expert with " + std::to_string(one.weight.outputs) +
-                                                      " outputs in a model of " + std::to_string(hidden) + " columns");
+            require(one.weight.outputs == hidden && one.weight.inputs == inner,
+                    "an expert of [" + std::to_string(one.weight.outputs) + ", " + std::to_string(one.weight.inputs) +
+                        "], not [" + std::to_string(hidden) + ", " + std::to_string(inner) + "]");
         if (!router_bias.is_none()) mix.router_bias = floats(router_bias, "router_bias", experts);
         contents_.set(kInner, 0, false);
         set(mix.target, hidden, contents_.kept(mix.source), mix.columns);
@@ -229,7 +230,8 @@ class BoundDecoder {
 
     // `first_id`: where this rank's share of the vocabulary begins, from embedding and head.
     void set_ranks(const std::shared_ptr<Ranks>& ranks, int64_t first_id) {
-        require(first_id >= 0 && first_id < decoder_.shape.vocab, "the vocabulary has no id " + std::to_string(first_id));
+        require(first_id >= 0 && first_id < decoder_.shape.vocab,
+                "the vocabulary has no id " + std::to_string(first_id));
         kept_ranks_ = ranks;
         decoder_.ranks = ranks.get();
         decoder_.first_id = first_id;
