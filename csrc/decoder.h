@@ -132,7 +132,7 @@ struct DecoderStep {
     const Rotation* rotations;
     const int64_t* logits_indices;
     float* logits;  // [num_now][vocab] of the first num_now of num_logits rows; `Decoder::logits` computes the others
-    int64_t num_tokens, num_seqs, num_logits, num_now;
+    int64_t num_tokens, num_seqs, num_logits, num_now, num_rotations;
     // Of steps with sequences that keep the first tokens and the last ones (AttendTask), else null: the budget of each
     // sequence, and for each token, the position for which its queries of the sinks are rotated; its own if it sees
     // none apart.

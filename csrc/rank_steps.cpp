@@ -55,15 +55,27 @@ int64_t used_blocks(const Decoder& decoder, const DecoderStep& step, const Group
     return std::min(tables.max_blocks, (longest + block_size - 1) / block_size);
 }
 
-void follow_step(Decoder& decoder, const std::vector<Rotation>& rotations, Reader message) {
+void follow_step(Decoder& decoder, Reader message) {
     DecoderStep step{};
     step.num_tokens = message.number();
     step.num_seqs = message.number();
     step.num_logits = message.number();
     step.num_now = message.number();
     std::vector<GroupTables> groups(message.number());
+    std::vector<Rotation> rotations(message.number());
+    step.sink_tokens = static_cast<int>(message.number());
     step.token_ids = message.array<int64_t>(step.num_tokens);
     step.positions = message.array<int64_t>(step.num_tokens);
+    if (step.sink_tokens) {
+        step.sink_positions = message.array<int64_t>(step.num_tokens);
+        step.budgets = message.array<int32_t>(step.num_seqs);
+    }
+    const int64_t num_angles = step.num_tokens * (step.sink_tokens ? 2 : 1);
+    for (Rotation& rotation : rotations) {
+        rotation.dim = static_cast<int>(message.number());
+        rotation.cos = message.array<float>(num_angles * rotation.dim / 2);
+        rotation.sin = message.array<float>(num_angles * rotation.dim / 2);
+    }
     step.logits_indices = message.array<int64_t>(step.num_logits);
     step.query_start = message.array<int32_t>(step.num_seqs + 1);
     step.context_lens = message.array<int32_t>(step.num_seqs);
@@ -78,6 +90,30 @@ void follow_step(Decoder& decoder, const std::vector<Rotation>& rotations, Reade
     step.groups = groups.data();
     step.rotations = rotations.data();
     decoder.forward(step);
+}
+
+// The angles of the step's tokens, in place of whole tables: first those of their own positions, then, if some see
+// sinks apart, those for these.
+void send_angles(Writer& message, const DecoderStep& step) {
+    const int64_t tokens = step.num_tokens;
+    std::vector<int64_t> rows(step.positions, step.positions + tokens), places(2 * tokens);
+    for (int64_t i = 0; i < 2 * tokens; ++i) places[i] = i;
+    message.array(places.data(), tokens);
+    if (step.budgets) {
+        rows.insert(rows.end(), step.sink_positions, step.sink_positions + tokens);
+        for (int64_t i = 0; i < tokens; ++i)
+            if (rows[i] == rows[tokens + i]) places[tokens + i] = i;
+        message.array(places.data() + tokens, tokens);
+        message.array(step.budgets, step.num_seqs);
+    }
+    for (const Rotation* rotation = step.rotations; rotation < step.rotations + step.num_rotations; ++rotation) {
+        const int64_t width = rotation->dim / 2;
+        message.number(rotation->dim);
+        for (const float* table : {rotation->cos, rotation->sin}) {
+            float* angles = reinterpret_cast<float*>(message.room(rows.size() * width * 4));
+            for (const int64_t row : rows) angles = std::copy_n(table + row * width, width, angles);
+        }
+    }
 }
 
 void follow_copies(Ranks& ranks, const BlockMemory (&places)[2], Reader message) {
@@ -110,9 +146,10 @@ void copy_blocks(const BlockMemory& from, const BlockMemory& to, const std::vect
         std::memcpy(to.base + ids[i].second * bytes, read.data() + i * bytes, bytes);
 }
 
-int64_t step_message_bytes(int64_t num_tokens, int64_t num_seqs, int64_t num_groups, int64_t max_blocks) {
-    const int64_t groups = num_groups * (8 + num_tokens * 8 + num_seqs * max_blocks * 4 + 8);
-    return 64 + num_tokens * 24 + num_seqs * 8 + 32 + groups;
+int64_t step_message_bytes(int64_t num_tokens, int64_t num_seqs, int64_t num_groups, int64_t max_blocks,
+                           int64_t rotation_bytes) {
+    const int64_t groups = num_groups * (num_tokens * 8 + num_seqs * max_blocks * 4 + 16);
+    return 1024 + num_tokens * (4 * 8 + 2 * rotation_bytes) + num_seqs * 12 + groups;
 }
 
 void send_step(Ranks& ranks, const Decoder& decoder, const DecoderStep& step) {
@@ -123,8 +160,10 @@ void send_step(Ranks& ranks, const Decoder& decoder, const DecoderStep& step) {
     message.number(kStep);
     for (int64_t number : {step.num_tokens, step.num_seqs, step.num_logits, step.num_now}) message.number(number);
     message.number(num_groups);
+    message.number(step.num_rotations);
+    message.number(step.budgets ? step.sink_tokens : 0);
     message.array(step.token_ids, step.num_tokens);
-    message.array(step.positions, step.num_tokens);
+    send_angles(message, step);
     message.array(step.logits_indices, step.num_logits);
     message.array(step.query_start, step.num_seqs + 1);
     message.array(step.context_lens, step.num_seqs);
@@ -165,7 +204,7 @@ void send_stop(Ranks& ranks) {
     ranks.send();
 }
 
-void follow(Decoder& decoder, const std::vector<Rotation>& rotations, const BlockMemory (&places)[2]) {
+void follow(Decoder& decoder, const BlockMemory (&places)[2]) {
     Ranks& ranks = *decoder.ranks;
     try {
         while (true) {
@@ -173,7 +212,7 @@ void follow(Decoder& decoder, const std::vector<Rotation>& rotations, const Bloc
             Reader message(ranks);
             switch (message.number()) {
             case kStep:
-                follow_step(decoder, rotations, message);
+                follow_step(decoder, message);
                 break;
             case kLogits: {
                 const int64_t first = message.number(), count = message.number();

@@ -21,7 +21,9 @@ enum BlockPlace { kOnDevice, kOnHost };
 void copy_blocks(const BlockMemory& from, const BlockMemory& to, const std::vector<std::pair<int64_t, int64_t>>& ids);
 
 // Rank 0: throws std::invalid_argument if a message is too long.
-int64_t step_message_bytes(int64_t num_tokens, int64_t num_seqs, int64_t num_groups, int64_t max_blocks);
+// `rotation_bytes`: of the angles of one token, in all rotations.
+int64_t step_message_bytes(int64_t num_tokens, int64_t num_seqs, int64_t num_groups, int64_t max_blocks,
+                           int64_t rotation_bytes);
 void send_step(Ranks& ranks, const Decoder& decoder, const DecoderStep& step);
 void send_logits(Ranks& ranks, int64_t first, int64_t count);
 // Returns when every rank has copied its share of the blocks.
@@ -30,6 +32,6 @@ void send_stop(Ranks& ranks);
 
 // The others: does what rank 0 sends, until it sends a stop. `places` are the device's and the host's memory. If
 // something throws, all ranks fail.
-void follow(Decoder& decoder, const std::vector<Rotation>& rotations, const BlockMemory (&places)[2]);
+void follow(Decoder& decoder, const BlockMemory (&places)[2]);
 
 }  // namespace octavo

@@ -316,6 +316,7 @@ class BoundDecoder {
         step.positions = positions.data<int64_t>();
         const std::vector<Rotation> angles = rotation_tables(step, rotations);
         step.rotations = angles.data();
+        step.num_rotations = static_cast<int64_t>(angles.size());
         check_shape(context_lens, "context_lens", {-1});
         step.num_seqs = context_lens.shape[0];
         check_dense(context_lens, "context_lens", DType::i32, {step.num_seqs});
@@ -357,13 +358,10 @@ class BoundDecoder {
                  [&] { decoder_.logits(first, out.shape[0], out.data<float>()); });
     }
 
-    // Does what rank 0 sends, until it sends a stop. `blocks`: uint8 [blocks][bytes] of the cache and of host memory.
-    void follow(const std::vector<std::pair<Tensor, Tensor>>& rotations, const Tensor& device, const Tensor& host) {
+    // Does what rank 0 sends, until it sends a stop. uint8 [blocks][bytes] of the cache and of host memory.
+    void follow(const Tensor& device, const Tensor& host) {
         require(complete_ && decoder_.ranks, "the decoder is not complete, or has no ranks");
         require(decoder_.caches.size() == num_layers_, "the decoder has no caches: call set_caches first");
-        std::vector<Rotation> tables;
-        for (const auto& [cos, sin] : rotations)
-            tables.push_back({cos.data<float>(), sin.data<float>(), check_rotation(cos, sin, decoder_.shape.key_dim)});
         const auto memory = [](const Tensor& blocks, const char* name) {
             check_shape(blocks, name, {-1, -1});
             check_dense(blocks, name, DType::u8, {blocks.shape[0], blocks.shape[1]});
@@ -371,7 +369,7 @@ class BoundDecoder {
         };
         const BlockMemory places[2] = {memory(device, "device"), memory(host, "host")};
         nb::gil_scoped_release release;
-        octavo::follow(decoder_, tables, places);
+        octavo::follow(decoder_, places);
     }
 
     void hidden(int64_t first, const Tensor& out) {
@@ -545,7 +543,8 @@ void bind_ranks(nb::module_& m) {
     m.def("rank_memory_bytes", [](int64_t message_bytes, int64_t slot_bytes, int64_t logits_bytes) {
         return Ranks::bytes({message_bytes, kNumRegisters + 1, slot_bytes, logits_bytes});
     });
-    m.def("step_message_bytes", &step_message_bytes, "num_tokens"_a, "num_seqs"_a, "num_groups"_a, "max_blocks"_a);
+    m.def("step_message_bytes", &step_message_bytes, "num_tokens"_a, "num_seqs"_a, "num_groups"_a, "max_blocks"_a,
+          "rotation_bytes"_a);
     nb::class_<Ranks>(m, "Ranks")
         .def(
             "__init__",
@@ -593,7 +592,7 @@ void bind_decoder(nb::module_& m) {
              "columns"_a.none() = nb::none())
         .def("gather", &BoundDecoder::add_gather, "place"_a)
         .def("set_ranks", &BoundDecoder::set_ranks, "ranks"_a, "first_id"_a)
-        .def("follow", &BoundDecoder::follow, "rotations"_a, "device"_a, "host"_a)
+        .def("follow", &BoundDecoder::follow, "device"_a, "host"_a)
         .def("keep_rows", &BoundDecoder::keep_rows, "place"_a)
         .def("set_ends", &BoundDecoder::set_ends, "embedding_rows"_a.none(), "embedding"_a, "head"_a)
         .def("logits", &BoundDecoder::logits, "first"_a, "out"_a)

@@ -29,4 +29,4 @@ def main() -> None:
     arena = KVArena(job.spec, num_blocks)
     host = HostTier(num_host_blocks, job.spec.block_bytes)
     send(answers, b"")
-    model.follow(arena.layers, job.max_model_len, arena.memory, host.memory)
+    model.follow(arena.layers, arena.memory, host.memory)

@@ -133,6 +133,7 @@ def _start_ranks(
             num_seqs=tokens,  # each token of a draft is a sequence of its own
             num_groups=len(spec.groups),
             max_blocks=spec.blocks_for_tokens(sizing.max_model_len) + 1,
+            rotation_bytes=len(set(model_config.layer_ropes)) * model_config.head_dim * 4,
         ),
         tokens * max(widths) * dtype.itemsize,
         tokens * model_config.vocab_size * 4,
@@ -145,7 +146,6 @@ def _start_ranks(
                 spec=sizing.rank_spec(rank),
                 dtype=_name(dtype),
                 num_threads=num_threads,
-                max_model_len=sizing.max_model_len,
                 file=-1,
                 memory=memory,
                 log_level=logging.getLogger().getEffectiveLevel(),

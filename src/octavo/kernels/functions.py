@@ -43,9 +43,13 @@ def rank_memory(message_bytes: int, slot_bytes: int, logits_bytes: int) -> int:
     return native.rank_memory_bytes(message_bytes, slot_bytes, logits_bytes)
 
 
-def step_message_bytes(*, num_tokens: int, num_seqs: int, num_groups: int, max_blocks: int) -> int:
-    """Return the bytes of the longest message about a step of so many tokens and sequences."""
-    return native.step_message_bytes(num_tokens, num_seqs, num_groups, max_blocks)
+def step_message_bytes(*, num_tokens: int, num_seqs: int, num_groups: int, max_blocks: int, rotation_bytes: int) -> int:
+    """Return the bytes of the longest message about a step of so many tokens and sequences.
+
+    Args:
+        rotation_bytes: bytes of one token's angles, in all rotations.
+    """
+    return native.step_message_bytes(num_tokens, num_seqs, num_groups, max_blocks, rotation_bytes)
 
 
 def ranks(

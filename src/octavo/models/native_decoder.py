@@ -152,7 +152,7 @@ class NativeDecoder(Decoder):
         later = LaterRows(self._later_logits, self._later_hidden)
         return self._compute(token_ids, batch, logits_indices, num_now), later
 
-    def follow(self, kv: Sequence[LayerKV], max_model_len: int, device: torch.Tensor, host: torch.Tensor) -> None:
+    def follow(self, kv: Sequence[LayerKV], device: torch.Tensor, host: torch.Tensor) -> None:
         """Compute this rank's share of what rank 0 does, until it stops.
 
         Args:
@@ -160,7 +160,7 @@ class NativeDecoder(Decoder):
         """
         if not self._bind(kv):
             raise ConfigError("the kernels do not read this KV cache, and only they are split among ranks")
-        self._native.follow([table.tables(max_model_len) for table in self._rotations.values()], device, host)
+        self._native.follow(device, host)
 
     def _later_logits(self, first: int, last: int) -> torch.Tensor:
         logits = torch.empty(last - first, self.vocab_size)

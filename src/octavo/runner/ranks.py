@@ -57,7 +57,6 @@ class RankJob:
     spec: KVCacheSpec
     dtype: str
     num_threads: int
-    max_model_len: int
     file: int
     memory: tuple[int, int, int]
     log_level: int
