@@ -104,7 +104,7 @@ class _Matrix:
     raw: RawTensor | None
     get: Callable[[], torch.Tensor]
 
-    def of_rows(self, kept: Rows) -> _Matrix:
+    def of_rows(self, kept: RowRanges) -> _Matrix:
         """Return the matrix of these rows alone."""
         get, raw = self.get, self.raw
         if raw is not None:
@@ -146,11 +146,11 @@ class _Matrix:
         return torch.from_numpy(rows)
 
 
-Rows = Sequence[slice]
+RowRanges = Sequence[slice]
 """Ranges of a matrix's rows."""
 
 
-def _of_rows(stored: torch.Tensor, kept: Rows) -> torch.Tensor:
+def _of_rows(stored: torch.Tensor, kept: RowRanges) -> torch.Tensor:
     return stored[kept[0]] if len(kept) == 1 else torch.cat([stored[piece] for piece in kept])
 
 
@@ -221,7 +221,7 @@ class PackingReader(WeightReader):
         sinks = super().sinks(layer)
         return sinks if sinks is None or self._share.count == 1 else sinks[self._share.query_heads].clone()
 
-    def _kept(self, out_features: list[int], split: Split) -> list[Rows]:
+    def _kept(self, out_features: list[int], split: Split) -> list[RowRanges]:
         """Return the rows to read of each of the matrices of one product."""
         if split == "heads" and self._share.count > 1:
             rows = self._share.head_rows
@@ -234,7 +234,7 @@ class PackingReader(WeightReader):
             return [[self._share.outputs(total)] for total in out_features]
         return [[slice(0, total)] for total in out_features]
 
-    def _biases(self, names: list[str], out_features: list[int], kept: list[Rows]) -> torch.Tensor:
+    def _biases(self, names: list[str], out_features: list[int], kept: list[RowRanges]) -> torch.Tensor:
         named = zip(names, out_features, kept, strict=True)
         return torch.cat([_of_rows(self.get(f"{name}.bias", total), rows) for name, total, rows in named])
 
@@ -242,7 +242,7 @@ class PackingReader(WeightReader):
         inner = rows * len(names) // 2
         share = self._share.outputs(inner)
         # One matrix of gates, then one of ups; or one that holds both.
-        kept: list[Rows] = [[share], [share]]
+        kept: list[RowRanges] = [[share], [share]]
         if len(names) == 1:
             kept = [[share, slice(inner + share.start, inner + share.stop)]]
         named = zip(names, kept, strict=True)
@@ -262,7 +262,7 @@ class PackingReader(WeightReader):
         columns = (share.start, inner) if self._share.count > 1 else None
         return self._count(_Interleaved([_Part(weight.compact(), both)], columns))
 
-    def _pack(self, names: list[str], out_features: list[int], in_features: int, kept: list[Rows]) -> SideBySide:
+    def _pack(self, names: list[str], out_features: list[int], in_features: int, kept: list[RowRanges]) -> SideBySide:
         """Pack each run of matrices of one format into one."""
         named = zip(names, out_features, kept, strict=True)
         matrices = [self._matrix(name, total, in_features).of_rows(rows) for name, total, rows in named]
