@@ -15,7 +15,7 @@ from octavo.kvcache.ledger import CacheTotals, RequestHolding
 from octavo.kvcache.manager import KVCacheManager
 from octavo.limits import RequestLimits
 from octavo.pooling import Pooling
-from octavo.request import CacheOutcome, CacheReport
+from octavo.request import CacheOutcome, CacheReport, Request
 from octavo.scheduler.kv_limits import KVLimits
 from octavo.scheduler.scheduler import Scheduler
 from octavo.tiers.store import Store
@@ -153,10 +153,19 @@ def kv_report(scheduler: Scheduler) -> dict[str, Any]:
                 "tenant": request.tenant,
                 "blocks": _blocks(held.get(request.request_id)),
                 "cache": None if request.cache_report is None else report_fields(request.cache_report),
+                "budget": budget_fields(request),
             }
             for request in requests
         ],
     }
+
+
+def budget_fields(request: Request) -> dict[str, Any] | None:
+    """Return a request's budget for JSON, with the tokens that it has made its sequences let go; None without one."""
+    if (budget := request.params.kv_budget) is None:
+        return None
+    evicted = sum(max(0, seq.num_computed - budget.tokens) for seq in request.sequences)
+    return {"mode": budget.mode, "tokens": budget.tokens, "evicted_tokens": evicted}
 
 
 def limits_in_bytes(limits: KVLimits, block_bytes: int) -> dict[str, int | None]:

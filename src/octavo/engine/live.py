@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from octavo.engine.inspection import report_fields
+from octavo.engine.inspection import budget_fields, report_fields
 from octavo.kvcache.block import NULL_BLOCK, BlockId, as_array
 from octavo.kvcache.blocks import UNPUBLISHED
 from octavo.kvcache.ledger import RecentChanges
@@ -160,6 +160,7 @@ def describe_request(scheduler: Scheduler, request_id: str) -> dict[str, Any] | 
         "reused": reused,
         **_facts(request),
         "cache": _cache(request),
+        "budget": budget_fields(request),
         "sequences": [
             {
                 "seq_id": seq.seq_id,

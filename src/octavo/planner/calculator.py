@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from octavo.config import DEFAULT_EVICTION_POLICY, EngineConfig, format_bytes
 from octavo.errors import ConfigError
+from octavo.kv_budget import KVBudget
 from octavo.kvcache.formats import KV_FORMATS, needs_copies
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec, eviction_bytes
 from octavo.kvcache.splits import SPLIT, max_splits, partial_bytes
@@ -256,9 +257,10 @@ class SequenceCost:
     needed_bytes: int
 
     @classmethod
-    def of(cls, spec: KVCacheSpec, num_tokens: int, max_step: int) -> SequenceCost:
+    def of(cls, spec: KVCacheSpec, num_tokens: int, max_step: int, budget: KVBudget | None = None) -> SequenceCost:
+        kept = num_tokens if budget is None else budget.tokens
         needed = sum(
-            layer.token_bytes(format) * min(num_tokens, layer.sliding_window or num_tokens)
+            layer.token_bytes(format) * min(num_tokens, layer.sliding_window or kept)
             for layer, format in zip(spec.layers, spec.formats, strict=True)
         )
         if (copies := spec.int8_copies) is not None:
@@ -268,7 +270,8 @@ class SequenceCost:
                 for layer, format in zip(spec.layers, spec.formats, strict=True)
                 if needs_copies(format)
             )
-        return cls(spec, num_tokens, spec.peak_blocks(num_tokens, 1), spec.peak_blocks(num_tokens, max_step), needed)
+        blocks, prefill_blocks = (spec.peak_blocks(num_tokens, step, budget) for step in (1, max_step))
+        return cls(spec, num_tokens, blocks, prefill_blocks, needed)
 
     @property
     def num_bytes(self) -> int:

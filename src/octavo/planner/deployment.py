@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from octavo.config import BYTES, SWAP_BYTES, EngineConfig, checked_kv_cache_dtype, format_bytes
 from octavo.errors import ConfigError
+from octavo.kv_budget import KVBudget
 from octavo.kvcache.formats import KV_FORMATS, layer_formats
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.option import Options, option
@@ -111,6 +112,13 @@ class PlanOptions(Options):
         least=1,
     )
     max_num_batched_tokens: int = _option(2048, "maximum number of tokens computed in one step", least=1)
+    kv_budget: str | None = _option(
+        None,
+        'JSON object that limits the keys and values that each sequence keeps, such as \'{"mode": "sinks", "tokens": '
+        "2048}'",
+        metavar="JSON",
+        read=lambda given: str(KVBudget.parse(given)),
+    )
     kv_cache_memory: int | None = _size(
         None, "memory for the KV cache of one device, such as 2GiB; default: what --memory leaves", least=1
     )
@@ -150,15 +158,25 @@ class Deployment:
     options: PlanOptions
 
     def __post_init__(self) -> None:
-        limit = self.model.max_position_embeddings
-        if self.max_model_len > limit:
+        limit, budget = self.model.max_position_embeddings, self.kv_budget
+        if budget is None and self.max_model_len > limit:
             raise ConfigError(f"max_model_len is {self.max_model_len}, but {self.model.name} supports at most {limit}")
         if self.context > self.max_model_len:
             raise ConfigError(
                 f"a context of {self.context} tokens is over max_model_len, which is {self.max_model_len} "
                 f"({self.model.name} supports at most {limit})"
             )
+        least = 2 * block_tokens(self.options.block_size, self.max_model_len)
+        if budget is not None and not least <= budget.tokens <= limit:
+            raise ConfigError(
+                f"kv_budget keeps {budget.tokens} tokens; it may keep from {least}, two blocks, to {limit}, the context "
+                f"of {self.model.name}"
+            )
         divide(self.model, self.options.tensor_parallel_size)
+
+    @property
+    def kv_budget(self) -> KVBudget | None:
+        return None if self.options.kv_budget is None else KVBudget.parse(self.options.kv_budget)
 
     @property
     def shape(self) -> ModelShape:
@@ -197,6 +215,7 @@ class Deployment:
             swap_space=options.swap_space,
             kv_host_memory=options.kv_host_memory,
             kv_remote=options.kv_remote,
+            kv_budget=options.kv_budget,
             **disk,
         )
         return Sizing(
@@ -348,7 +367,13 @@ class Deployment:
         return KVCacheSpec.build(self.shape.kv_layers, block_tokens(block_size, self.max_model_len), dtype)
 
     def _cost(self, spec: KVCacheSpec) -> SequenceCost:
-        return SequenceCost.of(spec, self.context, self.options.max_num_batched_tokens)
+        return self._cost_of(spec, self.context)
+
+    def _cost_of(self, spec: KVCacheSpec, num_tokens: int) -> SequenceCost:
+        budget = self.kv_budget
+        if budget is not None and budget.tokens < 2 * spec.block_size:
+            budget = None  # a contiguous allocator keeps everything
+        return SequenceCost.of(spec, num_tokens, self.options.max_num_batched_tokens, budget)
 
     def _by_dtype(self, dtype: str, concurrency: int) -> Mapping[str, int]:
         devices, cost = self.options.tensor_parallel_size, self._cost(self._spec(dtype, self.options.block_size))
@@ -411,7 +436,7 @@ class Deployment:
 
     def _with_context(self, context: int, spec: KVCacheSpec | None = None) -> int:
         """Return how many sequences of that many tokens fit."""
-        cost = SequenceCost.of(spec or self.spec, context, self.options.max_num_batched_tokens)
+        cost = self._cost_of(spec or self.spec, context)
         return self.sequences_that_fit(cost)
 
     def _by_context(self) -> list[dict[str, Any]]:
