@@ -271,6 +271,12 @@ class Sequence:
             return 0
         return sum(sibling.status is SequenceStatus.FORK_PENDING for sibling in siblings)
 
+    @property
+    def has_evicted(self) -> bool:
+        """Whether it has let go of tokens under its budget."""
+        budget = self.request.params.kv_budget
+        return budget is not None and self.num_computed > budget.tokens
+
     def max_num_tokens(self, max_model_len: int) -> int:
         """Return the maximum number of tokens: the least of what its request and the model allow."""
         return min(self.num_prompt_tokens + (self.request.params.max_tokens or 1), max_model_len)

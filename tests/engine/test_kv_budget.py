@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from octavo.engine.core import EngineCore
+from octavo.engine.inspection import budget_fields
 from octavo.errors import ConfigError, RequestError
 from octavo.sampling_params import SamplingParams
 from tests.conftest import assert_idle
@@ -96,7 +97,8 @@ def test_a_context_beyond_the_models_own_is_computed_in_constant_memory() -> Non
             most = max(most, core.scheduler.kv.pool.num_active if len(request.sequences[0].output_token_ids) else 0)
         assert len(request.sequences[0].output_token_ids) == 2500
         assert most <= BUDGET // 16 + 1 + len(PROMPTS[0]) // 16
-        assert request.sequences[0].state.place is None
+        evicted = len(PROMPTS[0]) + 2500 - 1 - BUDGET
+        assert budget_fields(request) == {**budget, "evicted_tokens": evicted}
 
 
 def test_budgets_that_make_no_sense_are_refused_with_the_numbers() -> None:

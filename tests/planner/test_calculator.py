@@ -12,6 +12,7 @@ from octavo import kernels
 from octavo.attention.native import NativeAttention
 from octavo.checkpoint.model_source import load_model_config, resolve_model
 from octavo.errors import ConfigError
+from octavo.kv_budget import KVBudget
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.models.decoder import Decoder
 from octavo.models.linear import PackedLinear, PlainLinear
@@ -74,6 +75,14 @@ def test_grouped_query_attention_takes_86_gb_where_64_heads_would_take_687() -> 
 
 def test_llama_2_7b_takes_524288_bytes_a_token() -> None:
     assert spec_of("llama-2-7b", "float16").bytes_per_token == 524_288
+
+
+def test_a_budget_bounds_a_sequences_blocks_whatever_its_length() -> None:
+    spec = KVCacheSpec.build([LayerKVSpec(2, 64, 64)] * 2, 16, "bfloat16")
+    budget = KVBudget(mode="sinks", tokens=64)
+    assert SequenceCost.of(spec, 64, 1, budget) == SequenceCost.of(spec, 64, 1)
+    # 64 tokens, of which the window's may begin and end within a block.
+    assert {SequenceCost.of(spec, length, 1, budget).blocks for length in (200, 10**6)} == {64 // 16 + 1}
 
 
 def test_150_tokens_take_10_blocks_of_16_and_waste_a_sixteenth() -> None:

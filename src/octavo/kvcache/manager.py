@@ -371,6 +371,11 @@ class KVCacheManager:
         self._give_back(holding)
         return True
 
+    def has_swap_room(self, seq: Sequence) -> bool:
+        """Whether the swap space has room for all blocks that only this sequence holds."""
+        host = self.hierarchy.host
+        return self.holdings.restore_cost(seq).blocks <= host.num_swap_slots - host.num_kept
+
     def can_resume(self, seq: Sequence) -> bool:
         """Whether `match` finds everything that a demoted sequence had computed; this may become false at any time."""
         return self.hierarchy.can_resume(seq.seq_id)

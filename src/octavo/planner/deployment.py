@@ -169,8 +169,8 @@ class Deployment:
         least = 2 * block_tokens(self.options.block_size, self.max_model_len)
         if budget is not None and not least <= budget.tokens <= limit:
             raise ConfigError(
-                f"kv_budget keeps {budget.tokens} tokens; it may keep from {least}, two blocks, to {limit}, the context "
-                f"of {self.model.name}"
+                f"kv_budget keeps {budget.tokens} tokens; it may keep from {least}, two blocks, to {limit}, the "
+                f"context of {self.model.name}"
             )
         divide(self.model, self.options.tensor_parallel_size)
 

@@ -130,6 +130,10 @@ class Lifecycle:
 
         The first sequence in order of service that has tokens to compute is never among them, unless it runs alone.
         """
+        # A sequence that has evicted tokens would have to compute all of them again if it cannot be swapped.
+        spared = [seq for seq in candidates if seq.has_evicted and not self.kv.has_swap_room(seq)]
+        if spared and len(spared) < len(candidates):
+            candidates = [seq for seq in candidates if seq not in spared]
         victim = max(candidates, key=self.policy.key)
         self.preempt(victim)
         return victim

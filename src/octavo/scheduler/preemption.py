@@ -65,8 +65,8 @@ class Preemption:
 
     def swaps(self, seq: Sequence) -> bool:
         """Whether to move a sequence's blocks to the host, if there is room, rather than recompute them."""
-        if (budget := seq.request.params.kv_budget) is not None and seq.num_computed > budget.tokens:
-            return True  # everything since the eviction would be recomputed
+        if seq.has_evicted:
+            return True  # to recompute it would take all its tokens again, however few it keeps
         if self.mode != "auto":
             return self.mode == "swap"
         if self.speed.swapping_is_cheaper(self._holdings.restore_cost(seq)):
