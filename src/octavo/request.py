@@ -122,6 +122,7 @@ class RequestContext:
         traceparent: the trace that the request is part of (W3C Trace Context), for its spans.
         pins: prefixes of the prompt to pin once they are computed.
         pooling: how to pool the prompt into an embedding, without generating; None to generate.
+        predicted_ids: tokens that the output may contain (OpenAI's `prediction`), from which drafts are made.
     """
 
     request_id: str | None = None
@@ -135,6 +136,7 @@ class RequestContext:
     traceparent: str | None = None
     pins: tuple[PinRequest, ...] = ()
     pooling: Pooling | None = None
+    predicted_ids: tuple[int, ...] = ()
 
 
 DEFAULT_CONTEXT = RequestContext()
@@ -364,6 +366,7 @@ class Request:
         cached_by_tier: these tokens by the tier where they were found: "device", "host", "disk", "remote".
         cache_report: why there were not more; None before first admission.
         prompt_logprobs: log-probabilities collected while the prompt is computed; entry i is of prompt token i + 1.
+        predicted_ids: tokens that the output may contain, from which drafts are made.
         num_accepted_tokens: drafted output tokens that were accepted.
         pooled: hidden states collected while the prompt is computed; None if no embedding is wanted.
     """
@@ -395,6 +398,7 @@ class Request:
     cache_report: CacheReport | None = None
     pin_receipts: list[PinReceipt] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    predicted_ids: tuple[int, ...] = ()
     num_accepted_tokens: int = 0
     pooled: PooledStates | None = None
     cache_scope: str = field(init=False)

@@ -223,6 +223,25 @@ def test_an_engine_that_speculates_gives_the_same_and_counts_its_drafts(method: 
     assert f'vllm:spec_decode_num_accepted_tokens_total{{model_name="tiny"}} {counters.num_accepted_tokens}.0' in text
 
 
+def test_a_prediction_is_drafted_from_its_beginning_and_again_after_it_was_wrong() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    with tiny_core(speculative_config={"method": "ngram"}) as core:
+        assert core.scheduler.speculator is not None
+        core.scheduler.speculator.times = _Cheap()
+        ((expected,),) = run(core, [([5, 6, 7], params)])
+        counters = core.scheduler.speculator.counters
+        accepted = counters.num_accepted_tokens
+        wrong = [*expected.token_ids[:20], 3, *expected.token_ids[21:]]
+        core.add(core.make_request([5, 6, 7], params, RequestContext(predicted_ids=tuple(wrong))))
+        steps, outputs = 0, []
+        while core.has_work:
+            outputs += core.step()
+            steps += 1
+        assert outputs[-1].outputs == [expected]
+        assert steps < 30
+        assert counters.num_accepted_tokens - accepted > 30
+
+
 def test_usage_has_the_accepted_tokens_up_to_a_stop_string() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     with tiny_core() as core:

@@ -51,6 +51,14 @@ def test_a_draft_goes_on_as_a_repetition() -> None:
     assert method.draft(sequence(1, 2, 3), 8) is None
 
 
+def test_a_prediction_is_drafted_while_the_output_begins_it_and_searched_afterwards() -> None:
+    method, seq = NgramMethod(2, 8), sequence(1, 2, 30)
+    seq.request.predicted_ids = (30, 31, 32, 33, 34, 35, 36)
+    assert method.draft(seq, 3) == Draft((31, 32, 33), "prediction", 4)
+    seq.output_token_ids += [40, 32, 33]
+    assert method.draft(seq, 3) == Draft((34, 35, 36), "ngram", 2)
+
+
 class Oracle(DraftMethod):
     """Drafts 1, 1, 1, …"""
 

@@ -128,7 +128,7 @@ def _plans_ahead(config: EngineConfig, facts: RunnerFacts) -> bool:
         is_exact = config.deterministic or (on_kernels and not kernels.isa().startswith("amx"))
         logger.info(
             "speculative decoding: the output is that without drafts, %s",
-            "bit for bit" if is_exact else "within rounding",
+            "bit for bit" if is_exact else "within rounding; start with --deterministic for bit for bit",
         )
         return False
     return facts.device == "cuda" if config.async_scheduling is None else config.async_scheduling

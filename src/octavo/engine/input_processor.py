@@ -131,6 +131,7 @@ class InputProcessor:
             traceparent=context.traceparent,
             bad_word_ids=bad_word_ids,
             pooled=pooled,
+            predicted_ids=context.predicted_ids,
         )
         # Done here to keep it out of the engine's thread.
         self.scheduler.kv.holdings.hash_prompt(request)

@@ -23,6 +23,7 @@ from octavo.kvcache.manager import KVCacheManager
 from octavo.observe.stats import Gauges
 from octavo.request import Request, RequestId, Sequence, SequenceStatus
 from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.speculation import SpeculationCounters
 
 FREE, CACHED, PINNED, ACTIVE = 0, 1, 2, 3
 MOST_HOLDERS = 8
@@ -254,8 +255,20 @@ def _spec(kv: KVCacheManager) -> dict[str, Any]:
     }
 
 
-def _counters(scheduler: Scheduler) -> list[int]:
-    """Return [running, waiting, swapped, blocks in host memory, evictions, preemptions, copies on a write]."""
+def _counters(scheduler: Scheduler) -> list[float]:
+    """Return totals for the page.
+
+    [running, waiting, swapped, blocks in host memory, evictions, preemptions, copies on a write,
+    verified draft tokens, accepted draft tokens, seconds saved by drafts]
+    """
     gauges, kv, host = Gauges.of(scheduler), scheduler.kv, scheduler.kv.hierarchy.host
     queues = [gauges.num_running, gauges.num_waiting, gauges.num_swapped]
-    return [*queues, host.num_slots - host.num_free, kv.num_evicted, gauges.num_preemptions, kv.recent.num_copied]
+    changes = [host.num_slots - host.num_free, kv.num_evicted, gauges.num_preemptions, kv.recent.num_copied]
+    drafts = gauges.speculation or SpeculationCounters()
+    return [
+        *queues,
+        *changes,
+        drafts.num_draft_tokens,
+        drafts.num_accepted_tokens,
+        round(drafts.saved_seconds, 1),
+    ]

@@ -113,6 +113,14 @@ class EngineCollector(Collector):
             for position, count in enumerate(speculation.accepted_per_position):
                 by_position.add_metric([*values, str(position)], count)
             yield by_position
+            # A gauge, because it may fall.
+            saved = GaugeMetricFamily(
+                "octavo:speculation_saved_seconds",
+                "The time that drafts have saved, as estimated from the times of steps with and without them.",
+                labels=names,
+            )
+            saved.add_metric(values, speculation.saved_seconds)
+            yield saved
         about = self._stats.cache_config
         cache_config = GaugeMetricFamily(
             "vllm:cache_config_info", "The KV cache's configuration, as labels.", labels=[*names, *about]

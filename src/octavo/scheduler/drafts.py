@@ -1,6 +1,7 @@
 """Drafts: tokens that may follow a sequence, found without a model. They change when tokens come, never which.
 
-    ngram     what followed the last tokens where they occurred before, in the sequence's own prompt and output
+    ngram     what followed the last tokens where they occurred before, in the sequence's own prompt and output, or in
+              the text that the request predicts
     suffix    what followed the whole sequence before, in the tree of cached blocks, which has its own scope's alone;
               otherwise as ngram
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from octavo.kvcache.manager import KVCacheManager
@@ -52,28 +54,37 @@ class TokenIndex:
 
     Attributes:
         tokens: all tokens indexed so far.
+
+    Args:
+        before: tokens before the sequence's own.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, before: Seq[int] = ()) -> None:
         self.tokens = array("i")
+        self._num_before = len(before)
         self._width = width
         self._mask = (1 << _TOKEN_BITS * width) - 1
         self._run = 0
         self._latest: dict[int, int] = {}
         self._earlier = array("i")
+        self._append(before)
 
     def extend(self, seq: Sequence) -> bool:
         """Index the tokens that a sequence has gained; returns whether all of them are indexed now."""
+        first = len(self.tokens) - self._num_before
+        last = min(seq.num_tokens, first + _INDEXED_AT_ONCE)
+        self._append(seq.tokens(first, last))
+        return last == seq.num_tokens
+
+    def _append(self, token_ids: Seq[int]) -> None:
         tokens, run, latest = self.tokens, self._run, self._latest
         first = len(tokens)
-        last = min(seq.num_tokens, first + _INDEXED_AT_ONCE)
-        tokens.extend(seq.tokens(first, last))
-        for place in range(first, last):
+        tokens.extend(token_ids)
+        for place in range(first, len(tokens)):
             run = (run << _TOKEN_BITS | tokens[place]) & self._mask
             self._earlier.append(latest.get(run, -1) if place >= self._width else -1)
             latest[run] = place
         self._run = run
-        return last == seq.num_tokens
 
     def longest_match(self, most: int) -> tuple[int, int]:
         """Return the length of the longest match of the last tokens, up to `most`, and the end of its occurrence.
@@ -102,7 +113,9 @@ class TokenIndex:
 
 
 class NgramMethod(DraftMethod):
-    """Drafts what followed the last tokens where they occurred before in the same sequence.
+    """Drafts what followed the last tokens where they occurred before in the same sequence, or in its prediction.
+
+    While an output is the beginning of its prediction, it is drafted from there.
 
     Args:
         least, most_match: the length of matches, in tokens.
@@ -116,7 +129,10 @@ class NgramMethod(DraftMethod):
         """See `DraftMethod.draft`."""
         index = seq.state.token_index
         if index is None:
-            index = seq.state.token_index = TokenIndex(self._least)
+            predicted, count = seq.request.predicted_ids, seq.num_output_tokens
+            if count < len(predicted) and tuple(seq.output_token_ids) == predicted[:count]:
+                return Draft(predicted[count : count + most], "prediction", count + most)
+            index = seq.state.token_index = TokenIndex(self._least, predicted)
         if not index.extend(seq):
             return None
         length, place = index.longest_match(self._most_match)

@@ -163,6 +163,19 @@ def test_fields_that_change_no_answer_pass_without_a_warning(server: Running, fi
     assert IGNORED_HEADER not in answer.headers
 
 
+@pytest.mark.parametrize("content", ["ab", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]])
+def test_the_tokens_of_a_prediction_reach_the_engine(server: Running, content: Any) -> None:
+    chat(server, prediction={"type": "content", "content": content})
+    assert server.engine.received[-1]["context"].predicted_ids == (97, 98)
+
+
+@pytest.mark.parametrize("given", [{"content": "x"}, {"type": "content", "content": [{"type": "image_url"}]}])
+def test_a_prediction_without_text_is_refused(server: Running, given: Any) -> None:
+    error = server.error(PATH, {"messages": [USER], "prediction": given}, 400)
+    assert error["param"] == "prediction"
+    assert "a text or a list of text parts" in error["message"]
+
+
 def test_refusals_and_parts_of_the_newer_api_are_text(server: Running) -> None:
     refused = {"role": "assistant", "content": None, "refusal": "no"}
     parts = {"role": "assistant", "content": [{"type": "refusal", "refusal": "never"}]}

@@ -69,7 +69,8 @@ class Job:
             client.check_prompts(len(prompts))
         pins = tuple(pin for prompt in prompts for pin in prompt.pins)
         context = client.context(request_id, read.body.priority, read.cache_salt, pins)
-        context = replace(context, traceparent=traceparent)
+        predicted = read.predicted_ids if isinstance(read, ChatRequest) else ()
+        context = replace(context, traceparent=traceparent, predicted_ids=predicted)
         return cls(read.model, prompts, read.params, context, turnstile=turnstile or Turnstile(AT_ONCE))
 
     @property

@@ -47,6 +47,9 @@ from octavo.text.prompt_checks import check_token_ids
 
 Body = TypeVar("Body", bound=RequestBody)
 
+# Of a prediction, by token of the model's context.
+_MOST_PREDICTED_CHARACTERS = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptsRequest:
@@ -79,6 +82,7 @@ class ChatRequest:
         items: all input items of a response, as the inside of a JSON list; empty if it is not to be stored.
         instructions: the instructions of a response.
         request_id: the id of a response, from which its items' ids are made.
+        predicted_ids: the tokens of `prediction`.
     """
 
     body: ChatBody
@@ -92,6 +96,7 @@ class ChatRequest:
     items: bytes = b""
     instructions: str | None = None
     request_id: str = ""
+    predicted_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,7 +334,18 @@ class BodyReader:
             params = replace(params, skip_special_tokens=False)
         speech = Speech(dialect, body.parallel_tool_calls is False, body.include_reasoning is not False)
         echoed = _echoed(body, messages)
-        return ChatRequest(body.without_bulk(), model, params, prompt, echoed, body.cache_salt or "", speech)
+        predicted = self._predicted_ids(body.predicted_text)
+        return ChatRequest(
+            *(body.without_bulk(), model, params, prompt, echoed, body.cache_salt or "", speech),
+            predicted_ids=predicted,
+        )
+
+    def _predicted_ids(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a predicted text, as far as an answer could contain it."""
+        if not text or self.tokenizer is None:
+            return ()
+        most = self._max_model_len
+        return tuple(self.tokenizer.encode(text[: _MOST_PREDICTED_CHARACTERS * most], False)[:most])
 
     def tokenize(self, raw: bytes) -> ReadAnswer:
         body, _ = self._parse(TokenizeBody, raw)

@@ -83,6 +83,13 @@ def _response_formats(server: Served) -> dict[str, Schema]:
     return {"object": {"anyOf": [plain, by_schema]}}
 
 
+def _predictions(server: Served) -> dict[str, Schema]:
+    part = {"type": "object", "required": ["type", "text"], "properties": {"text": {"type": "string"}}}
+    content = {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
+    properties = {"type": {"const": "content"}, "content": content}
+    return {"object": {"required": ["type", "content"], "properties": properties}}
+
+
 @dataclass(kw_only=True)
 class StreamOptions(Declared):
     """The options of a streaming response."""
@@ -240,13 +247,31 @@ class ChatBody(GenerationBody):
     tool_choice: str | dict[str, Any] | None = taken(
         "whether a tool may, or must, be called", ranges=tool_choices, bulky=True
     )
-    prediction: Any = taken("has no effect; makes OpenAI's models faster where the output matches it", bulky=True)
+    prediction: dict[str, Any] | None = taken(
+        "text that the answer may contain, which comes sooner where it does; needs --speculative-config",
+        ranges=_predictions,
+        bulky=True,
+    )
 
     audio: Any = unsupported()
     functions: Any = unsupported()
     web_search_options: Any = unsupported(by_presence=True)
     chat_template: Any = unsupported()
     documents: Any = unsupported()
+
+    @property
+    def predicted_text(self) -> str:
+        """The text of `prediction`; raises `FieldError` if it is not `{"type": "content", "content": …}`."""
+        given = self.prediction
+        if given is None:
+            return ""
+        content = given.get("content") if given.get("type") == "content" else None
+        parts = content if isinstance(content, list) else [{"text": content}]
+        texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+        if len(texts) < len(parts):
+            must = 'must be {"type": "content", "content": …} with a text or a list of text parts'
+            raise FieldError("prediction", f"{must}, got {shown(given)}")
+        return "".join(texts)
 
     def sampling_params(self, vocab_size: int, limits: RequestLimits, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return the sampling parameters; see `params`."""

@@ -177,7 +177,8 @@ function reason({ cache }) {
 }
 const rows = new Map();
 function list() {
-  $("queue").textContent = `${show(counters[0])} running, ${show(counters[1])} waiting, ${show(counters[2])} of them swapped out`;
+  $("queue").textContent = `${show(counters[0])} running, ${show(counters[1])} waiting, ${show(counters[2])} of them swapped out`
+    + (counters[7] ? `; ${show(counters[8])} of ${show(counters[7])} drafted tokens accepted, ${counters[9]} s saved` : "");
   // Who runs comes first; within these, who came first.
   const all = [...requests.values()], runs = (one) => one.progress[0] === RUNNING;
   const shown = [...all.filter(runs), ...all.filter((one) => !runs(one))].slice(0, MOST_ROWS), body = $("requests");
