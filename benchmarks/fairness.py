@@ -253,6 +253,11 @@ def plot(scenarios: dict[str, list[Result]], path: Path) -> None:
     figure.savefig(path, dpi=90)
 
 
+def median_and_worst(differences: list[float]) -> str:
+    """Return two cells of a table; a run may be too short for any window."""
+    return f"{differences[len(differences) // 2]:.1%} | {differences[-1]:.1%}" if differences else "– | –"
+
+
 def rows(results: list[Result], tenant: str | None = None, alone: float | None = None) -> list[str]:
     lines = [
         "| policy | waiting tenants differ, median | worst | windows | in 60 s, median | worst | windows | preempted "
@@ -262,10 +267,7 @@ def rows(results: list[Result], tenant: str | None = None, alone: float | None =
     for r in results:
         line = f"| {r.policy} |"
         for differences in (r.due, r.differences):
-            median, worst = (
-                (f"{differences[len(differences) // 2]:.1%}", f"{differences[-1]:.1%}") if differences else ("–", "–")
-            )
-            line += f" {median} | {worst} | {len(differences)} |"
+            line += f" {median_and_worst(differences)} | {len(differences)} |"
         line += f" {r.preemptions} | {r.recomputed:,} | {r.tokens_per_s:,.0f} |"
         line += f" {r.tokens_per_s / results[0].tokens_per_s:.3f} |"
         lines.append(line + (f" {r.ttft_p99[tenant]:.2f} s | {alone:.2f} s |" if tenant else ""))
@@ -293,7 +295,7 @@ def print_by_seed(arguments: argparse.Namespace) -> None:
         arguments.window = usual
         line = f"| {seed} | {flooded:.2f} s | {alone:.2f} s | {flooded / alone:.2f} | {len(quiet)} |"
         for differences in (result.due, result.differences, long.differences):
-            line += f" {differences[len(differences) // 2]:.1%} | {differences[-1]:.1%} |"
+            line += f" {median_and_worst(differences)} |"
         print(line, flush=True)
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.sampling.masks import FEW, allowed_ids, mask, rows_allowing, split
+from octavo.sampling.masks import mask, rows_allowing
 
 VOCAB = 5001
 
@@ -43,25 +43,6 @@ def test_only_what_is_allowed_keeps_its_logit(allowed: list[list[int]]) -> None:
         expected[row, token_ids] = logits[row, token_ids]
     mask(logits, places, words)
     assert torch.equal(logits, expected)
-
-
-@settings(max_examples=40, deadline=None)
-@given(allowed=rows)
-def test_rows_of_few_tokens_list_them_in_rising_order(allowed: list[list[int]]) -> None:
-    words = words_of(allowed)
-    few, many = split(words)
-    assert few.tolist() == [i for i, token_ids in enumerate(allowed) if len(token_ids) <= FEW]
-    assert sorted([*few.tolist(), *many.tolist()]) == list(range(len(allowed)))
-    table, is_token = allowed_ids(words[few])
-    for row, entries, are_tokens in zip(few.tolist(), table, is_token, strict=True):
-        assert entries[are_tokens].tolist() == sorted(allowed[row])
-        assert are_tokens.tolist() == sorted(are_tokens.tolist(), reverse=True)
-
-
-@pytest.mark.parametrize("few", [1, FEW, FEW + 1])
-def test_the_border_between_few_and_many(few: int) -> None:
-    found, _ = split(words_of([list(range(few))]))
-    assert len(found) == (few <= FEW)
 
 
 def test_rows_that_allow_some_of_the_tokens_are_found() -> None:

@@ -1,10 +1,4 @@
-"""Masks of allowed tokens as bits: their use with torch operations, and what a request forbids beyond its grammar.
-
-A row has one bit per token, 32 per word. How it is applied depends on how many tokens it allows:
-
-    few         their logits are gathered, and the token is drawn only among these      [rows, FEW]
-    nearly all  the few forbidden ones become -inf                                      [rows, vocab]
-    otherwise   all forbidden ones become -inf
+"""Masks of allowed tokens as bits: one per token, 32 per word; and what a request forbids beyond its grammar.
 
 JSON sets no limit to a number's digits, and a small model may write them without end. So after many digits in a row, a
 number goes on only if its grammar leaves nothing else. No number that a schema demands is lost.
@@ -22,49 +16,16 @@ import torch
 from octavo.grammar.state import GrammarState
 from octavo.sampling.batch import IntArray, SamplingState
 
-# A row that allows at most this many tokens is drawn from among those.
-FEW = 256
-# A row that forbids at most this many tokens has them masked one by one.
-_FEW_FORBIDDEN = 4096
-
 Words = npt.NDArray[np.uint32]
 """Masks: [rows, ceil(vocab / 32)]."""
 
 
-def split(words: Words) -> tuple[IntArray, IntArray]:
-    """Return the rows that allow at most `FEW` tokens, and the others."""
-    is_few = np.bitwise_count(words).sum(-1) <= FEW
-    return np.flatnonzero(is_few), np.flatnonzero(~is_few)
-
-
-def allowed_ids(words: Words) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-    """Return the allowed tokens of rows with few, int64 [rows, FEW] in ascending order, and which entries are used."""
-    rows, token_ids = positions_of(words)
-    counts = np.bincount(rows, minlength=len(words))
-    place = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-    table = np.zeros((len(words), FEW), dtype=np.int64)
-    table[rows, place] = token_ids
-    return table, np.arange(FEW) < counts[:, None]
-
-
 def mask(logits: torch.Tensor, rows: IntArray, words: Words) -> None:
     """Set the logits of all tokens that `words[i]` forbids to -inf in row `rows[i]`, in place: float32 [*, vocab]."""
-    vocab = logits.shape[1]
-    forbidden = ~words
-    if rest := vocab % 32:
-        forbidden[:, -1] &= np.uint32((1 << rest) - 1)
-    is_dense = np.bitwise_count(forbidden).sum(-1) > _FEW_FORBIDDEN
-    sparse = np.flatnonzero(~is_dense)
-    if len(sparse):
-        which, token_ids = positions_of(forbidden[sparse])
-        index = torch.from_numpy(rows[sparse][which] * vocab + token_ids).to(logits.device)
-        logits.view(-1).index_fill_(0, index, -torch.inf)
-    dense = np.flatnonzero(is_dense)
-    if len(dense):
-        bits = np.unpackbits(forbidden[dense].view(np.uint8), axis=1, bitorder="little", count=vocab)
-        is_forbidden = torch.from_numpy(bits).view(torch.bool).to(logits.device)
-        for row, each in zip(rows[dense].tolist(), is_forbidden, strict=True):
-            logits[row].masked_fill_(each, -torch.inf)
+    bits = np.unpackbits(~words.view(np.uint8), axis=1, bitorder="little", count=logits.shape[1])
+    is_forbidden = torch.from_numpy(bits).view(torch.bool).to(logits.device)
+    for row, each in zip(rows.tolist(), is_forbidden, strict=True):
+        logits[row].masked_fill_(each, -torch.inf)
 
 
 def positions_of(words: Words) -> tuple[IntArray, IntArray]:

@@ -4,11 +4,10 @@ The sampler holds no state: each batch contains everything that its draws depend
 number for position p of a sequence is a function of (seed, p), and a row's result depends on that row alone, so a
 request gives the same tokens alone or in a batch, before and after preemption.
 
-    greedy rows                  argmax                                     (`choice`, or the kernel of `native_choice`)
-    temperature, min_p           softmax, sums by chunk, inversion          (`draw.draw_from_all`)
-    top_k, top_p as well         the same among the largest logits          (`draw.draw_from_top`)
-    beams                        no draw: the largest log-probabilities, for the scheduler to choose from
-    structured outputs           any of the first three, and again under a mask if the grammar refuses (`structured`)
+    greedy rows            argmax                                        by a `Choice`: the C++ library's, Triton's or,
+    others                 softmax, filters, inversion in id order       where neither runs, torch's
+    beams                  no draw: the largest log-probabilities, for the scheduler to choose from
+    structured outputs     any of the first two, and again under a mask if the grammar refuses (`structured`)
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from octavo.errors import LogitsError
 from octavo.request import TokenLogprobs, TopLogprobs
 from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.choice import Choice, DrawRows, TorchChoice, select
-from octavo.sampling.draw import largest
 from octavo.sampling.native_choice import NativeChoice
 from octavo.sampling.penalties import adjust
 from octavo.sampling.structured import StructuredDraws
@@ -203,7 +201,9 @@ class Sampler:
         if is_adjusted:
             logprobs = logits.log_softmax(-1)
             adjust(logprobs, batch)
-            values, ids = largest(logprobs, most)
+            first, ids = self._choice.likeliest(logprobs, most)
+            # Not `first`, whose rows add up to 1 again, but it is not finite if a row is not a distribution.
+            values = torch.where(first.isfinite(), logprobs.gather(1, ids), first)
         _require_valid(torch.isfinite(values[:, 0]), batch)
         found: dict[int, tuple[Candidate, ...]] = {}
         for i, (snapshot, row) in enumerate(zip(snapshots, values.tolist(), strict=True)):

@@ -22,45 +22,44 @@ import triton
 import triton.language as tl
 
 from octavo.attention.triton.launch import INTERPRETED
-from octavo.request import TokenLogprobs, TopLogprobs
+from octavo.request import TokenLogprobs
 from octavo.sampling.batch import SamplingBatch
-from octavo.sampling.choice import DrawRows, Flags, TorchChoice, look_at
-from octavo.sampling.masks import Words
+from octavo.sampling.choice import DrawMasks, DrawRows, TorchChoice, look_at, place, select, token_logprobs
 from octavo.storage.device_copy import to_device
 
 
 class TritonChoice(TorchChoice):
     """A `Choice` whose draws are one kernel, which also applies masks; scoring uses torch, with one transfer."""
 
+    def choose(
+        self,
+        logits: torch.Tensor,
+        batch: SamplingBatch,
+        masks: DrawMasks | None = None,
+        rows: DrawRows | None = None,
+        *,
+        again: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = logits if rows is None else select(logits, rows)
+        draws = np.arange(0) if masks is None else np.flatnonzero(masks.mask_of >= 0)
+        table = _table(logits, batch, again=again)
+        token_ids, valid = draw_rows(logits, table) if len(draws) < len(batch) else _no_draws(logits)
+        if masks is not None and len(draws):
+            words = torch.from_numpy(masks.words[masks.mask_of[draws]].view(np.int32)).to(logits.device)
+            chosen, proper = draw_rows(select(logits, draws), select(table, draws), words)
+            place(token_ids, draws, chosen)
+            place(valid, draws, proper)
+        return token_ids, valid.bool()
+
     def score(
         self, logits: torch.Tensor, rows: DrawRows, token_ids: torch.Tensor, num_top: list[int]
     ) -> list[TokenLogprobs]:
-        logits, token_ids = look_at(logits, rows), look_at(token_ids, rows)
-        logprobs, given = logits.log_softmax(-1), token_ids.unsqueeze(1)
-        ranks = (logits > logits.gather(1, given)).sum(-1, keepdim=True) + 1
-        most = min(max(num_top), logits.shape[1])
-        top_ids = _likeliest(logits, most)
-        # float64 holds ids, ranks and float32 values exactly.
-        pieces = (logprobs.gather(1, given), ranks, top_ids, logprobs.gather(1, top_ids))
-        found = torch.cat([piece.double() for piece in pieces], dim=1).tolist()
-        return [
-            TokenLogprobs(logprob, int(rank), TopLogprobs([int(i) for i in top[:k]], top[most : most + k]) if k else ())
-            for (logprob, rank, *top), k in zip(found, num_top, strict=True)
-        ]
+        return token_logprobs(look_at(logits, rows), look_at(token_ids, rows), num_top)
 
-    def _choose(
-        self, logits: torch.Tensor, batch: SamplingBatch, is_wanted: Flags | None = None, *, again: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        token_ids, valid = draw_rows(logits, _table(logits, batch, again=again))
-        return token_ids, valid.bool()
 
-    def _choose_allowed(
-        self, logits: torch.Tensor, batch: SamplingBatch, draws: DrawRows, words: Words, *, again: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = logits[torch.from_numpy(draws).to(logits.device)]
-        masks = torch.from_numpy(words.view(np.int32)).to(logits.device)
-        token_ids, valid = draw_rows(rows, _table(rows, batch.select(draws), again=again), masks)
-        return token_ids, valid.bool()
+def _no_draws(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    token_ids, valid = (torch.empty(len(logits), dtype=torch.int64, device=logits.device) for _ in range(2))
+    return token_ids, valid
 
 
 def draw_masked_row(vocab_size: int, device: torch.device) -> int:
@@ -71,15 +70,6 @@ def draw_masked_row(vocab_size: int, device: torch.device) -> int:
     masks[0, -1] = int(np.array(1 << (vocab_size - 1) % 32, np.uint32).view(np.int32))
     token_ids, _ = draw_rows(logits, table, masks)
     return int(token_ids.item())
-
-
-def _likeliest(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the k largest, int64 [rows, k], equals by ascending id, which is part of the key to avoid ties."""
-    bits = (logits + 0.0).view(torch.int32).long()  # -0.0 becomes 0.0
-    order = torch.where(bits < 0, bits ^ 0x7FFF_FFFF, bits)
-    last = 0x7FFF_FFFF
-    keys = (order << 31) + (last - torch.arange(logits.shape[1], device=logits.device))
-    return last - (keys.topk(k, dim=-1).values & last)
 
 
 def _table(logits: torch.Tensor, batch: SamplingBatch, *, again: bool) -> torch.Tensor:
