@@ -355,6 +355,7 @@ class Request:
         ending_ids: tokens that may end an output: end-of-sequence unless it is ignored, and `stop_token_ids`.
         grammar: the compiled structured output, kept as long as the request; None before it is compiled.
         search: the scheduler's beam search; None if its sequences are sampled.
+        stop_readers: detokenizers of its sequences, which find stop strings as tokens are drawn; None if it has none.
         seed: seed of the first sequence; those of the others are derived from it (`sibling_seed`).
         bad_word_ids: the token sequences that spell `params.bad_words`.
         pins: prefixes of the prompt to pin once they are computed.
@@ -389,6 +390,7 @@ class Request:
     full_blocks: object = None
     grammar: object = None
     search: Any = None
+    stop_readers: list[Any] | None = None
     was_admitted: bool = False
     uncomputed_charge: int = 0
     admitted_time: float | None = None

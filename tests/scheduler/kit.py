@@ -15,7 +15,6 @@ from octavo.scheduler.policy import Policy
 from octavo.scheduler.preemption import Preemption, RestoreSpeed
 from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
 from octavo.scheduler.step_time import StepLoad
-from octavo.scheduler.waiting import PrefixLengths
 from tests.kvcache.caches import Clock, make_manager, make_request
 from tests.scheduler import beams
 from tests.scheduler.results import Draw, result_of
@@ -79,7 +78,7 @@ class Harness:
             self.kv,
             policy,
             Preemption(mode, self.kv.holdings, speed),
-            PrefixLengths(self.kv) if cache.get("prefix_cache") == "radix" else None,
+            by_prefix=cache.get("prefix_cache") == "radix",
             fetching=None if store is None else Fetching(self.kv, store, speed),
         )
         self.device = device

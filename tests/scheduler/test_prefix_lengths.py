@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence
-from octavo.scheduler.waiting import PrefixLengths
+from octavo.scheduler.waiting import prefix_length
 from tests.kvcache.caches import make_manager, make_request
 
 SIZE = 4
@@ -33,7 +34,7 @@ def waiting(tokens: list[int]) -> Sequence:
 def test_a_prefix_is_looked_up_again_only_where_it_became_longer_or_shorter(prefix_cache: str) -> None:
     kv = make_manager(num_blocks=64, block_size=SIZE, prefix_cache=prefix_cache)
     seqs = [waiting([*range(20), 100 + i]) for i in range(8)]
-    prefixes = PrefixLengths(kv)
+    prefixes = partial(prefix_length, kv)
     assert [prefixes(seq) for seq in seqs] == [0] * 8
     with patch.object(kv, "match", side_effect=kv.match) as match:
         compute(kv, [900 + i for i in range(12)])
@@ -57,7 +58,7 @@ def test_the_remembered_length_is_what_the_cache_has(
     # Few blocks, so that what was cached is evicted.
     kv = make_manager(num_blocks=12, block_size=SIZE, prefix_cache=prefix_cache)
     seqs = [waiting([1000 * kind + i for i in range(length)]) for kind, length in line]
-    prefixes = PrefixLengths(kv)
+    prefixes = partial(prefix_length, kv)
     for kind, length, ask in computed:
         compute(kv, [1000 * kind + i for i in range(length)])
         if ask:

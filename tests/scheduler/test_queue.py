@@ -12,7 +12,7 @@ from octavo.request import Sequence, SequenceStatus
 from octavo.scheduler.plan import StepResult
 from octavo.scheduler.policy import AgeingPriority, FirstComeFirstServed, VirtualTokenCounter
 from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
-from octavo.scheduler.waiting import PrefixLengths, WaitingQueue
+from octavo.scheduler.waiting import WaitingQueue
 from tests.kvcache.caches import make_manager, make_request
 
 _arrivals = itertools.count(1)
@@ -154,7 +154,7 @@ def test_no_request_starves_behind_a_stream_of_better_prefixes(
 
 def test_a_stream_of_hits_does_not_keep_a_miss_from_being_served_by_a_whole_scheduler() -> None:
     kv = make_manager(num_blocks=12, block_size=4, prefix_cache="radix")
-    scheduler = Scheduler(SchedulerConfig(1, 64, max_model_len=40), kv, prefixes=PrefixLengths(kv))
+    scheduler = Scheduler(SchedulerConfig(1, 64, max_model_len=40), kv, by_prefix=True)
     popular = list(range(100, 117))
 
     def add(tokens: list[int]) -> Sequence:

@@ -27,7 +27,6 @@ from octavo.scheduler.policy import AgeingPriority, make_policy
 from octavo.scheduler.preemption import Preemption, RestoreSpeed
 from octavo.scheduler.results import ResultApplier
 from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
-from octavo.scheduler.waiting import PrefixLengths
 from tests.kvcache.caches import COPIES, FULL, Clock, make_manager, make_request, positions_seen, sliding
 from tests.scheduler import beams
 from tests.scheduler.plans import ToldRunner, rows_of
@@ -153,7 +152,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             kv,
             policy=AgeingPriority(3.0) if policy == "priority" else make_policy(policy),
             preemption=Preemption(mode, kv.holdings, speed),
-            prefixes=PrefixLengths(kv) if prefix_cache == "radix" else None,
+            by_prefix=prefix_cache == "radix",
         )
         self.limits: dict[str, KVLimits] = {}
         if kv_shares is not None:

@@ -24,7 +24,7 @@ from octavo.engine.outputs import (
     RequestOutput,
     StepNews,
 )
-from octavo.engine.processor import OutputProcessor, StopStrings
+from octavo.engine.processor import OutputProcessor, find_stop_strings, watch_stop_strings
 from octavo.engine.recovery import Recovery, live_rows, planned_rows
 from octavo.errors import GrammarError, LogitsError
 from octavo.grammar.compiler import GrammarCompiler
@@ -114,7 +114,6 @@ class EngineCore:
             budget_refusal=info.budget_refusal,
         )
         self.outputs = OutputProcessor(tokenizer)
-        self._stop_strings = StopStrings(tokenizer, scheduler.finish)
         self._recovery = Recovery(scheduler, runner, self.stats)
         self._plans_ahead = plans_ahead
         self._ahead: _StepInFlight | None = None  # handed over while the previous step was computed
@@ -156,7 +155,7 @@ class EngineCore:
         self.scheduler.add(request)
         if not self._recovery.isolation.may_run(request.request_id):
             self.scheduler.hold(request)
-        self._stop_strings.add(request)
+        watch_stop_strings(request, self.tokenizer)
 
     def abort(self, request_id: RequestId) -> RequestOutput | None:
         """Abort a request and free its blocks at once; returns its last output, or None if it has already ended."""
@@ -171,7 +170,6 @@ class EngineCore:
         request = self.scheduler.end_request(request_id, reason)
         if request is None:
             return None
-        self._stop_strings.forget(request_id)
         self.stats.on_finished(request, reason, time.monotonic())
         self._release()
         return Ended(request)
@@ -273,7 +271,7 @@ class EngineCore:
 
     def _report(self, updates: list[SequenceUpdate]) -> StepNews:
         """Return the results of a step, including requests that failed while its tokens were processed."""
-        failures = self.scheduler.take_failures() + self._stop_strings.find(updates)
+        failures = self.scheduler.take_failures() + find_stop_strings(updates, self.scheduler.finish)
         if failures:
             updates = _without(updates, failures)
         for request, error in failures:
@@ -375,7 +373,6 @@ class EngineCore:
     def _fail(self, requests: list[Request], error: str = STEP_FAILED) -> list[Ended]:
         """Record requests that have ended with an error."""
         for request in requests:
-            self._stop_strings.forget(request.request_id)
             self.stats.on_finished(request, FinishReason.ERROR, time.monotonic())
         return [Ended(request, error) for request in requests]
 

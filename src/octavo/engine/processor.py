@@ -1,8 +1,8 @@
 """Turns tokens into text and outputs: deltas or whole completions.
 
-Stop strings are found within the step that completes them (`StopStrings`), so that no token is computed after one. All
-other requests are detokenised by `OutputProcessor`, which does not touch the scheduler or running sequences: a server
-runs it on the event loop while the engine's thread is in the next step (`engine/async_engine.py`).
+Stop strings are found within the step that completes them (`find_stop_strings`), so that no token is computed after
+one. All other requests are detokenised by `OutputProcessor`, which does not touch the scheduler or running sequences: a
+server runs it on the event loop while the engine's thread is in the next step (`engine/async_engine.py`).
 """
 
 from __future__ import annotations
@@ -41,75 +41,54 @@ def read(detokenizer: IncrementalDetokenizer, update: SequenceUpdate, first: int
     return text if update.finish_reason is None else text + detokenizer.flush()
 
 
-class StopStrings:
-    """Detokenises the sequences of requests with stop strings, and ends them.
+def watch_stop_strings(request: Request, tokenizer: Tokenizer | None) -> None:
+    """Have a request's sequences detokenised by `find_stop_strings`, if it has stop strings and is detokenised."""
+    params = request.params
+    if params.stop and params.detokenize and tokenizer is not None:
+        detokenizer = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, params)
+        request.stop_readers = [detokenizer.copy() for _ in request.sequences]
 
-    All other requests are detokenised while the next step is already being computed (`engine/processor.py`).
+
+def find_stop_strings(updates: Iterable[SequenceUpdate], finish: FinishSequence) -> list[tuple[Request, Exception]]:
+    """Read a step's tokens of requests with stop strings, and end the sequences in which one is complete.
+
+    Returns:
+        The requests for which this raised, with the exceptions; all their sequences have been ended.
     """
-
-    def __init__(self, tokenizer: Tokenizer | None, finish: FinishSequence) -> None:
-        self._tokenizer = tokenizer
-        self._finish = finish
-        self._detokenizers: dict[RequestId, list[IncrementalDetokenizer]] = {}
-
-    def add(self, request: Request) -> None:
-        """Watch a request, if it has stop strings and is detokenised."""
-        params = request.params
-        if params.stop and params.detokenize and (tokenizer := self._tokenizer) is not None:
-            detokenizer = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, params)
-            self._detokenizers[request.request_id] = [detokenizer.copy() for _ in request.sequences]
-
-    def forget(self, request_id: RequestId) -> None:
-        """Stop watching a request that has ended."""
-        self._detokenizers.pop(request_id, None)
-
-    def find(self, updates: Iterable[SequenceUpdate]) -> list[tuple[Request, Exception]]:
-        """Read a step's tokens and end the sequences in which a stop string is complete.
-
-        Returns:
-            The requests for which this raised, with the exceptions; all their sequences have been ended.
-        """
-        failed: dict[RequestId, tuple[Request, Exception]] = {}
-        if not self._detokenizers:
-            return []
-        ended: set[RequestId] = set()
-        for update in updates:
-            request = update.seq.request
-            detokenizers = self._detokenizers.get(request.request_id)
-            if detokenizers is not None and request.request_id not in failed:
-                try:
-                    self._take_in(detokenizers[update.seq.index], update)
-                except Exception as error:
-                    failed[request.request_id] = (request, error)
-                if request.finished:
-                    ended.add(request.request_id)
-        for request_id in ended:
-            self.forget(request_id)  # not before, because other sequences of it may have ended in this step too
-        for request, _ in failed.values():
+    failed: dict[RequestId, tuple[Request, Exception]] = {}
+    for update in updates:
+        request = update.seq.request
+        if request.stop_readers is None or request.request_id in failed:
+            continue
+        try:
+            _find_stop_string(request.stop_readers[update.seq.index], update, finish)
+        except Exception as error:
+            failed[request.request_id] = (request, error)
             for seq in request.sequences:
-                self._finish(seq, FinishReason.ERROR, None)
-        return list(failed.values())
+                finish(seq, FinishReason.ERROR, None)
+    return list(failed.values())
 
-    def _take_in(self, detokenizer: IncrementalDetokenizer, update: SequenceUpdate) -> None:
-        seq, text = update.seq, ""
-        first = len(update.token_ids) - 1 if seq.request.search is None else 0
-        if first:
-            # A step may give a sampled sequence several tokens, and none must follow a stop string.
-            before = detokenizer.num_tokens
-            text = detokenizer.append(update.token_ids[:first])
-            if detokenizer.stop_string is not None:
-                update.cut(detokenizer.num_tokens - before)
-        # Nearly all tokens end nothing, and this runs for each of them.
-        if update.finish_reason is not None:
-            text += read(detokenizer, update, first)
-        elif detokenizer.stop_string is None:
-            text += detokenizer.append(update.token_ids[first:] if first else update.token_ids)
-        update.text = text
-        if (found := detokenizer.stop_string) is not None:
-            self._finish(seq, FinishReason.STOP, found)
-            # The token that completed the stop string may also have reached the length limit.
-            seq.finish_reason, seq.stop_reason = FinishReason.STOP, found
-            update.note_end()
+
+def _find_stop_string(detokenizer: IncrementalDetokenizer, update: SequenceUpdate, finish: FinishSequence) -> None:
+    seq, text = update.seq, ""
+    first = len(update.token_ids) - 1 if seq.request.search is None else 0
+    if first:
+        # A step may give a sampled sequence several tokens, and none must follow a stop string.
+        before = detokenizer.num_tokens
+        text = detokenizer.append(update.token_ids[:first])
+        if detokenizer.stop_string is not None:
+            update.cut(detokenizer.num_tokens - before)
+    # Nearly all tokens end nothing, and this runs for each of them.
+    if update.finish_reason is not None:
+        text += read(detokenizer, update, first)
+    elif detokenizer.stop_string is None:
+        text += detokenizer.append(update.token_ids[first:] if first else update.token_ids)
+    update.text = text
+    if (found := detokenizer.stop_string) is not None:
+        finish(seq, FinishReason.STOP, found)
+        # The token that completed the stop string may also have reached the length limit.
+        seq.finish_reason, seq.stop_reason = FinishReason.STOP, found
+        update.note_end()
 
 
 @dataclass(slots=True)
@@ -231,7 +210,7 @@ class OutputProcessor:
         self._tracked.pop(request_id, None)
 
     def _make_detokenizer(self, request: Request) -> IncrementalDetokenizer | None:
-        # `StopStrings` reads those with stop strings, whose updates have their text.
+        # `find_stop_strings` reads those with stop strings, whose updates have their text.
         if self._tokenizer is None or not request.params.detokenize or request.params.stop:
             return None
         return IncrementalDetokenizer(self._tokenizer, request.prompt_token_ids, request.params)

@@ -154,7 +154,6 @@ class Admission:
         if is_head:
             self._backfill.release()
         seq.state.refusal = None
-        self._lifecycle.admit(seq)
         return num_new
 
     def _take_blocks(self, seq: Sequence, budget: StepBudget, share: int) -> int | None:
@@ -187,7 +186,8 @@ class Admission:
             seq.request.num_cached_tokens = start
             seq.request.cached_by_tier = kv.hierarchy.tokens_by_tier(hit)
             kv.ledger.admitted(seq.request, report)
-        seq.num_computed = start
+        self._lifecycle.admit(seq)
+        seq.num_computed = start  # only now, because the order of those that wait depends on it
         return num_new
 
     def _match(self, seq: Sequence) -> PrefixHit:

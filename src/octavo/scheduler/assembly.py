@@ -24,7 +24,6 @@ from octavo.scheduler.policy import make_policy
 from octavo.scheduler.preemption import Preemption, RestoreSpeed
 from octavo.scheduler.scheduler import DEFAULT_WATERMARK, Scheduler, SchedulerConfig
 from octavo.scheduler.speculation import Speculator
-from octavo.scheduler.waiting import PrefixLengths
 from octavo.speculative_config import SpeculativeConfig
 
 
@@ -89,7 +88,6 @@ def assemble_scheduler(
     """
     speed = RestoreSpeed() if restore_speed is None else restore_speed
     policy = make_policy(config.scheduling_policy)
-    by_prefix = config.prefix_cache == "radix" and config.enable_prefix_caching
     return Scheduler(
         SchedulerConfig(
             config.max_num_seqs,
@@ -102,7 +100,7 @@ def assemble_scheduler(
         kv,
         policy=policy,
         preemption=Preemption(_preemption_mode(config, kv), kv.holdings, speed),
-        prefixes=PrefixLengths(kv) if by_prefix else None,
+        by_prefix=config.prefix_cache == "radix" and config.enable_prefix_caching,
         fetching=fetching,
         speculator=_speculator(config, kv, max_model_len),
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceStatus
@@ -21,7 +22,7 @@ from octavo.scheduler.plan_builder import PlanBuilder
 from octavo.scheduler.policy import Policy
 from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.running import RunningSet
-from octavo.scheduler.waiting import PrefixLengths, WaitingQueue
+from octavo.scheduler.waiting import WaitingQueue, prefix_length
 from octavo.sequence_state import SequenceState
 
 MayRun = Callable[[RequestId], bool]
@@ -47,7 +48,7 @@ class Lifecycle:
     """The requests that have not ended, and where each of their sequences is.
 
     Args:
-        prefixes: if given, waiting requests with the longest cached prefix are admitted first, as far as the policy
+        by_prefix: whether waiting requests with the longest cached prefix are admitted first, as far as the policy
             allows.
         fetching: requests that wait for stores below host memory; None if there are no stores.
 
@@ -63,8 +64,8 @@ class Lifecycle:
         kv: KVCacheManager,
         policy: Policy,
         preemption: Preemption,
-        prefixes: PrefixLengths | None,
         *,
+        by_prefix: bool,
         max_num_seqs: int,
         headroom_tokens: int,
         fetching: Fetching | None,
@@ -77,7 +78,7 @@ class Lifecycle:
         self.builder = PlanBuilder(kv)
         self.running = RunningSet(kv, headroom_tokens, on_leave=self.builder.drop)
         self.tenants = TenantLimits(kv, self.running)
-        self.waiting = WaitingQueue(policy, prefixes, self.tenants.is_capped)
+        self.waiting = WaitingQueue(policy, partial(prefix_length, kv) if by_prefix else None, self.tenants.is_capped)
         self._max_num_seqs = max_num_seqs
         self._fetching = fetching
         self._failures: list[tuple[Request, Exception]] = []

@@ -1,48 +1,36 @@
 """Recordings of executed plans and their durations, for the simulator and for fitting step-time models.
 
-They hold numbers only: what was computed and how long it took, but no token ids.
+They hold numbers only: what was computed and how long it took, but no token ids. A recording is gzipped lines of JSON:
 
-    "OCTAVOPLANS 1\\n"
-    one line of JSON: facts about the engine (block_size, bytes_per_token, …)
-    chunks            [u32 length][length bytes of zlib] …    whole records, together at most ~64 KiB uncompressed
+    {"octavo plans": 3, "block_size": 16, …}                                       facts about the engine
+    [step, at, seconds, num_moved, [sequence ids], [starts], [lengths], [draws]]   one line per step, as `RecordedStep`
 
-    record, little-endian, without padding
-        u64 step      f64 at: `time.perf_counter` when the step began      f64 seconds: duration
-        u32 rows, blocks copied, stored or loaded
-        i64 × rows    sequence ids
-        i32 × rows    starts           tokens computed before the step
-        i32 × rows    lengths          tokens computed in it
-        i32 × rows    draws            tokens drawn from the row's last logits
-
-A truncated file is read up to its last complete chunk.
+It is written in pieces of whole lines, each a gzip member of about 64 KiB uncompressed. A truncated file is read as far
+as it goes.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
-import struct
-import sys
 import zlib
-from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 from octavo.errors import ConfigError
 from octavo.scheduler.plan import StepPlan
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 DEFAULT_MAX_BYTES = 1 << 30
 
-_MAGIC = b"OCTAVOPLANS %d\n" % VERSION
-_HEAD = struct.Struct("<Qdd2I")
-_LENGTH = struct.Struct("<I")
-_CHUNK_BYTES = 1 << 16
+_NAME = "octavo plans"
+_PIECE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +56,6 @@ class RecordedStep:
     def num_tokens(self) -> int:
         return sum(self.lengths)
 
-    @property
-    def num_context_tokens(self) -> int:
-        """The number of tokens in the cache after the step, summed over its rows."""
-        return sum(self.starts) + sum(self.lengths)
-
 
 class PlanLog:
     """Writes a recording, buffered and bounded in size.
@@ -87,8 +70,9 @@ class PlanLog:
 
     def __init__(self, path: str | Path, facts: Mapping[str, Any], max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self._path, self._max_bytes = Path(path), max_bytes
-        self._buffer = bytearray()
-        head = _MAGIC + json.dumps(dict(facts)).encode() + b"\n"
+        self._lines: list[str] = []
+        self._num_pending = 0  # characters in them
+        head = gzip.compress(json.dumps({_NAME: VERSION, **facts}).encode() + b"\n", mtime=0)
         self._num_bytes = len(head)
         try:
             # The facts can be read before the first step is computed.
@@ -102,36 +86,35 @@ class PlanLog:
         if self._file is None:
             return
         num_moved = len(plan.copies) + len(plan.stores) + len(plan.loads)
-        self._buffer += _HEAD.pack(plan.step, began, seconds, len(plan.seq_ids), num_moved)
-        for kind, column in (("q", plan.seq_ids), ("i", plan.starts), ("i", plan.lengths), ("i", plan.draws)):
-            self._buffer += _little_endian(array(kind, column)).tobytes()
-        if len(self._buffer) >= _CHUNK_BYTES:
-            self._flush()
+        fields = [plan.step, began, seconds, num_moved, plan.seq_ids, plan.starts, plan.lengths, plan.draws]
+        self._lines.append(json.dumps(fields, separators=(",", ":")) + "\n")
+        self._num_pending += len(self._lines[-1])
+        if self._num_pending >= _PIECE_BYTES:
+            self._flush(self._file)
 
     def close(self) -> None:
         """Write what is buffered and close the file. May be called again."""
-        if self._file is not None and self._buffer:
-            self._flush()
+        if self._file is not None and self._lines:
+            self._flush(self._file)
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def _flush(self) -> None:
-        assert self._file is not None
-        packed, self._buffer = zlib.compress(self._buffer, 1), bytearray()
-        self._num_bytes += _LENGTH.size + len(packed)
-        if self._num_bytes > self._max_bytes:
-            logger.warning("%s has reached %d bytes: no more plans are recorded", self._path, self._max_bytes)
-            self._file.close()
-            self._file = None
-            return
+    def _flush(self, file: BinaryIO) -> None:
+        piece = gzip.compress("".join(self._lines).encode(), 1, mtime=0)
+        self._lines, self._num_pending = [], 0
+        self._num_bytes += len(piece)
         try:
-            self._file.write(_LENGTH.pack(len(packed)) + packed)
-            self._file.flush()
+            if self._num_bytes <= self._max_bytes:
+                file.write(piece)
+                file.flush()
+                return
+            logger.warning("%s has reached %d bytes: no more plans are recorded", self._path, self._max_bytes)
+            file.close()
         except OSError as error:
             # A full disk ends the recording, not the service.
             logger.warning("%s: no more plans are recorded: %s", self._path, error)
-            self._file = None
+        self._file = None
 
 
 def read_facts(path: str | Path) -> dict[str, Any]:
@@ -140,8 +123,8 @@ def read_facts(path: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, or is not a recording of this version.
     """
-    with _opened(path) as file:
-        return _read_head(file, path)
+    with _opened(path) as (_, facts):
+        return facts
 
 
 def read_plans(path: str | Path) -> Iterator[RecordedStep]:
@@ -150,60 +133,28 @@ def read_plans(path: str | Path) -> Iterator[RecordedStep]:
     Raises:
         ConfigError: the file cannot be read, is not a recording of this version, or is damaged.
     """
-    with _opened(path) as file:
-        _read_head(file, path)
-        while len(prefix := file.read(_LENGTH.size)) == _LENGTH.size:
-            (length,) = _LENGTH.unpack(prefix)
-            packed = file.read(length)
-            if len(packed) < length:
-                return
-            chunk = zlib.decompress(packed)
-            offset = 0
-            while offset < len(chunk):
-                step, offset = _read_step(chunk, offset)
-                yield step
+    with _opened(path) as (file, _):
+        for line in file:
+            step, at, seconds, num_moved, *columns = json.loads(line)
+            seq_ids, starts, lengths, draws = map(tuple, columns)
+            yield RecordedStep(step, at, seconds, seq_ids, starts, lengths, draws, num_moved)
 
 
 @contextmanager
-def _opened(path: str | Path) -> Iterator[BinaryIO]:
-    """Open a recording, and turn what may go wrong in reading it into `ConfigError`s."""
+def _opened(path: str | Path) -> Iterator[tuple[TextIO, dict[str, Any]]]:
+    """Open a recording and read its facts; turns what may go wrong in reading it into `ConfigError`s."""
+    facts = None
     try:
-        with Path(path).open("rb") as file:
-            yield file
-    except ConfigError:
-        raise
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            facts = json.loads(file.readline() or "null")
+            if not isinstance(facts, dict) or facts.pop(_NAME, None) != VERSION:
+                raise ConfigError(f"{str(path)!r} is not a recording of plans of version {VERSION}")
+            yield file, facts
+    except EOFError:
+        if facts is None:
+            raise ConfigError(f"{str(path)!r} is a recording of plans that was cut off before its facts") from None
+    except (ValueError, TypeError, zlib.error, gzip.BadGzipFile) as error:
+        what = "is not a recording of plans of version" if facts is None else "is a damaged recording of plans, version"
+        raise ConfigError(f"{str(path)!r} {what} {VERSION}: {error}") from error
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (struct.error, ValueError, zlib.error) as error:
-        raise ConfigError(f"{str(path)!r} is a damaged recording of plans: {error}") from error
-
-
-def _read_head(file: BinaryIO, path: str | Path) -> dict[str, Any]:
-    magic = file.read(len(_MAGIC))
-    if magic != _MAGIC:
-        raise ConfigError(f"{str(path)!r} is not a recording of plans of version {VERSION}: it begins with {magic!r}")
-    line = file.readline()
-    facts = json.loads(line) if line else None
-    if not isinstance(facts, dict):
-        raise ConfigError(f"{str(path)!r} is a damaged recording of plans: its second line has no facts")
-    return facts
-
-
-def _read_step(chunk: bytes, offset: int) -> tuple[RecordedStep, int]:
-    step, at, seconds, rows, num_moved = _HEAD.unpack_from(chunk, offset)
-    offset += _HEAD.size
-    columns: list[tuple[int, ...]] = []
-    for kind in "qiii":
-        column = array(kind)
-        end = offset + rows * column.itemsize
-        column.frombytes(chunk[offset:end])
-        columns.append(tuple(_little_endian(column)))
-        offset = end
-    seq_ids, starts, lengths, draws = columns
-    return RecordedStep(step, at, seconds, seq_ids, starts, lengths, draws, num_moved), offset
-
-
-def _little_endian(column: array[int]) -> array[int]:
-    if sys.byteorder == "big":
-        column.byteswap()
-    return column

@@ -29,7 +29,6 @@ from octavo.scheduler.results import ResultApplier
 from octavo.scheduler.speculation import Speculator
 from octavo.scheduler.step_budget import LatencyTarget
 from octavo.scheduler.step_time import StepLoad, StepTimeModel
-from octavo.scheduler.waiting import PrefixLengths
 
 _MOMENT = 0.005
 
@@ -65,7 +64,7 @@ class Scheduler:
     Args:
         policy: orders sequences; by default, first come, first served.
         preemption: decides whether a preempted sequence is swapped; by default, all are recomputed.
-        prefixes: if given, waiting requests with the longest cached prefix are admitted first, as far as the policy
+        by_prefix: whether waiting requests with the longest cached prefix are admitted first, as far as the policy
             allows.
         fetching: requests that wait for stores below host memory; None if there are no stores.
         speculator: chooses drafts for steps to verify; by default, there are none.
@@ -82,7 +81,8 @@ class Scheduler:
         kv: KVCacheManager,
         policy: Policy | None = None,
         preemption: Preemption | None = None,
-        prefixes: PrefixLengths | None = None,
+        *,
+        by_prefix: bool = False,
         fetching: Fetching | None = None,
         speculator: Speculator | None = None,
     ) -> None:
@@ -96,7 +96,7 @@ class Scheduler:
             kv,
             self.policy,
             self.preemption,
-            prefixes,
+            by_prefix=by_prefix,
             max_num_seqs=config.max_num_seqs,
             headroom_tokens=config.headroom_tokens,
             fetching=fetching,

@@ -13,20 +13,16 @@ that line, whatever arrives behind it. A preempted sequence is never overtaken.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
 
 from octavo.kvcache.manager import KVCacheManager
-from octavo.request import Sequence, SequenceId, SequenceStatus
+from octavo.request import Sequence, SequenceStatus
 from octavo.scheduler.policy import Key, Policy
 from octavo.sequence_state import CachedPrefix
-
-PrefixLength = Callable[[Sequence], int]
-
-# With no more dead entries than this, rebuilding the heap is not worth it.
-_FEW = 32
 
 
 @dataclass(eq=False, slots=True)
@@ -34,13 +30,14 @@ class _Line:
     """The waiting sequences of one tenant, or of all tenants without a line of their own.
 
     Attributes:
+        seqs: never empty; the first in order of service is first.
         next: the sequence to admit; of a line with a cap, the only one offered. None if it is to be chosen.
         overtakes: how many sequences have overtaken the first in turn.
         over_cap: of a line with a cap, its first sequence, if that does not fit the cap; then none is offered.
         use: blocks that the tenant held and was bound to take then.
     """
 
-    heap: KeyedHeap
+    seqs: SortedSequences
     is_capped: bool
     next: Sequence | None = None
     overtakes: int = 0
@@ -50,12 +47,6 @@ class _Line:
     @property
     def is_offered(self) -> bool:
         return not self.is_capped or self.next is not None
-
-    def first(self) -> Sequence:
-        """Return the first sequence in order of service; no line is empty."""
-        first = self.heap.peek()
-        assert first is not None
-        return first
 
 
 class WaitingQueue:
@@ -71,7 +62,7 @@ class WaitingQueue:
     def __init__(
         self,
         policy: Policy,
-        prefix_length: PrefixLength | None = None,
+        prefix_length: Callable[[Sequence], int] | None = None,
         is_capped: Callable[[str], bool] = lambda tenant: False,
         *,
         max_overtakes: int = 16,
@@ -84,7 +75,7 @@ class WaitingQueue:
         self._window = window
         self._size = 0
         self._lines: dict[str | None, _Line] = {}  # by tenant, or None for the others; none empty
-        self._by_size = KeyedHeap(policy.prompt_key)  # all that are offered, if short ones may pass
+        self._by_size = SortedSequences(policy.prompt_key)  # all that are offered, if short ones may pass
         self._head: Sequence | None = None  # None if it is to be chosen
         self._version = policy.version  # when the head was chosen
 
@@ -99,15 +90,15 @@ class WaitingQueue:
         line = self._lines.get(name)
         if line is None:
             is_capped = self._is_capped(seq.request.tenant)
-            line = self._lines[name] = _Line(KeyedHeap(_order), is_capped)
+            line = self._lines[name] = _Line(SortedSequences(_order), is_capped)
             if not is_capped:
                 self._arrive(line, seq)
-        line.heap.push(seq)
+        line.seqs.add(seq)
         if not line.is_capped:
             self._enter(seq)
             line.next = None
             return
-        if line.first() is seq:
+        if line.seqs[0] is seq:
             line.over_cap = None  # it may need less
         self._offer_first(line)
 
@@ -117,7 +108,7 @@ class WaitingQueue:
         seq.state.cached_prefix = None
         name = self._name(seq)
         line = self._lines[name]
-        line.heap.discard(seq)
+        line.seqs.discard(seq)
         if line.is_capped:
             if line.over_cap is seq:
                 line.over_cap = None
@@ -125,21 +116,21 @@ class WaitingQueue:
         else:
             self._leave(seq)
             line.next = None
-        if not len(line.heap):
+        if not line.seqs:
             del self._lines[name]
 
     def admit(self, seq: Sequence) -> None:
         """Remove a sequence that was admitted, in turn or out of turn."""
         if seq is self.head():
             line = self._lines[self._name(seq)]
-            line.overtakes = 0 if seq is line.first() else line.overtakes + 1
+            line.overtakes = 0 if seq is line.seqs[0] else line.overtakes + 1
         self.discard(seq)
 
     def clear(self) -> None:
         """Forget all sequences."""
         self._size = 0
         self._lines = {}
-        self._by_size = KeyedHeap(self._policy.prompt_key)
+        self._by_size = SortedSequences(self._policy.prompt_key)
         self._head = None
 
     def head(self) -> Sequence | None:
@@ -160,7 +151,7 @@ class WaitingQueue:
         If short ones may pass, these are the most urgent (by priority) with the fewest tokens to compute; otherwise the
         first in order of admission.
         """
-        return self._by_size.smallest(count) if self._policy.short_may_pass else self.first(count)
+        return self._by_size[:count] if self._policy.short_may_pass else self.first(count)
 
     def first(self, count: int) -> list[Sequence]:
         """Return the first `count` sequences in order of admission.
@@ -197,7 +188,7 @@ class WaitingQueue:
         return [line for line in self._lines.values() if line.is_offered]
 
     def _rank(self, line: _Line) -> Key:
-        return self._policy.line_rank(line.first(), self._next(line))
+        return self._policy.line_rank(line.seqs[0], self._next(line))
 
     def _next(self, line: _Line) -> Sequence:
         """Return the sequence of a line that is admitted next."""
@@ -206,11 +197,11 @@ class WaitingQueue:
         return line.next
 
     def _choose(self, line: _Line) -> Sequence:
-        first = line.first()
+        first = line.seqs[0]
         if self._prefix_length is None or first.num_preemptions or line.overtakes >= self._max_overtakes:
             return first
         priority = first.request.priority
-        rivals = [seq for seq in line.heap.smallest(self._window) if seq.request.priority == priority]
+        rivals = [seq for seq in line.seqs[: self._window] if seq.request.priority == priority]
         # max() keeps the earliest among equals.
         return first if len(rivals) == 1 else max(rivals, key=self._prefix_length)
 
@@ -218,11 +209,11 @@ class WaitingQueue:
         if line.is_capped:
             return [self._next(line)]
         following = self._next(line)
-        return [following, *(seq for seq in line.heap.smallest(count) if seq is not following)][:count]
+        return [following, *(seq for seq in line.seqs[:count] if seq is not following)][:count]
 
     def _offer_first(self, line: _Line) -> None:
         """Offer only the first sequence of a line with a cap, or none if that exceeds the cap."""
-        first = None if line.over_cap is not None else line.heap.peek()
+        first = None if line.over_cap is not None or not line.seqs else line.seqs[0]
         before, line.next = line.next, first
         if first is before:
             return
@@ -235,13 +226,13 @@ class WaitingQueue:
         self._head = None
 
     def _arrive(self, line: _Line, seq: Sequence) -> None:
-        tenants = (other.first().request.tenant for other in self._offered() if other is not line)
+        tenants = (other.seqs[0].request.tenant for other in self._offered() if other is not line)
         self._policy.arrive(seq.request, tenants)
 
     def _enter(self, seq: Sequence) -> None:
         self._head = None
         if self._policy.short_may_pass:
-            self._by_size.push(seq)
+            self._by_size.add(seq)
 
     def _leave(self, seq: Sequence) -> None:
         self._head = None
@@ -249,84 +240,41 @@ class WaitingQueue:
             self._by_size.discard(seq)
 
 
-class PrefixLengths:
-    """Looks up the lengths of cached prefixes of waiting sequences, and keeps them in their states.
+def prefix_length(kv: KVCacheManager, seq: Sequence) -> int:
+    """Return the number of cached tokens at the beginning of a waiting sequence, which is kept in its state.
 
     The first look-up takes time proportional to the length of the prefix. The result holds until the cache changes, and
     then two key look-ups show whether the prefix still ends at the same token.
     """
-
-    def __init__(self, kv: KVCacheManager) -> None:
-        self._kv = kv
-
-    def __call__(self, seq: Sequence) -> int:
-        """Return the number of cached tokens at the beginning of a waiting sequence."""
-        version = self._kv.version
-        found = seq.state.cached_prefix
-        if found is None:
-            found = seq.state.cached_prefix = CachedPrefix(version, self._kv.match_on_device(seq).num_tokens)
-        elif found.version != version:
-            if not self._kv.still_matches(seq, found.num_tokens):
-                found.num_tokens = self._kv.match_on_device(seq).num_tokens
-            found.version = version
-        return found.num_tokens
+    version, found = kv.version, seq.state.cached_prefix
+    if found is None:
+        found = seq.state.cached_prefix = CachedPrefix(version, kv.match_on_device(seq).num_tokens)
+    elif found.version != version:
+        if not kv.still_matches(seq, found.num_tokens):
+            found.num_tokens = kv.match_on_device(seq).num_tokens
+        found.version = version
+    return found.num_tokens
 
 
-class KeyedHeap:
-    """A priority queue of sequences that supports removing any: the one with the smallest key is first.
+class SortedSequences(list[Sequence]):
+    """Sequences by ascending key, which must be unique, and must not change while they are listed.
 
-    A discarded sequence, with its request and prompt, is released at once. Only its entry, a few numbers, stays in the
-    heap until it surfaces or the heap is rebuilt, which keeps dead entries below about half. push, pop, discard:
-    amortised O(log n).
-
-    Args:
-        key: computes the key of a sequence when it is pushed; keys must be unique.
+    A list, because finding a place is a bisection, and moving what is behind it takes microseconds even for 10,000.
     """
 
     def __init__(self, key: Callable[[Sequence], Key]) -> None:
+        super().__init__()
         self._key = key
-        self._entries: list[tuple[Key, SequenceId]] = []
-        self._live: dict[SequenceId, tuple[Key, Sequence]] = {}
 
-    def __len__(self) -> int:
-        return len(self._live)
-
-    def push(self, seq: Sequence) -> None:
-        """Add a sequence that is not in the heap."""
-        key = self._key(seq)
-        self._live[seq.seq_id] = (key, seq)
-        heapq.heappush(self._entries, (key, seq.seq_id))
-
-    def peek(self) -> Sequence | None:
-        """Return the sequence with the smallest key, or None if the heap is empty."""
-        while self._entries:
-            key, seq_id = self._entries[0]
-            live = self._live.get(seq_id)
-            if live is not None and live[0] == key:
-                return live[1]
-            heapq.heappop(self._entries)
-        return None
-
-    def smallest(self, count: int) -> list[Sequence]:
-        """Return the `count` sequences with the smallest keys, in order. O(count · log n)."""
-        taken: list[tuple[Key, SequenceId]] = []
-        found: list[Sequence] = []
-        while len(found) < count and (seq := self.peek()) is not None:
-            entry = heapq.heappop(self._entries)
-            # A sequence pushed again with the same key has two entries: keep one.
-            if not found or found[-1] is not seq:
-                taken.append(entry)
-                found.append(seq)
-        for entry in taken:
-            heapq.heappush(self._entries, entry)
-        return found
+    def add(self, seq: Sequence) -> None:
+        bisect.insort(self, seq, key=self._key)
 
     def discard(self, seq: Sequence) -> None:
-        """Remove a sequence; raises KeyError if it is not in the heap."""
-        del self._live[seq.seq_id]
-        if len(self._entries) > 2 * len(self._live) + _FEW:
-            self._entries = [(key, seq_id) for seq_id, (key, _) in self._live.items()]
-            heapq.heapify(self._entries)
+        """Remove a sequence; raises `ValueError` if it is not listed."""
+        place = bisect.bisect_left(self, self._key(seq), key=self._key)
+        if self[place : place + 1] != [seq]:
+            raise ValueError(f"sequence {seq.seq_id} is not where its key says")
+        del self[place]
 
 
 def _order(seq: Sequence) -> Key:
