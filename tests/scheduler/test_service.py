@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.request import PinRequest, Request, SequenceStatus
+from octavo.request import PinRequest, Request, Sequence, SequenceStatus
 from octavo.scheduler.plan import StepPlan
 from octavo.scheduler.scheduler import DEFAULT_HEADROOM_TOKENS, DEFAULT_WATERMARK
 from octavo.scheduler.step_budget import MOST_NEWCOMERS, MOST_SCORED_TOKENS
@@ -242,7 +242,8 @@ def test_what_waits_is_counted_and_what_is_aborted_is_gone_at_once() -> None:
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=120))
 def test_sequences_stay_sorted_and_only_listed_ones_are_removed(operations: list[tuple[bool, int]]) -> None:
     keys: dict[int, tuple[int, int]] = {}
-    found, listed = SortedSequences(lambda seq: keys[seq.seq_id]), []
+    found = SortedSequences(lambda seq: keys[seq.seq_id])
+    listed: list[Sequence] = []
     for adds, number in operations:
         if adds or not listed:
             seq = make_sequence([1])

@@ -229,10 +229,7 @@ class StepComposer:
             return
         left = budget - len(draft.streams)
         if left > 0 and (prompts or len(self._waiting)):
-            limit = None
-            if self._latency is not None and draft.streams:
-                limit = self._latency.limit([seq.num_tokens for seq in draft.streams])
-            step = StepBudget(left, limit, with_streams=bool(draft.streams))
+            step = StepBudget(left, self._latency, [seq.num_tokens for seq in draft.streams])
             if claimant is not None and not short and self._admit(claimant, step, draft, self._policy.share_of_first):
                 bisect.insort(prompts, claimant, key=_order)
             self._serve_prompts(prompts, step, draft, short)

@@ -1,13 +1,14 @@
 """What a step may take: tokens and, if running streams have a latency target, time.
 
-`LatencyTarget` learns how long steps take, and sizes chunks of prompts so that streams keep their inter-token latency.
-`StepBudget` is what the prompts of one step share.
+`StepBudget` is what the prompts of one step share; `LatencyTarget` says how long the step may take.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from octavo.scheduler.step_time import StepLoad, StepTimeModel
@@ -63,7 +64,7 @@ class LatencyTarget:
         self.model = StepTimeModel() if model is None else model
         self._longest = LEAST_CHUNK
         self._fastest = math.inf  # seconds of the shortest step
-        self._last: ChunkTime | None = None
+        self._last: StepBudget | None = None
         self._saved = 0.0  # prompt time carried over, in seconds
 
     def observe(self, load: StepLoad, seconds: float, *, num_chunk_tokens: int = 0) -> None:
@@ -77,17 +78,20 @@ class LatencyTarget:
         self.model.observe(load, seconds)
 
     def skip_step(self) -> None:
-        """Note that the step that `limit` was called for is not computed."""
+        """Note that the step whose budget began last is not computed."""
         self._last = None
 
-    def limit(self, stream_lengths: Iterable[int]) -> ChunkTime:
-        """Return the time limit for the chunks of a step with streams of these lengths."""
+    def begin(self, budget: StepBudget) -> tuple[float, int, float]:
+        """Note the budget of the next step.
+
+        Returns:
+            The predicted time that the step may take, in seconds; the maximum number of prompt tokens in it; and the
+            prompt time carried over from earlier steps, in seconds.
+        """
         if self._last is not None:
             self._saved = self._last.left_for_prompts(self._saved)
-        lengths = list(stream_lengths)
-        load = StepLoad(len(lengths), sum(lengths), 0.0, len(lengths))
-        self._last = ChunkTime(self.model, load, self._predicted_limit, 2 * self._longest, self._saved)
-        return self._last
+        self._last = budget
+        return self._predicted_limit, 2 * self._longest, self._saved
 
     @property
     def _predicted_limit(self) -> float:
@@ -108,71 +112,6 @@ class LatencyTarget:
         return StreamTime(of_all - base, available, (of_rows - base) / num_streams, (of_all - of_rows) / context)
 
 
-class ChunkTime:
-    """The time left for prompts in one step.
-
-    Args:
-        load: load of the streams.
-        seconds: predicted time that the whole step may take.
-        most: maximum number of prompt tokens.
-        saved: prompt time carried over from earlier steps, in seconds.
-
-    Attributes:
-        num_taken: prompt tokens added to the step so far.
-    """
-
-    def __init__(self, model: StepTimeModel, load: StepLoad, seconds: float, most: int, saved: float = 0.0) -> None:
-        self._model = model
-        self._load = load
-        self._seconds = seconds
-        self._most = most
-        self._of_streams = model.predict(load)
-        self._share = SHARE_OF_PROMPTS * self._of_streams
-        self._due = saved + self._share
-        self._lacking = 0.0  # seconds that prompts would have used, if the target left them too few
-        self._was_asked = False
-        self.num_taken = 0
-
-    def chunk(self, start: int, most: int, *, is_new: bool = False) -> int:
-        """Return the longest chunk of at most `most` tokens that fits, after `start` computed tokens; possibly 0.
-
-        Args:
-            is_new: whether it is the first of a sequence, of which one may always enter, with a token.
-        """
-        self._was_asked = True
-        fits = self._longest(start, min(most, self._most), self._seconds)
-        least = min(most, LEAST_CHUNK - self.num_taken)
-        if fits < least:
-            self._lacking = self._model.predict(self._load.with_chunk(start, least)) - self._of_streams
-            if self._lacking <= self._due:
-                return least
-        return max(fits, int(is_new and not self.num_taken))
-
-    def take(self, start: int, num_tokens: int) -> None:
-        """Add a chunk to the step."""
-        self._load = self._load.with_chunk(start, num_tokens)
-        self.num_taken += num_tokens
-        self._most -= num_tokens
-
-    def left_for_prompts(self, saved: float) -> float:
-        """Return the seconds that prompts are due once the step is planned, of which `saved` were due before."""
-        if not self._was_asked:
-            return saved
-        used = self._model.predict(self._load) - self._of_streams
-        return min(max(self._due - used, 0.0), self._lacking)
-
-    def _longest(self, start: int, most: int, seconds: float) -> int:
-        fits, too_long = 0, most + 1
-        # Bisect: the predicted time rises with the tokens.
-        while too_long - fits > 1:
-            middle = (fits + too_long) // 2
-            if self._model.predict(self._load.with_chunk(start, middle)) <= seconds:
-                fits = middle
-            else:
-                too_long = middle
-        return fits
-
-
 MOST_NEWCOMERS = 8
 """The maximum number of sequences, including siblings, admitted in a step that streams wait for. Each takes the engine
 70 µs, or 200 µs with a large model, and each sibling also a copy of the prompt's last block, which takes 250 µs in
@@ -188,18 +127,31 @@ class StepBudget:
 
     Args:
         num_tokens: tokens that decodes have left over.
-        time: time limit; None if there is no latency target.
-        with_streams: whether streams wait for the step.
+        target: the latency target; if None, only the number of tokens is limited.
+        stream_lengths: of the streams that wait for the step.
 
     Attributes:
         num_newcomers: sequences that may still be admitted.
+        num_taken: prompt tokens in the step so far.
     """
 
-    def __init__(self, num_tokens: int, time: ChunkTime | None = None, *, with_streams: bool = False) -> None:
+    def __init__(
+        self, num_tokens: int, target: LatencyTarget | None = None, stream_lengths: Sequence[int] = ()
+    ) -> None:
+        with_streams = bool(stream_lengths)
         self.num_tokens = num_tokens
+        self.num_taken = 0
         self.num_newcomers = MOST_NEWCOMERS if with_streams else num_tokens
         self._num_scored = MOST_SCORED_TOKENS if with_streams else num_tokens
-        self._time = time
+        self._model = target.model if target is not None and with_streams else None
+        self._was_asked = False
+        if target is not None and self._model is not None:
+            count = len(stream_lengths)
+            self._load = StepLoad(count, sum(stream_lengths), 0.0, count)
+            self._of_streams = self._model.predict(self._load)
+            self._seconds, self._most, saved = target.begin(self)
+            self._due = saved + SHARE_OF_PROMPTS * self._of_streams
+            self._lacking = 0.0  # seconds that prompts would have used, if the target left them too few
 
     def chunk(self, start: int, missing: int, *, scored: bool = False, is_new: bool = False) -> int:
         """Return the longest chunk of a prompt that fits; 0 if the step is full.
@@ -208,19 +160,38 @@ class StepBudget:
             start: computed tokens of the prompt.
             missing: tokens of the prompt that remain to be computed.
             scored: whether log-probabilities of its tokens are wanted.
-            is_new: whether it is the prompt's first.
+            is_new: whether it is the prompt's first, of which one may always enter, with a token.
         """
-        most = min(missing, self.num_tokens)
-        if scored:
-            most = min(most, self._num_scored)
-        if self._time is None or most <= 0:
+        most = min(missing, self.num_tokens, self._num_scored if scored else missing)
+        if self._model is None or most <= 0:
             return most
-        return self._time.chunk(start, most, is_new=is_new)
+        self._was_asked = True
+        # The predicted time rises with the tokens.
+        sizes = range(1, min(most, self._most - self.num_taken) + 1)
+        fits = bisect.bisect_right(sizes, self._seconds, key=partial(self._seconds_with, start))
+        least = min(most, LEAST_CHUNK - self.num_taken)
+        if fits < least:
+            self._lacking = self._seconds_with(start, least) - self._of_streams
+            if self._lacking <= self._due:
+                return least
+        return max(fits, int(is_new and not self.num_taken))
 
     def take(self, start: int, num_tokens: int, *, scored: bool = False) -> None:
-        """Charge a chunk to the budget."""
+        """Add a chunk to the step."""
         self.num_tokens -= num_tokens
+        self.num_taken += num_tokens
         if scored:
             self._num_scored -= num_tokens
-        if self._time is not None:
-            self._time.take(start, num_tokens)
+        if self._model is not None:
+            self._load = self._load.with_chunk(start, num_tokens)
+
+    def left_for_prompts(self, saved: float) -> float:
+        """Return the seconds that prompts are due once the step is planned, of which `saved` were due before."""
+        if not self._was_asked:
+            return saved
+        assert self._model is not None, "it is asked for the time"
+        return min(max(self._due - (self._model.predict(self._load) - self._of_streams), 0.0), self._lacking)
+
+    def _seconds_with(self, start: int, num_tokens: int) -> float:
+        assert self._model is not None
+        return self._model.predict(self._load.with_chunk(start, num_tokens))
