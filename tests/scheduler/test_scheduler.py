@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -10,7 +11,7 @@ from octavo.errors import CapacityError, ContextLengthError, RequestError
 from octavo.request import FinishReason, Sequence, SequenceStatus
 from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
 from tests.kvcache.caches import make_manager, make_request
-from tests.scheduler.kit import Harness, status
+from tests.scheduler.kit import Harness, outputs, status
 from tests.scheduler.plans import rows_of, shares
 
 
@@ -358,3 +359,44 @@ def test_aborting_a_wide_request_looks_at_each_sequence_only_a_few_times(monkeyp
     assert request.finished
     assert looks <= 5 * 64
     engine.kv.audit()
+
+
+def test_a_request_whose_update_fails_ends_with_an_error_and_is_reported_once() -> None:
+    engine = Harness()
+    bad, good = engine.add(4, n=2), engine.add(4)
+    engine.step()
+    plan, error = engine.scheduler.schedule(), RuntimeError("publishing failed")
+    commit = engine.kv.commit
+
+    def fails_for_bad(seq: Sequence) -> None:
+        if seq.request is bad:
+            raise error
+        commit(seq)
+
+    for seq in (*bad.sequences, *good.sequences):
+        seq.state.placed.publish_at = seq.state.placed.slow_path_at = 0  # all are to be published
+    with patch.object(engine.kv, "commit", fails_for_bad):
+        updates = engine.finish_step(plan)
+    assert [update.seq for update in updates] == good.sequences
+    assert engine.scheduler.take_failures() == [(bad, error)]
+    assert engine.scheduler.take_failures() == []
+    assert {(seq.status, seq.finish_reason) for seq in bad.sequences} == {(SequenceStatus.FINISHED, FinishReason.ERROR)}
+    assert engine.scheduler.requests == [good]
+    engine.run()
+    assert outputs(good) == [10]
+
+
+def test_a_request_that_is_held_back_runs_only_after_a_restart_that_lets_it() -> None:
+    engine = Harness()
+    other, held = engine.add(4, max_tokens=30), engine.add(4)
+    engine.scheduler.hold(held)
+    assert status(held) is SequenceStatus.PARKED
+    assert engine.scheduler.num_waiting == 1
+    engine.steps(2)
+    engine.scheduler.restart(lambda request_id: request_id == other.request_id)
+    engine.steps(2)
+    assert outputs(held) == [0]
+    engine.scheduler.restart()
+    engine.steps(2)
+    assert outputs(held)[0] > 0
+    engine.run()
