@@ -545,7 +545,7 @@ def garbage_collection() -> Figures:
                 while len(scheduler.request_ids) >= 4:
                     step(scheduler)
                 while running[0].sequences[0].finish_reason is not None:
-                    # As `engine/delivery.py` does: the two refer to each other.
+                    # As `engine/async_engine.py` does: the two refer to each other.
                     running.popleft().sequences.clear()
             while scheduler.has_work:
                 step(scheduler)

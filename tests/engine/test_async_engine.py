@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from octavo.engine import async_engine, delivery
-from octavo.engine.async_engine import AsyncEngine
+from octavo.engine import async_engine
+from octavo.engine.async_engine import DELIVERED_AT_ONCE, AsyncEngine, Stream
 from octavo.engine.core import EngineCore
-from octavo.engine.delivery import DELIVERED_AT_ONCE, Stream
 from octavo.engine.outputs import STEP_FAILED, Ended, OutputKind, RequestOutput, StepNews
 from octavo.errors import ContextLengthError, EngineDeadError, RequestError, UnreadError
 from octavo.grammar.compiler import GrammarCompiler
@@ -91,7 +90,7 @@ async def test_many_callers_at_once_each_get_what_they_get_alone(core: EngineCor
         together = await asyncio.gather(*tasks)
         assert together == alone
         assert core.stats.num_steps - before < sum(map(len, alone)) / 4  # they were computed side by side
-        await until(lambda: is_drained(core) and not engine._delivery)
+        await until(lambda: is_drained(core) and not engine._streams)
         assert_drained(core)
 
 
@@ -129,7 +128,7 @@ async def test_a_stop_string_ends_a_stream_in_the_step_that_completes_it(core: E
         text = whole.outputs[0].text
         stop = text[12:16]
         outputs = [output async for output in engine.generate(PROMPT, tokens(40, stop=[stop]))]
-        await until(lambda: is_drained(core) and not engine._delivery)
+        await until(lambda: is_drained(core) and not engine._streams)
         parts = [part for output in outputs for part in output.outputs]
         assert "".join(part.text for part in parts) == text[: text.index(stop)]
         assert (parts[-1].finish_reason, parts[-1].stop_reason) == (FinishReason.STOP, stop)
@@ -158,7 +157,7 @@ async def test_a_request_whose_output_cannot_be_made_ends_alone(
         assert (outputs[-1].error, outputs[-1].finished) == (STEP_FAILED, True)
         assert outputs[-1].outputs[0].finish_reason is FinishReason.ERROR
         assert await other == alone
-        await until(lambda: is_drained(core) and not engine._delivery)
+        await until(lambda: is_drained(core) and not engine._streams)
         assert core.stats.finished[FinishReason.ERROR] == 1
         assert_drained(core)
     assert "culprit" in caplog.text
@@ -176,7 +175,7 @@ async def test_closing_the_iterator_frees_the_blocks_within_a_step(core: EngineC
         assert core.stats.num_steps - steps <= 1
         go_on()
         assert len(await other) == 40
-        await until(lambda: is_drained(core) and not engine._delivery)
+        await until(lambda: is_drained(core) and not engine._streams)
         assert_drained(core)
 
 
@@ -190,7 +189,7 @@ async def test_a_request_can_be_given_up_before_it_was_ever_scheduled(core: Engi
         waiting.cancel()
         go_on()
         assert len(await running) == 5
-        await until(lambda: is_drained(core) and not engine._delivery)
+        await until(lambda: is_drained(core) and not engine._streams)
         assert_drained(core)
 
 
@@ -206,7 +205,7 @@ async def test_a_request_that_another_aborts_ends_with_that_reason(core: EngineC
         engine.abort("mine")  # it is over: nothing happens
         engine.abort("nobody's")
         assert len(await collect(engine, PROMPT, tokens(2), RequestContext(request_id="mine"))) == 2
-        await until(lambda: is_drained(core) and not engine._delivery)
+        await until(lambda: is_drained(core) and not engine._streams)
         assert_drained(core)
 
 
@@ -255,11 +254,11 @@ async def test_an_id_is_in_use_until_its_abort_is_done_and_never_mixes_two_reque
             await anext(outputs)
         with pytest.raises(RequestError, match="'mine' is in use"):
             await collect(engine, PROMPT, tokens(4), RequestContext(request_id="mine"))
-        await until(lambda: not engine._delivery)
+        await until(lambda: not engine._streams)
         assert core.stats.finished[FinishReason.ABORT] == 1
         again = await collect(engine, PROMPT, tokens(4), RequestContext(request_id="mine"))
         assert again == await collect(engine, PROMPT, tokens(4))
-        await until(lambda: is_drained(core) and not engine._delivery)
+        await until(lambda: is_drained(core) and not engine._streams)
         assert_drained(core)
 
 
@@ -268,7 +267,7 @@ async def test_a_refused_request_leaves_nothing_behind(core: EngineCore) -> None
         with pytest.raises(ContextLengthError, match="1024"):
             await collect(engine, PROMPT, tokens(1022), RequestContext(request_id="mine"))
         assert len(await collect(engine, PROMPT, tokens(2), RequestContext(request_id="mine"))) == 2
-        await until(lambda: is_drained(core) and not engine._delivery)
+        await until(lambda: is_drained(core) and not engine._streams)
         assert_drained(core)
 
 
@@ -281,7 +280,7 @@ async def test_unusable_logits_end_their_request_and_no_other(core: EngineCore) 
         assert outputs[-1].outputs[0].finish_reason is FinishReason.ERROR
         assert len(await good) == 30
         assert engine.is_alive
-        await until(lambda: is_drained(core) and not engine._delivery)
+        await until(lambda: is_drained(core) and not engine._streams)
         assert_drained(core)
 
 
@@ -426,7 +425,7 @@ def expect(engine: AsyncEngine, count: int) -> dict[RequestId, tuple[Sequence, S
     for _ in range(count):
         request = engine.core.make_request(PROMPT, tokens(9))
         engine.core.outputs.add(request, None, OutputKind.DELTA)
-        stream = engine._delivery.open(request.request_id)
+        stream = engine._open(request.request_id)
         expected[request.request_id] = (request.sequences[0], stream)
     return expected
 
@@ -434,15 +433,15 @@ def expect(engine: AsyncEngine, count: int) -> dict[RequestId, tuple[Sequence, S
 async def test_a_step_of_many_outputs_is_handed_out_in_several_turns_of_the_event_loop(core: EngineCore) -> None:
     async with started(core) as engine:
         expected = expect(engine, 3 * DELIVERED_AT_ONCE)
-        engine._delivery.deliver(StepNews([SequenceUpdate(seq, (7,)) for seq, _ in expected.values()]))
+        engine._deliver(StepNews([SequenceUpdate(seq, (7,)) for seq, _ in expected.values()]))
         last = [SequenceUpdate(seq, (8,), finish_reason=FinishReason.LENGTH) for seq, _ in expected.values()]
-        engine._delivery.deliver(StepNews(last))
+        engine._deliver(StepNews(last))
         assert sum(stream.qsize() for _, stream in expected.values()) == DELIVERED_AT_ONCE
-        await until(lambda: not engine._delivery._undelivered)
+        await until(lambda: not engine._undelivered)
         for _, stream in expected.values():
             received = [stream.get_nowait() for _ in range(stream.qsize())]
             assert [output.outputs[0].token_ids for output in received] == [[7], [8]]
-        assert not engine._delivery
+        assert not engine._streams
 
 
 async def test_requests_that_end_are_told_so_a_few_sequences_at_a_time(core: EngineCore) -> None:
@@ -450,8 +449,8 @@ async def test_requests_that_end_are_told_so_a_few_sequences_at_a_time(core: Eng
         wide = [core.make_request(PROMPT, tokens(9, n=DELIVERED_AT_ONCE)) for _ in range(3)]
         for request in wide:
             core.outputs.add(request, None, OutputKind.FINAL)
-        streams = [engine._delivery.open(request.request_id) for request in wide]
-        engine._delivery.deliver(StepNews(ended=[Ended(request) for request in wide]))
+        streams = [engine._open(request.request_id) for request in wide]
+        engine._deliver(StepNews(ended=[Ended(request) for request in wide]))
         assert [stream.qsize() for stream in streams] == [1, 0, 0]
         await until(lambda: all(stream.qsize() for stream in streams))
 
@@ -459,18 +458,18 @@ async def test_requests_that_end_are_told_so_a_few_sequences_at_a_time(core: Eng
 async def test_outputs_that_have_arrived_come_before_the_error_that_ends_all(core: EngineCore) -> None:
     async with started(core) as engine:
         expected = expect(engine, 2 * DELIVERED_AT_ONCE)
-        engine._delivery.deliver(StepNews([SequenceUpdate(seq, (7,)) for seq, _ in expected.values()]))
-        engine._delivery.fail(EngineDeadError("over"))
+        engine._deliver(StepNews([SequenceUpdate(seq, (7,)) for seq, _ in expected.values()]))
+        engine._fail(EngineDeadError("over"))
         for _, stream in expected.values():
             assert [type(stream.get_nowait()) for _ in range(stream.qsize())] == [RequestOutput, EngineDeadError]
 
 
 async def test_a_request_whose_outputs_are_not_read_is_ended(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "MAX_UNREAD", 100)
+    monkeypatch.setattr(async_engine, "MAX_UNREAD", 100)
     async with started(core) as engine:
         unread = engine.generate(PROMPT, tokens(900, n=2, logprobs=3))
         await anext(unread)
-        await until(lambda: is_drained(core) and not engine._delivery)
+        await until(lambda: is_drained(core) and not engine._streams)
         assert core.stats.finished[FinishReason.ABORT] == 1
         with pytest.raises(UnreadError, match="were not read: the request was ended"):
             async for _ in unread:
@@ -487,7 +486,7 @@ async def test_a_request_whose_outputs_are_not_read_is_ended(core: EngineCore, m
             num_read += 1
             may_step.release()
         assert num_read == 200
-        await until(lambda: is_drained(core) and not engine._delivery)
+        await until(lambda: is_drained(core) and not engine._streams)
         assert_drained(core)
 
 

@@ -99,7 +99,7 @@ def test_a_server_whose_step_hangs_says_so_and_goes_on_once_it_ends(caplog: pyte
             wait_until(lambda: core.stats.hung_step_seconds is None)
             assert server.client.get("/health").json() == {"status": "ok"}
             assert server.client.get("/ready").status_code == 200
-            wait_until(lambda: is_drained(core) and not engine._delivery)
+            wait_until(lambda: is_drained(core) and not engine._streams)
             assert_drained(core)
     assert "in hang" in caplog.text, "the stack names the function that waits"
     assert core.stats.num_hung_steps >= 1

@@ -31,7 +31,7 @@ class RealServer(Running):
 
     def assert_nothing_runs(self) -> None:
         """No request is left anywhere, no block is held, and the accounting is proven."""
-        wait_until(lambda: is_drained(self.core) and not self.engine._delivery)
+        wait_until(lambda: is_drained(self.core) and not self.engine._streams)
         assert_drained(self.core)
 
     def complete(self, prompt: Any, **fields: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 event loop                                          engine thread
 generate() ── calls ──────> inbox ──────────────> take in, step, step, …
    ^                                                   │ results of one step
-   └── stream <── outputs <── Delivery <── call_soon_threadsafe
+   └── stream <── outputs <── _deliver <── call_soon_threadsafe
 
 The engine's thread does the work that decides the next step. Text and outputs are produced on the event loop while that
 step is computed. Stop strings are the exception: they end their sequence within the step (`engine/processor.py`).
@@ -24,12 +24,11 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 from octavo.engine.core import EngineCore
-from octavo.engine.delivery import Delivery
 from octavo.engine.input_processor import Prompt
 from octavo.engine.outputs import Ended, OutputKind, RequestOutput, StepNews
 from octavo.engine.turns import GrammarQueue, TenantThreads
 from octavo.engine.watchdog import Watchdog
-from octavo.errors import CacheError, EngineDeadError, OctavoError, RequestFailedError
+from octavo.errors import CacheError, EngineDeadError, OctavoError, RequestError, RequestFailedError, UnreadError
 from octavo.observe.stats import EngineStats
 from octavo.request import DEFAULT_CONTEXT, Request, RequestContext, RequestId
 from octavo.sampling_params import SamplingParams
@@ -52,7 +51,43 @@ _MADE_AT_ONCE = 1024
 NUM_SHARED_THREADS = 2
 """Number of such requests processed at a time; one more thread is reserved for tenants without any in progress."""
 
+# Number of sequences whose results are delivered before other callbacks of the event loop get a turn.
+DELIVERED_AT_ONCE = 64
+# Unread tokens and their alternatives (about 100 bytes each) at which a request is ended.
+MAX_UNREAD = 262_144
+
 _T = TypeVar("_T")
+
+
+class Stream(asyncio.Queue["RequestOutput | OctavoError"]):
+    """The queue of one request's outputs for its caller.
+
+    Attributes:
+        unread: unread tokens and alternatives in the queue.
+    """
+
+    unread = 0
+
+    def hand_over(self, output: RequestOutput) -> None:
+        self.unread += _num_objects(output)
+        self.put_nowait(output)
+
+    async def next(self) -> RequestOutput:
+        """Return the next output; raises if an error was queued instead."""
+        output = await self.get()
+        if isinstance(output, OctavoError):
+            raise output
+        self.unread -= _num_objects(output)
+        return output
+
+
+def _num_objects(output: RequestOutput) -> int:
+    count = 0
+    for completion in output.outputs:
+        count += 1 + len(completion.token_ids)
+        if completion.logprobs:
+            count += sum(len(entry.top) for entry in completion.logprobs)
+    return count
 
 
 class _CoreCall(NamedTuple):
@@ -90,7 +125,9 @@ class AsyncEngine:
         self._idle_audit_seconds = idle_audit_seconds
         self._idle_collect_seconds = idle_collect_seconds
         self._prepares_grammars = prepare_grammars
-        self._delivery = Delivery(core.outputs, self.abort, self._end_failed)
+        # Every request until its last output; None once its caller has left.
+        self._streams: dict[RequestId, Stream | None] = {}
+        self._undelivered: deque[StepNews] = deque()
         # One queue for all calls, so that those about one request stay in order.
         self._inbox: deque[_CoreCall] = deque()
         self._aborted: list[Ended] = []  # since the last step's results
@@ -155,7 +192,7 @@ class AsyncEngine:
         Raises:
             RequestError: the request is invalid; raised from the first step of the iterator, with nothing queued.
             OverloadedError: the queue, or the tenant's share of it, is full; raised in the same way.
-            UnreadError: more than `delivery.MAX_UNREAD` of output was left unread, so the request was ended.
+            UnreadError: more than `MAX_UNREAD` of output was left unread, so the request was ended.
             EngineDeadError: the step loop died, or the engine is shutting down.
         """
         self._require_alive()
@@ -170,7 +207,7 @@ class AsyncEngine:
             self._require_alive()
         # Nothing is awaited from here until the request is queued, so the check stays valid.
         self._check_room(len(request.prompt_token_ids), context)
-        stream = self._delivery.open(request.request_id)
+        stream = self._open(request.request_id)
         self.stats.waiting.enter(request)
         self.core.outputs.add(request, prompt if isinstance(prompt, str) else None, output_kind)
         self._send(_CoreCall(partial(self._add, request)))
@@ -181,7 +218,9 @@ class AsyncEngine:
                 finished = output.finished
                 yield output
         finally:
-            self._delivery.close(request.request_id, stream)
+            if self._streams.get(request.request_id) is stream:  # it has not ended: its caller has left
+                self._streams[request.request_id] = None
+                self.abort(request.request_id)
 
     def abort(self, request_id: str) -> None:
         """Abort a request before the next step; its stream gets the remaining output, with the finish reason "abort".
@@ -223,7 +262,7 @@ class AsyncEngine:
         """
         self._closing = True
         self._closes_by = deadline = time.monotonic() + drain_seconds
-        while self._delivery and self.is_alive and time.monotonic() < deadline:
+        while self._streams and self.is_alive and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         self._fail(EngineDeadError("the server is shutting down"))
         self._stopping = True
@@ -284,7 +323,7 @@ class AsyncEngine:
         news.ended += self._aborted
         self._aborted = []
         if news:
-            self._call_in_loop(partial(self._delivery.deliver, news))
+            self._call_in_loop(partial(self._deliver, news))
         elif not self.core.has_work and not self._wake.wait(self._idle_audit_seconds):
             try:
                 self._use_idle_time()
@@ -330,10 +369,6 @@ class AsyncEngine:
         if (ended := self.core.end(request_id)) is not None:
             self._aborted.append(ended)
 
-    def _end_failed(self, request: Request, error: Exception) -> None:
-        """Have a request ended whose output could not be made."""
-        self._send(_CoreCall(partial(self.core.output_failed, request, error)))
-
     def _add(self, request: Request) -> None:
         request_id = request.request_id
         try:
@@ -343,7 +378,7 @@ class AsyncEngine:
             self.core.end(request_id)
             self.stats.waiting.leave(request_id)
             failure = error if isinstance(error, OctavoError) else RequestFailedError(request_id)
-            self._call_in_loop(partial(self._delivery.refuse, request_id, failure))
+            self._call_in_loop(partial(self._refuse, request_id, failure))
 
     def _call_in_loop(self, callback: Callable[[], None]) -> None:
         assert self._loop is not None  # `start` sets it before it starts the thread
@@ -351,8 +386,74 @@ class AsyncEngine:
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback)
 
+    def _open(self, request_id: RequestId) -> Stream:
+        if request_id in self._streams:
+            raise RequestError(f"request id {request_id!r} is in use", param="request_id")
+        stream = self._streams[request_id] = Stream()
+        return stream
+
+    def _deliver(self, news: StepNews) -> None:
+        """Turn a step's results into outputs, and put these into their streams; on the event loop, as all below."""
+        self._undelivered.append(news)
+        if len(self._undelivered) == 1:
+            self._deliver_some()
+
+    def _deliver_some(self) -> None:
+        """Deliver some of the oldest results, and schedule the rest after other callbacks."""
+        if not self._undelivered:
+            return  # `_fail` has delivered everything
+        news = self._undelivered[0]
+        some = news.take(DELIVERED_AT_ONCE)
+        if not news:
+            self._undelivered.popleft()
+        outputs = self.core.outputs.process(some)
+        _let_go(some, outputs)
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if output.finished:
+                self._streams.pop(output.request_id, None)
+            if stream is None:
+                continue
+            stream.hand_over(output)
+            if stream.unread > MAX_UNREAD and not output.finished:
+                # The outputs are not read and would fill the memory.
+                self._streams[output.request_id] = None
+                stream.put_nowait(UnreadError(f"{stream.unread} tokens were not read: the request was ended"))
+                self.abort(output.request_id)
+        for request, error in self.core.outputs.take_failures():
+            self._send(_CoreCall(partial(self.core.output_failed, request, error)))
+        if self._undelivered:
+            asyncio.get_running_loop().call_soon(self._deliver_some)
+
+    def _refuse(self, request_id: RequestId, error: OctavoError) -> None:
+        """Report that a request was never queued."""
+        self.core.outputs.forget(request_id)
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            stream.put_nowait(error)
+
     def _fail(self, error: OctavoError) -> None:
-        self._delivery.fail(error)
+        """Deliver pending results, then end every stream and question with `error`."""
+        while self._undelivered:
+            self._deliver_some()
+        for stream in self._streams.values():
+            if stream is not None:
+                stream.put_nowait(error)
+        self._streams.clear()
         for answer in list(self._answers):
             if not answer.done():
                 answer.set_exception(error)
+
+
+def _let_go(news: StepNews, outputs: list[RequestOutput]) -> None:
+    """Break the reference cycles between ended requests and their sequences.
+
+    Otherwise only a full garbage collection would free them, and a busy server defers it.
+    """
+    finished = {output.request_id for output in outputs if output.finished and output.error is None}
+    for update in news.updates:
+        request = update.seq.request
+        if request.request_id in finished:
+            request.sequences.clear()
+    for ended in news.ended:
+        ended.request.sequences.clear()
