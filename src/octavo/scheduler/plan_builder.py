@@ -31,36 +31,27 @@ class PlannedRows(NamedTuple):
 
     Attributes:
         sequences: the sequence of each row.
-        num_streams: the number of first rows that compute one token and draw one, each for its own sequence.
         draws: for each row after the streams, the sequences that draw a token after its last.
         drafts: by row, the tokens that it verifies, after each of which its sequence draws too.
     """
 
+    plan: StepPlan
     sequences: list[Sequence]
-    num_streams: int
     draws: list[tuple[Sequence, ...]]
     drafts: dict[int, tuple[int, ...]]
 
     @property
     def drawing(self) -> list[Sequence]:
         """The sequence of each draw."""
-        drawing = self.sequences[: self.num_streams]
-        for row, draws in enumerate(self.draws, start=self.num_streams):
+        num_streams = self.plan.num_streams
+        drawing = self.sequences[:num_streams]
+        for row, draws in enumerate(self.draws, start=num_streams):
             drawing += draws[:1] * len(self.drafts.get(row, ()))
             drawing += draws
         return drawing
 
 
-_NO_ROWS = PlannedRows([], 0, [], {})
-
-
-class _InFlight(NamedTuple):
-    """A plan whose result is awaited: its number, its sequences, and what they compute."""
-
-    step: int
-    rows: PlannedRows
-    starts: tuple[int, ...]
-    lengths: tuple[int, ...]
+_NO_ROWS = PlannedRows(StepPlan(), [], [], {})
 
 
 class PlanBuilder:
@@ -84,7 +75,7 @@ class PlanBuilder:
         self._reset = True
         self._sent_grammars = False  # whether the runner may hold grammar states
         self._step = 0
-        self._in_flight: deque[_InFlight] = deque()  # two at most
+        self._in_flight: deque[PlannedRows] = deque()  # two at most
         self._ahead = False
         self._clear()
 
@@ -122,10 +113,10 @@ class PlanBuilder:
         Yields:
             The number of those that end.
         """
-        _, rows, starts, lengths = self._in_flight[-1]
-        num_ending, draws = 0, chain(repeat(True, rows.num_streams), map(bool, rows.draws))
+        rows, plan = self._in_flight[-1], self._in_flight[-1].plan
+        num_ending, draws = 0, chain(repeat(True, plan.num_streams), map(bool, rows.draws))
         advanced: list[tuple[Sequence, int, bool]] = []
-        for seq, start, length, has_drawn in zip(rows.sequences, starts, lengths, draws, strict=True):
+        for seq, start, length, has_drawn in zip(rows.sequences, plan.starts, plan.lengths, draws, strict=True):
             if seq.state.place is None:
                 continue  # it has ended in the meantime
             goes_on = has_drawn and seq.num_tokens + 1 < seq.max_num_tokens(max_model_len)
@@ -147,7 +138,7 @@ class PlanBuilder:
     @property
     def in_flight(self) -> PlannedRows:
         """The rows of the plan whose result is awaited; of two plans, the first."""
-        return self._in_flight[0].rows if self._in_flight else _NO_ROWS
+        return self._in_flight[0] if self._in_flight else _NO_ROWS
 
     def add(
         self,
@@ -225,13 +216,12 @@ class PlanBuilder:
         if not self.sequences:
             return StepPlan()
         self._step += 1
-        rows = PlannedRows(self.sequences, self.num_streams, self.draws, self.drafts)
         draws = [1] * self.num_streams + list(map(len, self.draws))
         for row, draft in self.drafts.items():
             draws[row] += len(draft)
         plan = StepPlan(
             step=self._step,
-            seq_ids=tuple([seq.seq_id for seq in rows.sequences]),
+            seq_ids=tuple([seq.seq_id for seq in self.sequences]),
             starts=tuple(self._starts),
             lengths=tuple(self._lengths),
             draws=tuple(draws),
@@ -250,7 +240,7 @@ class PlanBuilder:
             ahead=self._ahead,
         )
         self._changes, self._reset = [], False
-        self._in_flight.append(_InFlight(plan.step, rows, plan.starts, plan.lengths))
+        self._in_flight.append(PlannedRows(plan, self.sequences, self.draws, self.drafts))
         self._clear()
         return plan
 
@@ -262,10 +252,10 @@ class PlanBuilder:
         """
         if not plan:
             return _NO_ROWS
-        if not self._in_flight or plan.step != self._in_flight[0].step:
-            awaited = [waiting.step for waiting in self._in_flight]
+        if not self._in_flight or plan.step != self._in_flight[0].plan.step:
+            awaited = [rows.plan.step for rows in self._in_flight]
             raise OctavoError(f"the result is of step {plan.step}; awaited are those of {awaited}, in this order")
-        return self._in_flight.popleft().rows
+        return self._in_flight.popleft()
 
     def abandon(self) -> None:
         """Abandon the plans being collected or in flight, after which the runner's state is unknown."""

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from octavo.request import FinishReason, Request, Sequence, SequenceStatus
-from octavo.scheduler.beam import BeamDecoding
+from octavo.request import FinishReason, Sequence, SequenceStatus
 from octavo.scheduler.lifecycle import Lifecycle
-from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
+from octavo.scheduler.plan import SequenceUpdate, StepResult
 from octavo.scheduler.plan_builder import PlannedRows
 from octavo.sequence_state import Place
 
@@ -24,11 +23,6 @@ class ResultApplier:
         self._kv = lifecycle.kv
         self._max_model_len = max_model_len
 
-    def begin(self, request: Request) -> None:
-        """Start following a queued request."""
-        if request.params.use_beam_search:
-            request.search = BeamDecoding(request, self._lifecycle)
-
     def drawing(self, seq: Sequence) -> tuple[Sequence, ...]:
         """Return the sequences that draw the token after the last one of `seq`, with `seq` first."""
         siblings = seq.request.sequences
@@ -36,9 +30,9 @@ class ResultApplier:
             return (seq,)
         return (seq, *(s for s in siblings if s.status is SequenceStatus.FORK_PENDING))
 
-    def apply(self, plan: StepPlan, result: StepResult, rows: PlannedRows) -> list[SequenceUpdate]:
+    def apply(self, result: StepResult, rows: PlannedRows) -> list[SequenceUpdate]:
         """Advance the sequence of each row."""
-        sequences = rows.sequences
+        plan, sequences = rows.plan, rows.sequences
         for scores, logprobs in zip(plan.scores, result.prompt_logprobs, strict=True):
             sequences[scores.row].request.prompt_logprobs.extend(logprobs)
         for pool, total in zip(plan.pools, result.pooled, strict=True):

@@ -18,6 +18,7 @@ from octavo.errors import RequestError
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceStatus
 from octavo.scheduler.admission import Admission
+from octavo.scheduler.beam import BeamDecoding
 from octavo.scheduler.composer import StepComposer, StepDraft
 from octavo.scheduler.fetching import Fetching
 from octavo.scheduler.kv_limits import Capacity, KVAmounts, KVLimits, resolve_limits
@@ -198,7 +199,8 @@ class Scheduler:
         )
         self.policy.queued(request)
         self._requests[request.request_id] = request
-        self._results.begin(request)
+        if params.use_beam_search:
+            request.search = BeamDecoding(request, self._lifecycle)
         seq = request.sequences[0]
         if self.fetching is None or seq.request.needs_all_tokens or not self.fetching.begin(seq):
             self._waiting.push(seq)
@@ -298,10 +300,10 @@ class Scheduler:
             raise ValueError(f"{plan.num_draws} tokens were to be drawn, {len(result.token_ids)} came back")
         rows = self._builder.complete(plan)
         finished = SequenceStatus.FINISHED
-        first = chain(rows.sequences[: rows.num_streams], chain.from_iterable(rows.draws))
+        first = chain(rows.sequences[: plan.num_streams], chain.from_iterable(rows.draws))
         self.policy.drawn(seq for seq in first if seq.status is not finished)
         self.kv.hierarchy.complete()
-        updates = self._results.apply(plan, result, rows)
+        updates = self._results.apply(result, rows)
         if result.forced or rows.drafts:
             more = (update for update in updates if update.seq.request.search is None)
             self.policy.drawn(update.seq for update in more for _ in update.token_ids[1:])
