@@ -79,7 +79,7 @@ class ConfigFields:
         return {}
 
     def rope(self) -> dict[str, Any]:
-        """The RoPE parameters: `rope_parameters` in transformers 5, earlier `rope_scaling` beside `rope_theta`."""
+        """The RoPE parameters: `rope_parameters` in transformers 5, earlier `rope_scaling` and `rope_theta`."""
         parameters = self.dictionary("rope_scaling", "rope_parameters")
         parameters.setdefault("rope_type", parameters.get("type", "default"))
         parameters.setdefault("rope_theta", self.get("rope_theta", 10000.0))

@@ -6,7 +6,7 @@
         "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": false, …}
     }
 
-Beside it, the tensors `k_scale` and `v_scale` of each layer's `self_attn`: `models/kv_scales.py` reads them.
+The scales are the tensors `k_scale` and `v_scale` of each layer's `self_attn`; `models/kv_scales.py` reads them.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from octavo.option import Option, flag, options_of
 from octavo.sampling_params import SamplingParams
 from octavo.structured_outputs import StructuredOutputsParams
 
-# Characters of an option's choices that fit beside its flag.
+# Characters of an option's choices that fit on the line of its flag.
 _LONGEST_CHOICES = 50
 
 

@@ -57,7 +57,7 @@ def collection_paused() -> Iterator[None]:
 def import_torch_to_serve() -> None:
     """Import torch for models that Octavo computes itself: without its meta kernels, unless it was built for a GPU.
 
-    They are imported as usual by whoever asks for them later.
+    A later import of them works as usual.
     """
     if _cpu_library() is None or "torch" in sys.modules:
         return

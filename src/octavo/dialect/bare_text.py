@@ -57,7 +57,7 @@ def _count(value: Any) -> int | None:
 def _whole(pattern: str) -> str | None:
     """Return an expression of whole strings in which the pattern is found; None if it cannot be enforced.
 
-    Where the pattern has alternatives beside its anchors (`^a|b$`), only strings that one of them matches whole are
+    If the pattern has alternatives outside its anchors (`^a|b$`), only strings that one of them matches whole are
     allowed, which is less than the schema allows.
     """
     inner = pattern.removeprefix("^")

@@ -162,8 +162,8 @@ class LivePage:
     async def _changes(self, request: Request) -> AsyncGenerator[bytes, None]:
         shown = _OpenPage(LiveView())
         self._shown.append(shown)
-        # One that is not read any more, such as a suspended `octavo top`, cannot be told from others: it takes minutes
-        # or hours until the operating system's buffers are full.
+        # One that is no longer read, such as a suspended `octavo top`, looks like any other until the operating
+        # system's buffers are full, which takes minutes or hours.
         for oldest in self._shown[:-MOST_PAGES]:
             self._shown.remove(oldest)
         try:

@@ -3,7 +3,7 @@
     streams    1, 2, 4, … requests at once: decode steps with that many rows
     prompt     one request alone, from 8 tokens to the longest step: chunks, and a request's cost outside its steps
     contexts   a few streams with long prompts: reading keys and values
-    mixed      random arrivals: chunks beside streams
+    mixed      random arrivals: chunks in steps with streams
 
 Meanwhile the server records its plans. Server and client share a clock, so the recording also shows how long a request
 alone takes outside its steps (`overheads`). Rounds repeat, with different lengths, until the time is up.

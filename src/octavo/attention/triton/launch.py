@@ -132,7 +132,7 @@ def read_kv(kv: LayerKV) -> ReadKV | None:
         return None
     keys, values = kv.keys, kv.values
     if isinstance(keys.codec, FloatCodec) or isinstance(values.codec, FloatCodec):
-        return None  # floats beside codes, in a table of codecs by layer
+        return None  # floats and codes together, in a table of codecs by layer
     if any(f.shape[-1] == 2 and f.storage_offset() % 2 for f in (*keys.fields, *values.fields)):
         return None
     of_keys, of_values = keys.codes.stride(), values.codes.stride()

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--workload",
         metavar="NAME,…",
-        help=f"{NAMED_WORKLOADS} (default: mixed64,sharegpt64; with --simulate 512 each; none beside --trace)",
+        help=f"{NAMED_WORKLOADS} (default: mixed64,sharegpt64; with --simulate 512 each; none with --trace)",
     )
     group.add_argument(
         "--trace",

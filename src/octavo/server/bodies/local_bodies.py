@@ -98,7 +98,7 @@ _FAMILIES = (
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
 )
 _FILE_SEPARATORS = ("<|file_sep|>", "<file_sep>")
-# Tokens with which these models end a middle, beside their end of sequence.
+# Tokens with which these models end a middle, in addition to their end of sequence.
 _ENDS = (
     *_FILE_SEPARATORS,
     *("<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<fim-pad>", "<|repo_name|>", "<repo_name>", "▁<EOT>", "<EOT>"),

@@ -115,7 +115,7 @@ class PromptEncoder:
         """Return a prompt as tokens.
 
         Args:
-            keeps_text: keep the text beside them, if the prompt is one.
+            keeps_text: also keep the text, if the prompt is one.
             kept: result of `kept_tokens`.
             keeps_end: of a prompt that is cut, the end is kept, not the beginning.
 

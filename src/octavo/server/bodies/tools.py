@@ -208,7 +208,7 @@ def structured_outputs_of(
 def _of_response_format(given: Mapping[str, Any] | None) -> StructuredOutputsParams | None:
     if given is None or given.get("type") == "text":
         return None
-    # llama.cpp's form: the schema beside the type.
+    # llama.cpp's form: the schema next to the type.
     direct = given.get("schema") if "json_schema" not in given else None
     if given.get("type") == "json_object" and not direct:
         return StructuredOutputsParams(json_object=True)

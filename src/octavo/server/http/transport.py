@@ -36,8 +36,8 @@ _BEGUN_AT_ONCE = 4
 # and 1 ms in these.
 _PARSED_AT_ONCE = 8 * 1024
 _BODY_AT_ONCE = 64 * 1024
-# Beginnings of requests that need no place among those with a body: a GET takes little work, and whoever watches a
-# server by /health must not wait behind a burst of bodies.
+# Beginnings of requests that need no place among those with a body: a GET takes little work, and a
+# monitor that polls /health must not wait behind a burst of bodies.
 _WITHOUT_BODY = (b"GET ", b"HEAD ")
 # Number of lines that are parsed in one round, over all connections with more than that to parse. h11 takes 4 µs for
 # each line of a header, and for each of the two around a chunk of a body.

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 
 # How long a round is delayed at a time, and how often at most: some 40 ms in all, because epoll rounds every delay up
-# to a millisecond. A step of many sequences may need the interpreter for that long if many callbacks run beside it.
+# to a millisecond. A step of many sequences may need the interpreter for that long if many callbacks run concurrently.
 _WAIT_SECONDS = 0.0005
 _MOST_WAITS = 40
 # How long the queue rests while a step is computed, as a multiple of the last round's time; and the maximum in seconds.

@@ -2,7 +2,7 @@
 // The canvas of blocks, its legend, and the marks on what has just happened to a block.
 // The first of the three scripts, which share their names.
 const $ = (id) => document.getElementById(id);
-// Okabe and Ito: told apart by the colour-blind. Held by one: orange; by two … eight and more: vermilion, ever darker.
+// Okabe and Ito: distinguishable for colour-blind people. Held by one: orange; by two … eight and more: vermilion, ever darker.
 const STATES = ["#ffffff", "#56b4e9", "#f0e442", "#e69f00", "#d55e00", "#c95800", "#bd5200", "#b04b00", "#a34500", "#973e00", "#8b3700"];
 // In the dark, free cells are nearly black, and what lies between cells is darker than they are in the light.
 const DARK_FREE = "#101010", GAPS = ["#bbbbbb", "#444444"];
