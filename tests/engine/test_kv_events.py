@@ -173,7 +173,7 @@ def work(manager: KVCacheManager, publisher: KVEventPublisher, start: int = 0, c
 
 
 def knows_all(reader: Reader, manager: KVCacheManager) -> Any:
-    return lambda: reader.index.blocks == findable(manager.blocks)
+    return lambda: reader.index.blocks == findable(manager)
 
 
 def test_a_reader_that_comes_late_asks_for_all_and_a_live_batch_that_was_in_the_answer_changes_nothing() -> None:
@@ -302,7 +302,7 @@ def test_an_engine_publishes_what_its_steps_store_and_evict() -> None:
                     core.step()
             for missed in reader.ask(0):
                 reader.take(*missed)
-            reader.read(lambda: reader.index.blocks == findable(core.scheduler.kv.blocks))
+            reader.read(lambda: reader.index.blocks == findable(core.scheduler.kv))
             assert {scope for _, _, scope in reader.index.blocks.values()} - {""}
             assert core.reset_prefix_cache()
             for missed in reader.ask(reader.next):

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from hashlib import blake2b
 
 from octavo.kvcache.block import BlockId
-from octavo.kvcache.blocks import OUTSIDE, BlockRecords
 from octavo.kvcache.events import BlocksRemoved, Event
 from octavo.kvcache.hashing import key_prefix
+from octavo.kvcache.manager import KVCacheManager
 
 Blocks = dict[int, tuple[int | None, tuple[int, ...], str]]
 """By hash: the parent's hash, the tokens and the scope."""
@@ -39,9 +39,9 @@ class EventIndex:
             assert parent is None or parent in self.blocks, "its parent was removed"
 
 
-def findable(records: BlockRecords) -> Blocks:
+def findable(manager: KVCacheManager) -> Blocks:
     """What an index must know: the blocks of group 0 that have all those before them."""
-    found: Blocks = {}
+    records, found = manager.blocks, Blocks()
     for block in map(BlockId, records.published().tolist()):
         chain, key = [], None
         while True:
@@ -50,7 +50,7 @@ def findable(records: BlockRecords) -> Blocks:
                 break  # of another group
             source = records.sources[block]
             assert source is not None
-            is_first = records.groups[block] == OUTSIDE
+            is_first = parent == manager.prefix_cache.chain(source.scope).root
             ids = tuple(memoryview(tokens).cast("i"))
             chain.append((key_prefix(key), (None if is_first else key_prefix(parent), ids, source.scope)))
             if is_first:

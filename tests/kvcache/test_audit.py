@@ -41,7 +41,7 @@ def _forget_a_sequence(kv: KVCacheManager) -> None:
 
 
 def _remember_what_is_gone(kv: KVCacheManager) -> None:
-    kv.ledger._continued.put(b"gone" * 4, kv.pool._free[0])
+    kv.blocks.children.add(BlockId(kv.pool._free[0]), b"gone" * 4)
 
 
 def _lose_a_key(kv: KVCacheManager) -> None:
@@ -72,10 +72,10 @@ CORRUPTIONS: dict[str, tuple[Callable[[KVCacheManager], Any], str]] = {
         lambda kv: kv.prefix_cache.drop([BlockId(int(kv.blocks.published()[0]))]),
         "is free by its counts",
     ),
-    "a note too many": (_remember_what_is_gone, "continues another is remembered, but not published"),
+    "a note too many": (_remember_what_is_gone, "is published or listed with its parent.s children, but not both"),
     "a lost key": (_lose_a_key, "is published in the prefix cache, but has no key"),
     "a key of nobody": (
-        lambda kv: kv.blocks.groups.__setitem__(int(kv.blocks.published()[0]), -2),
+        lambda kv: kv.blocks.groups.__setitem__(int(kv.blocks.published()[0]), -1),
         "has a key, but is not published",
     ),
     "a broken ring": (lambda kv: kv.pool._eviction._next.__setitem__(-1, -1), "eviction policy: False|stands twice"),  # type: ignore[attr-defined]

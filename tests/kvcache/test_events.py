@@ -42,7 +42,7 @@ def test_the_full_blocks_of_a_sequence_are_stored_in_one_event_with_their_tokens
     third = key_prefix(manager.holdings[longer].chain.key(3))
     assert more == BlocksStored([third], hashes[-1], [8, 9, 10, 11], "")
     index.apply([stored, more])
-    assert index.blocks == findable(manager.blocks)
+    assert index.blocks == findable(manager)
     assert manager.events.take() == []
 
 
@@ -72,11 +72,11 @@ def test_blocks_behind_one_that_is_evicted_are_removed_with_it_and_stored_again_
     assert [len(event.block_hashes) for event in events if isinstance(event, BlocksRemoved)] == [5]
     index.apply(events)
     assert len(manager.blocks.published()) == 5, "four stay cached, and nobody can find them"
-    assert index.blocks == findable(manager.blocks)
+    assert index.blocks == findable(manager)
     assert len(index.blocks) == 1
     ended(manager, [0, 1, 2, 3])  # takes the last free block
     index.apply(manager.events.take())
-    assert index.blocks == findable(manager.blocks)
+    assert index.blocks == findable(manager)
     assert len(index.blocks) == 6, "those behind it are found again"
 
 
@@ -86,7 +86,7 @@ def test_blocks_under_a_sliding_window_are_not_announced() -> None:
     events = manager.events.take()
     index.apply(events)
     assert len(index.blocks) == 4
-    assert index.blocks == findable(manager.blocks)
+    assert index.blocks == findable(manager)
     manager.reset_prefix_cache()
     index.apply(manager.events.take())
     assert index.blocks == {}
@@ -110,5 +110,5 @@ def test_a_snapshot_describes_all_blocks_parents_first_and_forgets_the_events_be
     for events in snapshot.events(at_once):
         assert len(events) <= at_once
         index.apply(events)
-    assert index.blocks == findable(manager.blocks)
+    assert index.blocks == findable(manager)
     assert np.count_nonzero(snapshot.is_first) == 2

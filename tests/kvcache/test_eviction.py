@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+from array import array
 from collections.abc import Iterable
+from typing import cast
 
 import numpy as np
 import pytest
@@ -349,8 +351,9 @@ def test_adaptive_chooses_as_before_when_its_clock_is_set_back(monkeypatch: pyte
 def test_a_ghost_takes_20_bytes_and_is_found_once() -> None:
     ghosts = GhostList(4)
     assert GhostList.BYTES_EACH == 20
-    index = ghosts._keys.index
-    held = sum(len(a) * a.itemsize for a in (ghosts._used, index._heads, index._after, index._keys))
+    index = ghosts._index
+    values = cast("array[int]", ghosts._values)
+    held = sum(len(a) * a.itemsize for a in (values, index._heads, index._after, index._keys))
     assert held == 4 * GhostList.BYTES_EACH + 4 + 8  # the places of no key
     assert ghosts.add([key_prefix(bytes([i]) * 16) for i in range(4)], [20, 21, 22, 23]) == []
     assert ghosts.add([key_prefix(b"x" * 16)], [40]) == [20]
@@ -372,7 +375,7 @@ def test_ghosts_added_at_once_are_those_added_one_by_one() -> None:
         taken = rng.randrange(40).to_bytes(16, "little")
         assert together.take(taken) == alone.take(taken)
         assert len(together) == len(alone)
-    assert list(together._keys.index.check()) == []
+    assert list(together.check()) == []
     known = [key.to_bytes(16, "little") for key in range(40)]
     assert [together.take(key) for key in known] == [alone.take(key) for key in known]
 

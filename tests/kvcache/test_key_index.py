@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.kvcache.key_index import KeyIndex, LatestKeys
+from octavo.kvcache.block import BlockId
+from octavo.kvcache.key_index import Children, KeyIndex, LatestKeys
 
 # Few keys of few beginnings, so that they collide, move back over each other and wrap around.
 KEYS = [(i % 5).to_bytes(8, "little") + i.to_bytes(8, "little") for i in range(40)]
@@ -52,21 +53,44 @@ def test_any_history_leaves_what_a_dictionary_would_hold(factor: int, operations
     batches=st.lists(st.lists(st.integers(0, 20), max_size=12), max_size=30),
 )
 def test_the_latest_keys_are_those_of_a_bounded_list(capacity: int, factor: int, batches: list[list[int]]) -> None:
-    latest = LatestKeys(capacity)
-    latest.index._factor = factor
-    places: dict[int, int] = {}  # the model: by key
-    following = 0
+    latest = LatestKeys[int](capacity, [-1])
+    latest._index._factor = factor
+    added: list[tuple[int, int]] = []  # keys and values, the newest last
     for keys in batches:
-        keys = keys[:capacity]
-        given_places, _ = latest.add(keys)
-        for key in keys:
-            places = {known: place for known, place in places.items() if place != following}
-            places[key] = following
-            following = (following + 1) % capacity
-        assert list(given_places) == [(following - len(keys) + i) % capacity for i in range(len(keys))]
-        assert list(latest.index.check()) == []
-        assert {key: latest.index.get(key.to_bytes(8, "little")) for key in places} == places
-        assert len(latest.index) == len(places)
+        before = dict(added[-capacity:])
+        values = [len(added) + i for i in range(len(keys))]
+        displaced = latest.add(keys, values)
+        added += zip(keys, values, strict=True)
+        known = dict(added[-capacity:])
+        assert sorted(displaced) == sorted({*before.values(), *values} - {*known.values()})
+        assert list(latest.check()) == []
+        assert {key: latest.get(key.to_bytes(8, "little")) for key in known} == known
+        assert len(latest) == len(known)
+    if known := dict(added[-capacity:]):
+        key = min(known)
+        assert [latest.take(key.to_bytes(8, "little")) for _ in range(2)] == [known[key], None]
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
+@given(operations=st.lists(st.tuples(st.booleans(), st.integers(1, 15), st.sampled_from(KEYS[:3])), max_size=80))
+def test_the_children_of_a_prefix_are_those_of_a_list(operations: list[tuple[bool, int, bytes]]) -> None:
+    children = Children(16)
+    model: dict[BlockId, int] = {}  # parent's first 8 bytes by block, the latest last
+    for adds, number, key in operations:
+        block = BlockId(number)
+        if adds and block not in model:
+            children.add(block, key)
+            model[block] = int.from_bytes(key[:8], "little")
+        elif block in model:
+            gone = [block, *(other for other in model if other < block and not adds)]
+            children.remove(gone)
+            model = {other: parent for other, parent in model.items() if other not in gone}
+        assert list(children.check(np.array(sorted(model), np.intp))) == []
+    for key in KEYS:
+        listed = [block for block, parent in model.items() if parent == int.from_bytes(key[:8], "little")]
+        assert list(children.of(key)) == listed[::-1]
+        assert children.latest(key) == (listed[-1] if listed else None)
 
 
 def test_a_damaged_table_is_reported() -> None:

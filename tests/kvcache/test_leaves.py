@@ -119,13 +119,14 @@ def test_evicting_many_at_once_is_as_evicting_them_one_by_one(name: str, head_fi
 
 def unreachable(manager: KVCacheManager) -> list[BlockId]:
     """Cached blocks of full attention whose parent is not published: no hit can get to them."""
-    tree = manager.prefix_cache
+    blocks, tree = manager.blocks, manager.prefix_cache
     return [
         block
-        for block in map(BlockId, manager.blocks.published().tolist())
-        if manager.pool.blocks.references[block] == 0
-        and (parent := tree.parent_key(block)) is not None
-        and tree.find(parent) is None
+        for block in map(BlockId, blocks.published().tolist())
+        if blocks.references[block] == 0
+        and manager.spec.groups[blocks.groups[block]].window is None
+        and blocks.parent_prefix(block) != tree.chain("").root
+        and tree.parent(block) is None
     ]
 
 

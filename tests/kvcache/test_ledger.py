@@ -88,7 +88,7 @@ def test_of_many_evictions_the_oldest_are_forgotten(manager: KVCacheManager) -> 
     for start_token in range(0, 16 * 200, 16):
         report(manager, list(range(start_token, start_token + 16)))
         manager.reset_prefix_cache()
-    assert len(manager.ledger._evictions._keys.index) == 40
+    assert len(manager.ledger._evictions) == 40
     assert report(manager, list(range(16))).outcome is CacheOutcome.COLD
     assert report(manager, list(range(16 * 199, 16 * 200))).outcome is CacheOutcome.EVICTED
 
@@ -130,7 +130,7 @@ def test_within_a_group_a_tenant_is_not_told_what_became_of_anothers_prompt(mana
 def test_without_prefix_caching_it_is_bypassed() -> None:
     manager = make_manager(prefix_caching=False)
     assert report(manager, TOKENS).outcome is CacheOutcome.BYPASSED
-    assert len(manager.ledger._evictions._keys.index) == 0
+    assert len(manager.ledger._evictions) == 0
 
 
 def test_cached_and_uncached_tokens_add_up_to_those_queried(manager: KVCacheManager) -> None:

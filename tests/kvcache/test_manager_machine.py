@@ -395,7 +395,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.manager.events.take() == []
         elif hasattr(self, "manager"):
             self.index.apply(self.manager.events.take())
-            assert self.index.blocks == findable(self.manager.blocks)
+            assert self.index.blocks == findable(self.manager)
             assert self.clock.now % 7 or self.of_snapshot() == self.index.blocks
 
     def of_snapshot(self) -> Blocks:

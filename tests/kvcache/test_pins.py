@@ -278,21 +278,6 @@ def test_a_share_is_free_again_when_its_pin_ends(shared: KVCacheManager, clock: 
     shared.audit()
 
 
-def test_a_running_request_pins_its_own_published_blocks_without_looking_them_up(
-    manager: KVCacheManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seq = make_sequence(TOKENS)
-    admit_and_compute(manager, seq)
-    looked_up: list[int] = []
-    find = manager.pins._find
-    monkeypatch.setattr(manager.pins, "_find", lambda chain, most: looked_up.append(most) or find(chain, most))  # type: ignore[func-returns-value]
-    assert manager.pin(seq.request, PinRequest(16, FIVE_MINUTES)).num_pinned_tokens == 16
-    assert looked_up == []
-    manager.forget(seq)
-    flood(manager)
-    assert hit(manager, TOKENS) == 16
-
-
 def test_of_equal_blocks_those_are_pinned_that_the_prefix_cache_has(manager: KVCacheManager) -> None:
     first, second = make_sequence(TOKENS), make_sequence(TOKENS)
     for seq in (first, second):

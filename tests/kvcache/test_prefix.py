@@ -123,20 +123,16 @@ def test_what_is_all_dropped_is_all_forgotten(cache: PrefixIndex) -> None:
     assert list(cache.leading(0, chain, 2)) == [1, 2]
 
 
-def test_a_block_knows_the_key_of_the_one_before_it_in_its_group_and_not_under_a_window(cache: PrefixIndex) -> None:
+def test_a_block_knows_its_parent_and_children_in_its_group_and_not_under_a_window(cache: PrefixIndex) -> None:
     publish(cache, [1, 1, 2, 2, 3, 3], first_block=1)
     publish(cache, [1, 1, 2, 2, 4, 4], first_block=11)
     publish(cache, [1, 1, 2, 2], first_block=21, group=1)
-    parents = [cache.parent_key(BlockId(block)) for block in (1, 2, 3, 13, 21, 22)]
-    assert parents == [
-        None,
-        cache._blocks.key(BlockId(1)),
-        cache._blocks.key(BlockId(2)),
-        cache._blocks.key(BlockId(2)),
-        None,
-        None,
-    ]
-    assert [key and cache.find(key) for key in parents] == [None, 1, 2, 2, None, None]
+    assert [cache.parent(BlockId(block)) for block in (1, 2, 3, 13, 21, 22)] == [None, 1, 2, 2, None, None]
+    assert [list(cache.children(BlockId(block))) for block in (1, 2, 3, 21)] == [[2], [13, 3], [], []]
+    cache.drop([BlockId(13), BlockId(1)])
+    assert (cache.parent(BlockId(2)), list(cache.children(BlockId(2)))) == (None, [3])
+    assert cache.put(0, chain_of(cache, [1, 1]), 0, BlockId(31))
+    assert (cache.parent(BlockId(2)), list(cache.children(BlockId(31)))) == (31, [2])
 
 
 def test_a_long_prefix_is_looked_up_in_pieces_that_begin_short_and_stay_bounded(
@@ -210,9 +206,10 @@ def test_any_history_of_puts_and_drops_gives_the_answers_of_a_dictionary(
                 assert cache.put(group, chain, number, block) == (place(number) not in blocks)
                 blocks.setdefault(place(number), block)
             assert cache.get(group, chain, number) == blocks.get(place(number))
-            if (found := cache.get(group, chain, number)) is not None and (key := cache.parent_key(found)) is not None:
-                assert (group, number > 0) == (0, True)
-                assert cache.find(key) == blocks.get(place(number - 1))
+            if (found := cache.get(group, chain, number)) is not None:
+                parent = blocks.get(place(number - 1)) if number and not group else None
+                assert cache.parent(found) == parent
+                assert parent is None or found in cache.children(parent)
     assert cache._blocks.published().tolist() == sorted(blocks.values())
     assert list(cache.check()) == []
 

@@ -11,11 +11,9 @@ import pytest
 
 import octavo
 from octavo.config import EngineConfig
-from octavo.kvcache.demotion import DemoteAll
 from octavo.kvcache.eviction import EvictionPolicy, FifoEviction
 from octavo.kvcache.eviction.leaves import LeavesFirst
 from octavo.kvcache.manager import KVCacheManager
-from octavo.kvcache.prefix import NullPrefixIndex
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.policy import AgeingPriority, FirstComeFirstServed, VirtualTokenCounter
@@ -37,7 +35,7 @@ def scheduler(num_host_blocks: int = 0, speed: RestoreSpeed | None = SPEED, **op
 
 # Option, value -> what shows that it has arrived.
 REACHED: dict[tuple[str, Any], Any] = {
-    ("enable_prefix_caching", False): lambda s: isinstance(s.kv.prefix_cache, NullPrefixIndex),
+    ("enable_prefix_caching", False): lambda s: not s.kv.caches_prefixes,
     ("prefix_cache", "hashed"): lambda s: (
         not isinstance(s.kv.pool._eviction, LeavesFirst) and s._waiting._prefix_length is None
     ),
@@ -49,7 +47,7 @@ REACHED: dict[tuple[str, Any], Any] = {
     ("scheduling_policy", "fcfs"): lambda s: type(s.policy) is FirstComeFirstServed,
     ("scheduling_policy", "vtc"): lambda s: isinstance(s.policy, VirtualTokenCounter),
     ("scheduling_policy", "priority"): lambda s: isinstance(s.policy, AgeingPriority) and s.policy.seconds == 60.0,
-    ("kv_demotion", "all"): lambda s: isinstance(s.kv.hierarchy._demotion, DemoteAll),
+    ("kv_demotion", "all"): lambda s: s.kv.hierarchy._demotion._name == "all",
     ("pin_tenant_share", 0.2): lambda s: s.kv.pins.tenant_blocks == 5,
     ("preemption_mode", "recompute"): lambda s: s.preemption.mode == "recompute",
     ("preemption_mode", "swap"): lambda s: s.preemption.mode == "swap",

@@ -11,9 +11,9 @@ import numpy.typing as npt
 from octavo.errors import CacheError
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState
 from octavo.kvcache.hashing import DIGEST_BYTES, TOKEN_BYTES, Label, Source
-from octavo.kvcache.key_index import KeyIndex
+from octavo.kvcache.key_index import Children, KeyIndex
 
-OUTSIDE, UNPUBLISHED = -1, -2
+UNPUBLISHED = -1
 
 
 class BlockRecords:
@@ -22,10 +22,10 @@ class BlockRecords:
         field        of                  written by
         references   every block         the pool: entries of block tables that contain it
         pins         published blocks    the pool: pins that hold it
-        groups       every block         the prefix index: `UNPUBLISHED`; else the group whose tree has its parent,
-                                         or `OUTSIDE` for a prompt's first block and under a sliding window
+        groups       every block         the prefix index: its group of layers, or `UNPUBLISHED`
         keys         published blocks    the prefix index: its key, and which block has a key
         parents      "                   the prefix index: the key of the prefix before it
+        children     "                   the prefix index: which blocks continue a prefix
         tokens       "                   the prefix index: its token ids
         sources      "                   the prefix index: tenant, scope and request that computed it
 
@@ -47,6 +47,7 @@ class BlockRecords:
         self.groups = array("h", [UNPUBLISHED]) * num_blocks
         num_contents = num_blocks if block_size else 0
         self.keys = KeyIndex(num_contents)
+        self.children = Children(num_contents)
         self.parents = bytearray(num_contents * DIGEST_BYTES)
         self.tokens = bytearray(num_contents * block_size * TOKEN_BYTES)
         self.sources: list[Source | None] = [None] * num_blocks

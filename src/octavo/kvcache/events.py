@@ -13,7 +13,6 @@ those before it are.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -108,7 +107,7 @@ class NullEventLog:
 
 class KVEventLog(NullEventLog):
     """Collects events in the engine's thread. O(1) for each block published or evicted, unless blocks that follow an
-    evicted one stay cached: O(blocks), which eviction from the tail makes rare.
+    evicted one stay cached: O(those), which eviction from the tail makes rare.
 
     Args:
         records: the record of the pool's blocks.
@@ -120,9 +119,6 @@ class KVEventLog(NullEventLog):
         self._index = index
         self._events: list[Event] = []
         self._states = bytearray(records.num_blocks)
-        # By block, how many published blocks follow it.
-        self._num_children = array("i", [0]) * records.num_blocks
-        self._held_back: dict[bytes, list[BlockId]] = {}  # by their parent's key
 
     def published(self, chain: TokenChain, blocks: Sequence[tuple[BlockId, int, int]]) -> None:
         records, states, before = self._records, self._states, (BlockId(0), -1)
@@ -130,53 +126,34 @@ class KVEventLog(NullEventLog):
         for block, index, group in blocks:
             if group:
                 continue
-            parent: int | None = None
             if index:
                 parent = before[0] if before[1] == index - 1 else records.keys.get(chain.key(index))
-            before = block, index
-            if parent is not None:
-                self._num_children[parent] += 1
-            if index and (parent is None or states[parent] != _ANNOUNCED):
-                states[block] = _HELD_BACK
-                self._held_back.setdefault(chain.key(index), []).append(block)
+                states[block] = _HELD_BACK if parent is None else states[parent]
             else:
                 states[block] = _ANNOUNCED
-                if last != index:
-                    self._announce(chain, first, last)
-                    first = index
-                last = index + 1
-            if self._held_back and (followers := self._held_back.get(key := chain.key(index + 1))) is not None:
-                self._num_children[block] = len(followers)
-                if states[block] == _ANNOUNCED:
-                    self._announce(chain, first, last)
-                    first = last
-                    self._announce_held_back(key)
+            before = block, index
+            if states[block] != _ANNOUNCED:
+                continue
+            if last != index:
+                self._announce(chain, first, last)
+                first = index
+            last = index + 1
+            if followers := self._follow([block], _HELD_BACK):
+                self._announce(chain, first, last)
+                first = last
+                self._announce_again(followers)
         self._announce(chain, first, last)
 
     def evicted(self, block_ids: Sequence[BlockId]) -> None:
         records, states = self._records, self._states
-        gone = [(block, states[block]) for block in block_ids if states[block]]
-        if not gone:
-            return
-        removed: list[int] = []
-        for block, state in gone:
-            parent_key = records.parent_prefix(block)
-            if state == _HELD_BACK:
-                self._held_back[parent_key].remove(block)
-                if not self._held_back[parent_key]:
-                    del self._held_back[parent_key]
-            else:
-                removed.append(key_prefix(records.key(block)))
-            if (parent := records.keys.get(parent_key)) is not None:
-                self._num_children[parent] -= 1
+        announced = [block for block in block_ids if states[block] == _ANNOUNCED]
+        for block in block_ids:
             states[block] = _OTHER
-        headless = [block for block, state in gone if state == _ANNOUNCED and self._num_children[block]]
-        if headless:
-            removed += self._hold_back_followers(headless)
-        for block, _ in gone:
-            self._num_children[block] = 0
-        if removed:
-            self._events.append(BlocksRemoved(removed))
+        followers = self._follow(announced, _ANNOUNCED)
+        for block in followers:
+            states[block] = _HELD_BACK
+        if announced:
+            self._events.append(BlocksRemoved(records.keys.prefixes([*announced, *followers])))
 
     def take(self) -> list[Event]:
         if not self._events:
@@ -187,28 +164,17 @@ class KVEventLog(NullEventLog):
     def snapshot(self) -> CacheSnapshot:
         """Return all announced blocks; forgets the events so far. O(blocks), a copy of their records."""
         self._events = []
-        records, ids, parents = self._records, *self._announced()
-        depths = np.zeros(records.num_blocks, np.int32)
-        depths[ids] = 1
-        ahead = parents
-        while ahead.any():
-            depths += depths.take(ahead)
-            ahead = ahead.take(ahead)
-        ids = ids[np.argsort(depths.take(ids), kind="stable")]
+        records = self._records
+        announced = map(BlockId, np.flatnonzero(np.frombuffer(self._states, np.uint8) == _ANNOUNCED).tolist())
+        firsts = [block for block in announced if self._index.parent(block) is None]
+        ids = np.array(firsts + self._follow(firsts, _ANNOUNCED), np.intp)
         return CacheSnapshot(
             np.array(records.keys.prefixes(ids.tolist()), np.uint64),
             np.frombuffer(records.parents, KEY_HALF)[::2].take(ids),
-            parents.take(ids) == 0,
+            np.arange(len(ids)) < len(firsts),
             np.frombuffer(records.tokens, TOKEN).reshape(-1, records.block_size).take(ids, axis=0),
             [source.scope if (source := records.sources[block]) is not None else "" for block in ids.tolist()],
         )
-
-    def _announced(self) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-        """Return the announced blocks, and the parent of every block by id: 0 if it has none or is not announced."""
-        ids = np.flatnonzero(np.frombuffer(self._states, np.uint8) == _ANNOUNCED)
-        parents = np.zeros(self._records.num_blocks, np.intp)
-        parents[ids] = np.maximum(self._index.parents(ids), 0)
-        return ids, parents
 
     def _announce(self, chain: TokenChain, first: int, last: int) -> None:
         if last > first:
@@ -216,29 +182,21 @@ class KVEventLog(NullEventLog):
             tokens = np.frombuffer(chain.tokens(first, last), TOKEN).tolist()
             self._events.append(BlocksStored(hashes, parent if first else None, tokens, chain.source.scope))
 
-    def _announce_held_back(self, parent_key: bytes) -> None:
-        """Announce the blocks that follow a block that is announced again."""
-        records, keys = self._records, [parent_key]
-        while keys:
-            parent = keys.pop()
-            for block in self._held_back.pop(parent, ()):
-                self._states[block] = _ANNOUNCED
-                keys.append(key := records.key(block))
-                source, tokens = records.sources[block], np.frombuffer(records.token_bytes(block), TOKEN).tolist()
-                assert source is not None  # it is published
-                self._events.append(BlocksStored([key_prefix(key)], key_prefix(parent), tokens, source.scope))
+    def _announce_again(self, blocks: Sequence[BlockId]) -> None:
+        """Announce blocks that can be found again, parents first."""
+        records = self._records
+        for block in blocks:
+            self._states[block] = _ANNOUNCED
+            source, tokens = records.sources[block], np.frombuffer(records.token_bytes(block), TOKEN).tolist()
+            assert source is not None  # it is published
+            own, parent = key_prefix(records.key(block)), key_prefix(records.parent_prefix(block))
+            self._events.append(BlocksStored([own], parent, tokens, source.scope))
 
-    def _hold_back_followers(self, headless: Sequence[BlockId]) -> list[int]:
-        """Hold back what follows these evicted blocks; returns the hashes of what was announced. O(blocks)."""
-        ids, ahead = self._announced()
-        follows = np.zeros(self._records.num_blocks, np.bool_)
-        follows[headless] = True
-        while ahead.any():
-            follows |= follows.take(ahead)
-            ahead = ahead.take(ahead)
-        hashes = []
-        for block in map(BlockId, ids[follows.take(ids)].tolist()):
-            self._states[block] = _HELD_BACK
-            self._held_back.setdefault(self._records.parent_prefix(block), []).append(block)
-            hashes.append(key_prefix(self._records.key(block)))
-        return hashes
+    def _follow(self, blocks: Sequence[BlockId], state: int) -> list[BlockId]:
+        """Return all descendants of these blocks that are in a state, parents first."""
+        found: list[BlockId] = []
+        ahead = list(blocks)
+        while ahead:
+            ahead = [child for block in ahead for child in self._index.children(block) if self._states[child] == state]
+            found += ahead
+        return found

@@ -279,21 +279,6 @@ class TokenChain:
         )
 
 
-class NullChain(TokenChain):
-    """The chain without prefix caching: no block has a key, and nothing is packed or hashed."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        super().__init__(FullBlocks(BlockHash(b""), 1))
-
-    def grow(self, num_tokens: int, read: Callable[[int, int], Sequence[int]]) -> None:
-        return
-
-    def copy(self) -> Self:
-        return self
-
-
 class Label(NamedTuple):
     """The identity against which a block outside the device (in host memory, a file or a shared store) is verified.
 

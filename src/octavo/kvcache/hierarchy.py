@@ -27,7 +27,7 @@ import numpy as np
 
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockTable, BlockTransfer, HostBlockId, as_array, new_table
 from octavo.kvcache.blocks import BlockRecords
-from octavo.kvcache.demotion import make_demotion
+from octavo.kvcache.demotion import Demotion
 from octavo.kvcache.hashing import Label, TokenChain, label_of, private_label
 from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.pool import BlockPool
@@ -64,32 +64,8 @@ class _Left:
     keys: dict[tuple[int, int], bytes]
 
 
-class TieredIndex:
-    """The device's prefix cache continued by host memory, with the methods that a `PrefixMatcher` needs.
-
-    A block in host memory has a negative id, -1 minus its slot.
-    """
-
-    def __init__(self, prefix_cache: PrefixIndex, host: HostMemory) -> None:
-        self._device = prefix_cache
-        self._host = host
-
-    def leading(self, group: int, chain: TokenChain, limit: int) -> BlockTable:
-        found = self._device.leading(group, chain, limit)
-        while len(found) < limit and (block := self.get(group, chain, len(found))) is not None:
-            found.append(block)
-        return found
-
-    def get(self, group: int, chain: TokenChain, index: int) -> BlockId | None:
-        block = self._device.get(group, chain, index)
-        if block is not None:
-            return block
-        host = self._host.find(label_of(group, chain, index))
-        return None if host is None else BlockId(-1 - host)
-
-
 def split_tiers(tables: tuple[BlockTable, ...], block_size: int) -> PrefixHit:
-    """Return the hit for tables from a `TieredIndex`, whose negative ids become loads."""
+    """Return the hit for tables from a `PrefixMatcher`, whose negative ids become loads."""
     loads: list[tuple[int, int, HostBlockId]] = []
     for group, table in enumerate(tables):
         for index in np.flatnonzero(as_array(table) < 0).tolist():
@@ -104,7 +80,7 @@ class CacheHierarchy:
     Args:
         blocks, prefix_cache: those of the device.
         windows: sliding window per group, None for full attention.
-        demotion: see `make_demotion`.
+        demotion: see `Demotion`.
     """
 
     def __init__(
@@ -121,10 +97,9 @@ class CacheHierarchy:
         self._prefix_cache = prefix_cache
         self._block_size = block_size
         self._num_groups = len(windows)
-        self._demotion = make_demotion(demotion, host, blocks)
+        self._demotion = Demotion(demotion, host, blocks)
         # Without slots for prefixes, a sequence must not find blocks that others have left there.
-        index = TieredIndex(prefix_cache, host) if host.num_prefix_slots else prefix_cache
-        self._matcher = PrefixMatcher(index, block_size, windows)
+        self._matcher = PrefixMatcher(prefix_cache, block_size, windows, host if host.num_prefix_slots else None)
         self._left: dict[SequenceId, _Left] = {}
         self._wanted_by: dict[bytes, set[SequenceId]] = {}  # by key
         self._resuming: list[SequenceId] = []  # their loads are planned

@@ -1,4 +1,6 @@
-"""A hash table from 16-byte keys to small ids in flat memory, without an object per entry for the garbage collector.
+"""Flat tables by key, without objects for the garbage collector: ids of keys, latest keys, children of prefixes.
+
+All three are one hash table from keys of 16 or 8 bytes to small ids:
 
     heads  [ 0 | 5 | 0 | 2 | … ]            by home: id + 1 of the key put last there, 0 for none
     after  [ – | 0 | 4 | 0 | 0 | 0 | … ]    by id + 1: the next key of the same home, 0 for none
@@ -13,14 +15,14 @@ from __future__ import annotations
 import secrets
 import struct
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Iterator, MutableSequence, Sequence
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from octavo.kvcache.block import BlockIds
-from octavo.kvcache.hashing import DIGEST_BYTES, PREFIX_BYTES, Keys
+from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds
+from octavo.kvcache.hashing import DIGEST_BYTES, PREFIX_BYTES, Keys, key_prefix
 
 _MASK64 = (1 << 64) - 1
 _FIRST_HALF, _BOTH_HALVES = struct.Struct("<Q").unpack_from, struct.Struct("<QQ").unpack_from
@@ -29,6 +31,8 @@ _FIRST_HALF, _BOTH_HALVES = struct.Struct("<Q").unpack_from, struct.Struct("<QQ"
 _FIRST_PIECE = 128
 _PIECE_GROWTH = 8
 _LARGEST_PIECE = 8192
+
+_Value = TypeVar("_Value")
 
 
 class KeyIndex:
@@ -142,26 +146,25 @@ class KeyIndex:
         """Give each id a new key of 8 bytes, in place of the one that it had, if any.
 
         Returns:
-            The ids that have lost their key because another has it now.
+            For each id, the other that had its key and has lost it; -1 if there was none.
         """
         heads, after, keys = self._heads, self._after, self._keys
         factor, size, displaced = self._factor, self._capacity, list[int]()
         self.discard(entry_ids)
         for first, entry_id in zip(prefixes, entry_ids, strict=True):
-            entry = entry_id + 1
+            entry, before = entry_id + 1, 0
             home = ((first * factor & _MASK64) >> 32) * size >> 32
             head = other = heads[home]
             if other and keys[other] == first:
-                displaced.append(other - 1)
-                head = after[other]
+                before, head = other, after[other]
             elif other:
                 while (following := after[other]) and keys[following] != first:
                     other = following
                 if following:
-                    displaced.append(following - 1)
-                    after[other] = after[following]
+                    before, after[other] = following, after[following]
             keys[entry], after[entry], heads[home] = first, head, entry
-        self._length += len(entry_ids) - len(displaced)
+            displaced.append(before - 1)
+        self._length += len(entry_ids) - sum(before >= 0 for before in displaced)
         return displaced
 
     def find_leading(self, keys: Keys, flip: int = 0) -> BlockIds:
@@ -199,18 +202,6 @@ class KeyIndex:
         ids -= 1
         return ids
 
-    def find_all(self, keys: Keys) -> npt.NDArray[np.int32]:
-        """Return the id of each key; -1 for a key that has none."""
-        after = np.frombuffer(self._after, np.int32)
-        found = np.frombuffer(self._heads, np.int32).take(self._homes(keys))
-        open_ = np.arange(len(keys))
-        while open_.size:
-            there = found.take(open_)
-            open_ = open_[self._differ(there, keys.take(open_, axis=0)) & (there != 0)]
-            found[open_] = after.take(found.take(open_))
-        found -= 1
-        return found
-
     def _homes(self, keys: Keys) -> npt.NDArray[np.int64]:
         """Return the home of each key."""
         # In place, because a long prompt has tens of thousands of keys.
@@ -229,32 +220,131 @@ class KeyIndex:
 
     def check(self) -> Iterator[str]:
         """Yield every violation of the table's own invariants. O(capacity)."""
-        ids = self.ids()
+        ids = self.ids().tolist()
         if len(ids) != self._length:
             yield f"{len(ids)} ids have a key, {self._length} are counted"
-        keys = np.frombuffer(cast(Any, self._keys), np.uint64).reshape(-1, self._halves).take(ids + 1, axis=0)
-        yield from (f"id {i} is not found by its key" for i in ids[self.find_all(keys) != ids].tolist())
+        yield from (f"id {i} is not found by its key" for i in ids if self.get(self.key(i)) != i)
 
 
-class LatestKeys:
-    """The latest keys, each with a place in a ring, in flat memory. Keys with the same prefix count as one."""
+class LatestKeys(Generic[_Value]):
+    """The latest keys with a value each, in a ring in flat memory. Keys with the same prefix count as one.
 
-    def __init__(self, capacity: int) -> None:
-        self.index = KeyIndex(capacity, PREFIX_BYTES)
+    Args:
+        capacity: number of keys; the newest takes the place of the oldest.
+        empty: a sequence of one value, which stands for none.
+    """
+
+    # A key's prefix, and two entries of 4 bytes in the index.
+    BYTES_EACH = PREFIX_BYTES + 8
+
+    def __init__(self, capacity: int, empty: MutableSequence[_Value]) -> None:
         self.capacity = capacity
+        self._index = KeyIndex(capacity, PREFIX_BYTES)
+        self._empty = empty[0]
+        # Repeated, so that it takes no more than its values.
+        self._values = cast(MutableSequence[_Value], cast(Any, empty) * capacity)
         self._next = 0
 
-    def add(self, prefixes: Sequence[int]) -> tuple[Sequence[int], list[int]]:
-        """Add at most `capacity` keys, the newest last, in place of the oldest.
+    def __len__(self) -> int:
+        return len(self._index)
 
-        Returns:
-            Their places, and other places whose key was the same as one of these, which is gone from there.
-        """
+    def add(self, prefixes: Sequence[int], values: Sequence[_Value]) -> list[_Value]:
+        """Add keys, the newest last; returns the values of those that they displace, as older or as equal ones."""
         start, size = self._next, self.capacity
+        if len(prefixes) > size:
+            return self.add(prefixes[:size], values[:size]) + self.add(prefixes[size:], values[size:])
         end = start + len(prefixes)
         places = range(start, end) if end <= size else [*range(start, size), *range(end - size)]
         self._next = end % size
-        return places, self.index.replace(prefixes, places)
+        kept, empty, displaced = self._values, self._empty, list[_Value]()
+        twins = self._index.replace(prefixes, places)
+        for place, value in zip(places, values, strict=True):
+            if (before := kept[place]) != empty:
+                displaced.append(before)
+            kept[place] = value
+        for twin in twins:
+            if twin >= 0:
+                displaced.append(kept[twin])
+                kept[twin] = empty
+        return displaced
+
+    def get(self, key: bytes) -> _Value | None:
+        place = self._index.get(key)
+        return None if place is None else self._values[place]
+
+    def take(self, key: bytes) -> _Value | None:
+        """Return the value of a key, which is forgotten; None if it is not there."""
+        if (place := self._index.get(key)) is None:
+            return None
+        value, self._values[place] = self._values[place], self._empty
+        self._index.discard((place,))
+        return value
+
+    def check(self) -> Iterator[str]:
+        return self._index.check()
+
+
+class Children:
+    """The published blocks that continue each prefix, in flat memory.
+
+        latest   the first 8 bytes of the prefix's key -> the block published last
+        older    by block: the block with the same parent that was published before it, 0 for none
+        newer    by block: the one that was published after it
+
+    The blocks of all groups of layers that continue a prefix are in one list, because their keys begin alike. So are
+    those of two prefixes whose keys collide in 8 bytes. Readers check the rest of the key where it matters.
+    """
+
+    BYTES_PER_ID = PREFIX_BYTES + 16
+
+    def __init__(self, num_blocks: int) -> None:
+        self._latest = KeyIndex(num_blocks, PREFIX_BYTES)
+        self._older = array("i", [0]) * num_blocks
+        self._newer = array("i", [0]) * num_blocks
+
+    def add(self, block_id: BlockId, parent: bytes) -> None:
+        """Add a block that is published, with the key of the prefix that it continues."""
+        (before,) = self._latest.replace((key_prefix(parent),), (block_id,))
+        if before >= 0:
+            self._older[block_id], self._newer[before] = before, block_id
+
+    def remove(self, block_ids: Sequence[BlockId]) -> None:
+        """Remove blocks that are evicted."""
+        older, newer, alone = self._older, self._newer, list[BlockId]()
+        for block_id in block_ids:
+            before, after = older[block_id], newer[block_id]
+            if not before and not after:
+                alone.append(block_id)
+                continue
+            older[block_id] = newer[block_id] = 0
+            if before:
+                newer[before] = after
+            if after:
+                older[after] = before
+            else:
+                self._latest.discard((block_id,))
+                self._latest.put(self._latest.key(block_id), before)
+        self._latest.discard(alone)
+
+    def latest(self, key: bytes) -> BlockId | None:
+        """Return the block published last after the prefix with this key; None if there is none."""
+        return next(self.of(key), None)
+
+    def of(self, key: bytes) -> Iterator[BlockId]:
+        """Iterate over the blocks after the prefix with this key, the latest first."""
+        block_id = self._latest.get(key) or NULL_BLOCK
+        while block_id != NULL_BLOCK:
+            yield BlockId(block_id)
+            block_id = self._older[block_id]
+
+    def check(self, published: npt.NDArray[np.intp]) -> Iterator[str]:
+        """Yield every violation of the lists' own invariants, given all published blocks. O(blocks)."""
+        yield from self._latest.check()
+        found = [block_id for latest in self._latest for block_id in self.of(self._latest.key(latest))]
+        for block_id in np.setxor1d(found, published).tolist():
+            yield f"block {block_id} is published or listed with its parent's children, but not both"
+        if len(found) != len(set(found)):
+            yield "a block is listed twice among its parent's children"
 
 
 def _flipped(keys: Keys, flip: int) -> Keys:

@@ -8,7 +8,6 @@ Its memory is bounded by the pool: arrays by block id with one entry per publish
 from __future__ import annotations
 
 import time
-from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -20,8 +19,8 @@ from typing import NamedTuple, TypeVar
 from octavo.errors import CacheError
 from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable, HostBlockId
 from octavo.kvcache.blocks import BlockRecords
-from octavo.kvcache.hashing import DIGEST_BYTES, PREFIX_BYTES, TOKEN_BYTES, Source, TokenChain, key_prefix
-from octavo.kvcache.key_index import KeyIndex, LatestKeys
+from octavo.kvcache.hashing import DIGEST_BYTES, TOKEN_BYTES, Source, TokenChain, key_prefix
+from octavo.kvcache.key_index import LatestKeys
 from octavo.request import CacheOutcome, CacheReport, Request, RequestId
 
 MOST_EVICTED = 256
@@ -39,55 +38,13 @@ _T = TypeVar("_T")
 
 
 class _Eviction(NamedTuple):
-    at: float
+    at: int  # whole seconds, so that evictions share records
     tenant: str
 
 
-class _Evictions:
-    """The latest evictions by key."""
-
-    def __init__(self, capacity: int) -> None:
-        self._keys = LatestKeys(capacity)
-        self._at = array("d", [0]) * capacity
-        self._tenants = [""] * capacity
-
-    def add(self, prefixes: Seq[int], at: float, tenants: Seq[str]) -> None:
-        """Add evictions of the blocks whose keys have these prefixes."""
-        size = self._keys.capacity
-        for start in range(0, len(prefixes), size):
-            places, _ = self._keys.add(prefixes[start : start + size])
-            for place, tenant in zip(places, tenants[start : start + size], strict=True):
-                self._at[place], self._tenants[place] = at, tenant
-
-    def get(self, key: bytes) -> _Eviction | None:
-        place = self._keys.index.get(key)
-        return None if place is None else _Eviction(self._at[place], self._tenants[place])
-
-    def check(self) -> Iterator[str]:
-        return self._keys.index.check()
-
-
-class _FirstBlocks:
-    """The first blocks of the latest prompts, by tokens regardless of scope, and the requests that computed them."""
-
-    def __init__(self, capacity: int) -> None:
-        self._keys = LatestKeys(capacity)
-        self._blocks = array("i", [0]) * capacity
-        self._sources: list[Source | None] = [None] * capacity
-
-    def add(self, key: bytes, block_id: BlockId, source: Source) -> None:
-        (place,), _ = self._keys.add((key_prefix(key),))
-        self._blocks[place], self._sources[place] = block_id, source
-
-    def get(self, key: bytes, blocks: BlockRecords) -> Source | None:
-        """Return the source of the block with this key; None if it was evicted since."""
-        if (place := self._keys.index.get(key)) is None:
-            return None
-        source = self._sources[place]
-        return source if blocks.sources[self._blocks[place]] is source else None
-
-    def check(self) -> Iterator[str]:
-        return self._keys.index.check()
+class _FirstBlock(NamedTuple):
+    block_id: BlockId
+    source: Source
 
 
 @dataclass(slots=True)
@@ -165,22 +122,16 @@ class CacheLedger:
         self.totals: dict[str, CacheTotals] = {}  # by tenant, so bounded by the number of API keys
         self._record = blocks
         self._clock = clock
-        self._continued = KeyIndex(num_blocks, PREFIX_BYTES)  # the latest block that continues each prefix
-        self._firsts = _FirstBlocks(min(num_blocks, max(_FEWEST_FIRSTS, num_blocks // _BLOCKS_PER_FIRST)))
-        self._evictions = _Evictions(min(num_blocks, MAX_EVICTIONS))
+        # The first blocks of the latest prompts, by their tokens regardless of scope.
+        num_firsts = min(num_blocks, max(_FEWEST_FIRSTS, num_blocks // _BLOCKS_PER_FIRST))
+        self._firsts = LatestKeys[_FirstBlock | None](num_firsts, [None])
+        self._evictions = LatestKeys[_Eviction | None](min(num_blocks, MAX_EVICTIONS), [None])
+        self._second = -1
+        self._in_second: dict[str, _Eviction] = {}  # by tenant
 
-    def published(self, blocks: Seq[tuple[BlockId, int]], chain: TokenChain) -> None:
-        """Record that a request has computed and published full blocks of its chain, each with its index."""
-        if not blocks:
-            return
-        indices = [index for _, index in blocks]
-        first = min(indices)
-        for block_id, index in blocks:
-            if index == 0:
-                self._firsts.add(_first_key(chain), block_id, chain.source)
-        prefixes = chain.key_prefixes(first, max(indices))
-        parents = [prefixes[index - first] for index in indices]
-        self._continued.replace(parents, [block_id for block_id, _ in blocks])
+    def published(self, block_id: BlockId, chain: TokenChain) -> None:
+        """Record that a request has computed and published the first full block of its chain."""
+        self._firsts.add((key_prefix(_first_key(chain)),), (_FirstBlock(block_id, chain.source),))
 
     def owner(self, block_id: BlockId) -> str | None:
         """Return the id of the request that computed a published block; None if it is not published."""
@@ -198,9 +149,13 @@ class CacheLedger:
 
     def evicted(self, block_ids: Seq[BlockId]) -> None:
         """Record the eviction of cached blocks, which the index still has."""
-        tenants = [self.tenant(block_id) or "" for block_id in block_ids]
-        self._continued.discard(block_ids)
-        self._evictions.add(self._record.keys.prefixes(block_ids), self._clock(), tenants)
+        if (second := int(self._clock())) != self._second:
+            self._second, self._in_second = second, {}
+        noted = [
+            self._in_second.setdefault(tenant, _Eviction(second, tenant))
+            for tenant in (self.tenant(block_id) or "" for block_id in block_ids)
+        ]
+        self._evictions.add(self._record.keys.prefixes(block_ids), noted)
 
     def explain(self, request: Request, chain: TokenChain, cached_blocks: int) -> CacheReport:
         """Explain why a prompt's cached prefix ends after `cached_blocks` blocks."""
@@ -217,18 +172,17 @@ class CacheLedger:
         if (eviction := self._evictions.get(chain.key(cached_blocks + 1))) is not None:
             ago = self._clock() - eviction.at
             return replace(report(CacheOutcome.EVICTED, eviction.tenant), evicted_seconds_ago=ago)
-        block_id = self._continued.get(chain.key(cached_blocks))
+        block_id = self._record.children.latest(chain.key(cached_blocks))
         rival = None if block_id is None else self._record.sources[block_id]
         common = 0
         if block_id is not None:
-            common = _common_tokens(
-                self._record.token_bytes(BlockId(block_id)), chain.tokens(cached_blocks, cached_blocks + 1)
-            )
+            common = _common_tokens(self._record.token_bytes(block_id), chain.tokens(cached_blocks, cached_blocks + 1))
         if rival is None or common + cached_blocks == 0:
             # Checked last, so that other scopes only ever affect a report that would otherwise be "cold".
-            twin = self._firsts.get(_first_key(chain), self._record) if cached_blocks == 0 else None
-            if twin is not None and twin.scope != request.cache_scope:
-                return report(CacheOutcome.SALT, twin.tenant)
+            twin = self._firsts.get(_first_key(chain)) if cached_blocks == 0 else None
+            is_cached = twin is not None and self._record.sources[twin.block_id] is twin.source
+            if twin is not None and is_cached and twin.source.scope != request.cache_scope:
+                return report(CacheOutcome.SALT, twin.source.tenant)
             return report(CacheOutcome.COLD)
         if common == size:
             # One group still has the block; another group's was evicted longer ago than is remembered.
@@ -283,10 +237,8 @@ class CacheLedger:
 
     def check(self) -> Iterator[str]:
         """Yield every violation of the ledger's own invariants. O(blocks)."""
-        for i in set(self._continued) - set(self._record.published().tolist()):
-            yield f"a block that continues another is remembered, but not published: {i}"
-        for index in (self._continued, self._firsts, self._evictions):
-            yield from index.check()
+        yield from self._firsts.check()
+        yield from self._evictions.check()
         for tenant, totals in self.totals.items():
             if totals.queried_tokens != totals.cached_tokens + totals.uncached_tokens.total():
                 yield f"tenant {tenant!r}: cached and uncached tokens do not add up to those queried"
@@ -298,7 +250,7 @@ class NullLedger(CacheLedger):
     def __init__(self, num_blocks: int, blocks: BlockRecords, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(0, blocks, clock)
 
-    def published(self, blocks: Seq[tuple[BlockId, int]], chain: TokenChain) -> None:
+    def published(self, block_id: BlockId, chain: TokenChain) -> None:
         """See `CacheLedger.published`."""
 
     def evicted(self, block_ids: Seq[BlockId]) -> None:

@@ -59,7 +59,7 @@ class KVCacheManager:
         num_swap_slots: blocks of host memory for preempted sequences.
         num_prefix_slots: additional blocks of host memory, for prefixes that the device evicts.
         wrap_eviction: wraps the device's eviction policy in an observer.
-        demotion: policy that chooses which of the device's blocks are copied to the host (`make_demotion`).
+        demotion: policy that chooses which of the device's blocks are copied to the host (`Demotion`).
         pin_budget: share of the pool that may be pinned at once.
         pin_tenant_share: share of the pin budget that the pins of one tenant may hold.
         clock: a monotonic clock in seconds, for pins and the ledger.
@@ -195,21 +195,9 @@ class KVCacheManager:
         if None in self._windows:
             # Each full block takes at least one block of the budget, so a longer prefix could not be pinned.
             length = min(length, self.pins.budget_blocks, self.pins.tenant_blocks)
-        known = self._published_prefix(request, length)
-        pin = self.pins.pin(chain, length, request.cache_scope, request.tenant, wanted.ttl_seconds, known)
+        pin = self.pins.pin(chain, length, request.cache_scope, request.tenant, wanted.ttl_seconds)
         pin_id, num_pinned = (None, 0) if pin is None else (pin.pin_id, pin.num_tokens)
         return PinReceipt(pin_id, wanted.num_tokens, num_pinned, wanted.ttl_seconds)
-
-    def _published_prefix(self, request: Request, length: int) -> tuple[BlockTable, ...] | None:
-        """Return the first blocks of a running request if the prefix cache has exactly these, which saves the look-up.
-
-        None if another request has published equal blocks before, or if there is a sliding window, which may have given
-        up blocks that a shorter prefix needs.
-        """
-        if self.slides or not request.sequences or (holding := self.holdings.get(request.sequences[0])) is None:
-            return None
-        tables = tuple(table[:length] for table in holding.tables)
-        return tables if all(len(t) == length and self.pool.are_published(t) for t in tables) else None
 
     def stock(self, requests: Iterable[Request]) -> Stock:
         """Count every block by state and tenant, and by request; `requests` must be all unfinished ones. O(blocks)."""
@@ -451,7 +439,8 @@ class KVCacheManager:
         published.reverse()
         for block, index, group in published:
             self.pool.note_published(block, seq.request.priority, group_key(group, chain.key(index + 1)))
-        self.ledger.published([(block, index) for block, index, _ in published], chain)
+            if not index:
+                self.ledger.published(block, chain)
         self.hierarchy.published([block for block, _, _ in published])
         holding.num_published = filled
         holding.next_full = (filled + 1) * self.spec.block_size

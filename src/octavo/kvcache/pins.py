@@ -25,8 +25,7 @@ from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds, BlockTable, as_a
 from octavo.kvcache.hashing import TokenChain, root_hash
 from octavo.kvcache.pool import BlockPool
 
-Tables = tuple[BlockTable, ...]
-FindPrefix = Callable[[TokenChain, int], Tables]
+FindPrefix = Callable[[TokenChain, int], tuple[BlockTable, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,22 +154,11 @@ class PinTable:
         """Iterate over all pins, the soonest to expire first."""
         return iter(sorted(self._pins.values(), key=_expiry))
 
-    def pin(
-        self,
-        chain: TokenChain,
-        length: int,
-        salt: str,
-        tenant: str,
-        ttl_seconds: float,
-        known: Tables | None = None,
-    ) -> Pin | None:
+    def pin(self, chain: TokenChain, length: int, salt: str, tenant: str, ttl_seconds: float) -> Pin | None:
         """Pin the cached part of a chain's first `length` full blocks, as far as the tenant's share and the budget
         allow.
 
         Pinning the same prefix again renews its pin.
-
-        Args:
-            known: the blocks per group if the caller knows them; shorter prefixes must be prefixes of these tables.
 
         Returns:
             The pin, which may cover less than `length` blocks; None if not even the first block could be pinned.
@@ -178,7 +166,7 @@ class PinTable:
         if not ttl_seconds > 0:
             raise CacheError(f"a pin's time to live must be positive, got {ttl_seconds} seconds")
         self.expire()
-        length, blocks = self._affordable(chain, length, tenant, known)
+        length, blocks = self._affordable(chain, length, tenant)
         if not length:
             return None
         digest = blake2b(root_hash(tenant, salt) + chain.key(length), digest_size=8)
@@ -256,7 +244,7 @@ class PinTable:
             if len(blocks) > self.tenant_blocks:
                 yield f"tenant {tenant!r} pins {len(blocks)} blocks, over its share of {self.tenant_blocks}"
 
-    def _affordable(self, chain: TokenChain, length: int, tenant: str, known: Tables | None) -> tuple[int, BlockTable]:
+    def _affordable(self, chain: TokenChain, length: int, tenant: str) -> tuple[int, BlockTable]:
         """Return the length of the longest prefix that is cached and within the limits, and the blocks that hold it.
 
         Under a sliding window a shorter prefix needs other blocks, so each length is looked up again.
@@ -265,7 +253,7 @@ class PinTable:
         own = self._held.get(tenant) or BlockCounts()
         free, own_free = self.budget_blocks - num_pinned, self.tenant_blocks - len(own)
         while length > 0:
-            tables = self._find(chain, length) if known is None else tuple(table[:length] for table in known)
+            tables = self._find(chain, length)
             length = len(tables[0])
             blocks = np.concatenate([as_array(table) for table in tables])
             blocks = where(blocks != NULL_BLOCK, blocks)

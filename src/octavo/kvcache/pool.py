@@ -208,10 +208,6 @@ class BlockPool:
         """Return how many of these blocks have no pin."""
         return len(self._unpinned(block_ids))
 
-    def are_published(self, block_ids: Sequence[BlockId]) -> bool:
-        """Whether all of these blocks are published."""
-        return bool((self.blocks.groups_array.take(as_array(block_ids)) != UNPUBLISHED).all())
-
     def count_states(self) -> dict[BlockState, int]:
         """Return the number of blocks in each state that any block is in."""
         counts = {

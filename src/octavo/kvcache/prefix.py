@@ -5,7 +5,7 @@
 
 The index owns no blocks: the pool decides what is evicted, and calls `drop`. A block is put in only after its keys and
 values are computed. A parent is known by its key, because ids are reused; it need not be published, so a parent that is
-published again has its children at once.
+published again has its children at once. Leaf-first eviction, events, drafts and the ledger read the same tree.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from octavo.errors import ConfigError
 from octavo.kvcache.block import (
@@ -30,20 +28,20 @@ from octavo.kvcache.block import (
     new_table,
     table_of,
 )
-from octavo.kvcache.blocks import OUTSIDE, UNPUBLISHED, BlockRecords
+from octavo.kvcache.blocks import UNPUBLISHED, BlockRecords
 from octavo.kvcache.hashing import (
     DIGEST_BYTES,
-    KEY_HALF,
     TOKEN,
     TOKEN_BYTES,
     FullBlocks,
-    NullChain,
     TokenChain,
     Tokens,
     group_bits,
     group_key,
+    label_of,
     root_hash,
 )
+from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.spec import KVCacheSpec, Window
 
 # The first blocks of a prompt are looked up one by one, the rest as arrays, whose fixed cost is that of several
@@ -60,7 +58,7 @@ class PrefixIndex:
     Blocks of groups with a sliding window stand outside the tree, because a hit needs only those inside the window.
 
     Args:
-        blocks: the record of the pool's blocks.
+        blocks: the record of the pool's blocks; if it records no contents, nothing is cached.
         identity: what keys and values depend on besides the tokens: model fingerprint, dtype, codec, …
         windows: by group of layers, its sliding window, None for full attention.
     """
@@ -69,32 +67,25 @@ class PrefixIndex:
         self, blocks: BlockRecords, identity: tuple[str, ...], windows: Sequence[object | None] = (None,)
     ) -> None:
         self._blocks = blocks
-        self._block_size = blocks.block_size
+        # Without prefix caching no block is ever full, so nothing is packed, hashed, looked up or published.
+        self._block_size = blocks.block_size or sys.maxsize
         self._identity = (*identity, str(self._block_size))
         self._width = self._block_size * TOKEN_BYTES
         self._in_tree = [window is None for window in windows]
         self._unsalted_root = root_hash(*self._identity, "")
-        # The block published last after each prefix, if drafts ask for it; only of one group outside windows.
-        self._latest_child: dict[bytes, BlockId] | None = None
-        self._tree = self._in_tree.index(True) if any(self._in_tree) else None
-
-    def remember_children(self) -> None:
-        """Record from now on which block follows which, for `tokens_after`."""
-        if self._tree is not None:
-            self._latest_child = {}
 
     def tokens_after(self, chain: TokenChain, tail: Sequence[int], most: int) -> tuple[int, ...]:
         """Return at most `most` tokens that followed a chain and `tail`, less than a block, in published blocks.
 
         Of several continuations, that which was published last.
         """
-        children, found = self._latest_child, array("i")
-        key, skipped = bytes(chain.key(len(chain))), len(tail)
-        while children is not None and len(found) < skipped + most and (block_id := children.get(key)) is not None:
-            found.frombytes(self._blocks.token_bytes(block_id))
+        blocks, found, skipped = self._blocks, array("i"), len(tail)
+        key: bytes = chain.key(len(chain))
+        while len(found) < skipped + most and (block_id := blocks.children.latest(key)) is not None:
+            found.frombytes(blocks.token_bytes(block_id))
             if len(found) == self._block_size and found[:skipped].tolist() != list(tail):
                 return ()
-            key = group_key(self._tree or 0, self._blocks.key(block_id))  # the key of the prefix, without the group
+            key = group_key(blocks.groups[block_id], blocks.key(block_id))  # the prefix's, without the group
         return tuple(found[skipped : skipped + most])
 
     def full_blocks(self, token_ids: Sequence[int], salt: str) -> FullBlocks:
@@ -141,11 +132,11 @@ class PrefixIndex:
         if blocks.is_published(block_id) or not blocks.keys.put(group_key(group, chain.key(index + 1)), block_id):
             return False
         blocks.tokens[block_id * self._width : (block_id + 1) * self._width] = chain.tokens(index, index + 1)
-        blocks.parents[block_id * DIGEST_BYTES : (block_id + 1) * DIGEST_BYTES] = chain.key(index)
-        blocks.groups[block_id] = group if index and self._in_tree[group] else OUTSIDE
+        parent = chain.key(index)
+        blocks.parents[block_id * DIGEST_BYTES : (block_id + 1) * DIGEST_BYTES] = parent
+        blocks.children.add(block_id, parent)
+        blocks.groups[block_id] = group
         blocks.sources[block_id] = chain.source
-        if self._latest_child is not None and group == self._tree:
-            self._latest_child[bytes(chain.key(index))] = block_id
         return True
 
     def drop(self, block_ids: Sequence[BlockId]) -> None:
@@ -153,34 +144,27 @@ class PrefixIndex:
         blocks = self._blocks
         if blocks.keys.discard(block_ids) != len(block_ids):
             raise KeyError(f"not all of these blocks are published: {block_ids}")
+        blocks.children.remove(block_ids)
         for block_id in block_ids:
-            if self._latest_child is not None and blocks.groups[block_id] in (self._tree, OUTSIDE):
-                parent = blocks.parent_prefix(block_id)
-                if self._latest_child.get(parent) == block_id:
-                    del self._latest_child[parent]
             blocks.groups[block_id] = UNPUBLISHED
             blocks.sources[block_id] = None
 
-    def find(self, key: bytes) -> BlockId | None:
-        """Return the published block with this key, or None."""
-        block_id = self._blocks.keys.get(key)
-        return None if block_id is None else BlockId(block_id)
+    def parent(self, block_id: BlockId) -> BlockId | None:
+        """Return the published block that a published block continues; None if there is none, or under a window."""
+        blocks, group = self._blocks, self._blocks.groups[block_id]
+        if not self._in_tree[group]:
+            return None
+        parent = blocks.keys.get(group_key(group, blocks.parent_prefix(block_id)))
+        return None if parent is None else BlockId(parent)
 
-    def parent_key(self, block_id: BlockId) -> bytes | None:
-        """Return the key of the block that a published block continues; None for a first block or under a window."""
-        group = self._blocks.groups[block_id]
-        return None if group < 0 else group_key(group, self._blocks.parent_prefix(block_id))
-
-    def parents(self, block_ids: BlockIds) -> npt.NDArray[np.int32]:
-        """Return the published parent of each published block: null for a block outside the tree or at its root, and -1
-        for one whose parent is not published.
-        """
-        groups = self._blocks.groups_array.take(block_ids)
-        keys = np.frombuffer(self._blocks.parents, KEY_HALF).reshape(-1, 2).take(block_ids, axis=0)
-        keys[:, 1] ^= np.maximum(groups, 0).astype(np.uint64) << np.uint64(48)  # as `group_bits`
-        parents = self._blocks.keys.find_all(keys)
-        parents[groups < 0] = NULL_BLOCK
-        return parents
+    def children(self, block_id: BlockId) -> Iterator[BlockId]:
+        """Iterate over the published blocks that continue a published one; there are none under a window."""
+        blocks, group = self._blocks, self._blocks.groups[block_id]
+        if self._in_tree[group]:
+            key = group_key(group, blocks.key(block_id))
+            for child in blocks.children.of(key):
+                if blocks.groups[child] == group and blocks.parent_prefix(child) == key:
+                    yield child
 
     def check(self) -> Iterator[str]:
         """Yield every violation of the index's own invariants. O(blocks)."""
@@ -190,6 +174,7 @@ class PrefixIndex:
             yield f"block {block_id} has a key, but is not published in the prefix cache"
         for block_id in np.setdiff1d(published, has_key).tolist():
             yield f"block {block_id} is published in the prefix cache, but has no key"
+        yield from self._blocks.children.check(published)
 
     def _root(self, salt: str) -> BlockHash:
         # Only the unsalted root is kept, because salts come from clients and are unbounded in number.
@@ -204,19 +189,6 @@ class PrefixIndex:
             if (differ := slab.take(part, axis=0) != tokens[start : start + len(part)]).any():
                 return start + int(differ.any(axis=1).argmax())
         return len(ids)
-
-
-class NullPrefixIndex(PrefixIndex):
-    """No prefix caching, at no cost: chains stay empty, so nothing is packed, hashed, looked up or published."""
-
-    def __init__(self, blocks: BlockRecords) -> None:
-        super().__init__(blocks, ())
-
-    def full_blocks(self, token_ids: Sequence[int], salt: str) -> FullBlocks:
-        return FullBlocks(BlockHash(b""), 1)
-
-    def chain(self, salt: str, prompt: FullBlocks | None = None, most: int = sys.maxsize) -> TokenChain:
-        return NullChain()
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,26 +207,28 @@ class PrefixHit:
     loads: tuple[tuple[int, int, HostBlockId], ...] = ()
 
 
-class BlockFinder(Protocol):
-    """The look-ups that a `PrefixMatcher` needs: `PrefixIndex`, perhaps continued by other tiers."""
-
-    def leading(self, group: int, chain: TokenChain, limit: int) -> BlockTable: ...
-
-    def get(self, group: int, chain: TokenChain, index: int) -> BlockId | None: ...
-
-
 class PrefixMatcher:
-    """Finds the longest prefix of a chain that all groups have cached.
+    """Finds the longest prefix of a chain that all groups have cached, on the device or continued in host memory.
 
     A hit of h blocks needs, in each group, the blocks that the token after it attends to: all h under full attention,
     otherwise those inside the window, and the first blocks that stay.
 
+    A block in host memory has a negative id, -1 minus its slot.
+
     Args:
         windows: sliding window per group, None for full attention.
+        host: host memory, if blocks there are to be found.
     """
 
-    def __init__(self, prefix_cache: BlockFinder, block_size: int, windows: Sequence[Window | None]) -> None:
+    def __init__(
+        self,
+        prefix_cache: PrefixIndex,
+        block_size: int,
+        windows: Sequence[Window | None],
+        host: HostMemory | None = None,
+    ) -> None:
         self._prefix_cache = prefix_cache
+        self._host = host
         self._block_size = block_size
         self._windows = windows
 
@@ -264,7 +238,7 @@ class PrefixMatcher:
         tables = [new_table() for _ in self._windows]
         for group, window in enumerate(self._windows):
             if window is None:
-                tables[group] = self._prefix_cache.leading(group, chain, hit)
+                tables[group] = self._leading(group, chain, hit)
                 hit = len(tables[group])
         # A block missing at index j fails every hit that ends after j and still sees j, so the end moves to j.
         is_whole = False
@@ -276,7 +250,7 @@ class PrefixMatcher:
                 first = window.passed(hit * size, size)
                 num_sinks = min(first, window.sink_blocks)
                 seen = (*range(num_sinks), *range(first, hit))
-                found = [self._prefix_cache.get(group, chain, index) for index in seen]
+                found = [self._get(group, chain, index) for index in seen]
                 missing = max((i for i, block in zip(seen, found, strict=True) if block is None), default=None)
                 if missing is not None:
                     hit, is_whole = missing, False
@@ -293,10 +267,24 @@ class PrefixMatcher:
         Checks that its last block is cached in every group and the next one is not, because a prefix loses its tail
         before its head.
         """
-        groups, get = range(len(self._windows)), self._prefix_cache.get
+        groups, get = range(len(self._windows)), self._get
         if length and any(get(group, chain, length - 1) is None for group in groups):
             return False
         return length == most or any(get(group, chain, length) is None for group in groups)
+
+    def _leading(self, group: int, chain: TokenChain, limit: int) -> BlockTable:
+        found = self._prefix_cache.leading(group, chain, limit)
+        if self._host is not None:
+            while len(found) < limit and (block := self._get(group, chain, len(found))) is not None:
+                found.append(block)
+        return found
+
+    def _get(self, group: int, chain: TokenChain, index: int) -> BlockId | None:
+        block = self._prefix_cache.get(group, chain, index)
+        if block is not None or self._host is None:
+            return block
+        slot = self._host.find(label_of(group, chain, index))
+        return None if slot is None else BlockId(-1 - slot)
 
 
 def make_prefix_index(
@@ -310,10 +298,7 @@ def make_prefix_index(
     Raises:
         ConfigError: the name is unknown; the message lists the known ones.
     """
-    if name is None:
-        blocks = BlockRecords(num_blocks)
-        return blocks, NullPrefixIndex(blocks)
-    if name not in ("hashed", "radix"):
+    if name not in (None, "hashed", "radix"):
         raise ConfigError(f"prefix_cache must be one of hashed, radix, got {name!r}")
-    blocks = BlockRecords(num_blocks, spec.block_size)
+    blocks = BlockRecords(num_blocks, spec.block_size if name else 0)
     return blocks, PrefixIndex(blocks, identity, [group.window for group in spec.groups])

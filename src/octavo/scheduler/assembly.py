@@ -112,7 +112,6 @@ def _speculator(config: EngineConfig, kv: KVCacheManager, max_model_len: int) ->
     wanted = SpeculativeConfig.parse(config.speculative_config)
     method: DraftMethod = NgramMethod(wanted.prompt_lookup_min, wanted.prompt_lookup_max)
     if wanted.method == "suffix":
-        kv.prefix_cache.remember_children()
         method = SuffixMethod(kv, method)
     return Speculator(method, wanted.num_speculative_tokens, max_model_len)
 
