@@ -6,14 +6,10 @@ from collections.abc import Mapping
 
 from octavo.kvcache.formats import KVFormat
 from octavo.storage.codec.base import Coded, VectorCodec
-from octavo.storage.codec.bf16 import BF16
-from octavo.storage.codec.fp8_e4m3 import FP8_E4M3
-from octavo.storage.codec.fp8_e5m2 import FP8_E5M2
-from octavo.storage.codec.fp16 import FP16
-from octavo.storage.codec.fp32 import FP32
+from octavo.storage.codec.floats import BF16, FP16, FP32
+from octavo.storage.codec.fp8 import FP8_E4M3, FP8_E5M2
 from octavo.storage.codec.int4 import INT4_KEYS, INT4_VALUES
 from octavo.storage.codec.int8 import INT8
-from octavo.storage.codec.k8v4 import K8V4
 from octavo.storage.codec.nvfp4 import NVFP4
 
 CODECS: Mapping[str, tuple[VectorCodec, VectorCodec]] = {
@@ -23,7 +19,9 @@ CODECS: Mapping[str, tuple[VectorCodec, VectorCodec]] = {
     "fp8_e4m3": (FP8_E4M3, FP8_E4M3),
     "fp8_e5m2": (FP8_E5M2, FP8_E5M2),
     "int8": (INT8, INT8),
-    "k8v4": K8V4,
+    # Keys get more bits, because an error in a key changes every weight of a softmax, whereas errors in values are
+    # averaged (KIVI, Liu et al. 2024; KVTuner, Li et al. 2025).
+    "k8v4": (INT8, INT4_VALUES),
     "int4": (INT4_KEYS, INT4_VALUES),
     "nvfp4": (NVFP4, NVFP4),
 }

@@ -1,7 +1,12 @@
-"""Keys and values as floats: bfloat16, float16 and float32.
+"""Keys and values as floats, without fields. The codes are the bytes of the elements, little-endian:
 
-The codes are the bytes of the elements, little-endian. In blocks of floats, elements are in pairs as the instructions
-for bfloat16 require (see `storage/arena.py`), and not in the order of coded layers.
+    bfloat16    | s eeeeeeee mmmmmmm |    the upper half of a float32
+    float16     | s eeeee mmmmmmmmmm |    IEEE 754 binary16, which overflows beyond 65504
+    float32     | s eeeeeeee mmmmmmmmmmmmmmmmmmmmmmm |    IEEE 754 binary32
+
+bfloat16 and float32 are read by the C++ kernels (for models of the same type), the Triton kernels and the reference,
+float16 by the last two. In blocks of floats, elements are in pairs as the instructions for bfloat16 require
+(see `storage/arena.py`), and not in the order of coded layers.
 """
 
 from __future__ import annotations
@@ -24,3 +29,6 @@ class FloatCodec(VectorCodec):
 
     def decode(self, coded: Coded, dim: int, scale: torch.Tensor) -> torch.Tensor:
         return coded.codes.contiguous().view(self.dtype).float()
+
+
+BF16, FP16, FP32 = map(FloatCodec, ("bfloat16", "float16", "float32"))
