@@ -181,6 +181,16 @@ def test_without_options_the_plan_is_for_this_machine(
     assert answer["weight_bytes"] > resolve_model("smollm2").path.stat().st_size, "a GPU dequantises them"
 
 
+def test_a_machine_by_name_has_the_memory_of_its_data_sheet(
+    plan: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    by_memory = plan("llama-3.1-8b", "--memory", 80 * 10**9, "--device", "cuda")
+    assert plan("llama-3.1-8b", "--machine", "h100") == by_memory
+    assert plan("smollm2", "--machine", "epyc-9654")["device"] == "cpu"
+    assert main(["plan", "--machine", "h100", "--memory", "40GiB"]) == 1
+    assert "--machine gives --memory and --device; leave out --memory" in capsys.readouterr().err
+
+
 def test_the_table_names_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "llama-3.1-70b", "--context", "4096", "--concurrency", "256", "--memory", "80GiB"]) == 0
     out = capsys.readouterr().out

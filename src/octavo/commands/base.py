@@ -32,7 +32,6 @@ _OTHER_FLAGS = {
     "-hf": "the model is an argument without a flag, as in org/name:Q4_K_M",
     "--hf-repo": "the model is an argument without a flag, as in org/name:Q4_K_M",
     "--num-devices": "write --tensor-parallel-size",
-    "--machine": "`octavo simulate` knows machines by name; `octavo plan` takes --memory and --device",
 }
 # Matches argparse's own message.
 _INVALID_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)$")

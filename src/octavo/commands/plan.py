@@ -16,10 +16,10 @@ from octavo.planner.deployment import PlanOptions
 
 DESCRIPTION = """\
 Compute the memory that a model needs for a workload (weights, activations and KV cache, by the code that allocates
-them) and how many sequences fit: on this machine, or on the one that --memory and --device describe. Nothing is loaded
-or downloaded: a config.json, a GGUF file or the name of a well-known model (--list) is enough. Keys and values are
-counted exactly, weights to within a per cent, activations are estimated. Byte counts are totals over all devices unless
-stated otherwise.
+them) and how many sequences fit: on this machine, or on another one, given by --machine or by --memory and --device.
+Nothing is loaded or downloaded: a config.json, a GGUF file or the name of a well-known model (--list) is enough. Keys
+and values are counted exactly, weights to within a per cent, activations are estimated. Byte counts are totals over all
+devices unless stated otherwise.
 """
 
 
@@ -35,6 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"(default: {DEFAULT_MODEL})",
     )
     parser.add_argument("--list", action="store_true", help="print the names of the well-known models and exit")
+    parser.add_argument(
+        "--machine",
+        metavar="NAME",
+        help="plan for a device by name, with the memory of its data sheet: h100, a100-80gb, …; "
+        "`octavo simulate --list-machines` prints all",
+    )
     add_json_option(parser, "tables")
     parser.add_argument(
         "--plot", metavar="FILE.png", help="plot how many users fit at once, by context (needs --memory; octavo[plot])"
@@ -55,11 +61,16 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"two models were given: {args.model_argument} and --model {args.model}")
     if args.plot:
         require_plot(args.plot)
-    here = _this_machine(args)
+    here = _machine(args)
     options = PlanOptions(**{**here, **given_options(args, PlanOptions)})
     name = getattr(args, "model", getattr(args, "model_argument", DEFAULT_MODEL))
     report = Deployment(find_shape(name), options).report()
-    if here.get("device") == "cpu" and options.dtype == "auto" and report["weights"] == "bfloat16":
+    if (
+        args.machine is None
+        and here.get("device") == "cpu"
+        and options.dtype == "auto"
+        and report["weights"] == "bfloat16"
+    ):
         from octavo.planner.machine import computes_bf16
 
         if not computes_bf16():
@@ -70,10 +81,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _this_machine(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that describe this machine; empty if another one is described."""
+def _machine(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that describe this machine, or that of --machine; empty if options describe another."""
     from octavo.planner.machine import available_memory, gpu_memory, limited_memory
 
+    if args.machine is not None:
+        from octavo.planner.roofline import find_machine
+
+        if given := [flag for flag in ("memory", "device") if hasattr(args, flag)]:
+            raise ConfigError(f"--machine gives --memory and --device; leave out --{given[0]}")
+        machine = find_machine(args.machine)
+        return {"device": "cpu" if machine.on_cpu else "cuda", "memory": machine.memory}
     if hasattr(args, "device") or hasattr(args, "memory") or hasattr(args, "tensor_parallel_size"):
         return {}
     if (memory := gpu_memory()) is not None:
