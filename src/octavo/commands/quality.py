@@ -1,4 +1,4 @@
-"""`octavo quality`: measure the quality loss of KV cache codecs."""
+"""`octavo quality`: measure the quality loss of KV cache codecs, or of a KV budget."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from octavo.commands.common_options import add_json_option, add_window_options, 
 from octavo.commands.options import add_engine_options, engine_options
 from octavo.config import checked_kv_cache_dtype
 from octavo.errors import ConfigError, how_to_install
+from octavo.kv_budget import KVBudget
 from octavo.kvcache.formats import KV_FORMATS
 from octavo.workloads import report
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 EXIT_WORSE = 1
 
 DESCRIPTION = """\
-Compare codecs of the KV cache with the unquantised one: perplexity, KL divergence, agreement, retrieval.
+Compare codecs of the KV cache with the unquantised one: perplexity, KL divergence, agreement, retrieval. With
+--kv-budget, compare the budget with everything kept: perplexity, retrieval, two questions on a document, sums.
 """
 
 
@@ -30,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,…",
         help="codecs to compare, or .toml files with a codec for each layer; all: every codec",
     )
-    add_window_options(parser, 6, 512)
+    add_window_options(parser, 6, "512, or four times the budget")
     parser.add_argument(
         "--needle-lengths",
         type=positives,
@@ -51,6 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     engine = engine_options(args)
+    if (budget := engine.pop("kv_budget", None)) is not None:
+        return _compare_budget(KVBudget.parse(budget), args, engine)
+    args.window = args.window or 512
     asked = engine.pop("kv_cache_dtype", None)
     codecs = _codecs(args.codecs, asked)
     if args.plot and importlib.util.find_spec("matplotlib") is None:
@@ -89,6 +94,50 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(report.columns(heading, lines)))
     limit = args.max_ppl_increase
     return EXIT_WORSE if limit is not None and any(result.ppl_increase > limit for result in results) else 0
+
+
+def _compare_budget(budget: KVBudget, args: argparse.Namespace, engine: dict[str, Any]) -> int:
+    if args.codecs or args.plot:
+        raise ConfigError("--codecs and --plot compare codecs, and --kv-budget compares a budget: give one")
+    from octavo import LLM, __version__
+    from octavo.workloads.budget_quality import measure
+
+    window = args.window or 4 * budget.tokens
+    longest = max(window, *args.needle_lengths, 2 * budget.tokens) + 160
+    defaults: dict[str, Any] = {"max_num_seqs": 4, "kv_cache_memory": "1GiB", "max_num_batched_tokens": 512}
+
+    def make(kept: KVBudget | None) -> LLM:
+        limits = {} if kept is None else {"kv_budget": str(kept), "max_model_len": longest}
+        return LLM(**{**defaults, **engine, **limits})
+
+    results = measure(make, budget, window=window, needle_lengths=args.needle_lengths)
+    if args.json:
+        rows = [asdict(result) for result in results]
+        print(report.as_json_line({"bench": "quality", "version": __version__, "budgets": rows}))
+    else:
+        needles = [f"needle in {length:,}" for length in args.needle_lengths]
+        heading = ("KV budget", "perplexity", "after it", *needles, "question", "the next", "sums")
+        lines = [
+            (
+                *(result.budget or "everything", _figure(result.perplexity_within), _figure(result.perplexity_after)),
+                *map(_percent, (*result.needle.values(), *result.questions, result.sums)),
+            )
+            for result in results
+        ]
+        print("\n".join(report.columns(heading, lines)))
+    dense, kept = (result.perplexity_after for result in results)
+    limit = args.max_ppl_increase
+    if limit is None or dense is None or kept is None:
+        return 0
+    return EXIT_WORSE if kept > dense * (1 + limit) else 0
+
+
+def _figure(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.0f} %"
 
 
 def _codecs(given: str | None, asked: str | None) -> list[str]:
