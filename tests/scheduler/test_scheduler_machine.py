@@ -88,6 +88,16 @@ class _Raising:
         return replaced
 
 
+def reserve_of(scheduler: Scheduler) -> int:
+    """What running sequences are bound to take, recounted from the block tables."""
+    running, total = scheduler._running, 0
+    for seq in running.order:
+        place, fresh = seq.state.placed, running._place(seq, seq.num_pending_siblings)
+        fresh.held, fresh.base, fresh.copies = len(scheduler.kv.tables(seq)[0]), place.base, place.copies
+        total += running._bound(fresh)
+    return total
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """All of it together; a subclass may leave something out.
 
@@ -488,7 +498,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             scheduler = self.scheduler
             sequences = [seq for request in scheduler.requests for seq in request.sequences]
             waiting = [seq for seq in sequences if seq.status is SequenceStatus.WAITING]
-            assert scheduler._running.reserve == scheduler._running.recount()
+            assert scheduler._running.reserve == reserve_of(scheduler)
             assert scheduler.num_waiting == len(waiting)
             pending = [seq for seq in sequences if seq.status is SequenceStatus.FORK_PENDING]
             promised = [seq for seq in pending if seq.request.sequences[0].status is SequenceStatus.RUNNING]

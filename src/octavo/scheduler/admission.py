@@ -31,7 +31,6 @@ blocks then stay idle, because tenants with small requests would otherwise outdo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from octavo.kvcache.prefix import PrefixHit
@@ -54,6 +53,16 @@ milliseconds that it takes to look them up and to take them."""
 _BLOCKS_PER_STEP = 200
 
 
+@dataclass(slots=True)
+class _Promise:
+    """A promise that `head` starts by `step`, with `places` and `blocks` left over at that time."""
+
+    head: Sequence
+    step: int
+    places: int
+    blocks: int
+
+
 class Admission:
     """Admits waiting sequences one by one."""
 
@@ -64,7 +73,9 @@ class Admission:
         self._waiting = lifecycle.waiting
         self._tenants = lifecycle.tenants
         self._watermark = watermark_blocks
-        self._backfill = Backfill(lifecycle, max_num_batched_tokens)
+        self._max_step = max_num_batched_tokens
+        self._chunk = max(1, max_num_batched_tokens // 4)  # of the first prompt, in each step
+        self._promise: _Promise | None = None
         self._step = 0
         self._num_long_blocks = 0  # of long prompts, found in this step
 
@@ -75,7 +86,7 @@ class Admission:
 
     def start_over(self) -> None:
         """Drop the promise to the head of the line, because nothing runs any more."""
-        self._backfill.release()
+        self._promise = None
 
     @property
     def has_place(self) -> bool:
@@ -93,7 +104,7 @@ class Admission:
             return False
         head = self._waiting.head
         return any(
-            not self._is_refused(seq) and self._backfill.keeps_promise(seq, head, self._step)
+            not self._is_refused(seq) and self._outlasting(seq) is not None
             for seq in (head(), *self._waiting.candidates(MOST_REFUSED))
             if seq is not None
         )
@@ -128,8 +139,12 @@ class Admission:
             The number of its tokens to compute in this step; if 0, it does not fit or the step has taken enough long
             prefixes, and nothing has changed.
         """
-        if not self._backfill.may_pass(seq, self._waiting.head, self._step) and not self._is_within_floor(seq):
+        outlasting = self._outlasting(seq)
+        if outlasting is None and not self._is_within_floor(seq):
             return 0
+        if outlasting is not None and self._promise is not None:
+            self._promise.places -= outlasting[0]
+            self._promise.blocks -= outlasting[1]
         if self._num_long_blocks >= LONG_BLOCKS_PER_STEP and self._is_long(seq):
             return 0
         if self.is_over_cap(seq):
@@ -138,13 +153,13 @@ class Admission:
         is_head = seq is self._waiting.head()
         if self.num_lacking_places(seq) > 0:
             if is_head:
-                self._backfill.hold(seq, self._step, 0)
+                self._hold(seq, 0)
             return 0
         while (num_new := self._take_blocks(seq, budget, share)) == 0:
             if len(self._running):
                 if is_head:
                     refusal = seq.state.refusal
-                    self._backfill.hold(seq, self._step, refusal.shortage if refusal else 1)
+                    self._hold(seq, refusal.shortage if refusal else 1)
                 return 0
             # No running sequence could free blocks by ending.
             if not self._lifecycle.free_more():
@@ -152,7 +167,7 @@ class Admission:
         if num_new is None:
             return 0
         if is_head:
-            self._backfill.release()
+            self._promise = None
         seq.state.refusal = None
         return num_new
 
@@ -172,7 +187,7 @@ class Admission:
         scored = seq.request.is_scored
         hit = self._match(seq)
         start = hit.num_tokens
-        num_new = _share_of(budget.chunk(start, seq.num_tokens - start, scored=scored, is_new=True), share)
+        num_new = budget.chunk(start, seq.num_tokens - start, scored=scored, is_new=True, share=share)
         if not num_new:
             return None
         reserve = self._reserve(seq, start + num_new)
@@ -256,87 +271,39 @@ class Admission:
         pool = self._kv.pool
         return pool.num_freed + pool.num_published_ever - self._running.reserve
 
-
-def _share_of(chunk: int, share: int) -> int:
-    return chunk if share == 1 else max(min(1, chunk), chunk // share)
-
-
-@dataclass(slots=True)
-class _Promise:
-    """A promise that `head` starts by `step`, with `places` and `blocks` left over at that time."""
-
-    head: Sequence
-    step: int
-    places: int
-    blocks: int
-
-
-class Backfill:
-    """Keeps the promise to the head of the line."""
-
-    def __init__(self, lifecycle: Lifecycle, max_num_batched_tokens: int) -> None:
-        self._lifecycle = lifecycle
-        self._spec = lifecycle.kv.spec
-        self._running = lifecycle.running
-        self._policy = lifecycle.policy
-        self._max_step = max_num_batched_tokens
-        self._chunk = max(1, max_num_batched_tokens // 4)
-        self._promise: _Promise | None = None
-
-    def hold(self, head: Sequence, now: int, missing_blocks: int) -> None:
-        """Promise a step to the head of the line, which lacks blocks, places or both in step `now`."""
+    def _hold(self, head: Sequence, missing_blocks: int) -> None:
+        """Promise a step to the head of the line, which lacks blocks, places or both."""
         if self._promise is not None and self._promise.head is head:
             return
         wanted = 1 + head.num_pending_siblings
         places = self._lifecycle.num_free_places - wanted
         blocks = -missing_blocks
-        step = now
+        step = now = self._step
         steps_left = self._steps_left
         for seq in sorted(self._running, key=steps_left):
             if places >= 0 and blocks >= 0:
                 break
             place = seq.state.placed
             places += 1 + place.siblings
-            blocks += place.held * len(self._spec.groups)
+            blocks += place.held * len(self._kv.spec.groups)
             step = now + steps_left(seq)
         self._promise = _Promise(head, step, max(0, places), max(0, blocks))
 
-    def release(self) -> None:
-        """Drop the promise, because the head of the line has been admitted."""
-        self._promise = None
-
-    def may_pass(self, seq: Sequence, head: Callable[[], Sequence | None], now: int) -> bool:
-        """Whether a waiting sequence may pass the head of the line; if so, it is assumed to be admitted."""
-        outlasting = self._outlasting(seq, head, now)
-        if outlasting is None:
-            return False
-        if self._promise is not None:
-            self._promise.places -= outlasting[0]
-            self._promise.blocks -= outlasting[1]
-        return True
-
-    def keeps_promise(self, seq: Sequence, head: Callable[[], Sequence | None], now: int) -> bool:
-        """Whether a waiting sequence may pass the head of the line, without assuming that it is admitted."""
-        return self._outlasting(seq, head, now) is not None
-
-    def _outlasting(self, seq: Sequence, head: Callable[[], Sequence | None], now: int) -> tuple[int, int] | None:
+    def _outlasting(self, seq: Sequence) -> tuple[int, int] | None:
         """Return places and blocks that a sequence would still hold in the promised step; None if it may not pass."""
-        promise = self._promise
-        if promise is None or seq is promise.head or promise.head is not head():
+        promise, now = self._promise, self._step
+        if promise is None or seq is promise.head or promise.head is not self._waiting.head():
             return 0, 0
-        if now >= promise.step or not self._policy.may_pass(seq, promise.head):
+        if now >= promise.step or not self._lifecycle.policy.may_pass(seq, promise.head):
             return None
         if now + self._steps_left(seq) <= promise.step:
             return 0, 0
-        places, blocks = 1 + seq.num_pending_siblings, self._most_blocks(seq)
+        params, places = seq.request.params, 1 + seq.num_pending_siblings
+        longest = seq.num_prompt_tokens + (params.max_tokens or 1) - 1
+        blocks = self._kv.spec.peak_blocks(longest, self._max_step, params.kv_budget) * places
         return None if places > promise.places or blocks > promise.blocks else (places, blocks)
 
     def _steps_left(self, seq: Sequence) -> int:
         """Return an upper bound on the number of steps until a sequence ends."""
         prompt = seq.num_missing // self._chunk
         return prompt + (seq.request.params.max_tokens or 1) - seq.num_output_tokens
-
-    def _most_blocks(self, seq: Sequence) -> int:
-        params = seq.request.params
-        longest = seq.num_prompt_tokens + (params.max_tokens or 1) - 1
-        return self._spec.peak_blocks(longest, self._max_step, params.kv_budget) * (1 + seq.num_pending_siblings)

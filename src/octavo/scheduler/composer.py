@@ -353,9 +353,7 @@ class StepComposer:
         _, has = draft.chunks.get(seq.seq_id, (seq, 0))
         start = seq.num_computed + has
         scored = seq.request.is_scored
-        chunk = budget.chunk(start, seq.num_missing - has, scored=scored)
-        if share > 1:
-            chunk = max(min(1, chunk), chunk // share)
+        chunk = budget.chunk(start, seq.num_missing - has, scored=scored, share=share)
         if not chunk:
             return False
         num_new = self._make_room(seq, has, chunk, draft)

@@ -117,16 +117,6 @@ class RunningSet:
         """Return a running sequence and those behind it, in order of service."""
         return self.order[bisect.bisect_left(self.order, seq.order, key=_order) :]
 
-    def recount(self) -> int:
-        """Return `reserve`, recounted from the block tables for audits. O(running)."""
-        total = 0
-        for seq in self.order:
-            place = seq.state.placed
-            fresh = self._place(seq, seq.num_pending_siblings)
-            fresh.held, fresh.base, fresh.copies = len(self._kv.tables(seq)[0]), place.base, place.copies
-            total += self._bound(fresh)
-        return total
-
     def _enter(self, seq: Sequence, place: Place) -> None:
         if self.order and self.order[-1].order > seq.order:
             bisect.insort(self.order, seq, key=_order)

@@ -153,7 +153,7 @@ class StepBudget:
             self._due = saved + SHARE_OF_PROMPTS * self._of_streams
             self._lacking = 0.0  # seconds that prompts would have used, if the target left them too few
 
-    def chunk(self, start: int, missing: int, *, scored: bool = False, is_new: bool = False) -> int:
+    def chunk(self, start: int, missing: int, *, scored: bool = False, is_new: bool = False, share: int = 1) -> int:
         """Return the longest chunk of a prompt that fits; 0 if the step is full.
 
         Args:
@@ -161,7 +161,12 @@ class StepBudget:
             missing: tokens of the prompt that remain to be computed.
             scored: whether log-probabilities of its tokens are wanted.
             is_new: whether it is the prompt's first, of which one may always enter, with a token.
+            share: divisor of what fits, of which at least a token is left.
         """
+        fits = self._longest(start, missing, scored=scored, is_new=is_new)
+        return max(min(1, fits), fits // share)
+
+    def _longest(self, start: int, missing: int, *, scored: bool, is_new: bool) -> int:
         most = min(missing, self.num_tokens, self._num_scored if scored else missing)
         if self._model is None or most <= 0:
             return most
