@@ -93,7 +93,7 @@ class KVEventPublisher(NullPublisher):
         log: the cache's event log.
 
     Attributes:
-        num_batches, num_dropped: batches published, and those dropped because the queue was full, since the start.
+        num_dropped: batches dropped because the queue was full, since the start.
 
     Raises:
         ConfigError: pyzmq or msgspec is missing, or an address cannot be used.
@@ -120,7 +120,7 @@ class KVEventPublisher(NullPublisher):
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._first = self._next = time.time_ns() // 1000
         self._wants_snapshot = False
-        self.num_batches = self.num_dropped = 0
+        self.num_dropped = 0
         self._send([_cleared(config.format)])
         self._thread = threading.Thread(target=self._run, name="octavo-kv-events", daemon=True)
         self._thread.start()
@@ -182,7 +182,6 @@ class KVEventPublisher(NullPublisher):
         self._buffer.append((self._next, payload))
         self._send_last()
         self._next += 1
-        self.num_batches += 1
 
     def _send_last(self) -> None:
         number, payload = self._buffer[-1]

@@ -191,6 +191,12 @@ class SamplingState:
         words = None if allowed is None else _words(allowed)
         return cls(snapshot, counts, allowed, words, grammar, biases, ends, bad_words)
 
+    @property
+    def counted(self) -> TokenCounts:
+        """The token counts of a sequence that needs them."""
+        assert self.counts is not None, f"the tokens of request {self.snapshot.request_id} are not counted"
+        return self.counts
+
     def fork(self) -> SamplingState:
         """Return a copy for a forked sequence."""
         return SamplingState(
@@ -342,7 +348,7 @@ class SamplingTable:
                 states = [state]
                 for token_id in drafted:
                     states.append(states[-1].fork())
-                    _counts(states[-1]).append(token_id)
+                    states[-1].counted.append(token_id)
                 self._along[row] = starts[i] + 1, states
 
     def batch(
@@ -369,11 +375,6 @@ class SamplingTable:
         state = self._states[row]
         assert state is not None, f"row {row} holds no sequence"
         return state
-
-
-def _counts(state: SamplingState) -> TokenCounts:
-    assert state.counts is not None, "its tokens are counted"
-    return state.counts
 
 
 def _words(token_ids: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:

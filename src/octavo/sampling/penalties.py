@@ -7,12 +7,14 @@ batch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from octavo import kernels
-from octavo.sampling.batch import IntArray, SamplingBatch, SamplingState, TokenCounts
+from octavo.sampling.batch import IntArray, SamplingBatch, SamplingState
 from octavo.storage.device_copy import to_device
 
 # Limit of penalties: 1e-300 would be 0 in float32 and make logits infinite, which would fail the step.
@@ -40,9 +42,11 @@ def adjust(logits: torch.Tensor, batch: SamplingBatch, *, limits: bool = True) -
     vocab = logits.shape[1]
     if limits:
         _allow_only(logits, rows)
-    _mask_bad_words(flat, vocab, rows, set(ending))
-    _mask_ends(flat, vocab, [(i, batch.states[i]) for i in ending])
-    _add_biases(logits, rows)
+    ends = [(i, ids) for i in ending if (ids := batch.states[i].ends) is not None]
+    index = _flat_index([*_bad_words(vocab, rows, set(ending)), *ends], vocab)
+    if index.size:
+        flat.index_fill_(0, _to(flat, index), -torch.inf)
+    _add(logits, [(i, *state.biases) for i, state in rows if state.biases is not None])
     _penalise_repetition(logits, rows)
     _penalise_counts(logits, rows)
 
@@ -59,18 +63,15 @@ def _allow_only(logits: torch.Tensor, rows: _Rows) -> None:
             logits[i, kept] = values
 
 
-def _mask_bad_words(flat: torch.Tensor, vocab: int, rows: _Rows, ending: set[int]) -> None:
-    pieces = []
+def _bad_words(vocab: int, rows: _Rows, ending: set[int]) -> Iterator[tuple[int, IntArray]]:
+    """Yield the tokens that would complete a bad word in each row."""
     for i, state in rows:
         if (words := state.bad_words) is not None:
-            forbidden = words.forbidden(_counts(state).tail)
+            forbidden = words.forbidden(state.counted.tail)
             if len(forbidden) > len(words.alone) and not _leaves_any(forbidden, state, vocab, must_not_end=i in ending):
                 # Requests whose words of one token leave nothing are refused when they arrive.
                 forbidden = words.alone
-            pieces.append((i, np.array(forbidden, dtype=np.int64)))
-    index = _flat_index(pieces, vocab)
-    if index.size:
-        flat.index_fill_(0, _to(flat, index), -torch.inf)
+            yield i, np.array(forbidden, dtype=np.int64)
 
 
 def _leaves_any(forbidden: list[int], state: SamplingState, vocab: int, *, must_not_end: bool) -> bool:
@@ -81,17 +82,6 @@ def _leaves_any(forbidden: list[int], state: SamplingState, vocab: int, *, must_
     if len(never) < (vocab if state.allowed is None else len(state.allowed)):
         return True
     return not never.issuperset(range(vocab) if state.allowed is None else state.allowed.tolist())
-
-
-def _mask_ends(flat: torch.Tensor, vocab: int, rows: _Rows) -> None:
-    pieces = [(i, state.ends) for i, state in rows if state.ends is not None]
-    index = _flat_index(pieces, vocab)
-    if index.size:
-        flat.index_fill_(0, _to(flat, index), -torch.inf)
-
-
-def _add_biases(logits: torch.Tensor, rows: _Rows) -> None:
-    _add(logits, [(i, *state.biases) for i, state in rows if state.biases is not None])
 
 
 def _add(logits: torch.Tensor, pieces: list[tuple[int, IntArray, npt.NDArray[np.float32]]]) -> None:
@@ -115,7 +105,7 @@ def add_amounts(
 
 
 def _penalise_repetition(logits: torch.Tensor, rows: _Rows) -> None:
-    found = [(i, _counts(state), r) for i, state in rows if (r := state.snapshot.params.repetition_penalty) != 1.0]
+    found = [(i, state.counted, r) for i, state in rows if (r := state.snapshot.params.repetition_penalty) != 1.0]
     if not found:
         return
     penalties = np.array([r for _, _, r in found]).clip(1 / _LARGEST, _LARGEST).astype(np.float32)
@@ -154,15 +144,10 @@ def _penalise_counts(logits: torch.Tensor, rows: _Rows) -> None:
     for i, state in rows:
         params = state.snapshot.params
         if params.presence_penalty or params.frequency_penalty:
-            counts = _counts(state)
+            counts = state.counted
             penalty = params.presence_penalty + params.frequency_penalty * counts.output_counts
             pieces.append((i, counts.output_ids, (-penalty).astype(np.float32)))
     _add(logits, pieces)
-
-
-def _counts(state: SamplingState) -> TokenCounts:
-    assert state.counts is not None, f"the tokens of request {state.snapshot.request_id} are not counted"
-    return state.counts
 
 
 def _flat_index(pieces: list[tuple[int, IntArray]], vocab: int) -> IntArray:
