@@ -73,9 +73,8 @@ class StepComposer:
     """Composes each step.
 
     Args:
-        latency: the latency target, which limits the time of prompts, and that of streams of several tenants; if
-            None, only the number of tokens is limited.
-        speculator: chooses drafts to verify; if None, no step verifies any.
+        latency: limits the time of prompts, and of streams of several tenants.
+        speculator: chooses drafts to verify.
     """
 
     def __init__(

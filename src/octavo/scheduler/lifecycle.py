@@ -47,10 +47,7 @@ class SchedulerCounters:
 class Lifecycle:
     """The requests that have not ended, and where each of their sequences is.
 
-    Args:
-        by_prefix: whether waiting requests with the longest cached prefix are admitted first, as far as the policy
-            allows.
-        fetching: requests that wait for stores below host memory; None if there are no stores.
+    The arguments are those of `Scheduler` and `SchedulerConfig`.
 
     Attributes:
         requests: the requests that have not ended.
