@@ -415,9 +415,6 @@ class EngineConfig(Options):
         "system",
     )
     enforce_eager: bool = _execution(False, "on a GPU: launch each kernel instead of replaying CUDA graphs")
-    executor: Literal["in_process", "process"] = _execution(
-        "in_process", "where the model runs: in the engine's own process, or in another, over a pipe", internal=True
-    )
     record_plans: str | None = _execution(
         None,
         "write each step's plan (numbers only) and its seconds to this file, for `octavo simulate --plans`",
@@ -458,8 +455,6 @@ class EngineConfig(Options):
             )
         if self.attention_backend in ("reference", "triton"):
             raise ConfigError(f"{several}attention_backend {self.attention_backend!r} runs in one process only")
-        if self.executor != "in_process":
-            raise ConfigError(f"{several}executor is {self.executor!r}")
 
     @property
     def budget(self) -> KVBudget | None:

@@ -190,7 +190,6 @@ def test_all_steps_but_the_first_are_planned_ahead(core: EngineCore) -> None:
         {"prefix_cache": "radix"},
         {"max_num_seqs": 5, "kv_host_memory": "1MiB"},
         {"max_num_batched_tokens": 24},
-        {"max_num_batched_tokens": 24, "executor": "process"},
     ],
     ids=str,
 )

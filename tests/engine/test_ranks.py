@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator
@@ -16,9 +17,10 @@ from octavo.engine.outputs import RequestOutput
 from octavo.errors import ConfigError
 from octavo.runner.ranks import ANSWER_S
 from octavo.sampling_params import SamplingParams
-from tests.conftest import assert_idle, runner_of, swapping_is_cheaper, without_deadlines
+from tests.conftest import MakeLLM, assert_idle, runner_of, swapping_is_cheaper, without_deadlines
 from tests.engine.preempting import thrash
 from tests.engine.test_same_tokens import workload
+from tests.engine.tiny_engine import tiny_model
 from tests.models.tiny import write_hf_model
 
 pytestmark = [
@@ -44,6 +46,7 @@ SIZES: dict[str, Any] = {
     "head_dim": 16,
     "vocab_size": 320,
 }
+AHEAD = {"dtype": "float32", "async_scheduling": True}
 GEMMA = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20, "query_pre_attn_scalar": 16}
 MIXTURE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
 
@@ -64,7 +67,7 @@ def bits(outputs: list[RequestOutput]) -> list[Any]:
     [
         # KV heads 3 over 2 are 2 and 1; 2 over 3 are replicated.
         pytest.param("Llama", 2, {}, {"kv_cache_dtype": "int8"}, id="Llama, uneven, int8"),
-        pytest.param("Llama", 3, {"num_key_value_heads": 2}, {"dtype": "float32"}, id="Llama, replicated KV heads"),
+        pytest.param("Llama", 3, {"num_key_value_heads": 2}, AHEAD, id="Llama, replicated KV heads"),
         pytest.param("Gemma3", 2, GEMMA, {"quantization": "q8_0", "num_blocks": 25}, id="Gemma 3, quantised"),
         pytest.param("Qwen3Moe", 2, MIXTURE, {"speculative_config": {"method": "ngram"}}, id="a mixture, drafts"),
     ],
@@ -87,11 +90,64 @@ def test_ranks_give_the_bits_of_one(
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    folder = tmp_path_factory.mktemp("model")
-    write_hf_model(folder, "Llama", **SIZES)
-    with made(folder, tensor_parallel_size=2) as llm:
+def two_ranks() -> Iterator[LLM]:
+    with made(tiny_model(), tensor_parallel_size=2, dtype="float32") as llm:
         yield llm
+        assert_idle(llm.core)
+
+
+def test_embeddings_are_those_of_one_rank(two_ranks: LLM, make_llm: MakeLLM) -> None:
+    prompts, _ = workload()
+    for pooling in ("last", "mean"):
+        here, there = (
+            [output.outputs.embedding for output in llm.embed(prompts, pooling=pooling, use_tqdm=False)]
+            for llm in (make_llm(tiny_model()), two_ranks)
+        )
+        assert all(a == pytest.approx(b, abs=1e-5) for a, b in zip(here, there, strict=True))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"n": 5, "temperature": 1.0, "seed": 3, "logprobs": 1},
+        {"n": 3, "best_of": 5, "use_beam_search": True, "logprobs": 2},
+        {"n": 2, "temperature": 0.8, "seed": 1, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+        {"n": 3, "use_beam_search": True, "repetition_penalty": 1.2, "presence_penalty": 0.3},
+        {"temperature": 0.0, "prompt_logprobs": 2, "min_tokens": 5, "logit_bias": {7: 3.0}},
+    ],
+    ids=["samples", "beams", "penalised samples", "penalised beams", "scored prompts"],
+)
+def test_forks_beams_penalties_and_scores_are_the_same(
+    two_ranks: LLM, make_llm: MakeLLM, params: dict[str, Any]
+) -> None:
+    rng = random.Random(2)
+    prompts: Any = [{"prompt_token_ids": [rng.randrange(3, 320) for _ in range(20)]} for _ in range(6)]
+    sampling = SamplingParams(max_tokens=16, ignore_eos=True, **params)
+
+    def generated(llm: LLM) -> tuple[Any, list[float]]:
+        outputs: list[RequestOutput] = llm.generate(prompts, sampling, use_tqdm=False)
+        completions = [[(c.token_ids, c.finish_reason) for c in output.outputs] for output in outputs]
+        scores = [s.logprob for output in outputs for s in (output.prompt_logprobs or [])[1:] if s is not None]
+        return completions, scores
+
+    (ours, our_scores), (theirs, their_scores) = generated(two_ranks), generated(make_llm(tiny_model()))
+    assert ours == theirs
+    assert our_scores == pytest.approx(their_scores, abs=1e-4)
+
+
+def test_an_aborted_request_leaves_the_others_their_tokens(two_ranks: LLM, make_llm: MakeLLM) -> None:
+    core = two_ranks.core
+    params = SamplingParams(max_tokens=20, seed=4, ignore_eos=True)
+    leaving, staying = core.make_request(list(range(3, 20)), params), core.make_request(list(range(30, 50)), params)
+    core.add(leaving)
+    core.add(staying)
+    for _ in range(4):
+        core.step()
+    core.abort(leaving.request_id)
+    while core.has_work:
+        core.step()
+    expected = make_llm(tiny_model()).generate({"prompt_token_ids": list(range(30, 50))}, params, use_tqdm=False)
+    assert staying.sequences[0].output_token_ids == expected[0].outputs[0].token_ids
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])

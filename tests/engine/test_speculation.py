@@ -128,7 +128,6 @@ def test_drafts_change_no_output_with_any_codec(codec: str, dtype: str) -> None:
     "options",
     [
         {"attention_backend": "reference"},
-        {"executor": "process"},
         {"enable_prefix_caching": False},
         {"block_size": "max"},
         {"block_size": 1},

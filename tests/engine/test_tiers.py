@@ -322,14 +322,13 @@ def test_stores_need_the_prefix_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("executor", ["in_process", "process"])
 def test_the_times_of_transfers_and_what_loads_are_weighed_against_are_told(
-    make_llm: MakeLLM, tiny_llama: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, executor: str
+    make_llm: MakeLLM, tiny_llama: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "octavo.engine.tiers")
-    ask(first := make_llm(tiny_llama, executor=executor, **disk_options(tmp_path)), PROMPT)
+    ask(first := make_llm(tiny_llama, **disk_options(tmp_path)), PROMPT)
     first.core.close()
-    second = make_llm(tiny_llama, executor=executor, **disk_options(tmp_path))
+    second = make_llm(tiny_llama, **disk_options(tmp_path))
     ask(second, PROMPT)
     ask(second, [5, *PROMPT])
     lines = [record.getMessage() for record in caplog.records if record.name == "octavo.engine.tiers"]

@@ -61,7 +61,7 @@ REACHED: dict[tuple[str, Any], Any] = {
 ELSEWHERE = {
     "model", "dtype", "quantization", "device", "max_model_len", "block_size", "kv_cache_memory", "num_blocks",
     "gpu_memory_utilization", "kv_cache_dtype", "swap_space", "attention_backend", "deterministic", "num_threads",
-    "seed", "executor", "record_plans", "queue_tenant_share", "chat_template", "generation_config",
+    "seed", "tensor_parallel_size", "record_plans", "queue_tenant_share", "chat_template", "generation_config",
     "pooling", "enforce_eager", "calculate_kv_scales", "kv_scales", "kv_host_memory", "kv_disk", "kv_disk_size",
     "kv_events_config", "speculative_config", "kv_remote", "kv_remote_secret", "kv_remote_ttl", "async_scheduling",
     "limits", "model_impl", "hf_file", "load_format", "hf_overrides", "tokenizer", "hf_token", "revision",

@@ -6,10 +6,9 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from octavo import kernels
 from octavo.checkpoint.model_config import ModelConfig
@@ -28,7 +27,6 @@ from octavo.errors import ConfigError
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.kvcache.manager import KVCacheManager
 from octavo.runner.executor import Executor, RecordingExecutor
-from octavo.runner.process_executor import ProcessExecutor
 from octavo.runner.runner import ModelRunner
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.fetching import Fetching
@@ -36,7 +34,7 @@ from octavo.scheduler.plan_log import PlanLog
 from octavo.scheduler.preemption import RestoreSpeed
 from octavo.text.loading import load_tokenizer
 from octavo.text.tokenizer import Tokenizer
-from octavo.tiers.host import HostTier, SharedFile
+from octavo.tiers.host import HostTier
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +53,10 @@ def build_engine(config: EngineConfig, begun: Future[Tokenizer | None] | None = 
     source = model_of(config)
     if config.speculative_config is not None and not load_model_config(source).runs_natively:
         raise ConfigError("speculative_config is not available for models that run through transformers")
-    runner, facts, (tokenizer, grammars), host = _start_runner(config, source, begun)
-    if isinstance(runner, ModelRunner):
-        runner.use_grammars(grammars)  # shared with the engine
+    built, facts, (tokenizer, grammars) = _build_runner(config, source, begun)
+    built.use_grammars(grammars)  # shared with the engine
+    host, runner = built.host, cast(Executor, built)
+    assert isinstance(host, HostTier)
     try:
         if config.record_plans is not None:
             runner = RecordingExecutor(runner, PlanLog(config.record_plans, _recorded_facts(config, facts)))
@@ -137,61 +136,26 @@ def _plans_ahead(config: EngineConfig, facts: RunnerFacts) -> bool:
 _Text = tuple[Tokenizer | None, GrammarCompiler]
 
 
-def _start_runner(
+def _build_runner(
     config: EngineConfig, source: ModelSource, begun: Future[Tokenizer | None] | None
-) -> tuple[Executor, RunnerFacts, _Text, HostTier | None]:
-    """Start the runner in the process that `config.executor` asks for; loads the tokenizer meanwhile, unless `begun`.
-
-    Returns:
-        The runner, its facts, the tokenizer with the grammar compiler, and the runner's host memory, which is None for
-        another process unless stores read and write it.
-    """
+) -> tuple[ModelRunner, RunnerFacts, _Text]:
+    """Build the runner; loads the tokenizer meanwhile, unless `begun`."""
 
     def load_text(model: ModelConfig | RunnerFacts) -> _Text:
         tokenizer = load_tokenizer(config) if begun is None else begun.result()
         return tokenizer, _grammar_compiler(config, model, lambda: tokenizer)
 
-    if config.executor == "process":
-        with closing(SharedFile()) if config.has_stores else nullcontext() as file:
-            process = ProcessExecutor(partial(_build_runner_apart, config, file))
-            try:
-                _, facts, text = _load_together(source, lambda: (process, process.facts()), load_text)
-            except BaseException:
-                process.close()
-                raise
-            if file is None:
-                return process, facts, text, None
-            num_blocks = facts.num_host_blocks + facts.num_prefix_blocks
-            return process, facts, text, HostTier(num_blocks, facts.spec.block_bytes, file)
-    runner, facts, text = _load_together(source, partial(build_runner, config), load_text)
-    assert isinstance(runner.host, HostTier)
-    return runner, facts, text, runner.host
+    return _load_together(source, partial(build_runner, config), load_text)
 
 
-def _build_runner_apart(config: EngineConfig, file: SharedFile | None) -> tuple[ModelRunner, RunnerFacts]:
-    """Call `build_runner` in another process, which loads the tokenizer itself for grammars."""
-    source = model_of(config)
-
-    def load_grammars(model: ModelConfig | RunnerFacts) -> GrammarCompiler:
-        # The other process has tried them.
-        return _grammar_compiler(config, model, partial(load_tokenizer, config), on_trial=False)
-
-    runner, facts, grammars = _load_together(source, partial(build_runner, config, file), load_grammars)
-    runner.use_grammars(grammars)
-    if file is not None:
-        file.close()
-    return runner, facts
-
-
-_Runner = TypeVar("_Runner", bound=Executor)
 _Loaded = TypeVar("_Loaded")
 
 
 def _load_together(
     source: ModelSource,
-    build: Callable[[], tuple[_Runner, RunnerFacts]],
+    build: Callable[[], tuple[ModelRunner, RunnerFacts]],
     load: Callable[[ModelConfig | RunnerFacts], _Loaded],
-) -> tuple[_Runner, RunnerFacts, _Loaded]:
+) -> tuple[ModelRunner, RunnerFacts, _Loaded]:
     """Return the results of `build` and `load`, run in two threads if possible."""
     model_config = load_model_config(source)
     if not model_config.runs_natively:
@@ -208,11 +172,9 @@ def _grammar_compiler(
     config: EngineConfig,
     model: ModelConfig | RunnerFacts,
     load_tokenizer: Callable[[], Tokenizer | None],
-    *,
-    on_trial: bool = True,
 ) -> GrammarCompiler:
     most_ms = config.limits.max_grammar_ms
-    return GrammarCompiler(load_tokenizer, model.vocab_size, model.eos_token_ids, most_ms, on_trial=on_trial)
+    return GrammarCompiler(load_tokenizer, model.vocab_size, model.eos_token_ids, most_ms)
 
 
 def _recorded_facts(config: EngineConfig, facts: RunnerFacts) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from octavo.runner.runner import ModelRunner
 from octavo.runner.warm_up import warm_up
 from octavo.sampling.sampler import warm_up_choice
 from octavo.storage.arena import KVArena
-from octavo.tiers.host import HostTier, SharedFile
+from octavo.tiers.host import HostTier
 
 logger = logging.getLogger(__name__)
 
@@ -75,11 +75,8 @@ class RunnerFacts(EngineInfo):
     device: str
 
 
-def build_runner(config: EngineConfig, file: SharedFile | None = None) -> tuple[ModelRunner, RunnerFacts]:
+def build_runner(config: EngineConfig) -> tuple[ModelRunner, RunnerFacts]:
     """Load the model and allocate its cache, in the process that calls this.
-
-    Args:
-        file: shared file for host memory; if None, the memory is private to this process.
 
     Raises:
         ModelError, ConfigError: see `build_engine`.
@@ -97,7 +94,7 @@ def build_runner(config: EngineConfig, file: SharedFile | None = None) -> tuple[
     num_threads = config.num_threads or max(1, default_num_threads() // config.tensor_parallel_size)
     if config.tensor_parallel_size == 1:
         model = _load_with_threads(config, source, model_config, dtype, device, num_threads)
-        return _join(config, source, model_config, sizing, model, num_threads, file)
+        return _join(config, source, model_config, sizing, model, num_threads)
     ranks = _start_ranks(config, model_config, sizing, dtype, num_threads)
     try:
         seat = Seat(Share(model_config, 0, config.tensor_parallel_size), ranks.native)
@@ -174,7 +171,6 @@ def _join(
     sizing: Sizing,
     model: CausalLM,
     num_threads: int,
-    file: SharedFile | None = None,
     ranks: RankGroup | None = None,
 ) -> tuple[ModelRunner, RunnerFacts]:
     """Size the cache, and join it with the loaded model."""
@@ -189,7 +185,7 @@ def _join(
     own = spec if ranks is None else sizing.rank_spec(0)
     arena = KVArena(own, pool.num_blocks, device, attention.layout)
     num_host_blocks, num_prefix_blocks = sizing.num_host_blocks(pool), sizing.num_prefix_blocks
-    host = HostTier(num_host_blocks + num_prefix_blocks, own.block_bytes, file)
+    host = HostTier(num_host_blocks + num_prefix_blocks, own.block_bytes)
     sizing.warn_if_swap_is_short(num_host_blocks)
     if config.deterministic:
         _require_kernels("deterministic cannot be guaranteed", model, arena, attention)

@@ -99,9 +99,7 @@ class GrammarCompiler:
         load_tokenizer: called with the first grammar; returns None if the model has no tokenizer.
         vocab_size: number of the model's logits.
         eos_token_ids: tokens that end an output, in addition to the tokenizer's own.
-        max_ms: time limit for compiling one grammar, in milliseconds.
-        on_trial: whether grammars are compiled in another process first, because clients may send any; otherwise
-            they must have been compiled elsewhere before.
+        max_ms: time limit for compiling one grammar, in milliseconds; it is tried in another process first.
     """
 
     def __init__(
@@ -110,14 +108,11 @@ class GrammarCompiler:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         max_ms: int,
-        *,
-        on_trial: bool = True,
     ) -> None:
         self._load_tokenizer = load_tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._max_ms = max_ms
-        self._on_trial = on_trial
         self._lock = threading.Lock()
         self._compiled: OrderedDict[tuple[str, StructuredOutputsParams], Future[CompiledGrammar]] = OrderedDict()
         # All compiled grammars in use, including those that have been dropped from the cache.
@@ -133,8 +128,7 @@ class GrammarCompiler:
         first idle. Compiling does not hold the lock.
         """
         try:
-            if self._on_trial:
-                start_one()
+            start_one()
             self._vocabulary  # noqa: B018  cached
         except RequestError as error:
             logger.info("no structured outputs: %s", error)  # requests that need one are refused with this reason
@@ -196,8 +190,7 @@ class GrammarCompiler:
         lark = to_lark(wanted)
         if may_force_long_runs(wanted):
             lark = without_forcing(lark)
-        if self._on_trial:
-            self._try(wanted, lark, tenant)
+        self._try(wanted, lark, tenant)
         compiled = CompiledGrammar(lark, self._vocabulary)
         error = first_error(compiled.matcher, self._vocabulary.eos_token_ids)
         if error and not compiled.matcher.is_error():

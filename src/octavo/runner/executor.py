@@ -4,9 +4,8 @@ engine ── StepPlan ──> executor ── StepResult ──> engine
 
     launch(t)   launch(t+1)   result of t   launch(t+2)   result of t+1 …     if plans are made ahead
 
-ModelRunner          in the engine's process; the default (`runner/runner.py`)
-ProcessExecutor      a ModelRunner at the other end of a pipe (`runner/process_executor.py`)
-RecordingExecutor    either of them, with each plan and its duration written to a file
+ModelRunner          in the engine's process; of several ranks, rank 0 (`runner/runner.py`)
+RecordingExecutor    another executor, with each plan and its duration written to a file
 """
 
 from __future__ import annotations
