@@ -117,9 +117,7 @@ def test_embeddings_are_those_of_one_rank(two_ranks: LLM, make_llm: MakeLLM) -> 
     ],
     ids=["samples", "beams", "penalised samples", "penalised beams", "scored prompts"],
 )
-def test_forks_beams_penalties_and_scores_are_the_same(
-    two_ranks: LLM, make_llm: MakeLLM, params: dict[str, Any]
-) -> None:
+def test_forks_beams_and_scores_are_the_same(two_ranks: LLM, make_llm: MakeLLM, params: dict[str, Any]) -> None:
     rng = random.Random(2)
     prompts: Any = [{"prompt_token_ids": [rng.randrange(3, 320) for _ in range(20)]} for _ in range(6)]
     sampling = SamplingParams(max_tokens=16, ignore_eos=True, **params)
