@@ -149,7 +149,7 @@ void copy_blocks(const BlockMemory& from, const BlockMemory& to, const std::vect
 int64_t step_message_bytes(int64_t num_tokens, int64_t num_seqs, int64_t num_groups, int64_t max_blocks,
                            int64_t rotation_bytes) {
     const int64_t groups = num_groups * (num_tokens * 8 + num_seqs * max_blocks * 4 + 16);
-    return 1024 + num_tokens * (4 * 8 + 2 * rotation_bytes) + num_seqs * 12 + groups;
+    return 1024 + num_tokens * (5 * 8 + 2 * rotation_bytes) + num_seqs * 12 + groups;
 }
 
 void send_step(Ranks& ranks, const Decoder& decoder, const DecoderStep& step) {

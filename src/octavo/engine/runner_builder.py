@@ -132,7 +132,8 @@ def _start_ranks(
             max_blocks=spec.blocks_for_tokens(sizing.max_model_len) + 1,
             rotation_bytes=len(set(model_config.layer_ropes)) * model_config.head_dim * 4,
         ),
-        tokens * max(widths) * dtype.itemsize,
+        # In the last layer, a token that is drawn from and scored or pooled has two rows.
+        2 * tokens * max(widths) * dtype.itemsize,
         tokens * model_config.vocab_size * 4,
     )
     return RankGroup(
