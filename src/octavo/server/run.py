@@ -125,10 +125,7 @@ async def serve_on(
     in_flight = InFlight(config.request_timeout)
     access = AcceptedKeys(config) if access is None else access
     app = create_app(engine, config, in_flight, access)
-    server = Server(app, config, in_flight, engine.info.model_name)
-    server.has_engine = lambda: engine.is_alive
-    server.is_engine_planning = lambda: engine.is_planning
-    server.is_engine_stepping = lambda: engine.is_stepping
+    server = Server(app, config, in_flight, engine.info.model_name, engine)
     server.on_hangup = partial(_reread, config, access, engine) if _survives_hangups(config) else None
     limits = engine.resolve_kv_limits(access.kv_amounts)
     await engine.ask(lambda core: core.set_kv_limits(limits))
@@ -163,15 +160,29 @@ _tellings: set[asyncio.Future[None]] = set()
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server with Octavo's shutdown: requests get a grace period, which a second signal cuts short."""
+    """A uvicorn server with Octavo's shutdown: requests get a grace period, which a second signal cuts short.
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, in_flight: InFlight, model_name: str) -> None:
+    Args:
+        engine: what the server serves; a router has none.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: ServerConfig,
+        in_flight: InFlight,
+        model_name: str,
+        engine: EngineClient | None = None,
+    ) -> None:
         self.connections = ConnectionCounters()
         super().__init__(
             uvicorn.Config(
                 app,
                 http=guarded_protocol(
-                    config, self.connections, lambda: self.is_engine_planning(), lambda: self.is_engine_stepping()
+                    config,
+                    self.connections,
+                    gives_way=lambda: engine is not None and engine.is_planning,
+                    shares=lambda: engine is not None and engine.is_stepping,
                 ),
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 ws="none",
@@ -188,9 +199,7 @@ class Server(uvicorn.Server):
             )
         )
         self._model_name = model_name
-        self.has_engine: Callable[[], bool] = lambda: True
-        self.is_engine_planning: Callable[[], bool] = lambda: False
-        self.is_engine_stepping: Callable[[], bool] = lambda: False
+        self._engine = engine
         self._in_flight = in_flight
         self._shutdown_timeout = config.shutdown_timeout
         self._stops_by: float | None = None
@@ -237,7 +246,7 @@ class Server(uvicorn.Server):
         """Return whether to stop, which is also the case if the engine has died; called ten times a second."""
         if counter % _RETURNED_EVERY == _RETURNED_EVERY - 1:
             await asyncio.to_thread(return_free_memory)
-        return await super().on_tick(counter) or not self.has_engine()
+        return await super().on_tick(counter) or not (self._engine is None or self._engine.is_alive)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -14,9 +14,8 @@ from octavo.dialect.parser import Dialect, OutputParser
 from octavo.engine.outputs import CompletionOutput, RequestOutput
 from octavo.request import FinishReason
 from octavo.server.answer_json import dumps, event, json_pieces, weight_of
-from octavo.server.answers.generation import Answer, Job, ResponseExtension
+from octavo.server.answers.generation import Answer, Job, OpenAIAnswer
 from octavo.server.answers.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
-from octavo.server.apis import DONE
 from octavo.server.bodies.body_reader import ChatRequest
 from octavo.server.bodies.tools import Speech
 from octavo.server.engine_client import EngineClient
@@ -183,23 +182,20 @@ class SingleChat(Answer):
         return [change for completion in output.outputs for change in self.choice.read(completion)]
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(OpenAIAnswer):
     """One chat request."""
 
     def __init__(
         self, engine: EngineClient, texts: TokenTexts, read: ChatRequest, client: Client, traceparent: str | None
     ) -> None:
-        super().__init__(engine, Job.of(read, "chatcmpl", client, traceparent))
+        job = Job.of(read, "chatcmpl", client, traceparent)
+        super().__init__(engine, job, read.body, "chat.completion.chunk", tells_pins=bool(job.context.pins))
         self._texts = texts
-        self._body = body = read.body
+        self._body = read.body
         self._echoed = read.echoed
         # Only if the answer has a format to parse.
         ids = CallIds(read.speech.dialect)
         self._choices = [ChatChoice(read.speech, ids) for _ in range(read.params.n)] if read.speech else []
-        pins = self.job.context.pins
-        self._extension = ResponseExtension(1, tells_ledger=body.tells_ledger, tells_pins=bool(pins))
-        # What all events begin with, formatted once, so that a token costs only a few string joins.
-        self._stream_head = dumps(self._head("chat.completion.chunk"))[:-1] + ',"choices":['
         self._begun = False
 
     def weight(self, output: RequestOutput) -> int:
@@ -209,13 +205,11 @@ class ChatAnswer(Answer):
 
     def assemble(self, outputs: list[RequestOutput]) -> list[bytes]:
         (output,) = outputs
-        self.usage.add(0, output)
-        self._extension.add(0, output)
+        self._count(0, output)
         response: dict[str, Any] = {
             **self._head("chat.completion"),
             "choices": [self._choice(completion) for completion in output.outputs],
-            "usage": self.usage.report(),
-            **self._extension.report(),
+            **self._totals(),
         }
         if self._body.sampling.get("prompt_logprobs") is not None:
             given = output.prompt_logprobs or ()
@@ -257,12 +251,8 @@ class ChatAnswer(Answer):
         return reported
 
     def render(self, index: int, output: RequestOutput) -> bytes:
-        self.usage.add(0, output)
-        self._extension.add(0, output)
-        tail = "]}"
-        if self._body.reports_usage:
-            continuous = self._body.reports_usage_continuously
-            tail = f'],"usage":{dumps(self.usage.report()) if continuous else "null"}}}'
+        self._count(0, output)
+        tail = self._tail()
         chunks = [] if self._begun else self._roles(self._stream_head, tail, output)
         self._begun = True
         chunks += [
@@ -272,21 +262,6 @@ class ChatAnswer(Answer):
             for delta in (self._parsed_deltas(completion) if self._choices else [self._delta(completion)])
         ]
         return "".join(chunks).encode()
-
-    def last(self) -> bytes:
-        """Return the end: `DONE`, after an event with usage and the `octavo` object if they were requested."""
-        payload = self._extension.report()
-        if self._body.reports_usage:
-            payload = {"usage": self.usage.report(), **payload}
-        return (event(f"{self._stream_head}],{dumps(payload)[1:]}").encode() if payload else b"") + DONE
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": self.job.response_id,
-            "object": kind,
-            "created": self.job.created,
-            "model": self.job.model,
-        }
 
     def _roles(self, head: str, tail: str, output: RequestOutput) -> list[str]:
         """Return the first event of every choice, which carries its role."""

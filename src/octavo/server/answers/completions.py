@@ -21,9 +21,9 @@ from octavo.server.answer_json import (
     json_bytes,
     json_pieces,
 )
-from octavo.server.answers.generation import Answer, Job, ResponseExtension
+from octavo.server.answers.generation import Answer, Job, OpenAIAnswer
 from octavo.server.answers.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
-from octavo.server.apis import DONE, new_id
+from octavo.server.apis import new_id
 from octavo.server.bodies.body_reader import CompletionRequest, EmbeddingRequest
 from octavo.server.bodies.openai_bodies import CompletionBody
 from octavo.server.engine_client import EngineClient
@@ -32,23 +32,20 @@ from octavo.server.http.turnstile import Turnstile
 from octavo.server.keys import Client
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(OpenAIAnswer):
     """One completion request.
 
     Choices are numbered as by OpenAI: completion i of prompt p is choice p * n + i.
     """
 
     def __init__(self, engine: EngineClient, texts: TokenTexts, read: CompletionRequest, job: Job) -> None:
-        super().__init__(engine, job)
+        super().__init__(engine, job, read.body, "text_completion", tells_pins=False)
         self._texts = texts
         self._body = body = read.body
-        self._extension = ResponseExtension(len(job.prompts), tells_ledger=body.tells_ledger, tells_pins=False)
         self._prompt_logprobs: dict[int, list[dict[str, dict[str, Any]] | None]] = {}
         self._choices = [
             _Choice(texts, prompt_index, body) for prompt_index in range(len(job.prompts)) for _ in range(job.params.n)
         ]
-        # What all events begin with, formatted once, so that a token costs only a few string joins.
-        self._stream_head = dumps(self._head())[:-1] + ',"choices":['
 
     def prompt_text(self, prompt_index: int) -> str:
         """Return the prompt as text, for `echo`."""
@@ -74,37 +71,18 @@ class CompletionAnswer(Answer):
         choices: list[dict[str, Any]] = []
         for prompt_index, output in enumerate(outputs):
             choices.extend(self._new_choices(prompt_index, output))
-        payload = {"usage": self.usage.report(), **self._extension.report()}
-        return json_pieces({**self._head(), "choices": choices, **payload})
+        return json_pieces({**self._head("text_completion"), "choices": choices, **self._totals()})
 
     def render(self, index: int, output: RequestOutput) -> bytes:
         choices = self._new_choices(index, output)
-        tail = "]}"
-        if self._body.reports_usage:
-            continuous = self._body.reports_usage_continuously
-            tail = f'],"usage":{dumps(self.usage.report()) if continuous else "null"}}}'
+        tail = self._tail()
         return "".join([event(self._stream_head + dumps(choice) + tail) for choice in choices]).encode()
-
-    def last(self) -> bytes:
-        payload = self._extension.report()
-        if self._body.reports_usage:
-            payload = {"usage": self.usage.report(), **payload}
-        return (event(f"{self._stream_head}],{dumps(payload)[1:]}").encode() if payload else b"") + DONE
-
-    def _head(self) -> dict[str, Any]:
-        return {
-            "id": self.job.response_id,
-            "object": "text_completion",
-            "created": self.job.created,
-            "model": self.job.model,
-        }
 
     def _new_choices(self, prompt_index: int, output: RequestOutput) -> list[dict[str, Any]]:
         if self._body.scores_only:
             for completion in output.outputs:
                 completion.text, completion.token_ids, completion.logprobs = "", [], []
-        self.usage.add(prompt_index, output)
-        self._extension.add(prompt_index, output)
+        self._count(prompt_index, output)
         first = prompt_index * self.job.params.n
         return [
             self._choices[first + completion.index].piece(self, first + completion.index, completion, output)

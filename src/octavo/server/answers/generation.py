@@ -14,9 +14,10 @@ from octavo.engine.inspection import report_fields
 from octavo.engine.outputs import GRAMMAR_TOO_COMPLEX, RANK_LOST, UNUSABLE_LOGITS, OutputKind, RequestOutput
 from octavo.request import RequestContext
 from octavo.sampling_params import SamplingParams
-from octavo.server.answer_json import HEAVY, offload, weight_of
-from octavo.server.apis import new_id
+from octavo.server.answer_json import HEAVY, dumps, event, offload, weight_of
+from octavo.server.apis import DONE, new_id
 from octavo.server.bodies.body_reader import ChatRequest, CompletionRequest
+from octavo.server.bodies.openai_bodies import ChatBody, CompletionBody
 from octavo.server.bodies.prompts import EncodedPrompt
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import FAILED_GRAMMAR, FAILED_SAMPLING, FAILED_STEP, LOST_RANK
@@ -252,6 +253,46 @@ class Answer:
 
     def ended(self) -> None:
         """Called on the event loop once the answer has ended, whole or not."""
+
+
+class OpenAIAnswer(Answer):
+    """The answer to a completion or a chat of OpenAI's API: what both say around their choices.
+
+    Args:
+        stream_kind: the name of the object that each event of a stream holds.
+        tells_pins: whether pins are reported.
+    """
+
+    def __init__(
+        self, engine: EngineClient, job: Job, body: CompletionBody | ChatBody, stream_kind: str, *, tells_pins: bool
+    ) -> None:
+        super().__init__(engine, job)
+        self._reports_usage, self._continuously = body.reports_usage, body.reports_usage_continuously
+        self._extension = ResponseExtension(len(job.prompts), tells_ledger=body.tells_ledger, tells_pins=tells_pins)
+        # What all events begin with, formatted once, so that a token costs only a few string joins.
+        self._stream_head = dumps(self._head(stream_kind))[:-1] + ',"choices":['
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        job = self.job
+        return {"id": job.response_id, "object": kind, "created": job.created, "model": job.model}
+
+    def _count(self, prompt_index: int, output: RequestOutput) -> None:
+        self.usage.add(prompt_index, output)
+        self._extension.add(prompt_index, output)
+
+    def _totals(self) -> dict[str, Any]:
+        return {"usage": self.usage.report(), **self._extension.report()}
+
+    def _tail(self) -> str:
+        """Return what every event of a stream ends with."""
+        if not self._reports_usage:
+            return "]}"
+        return f'],"usage":{dumps(self.usage.report()) if self._continuously else "null"}}}'
+
+    def last(self) -> bytes:
+        """Return the end: `DONE`, after an event with usage and the `octavo` object if they were requested."""
+        payload = self._totals() if self._reports_usage else self._extension.report()
+        return (event(f"{self._stream_head}],{dumps(payload)[1:]}").encode() if payload else b"") + DONE
 
 
 class Usage:
