@@ -78,9 +78,10 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 test: install
 	$(PYTEST) $(ARGS)
 
-# The inner loop, about a minute: no slow test, none that starts processes or servers, and kernels at one level.
+# The inner loop, about a minute: no slow test, none that starts processes or servers, kernels at one level, and fewer
+# random examples.
 quick: install
-	KERNEL_TEST_LEVELS=best $(PYTEST) -m "not slow and not integration and not soak" $(ARGS)
+	KERNEL_TEST_LEVELS=best TEST_EXAMPLES=quick $(PYTEST) -m "not slow and not integration and not soak" $(ARGS)
 
 # The C++ kernels without Python: each header on its own, tests at every instruction-set level that this machine has,
 # the same under sanitizers, and their speed. They need a compiler, and CMake and Ninja, which come from PyPI.

@@ -28,6 +28,7 @@ _KINDS = (
     _Kind("AuthenticAMD", 25, range(0x10, 0x20), "Zen 4", "amd_zen4"),
     _Kind("AuthenticAMD", 25, range(0x10), "Zen 3", "amd_zen3"),
     _Kind("GenuineIntel", 6, range(143, 144), "Sapphire Rapids", "intel_spr"),
+    _Kind("GenuineIntel", 6, range(207, 208), "Emerald Rapids", "intel_emr"),
 )
 
 

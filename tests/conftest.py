@@ -34,7 +34,9 @@ sys.dont_write_bytecode = False
 
 # By itself hypothesis fails a test whose examples, or whose data, take it longer than it expects of a quick machine.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
+# The inner loop tries a fifth of the examples; a state machine or test with a number of its own keeps that.
+settings.register_profile("quick", settings.get_profile("any machine"), max_examples=20)
+settings.load_profile(os.environ.get("TEST_EXAMPLES", "any machine"))
 
 # Servers that the tests start inherit what is ignored, and a shell ignores both in what it starts in the background.
 for _signal, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

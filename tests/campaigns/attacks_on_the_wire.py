@@ -72,6 +72,8 @@ async def no_http(port: int) -> list[Answer]:
         header("POST", "/v1/completions", "Transfer-Encoding: chunked") + b"ffffffffffffffff\r\nx",
         header("GET", "/metrics", "Accept: application/openmetrics-text; version=x.y"),
         header("GET", "/none", "Host: ["),
+        header("PUT", "/v1/completions", "Host: [::1"),
+        header("GET", "/none", "Host: http://["),
     ]
     return [await send(port, kind, 1.0) for kind in kinds]
 
