@@ -106,6 +106,7 @@ async def chat(url: PostUrl, messages: list[dict[str, str]], max_tokens: int, fi
         "messages": messages,
         "max_tokens": max_tokens,
         "temperature": 0,
+        "repetition_penalty": 1,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},

