@@ -89,6 +89,28 @@ def test_ranks_give_the_bits_of_one(
         expected = found
 
 
+def test_smollm2_with_nine_heads_over_two_ranks_gives_the_bits_of_one() -> None:
+    prompts: Any = [{"prompt_token_ids": list(range(first, first + 30))} for first in (100, 2000)]
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=1)
+    found = []
+    for count in (1, 2):
+        with made(Path("smollm2"), tensor_parallel_size=count, max_model_len=256) as llm:
+            found.append(bits(llm.generate(prompts, params, use_tqdm=False)))
+    assert found[0] == found[1]
+
+
+def test_ranks_keep_a_budget(tmp_path: Path) -> None:
+    write_hf_model(tmp_path, "Llama", **SIZES)
+    prompts: Any = [{"prompt_token_ids": list(range(3, 60))}]
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, logprobs=1)
+    options: dict[str, Any] = {"kv_budget": {"mode": "sinks", "tokens": 48}, "max_num_batched_tokens": 16}
+    found = []
+    for count in (1, 2):
+        with made(tmp_path, tensor_parallel_size=count, **options) as llm:
+            found.append(bits(llm.generate(prompts, params, use_tqdm=False)))
+    assert found[0] == found[1]
+
+
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[LLM]:
     with made(tiny_model(), tensor_parallel_size=2, dtype="float32") as llm:

@@ -82,7 +82,9 @@ class PlanOptions(Options):
         "cuda", "cpu leaves much of the memory to other processes; default: this machine's, or with --memory: cuda"
     )
     tensor_parallel_size: int = _option(
-        1, "number of devices that share the model; for planning only: octavo serve uses one", least=1
+        1,
+        "number of devices that share the model; octavo serve: of processes of one machine, on CPUs",
+        least=1,
     )
     weights: Literal["auto", *WEIGHT_BITS] = _option(  # type: ignore[valid-type]
         "auto", "kind of weights to count without the file; auto: the file's, or --dtype"

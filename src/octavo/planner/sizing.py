@@ -119,7 +119,8 @@ class Sizing:
 
     @property
     def activations(self) -> int:
-        return activation_bytes(
+        """The bytes of activations; each rank has its own, and those that ranks exchange lie in memory twice."""
+        return self.config.tensor_parallel_size * activation_bytes(
             self.shape,
             self.dtype,
             max_step=self.config.max_num_batched_tokens,
