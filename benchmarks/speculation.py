@@ -17,6 +17,7 @@ from statistics import geometric_mean, median
 from typing import Any
 
 from octavo import LLM, SamplingParams
+from octavo.structured_outputs import StructuredOutputsParams
 
 _CODE = """class Account:
     def __init__(self, owner, balance):
@@ -44,7 +45,25 @@ WORK = {
     "edit": f"Rename `balance` to `funds` in this code, and print the whole code again.\n\n{_CODE}",
     "form": f"Fill this form from the letter.\n\nName:\nOrder:\nDate of order:\nArticle 1:\nArticle 2:\n\n{_LETTER}",
     "extract": f"Copy each sentence of this letter that has a date, word for word.\n\n{_LETTER}",
+    "json": f"Fill a form from the letter, as JSON: customer, order, date, articles and their deliveries.\n\n{_LETTER}",
     "natural": "Tell a story about a lighthouse keeper who finds a letter in a bottle.",
+}
+
+_ARTICLE = {"name": {"type": "string"}, "number": {"type": "string"}, "delivery_date": {"type": "string"}}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "customer_name": {"type": "string"},
+        "order_number": {"type": "string"},
+        "date_of_order": {"type": "string"},
+        "ordered_articles": {
+            "type": "array",
+            "minItems": 2,
+            "items": {"type": "object", "properties": _ARTICLE, "required": [*_ARTICLE], "additionalProperties": False},
+        },
+    },
+    "required": ["customer_name", "order_number", "date_of_order", "ordered_articles"],
+    "additionalProperties": False,
 }
 
 
@@ -114,7 +133,13 @@ def run(llm: LLM, work: str, streams: int, seed: int, max_tokens: int) -> tuple[
     prompt = WORK["natural" if work == "asked again" else work]
     messages = [[{"role": "user", "content": f"Request {i}. {prompt}"}] for i in range(streams)]
     params = [
-        SamplingParams(temperature=0.0 if work != "natural" else 0.7, seed=seed, max_tokens=max_tokens, ignore_eos=True)
+        SamplingParams(
+            temperature=0.0 if work != "natural" else 0.7,
+            seed=seed,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            structured_outputs=StructuredOutputsParams(json=SCHEMA) if work == "json" else None,
+        )
         for _ in messages
     ]
     if work == "asked again":

@@ -158,16 +158,48 @@ def test_drafts_change_no_output_of_requests_that_are_preempted(mode: str) -> No
         assert core.scheduler.counters.num_preemptions > 0
 
 
-def test_beams_and_grammars_verify_no_draft() -> None:
-    jobs = [
-        ([5, 6, 7], SamplingParams(n=2, use_beam_search=True, max_tokens=8)),
-        ([5, 6, 8], SamplingParams(structured_outputs=StructuredOutputsParams(choice=("yes", "no")), max_tokens=8)),
-    ]
+def test_beams_verify_no_draft() -> None:
+    jobs = [([5, 6, 7], SamplingParams(n=2, use_beam_search=True, max_tokens=8))]
     with tiny_core() as core:
         expected = run(core, jobs)
         counters = speculate(core, Adversary(tokens_of(expected, jobs, 1), 1)).counters
         assert run(core, jobs) == expected
     assert counters.num_drafts == 0
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_drafts_change_no_structured_output(logprobs: int | None) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 30}, "size": {"enum": ["small", "large"]}},
+        "required": ["name", "size"],
+        "additionalProperties": False,
+    }
+    wanted = [
+        StructuredOutputsParams(choice=("yes indeed", "no never")),
+        StructuredOutputsParams(regex="(ab|cd){4}[0-9]{3}e*"),
+        StructuredOutputsParams(json=schema),
+        StructuredOutputsParams(json_object=True),
+    ]
+    jobs: list[Job] = []
+    for number, structured in enumerate(wanted * 4):
+        params = SamplingParams(
+            temperature=(0.0, 0.8, 1.3)[number % 3],
+            top_k=(0, 0, 5)[number % 3],
+            seed=number,
+            max_tokens=48,
+            structured_outputs=structured,
+            logprobs=logprobs,
+            frequency_penalty=0.3 * (number % 2),
+        )
+        jobs.append(([5, 6, 8 + number], params))
+    with tiny_core(deterministic=kernels.available()) as core:
+        expected = run(core, jobs)
+        counters = speculate(core, Adversary(tokens_of(expected, jobs, 2), 2)).counters
+        assert run(core, jobs) == expected
+    assert counters.num_accepted_tokens > 20
+    assert sum(counters.accepted_per_position) == counters.num_accepted_tokens
+    assert counters.num_draft_tokens > counters.num_accepted_tokens
 
 
 def test_blocks_of_refuted_tokens_are_given_back() -> None:

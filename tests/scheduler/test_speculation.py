@@ -83,7 +83,7 @@ class Server:
             seq.output_token_ids += drawn
             draws.append(1 + len(draft))
             updates.append(SequenceUpdate(seq, tuple(drawn)))
-        self.speculator.learn(((seq, len(draft)) for seq, draft in drafts.values()), updates)
+        self.speculator.learn({seq.seq_id: draft for seq, draft in drafts.values()}, updates)
         rows = sum(draws)
         plan = StepPlan(
             seq_ids=tuple(seq.seq_id for seq in self.streams),

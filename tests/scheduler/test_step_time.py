@@ -78,3 +78,11 @@ def test_one_disturbed_step_keeps_no_number_of_rows_from_being_tried_again() -> 
     for _ in range(600):
         model.observe_decodes(1, 100, 0.01)
     assert model.decode_seconds(3, 100) < 0.02, "it is forgotten"
+
+
+def test_fewer_decodes_take_no_longer_than_the_next_number_observed() -> None:
+    model = StepTimeModel()
+    for rows, seconds in ((1, 0.01), (4, 0.05), (8, 0.02)):
+        for _ in range(20):
+            model.observe_decodes(rows, 100, seconds)
+    assert model.decode_seconds(4, 100) == model.decode_seconds(8, 100) < 0.03

@@ -239,6 +239,15 @@ class GrammarState:
             self.drew(token_id)
         return taken
 
+    def follow_draft(self, token_id: int) -> bool:
+        """Follow a token that may be drawn next; False, without following, if it ends the output or is refused."""
+        if token_id in self.eos_token_ids:
+            return False
+        try:
+            return self.takes(token_id, follow=True)
+        except GrammarBroken:
+            return False  # reported when it draws
+
     def drew(self, token_id: int) -> None:
         """Record a drawn token, which the matcher has consumed unless it is an end-of-sequence token."""
         self._moved()

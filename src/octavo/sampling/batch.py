@@ -344,12 +344,7 @@ class SamplingTable:
                     first = starts[i] + of_prompt - state.snapshot.num_prompt_tokens
                     grammar.follow(first, token_ids[begin + of_prompt : end])
             if drafted:
-                assert state.grammar is None, "sequences with grammars verify no drafts"
-                states = [state]
-                for token_id in drafted:
-                    states.append(states[-1].fork())
-                    states[-1].counted.append(token_id)
-                self._along[row] = starts[i] + 1, states
+                self._along[row] = starts[i] + 1, _states_along(state, drafted)
 
     def batch(
         self, rows: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64], seeds: Iterable[tuple[int, int]] = ()
@@ -375,6 +370,22 @@ class SamplingTable:
         state = self._states[row]
         assert state is not None, f"row {row} holds no sequence"
         return state
+
+
+def _states_along(state: SamplingState, drafted: Iterable[int]) -> list[SamplingState]:
+    """Return the state before each drafted token, and after the last.
+
+    A token that the grammar refuses is not drawn, so the draws after it are dropped; any state serves for them.
+    """
+    states, is_valid = [state], True
+    for token_id in drafted:
+        state = states[-1].fork()
+        states.append(state)
+        if state.counts is not None:
+            state.counts.append(token_id)
+        if state.grammar is not None and is_valid:
+            is_valid = state.grammar.follow_draft(token_id)
+    return states
 
 
 def _words(token_ids: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:

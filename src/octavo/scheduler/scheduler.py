@@ -308,8 +308,7 @@ class Scheduler:
             more = (update for update in updates if update.seq.request.search is None)
             self.policy.drawn(update.seq for update in more for _ in update.token_ids[1:])
         if self.speculator is not None:
-            drafts = ((rows.sequences[row], len(tokens)) for row, tokens in rows.drafts.items())
-            self.speculator.learn(drafts, updates)
+            self.speculator.learn({rows.sequences[row].seq_id: ids for row, ids in rows.drafts.items()}, updates)
         if self._to_pin:
             self._to_pin = [seq for seq in self._to_pin if not self._pin_computed(seq)]
         return updates

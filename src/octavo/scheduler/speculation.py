@@ -18,7 +18,7 @@ chunks hide nothing, so a step with one verifies nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from math import sqrt
@@ -204,7 +204,7 @@ class Speculator:
         request = seq.request
         if not seq.output_token_ids:
             return False
-        if request.params.awaits_tokens or request.pooled is not None:
+        if request.params.use_beam_search or request.pooled is not None:
             followed.look_at = self._max_model_len + 1
             return False
         followed.place = 0
@@ -260,24 +260,25 @@ class Speculator:
             rates = self._rates[source] = [_Rate(2 * m / (m + 1), 2.0) for m in range(_MOST_MATCH + 1)]
         return rates
 
-    def learn(self, drafts: Iterable[tuple[Sequence, int]], updates: Iterable[SequenceUpdate]) -> None:
-        """Count the drafts that a step has verified.
-
-        Args:
-            drafts: the sequences that have verified one, and its length.
-        """
+    def learn(self, verified: Mapping[SequenceId, tuple[int, ...]], updates: Iterable[SequenceUpdate]) -> None:
+        """Count the drafts that a step has verified, by sequence."""
         self._num_gained = None
-        if not (verified := {seq.seq_id: length for seq, length in drafts}):
+        if not verified:
             return
         counters, gained = self.counters, 0
         for update in updates:
-            if (length := verified.get(update.seq.seq_id)) is None:
+            if (draft := verified.get(update.seq.seq_id)) is None:
                 continue
-            num_accepted = len(update.token_ids) - 1
+            # The last token, or those that a grammar forces after it, were not drafted.
+            num_accepted = 0
+            for token_id, wanted in zip(update.token_ids[:-1], draft, strict=False):
+                if token_id != wanted:
+                    break
+                num_accepted += 1
             gained += num_accepted
             update.seq.request.num_accepted_tokens += num_accepted
             counters.num_drafts += 1
-            counters.num_draft_tokens += length
+            counters.num_draft_tokens += len(draft)
             for position in range(num_accepted):
                 counters.accepted_per_position[position] += 1
         counters.num_accepted_tokens += gained

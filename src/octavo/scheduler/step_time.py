@@ -165,13 +165,13 @@ class StepTimeModel:
         Args:
             context: mean number of tokens that a row reads.
         """
-        found, known = self._decodes.get(rows), self._known
-        if found is not None:
-            per_token = rows * self._weights[_CONTEXT] / _CONTEXT_SCALE
-            return max(0.5 * found.seconds, found.seconds + per_token * (context - found.context)) * self._level
+        known = self._known
         if not known:
             return 0.0
         place = bisect_left(known, rows)
+        if rows in self._decodes:
+            # More rows that took less show that these were disturbed.
+            return min([self._measured(these, context) for these in known[place : place + 2]])
         above, below = known[min(place, len(known) - 1)], known[max(place - 1, 0)]
         last = self.decode_seconds(below, context)
         if not place:
@@ -184,15 +184,20 @@ class StepTimeModel:
             per_row = min(per_row, max(0.5 * slope, 0.01 * last))
         return last + per_row * (rows - below)
 
+    def _measured(self, rows: int, context: float) -> float:
+        found, per_token = self._decodes[rows], rows * self._weights[_CONTEXT] / _CONTEXT_SCALE
+        return max(0.5 * found.seconds, found.seconds + per_token * (context - found.context)) * self._level
+
     def observe_decodes(self, rows: int, context: float, seconds: float) -> None:
         """Learn from a step of decodes alone."""
         if rows > MOST_DECODES or not seconds > 0:
             return
         if not self._num_decodes % _FITTED:
             self.observe(StepLoad(rows, int(rows * context), 0.0, rows), seconds)
-        expected = self.decode_seconds(rows, context) or seconds
-        error = min(_MOST_ERROR, max(-_MOST_ERROR, seconds / expected - 1))
         found = self._decodes.get(rows)
+        expected = self.decode_seconds(rows, context) if found is None else self._measured(rows, context)
+        expected = expected or seconds
+        error = min(_MOST_ERROR, max(-_MOST_ERROR, seconds / expected - 1))
         if found is None:
             # Nearer to what it should have taken than to what it took: this step may be a disturbed one.
             found = self._decodes[rows] = _DecodeTime(expected * (1 + error / 2) / self._level, context)
