@@ -22,7 +22,7 @@ BLOCK_BYTES = 5000
 SECONDS = 60.0
 
 
-class BlockFiles:
+class BlockFiles(Medium):
     """The shortest medium: blocks as files `KEY.kv` in one folder, each a header followed by the payload."""
 
     name = "files"

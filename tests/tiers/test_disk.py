@@ -378,17 +378,17 @@ def test_bytes_are_accounted_to_tenants_across_restarts_evictions_and_failures(
     assert put(store, *range(10, 15), tenant="bob") == [None] * 5
     assert put(store, 20, 21, 22) == [None] * 3, "for ada's oldest"
     held = {"ada": 7 * BLOCK_BYTES, "bob": 5 * BLOCK_BYTES, "": 3 * BLOCK_BYTES}
-    assert store.bytes_by_tenant() == held
+    assert store.medium.bytes_by_tenant() == held
     assert store.counters.written_by_tenant == held | {"ada": 10 * BLOCK_BYTES}
     with monkeypatch.context() as broken:
         broken.setattr(os, "pwrite", lambda *args: 1 / 0)
         assert put(store, 30, tenant="eve") == [Reason.IO_ERROR]
-    assert store.bytes_by_tenant() == held
+    assert store.medium.bytes_by_tenant() == held
     store.close()
     again = Store(disk(tmp_path, size=128 << 10))
-    assert again.bytes_by_tenant() == held
+    assert again.medium.bytes_by_tenant() == held
     assert put(again, *range(40, 55), tenant="eve") == [None] * 15
-    assert again.bytes_by_tenant() == {"eve": 15 * BLOCK_BYTES}
+    assert again.medium.bytes_by_tenant() == {"eve": 15 * BLOCK_BYTES}
     again.close()
     last = Store(disk(tmp_path, size=128 << 10))
     (names,) = tmp_path.glob("*/tenants.jsonl")
@@ -405,7 +405,7 @@ def test_a_tenants_name_that_cannot_be_written_costs_no_block(tmp_path: Path) ->
     store = Store(disk(tmp_path))
     (tmp_path / FINGERPRINT.hex() / "tenants.jsonl").mkdir()
     assert put(store, 1, tenant="ada") == [None]
-    assert store.bytes_by_tenant() == {"ada": BLOCK_BYTES}
+    assert store.medium.bytes_by_tenant() == {"ada": BLOCK_BYTES}
     store.close()
     assert load(tmp_path, 1) == [None]
 

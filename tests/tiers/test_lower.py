@@ -11,7 +11,7 @@ import pytest
 from octavo.kvcache.eviction import make_eviction_policy
 from octavo.kvcache.hashing import Label
 from octavo.kvcache.host_memory import HostMemory
-from octavo.tiers.base import Reason
+from octavo.tiers.base import Medium, Reason
 from octavo.tiers.lower import Fetch, LowerTiers
 from octavo.tiers.store import Store
 from tests.tiers.stores import SECONDS, label
@@ -19,7 +19,7 @@ from tests.tiers.stores import SECONDS, label
 LOAD_SECONDS = 5.0
 
 
-class Shelf:
+class Shelf(Medium):
     """A medium that has every block it is asked for but those named, and reads only while it may."""
 
     name = "shelf"
@@ -47,6 +47,8 @@ class Shelf:
 
 class AskedShelf(Shelf):
     """The same where only asking tells."""
+
+    must_ask = True
 
     def contains(self, key: bytes) -> bool | None:
         return None

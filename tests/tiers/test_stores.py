@@ -73,7 +73,7 @@ def test_a_closed_store_misses_and_may_be_closed_again(store: Store) -> None:
     assert put(store, 2) == [Reason.CLOSED]
 
 
-class Held:
+class Held(Medium):
     """A medium that does nothing until it is let, then what it is told to."""
 
     name = "held"
@@ -197,10 +197,11 @@ def test_more_reads_than_may_wait_are_refused_at_once() -> None:
     store.close()
 
 
-class Busy:
+class Busy(Medium):
     """A medium where writing takes until it is let; it notes what it did, in order."""
 
     name = "busy"
+    must_ask = True
 
     def __init__(self) -> None:
         self.go = threading.Event()

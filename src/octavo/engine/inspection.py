@@ -202,7 +202,7 @@ def tiers_report(host: HostMemory, stores: Sequence[Store], block_bytes: int) ->
             "stored": store.counters.stored,
             "read_bytes": store.counters.read_bytes,
             "written_bytes": store.counters.written_bytes,
-            "tenants": dict(sorted((store.bytes_by_tenant() or {}).items())),
+            "tenants": dict(sorted((store.medium.bytes_by_tenant() or {}).items())),
             "read_by_tenant": dict(sorted(store.counters.read_by_tenant.items())),
             "written_by_tenant": dict(sorted(store.counters.written_by_tenant.items())),
             "open_misses": {reason.value: count for reason, count in store.counters.open_misses.items()},

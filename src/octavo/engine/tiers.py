@@ -66,7 +66,7 @@ def join_stores(
 
 
 def _held(store: Store) -> str:
-    held = store.bytes_by_tenant()
+    held = store.medium.bytes_by_tenant()
     return "shared" if held is None else format_bytes(sum(held.values()))
 
 

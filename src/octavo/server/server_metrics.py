@@ -89,7 +89,7 @@ class TenantCollector(Collector):
         if stats.host is not None:
             slots = stats.host.slots.copy()
             tiers["host"] = {tenant: count * stats.block_bytes for tenant, count in slots.items() if count}
-        tiers |= {store.name: held for store in stats.stores if (held := store.bytes_by_tenant()) is not None}
+        tiers |= {store.name: held for store in stats.stores if (held := store.medium.bytes_by_tenant()) is not None}
         amounts: Counter[tuple[str, str]] = Counter()
         for tier, held in tiers.items():
             for tenant, num_bytes in held.items():

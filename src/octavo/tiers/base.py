@@ -13,10 +13,10 @@ makes it asynchronous:
 
 from __future__ import annotations
 
-from collections import Counter
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from enum import Enum, StrEnum
-from typing import Protocol, runtime_checkable
+from types import MappingProxyType
 
 from octavo.kvcache.hashing import Label
 
@@ -51,48 +51,42 @@ class Reason(StrEnum):
     BUSY = "busy"  # the queue is full: a write was dropped, or a read refused
 
 
-class Medium(Protocol):
+class Medium(ABC):
     """Stores blocks. Called from several threads; may raise any exception.
 
     Attributes:
         name: name of the tier.
-    """
-
-    name: str
-
-    def contains(self, key: bytes) -> bool | None:
-        """Return whether the medium has a key, without waiting for anything; None if it must be asked."""
-
-    def read(self, labels: Sequence[Label], buffers: Sequence[memoryview]) -> list[Reason | None]:
-        """Fill the buffers and verify each; the outcome is None for a block that matches its label."""
-
-    def write(self, label: Label, payload: memoryview, tenant: str) -> Reason | None:
-        """Store a block that is accounted to a tenant; another may be evicted for it."""
-
-    def close(self) -> None:
-        """Close files and connections."""
-
-
-@runtime_checkable
-class DistantMedium(Protocol):
-    """The additional interface of a medium that must be asked which blocks it has."""
-
-    def ask(self, labels: Sequence[Label]) -> list[Reason | None]:
-        """Return None for each block that is there, and a reason for the others.
-
-        If the first block is missing, the others are reported missing without being looked up.
-        """
-
-
-@runtime_checkable
-class LocalMedium(Protocol):
-    """The additional interface of a medium that knows all its blocks, because no other process writes there.
-
-    Attributes:
+        must_ask: whether only `ask` can tell which blocks are there.
         open_misses: blocks that were found damaged when it was opened, and whole files of them, by reason.
     """
 
-    open_misses: Counter[Reason]
+    name: str
+    must_ask = False
+    open_misses: Mapping[Reason, int] = MappingProxyType({})
 
-    def bytes_by_tenant(self) -> Mapping[str, int]:
-        """Return the bytes of the blocks stored, by the tenant that they are accounted to."""
+    @abstractmethod
+    def contains(self, key: bytes) -> bool | None:
+        """Return whether the medium has a key, without waiting for anything; None if it must be asked."""
+
+    def ask(self, labels: Sequence[Label]) -> list[Reason | None]:
+        """Return None for each block that is there, and a reason for the others; called only if `must_ask`.
+
+        If the first block is missing, the others are reported missing without being looked up.
+        """
+        raise NotImplementedError(f"{self.name} knows its blocks and is not asked")
+
+    @abstractmethod
+    def read(self, labels: Sequence[Label], buffers: Sequence[memoryview]) -> list[Reason | None]:
+        """Fill the buffers and verify each; the outcome is None for a block that matches its label."""
+
+    @abstractmethod
+    def write(self, label: Label, payload: memoryview, tenant: str) -> Reason | None:
+        """Store a block that is accounted to a tenant; another may be evicted for it."""
+
+    def bytes_by_tenant(self) -> Mapping[str, int] | None:
+        """Return the bytes of the blocks stored, by tenant; None if unknown, because other processes write there."""
+        return None
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close files and connections."""

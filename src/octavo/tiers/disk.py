@@ -24,7 +24,7 @@ from octavo.errors import ConfigError
 from octavo.kvcache.block import BlockId
 from octavo.kvcache.eviction import EvictionPolicy, LruEviction
 from octavo.kvcache.hashing import Label
-from octavo.tiers.base import Reason
+from octavo.tiers.base import Medium, Reason
 from octavo.tiers.header import HEADER_BYTES, Header, make_header, read_header
 from octavo.tiers.slabs import (
     LEAST_SLAB_SHARE,
@@ -53,7 +53,7 @@ class _Slab(NamedTuple):
     first: int
 
 
-class DiskMedium:
+class DiskMedium(Medium):
     """One model's slots under a directory.
 
     Args:
@@ -70,7 +70,7 @@ class DiskMedium:
 
     Attributes:
         num_evicted: blocks that have made room for others.
-        open_misses: see `LocalMedium`; a slab that is cut short or of another layout counts once.
+        open_misses: see `Medium`; a slab that is cut short or of another layout counts once.
     """
 
     name = "disk"
@@ -106,7 +106,7 @@ class DiskMedium:
         self._is_full = False  # no slab will be added any more
         self._may_grow_at = 0.0
         self.num_evicted = 0
-        self.open_misses = Counter[Reason]()
+        self.open_misses: Counter[Reason] = Counter()
         try:
             self._lock_file: int | None = lock_directory(folder)
             self._folder = folder / fingerprint.hex()

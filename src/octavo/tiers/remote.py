@@ -24,7 +24,7 @@ from redis.retry import Retry
 
 from octavo.errors import ConfigError
 from octavo.kvcache.hashing import Label
-from octavo.tiers.base import Reason
+from octavo.tiers.base import Medium, Reason
 from octavo.tiers.header import HEADER_BYTES, make_header, prove, read_header
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def _encoded(argument: bytes | memoryview | str | int) -> bytes | memoryview:
 _PACKER = PythonRespSerializer(6000, _encoded)
 
 
-class RemoteMedium:
+class RemoteMedium(Medium):
     """One model's blocks in Redis.
 
     Args:
@@ -59,6 +59,7 @@ class RemoteMedium:
     """
 
     name = "remote"
+    must_ask = True
 
     def __init__(
         self, url: str, fingerprint: bytes, block_bytes: int, *, secret: str | None = None, ttl: int | None = None

@@ -6,11 +6,11 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from octavo.kvcache.hashing import Label
-from octavo.tiers.base import DistantMedium, LocalMedium, LookupResult, Medium, Reason
+from octavo.tiers.base import LookupResult, Medium, Reason
 from octavo.tiers.transfer import StoreCounters, Transfer, TransferQueue, Work
 
 logger = logging.getLogger(__name__)
@@ -65,10 +65,9 @@ class Store:
     ) -> None:
         self.medium = medium
         self.name = medium.name
-        self.must_ask = isinstance(medium, DistantMedium)
+        self.must_ask = medium.must_ask
         self.counters = StoreCounters()
-        if isinstance(medium, LocalMedium):
-            self.counters.open_misses.update(medium.open_misses)
+        self.counters.open_misses.update(medium.open_misses)
         self.on_done: Callable[[], None] = lambda: None
         self._reading = Breaker(self.name, "reads", most_faults, retry_seconds, clock)
         self._writing = Breaker(self.name, "writes", most_faults, retry_seconds, clock)
@@ -101,10 +100,6 @@ class Store:
     def num_closings(self) -> dict[Work, int]:
         """How often consecutive faults have stopped reads, and writes."""
         return {Work.READ: self._reading.num_closings, Work.WRITE: self._writing.num_closings}
-
-    def bytes_by_tenant(self) -> Mapping[str, int] | None:
-        """Return the bytes of the blocks stored, by tenant; None if the medium cannot tell, as others write there."""
-        return self.medium.bytes_by_tenant() if isinstance(self.medium, LocalMedium) else None
 
     def lookup(self, key: bytes) -> LookupResult:
         """Return what is known about a key, without waiting."""
@@ -194,7 +189,6 @@ class Store:
 
     def _ask(self, transfer: Transfer) -> Sequence[Reason | None]:
         medium, labels = self.medium, transfer.labels
-        assert isinstance(medium, DistantMedium)
         if (stopped := self._stopped(transfer)) is not None:
             return [stopped] * len(labels)
         return self._tried(self._reading, len(labels), partial(medium.ask, labels))
