@@ -265,16 +265,20 @@ class SortedSequences(list[Sequence]):
     def __init__(self, key: Callable[[Sequence], Key]) -> None:
         super().__init__()
         self._key = key
+        self._keys: list[Key] = []  # of each, because comparing tuples is much faster than making them
 
     def add(self, seq: Sequence) -> None:
-        bisect.insort(self, seq, key=self._key)
+        key = self._key(seq)
+        place = bisect.bisect_left(self._keys, key)
+        self._keys.insert(place, key)
+        self.insert(place, seq)
 
     def discard(self, seq: Sequence) -> None:
         """Remove a sequence; raises `ValueError` if it is not listed."""
-        place = bisect.bisect_left(self, self._key(seq), key=self._key)
+        place = bisect.bisect_left(self._keys, self._key(seq))
         if self[place : place + 1] != [seq]:
             raise ValueError(f"sequence {seq.seq_id} is not where its key says")
-        del self[place]
+        del self[place], self._keys[place]
 
 
 def _order(seq: Sequence) -> Key:
