@@ -67,6 +67,13 @@ def test_a_budget_bounds_the_blocks_and_gives_the_same_tokens_cold_cached_in_chu
         assert generate(core, params())[0] == expected
 
 
+def test_drafts_plans_made_ahead_and_no_prefix_cache_change_no_token_under_a_budget() -> None:
+    expected = outputs(params())[0]
+    drafting = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}
+    for options in (drafting, {"async_scheduling": True}, {"enable_prefix_caching": False}):
+        assert outputs(params(), **options)[0] == expected
+
+
 def test_dense_requests_find_no_block_that_was_computed_after_an_eviction() -> None:
     with tiny_core(deterministic=True) as core:
         dense = generate(core, params(None))[0]
