@@ -149,8 +149,9 @@ class ModelRunner(Executor):
 
     def close(self) -> None:
         """Free the model, the cache and host memory, even if something still refers to this runner."""
-        ranks = self.__dict__.get("_ranks")
+        ranks = self._ranks
         self.__dict__.clear()
+        self._ranks = None  # an engine asks for their failure even when it is closed
         if ranks is not None:
             ranks.close()
 
