@@ -80,8 +80,8 @@ def _serve(config: EngineConfig, server_config: ServerConfig, interrupt: Interru
                 from octavo.text.loading import begin_loading
 
                 # A large vocabulary takes 200 MB while it is loaded: those go back before the weights are read.
-                tokenizer = begin_loading(config)
-                tokenizer.add_done_callback(lambda _: return_free_memory())
+                if (tokenizer := begin_loading(config)) is not None:
+                    tokenizer.add_done_callback(lambda _: return_free_memory())
                 import_torch_to_serve()
             from octavo import AsyncEngine
             from octavo.engine.builder import build_engine

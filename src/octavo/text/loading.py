@@ -9,7 +9,7 @@ from octavo.checkpoint.model_source import tokenizer_of
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, ModelNotFoundError
 from octavo.text.chat_template import check_template
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.tokenizer import Tokenizer, needs_transformers
 
 logger = logging.getLogger(__name__)
 
@@ -17,8 +17,17 @@ logger = logging.getLogger(__name__)
 _MOST_TEMPLATE = 1024 * 1024
 
 
-def begin_loading(config: EngineConfig) -> Future[Tokenizer | None]:
-    """Call `load_tokenizer` in another thread, for a caller that meanwhile imports torch."""
+def begin_loading(config: EngineConfig) -> Future[Tokenizer | None] | None:
+    """Call `load_tokenizer` in another thread, for a caller that meanwhile imports torch.
+
+    Returns:
+        None if that would import torch too, which two threads must not do at once, or if there is no tokenizer.
+    """
+    try:
+        if needs_transformers(tokenizer_of(config)):
+            return None
+    except ModelNotFoundError:
+        return None
     thread = ThreadPoolExecutor(1, "octavo-tokenizer")
     try:
         return thread.submit(load_tokenizer, config)

@@ -108,7 +108,7 @@ class Tokenizer:
         """
         is_gguf = source.format is ModelFormat.GGUF
         tokenizer = cls._from_gguf(source.path) if is_gguf else cls._from_folder(source.path)
-        if is_gguf or (source.path / "tokenizer.json").is_file():  # others are converted by transformers, slowly
+        if not needs_transformers(source):  # which convert slowly
             tokenizer._origin = _Origin.of(source)
         # Check the byte pieces now rather than while the first request waits.
         tokenizer.byte_pieces(skip_special_tokens=True)
@@ -312,6 +312,11 @@ class Tokenizer:
         text = self._named_tokens.get(name)
         token_id: int | None = None if text is None else self._backend.token_to_id(text)
         return token_id
+
+
+def needs_transformers(source: ModelSource) -> bool:
+    """Whether transformers, which imports torch, must convert a source's vocabulary."""
+    return source.format is not ModelFormat.GGUF and not (source.path / "tokenizer.json").is_file()
 
 
 def _content(token: Any) -> str | None:
