@@ -247,3 +247,20 @@ def test_reset_gives_up_cached_blocks_and_keeps_those_in_use() -> None:
     assert manager.match(make_sequence(list(range(9)))).num_tokens == 0
     assert manager.match(make_sequence(list(range(50, 59)))).num_tokens == 8
     manager.audit()
+
+
+def test_what_followed_a_sequence_before_is_read_from_the_cache_the_latest_first() -> None:
+    manager = make_manager(32, 4, (FULL, sliding(5)))
+    for tokens in ([*range(8), 20, 21, 22, 23], [*range(8), 30, 31, 32, 33, 34, 35, 36, 37]):
+        seq = make_sequence([*tokens, 0])
+        admit_and_compute(manager, seq)
+        manager.forget(seq)
+    seq = make_sequence(list(range(8)))
+    admit_and_compute(manager, seq)
+    assert manager.tokens_after(seq, 6) == (30, 31, 32, 33, 34, 35)
+    seq.output_token_ids.extend([30, 31])
+    assert manager.tokens_after(seq, 3) == (32, 33, 34)
+    seq.output_token_ids[-1] = 99
+    assert manager.tokens_after(seq, 3) == (), "it went on otherwise"
+    manager.forget(seq)
+    manager.audit()
