@@ -65,7 +65,7 @@ def bits(outputs: list[RequestOutput]) -> list[Any]:
 @pytest.mark.parametrize(
     ("family", "ranks", "sizes", "options"),
     [
-        # KV heads 3 over 2 are 2 and 1; 2 over 3 are replicated.
+        # KV heads 3 over 2 are 1 and 2; 2 over 3 are replicated.
         pytest.param("Llama", 2, {}, {"kv_cache_dtype": "int8"}, id="Llama, uneven, int8"),
         pytest.param("Llama", 3, {"num_key_value_heads": 2}, AHEAD, id="Llama, replicated KV heads"),
         pytest.param("Gemma3", 2, GEMMA, {"quantization": "q8_0", "num_blocks": 25}, id="Gemma 3, quantised"),

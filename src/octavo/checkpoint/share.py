@@ -1,10 +1,11 @@
 """What each of several ranks computes and keeps of a model: some outputs of every matrix, some heads of the cache.
 
-    panels of 32 outputs   | 0 1 2 | 3 4 5 | 6 7 |          three ranks, each a whole number of panels
-    KV heads 3 over 2      | 0 1 | 2 |                      query heads go with their KV head
+    panels of 32 outputs   | 0 1 | 2 3 4 | 5 6 7 |          three ranks, each a whole number of panels
+    KV heads 3 over 2      | 0 | 1 2 |                      query heads go with their KV head
     KV heads 2 over 4      | 0 | 0 | 1 | 1 |                replicated; each rank has half of its query heads
 
-No sum is split, and no block of a quantised row, so the results do not depend on the number of ranks.
+What is left over goes to the last ranks, because rank 0 plans the steps and samples too. No sum is split, and no block
+of a quantised row, so the results do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Share:
     def outputs(self, total: int) -> slice:
         """Return the rank's share of a matrix's outputs, in whole panels."""
         panels = -(-total // _PANEL)
-        first, last = (-(-rank * panels // self.count) for rank in (self.rank, self.rank + 1))
+        first, last = (rank * panels // self.count for rank in (self.rank, self.rank + 1))
         return slice(first * _PANEL, min(total, last * _PANEL))
 
     @property
@@ -86,7 +87,7 @@ def kv_heads_of(num_kv_heads: int, rank: int, count: int) -> slice:
     if num_kv_heads < count:
         head = rank * num_kv_heads // count
         return slice(head, head + 1)
-    return slice(-(-rank * num_kv_heads // count), -(-(rank + 1) * num_kv_heads // count))
+    return slice(rank * num_kv_heads // count, (rank + 1) * num_kv_heads // count)
 
 
 def _times(heads: slice, dim: int) -> slice:
