@@ -77,7 +77,16 @@ void gated(Storage storage, Activation activation, const Matrix& gate_up, const 
 void rope_write(Storage storage, const RopeTask& task, int64_t num_tokens) {
     const auto kernel = kernels().rope_write[storage];
     const int64_t elements = int64_t{task.num_heads + task.kv->kv_heads} * task.key_dim * 4;
-    parallel_rows(num_tokens, elements, [&](int64_t begin, int64_t end) { kernel(task, begin, end); });
+    // A cache line of keys holds 16 slots, see LayerKV: a piece ends where a line does.
+    const auto line_end = [&](int64_t token) {
+        while (token > 0 && token < num_tokens && task.slots[token] % 16 != 0 &&
+               task.slots[token] == task.slots[token - 1] + 1)
+            ++token;
+        return token;
+    };
+    parallel_rows(num_tokens, elements, [&](int64_t begin, int64_t end) {
+        if ((begin = line_end(begin)) < (end = line_end(end))) kernel(task, begin, end);
+    });
 }
 
 void argmax(Storage storage, const Matrix& logits, int64_t* out) {

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -38,7 +39,7 @@ bool comes_before(const Candidate& a, const Candidate& b) {
 // One thread's working memory, kept from row to row.
 struct Scratch {
     std::vector<float> allowed_logits, kept_logits, maxima, values;
-    std::vector<int32_t> allowed_ids;
+    std::vector<int32_t> allowed_ids, listed;
     std::vector<Candidate> candidates, by_mass;
     std::vector<double> cumulative, bins;
 };
@@ -68,16 +69,15 @@ class Row {
     Row(const float* logits, int64_t vocab, Scratch& memory) : x_(logits), vocab_(vocab), memory_(memory) {
         memory.maxima.resize(static_cast<size_t>(divided_up(vocab, kVocabBlock)));
         numbers_ = kernels().block_maxima(logits, vocab, memory.maxima.data());
-        most_ = *std::max_element(memory.maxima.begin(), memory.maxima.end());
+        const auto* maxima = reinterpret_cast<const char*>(memory.maxima.data());
+        best_block_ = kernels().argmax[kF32](maxima, static_cast<int64_t>(memory.maxima.size()), &most_);
     }
     bool sound() const { return numbers_ && std::isfinite(most_); }
     bool numbers() const { return numbers_; }
     float most() const { return most_; }
 
     int64_t first_largest() const {
-        const auto& maxima = memory_.maxima;
-        const int64_t block = std::find(maxima.begin(), maxima.end(), most_) - maxima.begin();
-        return std::find(x_ + block * kVocabBlock, x_ + vocab_, most_) - x_;
+        return std::find(x_ + best_block_ * kVocabBlock, x_ + vocab_, most_) - x_;
     }
 
     // Puts the running sum of the chunks' masses into `memory.cumulative` and returns the total. `masses`, [vocab] or
@@ -101,8 +101,9 @@ class Row {
         return total;
     }
 
-    // Inverts the cumulative distribution left by `add_up_masses`; `masses` are those of all tokens, or null.
-    int64_t draw(double uniform, float scale, const float* masses = nullptr) {
+    // Inverts the cumulative distribution in `memory.cumulative`. `masses` are those of all tokens, or null; those for
+    // which `kept(token id)` is false count as zero.
+    template <class Kept> int64_t draw(double uniform, float scale, const float* masses, const Kept& kept) {
         const auto& chunks = memory_.cumulative;
         double share;
         const int64_t chunk =
@@ -112,8 +113,11 @@ class Row {
         double cumulative[kVocabChunk], total = 0.0;
         if (!masses) kernels().vocab_masses(x_ + begin, count, most_, scale, computed);
         const float* inside = masses ? masses + begin : computed;
-        for (int64_t i = 0; i < count; ++i) cumulative[i] = total += inside[i];
+        for (int64_t i = 0; i < count; ++i) cumulative[i] = total += kept(begin + i) ? inside[i] : 0.0f;
         return begin + invert(cumulative, count, share * total, nullptr);
+    }
+    int64_t draw(double uniform, float scale) {
+        return draw(uniform, scale, nullptr, [](int64_t) { return true; });
     }
 
     // The highest value that at least k tokens reach for certain, judging by the blocks' maxima.
@@ -125,15 +129,27 @@ class Row {
         return values[static_cast<size_t>(k - 1)];
     }
 
-    // Calls take(token id), in ascending order, for every logit that is not below the bound.
-    template <class Take> void each_from(float bound, const Take& take) const {
+    // A logit that is lower, a little, than any whose mass is at least `mass`.
+    float least_logit(float mass, float scale) const {
+        if (!(mass > 0.0f)) return -kInfinity;
+        return most_ + (std::log2(mass) - 0.01f) / scale - std::fabs(most_) * 1e-6f;
+    }
+
+    // Calls take(begin, end) for every block, in ascending order, that has logits not below the bound.
+    template <class Take> void each_block_from(float bound, const Take& take) const {
         for (size_t block = 0; block < memory_.maxima.size(); ++block) {
             if (memory_.maxima[block] < bound) continue;
             const int64_t begin = static_cast<int64_t>(block) * kVocabBlock;
-            const int64_t end = std::min(begin + kVocabBlock, vocab_);
+            take(begin, std::min(begin + kVocabBlock, vocab_));
+        }
+    }
+
+    // Calls take(token id), in ascending order, for every logit that is not below the bound.
+    template <class Take> void each_from(float bound, const Take& take) const {
+        each_block_from(bound, [&](int64_t begin, int64_t end) {
             for (int64_t i = begin; i < end; ++i)
                 if (!(x_[i] < bound)) take(static_cast<int32_t>(i));
-        }
+        });
     }
 
     float operator[](int64_t i) const { return x_[i]; }
@@ -145,6 +161,7 @@ class Row {
     Scratch& memory_;
     bool numbers_;
     float most_;
+    int64_t best_block_;  // the first that holds it
 };
 
 // The least likely candidate that top_p keeps: those before it have less mass than wanted, those up to and including it
@@ -179,44 +196,67 @@ int bin_of(float mass) {
     std::memcpy(&bits, &mass, 4);
     return std::min(static_cast<int>(bits >> kBinShift), kBins - 1);
 }
+float lower_end(int bin) {
+    const uint32_t bits = static_cast<uint32_t>(bin) << kBinShift;
+    float mass;
+    std::memcpy(&mass, &bits, 4);
+    return mass;
+}
 
-// A draw with top_p alone, which may keep most of the vocabulary, so that no list is made of what it keeps.
+// A draw with top_p alone, which may keep most of the vocabulary, so that no list of candidates is made.
 int64_t draw_nucleus(Row& row, const Draw& draw, Scratch& memory) {
     const auto scale = static_cast<float>(std::min(kLog2E / draw.temperature, kSteepest));
     const int64_t vocab = row.vocab();
     auto& masses = memory.values;
     masses.resize(static_cast<size_t>(vocab));
-    const double wanted = draw.top_p * row.add_up_masses(scale, masses.data());
+    const double total = row.add_up_masses(scale, masses.data()), wanted = draw.top_p * total;
+    // Tokens with less than `least` have less mass together than top_p leaves out, by a margin for rounding: none of
+    // them is kept. `least` is where a bin begins.
+    constexpr double kMargin = 0.5, kLeastLeftOut = 1e-5;
+    const double left_out = 1.0 - draw.top_p;
+    const int least_bin =
+        left_out < kLeastLeftOut ? 0 : bin_of(static_cast<float>(kMargin * left_out * total / static_cast<double>(vocab)));
+    auto& listed = memory.listed;
+    listed.resize(static_cast<size_t>(vocab));
+    int32_t* end = listed.data();
+    const float bound = row.least_logit(lower_end(least_bin), scale);
+    row.each_block_from(bound, [&](int64_t begin, int64_t block_end) {
+        for (int64_t i = begin; i < block_end; ++i) {
+            *end = static_cast<int32_t>(i);
+            end += bin_of(masses[static_cast<size_t>(i)]) >= least_bin;
+        }
+    });
+    const std::span<const int32_t> ids(listed.data(), end);
+    const auto mass_of = [&](int32_t token_id) -> float& { return masses[static_cast<size_t>(token_id)]; };
     auto& bins = memory.bins;
     bins.assign(kBins, 0.0);
-    for (const float mass : masses) bins[static_cast<size_t>(bin_of(mass))] += mass;
+    for (const int32_t id : ids) bins[static_cast<size_t>(bin_of(mass_of(id)))] += mass_of(id);
     int last_bin = kBins - 1;
     double above = 0.0;
     for (; last_bin > 0 && above + bins[static_cast<size_t>(last_bin)] < wanted; --last_bin)
         above += bins[static_cast<size_t>(last_bin)];
     auto& sharers = memory.by_mass;
     sharers.clear();
-    for (int64_t i = 0; i < vocab; ++i)
-        if (const float mass = masses[static_cast<size_t>(i)]; bin_of(mass) == last_bin)
-            sharers.push_back({row[i] / draw.temperature, static_cast<int32_t>(i), mass});
+    for (const int32_t id : ids)
+        if (bin_of(mass_of(id)) == last_bin) sharers.push_back({row[id] / draw.temperature, id, mass_of(id)});
     if (!sharers.empty()) {
         const Candidate last = last_of_nucleus(sharers, wanted - above);
         for (const Candidate& each : sharers)
-            if (comes_before(last, each)) masses[static_cast<size_t>(each.token_id)] = 0.0f;
+            if (comes_before(last, each)) mass_of(each.token_id) = 0.0f;
     }
     auto& cumulative = memory.cumulative;
     double kept = 0.0;
+    const int32_t* next = ids.data();
     for (size_t chunk = 0; chunk < cumulative.size(); ++chunk) {
-        const int64_t begin = static_cast<int64_t>(chunk) * kVocabChunk, end = std::min(begin + kVocabChunk, vocab);
         double sums[4] = {};
-        for (int64_t i = begin; i < end; ++i) {
-            float& mass = masses[static_cast<size_t>(i)];
-            if (bin_of(mass) < last_bin) mass = 0.0f;
-            sums[i % 4] += mass;
+        for (; next < end && *next / kVocabChunk == static_cast<int64_t>(chunk); ++next) {
+            const float mass = mass_of(*next);
+            sums[*next % 4] += bin_of(mass) >= last_bin ? mass : 0.0f;  // without a branch, which no one could predict
         }
         cumulative[chunk] = kept += sums[0] + sums[1] + (sums[2] + sums[3]);
     }
-    return row.draw(draw.uniform, scale, masses.data());
+    return row.draw(draw.uniform, scale, masses.data(),
+                    [&](int64_t id) { return bin_of(masses[static_cast<size_t>(id)]) >= last_bin; });
 }
 
 // More tokens than this are not put into a list: that takes ten times as long as passes over the row.

@@ -7,6 +7,7 @@
 #include <deque>
 #include <exception>
 #include <mutex>
+#include <span>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -61,6 +62,7 @@ using Clock = std::chrono::steady_clock;
 
 // How long a thread spins before it sleeps, and how long the leader then watches whether others run.
 constexpr auto kSpin = std::chrono::microseconds(50), kWatch = std::chrono::microseconds(10);
+constexpr int kMostWatched = 8;  // workers: to read the clock of one is a system call
 
 // Spins until `done()`, for at most `time`; returns whether it is done.
 template <class Done> bool spin_until(const Done& done, Clock::duration time) {
@@ -106,7 +108,8 @@ class Pool {
         leader_core_.store(current_core(), std::memory_order_relaxed);
         ticket_.store(++round_ << 32 | static_cast<uint32_t>(num_tasks), std::memory_order_release);
         call_workers();
-        take_tasks(leads_);
+        std::atomic<bool> in_task{false};
+        take_tasks(in_task);
         wait_for_workers();
         if (failed_.load(std::memory_order_relaxed)) {
             failed_.store(false, std::memory_order_relaxed);
@@ -162,13 +165,19 @@ class Pool {
     // to leave. Returns whether all has been finished meanwhile.
     template <class Finished> bool bring_preempted_here(const Finished& finished) {
         const auto begin = Clock::now();
+        Worker* watched[kMostWatched];
+        int count = 0;
         for (Worker& worker : workers_)
-            if (worker.in_task.load(std::memory_order_relaxed)) worker.ran = run_time(worker.thread);
+            if (worker.in_task.load(std::memory_order_relaxed)) {
+                worker.ran = run_time(worker.thread);
+                watched[count++] = &worker;
+                if (count == kMostWatched) break;
+            }
         if (spin_until(finished, kWatch)) return true;
-        for (Worker& worker : workers_)
-            if (worker.in_task.load(std::memory_order_relaxed) &&
-                run_time(worker.thread) - worker.ran < (Clock::now() - begin) / 2)
-                move_to_core(worker.thread, current_core());
+        const auto half = (Clock::now() - begin) / 2;
+        for (Worker* const worker : std::span(watched, count))
+            if (worker->in_task.load(std::memory_order_relaxed) && run_time(worker->thread) - worker->ran < half)
+                move_to_core(worker->thread, current_core());
         return finished();
     }
 
@@ -233,16 +242,17 @@ class Pool {
     alignas(64) std::atomic<uint32_t> unfinished_{0};
     std::atomic<bool> leader_parks_{false};
     alignas(64) std::atomic<uint32_t> epoch_{0};
-    std::atomic<uint32_t> grown_{0};            // advances when `active_` grows
-    std::atomic<int> sleepers_{0}, active_{0};  // workers that sleep until the next round; workers that are wanted
+    std::atomic<uint32_t> grown_{0};  // advances when `active_` grows
+    std::atomic<int> active_{0};      // workers that are wanted
     std::atomic<bool> stop_{false};
+    alignas(64) std::atomic<int> sleepers_{0};  // workers that sleep until the next round
+    // What every worker reads at each claim is written between rounds alone.
     alignas(64) Task task_ = nullptr;
     void* context_ = nullptr;
     int num_tasks_ = 0;
     std::atomic<int> leader_core_{-1};
-    std::atomic<bool> leads_{false};  // whether the leader is in a task
     std::atomic<int> share_{1};
-    std::atomic<bool> failed_{false};
+    alignas(64) std::atomic<bool> failed_{false};
     std::exception_ptr thrown_;
     uint64_t round_ = 0;
     std::mutex leader_;
