@@ -7,12 +7,15 @@
 #include "level/interleave.h"
 #include "linear.h"
 #include "thread_pool.h"
+#include "tile_blocks.h"
 
 namespace octavo {
 namespace {
 
 // A block of activations, which a task reads over and over, stays in L2 while the weights stream through.
-constexpr int64_t kRowsPerBlock = 96, kBytesPerBlock = 768 << 10;  // in vectors, and in tiles
+// In tiles that holds for a block of inputs: 256 rows of 512. A panel is dequantised for each block of rows, which takes
+// as long as the products of 80 rows; yet blocks of 512 rows were slower.
+constexpr int64_t kRowsPerBlock = 96, kTileRowsPerBlock = 256;
 constexpr int64_t kTasksPerThread = 8;                             // enough to balance the load
 constexpr int kThreadsThatPackAlone = 4;
 constexpr int64_t kGroupsWorthAThread = 2;  // to quantise
@@ -48,9 +51,8 @@ struct PackedRows {
     template <class Product>
     void fill(const Product& product, uint64_t of_call, int64_t of_block, int64_t begin, int64_t end) {
         if (call == of_call && block == of_block) return;
-        const int64_t first_row = product.groups().begin(begin);
-        make_room(product.groups().begin(end) - first_row, product.units_per_row);
-        for (int64_t g = begin; g < end; ++g) product.pack(g, *this, product.groups().begin(g) - first_row);
+        make_room(product.groups().begin(end) - product.groups().begin(begin), product.units_per_row);
+        for (int64_t g = begin; g < end; ++g) product.pack(g, *this, begin, end, 0);
         call = of_call;
         block = of_block;
     }
@@ -91,8 +93,6 @@ int64_t panel_bytes(const Weight& weight) {
     return packed_bytes(weight.format, kPanelOutputs, weight.inputs);
 }
 
-constexpr int kMostGroupRows = 32;
-
 // A product with one weight: how its rows are packed and multiplied at the current level, as floats, in vectors or in
 // tiles, or as integers. The rows are all of x, or those that `order` names.
 class Product {
@@ -105,7 +105,7 @@ class Product {
         in_tiles_ = level_.pack_tile_rows && storage == kBf16 &&
                     (!quantised || (!exact && rows >= level_.gemm_quant_rows));
         quantises = quantised && !in_tiles_;
-        const auto& kernels_by_format = quantised && in_tiles_ ? level_.multiply_in_tiles : level_.multiply;
+        const auto& kernels_by_format = in_tiles_ ? level_.multiply_in_tiles : level_.multiply;
         kernel_ = kernels_by_format[static_cast<int>(weight.format)];
         panels = divide_up(weight.outputs, kPanelOutputs);
         panel_bytes = octavo::panel_bytes(weight);
@@ -114,7 +114,9 @@ class Product {
             task_.weight += CodedWeight::header_bytes;
             task_.coded = CodedWeight(weight).view(weight.packed);
         }
-        task_.groups = RowGroups(rows, quantises ? level_.quant_rows : level_.gemm_rows[storage]);
+        task_.groups = RowGroups(rows, quantises   ? level_.quant_rows
+                                       : in_tiles_ ? kTileGroupRows
+                                                   : level_.gemm_rows[storage]);
         task_.out = out;
         if (quantises) {
             task_.units = static_cast<int>(weight.inputs / kSectionInputs);
@@ -130,10 +132,7 @@ class Product {
         const char* only = rows == 1 ? row(0) : nullptr;
         if (only && !odd && units_per_row == units && reinterpret_cast<uintptr_t>(only) % 4 == 0)
             as_it_is_ = reinterpret_cast<const uint32_t*>(only);
-        if (in_tiles_ && (quantised || weight.format == WeightFormat::bf16_coded))
-            decoded_bytes_ = units_per_row * kPanelOutputs * 4;
-        rows_per_block = in_tiles_ ? std::max<int64_t>(kBytesPerBlock / (units_per_row * 4), level_.gemm_rows[storage])
-                                   : kRowsPerBlock;
+        rows_per_block = in_tiles_ ? kTileRowsPerBlock : kRowsPerBlock;
     }
 
     bool quantises;
@@ -145,19 +144,31 @@ class Product {
                  static_cast<int64_t>(weight_.format));
     }
 
-    // Packs a group as the rows from `row` on.
-    void pack(int64_t group, PackedRows& packed, int64_t row_in_packed) const {
+    // Packs a group of a block, groups [begin, end), which lies in `packed` from row `at` on.
+    void pack(int64_t group, PackedRows& packed, int64_t begin, int64_t end, int64_t at) const {
         if (as_it_is_) return;
-        const char* rows[kMostGroupRows];
+        const char* rows[kTileGroupRows];
         const int64_t first = task_.groups.begin(group), count = task_.groups.begin(group + 1) - first;
         for (int64_t r = 0; r < count; ++r) rows[r] = row(first + r);
+        const int64_t row_in_block = first - task_.groups.begin(begin), row_in_packed = at + row_in_block;
         if (quantises)
             return level_.quantise_rows[storage_](quant_layout(weight_.format), rows, static_cast<int>(count),
                                                   static_cast<int>(x_.width),
                                                   quants(packed).at(row_in_packed, task_.units, sums_));
-        uint32_t* to = packed.units() + row_in_packed * units_per_row;
         const int64_t row_bytes = weight_.inputs * (storage_ == kBf16 ? 2 : 4), units = task_.units;
-        if (in_tiles_) return level_.pack_tile_rows(rows, count, row_bytes, to);
+        if (in_tiles_) {
+            const int64_t block_rows = task_.groups.begin(end) - task_.groups.begin(begin);
+            const int64_t block_units = tile_block_steps(units_per_row / level_.tile_units) * level_.tile_units;
+            for (int64_t unit = 0; unit < units_per_row; unit += block_units) {
+                const int64_t count_units = std::min(block_units, units_per_row - unit);
+                level_.pack_tile_rows(
+                    rows, count, std::min(count_units * 4, row_bytes - unit * 4),
+                    packed.units() + at * units_per_row + unit * block_rows + row_in_block * count_units);
+                for (int64_t r = 0; r < count; ++r) rows[r] += block_units * 4;
+            }
+            return;
+        }
+        uint32_t* to = packed.units() + row_in_packed * units_per_row;
         const bool odd = row_bytes % 4 != 0;
         portable::interleave(rows, count, units - odd, to);
         for (int64_t r = 0; odd && r < count; ++r) {
@@ -167,17 +178,17 @@ class Product {
         }
     }
 
-    // For `skipped` see ProductTask; packed rows begin with first_row.
-    void multiply(PackedRows& packed, int64_t first_row, int64_t skipped, int64_t group_begin, int64_t group_end,
+    // For `skipped` see ProductTask; the block's groups lie in `packed` from row `at` on.
+    void multiply(PackedRows& packed, int64_t at, int64_t skipped, int64_t group_begin, int64_t group_end,
                   int64_t panel_begin, int64_t panel_end) const {
         ProductTask task = task_;
         task.skipped = skipped;
-        task.first_row = first_row;
+        task.first_row = task_.groups.begin(group_begin);
         if (quantises)
-            task.quants = quants(packed);
+            task.quants = quants(packed).at(at, task_.units, sums_);
         else
-            task.x = as_it_is_ ? as_it_is_ : packed.units();
-        if (decoded_bytes_) task.decoded = own_rows().decoded_room(decoded_bytes_);
+            task.x = as_it_is_ ? as_it_is_ : packed.units() + at * units_per_row;
+        if (in_tiles_) task.decoded = own_rows().decoded_room(tile_room(group_end - group_begin));
         kernel_(task, group_begin, group_end, panel_begin, panel_end);
     }
 
@@ -198,7 +209,7 @@ class Product {
     bool in_tiles_;
     ProductKernel* kernel_;
     ProductTask task_{};
-    int64_t sums_ = 0, decoded_bytes_ = 0;
+    int64_t sums_ = 0;
     const uint32_t* as_it_is_ = nullptr;
 };
 
@@ -213,18 +224,21 @@ void multiply_packed(const Product& product) {
     const uint64_t call = next_call();
     const int64_t threads = num_threads();
     int64_t blocks = std::min(groups.count, divide_up(groups.rows, product.rows_per_block));
-    if (blocks > 1) blocks = std::min(groups.count, divide_up(blocks, threads) * threads);  // as many for each
     const bool quantise_together =
         product.quantises && blocks == 1 && groups.count >= kGroupsWorthAThread * threads;
     const bool alone = threads <= kThreadsThatPackAlone && !quantise_together;
+    if (alone && blocks > 1)  // as many for each
+        blocks = std::min(groups.count, divide_up(blocks, threads) * threads);
     PackedRows& shared = own_rows();
     if (!alone) {
         shared.make_room(groups.rows, product.units_per_row);
         const int64_t worth = groups.rows * product.units_per_row * 4 / kBytesWorthAThread;
         const int64_t pieces = std::clamp<int64_t>(quantise_together ? 2 * threads : worth, 1, groups.count);
         parallel_for(static_cast<int>(pieces), [&](int i) {
-            for (int64_t g = groups.count * i / pieces; g < groups.count * (i + 1) / pieces; ++g)
-                product.pack(g, shared, groups.begin(g));
+            for (int64_t g = groups.count * i / pieces; g < groups.count * (i + 1) / pieces; ++g) {
+                const int64_t block = ((g + 1) * blocks - 1) / groups.count, begin = groups.count * block / blocks;
+                product.pack(g, shared, begin, groups.count * (block + 1) / blocks, groups.begin(begin));
+            }
         });
     }
     const int64_t rows = std::max<int64_t>(1, groups.rows / blocks / kRowsThatCostNothing);
@@ -236,14 +250,14 @@ void multiply_packed(const Product& product) {
     else if (alone)  // with fewer stretches, fewer threads pack the same block
         stretches = std::clamp<int64_t>(kTasksPerThread * threads / blocks, 1, stretches);
     parallel_for(static_cast<int>(blocks * stretches), [&](int i) {
-        const int64_t block = i / stretches, stretch = i % stretches;
+        // Threads that share what is packed multiply the same panels at a time, which are then read once.
+        const int64_t block = alone ? i / stretches : i % blocks, stretch = alone ? i % stretches : i / blocks;
         const int64_t begin = groups.count * block / blocks, end = groups.count * (block + 1) / blocks;
-        const int64_t first_row = alone ? groups.begin(begin) : 0;
         PackedRows& packed = alone ? own_rows() : shared;
         if (alone) packed.fill(product, call, block, begin, end);
         const int64_t panel = panels * stretch / stretches, next = panels * (stretch + 1) / stretches;
         const int64_t skipped = (threads - 1) * (next - panel);  // threads take stretches in turn
-        product.multiply(packed, first_row, skipped, begin, end, panel, next);
+        product.multiply(packed, alone ? 0 : groups.begin(begin), skipped, begin, end, panel, next);
     });
 }
 
@@ -286,8 +300,7 @@ void multiply_packed(const std::vector<Product>& products) {
         const Piece& piece = pieces[i];
         PackedRows& packed = own_rows();
         packed.fill(*piece.product, call, piece.block, piece.group_begin, piece.group_end);
-        piece.product->multiply(packed, piece.product->groups().begin(piece.group_begin), 0, piece.group_begin,
-                                piece.group_end, piece.panel_begin, piece.panel_end);
+        piece.product->multiply(packed, 0, 0, piece.group_begin, piece.group_end, piece.panel_begin, piece.panel_end);
     });
 }
 

@@ -52,12 +52,12 @@ const Kernels OCTAVO_TABLE = {
     .count_above = OCTAVO_LEVEL::count_above,
     .quantise_rows = {OCTAVO_LEVEL::quantise_rows<kBf16>, OCTAVO_LEVEL::quantise_rows<kF32>},
 #ifdef OCTAVO_TILES
-    .multiply = {OCTAVO_LEVEL::tile_gemm, OCTAVO_LEVEL::gemm<kF32>, OCTAVO_LEVEL::tile_gemm_coded,
+    .multiply = {nullptr, OCTAVO_LEVEL::gemm<kF32>, nullptr,
                  OCTAVO_QUANTISED(OCTAVO_LEVEL::quant_linear)},
     .quant_rows = OCTAVO_LEVEL::kQuantRows,
-    .gemm_rows = {OCTAVO_LEVEL::kTileGroupRows, OCTAVO_LEVEL::kGemmRows},
+    .gemm_rows = {OCTAVO_LEVEL::kGemmRows, OCTAVO_LEVEL::kGemmRows},
     .pack_tile_rows = OCTAVO_LEVEL::pack_tile_rows,
-    .multiply_in_tiles = {nullptr, nullptr, nullptr, OCTAVO_QUANTISED(OCTAVO_LEVEL::tile_gemm_quant)},
+    .multiply_in_tiles = OCTAVO_TILE_PRODUCTS,
     .tile_units = OCTAVO_LEVEL::kTileUnits,
     .gemm_quant_rows = OCTAVO_LEVEL::kGemmQuantRows,
 #else

@@ -1,8 +1,9 @@
 // Matrix products in bf16 tiles, for any number of rows.
 //
 // The panels are those of gemm.h, [units][32 outputs]: sixteen units of sixteen outputs form a tile as stored.
-// Activations are packed in steps of sixteen units, rows padded with zeros to whole steps:
+// Activations are packed in steps of sixteen units, rows padded with zeros to whole steps, by blocks of inputs:
 //
+//     block b   | group 0 | group 1 | ..                      some steps of all groups of a task, see tile_blocks.h
 //     group g   | step 0: row 0 .. R-1, 16 units each | step 1 | ..        R <= 32
 //
 //                 outputs 0-15   16-31                 tiles
@@ -11,15 +12,23 @@
 //
 // A sum takes its inputs in order, a step at a time, whatever rows share the tile: its bits depend on its own row
 // alone. Weights that are not bf16 panels are decoded into one, which all the groups of a task then read.
+//
+// With several groups, a task proceeds in blocks of inputs, so that both operands stay close to the core: a panel's
+// part of a block (32 KiB for 512 inputs) in the first-level cache, the activations' (1 KiB a row) in the second-level one. Between
+// two blocks the sums of some panels are in memory, which does not round them:
+//
+//     for panels p .. p + 7:  for blocks b of inputs:  for each panel: decode its part; for each group: sums += ..
+//
 #pragma once
 
 #include "level/coded.h"
 #include "level/gemm.h"
 #include "level/simd/tiles.h"
+#include "tile_blocks.h"
 
 namespace octavo::OCTAVO_LEVEL {
 
-constexpr int kTileUnits = 16, kTileGroupRows = 32;
+constexpr int kTileUnits = 16;
 constexpr int kTilePrefetch = 4096;  // bytes, see kGemmPrefetch
 // Measured on Sapphire Rapids with whole steps of a model; with fewer rows, dequantising a panel costs more than tiles
 // save.
@@ -59,40 +68,41 @@ template <bool Lower> inline void tile_step(const char* panel, const char* x) {
     }
 }
 
-// Computes the sums of a group of `rows` rows. `tail` is what follows the panel's whole steps, padded, or null.
-// `beside(step)` runs while the tiles multiply.
-template <bool Lower, class Beside>
-inline void tile_sums(const char* panel, const char* tail, int64_t steps, const char* x, int64_t rows, TileSums& sums,
-                      const Beside& beside) {
-    tile_zero<0>();
-    tile_zero<1>();
-    if constexpr (Lower) {
-        tile_zero<2>();
-        tile_zero<3>();
+// Some steps of a panel in bf16: the whole steps, and the panel's last units, padded with zeros to a step, or null.
+struct TilePart {
+    const char* panel;
+    int64_t steps;
+    const char* tail;
+};
+
+template <bool Lower> inline void begin_sums(const TileSums* from) {
+    constexpr int64_t stride = sizeof(TileSums::row[0]);
+    if (from) {
+        tile_load<0>(from->row[0], stride);
+        tile_load<1>(from->row[0] + 16, stride);
+        if constexpr (Lower) tile_load<2>(from->row[16], stride), tile_load<3>(from->row[16] + 16, stride);
+    } else {
+        tile_zero<0>();
+        tile_zero<1>();
+        if constexpr (Lower) tile_zero<2>(), tile_zero<3>();
     }
-    for (int64_t step = 0; step < steps; ++step, panel += kTileStepBytes, x += rows * 64) {
+}
+template <bool Lower> inline void end_sums(TileSums& to) {
+    constexpr int64_t stride = sizeof(TileSums::row[0]);
+    tile_store<0>(to.row[0], stride);
+    tile_store<1>(to.row[0] + 16, stride);
+    if constexpr (Lower) tile_store<2>(to.row[16], stride), tile_store<3>(to.row[16] + 16, stride);
+}
+// Adds a part's products to the sums of a group of `rows` rows. `beside(step)` runs while the tiles multiply.
+template <bool Lower, class Beside>
+inline void add_steps(const TilePart& part, const char* x, int64_t rows, const Beside& beside) {
+    const char* panel = part.panel;
+    for (int64_t step = 0; step < part.steps; ++step, panel += kTileStepBytes, x += rows * 64) {
         tile_step<Lower>(panel, x);
         beside(step);
     }
-    if (tail) tile_step<Lower>(tail, x);
-    tile_store<0>(sums.row[0], sizeof sums.row[0]);
-    tile_store<1>(sums.row[0] + 16, sizeof sums.row[0]);
-    if constexpr (Lower) {
-        tile_store<2>(sums.row[16], sizeof sums.row[0]);
-        tile_store<3>(sums.row[16] + 16, sizeof sums.row[0]);
-    }
+    if (part.tail) tile_step<Lower>(part.tail, x);
 }
-
-// What each step of a group prefetches: a later part of the same panel if there is a single group, which waits for it,
-// otherwise the group's part of the next panel.
-struct TilePrefetch {
-    const char* from;
-    int64_t step, bytes;
-    void operator()(int64_t index) const {
-        const char* p = from + index * step;
-        for (int64_t offset = 0; offset < bytes; offset += 64) __builtin_prefetch(p + offset, 0, 2);
-    }
-};
 
 // Prefetches the lines that a group's sums go to, for writing, an equal part at each step: other cores have read or
 // written them before, and stores would wait for one line after the other.
@@ -114,27 +124,6 @@ class OutputAhead {
     int64_t stride_, rows_, rows_per_step_;
 };
 
-struct NothingBeside {
-    void operator()(int64_t) const {}
-};
-
-template <class Beside>
-inline void tile_group(const ProductTask& task, const char* panel, const char* tail, int64_t steps, int64_t group,
-                       int64_t panel_index, TileSums& sums, const Beside& beside) {
-    const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
-    const char* x = reinterpret_cast<const char*>(task.x) + (row - task.first_row) * tile_steps(task.units) * 64;
-    const OutputAhead ask(task.out, row, rows, panel_index, steps);
-    const auto beside_and_ask = [&](int64_t step) {
-        beside(step);
-        ask(step);
-    };
-    if (rows > 16)
-        tile_sums<true>(panel, tail, steps, x, rows, sums, beside_and_ask);
-    else
-        tile_sums<false>(panel, tail, steps, x, rows, sums, beside_and_ask);
-    store_panel(task.out, row, panel_index, &sums.row[0][0], rows);
-}
-
 inline int64_t most_rows(const RowGroups& groups, int64_t begin, int64_t end) {
     int64_t most = 0;
     for (int64_t group = begin; group < end; ++group) {
@@ -144,50 +133,47 @@ inline int64_t most_rows(const RowGroups& groups, int64_t begin, int64_t end) {
     return most;
 }
 
-// A panel's last units, padded with zeros to a whole step.
-struct alignas(64) TileTail {
-    char bytes[kTileStepBytes];
-    const char* of(const char* units, int64_t count) {
-        if (count == 0) return nullptr;
-        __builtin_memcpy(bytes, units, count * kPanelOutputs * 4);
-        __builtin_memset(bytes + count * kPanelOutputs * 4, 0, kTileStepBytes - count * kPanelOutputs * 4);
-        return bytes;
+// Panels that are bf16 as they lie in memory.
+class StoredPanels {
+  public:
+    static constexpr bool kDecodes = false;
+    explicit StoredPanels(const ProductTask& task) : task_(task), panel_bytes_(int64_t{task.units} * kPanelOutputs * 4) {}
+    // Where steps [first, ..) of a panel are stored, and how long `steps` of them are.
+    const char* stored(int64_t panel, int64_t first) const {
+        return task_.weight + panel * panel_bytes_ + first * kTileStepBytes;
     }
+    static int64_t stored_bytes(int64_t steps) { return steps * kTileStepBytes; }
+    // Steps [first, end) of a panel.
+    TilePart part(int64_t panel, int64_t first, int64_t end) {
+        const int64_t whole = task_.units / kTileUnits, left = task_.units % kTileUnits * kPanelOutputs * 4;
+        const char* from = stored(panel, first);
+        if (end <= whole) return {from, end - first, nullptr};
+        __builtin_memcpy(tail_, stored(panel, whole), left);
+        __builtin_memset(tail_ + left, 0, kTileStepBytes - left);
+        return {from, whole - first, tail_};
+    }
+
+  private:
+    const ProductTask& task_;
+    int64_t panel_bytes_;
+    alignas(64) char tail_[kTileStepBytes];
 };
 
-// As `gemm`, with tiles.
-inline void tile_gemm(const ProductTask& task, int64_t group_begin, int64_t group_end, int64_t panel_begin,
-                      int64_t panel_end) {
-    const int64_t panel_bytes = int64_t{task.units} * kPanelOutputs * 4, steps = task.units / kTileUnits;
-    const int64_t groups = group_end - group_begin;
-    const int64_t share = groups == 1 ? kTileStepBytes : (kTileStepBytes + groups * 64 - 1) / (groups * 64) * 64;
-    TileSums sums;
-    TileTail tail;
-    configure_tiles(most_rows(task.groups, group_begin, group_end));
-    for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-        const char* weight = task.weight + panel * panel_bytes;
-        const char* last = tail.of(weight + steps * kTileStepBytes, task.units % kTileUnits);
-        for (int64_t group = group_begin; group < group_end; ++group) {
-            const TilePrefetch ahead =
-                groups == 1 ? TilePrefetch{weight + kTilePrefetch, kTileStepBytes, share}
-                            : TilePrefetch{weight + panel_bytes + (group - group_begin) * share, kTileStepBytes, share};
-            tile_group(task, weight, last, steps, group, panel, sums, ahead);
-        }
+// Panels of coded.h.
+class DecodedPanels {
+  public:
+    static constexpr bool kDecodes = true;
+    explicit DecodedPanels(const ProductTask& task) : task_(task), tables_(load_tables(task.coded.tables)) {}
+    const char* stored(int64_t panel, int64_t first) const {
+        return task_.weight + (panel * ((int64_t{task_.units} + 1) / 2) + first * (kTileUnits / 2)) * kCodedPairBytes;
     }
-    release_tiles();
-}
-
-// As `gemm_coded`, with tiles.
-inline void tile_gemm_coded(const ProductTask& task, int64_t group_begin, int64_t group_end, int64_t panel_begin,
-                            int64_t panel_end) {
-    const int64_t panel_bytes = (int64_t{task.units} + 1) / 2 * kCodedPairBytes, steps = tile_steps(task.units);
-    const CodeTables tables = load_tables(task.coded.tables);
-    TileSums sums;
-    configure_tiles(most_rows(task.groups, group_begin, group_end));
-    for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-        const char* from = task.weight + panel * panel_bytes;
-        const Escape* escape = task.coded.escapes + task.coded.first_escape[panel];
-        char* to = task.decoded;
+    static int64_t stored_bytes(int64_t steps) { return steps * (kTileUnits / 2) * kCodedPairBytes; }
+    TilePart part(int64_t panel, int64_t first, int64_t end) {
+        const char* from = stored(panel, first);
+        const Escape* escape = task_.coded.escapes + task_.coded.first_escape[panel];
+        const auto begin_unit = static_cast<int>(first * kTileUnits), end_unit = static_cast<int>(end * kTileUnits);
+        while (escape->unit < static_cast<uint32_t>(begin_unit)) ++escape;
+        char* to = task_.decoded;
         const auto put = [&](int unit, U16 low, U16 high) {
             if (escape->unit == static_cast<uint32_t>(unit)) [[unlikely]]
                 put_escapes(escape, unit, low, high);
@@ -195,28 +181,113 @@ inline void tile_gemm_coded(const ProductTask& task, int64_t group_begin, int64_
             store(high, to + 64);
             to += 128;
         };
-        int unit = 0;
-        for (; unit + 1 < task.units; unit += 2, from += kCodedPairBytes) {
+        U16 low, high;
+        for (int unit = begin_unit; unit < end_unit; unit += 2, from += kCodedPairBytes) {
             for (int line = 0; line < kCodedPairBytes; line += 64)
                 __builtin_prefetch(from + kGemmPrefetch + line, 0, 3);
-            U16 low, high;
-            decode_unit<0>(from, tables, low, high);
-            put(unit, low, high);
-            decode_unit<1>(from, tables, low, high);
-            put(unit + 1, low, high);
+            for (int half = 0; half < 2; ++half) {
+                if (unit + half >= task_.units)
+                    low = high = U16::zero();
+                else if (half == 0)
+                    decode_unit<0>(from, tables_, low, high);
+                else
+                    decode_unit<1>(from, tables_, low, high);
+                put(unit + half, low, high);
+            }
         }
-        if (unit < task.units) {
-            U16 low, high;
-            decode_unit<0>(from, tables, low, high);
-            put(unit++, low, high);
-        }
-        for (; unit < steps * kTileUnits; ++unit, to += 128) {
-            store(U16::zero(), to);
-            store(U16::zero(), to + 64);
-        }
-        for (int64_t group = group_begin; group < group_end; ++group)
-            tile_group(task, task.decoded, nullptr, steps, group, panel, sums, NothingBeside{});
+        return {task_.decoded, end - first, nullptr};
     }
+
+  private:
+    const ProductTask& task_;
+    CodeTables tables_;
+};
+
+// One group: its sums stay in the tiles, and prefetches reach for a later part of the same panel.
+template <bool Lower, class Panels>
+void tile_one_group(const ProductTask& task, int64_t group, int64_t panel_begin, int64_t panel_end) {
+    const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
+    const int64_t steps = tile_steps(task.units), most = Panels::kDecodes ? tile_block_steps(steps) : steps;
+    const char* x = reinterpret_cast<const char*>(task.x);
+    Panels panels(task);
+    TileSums sums;
+    for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
+        const OutputAhead ask(task.out, row, rows, panel, steps);
+        begin_sums<Lower>(nullptr);
+        for (int64_t first = 0; first < steps; first += most) {
+            const TilePart part = panels.part(panel, first, first + most < steps ? first + most : steps);
+            const char* ahead = part.panel + kTilePrefetch;
+            add_steps<Lower>(part, x + first * rows * 64, rows, [&](int64_t step) {
+                if constexpr (!Panels::kDecodes)
+                    for (int64_t at = 0; at < kTileStepBytes; at += 64)
+                        __builtin_prefetch(ahead + step * kTileStepBytes + at, 0, 2);
+                ask(first + step);
+            });
+        }
+        end_sums<Lower>(sums);
+        store_panel(task.out, row, panel, &sums.row[0][0], rows);
+    }
+}
+
+// Several groups: while they read a panel's part, each prefetches some of the next one as it is stored.
+template <class Panels>
+void tile_groups(const ProductTask& task, int64_t group_begin, int64_t group_end, int64_t panel_begin,
+                 int64_t panel_end) {
+    const int64_t steps = tile_steps(task.units), most = tile_block_steps(steps), groups = group_end - group_begin;
+    const int64_t all_rows = task.groups.begin(group_end) - task.first_row;
+    const char* x = reinterpret_cast<const char*>(task.x);
+    auto* const kept = reinterpret_cast<TileSums*>(task.decoded + kMostTileSteps * kTileStepBytes);
+    const int64_t step_share = (Panels::stored_bytes(1) + groups * 64 - 1) / (groups * 64) * 64;
+    Panels panels(task);
+    TileSums sums;
+    for (int64_t base = panel_begin; base < panel_end; base += kTilePanels) {
+        const int64_t end_panel = base + kTilePanels < panel_end ? base + kTilePanels : panel_end;
+        for (int64_t first = 0; first < steps; first += most) {
+            const int64_t end = first + most < steps ? first + most : steps;
+            for (int64_t panel = base; panel < end_panel; ++panel) {
+                const TilePart part = panels.part(panel, first, end);
+                const bool last = end == steps;
+                const char* next = panel + 1 < end_panel ? panels.stored(panel + 1, first)
+                                                         : panels.stored(last ? end_panel : base, last ? 0 : end);
+                for (int64_t group = group_begin; group < group_end; ++group) {
+                    const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
+                    const char* own = x + (first * all_rows + (row - task.first_row) * (end - first)) * 64;
+                    TileSums* const own_sums = kept + (panel - base) * groups + group - group_begin;
+                    const OutputAhead ask(task.out, row, last ? rows : 0, panel, end - first);
+                    const char* ahead = next + (group - group_begin) * (end - first) * step_share;
+                    const auto beside = [&](int64_t step) {
+                        for (int64_t at = 0; at < step_share; at += 64)
+                            __builtin_prefetch(ahead + step * step_share + at, 0, 2);
+                        ask(step);
+                    };
+                    const auto multiply = [&]<bool Lower>() {
+                        begin_sums<Lower>(first ? own_sums : nullptr);
+                        add_steps<Lower>(part, own, rows, beside);
+                        end_sums<Lower>(last ? sums : *own_sums);
+                    };
+                    if (rows > 16)
+                        multiply.template operator()<true>();
+                    else
+                        multiply.template operator()<false>();
+                    if (last) store_panel(task.out, row, panel, &sums.row[0][0], rows);
+                }
+            }
+        }
+    }
+}
+
+// As `gemm`, with tiles.
+template <class Panels>
+void multiply_in_tiles(const ProductTask& task, int64_t group_begin, int64_t group_end, int64_t panel_begin,
+                       int64_t panel_end) {
+    const int64_t most = most_rows(task.groups, group_begin, group_end);
+    configure_tiles(most);
+    if (group_end - group_begin > 1)
+        tile_groups<Panels>(task, group_begin, group_end, panel_begin, panel_end);
+    else if (most > 16)
+        tile_one_group<true, Panels>(task, group_begin, panel_begin, panel_end);
+    else
+        tile_one_group<false, Panels>(task, group_begin, panel_begin, panel_end);
     release_tiles();
 }
 

@@ -57,32 +57,50 @@ inline void dequantise_section(const uint8_t* header, const uint8_t* section, in
     });
 }
 
-// Dequantises a task's panels and multiplies them.
-template <WeightFormat F>
-void tile_gemm_quant(const ProductTask& task, int64_t group_begin, int64_t group_end, int64_t panel_begin,
-                     int64_t panel_end) {
-    constexpr QuantLayout layout = quant_layout(F);
-    const int64_t sections = task.units / kTileUnits, blocks = sections / layout.sections();
-    TileSums sums;
-    configure_tiles(most_rows(task.groups, group_begin, group_end));
-    for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-        const auto* from = reinterpret_cast<const uint8_t*>(task.weight) + panel * blocks * layout.block_bytes();
-        char* to = task.decoded;
-        for (int64_t block = 0; block < blocks; ++block) {
+// Panels of quant.h.
+template <WeightFormat F> class QuantPanels {
+  public:
+    static constexpr bool kDecodes = true;
+    explicit QuantPanels(const ProductTask& task) : task_(task) {}
+    const char* stored(int64_t panel, int64_t first) const {
+        return task_.weight + (panel * (task_.units / kTileUnits) + first) / kLayout.sections() * kLayout.block_bytes();
+    }
+    static int64_t stored_bytes(int64_t steps) {
+        return (steps * kLayout.block_bytes() + kLayout.sections() - 1) / kLayout.sections();
+    }
+    TilePart part(int64_t panel, int64_t first, int64_t end) {
+        const auto* from = reinterpret_cast<const uint8_t*>(stored(panel, first));
+        char* to = task_.decoded;
+        for (int64_t step = first; step < end; step += kLayout.sections()) {
             const uint8_t* header = from;
-            from += layout.header_bytes();
-            for (int section = 0; section < layout.sections(); ++section, to += kTileStepBytes) {
+            from += kLayout.header_bytes();
+            for (int section = 0; section < kLayout.sections(); ++section, to += kTileStepBytes) {
                 __builtin_prefetch(from + kQuantPrefetch, 0, 2);
-                __builtin_prefetch(from + kQuantPrefetch + layout.section_bytes() / 128 * 64, 0, 2);
+                __builtin_prefetch(from + kQuantPrefetch + kLayout.section_bytes() / 128 * 64, 0, 2);
                 dequantise_section<F>(header, from, 0, to);
                 dequantise_section<F>(header, from, 1, to + 64);
-                from += layout.section_bytes();
+                from += kLayout.section_bytes();
             }
         }
-        for (int64_t group = group_begin; group < group_end; ++group)
-            tile_group(task, task.decoded, nullptr, sections, group, panel, sums, NothingBeside{});
+        return {task_.decoded, end - first, nullptr};
     }
-    release_tiles();
+
+  private:
+    static constexpr QuantLayout kLayout = quant_layout(F);
+    static_assert(kMostTileSteps / 2 % kLayout.sections() == 0);
+    const ProductTask& task_;
+};
+
+template <WeightFormat F>
+void multiply_quants_in_tiles(const ProductTask& task, int64_t group_begin, int64_t group_end, int64_t panel_begin,
+                              int64_t panel_end) {
+    multiply_in_tiles<QuantPanels<F>>(task, group_begin, group_end, panel_begin, panel_end);
 }
+
+// In the order of WeightFormat.
+#define OCTAVO_TILE_PRODUCTS                                                            \
+    {OCTAVO_LEVEL::multiply_in_tiles<OCTAVO_LEVEL::StoredPanels>, nullptr,              \
+     OCTAVO_LEVEL::multiply_in_tiles<OCTAVO_LEVEL::DecodedPanels>,                      \
+     OCTAVO_QUANTISED(OCTAVO_LEVEL::multiply_quants_in_tiles)}
 
 }  // namespace octavo::OCTAVO_LEVEL

@@ -273,6 +273,33 @@ TEST(a_row_has_the_bits_that_it_has_alone) {
     }
 }
 
+// Products in tiles keep sums in memory between blocks of inputs if there are several groups of rows.
+TEST(rows_in_many_groups_have_the_bits_of_rows_in_one) {
+    for (int i = cases(8); i > 0; --i) {
+        const WeightFormat format = random_format();
+        const Storage storage = is_quantised(format) ? kBf16 : float_storage(format);
+        const int64_t part = random_int(32, 40), rows = part * random_int(2, 5), outputs = random_int(1, 400);
+        const int64_t inputs = std::max(random_inputs(format, 1800), 2 * block_inputs(format));
+        const int64_t x_stride = inputs * element_bytes(storage), out_stride = outputs * 4;
+        const TestWeight weight(format, outputs, inputs);
+        describe_case(std::string(name_of(format)) + ", " + std::to_string(rows) + " x " + std::to_string(inputs) +
+                      " -> " + std::to_string(outputs));
+        const Buffer x(rows * x_stride), together(rows * out_stride), apart(rows * out_stride);
+        fill_normal(x, storage);
+        const auto multiply = [&](const Buffer& out, int64_t first, int64_t count, bool exact) {
+            set_num_threads(random_int(1, 6));
+            linear(weight.weight(), storage, {x.data() + first * x_stride, count, inputs, x_stride},
+                   {out.data() + first * out_stride, out_stride, outputs, nullptr, kF32, kPlain}, exact);
+        };
+        const bool exact = !is_quantised(format) && random_bool();
+        multiply(together, 0, rows, exact);
+        const int64_t step = is_quantised(format) ? 32 : random_int(6, 32);  // no fewer than tiles are used for
+        for (int64_t first = 0; first < rows; first += step)
+            multiply(apart, std::min(first, rows - step), step, exact);
+        CHECK(std::memcmp(together.data(), apart.data(), static_cast<size_t>(rows * out_stride)) == 0);
+    }
+}
+
 TEST(a_row_with_no_number_spoils_itself_alone) {
     constexpr uint32_t kPoisons[] = {0x7f800000, 0xff800000, 0x7fc00000};
     for (int i = cases(12); i > 0; --i) {

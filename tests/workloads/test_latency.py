@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.workloads.latency import LatencyRun, measure, summary
+from octavo.workloads.latency import LatencyRun, measure, rates, summary
 from octavo.workloads.workload import BenchRequest
 from tests.commands.conftest import OctavoCommand
 from tests.conftest import MakeLLM
@@ -75,3 +75,13 @@ def test_the_command_prints_one_json_object(
     result = json.loads(out.splitlines()[-1])
     assert (result["batch_size"], result["prompt_tokens"], result["output_tokens"], result["runs"]) == (3, 60, 12, 2)
     assert result["decode_step_ms"]["p90"] >= result["decode_step_ms"]["p50"] > 0
+    assert result["weights_gb_s"] > 0
+
+
+def test_rates_are_those_of_the_median_run_and_step() -> None:
+    runs = [LatencyRun(prefill, (0.01, 0.02, 0.04), (), 1.0) for prefill in (0.1, 0.2, 0.5)]
+    assert rates(runs, prompt_tokens=100, batch_size=4, weight_bytes=10**9) == {
+        "prefill_tokens_s": 500.0,
+        "decode_tokens_s": 200.0,
+        "weights_gb_s": 50.0,
+    }

@@ -6,6 +6,7 @@ A step belongs to *prefill* as long as some prompt of the batch is not completel
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,22 @@ def summary(runs: Sequence[LatencyRun]) -> Mapping[str, Any]:
         "ttft_ms": summarise([first for run in runs for first in run.first_tokens], 1e3),
         "total_ms": summarise([run.total for run in runs], 1e3),
     }
+
+
+def rates(runs: Sequence[LatencyRun], prompt_tokens: int, batch_size: int, weight_bytes: int) -> Mapping[str, float]:
+    """Rates of the median run and step: prompt and output tokens per second, and 10^9 bytes of weights per second.
+
+    A decode step is taken to read every weight once. A mixture of experts reads fewer, and no model reads a whole
+    embedding that is not also its head: for those the rate of weights is an upper bound.
+    """
+    prefill = statistics.median(run.prefill for run in runs)
+    steps = [step for run in runs for step in run.decode_steps]
+    found = {"prefill_tokens_s": round(prompt_tokens / prefill, 1)}
+    if steps:
+        step = statistics.median(steps)
+        found["decode_tokens_s"] = round(batch_size / step, 1)
+        found["weights_gb_s"] = round(weight_bytes / step / 1e9, 3)
+    return found
 
 
 def _run_once(llm: LLM, requests: Sequence[BenchRequest]) -> LatencyRun:

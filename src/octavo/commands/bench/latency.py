@@ -9,7 +9,7 @@ from octavo.commands.options import add_engine_options, engine_options
 from octavo.errors import ConfigError
 from octavo.workloads import report, workload
 
-DESCRIPTION = "Measure the latency of one batch: its prefill, and each decode step."
+DESCRIPTION = "Measure one batch: its prefill, each decode step, and how fast weights are read."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-iters", type=positive, default=5, metavar="N", help="timed passes (default: 5)")
     group.add_argument(
         "--num-iters-warmup", type=int, default=1, metavar="N", help="untimed warm-up passes (default: 1)"
+    )
+    group.add_argument(
+        "--machine-limits",
+        action="store_true",
+        help="also measure how fast this machine reads memory and multiplies, as `octavo bench limits` does",
     )
     add_seed_option(group)
     group.add_argument(
@@ -44,18 +49,31 @@ def run(args: argparse.Namespace) -> int:
         requests, num_clipped = workload.clip(requests, max_model_len=llm.info.max_model_len)
         runs = latency.measure(llm, requests, args.num_iters, args.num_iters_warmup)
         model = llm.config.model
+        prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        rates = latency.rates(runs, prompt_tokens, len(requests), llm.info.weight_bytes)
+    limits = _limits(args.num_threads) if args.machine_limits else {}
     result = {
         "bench": "latency",
         "version": __version__,
         "model": model,
         "options": engine,
         "batch_size": len(requests),
-        "prompt_tokens": sum(len(request.prompt_token_ids) for request in requests),
+        "prompt_tokens": prompt_tokens,
         "output_tokens": sum(request.max_tokens for request in requests),
         "clipped": num_clipped,
         "runs": len(runs),
         **latency.summary(runs),
+        **rates,
+        **limits,
         "machine": report.machine(),
     }
     print(report.as_json_line(result) if args.json else report.as_table(result))
     return 0
+
+
+def _limits(num_threads: int | None) -> dict[str, dict[str, float]]:
+    """Return the limits with the engine's threads, as {"limits": {"name, unit": value}}."""
+    from octavo.workloads.limits import measure_limits, thread_counts
+
+    counts = thread_counts(num_threads)
+    return {"limits": {f"{x.name}, {x.unit}": x.value for x in measure_limits(counts[-1:])}}
