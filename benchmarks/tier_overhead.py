@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks import this_machine
 from octavo import LLM, SamplingParams
 from octavo.kvcache.block import BlockId
-from octavo.kvcache.demotion import DemoteUsedTwice, Demotion
+from octavo.kvcache.demotion import Demotion
 from octavo.kvcache.prefix import PrefixMatcher
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.workloads.workload import random_token_ids
@@ -97,7 +97,7 @@ class Detached(Demotion):
     """Leaves no block that is computed meanwhile marked as used twice, by the one that lay in its place before."""
 
     def __init__(self, demotion: Demotion) -> None:
-        self._used_again = demotion._used_again if isinstance(demotion, DemoteUsedTwice) else None
+        self._used_again = demotion._used_again
 
     def published(self, block_ids: Sequence[BlockId]) -> Sequence[BlockId]:
         if self._used_again is not None:

@@ -66,9 +66,10 @@ def attend(
     return backend.attend(paged.kv[0], asked, batch, scale=DIM**-0.5, sink_query=apart)
 
 
-def tensors(length: int) -> tuple[torch.Tensor, ...]:
+def tensors(length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(length)
-    return tuple(torch.randn(length, heads, DIM, generator=generator) for heads in (HEADS, 2, 2))
+    query, key, value = (torch.randn(length, heads, DIM, generator=generator) for heads in (HEADS, 2, 2))
+    return query, key, value
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from octavo import LLM, SamplingParams
 from octavo.engine.outputs import RequestOutput
 from octavo.kvcache.hashing import Label
-from octavo.tiers.base import Reason
+from octavo.tiers.base import Medium, Reason
 
 LAYERS, HIDDEN, HEADS, HEAD_DIM, INNER, VOCAB = 5, 64, 2, 32, 96, 256
 BLOCK_SIZE = 16
@@ -95,7 +95,7 @@ class TinyModel:
             raise SystemExit(f"answers do not depend on what is stored: {dict(totals)}")
 
 
-class _InMemory:
+class _InMemory(Medium):
     """A medium that verifies nothing."""
 
     name = "memory"
