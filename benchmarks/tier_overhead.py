@@ -105,6 +105,9 @@ class Detached(Demotion):
                 self._used_again[block_id] = 0
         return ()
 
+    def evicted(self, block_ids: Sequence[BlockId]) -> Sequence[BlockId]:
+        return ()
+
 
 class Switch:
     """Detaches an engine's tiers, and attaches them again."""
