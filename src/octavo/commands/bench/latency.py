@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         model = llm.config.model
         prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         rates = latency.rates(runs, prompt_tokens, len(requests), llm.info.weight_bytes)
-    limits = _limits(args.num_threads) if args.machine_limits else {}
+    limits = _limits(engine.get("num_threads")) if args.machine_limits else {}
     result = {
         "bench": "latency",
         "version": __version__,
