@@ -224,3 +224,10 @@ def test_what_ranks_do_not_support_is_refused(tmp_path: Path, options: dict[str,
     write_hf_model(tmp_path, "Llama", **SIZES)
     with pytest.raises(ConfigError, match=message):
         made(tmp_path, **options)
+
+
+def test_scales_that_a_table_of_codecs_asks_for_are_refused(tmp_path: Path) -> None:
+    write_hf_model(tmp_path, "Llama", **SIZES)
+    (table := tmp_path / "codecs.toml").write_text('keys = ["fp8", "int8"]\nvalues = ["fp8", "int8"]')
+    with pytest.raises(ConfigError, match="would be chosen by each rank alone"):
+        made(tmp_path, tensor_parallel_size=2, kv_cache_dtype=str(table))

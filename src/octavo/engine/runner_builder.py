@@ -191,7 +191,14 @@ def _join(
     if config.deterministic:
         _require_kernels("deterministic cannot be guaranteed", model, arena, attention)
     if ranks is not None:
-        _require_kernels(f"tensor_parallel_size is {config.tensor_parallel_size}", model, arena, attention)
+        several = f"tensor_parallel_size is {config.tensor_parallel_size}"
+        _require_kernels(several, model, arena, attention)
+        if arena.calibrated_layers:
+            # Known only here if a table of codecs, or the checkpoint, asks for them.
+            raise ConfigError(
+                f"{several}, but the scales of a KV cache in {spec.dtype} would be chosen by each rank alone: use "
+                "bfloat16, int8 or int4 as kv_cache_dtype"
+            )
         ranks.begin(pool.num_blocks, host.num_blocks)
     kv_scales = _choose_scales(config, source, arena)
     runner = ModelRunner(
