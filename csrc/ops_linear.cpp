@@ -13,8 +13,8 @@ namespace octavo {
 namespace {
 
 // A block of activations, which a task reads over and over, stays in L2 while the weights stream through.
-// In tiles that holds for a block of inputs: 256 rows of 512. A panel is dequantised for each block of rows, which takes
-// as long as the products of 80 rows; yet blocks of 512 rows were slower.
+// In tiles that holds for a block of inputs: 256 rows of 512. A panel is dequantised for each block of rows, which
+// takes as long as the products of 80 rows; yet blocks of 512 rows were slower.
 constexpr int64_t kRowsPerBlock = 96, kTileRowsPerBlock = 256;
 constexpr int64_t kTasksPerThread = 8;                             // enough to balance the load
 constexpr int kThreadsThatPackAlone = 4;

@@ -214,8 +214,8 @@ int64_t draw_nucleus(Row& row, const Draw& draw, Scratch& memory) {
     // them is kept. `least` is where a bin begins.
     constexpr double kMargin = 0.5, kLeastLeftOut = 1e-5;
     const double left_out = 1.0 - draw.top_p;
-    const int least_bin =
-        left_out < kLeastLeftOut ? 0 : bin_of(static_cast<float>(kMargin * left_out * total / static_cast<double>(vocab)));
+    const double least = kMargin * left_out * total / static_cast<double>(vocab);
+    const int least_bin = left_out < kLeastLeftOut ? 0 : bin_of(static_cast<float>(least));
     auto& listed = memory.listed;
     listed.resize(static_cast<size_t>(vocab));
     int32_t* end = listed.data();

@@ -19,7 +19,7 @@ TELL_THE_TIME = {
     "cluster/app.py",  # since when the router lists its models
     "engine/kv_events.py",  # when a batch was published, and the first number of a process
     "server/answers/responses.py",  # when it was completed
-    "server/bodies/ollama_body.py",  # when an answer of Ollama's API was created
+    "server/bodies/local_bodies.py",  # when an answer of Ollama's API was created
     "server/http/logs.py",
     "observe/tracing.py",  # when a span began
     "text/chat_template.py",  # strftime_now of templates

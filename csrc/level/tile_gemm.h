@@ -14,8 +14,8 @@
 // alone. Weights that are not bf16 panels are decoded into one, which all the groups of a task then read.
 //
 // With several groups, a task proceeds in blocks of inputs, so that both operands stay close to the core: a panel's
-// part of a block (32 KiB for 512 inputs) in the first-level cache, the activations' (1 KiB a row) in the second-level one. Between
-// two blocks the sums of some panels are in memory, which does not round them:
+// part of a block (32 KiB for 512 inputs) in the first-level cache, the activations' (1 KiB a row) in the second-level
+// one. Between two blocks the sums of some panels are in memory, which does not round them:
 //
 //     for panels p .. p + 7:  for blocks b of inputs:  for each panel: decode its part; for each group: sums += ..
 //
@@ -137,7 +137,8 @@ inline int64_t most_rows(const RowGroups& groups, int64_t begin, int64_t end) {
 class StoredPanels {
   public:
     static constexpr bool kDecodes = false;
-    explicit StoredPanels(const ProductTask& task) : task_(task), panel_bytes_(int64_t{task.units} * kPanelOutputs * 4) {}
+    explicit StoredPanels(const ProductTask& task)
+        : task_(task), panel_bytes_(int64_t{task.units} * kPanelOutputs * 4) {}
     // Where steps [first, ..) of a panel are stored, and how long `steps` of them are.
     const char* stored(int64_t panel, int64_t first) const {
         return task_.weight + panel * panel_bytes_ + first * kTileStepBytes;

@@ -182,8 +182,10 @@ def test_a_rank_that_is_killed_ends_the_running_requests_and_the_group_restarts(
     group = runner_of(core)._ranks
     assert group is not None
     os.kill(group.pids[0], how)
-    while not group.failure:
+    until = time.monotonic() + 30
+    while not group.failure and time.monotonic() < until:
         time.sleep(0.01)
+    assert group.failure, "the rank has not ended"
     waiting = core.make_request(prompt, params)
     core.add(waiting)
     outputs = []

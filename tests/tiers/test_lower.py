@@ -212,7 +212,9 @@ def test_a_request_that_ends_in_line_takes_nothing_and_holds_nobody_up(setup: Se
 
 def test_beyond_a_number_in_line_requests_are_computed_at_once(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.tiers.lower._MOST_QUEUED", 1)
-    _, second = setup.fetch(range(10)), setup.fetch(range(20, 30))
+    setup.medium.may_read.clear()  # so that the second stays in line
+    first, second = setup.fetch(range(10)), setup.fetch(range(20, 30))
+    setup.until(lambda: not (first.asking or second.asking))
     third = setup.tiers.prefetch(map(label, range(40, 50)), "", None)
     if setup.store.must_ask:
         assert third is not None
@@ -220,3 +222,4 @@ def test_beyond_a_number_in_line_requests_are_computed_at_once(setup: Setup, mon
         setup.until(lambda: not third.asking)
     assert third is None or not (third.pending or third.held)
     assert second.wanted
+    setup.medium.may_read.set()

@@ -29,4 +29,6 @@ def main() -> None:
     arena = KVArena(job.spec, num_blocks)
     host = HostTier(num_host_blocks, job.spec.block_bytes)
     send(answers, b"")
+    # No handler of Python's, such as a coverage tool's, would run in the loop: the signal must end the process.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     model.follow(arena.layers, arena.memory, host.memory)

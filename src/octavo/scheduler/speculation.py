@@ -18,11 +18,11 @@ chunks hide nothing, so a step with one verifies nothing.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from math import sqrt
-from time import perf_counter
 
 from octavo.request import Sequence, SequenceId
 from octavo.scheduler.drafts import Draft, DraftMethod
@@ -135,7 +135,7 @@ class Speculator:
         self._num_steps += 1
         if self._paused.get(len(streams), 0) > self._num_steps:
             return _NO_DRAFTS
-        began = perf_counter()
+        began = time.perf_counter()
         drafting: list[tuple[Sequence, Followed]] = []
         for seq in streams:
             followed: Followed | None = seq.state.followed
@@ -145,7 +145,7 @@ class Speculator:
             if follows or (followed.look_at <= seq.num_tokens and self._look(seq, followed)):
                 drafting.append((seq, followed))
         chosen = self._choose(streams, drafting, most_rows) if drafting else _NO_DRAFTS
-        self.counters.saved_seconds -= perf_counter() - began
+        self.counters.saved_seconds -= time.perf_counter() - began
         return chosen
 
     def _choose(self, streams: Seq[Sequence], drafting: list[tuple[Sequence, Followed]], most_rows: int) -> Drafts:
