@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-from octavo.errors import ConfigError, shown
+from octavo.errors import ConfigError
 from octavo.kv_budget import KVBudget
 from octavo.limits import DEFAULT_LIMITS, RequestLimits
-from octavo.option import MILLISECONDS, SECONDS, Options, Unit, option, options_of
+from octavo.option import MILLISECONDS, SECONDS, Options, Unit, json_object, option, options_of
 from octavo.speculative_config import METHODS, SpeculativeConfig
 
 DEFAULT_MODEL = "smollm2"
@@ -111,12 +111,9 @@ def _check_secret(secret: str, name: str) -> None:
 def _read_object(given: str | dict[str, Any], name: str) -> str:
     """Return the text of a JSON object; raises `ConfigError` if it is not one."""
     try:
-        entries = json.loads(given) if isinstance(given, str) else given
-        if isinstance(entries, dict):
-            return json.dumps(entries, sort_keys=True)
-    except (ValueError, TypeError) as error:
+        return json.dumps(json_object(given, name), sort_keys=True)
+    except TypeError as error:
         raise ConfigError(f"{name} must be a JSON object: {error}") from error
-    raise ConfigError(f"{name} must be a JSON object, got {shown(given)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from octavo.errors import ConfigError, FieldError, shown
+from octavo.option import json_object
 
 MODES = ("sinks",)
 
@@ -47,12 +48,7 @@ class KVBudget:
     @classmethod
     def parse(cls, given: str | Mapping[str, Any]) -> KVBudget:
         """Read an option, a JSON object or its text; raises `ConfigError`."""
-        try:
-            values = json.loads(given) if isinstance(given, str) else given
-        except ValueError as error:
-            raise ConfigError(f"kv_budget must be a JSON object: {error}") from error
-        if not isinstance(values, Mapping):
-            raise ConfigError(f"kv_budget must be a JSON object, got {shown(given)}")
+        values = json_object(given, "kv_budget")
         try:
             return cls.of(values)
         except FieldError as error:

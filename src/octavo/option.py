@@ -11,6 +11,7 @@ the check and its message: `options_of(CacheOptions)["pin_budget"]` is all that 
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -352,6 +353,17 @@ def _parse_table(text: str, table: type[Any], where: str) -> dict[str, Any]:
         _checked_names({name: value}, table, where)
         entries[name] = options_of(table)[name].parse(value, f"{where}: {name}")
     return entries
+
+
+def json_object(given: object, name: str) -> dict[str, Any]:
+    """Read the value of an option that is a JSON object, or its text; raises `ConfigError` if it is not one."""
+    try:
+        values = json.loads(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise ConfigError(f"{name} must be a JSON object: {error}") from error
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{name} must be a JSON object, got {shown(given)}")
+    return dict(values)
 
 
 def unknown_name(name: str, configs: Iterable[type[Any]]) -> str:

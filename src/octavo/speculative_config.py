@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from octavo.errors import ConfigError, shown
+from octavo.option import json_object
 
 METHODS = ("ngram", "suffix")
 
@@ -33,12 +34,7 @@ class SpeculativeConfig:
     @classmethod
     def parse(cls, given: str | dict[str, Any]) -> SpeculativeConfig:
         """Read a JSON object, or its text; raises `ConfigError` if a field is unknown or out of range."""
-        try:
-            values = json.loads(given) if isinstance(given, str) else given
-        except ValueError as error:
-            raise ConfigError(f"speculative_config must be a JSON object: {error}") from error
-        if not isinstance(values, dict):
-            raise ConfigError(f"speculative_config must be a JSON object, got {shown(given)}")
+        values = json_object(given, "speculative_config")
         known = [field.name for field in fields(cls)]
         for name, value in values.items():
             if name not in known:

@@ -30,7 +30,7 @@ from octavo.models.base import CausalLM
 from octavo.models.kv_scales import choose_scales
 from octavo.models.linear import PackedLinear
 from octavo.models.loader import open_weights
-from octavo.models.native_decoder import NativeDecoder, Seat, inner_widths, make_decoder
+from octavo.models.native_decoder import NativeDecoder, Rank, inner_widths, make_decoder
 from octavo.models.ops import LayerOps
 from octavo.models.packed_modules import OnlineFormat
 from octavo.planner.machine import CPU_MEMORY_SHARE, available_memory, default_num_threads, limited_memory
@@ -97,8 +97,8 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, RunnerFacts]:
         return _join(config, source, model_config, sizing, model, num_threads)
     ranks = _start_ranks(config, model_config, sizing, dtype, num_threads)
     try:
-        seat = Seat(Share(model_config, 0, config.tensor_parallel_size), ranks.native)
-        model = _load_with_threads(config, source, model_config, dtype, device, num_threads, seat)
+        rank = Rank(Share(model_config, 0, config.tensor_parallel_size), ranks.native)
+        model = _load_with_threads(config, source, model_config, dtype, device, num_threads, rank)
         return _join(config, source, model_config, sizing, model, num_threads, ranks=ranks)
     except BaseException:
         ranks.close()
@@ -158,9 +158,9 @@ def load_share(job: RankJob) -> NativeDecoder:
     source = model_of(job.config)
     model_config = load_model_config(source)
     dtype: torch.dtype = getattr(torch, job.dtype)
-    seat = Seat(Share(model_config, job.rank, job.config.tensor_parallel_size), job.join())
+    rank = Rank(Share(model_config, job.rank, job.config.tensor_parallel_size), job.join())
     cpu = torch.device("cpu")
-    model = _load_with_threads(job.config, source, model_config, dtype, cpu, job.num_threads, seat)
+    model = _load_with_threads(job.config, source, model_config, dtype, cpu, job.num_threads, rank)
     assert isinstance(model, NativeDecoder)
     return model
 
@@ -276,7 +276,7 @@ def _load_with_threads(
     dtype: torch.dtype,
     device: torch.device,
     num_threads: int,
-    seat: Seat | None = None,
+    rank: Rank | None = None,
 ) -> CausalLM:
     """Load the model, and set the numbers of threads that loading it and running it take."""
     if kernels.available():
@@ -285,7 +285,7 @@ def _load_with_threads(
     # four times as long on a busy machine.
     torch.set_num_threads(1)
     try:
-        model = _load(config, source, model_config, dtype, device, seat)
+        model = _load(config, source, model_config, dtype, device, rank)
     finally:
         torch.set_num_threads(num_threads)
     if isinstance(model, NativeDecoder):
@@ -334,7 +334,7 @@ def _load(
     model_config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    seat: Seat | None,
+    rank: Rank | None,
 ) -> CausalLM:
     if not model_config.runs_natively:
         logger.info("%s runs through transformers: %s", config.model, model_config.transformers_reason)
@@ -346,7 +346,7 @@ def _load(
         device=device,
         quantised=config.quantization != "none",
         ops=_ops(config),
-        seat=seat,
+        rank=rank,
     )
 
 

@@ -47,7 +47,7 @@ def make_decoder(
     device: torch.device,
     quantised: bool = False,
     ops: LayerOps | None = None,
-    seat: Seat | None = None,
+    rank: Rank | None = None,
 ) -> CausalLM:
     """Return the fastest decoder that runs `config` here.
 
@@ -55,7 +55,7 @@ def make_decoder(
         quantised: whether GGUF's weights stay quantised, with activations in int8 (`checkpoint/gguf_requantize.py`);
             with dtype float32 they are dequantised anyway.
         ops: row-wise operations that must be used, which selects the Python decoder.
-        seat: of one of several ranks.
+        rank: this process, if the model is split among several.
 
     Raises:
         ConfigError: several ranks cannot run this model.
@@ -63,17 +63,17 @@ def make_decoder(
     """
     if ops is None and NativeDecoder.supports(config, dtype, device):
         quantised = quantised and dtype is torch.bfloat16
-        return NativeDecoder(config, weights, dtype=dtype, quantised=quantised, seat=seat)
-    if seat is not None:
+        return NativeDecoder(config, weights, dtype=dtype, quantised=quantised, rank=rank)
+    if rank is not None:
         raise ConfigError(
-            f"tensor_parallel_size is {seat.share.count}, but {config.architecture} in {dtype} does not run on the "
+            f"tensor_parallel_size is {rank.share.count}, but {config.architecture} in {dtype} does not run on the "
             "native decoder here, which alone is split among ranks"
         )
     return Decoder(config, weights, dtype=dtype, device=device, ops=ops)
 
 
-class Seat(NamedTuple):
-    """A rank's place among the others: its share of the model, and the memory in which they meet."""
+class Rank(NamedTuple):
+    """One of the processes that a model is split among: its share of the model, and the memory that all exchange."""
 
     share: Share
     ranks: _native.Ranks
@@ -93,11 +93,11 @@ class NativeDecoder(Decoder):
         *,
         dtype: torch.dtype,
         quantised: bool = False,
-        seat: Seat | None = None,
+        rank: Rank | None = None,
     ) -> None:
         self._quantised = quantised
-        self._seat = seat
-        self._share = Share(config) if seat is None else seat.share
+        self._rank = rank
+        self._share = Share(config) if rank is None else rank.share
         super().__init__(config, weights, dtype=dtype)
         heads = _length(self._share.kv_heads)
         self.kv_layers = tuple(replace(layer, num_kv_heads=heads) for layer in self.kv_layers)
@@ -255,8 +255,8 @@ class NativeDecoder(Decoder):
             logits_scale=config.logits_scale,
             logits_softcap=config.logits_softcap or 0.0,
         )
-        if self._seat is not None:
-            native.set_ranks(self._seat.ranks, self._share.outputs(config.vocab_size).start)
+        if self._rank is not None:
+            native.set_ranks(self._rank.ranks, self._share.outputs(config.vocab_size).start)
         rotations = list(self._rotations)
         ungathered = ""  # the register of which this rank has computed its columns
         for instruction in self._program:
@@ -279,7 +279,7 @@ class NativeDecoder(Decoder):
                 case Attend(_, rope, qk_norm, sinks):
                     norms = (qk_norm.query, qk_norm.key) if qk_norm else ()
                     query_norm, key_norm = map(_norm_arguments, norms) if norms else (None, None)
-                    columns = self._share.attended if self._seat else None
+                    columns = self._share.attended if self._rank else None
                     native.attend(-1 if rope is None else rotations.index(rope), query_norm, key_norm, sinks, columns)
                     ungathered = Register.ATTENDED if columns else ""
                 case ScaleBySigmoid(linear, source, place):

@@ -83,7 +83,7 @@ class PlanOptions(Options):
     )
     tensor_parallel_size: int = _option(
         1,
-        "number of devices that share the model; octavo serve: of processes of one machine, on CPUs",
+        "number of devices that share the model; they must divide its heads evenly",
         least=1,
     )
     weights: Literal["auto", *WEIGHT_BITS] = _option(  # type: ignore[valid-type]

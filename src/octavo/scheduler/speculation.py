@@ -44,7 +44,7 @@ _KEPT = 32  # tokens of a draft, of which a step verifies the next few
 _SAMPLED = 4  # one in so many steps without drafts is observed
 _NO_DRAFTS: Drafts = {}
 
-_HOPE = 0.9  # accepted drafts, where rows are asked whether they could pay
+_ASSUMED_RATE = 0.9  # of accepted drafts, where it is asked whether any number of rows could pay
 _PAUSE = 32  # steps without drafts once they could not
 _MOST_SKIPPED = 3  # tokens of a sequence between two looks for a draft
 _PATIENCE = 4  # looks without a draft before one more token is skipped
@@ -171,7 +171,7 @@ class Speculator:
         """Whether some number of rows for drafts promises more tokens per second if most are accepted."""
         seconds, added = self.times.decode_seconds, 1
         while added <= min(most_rows, self._most * count) and count + added <= MOST_DECODES:
-            if (count + _HOPE * added) * alone > _LEAST_GAIN * count * seconds(count + added, context):
+            if (count + _ASSUMED_RATE * added) * alone > _LEAST_GAIN * count * seconds(count + added, context):
                 return True
             added *= 2
         return False
