@@ -49,7 +49,7 @@ CAMPAIGNS = {
     "disk_faults": Campaign(_module("disk_faults", "--cycles", "500"), "a damaged disk store gives no wrong token"),
     "endurance": Campaign(_module("endurance"), "everything at once for ten minutes: answers equal the same alone"),
     "fuzz_bodies": Campaign(_module("fuzz_bodies", "--seed", "1", "--count", "2000"), "random bodies cause no 5xx"),
-    "isolation": Campaign(_module("isolation", "--store", "hashed"), "no tenant learns what another has sent"),
+    "isolation": Campaign(_module("isolation"), "no tenant learns what another has sent"),
     "redis_faults": Campaign(_module("redis_faults", "--cycles", "500"), "a faulty Redis gives no wrong token"),
     "soak": Campaign(("-m", "pytest", "-m", "soak", "-q"), "state machines with injected faults, for minutes"),
     "worst_bodies": Campaign(_module("worst_bodies"), "the worst permitted fields cost a bounded time"),

@@ -1,14 +1,16 @@
 """Attack a real server with one valid key, and measure what another tenant notices.
 
-    python -m tests.campaigns.attacks [--only PART] [--out FILE]
+    python -m tests.campaigns.attacks [--only PART] [--rows FILE] [--out FILE]
 
-Writes attacks.md in the folder of this machine's results; takes about 20 minutes. `octavo serve` runs in a
-separate process; another tenant's stream decodes all the time, and /health is requested every 20 ms
-(`watched_server.py`). Reported for each attack: how it was answered, the longest wait of that stream between two tokens
-and of /health, and the memory of the server and of its processes afterwards.
+Writes attacks.md in the folder of this machine's results; takes about 20 minutes. Exits with 1 if the server failed: an
+answer was a 500, or the other tenant's stream or /health broke off. `octavo serve` runs in a separate process; another
+tenant's stream decodes all the time, and /health is requested every 20 ms (`watched_server.py`). Reported for each
+attack: how it was answered, the longest wait of that stream between two tokens and of /health, and the memory of the
+server and of its processes afterwards.
 
-The longest wait of a run also holds what other machines on the same host do: an attack after which it is over 80 ms is
-run again, five times in all, and the processor time that the host took is reported. Two rows have no attack: nothing at
+The longest wait of a run also holds what other work on the same machine and host does: an attack after which it is over
+80 ms, or half as long again as with no attack, is run three times, and the processor time that the host took is
+reported. Two rows have no attack: nothing at
 all, and as many streams as an attack has, which are read. Then the attacks that need the most memory are run over and
 over.
 """
@@ -19,6 +21,7 @@ import argparse
 import asyncio
 import json
 import socket
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -37,7 +40,9 @@ from tests.campaigns.watched_server import Answer, Stalls, Watched, as_json, hea
 COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
 SECONDS = 3.0
 # An attack whose stream waited longer than this, in seconds, is run so often in all.
-AGAIN_OVER, RUNS = 0.08, 5
+AGAIN_OVER, RUNS = 0.08, 3
+# What is waited for before an attack, in seconds: a stall shorter than this, at most so long.
+QUIET, PATIENCE = 0.1, 10.0
 # A place for the watched stream beside attacks of n = 64, which would wait for its end otherwise.
 SERVER = ["--max-num-seqs", "65", "--kv-cache-memory", "1GiB", "--itl-slo-ms", "50"]
 # Short, so that attacks on timeouts do not take half a minute.
@@ -275,8 +280,8 @@ class Run:
     stolen: float
 
 
-def run_once(server: Watched, attack: Attack) -> Run:
-    server.settle()
+def run_once(server: Watched, attack: Attack, usual: float) -> Run:
+    server.settle(max(QUIET, 1.5 * usual), PATIENCE)
     server.stalls()
     before = stolen()
     answers = asyncio.run(attack(server.port))
@@ -284,16 +289,52 @@ def run_once(server: Watched, attack: Attack) -> Run:
     return Run(answers, seen, stolen() - before)
 
 
-def attack_all(server: Watched, found: Iterable[tuple[str, Attack]]) -> list[str]:
-    rows = []
+def attack_all(server: Watched, found: Iterable[tuple[str, Attack]], rows: Rows) -> None:
+    """Run the attacks that `rows` has no row of, and add them."""
+    usual = run_once(server, nothing, 0).seen.stream
     for name, attack in found:
-        runs = [run_once(server, attack)]
-        while runs[0].seen.stream > AGAIN_OVER and len(runs) < RUNS:
-            runs.append(run_once(server, attack))
-        server.settle(at_most=10)
-        rows.append(row_of(name, runs, str(server.memory())))
-        print(rows[-1], flush=True)
-    return rows
+        if name in rows:
+            continue
+        runs = [run_once(server, attack, usual)]
+        while runs[0].seen.stream > max(AGAIN_OVER, 1.5 * usual) and len(runs) < RUNS:
+            runs.append(run_once(server, attack, usual))
+        server.settle(max(QUIET, 1.5 * usual), PATIENCE)
+        rows.add(name, row_of(name, runs, str(server.memory())), has_failed(runs))
+
+
+class Rows:
+    """The rows of the report so far, kept in a file so that an interrupted campaign goes on where it ended.
+
+    Args:
+        path: the file; None to keep them nowhere.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._rows: dict[str, tuple[str, bool]] = {}
+        if path is not None and path.exists():
+            self._rows = {name: (row, failed) for name, (row, failed) in json.loads(path.read_text()).items()}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._rows
+
+    def add(self, name: str, row: str, failed: bool) -> None:
+        print(row, flush=True)
+        self._rows[name] = row, failed
+        if self._path is not None:
+            self._path.write_text(json.dumps(self._rows))
+
+    @property
+    def lines(self) -> list[str]:
+        return [row for row, _ in self._rows.values()]
+
+    @property
+    def failed(self) -> list[str]:
+        return [name for name, (_, failed) in self._rows.items() if failed]
+
+
+def has_failed(runs: list[Run]) -> bool:
+    return any(run.seen.errors or any(answer.status == 500 for answer in run.answers) for run in runs)
 
 
 def row_of(name: str, runs: list[Run], memory: str) -> str:
@@ -328,7 +369,7 @@ def memory_rounds(server: Watched, count: int) -> list[str]:
     for number in range(count + 1):
         for _, attack in chosen(attacks(), HEAVY) if number else ():
             asyncio.run(attack(server.port))
-        server.settle(at_most=10)
+        server.settle(at_most=PATIENCE)
         time.sleep(RETURNED_AFTER if number else 0)
         rows.append(f"| {number or 'before'} | {server.memory()} |")
         print(rows[-1], flush=True)
@@ -339,42 +380,36 @@ def chosen(found: Iterable[tuple[str, Attack]], only: Sequence[str] | None) -> l
     return [(name, attack) for name, attack in found if not only or any(part in name for part in only)]
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", help="attacks whose name holds this; may be given several times")
-    parser.add_argument("--part", choices=["all", "first", "second"], default="all", help="half of the attacks")
-    parser.add_argument("--rows", type=Path, help="append the rows to this JSON file, to be put together by --join")
-    parser.add_argument("--join", type=Path, help="write the report from this file instead")
+    parser.add_argument("--rows", type=Path, help="JSON file of rows: attacks that it has are not run again")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of the attacks that need the most memory; or 0")
     parser.add_argument(
         "--out", type=this_machine.output_file, default=str(this_machine.results_folder() / "attacks.md")
     )
     args = parser.parse_args()
-    rows: list[str] = json.loads(args.join.read_text()) if args.join else []
+    rows = Rows(args.rows)
     rounds: list[str] = []
-    if not args.join:
-        every = list(attacks())
-        half = len(every) // 2
-        some = {"all": every, "first": every[:half], "second": every[half:]}[args.part]
-        if some := chosen(some, args.only):
-            with watched_server([*SERVER, *TIMEOUTS]) as server:
-                rows += attack_all(server, some)
-        if args.part != "first" and (some := chosen(template_attacks(), args.only)):
-            with tempfile.TemporaryDirectory() as folder:
-                write_model(Path(folder), TEMPLATE)
-                model = ["--model", folder, "--dtype", "float32", "--num-blocks", "2048"]
-                with watched_server([*model, "--max-body-seconds", "2", *TIMEOUTS]) as server:
-                    rows += attack_all(server, some)
-        if args.rounds:
-            with watched_server([*SERVER, *TIMEOUTS]) as server:
-                rounds = [MEMORY, *memory_rounds(server, args.rounds)]
-    if args.rows:
-        known = json.loads(args.rows.read_text()) if args.rows.exists() else []
-        args.rows.write_text(json.dumps(known + rows))
-        return
+    if some := chosen(attacks(), args.only):
+        with watched_server([*SERVER, *TIMEOUTS]) as server:
+            attack_all(server, some, rows)
+    if some := chosen(template_attacks(), args.only):
+        with tempfile.TemporaryDirectory() as folder:
+            write_model(Path(folder), TEMPLATE)
+            model = ["--model", folder, "--dtype", "float32", "--num-blocks", "2048"]
+            with watched_server([*model, "--max-body-seconds", "2", *TIMEOUTS]) as server:
+                attack_all(server, some, rows)
+    if args.rounds:
+        with watched_server([*SERVER, *TIMEOUTS]) as server:
+            rounds = [MEMORY, *memory_rounds(server, args.rounds)]
     # What people wrote below the tables stays.
     _, heading, notes = (args.out.read_text() if args.out.exists() else "").partition(NOTES)
-    args.out.write_text(HEAD.format(machine=this_machine.name()) + "\n".join(rows + rounds) + "\n" + heading + notes)
+    args.out.write_text(
+        HEAD.format(machine=this_machine.name()) + "\n".join(rows.lines + rounds) + "\n" + heading + notes
+    )
+    print(*(f"failed: {name}" for name in rows.failed), sep="\n", file=sys.stderr)
+    return int(bool(rows.failed))
 
 
 NOTES = "\n## What took over 100 ms\n"
@@ -388,7 +423,7 @@ decodes all the time.
 
 - answer: status codes; "given up": the client left after 3 s, while its request was served; "closed": by the server.
 - stream, /health: the longest time that the other tenant waited between two tokens, and for an answer of /health. Where
-  the stream waited for more than 80 ms the attack was run five times: the median, and all five. A step of 64 sequences
+  the stream waited for long, the attack was run three times: the median, and all three. A step of 64 sequences
   takes 50 to 80 ms by itself.
 - first: how long it waited for a first token, where its stream of 4,000 tokens ended meanwhile and began anew.
 - stolen: the processor time that the host took from both cores together for other machines; the most of any run.
@@ -409,4 +444,4 @@ of each for a tenant of which none is being read.
 """
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

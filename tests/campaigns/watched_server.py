@@ -82,14 +82,14 @@ class Watched:
         self._watcher.stdin.flush()
         return Stalls(**json.loads(self._watcher.stdout.readline()))
 
-    def settle(self, seconds: float = 0.5, at_most: float = 30.0) -> None:
-        """Wait until the stream has run for `seconds` without a stall of 100 ms."""
+    def settle(self, stall: float = 0.1, at_most: float = 30.0) -> None:
+        """Wait until the stream has run for half a second without a stall of `stall` seconds; at most `at_most`."""
         until = time.monotonic() + at_most
         self.stalls()
         while time.monotonic() < until:
-            time.sleep(seconds)
+            time.sleep(0.5)
             seen = self.stalls()
-            if seen.tokens > 3 and max(seen.stream, seen.first) < 0.1:
+            if seen.tokens > 3 and max(seen.stream, seen.first) < stall:
                 return
 
     def left_over(self, at_most: float = 30.0) -> list[str]:
