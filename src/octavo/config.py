@@ -445,10 +445,10 @@ class EngineConfig(Options):
             raise ConfigError(f"{several}only models on a CPU are split among ranks")
         if self.has_stores:
             raise ConfigError(f"{several}kv_disk and kv_remote would store one rank's share of each block")
-        if self.calculate_kv_scales or self.kv_cache_dtype in ("fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4"):
+        if self.calculate_kv_scales:
             raise ConfigError(
-                f"{several}the scales of {self.kv_cache_dtype} would be chosen by each rank alone: use bfloat16, int8 "
-                "or int4 as kv_cache_dtype"
+                f"{several}calculate_kv_scales chooses scales in one process only: run octavo calibrate, and give its "
+                "file as kv_scales"
             )
         if self.attention_backend in ("reference", "triton"):
             raise ConfigError(f"{several}attention_backend {self.attention_backend!r} runs in one process only")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -11,16 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from octavo import LLM, kernels
+from octavo.checkpoint.model_source import resolve_model
+from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.outputs import RequestOutput
 from octavo.errors import ConfigError
+from octavo.models.kv_scale_file import Origin, write_scales
 from octavo.runner.ranks import ANSWER_S
 from octavo.sampling_params import SamplingParams
 from tests.conftest import MakeLLM, assert_idle, runner_of, swapping_is_cheaper, without_deadlines
 from tests.engine.preempting import thrash
 from tests.engine.test_same_tokens import workload
 from tests.engine.tiny_engine import tiny_model
+from tests.models.test_kv_scales import with_scales
 from tests.models.tiny import write_hf_model
 
 pytestmark = [
@@ -212,13 +218,39 @@ def test_a_rank_that_stops_is_given_up(two_ranks: LLM) -> None:
     assert two_ranks.generate({"prompt_token_ids": [3, 4, 5]}, SamplingParams(max_tokens=4), use_tqdm=False)
 
 
+def test_a_rank_that_dies_while_the_engine_is_idle_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.runner.ranks.RESTARTED_AFTER_S", 0.0)
+    write_hf_model(tmp_path, "Llama", **SIZES)
+    core = made(tmp_path, tensor_parallel_size=2).core
+    group = runner_of(core)._ranks
+    assert group is not None
+    (before,) = group.pids
+
+    async def lose_a_rank() -> None:
+        engine = AsyncEngine(core, "tiny")
+        await engine.start()
+        os.kill(before, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            while group.failure or group.pids in ([], [before]):
+                await asyncio.sleep(0.01)
+        outputs = [output async for output in engine.generate([3, 4, 5], SamplingParams(max_tokens=4))]
+        assert outputs[-1].finished
+        assert outputs[-1].error is None
+        await engine.shutdown(0)
+
+    asyncio.run(lose_a_rank())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"tensor_parallel_size": 7}, "has 6 heads: give at most 6"),
         ({"tensor_parallel_size": 4}, "a hidden_size of 96: each rank computes at least 32 outputs"),
         ({"tensor_parallel_size": 2, "kv_disk": "x"}, "kv_disk and kv_remote would store one rank's share"),
-        ({"tensor_parallel_size": 2, "kv_cache_dtype": "fp8"}, "the scales of fp8"),
+        (
+            {"tensor_parallel_size": 2, "kv_cache_dtype": "fp8", "calculate_kv_scales": True},
+            "calculate_kv_scales chooses scales in one process only",
+        ),
         ({"tensor_parallel_size": 2, "attention_backend": "reference"}, "'reference' runs in one process only"),
     ],
 )
@@ -228,8 +260,29 @@ def test_what_ranks_do_not_support_is_refused(tmp_path: Path, options: dict[str,
         made(tmp_path, **options)
 
 
-def test_scales_that_a_table_of_codecs_asks_for_are_refused(tmp_path: Path) -> None:
-    write_hf_model(tmp_path, "Llama", **SIZES)
-    (table := tmp_path / "codecs.toml").write_text('keys = ["fp8", "int8"]\nvalues = ["fp8", "int8"]')
-    with pytest.raises(ConfigError, match="would be chosen by each rank alone"):
-        made(tmp_path, tensor_parallel_size=2, kv_cache_dtype=str(table))
+@pytest.mark.parametrize("where", ["checkpoint", "file", "file for a table"])
+def test_each_rank_takes_the_scales_of_its_heads(tmp_path: Path, where: str) -> None:
+    write_hf_model(tmp_path / "plain", "Llama", **SIZES)
+    rng = torch.Generator().manual_seed(1)
+    scales = {layer: {side: 0.002 + 0.01 * torch.rand(3, generator=rng) for side in "kv"} for layer in (0, 1)}
+    options: dict[str, Any] = {"kv_cache_dtype": "fp8_e5m2"}
+    folder = tmp_path / "plain"
+    if where == "checkpoint":
+        tensors = {f"model.layers.{n}.self_attn.{side}_scale": scales[n][side] for n in scales for side in "kv"}
+        folder, options = with_scales(folder, tmp_path / "scaled", tensors), {"kv_cache_dtype": "fp8"}
+    else:
+        if where == "file for a table":
+            (table := tmp_path / "codecs.toml").write_text('keys = ["fp8", "int8"]\nvalues = ["fp8", "int8"]')
+            options = {"kv_cache_dtype": str(table)}
+            del scales[1]
+        with made(folder, **options) as llm:
+            dtype = llm.core.scheduler.kv.spec.dtype
+        options["kv_scales"] = str(tmp_path / "scales.toml")
+        write_scales(tmp_path / "scales.toml", resolve_model(str(folder)), dtype, scales, Origin("max", "a text", 9))
+    prompts, params = workload()
+    found = []
+    for count in (1, 2):
+        with made(folder, tensor_parallel_size=count, **options) as llm:
+            keys = bytes(llm.core.scheduler.kv.prefix_cache.full_blocks(list(range(16)), "").keys)
+            found.append((keys, bits(llm.generate(prompts, params, use_tqdm=False))))
+    assert found[0] == found[1]

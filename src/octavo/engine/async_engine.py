@@ -176,6 +176,7 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         publisher = self.core.publisher
         publisher.on_wanted = lambda: self._send(_CoreCall(publisher.publish))
+        self.core.runner.watch(self._wake.set)
         self._thread.start()
         self._watchdog.start()
 
@@ -318,7 +319,8 @@ class AsyncEngine:
             return False
         self._watchdog.began = time.monotonic()
         self._take_in()
-        news = self.core.advance() if self.core.has_work else StepNews()
+        has_work = self.core.has_work or self.core.runner.failure()
+        news = self.core.advance() if has_work else StepNews()
         self._watchdog.began = None
         news.ended += self._aborted
         self._aborted = []

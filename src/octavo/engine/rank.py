@@ -19,7 +19,7 @@ def main() -> None:
     job = pickle.loads(receive(requests))
     logging.basicConfig(level=job.log_level, format=f"%(asctime)s %(levelname)s rank {job.rank} %(name)s: %(message)s")
     # Imported only now: this takes seconds, in which the process must already end with its parent.
-    from octavo.engine.runner_builder import load_share
+    from octavo.engine.runner_builder import choose_share_of_scales, load_share
     from octavo.storage.arena import KVArena
     from octavo.tiers.host import HostTier
 
@@ -28,6 +28,7 @@ def main() -> None:
     num_blocks, num_host_blocks = pickle.loads(receive(requests))
     arena = KVArena(job.spec, num_blocks)
     host = HostTier(num_host_blocks, job.spec.block_bytes)
+    choose_share_of_scales(job, arena, model)
     send(answers, b"")
     # No handler of Python's, such as a coverage tool's, would run in the loop: the signal must end the process.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

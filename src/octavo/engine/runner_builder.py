@@ -165,6 +165,11 @@ def load_share(job: RankJob) -> NativeDecoder:
     return model
 
 
+def choose_share_of_scales(job: RankJob, arena: KVArena, model: NativeDecoder) -> None:
+    """Choose the scales of a rank's share of the cache, as rank 0 chooses its own."""
+    _choose_scales(job.config, model_of(job.config), arena, model)
+
+
 def _join(
     config: EngineConfig,
     source: ModelSource,
@@ -191,16 +196,10 @@ def _join(
     if config.deterministic:
         _require_kernels("deterministic cannot be guaranteed", model, arena, attention)
     if ranks is not None:
-        several = f"tensor_parallel_size is {config.tensor_parallel_size}"
-        _require_kernels(several, model, arena, attention)
-        if arena.calibrated_layers:
-            # Known only here if a table of codecs, or the checkpoint, asks for them.
-            raise ConfigError(
-                f"{several}, but the scales of a KV cache in {spec.dtype} would be chosen by each rank alone: use "
-                "bfloat16, int8 or int4 as kv_cache_dtype"
-            )
+        _require_kernels(f"tensor_parallel_size is {config.tensor_parallel_size}", model, arena, attention)
+    kv_scales = _choose_scales(config, source, arena, model)
+    if ranks is not None:
         ranks.begin(pool.num_blocks, host.num_blocks)
-    kv_scales = _choose_scales(config, source, arena)
     runner = ModelRunner(
         model,
         arena,
@@ -312,7 +311,7 @@ def _for_device(model_config: ModelConfig, source: ModelSource, device: torch.de
     return replace(model_config, transformers_reason="mixtures of experts run natively on CPUs only")
 
 
-def _choose_scales(config: EngineConfig, source: ModelSource, arena: KVArena) -> str:
+def _choose_scales(config: EngineConfig, source: ModelSource, arena: KVArena, model: CausalLM) -> str:
     """Choose the scales of calibrated codecs; returns what identifies them, empty if there are none.
 
     Raises:
@@ -320,7 +319,9 @@ def _choose_scales(config: EngineConfig, source: ModelSource, arena: KVArena) ->
     """
     dtype = arena.spec.dtype
     if calibrated := arena.calibrated_layers:
-        return choose_scales(calibrated, source, dtype, file=config.kv_scales, calculate=config.calculate_kv_scales)
+        share = model.share if isinstance(model, NativeDecoder) and model.share.count > 1 else None
+        calculate = config.calculate_kv_scales
+        return choose_scales(calibrated, source, dtype, file=config.kv_scales, calculate=calculate, share=share)
     if config.kv_scales is not None:
         raise ConfigError(
             f"kv_scales is for fp8 and nvfp4; a KV cache in {dtype} has no scales that are chosen beforehand"

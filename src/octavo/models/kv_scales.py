@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from octavo.checkpoint.model_source import ModelFormat, ModelSource
+from octavo.checkpoint.share import Share
 from octavo.errors import CorruptModelError, ModelError, shown
 from octavo.models.kv_scale_file import Scales, path_beside, read_scales
 from octavo.storage.coded_kv import CodedKV, CodedSide
@@ -40,8 +41,11 @@ def calibrated_sides(layer: CodedKV) -> dict[str, CodedSide]:
     return {name: side for name, side in (("k", layer.keys), ("v", layer.values)) if side.codec.format.calibrated}
 
 
-def apply_scales(layers: Mapping[int, CodedKV], scales: Scales, source: str) -> str:
+def apply_scales(layers: Mapping[int, CodedKV], scales: Scales, source: str, share: Share | None = None) -> str:
     """Set the scales of each layer; returns a digest that distinguishes blocks with these scales from others.
+
+    Args:
+        share: of a model that is split: `scales` are of all its KV heads, and `layers` have those of one rank.
 
     Raises:
         CorruptModelError: a layer's scale is missing, not positive, absurd, or for another number of heads.
@@ -49,7 +53,7 @@ def apply_scales(layers: Mapping[int, CodedKV], scales: Scales, source: str) -> 
     digest = hashlib.blake2b(digest_size=16)
     for index, layer in layers.items():
         for kind, side in calibrated_sides(layer).items():
-            scale, heads = scales.get(index, {}).get(kind), len(side.scale)
+            scale, heads = scales.get(index, {}).get(kind), _num_heads(side, share)
             if scale is None:
                 raise CorruptModelError(f"{source} has KV scales, but no {kind}_scale of layer {index}")
             if scale.numel() not in (1, heads):
@@ -65,14 +69,22 @@ def apply_scales(layers: Mapping[int, CodedKV], scales: Scales, source: str) -> 
                     f"to {shown(reach.tolist())}; that must be between {_LEAST_REACH:g} and {_MOST_REACH:g}: calibrate "
                     "again"
                 )
-            side.scale.copy_(scale)  # in place: the kernels hold the tensor
-            digest.update(side.scale.cpu().numpy().tobytes())
+            scale = scale.expand(heads).contiguous()
+            # In place: the kernels hold the tensor.
+            side.scale.copy_(scale if share is None else scale[share.kv_heads])
+            digest.update(scale.cpu().numpy().tobytes())
     logger.info("KV cache scales: from %s", source)
     return digest.hexdigest()
 
 
 def choose_scales(
-    layers: Mapping[int, CodedKV], source: ModelSource, dtype: str, *, file: str | None = None, calculate: bool = False
+    layers: Mapping[int, CodedKV],
+    source: ModelSource,
+    dtype: str,
+    *,
+    file: str | None = None,
+    calculate: bool = False,
+    share: Share | None = None,
 ) -> str:
     """Choose the scales of calibrated layers; returns a string that becomes part of every block's key.
 
@@ -80,6 +92,7 @@ def choose_scales(
         layers: layers with calibrated sides, by index in the model.
         file: file from `octavo calibrate`; by default the one next to the model, if there is one.
         calculate: whether to choose the scales from the first tokens that are computed.
+        share: the heads of `layers`, if the model is split among ranks; the result is the same for all of them.
 
     Raises:
         ConfigError: the file is not for this model, codec or shape.
@@ -93,13 +106,13 @@ def choose_scales(
         file = str(default)
     if file is not None:
         heads = {
-            index: {name: len(side.scale) for name, side in calibrated_sides(layer).items()}
+            index: {name: _num_heads(side, share) for name, side in calibrated_sides(layer).items()}
             for index, layer in layers.items()
         }
-        return apply_scales(layers, *read_scales(file, source, dtype, heads))
+        return apply_scales(layers, *read_scales(file, source, dtype, heads), share)
     scales = _from(source)
     if scales:
-        return apply_scales(layers, scales, str(source.path))
+        return apply_scales(layers, scales, str(source.path), share)
     logger.warning(
         "KV CACHE SCALES ARE 1.0, WHICH NOBODY CHOSE: %s brings no k_scale and v_scale for kv_cache_dtype %s. Numbers "
         "beyond what the codec reaches are cut off, small ones are coarse: run octavo calibrate, give "
@@ -108,6 +121,10 @@ def choose_scales(
         dtype,
     )
     return "1.0"
+
+
+def _num_heads(side: CodedSide, share: Share | None) -> int:
+    return len(side.scale) if share is None else share.config.num_kv_heads
 
 
 def _from(source: ModelSource) -> Scales:

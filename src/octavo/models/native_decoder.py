@@ -97,9 +97,9 @@ class NativeDecoder(Decoder):
     ) -> None:
         self._quantised = quantised
         self._rank = rank
-        self._share = Share(config) if rank is None else rank.share
+        self.share = Share(config) if rank is None else rank.share
         super().__init__(config, weights, dtype=dtype)
-        heads = _length(self._share.kv_heads)
+        heads = _length(self.share.kv_heads)
         self.kv_layers = tuple(replace(layer, num_kv_heads=heads) for layer in self.kv_layers)
         self._native = self._assemble()
         self._logits = torch.empty(_KEPT_ROWS, self.vocab_size)  # memory is only taken for rows that are used
@@ -237,7 +237,7 @@ class NativeDecoder(Decoder):
         return *layer.copies.for_kernels, layer.copies.group, kept.sink_blocks, kept.recent_blocks
 
     def _reader(self, weights: Weights, linear: LinearFactory = make_linear) -> WeightReader:
-        return PackingReader(self.config, weights, self.dtype, self._quantised, self._share)
+        return PackingReader(self.config, weights, self.dtype, self._quantised, self.share)
 
     def _assemble(self) -> _native.Decoder:
         """Write the program into the library."""
@@ -246,8 +246,8 @@ class NativeDecoder(Decoder):
             self.dtype,
             hidden=config.hidden_size,
             vocab=config.vocab_size,
-            num_heads=_length(self._share.query_heads),
-            kv_heads=_length(self._share.kv_heads),
+            num_heads=_length(self.share.query_heads),
+            kv_heads=_length(self.share.kv_heads),
             key_dim=config.head_dim,
             value_dim=config.value_dim,
             attention_scale=self._scale,
@@ -256,7 +256,7 @@ class NativeDecoder(Decoder):
             logits_softcap=config.logits_softcap or 0.0,
         )
         if self._rank is not None:
-            native.set_ranks(self._rank.ranks, self._share.outputs(config.vocab_size).start)
+            native.set_ranks(self._rank.ranks, self.share.outputs(config.vocab_size).start)
         rotations = list(self._rotations)
         ungathered = ""  # the register of which this rank has computed its columns
         for instruction in self._program:
@@ -279,7 +279,7 @@ class NativeDecoder(Decoder):
                 case Attend(_, rope, qk_norm, sinks):
                     norms = (qk_norm.query, qk_norm.key) if qk_norm else ()
                     query_norm, key_norm = map(_norm_arguments, norms) if norms else (None, None)
-                    columns = self._share.attended if self._rank else None
+                    columns = self.share.attended if self._rank else None
                     native.attend(-1 if rope is None else rotations.index(rope), query_norm, key_norm, sinks, columns)
                     ungathered = Register.ATTENDED if columns else ""
                 case ScaleBySigmoid(linear, source, place):

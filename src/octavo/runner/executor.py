@@ -53,6 +53,9 @@ class Executor(ABC):
         """Return why no plan can be executed before a `restart`; empty if any can."""
         return ""
 
+    def watch(self, on_failure: Callable[[], None]) -> None:  # noqa: B027  most never fail between two steps
+        """Call `on_failure`, from another thread, when a `failure` arises while no plan is executed."""
+
     def restart(self) -> None:
         """Start again after a `failure`; all blocks have lost their keys and values. The next plan must have `reset`
         set.
@@ -85,6 +88,10 @@ class RecordingExecutor(Executor):
     def failure(self) -> str:
         """See `Executor.failure`."""
         return self.executor.failure()
+
+    def watch(self, on_failure: Callable[[], None]) -> None:
+        """See `Executor.watch`."""
+        self.executor.watch(on_failure)
 
     def restart(self) -> None:
         """See `Executor.restart`."""

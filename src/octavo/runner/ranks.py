@@ -14,10 +14,12 @@ process, however it ends; the memory that ranks share has no name, and ends with
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pickle
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -36,6 +38,10 @@ logger = logging.getLogger(__name__)
 
 ANSWER_S = 60.0
 """How long a rank waits for another within a step. A product, which is what another may be busy with, takes seconds."""
+
+RESTARTED_AFTER_S = 60.0
+"""How long a rank must have lived to be restarted while nothing runs. Else the next request does that, so that ranks
+which cannot live are not loaded again and again."""
 
 _LOADING_S = 3600.0
 _BEGINNING_S = 120.0
@@ -73,6 +79,7 @@ class RankGroup:
 
     Attributes:
         native: rank 0's side of the shared memory.
+        on_failure: called in another thread when a rank has ended.
     """
 
     def __init__(self, jobs: Sequence[RankJob]) -> None:
@@ -82,7 +89,10 @@ class RankGroup:
         os.ftruncate(self._file, rank_memory(*jobs[0].memory))
         self._jobs = [replace(job, file=self._file) for job in jobs]
         self.native = self._jobs[0].join()
+        self.on_failure: Callable[[], None] = lambda: None
         self._processes: list[HelperProcess] = []
+        self._waiting: list[threading.Thread] = []
+        self._began_at = math.inf
         self._blocks = b""
         self._start()
 
@@ -90,10 +100,12 @@ class RankGroup:
         started: list[Future[HelperProcess]] = []
         for job in self._jobs[1:]:
             started.append(Future())
-            threading.Thread(
-                target=self._run, args=(job, started[-1]), name=f"octavo-rank-{job.rank}", daemon=True
-            ).start()
-        self._processes = [process.result() for process in started]
+            name = f"octavo-rank-{job.rank}"
+            self._waiting.append(threading.Thread(target=self._run, args=(job, started[-1]), name=name, daemon=True))
+            self._waiting[-1].start()
+        self._processes = [process.result() for process in started if process.exception() is None]
+        for process in started:
+            process.result()  # raises what starting it raised
 
     def _run(self, job: RankJob, started: Future[HelperProcess]) -> None:
         """Start a rank and wait until it ends: the rank is killed when the thread that has started it ends."""
@@ -107,6 +119,8 @@ class RankGroup:
         started.set_result(process)
         code = process.wait()
         self.native.fail(f"rank {job.rank} (process {process.pid}) has ended, exit code {code}")
+        if time.monotonic() - self._began_at > RESTARTED_AFTER_S:
+            self.on_failure()
 
     @property
     def pids(self) -> list[int]:
@@ -142,6 +156,7 @@ class RankGroup:
                 process.ask(_BEGINNING_S, [self._blocks])
             except (HelperEndedError, HelperTooSlowError, ChildProcessError) as error:
                 raise ExecutorError(f"rank {rank} could not allocate its share of the cache: see its log") from error
+        self._began_at = time.monotonic()
 
     def copy_blocks(self, plan: StepPlan) -> None:
         """Do a plan's transfers in the other ranks, in their order."""
@@ -169,6 +184,9 @@ class RankGroup:
             self._file = -1
 
     def _end(self) -> None:
+        self._began_at = math.inf
         for process in self._processes:
             process.close()
-        self._processes = []
+        for thread in self._waiting:
+            thread.join()  # it reports the end of its process, which must not reach the next group
+        self._processes, self._waiting = [], []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -139,6 +140,11 @@ class ModelRunner(Executor):
     def failure(self) -> str:
         """See `Executor.failure`: another rank has failed."""
         return "" if self._ranks is None else self._ranks.failure
+
+    def watch(self, on_failure: Callable[[], None]) -> None:
+        """See `Executor.watch`: another rank has ended."""
+        if self._ranks is not None:
+            self._ranks.on_failure = on_failure
 
     def restart(self) -> None:
         """See `Executor.restart`: the other ranks are started again."""
