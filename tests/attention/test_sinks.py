@@ -10,8 +10,9 @@ from octavo import kernels
 from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.attention.native import NativeAttention
 from octavo.attention.reference import ReferenceAttention
+from octavo.checkpoint.model_config import RopeConfig
 from octavo.kvcache.spec import LayerKVSpec
-from octavo.models.ops import LayerOps
+from octavo.models.rotary import RotaryTable, RotaryTables
 from tests.attention.batches import PagedSequences
 from tests.levels import LEVELS
 
@@ -107,16 +108,16 @@ def test_a_window_of_several_splits_agrees_with_the_reference() -> None:
     assert error(actual, streamed(ReferenceAttention(), "bfloat16", 1200, chunks, problem)) < 1e-2
 
 
-def test_angles_beyond_the_table_are_those_of_float64() -> None:
-    import octavo.models.rotary as rotary
-    from octavo.checkpoint.model_config import RopeConfig
-
-    table = rotary.RotaryTable(RopeConfig(rotary_dim=DIM), torch.device("cpu"), 1024)
-    heads, positions = torch.randn(3, 2, DIM), torch.tensor([5, 1024, 999_983])
-    rotated = LayerOps().rotate(heads, *table.rows(positions))
-    # Frequencies are float32, as transformers has them; angles of large positions need more.
-    angles = positions[:, None].double() * table.inv_freq.double()
-    first, second = heads.double().split(DIM // 2, dim=-1)
-    expected = first * angles.cos()[:, None] - second * angles.sin()[:, None]
-    torch.testing.assert_close(rotated[..., : DIM // 2].double(), expected, atol=1e-5, rtol=1e-5)
-    assert len(table.tables(1)[0]) == 1024
+def test_angles_beyond_the_context_are_those_of_float64_in_tables_that_do_not_grow() -> None:
+    rope = RopeConfig(rotary_dim=DIM)
+    tables = RotaryTables([rope], torch.device("cpu"), 1000)
+    for first in (0, 900, 999_983, *range(1000, 200_000, 1900)):
+        positions = torch.tensor([5, first, first + 300, 999_999])
+        batch = PagedSequences([LayerKVSpec(2, DIM, DIM)], BLOCK_SIZE, 1, 32).step({0: 4})
+        batch.positions, batch.max_context_len = positions, 1_000_000
+        (table,), rows, _ = tables.of_step(batch)
+        # Frequencies are float32, as transformers has them; angles of large positions need more.
+        angles = positions[:, None].double() * tables[rope].inv_freq.double()
+        for cosines, expected in zip(table, (angles.cos(), angles.sin()), strict=True):
+            torch.testing.assert_close(cosines[rows].double(), expected, atol=1e-4, rtol=1e-5)
+    assert len(table[0]) <= 1024 + 128 * RotaryTable.CHUNK

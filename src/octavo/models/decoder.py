@@ -30,7 +30,7 @@ from octavo.models.program import (
     ScaleBySigmoid,
     make_program,
 )
-from octavo.models.rotary import RotaryTable, Rotation, step_rotations
+from octavo.models.rotary import RotaryTables, Rotation
 from octavo.models.weight_reader import WeightReader, Weights
 from octavo.storage.layer_kv import LayerKV
 
@@ -82,8 +82,7 @@ class Decoder(CausalLM):
         self._ops = ops or _fastest_ops(self.device)
         self._heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, config.value_dim)
         self._scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-        ropes, longest = config.layer_ropes, config.max_position_embeddings
-        self._rotations = {rope: RotaryTable(rope, self.device, longest) for rope in ropes if rope is not None}
+        self._rotations = RotaryTables(config.layer_ropes, self.device, config.max_position_embeddings)
         reader = self._reader(weights, linear)
         self._embedding, self._head = reader.embedding_and_head()
         self._program = tuple(make_program(config, reader, loading_bar(config.num_layers)))
@@ -125,8 +124,7 @@ class Decoder(CausalLM):
 
     def reserve_positions(self, count: int) -> None:
         """Compute the rotary tables for `count` positions now, so that no step up to there reallocates them."""
-        for table in self._rotations.values():
-            table.tables(count)
+        self._rotations.reserve(count)
 
     def _apply_head(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self._head(hidden).float()
@@ -146,7 +144,7 @@ class Decoder(CausalLM):
     ) -> torch.Tensor:
         """Return the input of the head, [rows, hidden_size]."""
         ops, registers = self._ops, {Register.RESIDUAL: self._embed(token_ids)}
-        tables, rows, sink_rows = step_rotations(self._rotations.values(), batch)
+        tables, rows, sink_rows = self._rotations.of_step(batch)
         rotations = {rope: Rotation(*table, rows) for rope, table in zip(self._rotations, tables, strict=True)}
         for instruction in self._program:
             match instruction:

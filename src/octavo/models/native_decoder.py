@@ -25,7 +25,6 @@ from octavo.models.linear import LinearFactory, make_linear
 from octavo.models.ops import LayerOps, NormWeights
 from octavo.models.packing import TILE, PackingReader, columns_of, native_part, native_parts
 from octavo.models.program import Activate, Add, Attend, KeepRows, Mix, Multiply, Norm, Register, Scale, ScaleBySigmoid
-from octavo.models.rotary import step_rotations
 from octavo.models.weight_reader import WeightReader, Weights
 from octavo.storage.arena import FloatKV
 from octavo.storage.coded_kv import CodedArguments, CodedKV
@@ -177,7 +176,7 @@ class NativeDecoder(Decoder):
     ) -> torch.Tensor:
         """Compute a step in one call; returns the logits of the first `num_now` rows; the library keeps all rows."""
         logits, sinks = self._logits_rows(num_now), batch.sinks
-        tables, rows, sink_rows = step_rotations(self._rotations.values(), batch)
+        tables, rows, sink_rows = self._rotations.of_step(batch)
         self._native.forward(
             token_ids,
             rows,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from octavo.attention.base import AttentionBatch
@@ -47,36 +48,51 @@ class Rotation:
 class RotaryTable:
     """Tables of cos and sin of position * frequency (Su et al. 2021, section 3.4.2) in float32; they grow on demand.
 
+        | positions of the model's context | a chunk of later positions | another | …
+
     Args:
-        num_positions: positions that the table may hold: the model's own context. Rows of later positions, which only
-            sequences with a budget reach, are computed for each step, in float64, which holds their angles exactly.
+        num_positions: length of the model's context. Only sequences with a budget reach later positions, whose chunks
+            are computed in float64, which holds their angles exactly.
     """
 
+    CHUNK = 256
     _MIN_POSITIONS = 1024
 
     def __init__(self, config: RopeConfig, device: torch.device, num_positions: int) -> None:
-        self.num_positions = num_positions
         self.inv_freq = inverse_frequencies(config).to(device)
         self._factor = config.attention_factor
+        self._first_chunk = self._size(num_positions)
         self._cos = self._sin = self.inv_freq.new_empty(0, len(self.inv_freq))
 
     def tables(self, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin, float32 [positions, rotary_dim / 2], for at least `limit` positions."""
+        """Return cos and sin, float32 [rows, rotary_dim / 2], for at least `limit` positions of the context."""
         if limit > len(self._cos):
-            # Powers of two, so that a growing context recomputes the table only a logarithmic number of times.
-            size = max(self._MIN_POSITIONS, 1 << (limit - 1).bit_length())
-            angles = torch.arange(size, dtype=torch.float32, device=self.inv_freq.device)[:, None] * self.inv_freq
-            self._cos, self._sin = angles.cos().mul_(self._factor), angles.sin().mul_(self._factor)
+            angles = torch.arange(self._size(limit), dtype=torch.float32, device=self.inv_freq.device)
+            self._cos, self._sin = self._turned(angles[:, None] * self.inv_freq)
         return self._cos, self._sin
 
-    def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin, float32 [tokens, rotary_dim / 2], of int64 `positions` [tokens], however large."""
-        table, far = self.tables(self.num_positions), positions >= self.num_positions
-        near = positions.clamp(max=self.num_positions - 1)
-        angles = positions[far, None].double() * self.inv_freq.double()
-        cos, sin = (each[near] for each in table)
-        cos[far], sin[far] = angles.cos().float() * self._factor, angles.sin().float() * self._factor
-        return cos, sin
+    def put_chunk(self, index: int, first: int) -> None:
+        """Compute the rows of `CHUNK` positions from `first` on, in place of the chunk that has this index."""
+        row = self._first_chunk + index * self.CHUNK
+        self.tables(self._first_chunk)
+        if row + self.CHUNK > len(self._cos):
+            more = self._cos.new_empty((index + 1) * self.CHUNK, len(self.inv_freq))  # twice as many chunks
+            self._cos, self._sin = torch.cat((self._cos, more)), torch.cat((self._sin, more))
+        positions = torch.arange(first, first + self.CHUNK, dtype=torch.float64, device=self.inv_freq.device)
+        cos, sin = self._turned(positions[:, None] * self.inv_freq.double())
+        self._cos[row : row + self.CHUNK], self._sin[row : row + self.CHUNK] = cos, sin
+
+    def row(self, index: int) -> int:
+        """Return the first row of the chunk that has this index."""
+        return self._first_chunk + index * self.CHUNK
+
+    def _turned(self, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return angles.cos().float().mul_(self._factor), angles.sin().float().mul_(self._factor)
+
+    @classmethod
+    def _size(cls, limit: int) -> int:
+        # Powers of two, so that a growing context recomputes the table only a logarithmic number of times.
+        return max(cls._MIN_POSITIONS, 1 << (limit - 1).bit_length())
 
 
 class StepRotations(NamedTuple):
@@ -94,18 +110,56 @@ class StepRotations(NamedTuple):
     sink_rows: torch.Tensor | None
 
 
-def step_rotations(tables: Collection[RotaryTable], batch: AttentionBatch) -> StepRotations:
-    """Return the angles of a step's tokens."""
-    positions, limit = batch.positions, batch.max_context_len
-    sink_positions = None if batch.sinks is None else batch.sinks.positions
-    if all(limit <= table.num_positions for table in tables):
-        return StepRotations([table.tables(limit) for table in tables], positions, sink_positions)
-    rows = torch.arange(len(positions), device=positions.device)
-    if sink_positions is None:
-        return StepRotations([table.rows(positions) for table in tables], rows, None)
-    both = torch.cat((positions, sink_positions))
-    sink_rows = torch.where(positions == sink_positions, rows, rows + len(rows))
-    return StepRotations([table.rows(both) for table in tables], rows, sink_rows)
+class RotaryTables(dict[RopeConfig, RotaryTable]):
+    """A model's rotary tables, all with the same rows.
+
+    Chunks of positions beyond the context are kept while sequences advance through them, in memory that depends on the
+    number of sequences and not on their lengths.
+    """
+
+    _MOST_CHUNKS = 64  # unless a step needs more than half as many
+
+    def __init__(self, ropes: Iterable[RopeConfig | None], device: torch.device, num_positions: int) -> None:
+        super().__init__({rope: RotaryTable(rope, device, num_positions) for rope in ropes if rope is not None})
+        self._num_positions = num_positions
+        self._chunks: dict[int, int] = {}  # index in the tables, by first position / CHUNK
+        self._free: list[int] = []
+
+    def reserve(self, num_positions: int) -> None:
+        """Compute the tables for so many positions now, so that no step within the context moves them."""
+        self._reserved = [table.tables(min(num_positions, self._num_positions)) for table in self.values()]
+
+    def of_step(self, batch: AttentionBatch) -> StepRotations:
+        """Return the angles of a step's tokens."""
+        positions, limit = batch.positions, batch.max_context_len
+        sink_rows = None if batch.sinks is None else batch.sinks.positions  # within the context, unless its own
+        if limit <= self._num_positions or not self:
+            return StepRotations([table.tables(limit) for table in self.values()], positions, sink_rows)
+        rows = torch.from_numpy(self._rows(positions.cpu().numpy())).to(positions.device)
+        if sink_rows is not None:
+            sink_rows = torch.where(sink_rows == positions, rows, sink_rows)
+        return StepRotations([table.tables(self._num_positions) for table in self.values()], rows, sink_rows)
+
+    def _rows(self, positions: np.ndarray) -> np.ndarray:
+        size, far = RotaryTable.CHUNK, positions >= self._num_positions
+        numbers, inverse = np.unique(positions[far] // size, return_inverse=True)
+        wanted = numbers.tolist()
+        if any(number not in self._chunks for number in wanted):
+            self._put_chunks(wanted)
+        first_chunk = next(iter(self.values())).row(0)
+        indices = np.array([self._chunks[number] for number in wanted], dtype=np.int64)
+        rows = positions.copy()
+        rows[far] = first_chunk + indices[inverse] * size + positions[far] % size
+        return rows
+
+    def _put_chunks(self, wanted: list[int]) -> None:
+        if len(self._chunks) + len(wanted) > max(self._MOST_CHUNKS, 2 * len(wanted)):
+            self._free += [self._chunks.pop(number) for number in self._chunks.keys() - set(wanted)]
+        for number in wanted:
+            if number not in self._chunks:
+                index = self._chunks[number] = self._free.pop() if self._free else len(self._chunks)
+                for table in self.values():
+                    table.put_chunk(index, number * RotaryTable.CHUNK)
 
 
 def inverse_frequencies(config: RopeConfig) -> torch.Tensor:
