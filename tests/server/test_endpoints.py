@@ -143,11 +143,11 @@ LIMITS = RequestLimits(
 )
 ENDPOINTS: list[Endpoint] = create_app(FakeEngine()).state.endpoints
 DESCRIPTION = describe("1", Served(LIMITS, 4096, VOCAB_SIZE, 4), ENDPOINTS)
-EXAMPLES = {endpoint.path: dict(endpoint.example) for endpoint in ENDPOINTS if endpoint.example is not None}
+EXAMPLES = {endpoint.path: dict(endpoint.body.EXAMPLE) for endpoint in ENDPOINTS if endpoint.body is not None}
 
 
 def test_an_endpoint_with_a_body_has_an_example_of_it() -> None:
-    assert set(EXAMPLES) == {endpoint.path for endpoint in ENDPOINTS if endpoint.body is not None}
+    assert [each.path for each in ENDPOINTS if each.body is not None and "EXAMPLE" not in vars(each.body)] == []
 
 
 def body_schema(path: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -12,10 +13,9 @@ from starlette.responses import Response
 
 from octavo.errors import RequestError, shown
 from octavo.server.access import client_of
-from octavo.server.answers.completions import embedding_job
 from octavo.server.answers.generation import AT_ONCE, Answer, Job
-from octavo.server.apis import api_of
-from octavo.server.bodies.body_reader import CompletionRequest, EmbeddingRequest, ReadAnswer, frame
+from octavo.server.apis import api_of, new_id
+from octavo.server.bodies.body_reader import EmbeddingRequest, ReadAnswer, ReadRequest, frame
 from octavo.server.bodies.fields import RequestBody
 from octavo.server.bodies.foreign_fields import header_value
 from octavo.server.bodies.local_reader import LocalApisReader
@@ -122,31 +122,39 @@ class Handling:
         framed = frame(method.encode(), given, raw[: len(raw) - len(given)])
         return await self.reading.read("given", *framed, tenant=tenant)
 
-    def job(self, request: Request, read: CompletionRequest, prefix: str) -> Job:
-        """Return the engine requests of a body with prompts."""
-        return Job.of(read, prefix, client_of(request.scope), self.traceparent(request), self._turnstile)
+    def job(self, request: Request, read: ReadRequest, prefix: str) -> Job:
+        """Return the engine requests of a body that was read, whose response's id begins with `prefix`.
 
-    def embedding_job(self, request: Request, read: EmbeddingRequest) -> Job:
-        client, traceparent = client_of(request.scope), self.traceparent(request)
-        return embedding_job(self._engine, read, client, traceparent, self._turnstile)
+        Raises:
+            RequestError: the client's key does not allow as many prompts, or the priority.
+        """
+        client = client_of(request.scope)
+        client.check_prompts(len(read.prompts))
+        context = replace(
+            client.context(read.request_id or new_id(prefix), read.body.priority, read.cache_salt),
+            traceparent=self.traceparent(request),
+            pins=tuple(pin for prompt in read.prompts for pin in prompt.pins),
+            predicted_ids=read.predicted_ids,
+            pooling=self._engine.info.pooling if isinstance(read, EmbeddingRequest) else None,
+        )
+        return Job(read.model, read.prompts, read.params, context, turnstile=self._turnstile)
 
     async def respond(
         self,
         request: Request,
-        body: RequestBody,
+        read: ReadRequest,
         answer: Answer,
-        *,
-        streams: bool,
         error_event: Callable[[ApiError], bytes] | None = None,
     ) -> Response:
-        """Send the answer, whole or as a stream.
+        """Send the answer, whole or, if the body asks for one, as a stream.
 
         Args:
             error_event: formats an error as an event of the stream; if None, as the request's API does.
         """
-        if not streams:
-            return await self.respond_whole(request, body, answer)
         charge_of(request.scope).begin(answer.usage)
+        if not read.sent.streams:
+            whole = WholeAnswer(await self._in_flight.run(request.receive, answer.whole()))
+            return self._ignored.add_header(read.sent, whole)
         api = api_of(request.scope)
         stream = EventStream(
             answer.events(),
@@ -154,11 +162,7 @@ class Handling:
             error_event or (lambda error: api.error_event(error.status, error.fields())),
             api.stream,
         )
-        return self._ignored.add_header(body, stream)
-
-    async def respond_whole(self, request: Request, body: RequestBody, answer: Answer) -> Response:
-        charge_of(request.scope).begin(answer.usage)
-        return self._ignored.add_header(body, WholeAnswer(await self._in_flight.run(request.receive, answer.whole())))
+        return self._ignored.add_header(read.sent, stream)
 
     def respond_read(self, read: ReadAnswer) -> Response:
         """Send what answers a body without the engine."""

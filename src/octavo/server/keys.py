@@ -28,7 +28,7 @@ from typing import Any
 
 from octavo.errors import ConfigError, RequestError
 from octavo.option import nearest
-from octavo.request import PinRequest, RequestContext
+from octavo.request import RequestContext
 from octavo.toml_file import read_toml
 
 logger = logging.getLogger("octavo.server")
@@ -83,9 +83,7 @@ class Client:
     kv_cap: int | float | None = None
     admin: bool = False
 
-    def context(
-        self, request_id: str, priority: int | None, cache_salt: str | None, pins: tuple[PinRequest, ...] = ()
-    ) -> RequestContext:
+    def context(self, request_id: str, priority: int | None, cache_salt: str | None) -> RequestContext:
         """Return the engine's context for a request of this client; raise `RequestError` for a priority out of range.
 
         If no priority is given, the request gets the value in the client's range that is nearest to 0.
@@ -106,7 +104,6 @@ class Client:
             weight=self.weight,
             max_waiting_requests=self.max_waiting_requests,
             max_waiting_tokens=self.max_waiting_tokens,
-            pins=pins,
         )
 
     def check_prompts(self, num_prompts: int) -> None:

@@ -38,7 +38,7 @@ from octavo.server.apis import OPENAI
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import ApiError
 from octavo.server.http.connection import EventStream, InFlight
-from octavo.server.route import Access, Endpoint, json_response
+from octavo.server.route import Access, Endpoint, Handlers, get, json_response
 
 INTERVAL_S = 0.1
 MOST_PAGES = 8
@@ -62,6 +62,7 @@ _LOADED = {
 _MOST_IDS = 256
 _ID = re.compile(r"\d{1,9}", re.ASCII)
 _IDS = re.compile(rf"\d{{1,9}}(,\d{{1,9}}){{0,{_MOST_IDS - 1}}}", re.ASCII)
+_IDS_QUERY = {"ids": {"type": "string", "pattern": f"^{_IDS.pattern}$"}}
 _FOLDER = Path(__file__).with_name("static")
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -71,7 +72,7 @@ _HEADERS = {
 }
 
 
-class LivePage:
+class LivePage(Handlers):
     """The handlers of the chat page and of the live page.
 
     Args:
@@ -107,40 +108,26 @@ class LivePage:
                 Endpoint("GET", f"/live/{name}", partial(_served, name, kind), kind, summary, Access.PUBLIC)
                 for name, (kind, summary) in _LOADED.items()
             ),
-            Endpoint(
-                *("GET", "/live/events", self.events, "text/event-stream"),
-                "What it shows, as server-sent events",
-                Access.OPERATOR,
-            ),
-            Endpoint(
-                *("GET", "/live/requests/{request_id}", self.request, "application/json"),
-                "The block tables of a request",
-                Access.OPERATOR,
-            ),
-            Endpoint(
-                *("GET", "/live/blocks", self.blocks, "application/json"),
-                "Which request computed each of some blocks",
-                Access.OPERATOR,
-                query={"ids": {"type": "string", "pattern": f"^{_IDS.pattern}$"}},
-            ),
-            Endpoint(
-                *("GET", "/live/blocks/{block_id}", self.block, "application/json"),
-                "Who holds a block, and what it is",
-                Access.OPERATOR,
-            ),
+            *super().endpoints(),
         ]
 
+    @get("/live/events", "text/event-stream", access=Access.OPERATOR)
     async def events(self, request: Request) -> Response:
+        """What it shows, as server-sent events."""
         return EventStream(self._changes(request), self._pages, _error_event)
 
+    @get("/live/requests/{request_id}", "application/json", access=Access.OPERATOR)
     async def request(self, request: Request) -> Response:
+        """The block tables of a request."""
         request_id = request.path_params["request_id"]
         found = await self._engine.ask(lambda core: describe_request(core.scheduler, request_id))
         if found is None:
             raise ApiError(404, f"The request `{shortened(request_id)}` has ended.", code="no_such_request")
         return json_response(json_bytes(found))
 
+    @get("/live/blocks", "application/json", access=Access.OPERATOR, query=_IDS_QUERY)
     async def blocks(self, request: Request) -> Response:
+        """Which request computed each of some blocks."""
         asked = request.query_params.get("ids", "")
         if not _IDS.fullmatch(asked):
             raise ApiError(400, f"ids must be 1 to {_MOST_IDS} numbers of blocks, divided by commas.", param="ids")
@@ -148,7 +135,9 @@ class LivePage:
         found = await self._engine.ask(lambda core: computed_by(core.scheduler, block_ids))
         return json_response(json_bytes({"computed_by": found}))
 
+    @get("/live/blocks/{block_id}", "application/json", access=Access.OPERATOR)
     async def block(self, request: Request) -> Response:
+        """Who holds a block, and what it is."""
         named, found = request.path_params["block_id"], None
         if _ID.fullmatch(named):
             found = await self._engine.ask(lambda core: describe_block(core.scheduler, int(named)))

@@ -28,7 +28,7 @@ from octavo.server.bodies.body_reader import CompletionRequest
 from octavo.server.bodies.local_bodies import InfillBody, LlamaCppBody
 from octavo.server.engine_client import EngineClient
 from octavo.server.handling import Handling
-from octavo.server.route import Endpoint, json_response
+from octavo.server.route import Handlers, get, json_response, post
 
 
 class LlamaCppAnswer(Answer):
@@ -183,7 +183,7 @@ def properties(
     return json_bytes(payload)
 
 
-class LlamaCppApi:
+class LlamaCppApi(Handlers):
     """The request handlers."""
 
     def __init__(self, engine: EngineClient, handling: Handling) -> None:
@@ -191,62 +191,34 @@ class LlamaCppApi:
         self._handling = handling
         self._texts = TokenTexts(engine)
 
-    def endpoints(self) -> list[Endpoint]:
-        example = {"prompt": "Once upon a time", "n_predict": 16}
-        between = {"input_prefix": "def add(a, b):\n    return ", "input_suffix": "\n", "n_predict": 16}
-        return [
-            Endpoint(
-                *("POST", "/completion", self.create_completion),
-                *("LlamaCppCompletion", "Continue a prompt, by llama.cpp's API"),
-                body=LlamaCppBody,
-                example=example,
-                streams=True,
-            ),
-            Endpoint(
-                *("POST", "/completions", self.create_completion, "LlamaCppCompletion", "As /completion"),
-                body=LlamaCppBody,
-                example=example,
-                streams=True,
-            ),
-            Endpoint(
-                *("POST", "/infill", self.fill_in),
-                *("LlamaCppCompletion", "Text between a prefix and a suffix, by llama.cpp's API"),
-                body=InfillBody,
-                example=between,
-                streams=True,
-            ),
-            Endpoint(
-                *("GET", "/props", self.show_properties),
-                *("LlamaCppProperties", "What the server serves, by llama.cpp's API"),
-            ),
-            Endpoint(
-                *("GET", "/slots", self.list_slots),
-                *("LlamaCppSlots", "How many sequences can run, and how many of the client's do"),
-            ),
-        ]
-
+    @post("/completion", "LlamaCppCompletion", LlamaCppBody)
+    @post("/completions", "LlamaCppCompletion", LlamaCppBody)
     async def create_completion(self, request: Request) -> Response:
+        """Continue a prompt, by llama.cpp's API."""
         return await self._completion(request, "llamacpp_completion")
 
+    @post("/infill", "LlamaCppCompletion", InfillBody)
     async def fill_in(self, request: Request) -> Response:
+        """Text between a prefix and a suffix, by llama.cpp's API."""
         return await self._completion(request, "llamacpp_infill")
 
     async def _completion(self, request: Request, method: str) -> Response:
         read: CompletionRequest = await self._handling.read(request, method)
         answer = LlamaCppAnswer(self._engine, self._texts, read, self._handling.job(request, read, "cmpl"))
-        body = read.origin
-        assert isinstance(body, LlamaCppBody)
-        return await self._handling.respond(request, body, answer, streams=body.streams)
+        return await self._handling.respond(request, read, answer)
 
+    @get("/slots", "LlamaCppSlots")
     async def list_slots(self, request: Request) -> Response:
-        """List as many slots as sequences can run, and those of the client's own tenant as taken."""
+        """How many sequences can run, and how many of the client's tenant do."""
         tenant, info = client_of(request.scope).tenant, self._engine.info
         running = await self._engine.ask(
             lambda core: sum(seq.request.tenant == tenant for seq in core.scheduler.running)
         )
         return json_response(slots(info.max_num_seqs, running, info.max_model_len))
 
+    @get("/props", "LlamaCppProperties")
     async def show_properties(self, request: Request) -> Response:
+        """What the server serves, by llama.cpp's API."""
         try:
             template = self._engine.tokenizer.chat_template_text
         except RequestError:  # no tokenizer

@@ -17,7 +17,6 @@ from starlette.responses import Response
 import octavo
 from octavo.engine.outputs import RequestOutput
 from octavo.request import FinishReason
-from octavo.server.access import client_of
 from octavo.server.answer_json import (
     ascii_bytes,
     dumps,
@@ -37,29 +36,21 @@ from octavo.server.bodies.local_bodies import (
     OllamaGenerateBody,
     OllamaGenerationBody,
     OllamaModelBody,
+    OllamaPullBody,
     now,
 )
 from octavo.server.bodies.local_reader import NamedModel, ReadEmpty
 from octavo.server.bodies.messages_body import arguments_object
 from octavo.server.engine_client import EngineClient
 from octavo.server.handling import Handling
-from octavo.server.keys import Client
-from octavo.server.route import Endpoint, json_response
+from octavo.server.route import Handlers, get, json_response, post
 
 
 class OllamaAnswer(SingleChat):
     """One answer of `/api/chat` or `/api/generate`; a stream has lines of JSON."""
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        texts: TokenTexts,
-        read: ChatRequest,
-        client: Client,
-        traceparent: str | None,
-        began: float,
-    ) -> None:
-        super().__init__(engine, read, client, "ollama", traceparent)
+    def __init__(self, engine: EngineClient, texts: TokenTexts, read: ChatRequest, job: Job, began: float) -> None:
+        super().__init__(engine, read, job)
         assert isinstance(read.origin, OllamaGenerationBody)
         self._body = read.origin
         self._texts = texts
@@ -190,7 +181,7 @@ _TAG = ":latest"
 _NEVER = "2318-04-07T00:00:00Z"
 
 
-class OllamaApi:
+class OllamaApi(Handlers):
     """The request handlers."""
 
     def __init__(self, engine: EngineClient, handling: Handling) -> None:
@@ -202,55 +193,14 @@ class OllamaApi:
         identity = f"{engine.info.model_name} {engine.info.architecture} {engine.info.weight_bytes}"
         self._digest = hashlib.sha256(identity.encode()).hexdigest()
 
-    def endpoints(self) -> list[Endpoint]:
-        return [
-            Endpoint(
-                *("POST", "/api/chat", self.chat, "OllamaChat", "Answer a chat, by Ollama's API"),
-                body=OllamaChatBody,
-                example={
-                    "messages": [{"role": "user", "content": "What is a block?"}],
-                    "options": {"num_predict": 32},
-                    "stream": False,
-                },
-                streams=True,
-            ),
-            Endpoint(
-                *("POST", "/api/generate", self.generate, "OllamaCompletion", "Answer a prompt, by Ollama's API"),
-                body=OllamaGenerateBody,
-                example={"prompt": "Once upon a time", "options": {"num_predict": 16}, "stream": False},
-                streams=True,
-            ),
-            Endpoint(
-                *("POST", "/api/embed", self.embed, "OllamaEmbeddings", "An embedding of each input, by Ollama's API"),
-                body=OllamaEmbedBody,
-                example={"input": ["one text", "another"]},
-            ),
-            Endpoint(
-                *("POST", "/api/embeddings", self.embed_one),
-                *("OllamaEmbedding", "An embedding, by Ollama's older API"),
-                body=OllamaEmbeddingsBody,
-                example={"prompt": "one text"},
-            ),
-            Endpoint(
-                *("POST", "/api/show", self.show, "OllamaModel", "What the model is, by Ollama's API"),
-                body=OllamaModelBody,
-                example={},
-            ),
-            Endpoint(
-                *("POST", "/api/pull", self.pull, "Status", "Does nothing, for the model that is served"),
-                body=OllamaModelBody,
-                example={"stream": False},
-                streams=True,
-            ),
-            Endpoint("GET", "/api/tags", self.list_models, "OllamaModels", "The models served, by Ollama's API"),
-            Endpoint("GET", "/api/ps", self.list_running, "OllamaModels", "As /api/tags"),
-            Endpoint("GET", "/api/version", self.show_version, "Version", "The version of Octavo"),
-        ]
-
+    @post("/api/chat", "OllamaChat", OllamaChatBody)
     async def chat(self, request: Request) -> Response:
+        """Answer a chat, by Ollama's API."""
         return await self._generation(request, "ollama_chat")
 
+    @post("/api/generate", "OllamaCompletion", OllamaGenerateBody)
     async def generate(self, request: Request) -> Response:
+        """Answer a prompt, by Ollama's API."""
         return await self._generation(request, "ollama_generate")
 
     async def _generation(self, request: Request, method: str) -> Response:
@@ -258,16 +208,18 @@ class OllamaApi:
         read: ChatRequest | ReadAnswer = await self._handling.read(request, method)
         if isinstance(read, ReadAnswer):
             return self._handling.respond_read(read)
-        traceparent = self._handling.traceparent(request)
-        answer = OllamaAnswer(self._engine, self._texts, read, client_of(request.scope), traceparent, began)
-        body = read.origin
-        assert isinstance(body, OllamaGenerationBody)
-        return await self._handling.respond(request, body, answer, streams=body.streams)
+        job = self._handling.job(request, read, "ollama")
+        answer = OllamaAnswer(self._engine, self._texts, read, job, began)
+        return await self._handling.respond(request, read, answer)
 
+    @post("/api/embed", "OllamaEmbeddings", OllamaEmbedBody)
     async def embed(self, request: Request) -> Response:
+        """An embedding of each input, by Ollama's API."""
         return await self._embedding(request, "ollama_embed", is_single=False)
 
+    @post("/api/embeddings", "OllamaEmbedding", OllamaEmbeddingsBody)
     async def embed_one(self, request: Request) -> Response:
+        """An embedding, by Ollama's older API."""
         return await self._embedding(request, "ollama_embeddings", is_single=True)
 
     async def _embedding(self, request: Request, method: str, *, is_single: bool) -> Response:
@@ -276,30 +228,39 @@ class OllamaApi:
         if isinstance(read, ReadEmpty):
             empty = [b'{"embedding":[]}'] if is_single else embeddings(read.model, [], began, 0)
             return self._handling.respond_json(read.body, b"".join(empty))
-        job = self._handling.embedding_job(request, read)
+        job = self._handling.job(request, read, "embd")
         answer = OllamaEmbedAnswer(self._engine, job, began, is_single=is_single)
-        assert read.origin is not None
-        return await self._handling.respond_whole(request, read.origin, answer)
+        return await self._handling.respond(request, read, answer)
 
+    @post("/api/show", "OllamaModel", OllamaModelBody)
     async def show(self, request: Request) -> Response:
+        """What the model is, by Ollama's API."""
         named: NamedModel = await self._handling.read(request, "model")
         return self._handling.respond_json(named.body, json_bytes(self._description()))
 
+    @post("/api/pull", "Status", OllamaPullBody)
     async def pull(self, request: Request) -> Response:
-        named: NamedModel = await self._handling.read(request, "model")
+        """Does nothing, for the model that is served."""
+        named: NamedModel = await self._handling.read(request, "pulled_model")
         payload = line({"status": "success"})
         if named.body.streams:
             return Response(payload, media_type=OLLAMA.stream)
         return self._handling.respond_json(named.body, payload)
 
+    @get("/api/tags", "OllamaModels")
     async def list_models(self, request: Request) -> Response:
+        """The models served, by Ollama's API."""
         return json_response(json_bytes({"models": [self._card(name) for name in self._handling.names]}))
 
+    @get("/api/ps", "OllamaModels")
     async def list_running(self, request: Request) -> Response:
+        """As /api/tags."""
         running = {"expires_at": _NEVER, "size_vram": 0, "context_length": self._engine.info.max_model_len}
         return json_response(json_bytes({"models": [{**self._card(name), **running} for name in self._handling.names]}))
 
+    @get("/api/version", "Version")
     async def show_version(self, request: Request) -> Response:
+        """The version of Octavo."""
         return json_response(json_bytes({"version": octavo.__version__}))
 
     def _card(self, name: str) -> dict[str, Any]:

@@ -28,15 +28,15 @@ from octavo.server.bodies.body_reader import (
 )
 from octavo.server.bodies.messages_body import CountTokensBody, MessagesBody
 from octavo.server.bodies.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
-from octavo.server.bodies.responses_body import LARGEST_PAGE, PAGE, ResponsesBody
+from octavo.server.bodies.responses_body import PAGE_QUERY, ResponsesBody
 from octavo.server.config import ServerConfig
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import ApiError
 from octavo.server.handling import Handling
-from octavo.server.route import Endpoint, json_response
+from octavo.server.route import Handlers, delete, get, json_response, post
 
 
-class OpenAIApi:
+class OpenAIApi(Handlers):
     """The request handlers. Each reads its body itself, so that a body over the limit is never buffered."""
 
     def __init__(self, engine: EngineClient, config: ServerConfig, handling: Handling) -> None:
@@ -47,111 +47,41 @@ class OpenAIApi:
         self._texts = TokenTexts(engine)
         self._responses = ResponseStore(config.max_stored_responses, config.max_stored_tenant_responses)
 
-    def endpoints(self) -> list[Endpoint]:
-        chat = [{"role": "user", "content": "What is a block?"}]
-        return [
-            Endpoint(
-                *("POST", "/v1/completions", self.create_completion, "Completion", "Continue one or several prompts"),
-                body=CompletionBody,
-                example={"prompt": "Once upon a time", "max_tokens": 16, "temperature": 0},
-                streams=True,
-            ),
-            Endpoint(
-                *("POST", "/v1/chat/completions", self.create_chat_completion, "ChatCompletion", "Answer a chat"),
-                body=ChatBody,
-                example={"messages": chat, "max_completion_tokens": 32},
-                streams=True,
-            ),
-            Endpoint(
-                *("POST", "/v1/embeddings", self.create_embeddings, "EmbeddingList", "An embedding of each input"),
-                body=EmbeddingBody,
-                example={"input": ["one text", "another"], "encoding_format": "float"},
-            ),
-            Endpoint(
-                *("POST", "/v1/responses", self.create_response),
-                *("Response", "Answer a chat, by OpenAI's responses API"),
-                body=ResponsesBody,
-                example={"input": "What is a block?", "max_output_tokens": 32, "store": False},
-                streams=True,
-            ),
-            Endpoint(
-                *("POST", "/v1/responses/input_tokens", self.count_input_tokens),
-                *("InputTokens", "How many tokens a response would read"),
-                body=ResponsesBody,
-                example={"input": "What is a block?"},
-            ),
-            Endpoint("GET", "/v1/responses/{response_id}", self.retrieve_response, "Response", "A stored response"),
-            Endpoint(
-                *("DELETE", "/v1/responses/{response_id}", self.delete_response),
-                *("DeletedResponse", "Forget a stored response"),
-            ),
-            Endpoint(
-                *("GET", "/v1/responses/{response_id}/input_items", self.list_input_items),
-                *("ItemList", "The items that a stored response answers"),
-                query={
-                    "limit": {"type": "integer", "minimum": 1, "maximum": LARGEST_PAGE, "default": PAGE},
-                    "order": {"enum": ["asc", "desc"], "default": "desc"},
-                    "after": {"type": "string"},
-                },
-            ),
-            Endpoint(
-                *("POST", "/v1/messages", self.create_message, "Message", "Answer a chat, by Anthropic's API"),
-                body=MessagesBody,
-                example={"messages": chat, "max_tokens": 32},
-                streams=True,
-            ),
-            Endpoint(
-                *("POST", "/v1/messages/count_tokens", self.count_tokens),
-                *("TokenCount", "How many tokens the prompt of a message has"),
-                body=CountTokensBody,
-                example={"messages": chat},
-            ),
-            Endpoint("GET", "/v1/models", self.list_models, "ModelList", "The models served"),
-            Endpoint("GET", "/v1/models/{model:path}", self.retrieve_model, "Model", "One model"),
-            Endpoint(
-                *("POST", "/tokenize", self.tokenize, "Tokens", "A prompt's or a chat's token ids"),
-                body=TokenizeBody,
-                example={"prompt": "Once upon a time"},
-            ),
-            Endpoint(
-                *("POST", "/detokenize", self.detokenize, "Text", "The text of token ids"),
-                body=DetokenizeBody,
-                example={"tokens": [1, 2, 3]},
-            ),
-        ]
-
+    @post("/v1/completions", "Completion", CompletionBody)
     async def create_completion(self, request: Request) -> Response:
+        """Continue one or several prompts."""
         read: CompletionRequest = await self._handling.read(request, "completion")
         job = self._handling.job(request, read, "cmpl")
-        answer = CompletionAnswer(self._engine, self._texts, read, job)
-        return await self._handling.respond(request, read.body, answer, streams=read.body.streams)
+        return await self._handling.respond(request, read, CompletionAnswer(self._engine, self._texts, read, job))
 
+    @post("/v1/chat/completions", "ChatCompletion", ChatBody)
     async def create_chat_completion(self, request: Request) -> Response:
+        """Answer a chat."""
         read: ChatRequest = await self._handling.read(request, "chat")
-        client, traceparent = client_of(request.scope), self._handling.traceparent(request)
-        answer = ChatAnswer(self._engine, self._texts, read, client, traceparent)
-        return await self._handling.respond(request, read.body, answer, streams=read.body.streams)
+        job = self._handling.job(request, read, "chatcmpl")
+        return await self._handling.respond(request, read, ChatAnswer(self._engine, self._texts, read, job))
 
+    @post("/v1/embeddings", "EmbeddingList", EmbeddingBody)
     async def create_embeddings(self, request: Request) -> Response:
+        """An embedding of each input."""
         read: EmbeddingRequest = await self._handling.read(request, "embedding")
-        job = self._handling.embedding_job(request, read)
+        job = self._handling.job(request, read, "embd")
         answer = EmbeddingAnswer(self._engine, job, as_base64=read.body.encoding_format == "base64")
-        return await self._handling.respond_whole(request, read.body, answer)
+        return await self._handling.respond(request, read, answer)
 
+    @post("/v1/responses", "Response", ResponsesBody)
     async def create_response(self, request: Request) -> Response:
+        """Answer a chat, by OpenAI's responses API."""
         tenant = client_of(request.scope).tenant
         read = await self._read_response(request, tenant)
-        store = partial(self._responses.put, tenant)
-        answer = ResponseAnswer(
-            self._engine, self._texts, read, client_of(request.scope), self._handling.traceparent(request), store
-        )
-        body = read.origin
-        assert isinstance(body, ResponsesBody)
-        return await self._handling.respond(request, body, answer, streams=body.streams, error_event=answer.error_event)
+        job, store = self._handling.job(request, read, "resp"), partial(self._responses.put, tenant)
+        answer = ResponseAnswer(self._engine, self._texts, read, job, store)
+        return await self._handling.respond(request, read, answer, answer.error_event)
 
+    @post("/v1/responses/input_tokens", "InputTokens", ResponsesBody)
     async def count_input_tokens(self, request: Request) -> Response:
+        """How many tokens a response would read."""
         read = await self._read_response(request, client_of(request.scope).tenant)
-        assert isinstance(read.origin, ResponsesBody)
         # Otherwise checked when the engine takes the request.
         if (given := read.params.max_tokens or 0) > self._engine.info.max_model_len:
             raise RequestError(
@@ -160,7 +90,7 @@ class OpenAIApi:
                 param="max_output_tokens",
             )
         counted = {"object": "response.input_tokens", "input_tokens": len(read.prompt.token_ids)}
-        return self._handling.respond_json(read.origin, json_bytes(counted))
+        return self._handling.respond_json(read.sent, json_bytes(counted))
 
     async def _read_response(self, request: Request, tenant: str) -> ChatRequest:
         async with self._handling.intake.body(request) as raw:
@@ -179,20 +109,26 @@ class OpenAIApi:
         found = [self._responses.get(tenant, response_id) for response_id in read.referenced if response_id != previous]
         return before, b",".join(stored.items for stored in found if stored is not None)
 
+    @get("/v1/responses/{response_id}/input_items", "ItemList", query=PAGE_QUERY)
     async def list_input_items(self, request: Request) -> Response:
+        """The items that a stored response answers."""
         tenant = client_of(request.scope).tenant
         stored = self._stored(tenant, request.path_params["response_id"], "response_id")
         query = json_bytes(dict(request.query_params))
         framed = frame(stored.input_items, query)
         return json_response(await self._handling.reading.read("input_items", *framed, tenant=tenant))
 
+    @get("/v1/responses/{response_id}", "Response")
     async def retrieve_response(self, request: Request) -> Response:
+        """A stored response."""
         if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
             raise RequestError("a stored response cannot be streamed: its events are not kept", param="stream")
         tenant = client_of(request.scope).tenant
         return json_response(self._stored(tenant, request.path_params["response_id"], "response_id").response)
 
+    @delete("/v1/responses/{response_id}", "DeletedResponse")
     async def delete_response(self, request: Request) -> Response:
+        """Forget a stored response."""
         tenant, response_id = client_of(request.scope).tenant, request.path_params["response_id"]
         self._stored(tenant, response_id, "response_id")
         self._responses.delete(tenant, response_id)
@@ -209,17 +145,21 @@ class OpenAIApi:
             )
         return stored
 
+    @post("/v1/messages", "Message", MessagesBody)
     async def create_message(self, request: Request) -> Response:
+        """Answer a chat, by Anthropic's API."""
         read: ChatRequest = await self._handling.read(request, "message")
-        answer = MessagesAnswer(self._engine, read, client_of(request.scope), self._handling.traceparent(request))
-        body = read.origin
-        assert isinstance(body, MessagesBody)
-        return await self._handling.respond(request, body, answer, streams=body.streams)
+        answer = MessagesAnswer(self._engine, read, self._handling.job(request, read, "msg"))
+        return await self._handling.respond(request, read, answer)
 
+    @post("/v1/messages/count_tokens", "TokenCount", CountTokensBody)
     async def count_tokens(self, request: Request) -> Response:
+        """How many tokens the prompt of a message has."""
         return self._handling.respond_read(await self._handling.read(request, "count_tokens"))
 
+    @get("/v1/models", "ModelList")
     async def list_models(self, request: Request) -> Response:
+        """The models served."""
         if api_of(request.scope) is ANTHROPIC:
             listed = [self._anthropic_card(name) for name in self._names]
             ends = {"first_id": self._names[0], "last_id": self._names[-1]}
@@ -227,7 +167,9 @@ class OpenAIApi:
         models = [self._model_card(name) for name in self._names]
         return json_response(json_bytes({"object": "list", "data": models}))
 
+    @get("/v1/models/{model:path}", "Model")
     async def retrieve_model(self, request: Request) -> Response:
+        """One model."""
         name = self._handling.reader.served_name(request.path_params["model"])
         card = self._anthropic_card(name) if api_of(request.scope) is ANTHROPIC else self._model_card(name)
         return json_response(json_bytes(card))
@@ -252,8 +194,12 @@ class OpenAIApi:
             "max_model_len": self._engine.info.max_model_len,
         }
 
+    @post("/tokenize", "Tokens", TokenizeBody)
     async def tokenize(self, request: Request) -> Response:
+        """A prompt's or a chat's token ids."""
         return self._handling.respond_read(await self._handling.read(request, "tokenize"))
 
+    @post("/detokenize", "Text", DetokenizeBody)
     async def detokenize(self, request: Request) -> Response:
+        """The text of token ids."""
         return self._handling.respond_read(await self._handling.read(request, "detokenize"))

@@ -192,7 +192,7 @@ def _operation(path: str, endpoint: Endpoint) -> dict[str, Any]:
     if parameters:
         operation["parameters"] = parameters
     if endpoint.body is not None:
-        content = {"schema": _reference(endpoint.body.__name__), "example": endpoint.example}
+        content = {"schema": _reference(endpoint.body.__name__), "example": endpoint.body.EXAMPLE}
         operation["requestBody"] = {"required": True, "content": {"application/json": content}}
     operation["responses"] = _responses(endpoint)
     return operation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -17,13 +17,15 @@ from octavo.server.engine_client import EngineClient
 from octavo.server.errors import ApiError
 from octavo.server.http.connection import InFlight
 from octavo.server.quotas import Quotas
-from octavo.server.route import Access, Endpoint, ResponseCounts, json_response
+from octavo.server.route import Access, Endpoint, Handlers, ResponseCounts, delete, get, json_response, post
 
 # Maximum length of a damaged cache's audit in /health; the audit may name every block.
 _MAX_HEALTH_DETAIL = 1000
+# Who may use what tells all tenants' use together: `--metrics-access` says.
+TOTALS = Access.OPERATOR
 
 
-class Operations:
+class Operations(Handlers):
     """The handlers of these endpoints."""
 
     def __init__(
@@ -48,43 +50,12 @@ class Operations:
     def endpoints(self) -> list[Endpoint]:
         # How full the cache is tells one of a few tenants what another sends, so the load is as closed as the metrics.
         totals = Access.ADMIN if self._config.metrics_access == "admin" else Access.PUBLIC
-        healthy = "200 while the engine runs, 503 when it does not"
-        return [
-            Endpoint(
-                *("GET", "/health", self.health, "Status"),
-                f'{healthy}; status "degraded" where its block accounting is wrong',
-                Access.PUBLIC,
-            ),
-            Endpoint(
-                *("GET", "/ready", self.ready, "Status"),
-                "200 while the server takes requests, 503 while it stops or its engine does not run",
-                Access.PUBLIC,
-            ),
-            Endpoint("GET", "/ping", self.health, "Status", "As /health", Access.PUBLIC),
-            Endpoint(
-                *("GET", "/load", self.load, "Load"),
-                "Requests in flight, running and waiting, and the share of the KV cache in use",
-                totals,
-            ),
-            Endpoint("GET", "/version", self.show_version, "Version", "The version of Octavo", Access.PUBLIC),
-            Endpoint("GET", "/metrics", self.metrics, "text/plain", "Prometheus metrics, under vLLM's names", totals),
-            Endpoint(
-                *("GET", "/debug/kv", self.debug_kv, "KVReport"),
-                "Who holds which bytes of the KV cache, and how much it helped",
-                Access.ADMIN,
-            ),
-            Endpoint("GET", "/debug/pins", self.list_pins, "PinList", "Every pinned prefix", Access.ADMIN),
-            Endpoint(
-                *("DELETE", "/debug/pins/{pin_id}", self.unpin, "DeletedPin", "Let a pin go before its time"),
-                Access.ADMIN,
-            ),
-            Endpoint(
-                *("POST", "/reset_prefix_cache", self.reset_prefix_cache, "Evicted", "Give up every cached block"),
-                Access.ADMIN,
-            ),
-        ]
+        return [replace(each, access=totals) if each.access is TOTALS else each for each in super().endpoints()]
 
+    @get("/health", "Status", access=Access.PUBLIC)
+    @get("/ping", "Status", access=Access.PUBLIC)
     async def health(self, request: Request) -> Response:
+        """200 while the engine runs, 503 when it does not; status "degraded" where its block accounting is wrong."""
         if not self._engine.is_alive:
             raise ApiError(503, "The engine is not running.", type="server_error", code="engine_dead")
         if (problem := self._engine.stats.audit_problem) is not None:
@@ -95,7 +66,9 @@ class Operations:
             return json_response(json_bytes({"status": "degraded", "detail": detail}))
         return json_response(b'{"status":"ok"}')
 
+    @get("/ready", "Status", access=Access.PUBLIC)
     async def ready(self, request: Request) -> Response:
+        """200 while the server takes requests, 503 while it stops or its engine does not run."""
         if not self._engine.is_alive:
             raise ApiError(503, "The engine is not running.", type="server_error", code="engine_dead")
         if self._in_flight.draining:
@@ -104,15 +77,21 @@ class Operations:
             raise ApiError(503, "A step of the engine hangs.", type="server_error", code="step_hangs")
         return json_response(b'{"status":"ready"}')
 
+    @get("/load", "Load", access=TOTALS)
     async def load(self, request: Request) -> Response:
+        """Requests in flight, running and waiting, and the share of the KV cache in use."""
         gauges = self._engine.stats.gauges()
         load = {"server_load": len(self._in_flight), "running": gauges.num_running, "waiting": gauges.num_waiting}
         return json_response(json_bytes({**load, "kv_cache_usage": gauges.kv_usage}))
 
+    @get("/version", "Version", access=Access.PUBLIC)
     async def show_version(self, request: Request) -> Response:
+        """The version of Octavo."""
         return json_response(json_bytes({"version": octavo.__version__}))
 
+    @get("/metrics", "text/plain", access=TOTALS)
     async def metrics(self, request: Request) -> Response:
+        """Prometheus metrics, under vLLM's names."""
         page = self._metrics_page(with_tenants=self._gate.admits_admin(request))
         content, content_type = page.render(request.headers.get("accept", ""))
         return Response(content, headers={"content-type": content_type})
@@ -129,16 +108,22 @@ class Operations:
             self._metrics[with_tenants] = MetricsPage(stats, name, [*others, ResponseCollector(self._responses)])
         return self._metrics[with_tenants]
 
+    @get("/debug/kv", "KVReport", access=Access.ADMIN)
     async def debug_kv(self, request: Request) -> Response:
+        """Who holds which bytes of the KV cache, and how much it helped."""
         return json_response(json_bytes(await self._engine.ask(lambda core: core.kv_report())))
 
+    @get("/debug/pins", "PinList", access=Access.ADMIN)
     async def list_pins(self, request: Request) -> Response:
+        """Every pinned prefix."""
         pins = [
             {"id": pin.pin_id, **_without_id(asdict(pin))} for pin in await self._engine.ask(lambda core: core.pins())
         ]
         return json_response(json_bytes({"object": "list", "data": pins}))
 
+    @delete("/debug/pins/{pin_id}", "DeletedPin", access=Access.ADMIN)
     async def unpin(self, request: Request) -> Response:
+        """Let a pin go before its time."""
         pin_id = request.path_params["pin_id"]
         if not await self._engine.ask(lambda core: core.unpin(pin_id)):
             raise ApiError(
@@ -146,7 +131,9 @@ class Operations:
             )
         return json_response(json_bytes({"id": pin_id, "object": "pin", "deleted": True}))
 
+    @post("/reset_prefix_cache", "Evicted", access=Access.ADMIN)
     async def reset_prefix_cache(self, request: Request) -> Response:
+        """Give up every cached block."""
         return json_response(
             json_bytes({"evicted_blocks": await self._engine.ask(lambda core: core.reset_prefix_cache())})
         )

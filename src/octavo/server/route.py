@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -16,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route, compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from octavo.server.bodies.fields import RequestBody
+from octavo.server.bodies.fields import RequestBody, fields_of
 from octavo.server.errors import ApiError
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 
 Handler = Callable[[Request], Awaitable[Response]]
+Method = TypeVar("Method", bound=Callable[[Any, Request], Awaitable[Response]])
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
@@ -45,9 +47,7 @@ class Endpoint:
     Attributes:
         answer: name of the answer's schema in `answer_schemas.py`, or its media type.
         summary: what it is for, in a line.
-        body: the type of the request's body; None if there is none.
-        example: a body that is answered.
-        streams: whether the body may ask for a stream.
+        body: the type of the request's body, which has an example; None if there is none.
         query: schemas of the fields of the query.
     """
 
@@ -57,11 +57,46 @@ class Endpoint:
     answer: str
     summary: str
     access: Access = Access.CLIENT
-    _: KW_ONLY
     body: type[RequestBody] | None = None
-    example: Mapping[str, Any] | None = None
-    streams: bool = False
     query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def streams(self) -> bool:
+        """Whether the body may ask for a stream."""
+        return self.body is not None and "stream" in fields_of(self.body)
+
+
+def endpoint(
+    method: str,
+    path: str,
+    answer: str,
+    body: type[RequestBody] | None = None,
+    access: Access = Access.CLIENT,
+    query: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Callable[[Method], Method]:
+    """Declare that a method of `Handlers` answers an endpoint, whose summary is the method's docstring."""
+
+    def declare(handler: Method) -> Method:
+        summary = (handler.__doc__ or "").removesuffix(".")
+        row = partial(
+            Endpoint, method, path, answer=answer, summary=summary, access=access, body=body, query=query or {}
+        )
+        handler.__dict__.setdefault("rows", []).append(row)
+        return handler
+
+    return declare
+
+
+get, post, delete = (partial(endpoint, method) for method in ("GET", "POST", "DELETE"))
+
+
+class Handlers:
+    """Base of the classes whose methods answer endpoints."""
+
+    def endpoints(self) -> list[Endpoint]:
+        """Return the endpoints in the order in which they are declared."""
+        methods = vars(type(self)).items()
+        return [row(getattr(self, name)) for name, method in methods for row in getattr(method, "rows", ())]
 
 
 def routes(endpoints: Iterable[Endpoint], check: Callable[[Access, Scope], None], metered: Middleware) -> list[Route]:

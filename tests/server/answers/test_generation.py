@@ -37,7 +37,8 @@ pytestmark = pytest.mark.anyio
 
 
 def answer_to(engine: EngineClient, read: CompletionRequest) -> CompletionAnswer:
-    return CompletionAnswer(engine, TokenTexts(engine), read, Job.of(read, "cmpl", ANYBODY, None))
+    job = Job(read.model, read.prompts, read.params, RequestContext(request_id="cmpl-1"))
+    return CompletionAnswer(engine, TokenTexts(engine), read, job)
 
 
 def as_client(engine: Any) -> EngineClient:

@@ -19,7 +19,6 @@ from octavo.server.answers.logprobs import TokenTexts, chat_logprobs, prompt_log
 from octavo.server.bodies.body_reader import ChatRequest
 from octavo.server.bodies.tools import Speech
 from octavo.server.engine_client import EngineClient
-from octavo.server.keys import Client
 
 _ID_LENGTH = 24
 
@@ -167,10 +166,8 @@ class SingleChat(Answer):
         choice: the answer so far.
     """
 
-    def __init__(
-        self, engine: EngineClient, read: ChatRequest, client: Client, prefix: str, traceparent: str | None
-    ) -> None:
-        super().__init__(engine, Job.of(read, prefix, client, traceparent))
+    def __init__(self, engine: EngineClient, read: ChatRequest, job: Job) -> None:
+        super().__init__(engine, job)
         self.choice = ChatChoice(read.speech, CallIds(read.speech.dialect))
 
     def weight(self, output: RequestOutput) -> int:
@@ -185,10 +182,7 @@ class SingleChat(Answer):
 class ChatAnswer(OpenAIAnswer):
     """One chat request."""
 
-    def __init__(
-        self, engine: EngineClient, texts: TokenTexts, read: ChatRequest, client: Client, traceparent: str | None
-    ) -> None:
-        job = Job.of(read, "chatcmpl", client, traceparent)
+    def __init__(self, engine: EngineClient, texts: TokenTexts, read: ChatRequest, job: Job) -> None:
         super().__init__(engine, job, read.body, "chat.completion.chunk", tells_pins=bool(job.context.pins))
         self._texts = texts
         self._body = read.body

@@ -7,13 +7,11 @@ import base64
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from octavo.engine.outputs import CompletionOutput, RequestOutput
 from octavo.errors import RequestError
 from octavo.request import TokenLogprobs
-from octavo.sampling_params import SamplingParams
 from octavo.server.answer_json import (
     dumps,
     event,
@@ -23,13 +21,10 @@ from octavo.server.answer_json import (
 )
 from octavo.server.answers.generation import Answer, Job, OpenAIAnswer
 from octavo.server.answers.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
-from octavo.server.apis import new_id
-from octavo.server.bodies.body_reader import CompletionRequest, EmbeddingRequest
+from octavo.server.bodies.body_reader import CompletionRequest
 from octavo.server.bodies.openai_bodies import CompletionBody
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import FAILED_STEP
-from octavo.server.http.turnstile import Turnstile
-from octavo.server.keys import Client
 
 
 class CompletionAnswer(OpenAIAnswer):
@@ -136,20 +131,6 @@ class _Choice:
             if first:
                 choice["prompt_token_ids"] = output.prompt_token_ids
         return choice
-
-
-# A placeholder: the engine does not sample for embeddings.
-_NO_PARAMS = SamplingParams(max_tokens=1)
-
-
-def embedding_job(
-    engine: EngineClient, read: EmbeddingRequest, client: Client, traceparent: str | None, turnstile: Turnstile
-) -> Job:
-    """Return the engine requests of a body."""
-    client.check_prompts(len(read.prompts))
-    context = client.context(new_id("embd"), read.body.priority, read.cache_salt)
-    context = replace(context, traceparent=traceparent, pooling=engine.info.pooling)
-    return Job(read.model, read.prompts, _NO_PARAMS, context, turnstile=turnstile)
 
 
 class EmbeddingAnswer(Answer):

@@ -15,14 +15,12 @@ from octavo.engine.outputs import GRAMMAR_TOO_COMPLEX, RANK_LOST, UNUSABLE_LOGIT
 from octavo.request import RequestContext
 from octavo.sampling_params import SamplingParams
 from octavo.server.answer_json import HEAVY, dumps, event, offload, weight_of
-from octavo.server.apis import DONE, new_id
-from octavo.server.bodies.body_reader import ChatRequest, CompletionRequest
+from octavo.server.apis import DONE
 from octavo.server.bodies.openai_bodies import ChatBody, CompletionBody
 from octavo.server.bodies.prompts import EncodedPrompt
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import FAILED_GRAMMAR, FAILED_SAMPLING, FAILED_STEP, LOST_RANK
 from octavo.server.http.turnstile import Turnstile
-from octavo.server.keys import Client
 
 # Number of prompts that are started or aborted in one round of the event loop, over all bodies with several prompts;
 # and number of outputs of one body that are passed on before other tasks have a turn.
@@ -48,31 +46,6 @@ class Job:
     context: RequestContext
     created: int = field(default_factory=lambda: int(time.time()))
     turnstile: Turnstile = field(default_factory=lambda: Turnstile(AT_ONCE))
-
-    @classmethod
-    def of(
-        cls,
-        read: CompletionRequest | ChatRequest,
-        prefix: str,
-        client: Client,
-        traceparent: str | None,
-        turnstile: Turnstile | None = None,
-    ) -> Job:
-        """Return the engine requests of a body that was read, whose response's id begins with `prefix`.
-
-        Raises:
-            RequestError: the client's key does not allow as many prompts, or the priority.
-        """
-        if isinstance(read, ChatRequest):
-            prompts, request_id = [read.prompt], read.request_id or new_id(prefix)
-        else:
-            prompts, request_id = read.prompts, new_id(prefix)
-            client.check_prompts(len(prompts))
-        pins = tuple(pin for prompt in prompts for pin in prompt.pins)
-        context = client.context(request_id, read.body.priority, read.cache_salt, pins)
-        predicted = read.predicted_ids if isinstance(read, ChatRequest) else ()
-        context = replace(context, traceparent=traceparent, predicted_ids=predicted)
-        return cls(read.model, prompts, read.params, context, turnstile=turnstile or Turnstile(AT_ONCE))
 
     @property
     def response_id(self) -> str:

@@ -8,17 +8,17 @@ from octavo.engine.outputs import RequestOutput
 from octavo.request import FinishReason
 from octavo.server.answer_json import dumps, json_pieces
 from octavo.server.answers.chat import Block, BlockKind, Change, Closed, Grew, Opened, SingleChat
+from octavo.server.answers.generation import Job
 from octavo.server.bodies.body_reader import ChatRequest
 from octavo.server.bodies.messages_body import arguments_object
 from octavo.server.engine_client import EngineClient
-from octavo.server.keys import Client
 
 
 class MessagesAnswer(SingleChat):
     """One message."""
 
-    def __init__(self, engine: EngineClient, read: ChatRequest, client: Client, traceparent: str | None) -> None:
-        super().__init__(engine, read, client, "msg", traceparent)
+    def __init__(self, engine: EngineClient, read: ChatRequest, job: Job) -> None:
+        super().__init__(engine, read, job)
         self._begun = False
 
     def assemble(self, outputs: list[RequestOutput]) -> list[bytes]:

@@ -22,12 +22,12 @@ from octavo.server.answer_json import (
     json_pieces,
 )
 from octavo.server.answers.chat import Block, BlockKind, Change, Closed, Grew, Opened, SingleChat
+from octavo.server.answers.generation import Job
 from octavo.server.answers.logprobs import PartLogprobs, TokenTexts
 from octavo.server.bodies.body_reader import ChatRequest
 from octavo.server.bodies.responses_body import ResponsesBody, output_id, response_id_of
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import ApiError
-from octavo.server.keys import Client
 
 # Estimated bytes of a stored response's keys and objects, in addition to its contents.
 _OVERHEAD = 512
@@ -137,11 +137,10 @@ class ResponseAnswer(SingleChat):
         engine: EngineClient,
         texts: TokenTexts,
         read: ChatRequest,
-        client: Client,
-        traceparent: str | None,
+        job: Job,
         store: Callable[[str, StoredResponse], None],
     ) -> None:
-        super().__init__(engine, read, client, "resp", traceparent)
+        super().__init__(engine, read, job)
         assert isinstance(read.origin, ResponsesBody)
         self._body = read.origin
         self._items = read.items

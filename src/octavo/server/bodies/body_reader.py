@@ -51,56 +51,64 @@ Body = TypeVar("Body", bound=RequestBody)
 _MOST_PREDICTED_CHARACTERS = 8
 
 
+# A placeholder: the engine does not sample for embeddings.
+_NO_PARAMS = SamplingParams(max_tokens=1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptsRequest:
+class ReadRequest:
     """A body with prompts that was read; its bulky fields have been emptied.
 
     Attributes:
         origin: the body of another API that was translated into this one; None for OpenAI's.
+        request_id: the id of the response, if it was needed for reading.
+        predicted_ids: the tokens of `prediction`.
     """
 
+    body: CompletionBody | ChatBody | EmbeddingBody
     model: str
+    params: SamplingParams = _NO_PARAMS
     prompts: list[EncodedPrompt]
     cache_salt: str
     origin: RequestBody | None = None
+    request_id: str = ""
+    predicted_ids: tuple[int, ...] = ()
+
+    @property
+    def sent(self) -> RequestBody:
+        """The body as the client sent it."""
+        return self.body if self.origin is None else self.origin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionRequest(PromptsRequest):
+class CompletionRequest(ReadRequest):
     body: CompletionBody
-    params: SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """A chat body that was read; its bulky fields have been emptied.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest(ReadRequest):
+    """A chat, which has one prompt.
 
     Attributes:
         echoed: the text that `echo` puts before the answer.
         speech: how the answer is to be parsed.
-        origin: the body of another API that was translated into this chat; None for chat completions.
         items: all input items of a response, as the inside of a JSON list; empty if it is not to be stored.
         instructions: the instructions of a response.
-        request_id: the id of a response, from which its items' ids are made.
-        predicted_ids: the tokens of `prediction`.
     """
 
     body: ChatBody
-    model: str
-    params: SamplingParams
-    prompt: EncodedPrompt
-    echoed: str
-    cache_salt: str
+    echoed: str = ""
     speech: Speech = field(default_factory=Speech)
-    origin: RequestBody | None = None
     items: bytes = b""
     instructions: str | None = None
-    request_id: str = ""
-    predicted_ids: tuple[int, ...] = ()
+
+    @property
+    def prompt(self) -> EncodedPrompt:
+        return self.prompts[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingRequest(PromptsRequest):
+class EmbeddingRequest(ReadRequest):
     body: EmbeddingBody
 
 
@@ -332,12 +340,15 @@ class BodyReader:
             params = replace(params, structured_outputs=replace(params.structured_outputs, reasoning=part))
         if dialect.keeps_special_tokens and "skip_special_tokens" not in body.sampling:
             params = replace(params, skip_special_tokens=False)
-        speech = Speech(dialect, body.parallel_tool_calls is False, body.include_reasoning is not False)
-        echoed = _echoed(body, messages)
-        predicted = self._predicted_ids(body.predicted_text)
         return ChatRequest(
-            *(body.without_bulk(), model, params, prompt, echoed, body.cache_salt or "", speech),
-            predicted_ids=predicted,
+            body=body.without_bulk(),
+            model=model,
+            params=params,
+            prompts=[prompt],
+            cache_salt=body.cache_salt or "",
+            echoed=_echoed(body, messages),
+            speech=Speech(dialect, body.parallel_tool_calls is False, body.include_reasoning is not False),
+            predicted_ids=self._predicted_ids(body.predicted_text),
         )
 
     def _predicted_ids(self, text: str) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ from octavo.sampling_params import SamplingParams
 Schema = dict[str, Any]
 Body = TypeVar("Body", bound="Declared")
 
+EXAMPLE_CHAT = [{"role": "user", "content": "What is a block?"}]
 # The levels of nested objects and arrays that the JSON parser accepts.
 MOST_NESTED = 201
 # Larger integers may have been rounded when they became floats.
@@ -337,16 +338,23 @@ class RequestBody(Declared):
     """The base of every body.
 
     Attributes:
+        EXAMPLE: a body that is answered.
         SOURCES: of a body that is translated into another, the fields from which that one's fields come.
         sampling: the parameters of `SamplingParams` that were given, by their names there.
         ignored: the names of unknown fields that the client sent.
     """
 
+    EXAMPLE: ClassVar[Mapping[str, Any]] = {}
     SOURCES: ClassVar[Mapping[str, str]] = {}
 
     model: str | None = taken("the model's name; left out, the one that is served", limit="max_name_length")
     sampling: dict[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+
+    @property
+    def streams(self) -> bool:
+        """Whether the answer is sent as it is written."""
+        return False
 
     @contextmanager
     def names_errors(self) -> Iterator[None]:
@@ -364,6 +372,17 @@ class RequestBody(Declared):
             setattr(light, name, None)
         light.sampling = {name: value for name, value in self.sampling.items() if isinstance(value, int | float)}
         return light
+
+
+@dataclass(kw_only=True)
+class StreamedBody(RequestBody):
+    """The base of bodies that may ask for a stream."""
+
+    stream: bool | None = taken("send the answer as it is written")
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.stream)
 
 
 @cache

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any, ClassVar
 
 from octavo.errors import FieldError, RequestError, shown
-from octavo.server.bodies.fields import RequestBody, taken, unsupported
+from octavo.server.bodies.fields import EXAMPLE_CHAT, RequestBody, StreamedBody, taken, unsupported
 from octavo.server.bodies.foreign_fields import OLLAMA_OPTIONS
 from octavo.server.bodies.openai_bodies import OF_ONE_ANSWER, dimensions_of, tools_of
 from octavo.server.engine_client import TokenizerLike
@@ -18,8 +18,10 @@ _NEVER = -100.0
 
 
 @dataclass(kw_only=True)
-class LlamaCppBody(RequestBody):
+class LlamaCppBody(StreamedBody):
     """`POST /completion`."""
+
+    EXAMPLE: ClassVar[Mapping[str, Any]] = {"prompt": "Once upon a time", "n_predict": 16}
 
     PARAMETERS: ClassVar[Collection[str]] = tuple(
         name for name in (*OF_ONE_ANSWER, "logprobs") if name not in ("logit_bias", "structured_outputs")
@@ -35,7 +37,6 @@ class LlamaCppBody(RequestBody):
     SOURCES: ClassVar[Mapping[str, str]] = {"structured_outputs": "grammar"}
 
     prompt: Any = taken("a text, token ids, or a list of either", default=MISSING, bulky=True)
-    stream: bool | None = taken("send the answer as it is written")
     most_tokens: int | None = taken("taken for n_predict, as by llama.cpp")
     logit_bias: Any = taken("biases by token id; false keeps a token out", bulky=True)
     guided_grammar: str | None = taken("a grammar of the answer", bulky=True)
@@ -43,10 +44,6 @@ class LlamaCppBody(RequestBody):
     return_tokens: bool | None = taken("return the ids of the answer's tokens")
     cache_prompt: bool | None = taken("has no effect")
     id_slot: int | None = taken("has no effect")
-
-    @property
-    def streams(self) -> bool:
-        return bool(self.stream)
 
     def completion(self) -> dict[str, Any]:
         """Return the fields of the equivalent completion body; raise `RequestError` for an invalid `logit_bias`."""
@@ -108,6 +105,12 @@ _ENDS = (
 @dataclass(kw_only=True)
 class InfillBody(LlamaCppBody):
     """`POST /infill`: the fields of `/completion`, of which `prompt` is the beginning of the middle."""
+
+    EXAMPLE: ClassVar[Mapping[str, Any]] = {
+        "input_prefix": "def f():\n    return ",
+        "input_suffix": "\n",
+        "n_predict": 16,
+    }
 
     SOURCES: ClassVar[Mapping[str, str]] = {**LlamaCppBody.SOURCES, "prompt": "input_prefix"}
 
@@ -231,6 +234,8 @@ class OllamaGenerationBody(RequestBody):
 class OllamaChatBody(OllamaGenerationBody):
     """`POST /api/chat`."""
 
+    EXAMPLE: ClassVar[Mapping[str, Any]] = {"messages": EXAMPLE_CHAT, "options": {"num_predict": 32}, "stream": False}
+
     messages: list[dict[str, Any]] | None = taken("what was said so far; none: load the model", bulky=True)
     tools: list[dict[str, Any]] | None = taken("the functions that the model may call", ranges=tools_of, bulky=True)
 
@@ -251,6 +256,12 @@ class OllamaChatBody(OllamaGenerationBody):
 @dataclass(kw_only=True)
 class OllamaGenerateBody(OllamaGenerationBody):
     """`POST /api/generate`."""
+
+    EXAMPLE: ClassVar[Mapping[str, Any]] = {
+        "prompt": "Once upon a time",
+        "options": {"num_predict": 16},
+        "stream": False,
+    }
 
     SOURCES: ClassVar[Mapping[str, str]] = {**OllamaGenerationBody.SOURCES, "messages": "prompt"}
 
@@ -275,6 +286,8 @@ class OllamaGenerateBody(OllamaGenerationBody):
 class OllamaEmbedBody(RequestBody):
     """`POST /api/embed`."""
 
+    EXAMPLE: ClassVar[Mapping[str, Any]] = {"input": ["one text", "another"]}
+
     input: str | list[str] | None = taken("a text, or a list of texts", bulky=True)
     truncate: bool | None = taken("whether an input that is too long loses its end; the default")
     dimensions: int | None = taken("that of the model's embeddings", ranges=dimensions_of)
@@ -286,6 +299,8 @@ class OllamaEmbedBody(RequestBody):
 class OllamaEmbeddingsBody(RequestBody):
     """`POST /api/embeddings`, the older form of `/api/embed`."""
 
+    EXAMPLE: ClassVar[Mapping[str, Any]] = {"prompt": "one text"}
+
     prompt: str | None = taken("a text", bulky=True)
     options: dict[str, Any] | None = taken("has no effect", bulky=True)
     keep_alive: Any = taken("has no effect", bulky=True)
@@ -293,10 +308,20 @@ class OllamaEmbeddingsBody(RequestBody):
 
 @dataclass(kw_only=True)
 class OllamaModelBody(RequestBody):
-    """`POST /api/show` and `/api/pull`: the name of a model."""
+    """`POST /api/show`: the name of a model."""
+
+    EXAMPLE: ClassVar[Mapping[str, Any]] = {}
 
     name: str | None = taken("the older name of model", limit="max_name_length")
     verbose: bool | None = taken("has no effect")
+
+
+@dataclass(kw_only=True)
+class OllamaPullBody(OllamaModelBody):
+    """`POST /api/pull`."""
+
+    EXAMPLE: ClassVar[Mapping[str, Any]] = {"stream": False}
+
     stream: bool | None = taken("answer in lines; the default")
     insecure: bool | None = taken("has no effect")
 

@@ -31,6 +31,7 @@ from octavo.server.bodies.local_bodies import (
     OllamaGenerateBody,
     OllamaGenerationBody,
     OllamaModelBody,
+    OllamaPullBody,
 )
 from octavo.server.bodies.openai_bodies import OLDEST_MESSAGES, ChatBody, CompletionBody, EmbeddingBody
 from octavo.server.bodies.prompts import EncodedPrompt, split_prompts
@@ -63,7 +64,7 @@ class LocalApisReader(BodyReader):
         if not body.messages:
             return self._loaded(body, model, fields)
         read = self._with_latest_messages(body, model, fields)
-        return replace(read, params=self._as_there(read.params, [read.prompt]))
+        return replace(read, params=self._as_there(read.params, read.prompts))
 
     def _with_latest_messages(self, body: OllamaChatBody, model: str, fields: dict[str, Any]) -> ChatRequest:
         """Read a chat; if it exceeds the context, without its oldest messages, as Ollama does.
@@ -108,8 +109,8 @@ class LocalApisReader(BodyReader):
             # The tokens of an earlier answer and its prompt.
             check_token_ids(body.context, self._vocab_size, "context")
             prompt = self._prompts.encode([*body.context, *read.prompt.token_ids], add_special_tokens=False)
-            read = replace(read, prompt=prompt)
-        return replace(read, params=self._as_there(read.params, [read.prompt]))
+            read = replace(read, prompts=[prompt])
+        return replace(read, params=self._as_there(read.params, read.prompts))
 
     def _ollama_fields(self, body: OllamaGenerationBody, fields: dict[str, Any]) -> dict[str, Any]:
         """Return the chat's fields with Ollama's names translated."""
@@ -137,7 +138,10 @@ class LocalApisReader(BodyReader):
             chat = filled(ChatBody, fields, self._limits)
             params = chat.sampling_params(self._vocab_size, self._limits, self._default_sampling)
             prompt = self._prompts.encode(f"{body.system or ''}{body.prompt or ''}", not body.context)
-        return ChatRequest(chat.without_bulk(), model, params, prompt, "", "", origin=body.without_bulk())
+        light = chat.without_bulk()
+        return ChatRequest(
+            body=light, model=model, params=params, prompts=[prompt], cache_salt="", origin=body.without_bulk()
+        )
 
     def ollama_embed(self, raw: bytes) -> EmbeddingRequest | ReadEmpty:
         body, model = self._parse(OllamaEmbedBody, raw)
@@ -167,7 +171,13 @@ class LocalApisReader(BodyReader):
 
     def model(self, raw: bytes) -> NamedModel:
         """Read a body that only names a model."""
-        body, _ = self._parse(OllamaModelBody, raw)
+        return self._named(OllamaModelBody, raw)
+
+    def pulled_model(self, raw: bytes) -> NamedModel:
+        return self._named(OllamaPullBody, raw)
+
+    def _named(self, body_type: type[OllamaModelBody], raw: bytes) -> NamedModel:
+        body, _ = self._parse(body_type, raw)
         return NamedModel(body, self.served_name(body.model or body.name))
 
     def llamacpp_completion(self, raw: bytes) -> CompletionRequest:

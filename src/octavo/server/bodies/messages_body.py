@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from octavo.errors import FieldError, RequestError, shown
 from octavo.server.bodies.chat_messages import check_mark, check_part
-from octavo.server.bodies.fields import RequestBody, Schema, Served, taken, unsupported
+from octavo.server.bodies.fields import EXAMPLE_CHAT, RequestBody, Schema, Served, StreamedBody, taken, unsupported
 from octavo.server.bodies.openai_bodies import OF_ONE_ANSWER, messages_of, tools_of
 
 
@@ -30,6 +30,8 @@ def _tool_choices(server: Served) -> dict[str, Schema]:
 @dataclass(kw_only=True)
 class CountTokensBody(RequestBody):
     """`POST /v1/messages/count_tokens`."""
+
+    EXAMPLE: ClassVar[Mapping[str, Any]] = {"messages": EXAMPLE_CHAT}
 
     SOURCES: ClassVar[Mapping[str, str]] = {
         "reasoning_effort": "output_config.effort",
@@ -84,20 +86,17 @@ class CountTokensBody(RequestBody):
 
 
 @dataclass(kw_only=True)
-class MessagesBody(CountTokensBody):
+class MessagesBody(CountTokensBody, StreamedBody):
     """`POST /v1/messages`."""
+
+    EXAMPLE: ClassVar[Mapping[str, Any]] = {"messages": EXAMPLE_CHAT, "max_tokens": 32}
 
     PARAMETERS: ClassVar[Collection[str]] = OF_ONE_ANSWER
     REQUIRED: ClassVar[Collection[str]] = ("max_tokens",)
     CALLED: ClassVar[Mapping[str, str]] = {"stop": "stop_sequences"}
 
-    stream: bool | None = taken("send the answer as it is written")
     metadata: dict[str, Any] | None = taken("has no effect", bulky=True)
     service_tier: str | None = taken("has no effect", limit="max_name_length")
-
-    @property
-    def streams(self) -> bool:
-        return bool(self.stream)
 
     def chat(self) -> dict[str, Any]:
         return {**super().chat(), **self.sampling}

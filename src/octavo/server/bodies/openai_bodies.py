@@ -12,10 +12,12 @@ from octavo.option import options_of
 from octavo.sampling_params import SamplingParams, check_limits
 from octavo.server.bodies.chat_messages import ROLES
 from octavo.server.bodies.fields import (
+    EXAMPLE_CHAT,
     Declared,
     RequestBody,
     Schema,
     Served,
+    StreamedBody,
     taken,
     token_count,
     token_ids,
@@ -125,12 +127,11 @@ class Accounted(RequestBody):
 
 
 @dataclass(kw_only=True)
-class GenerationBody(Accounted, Guided):
+class GenerationBody(Accounted, StreamedBody, Guided):
     """What completions and chat completions have in common."""
 
     PARAMETERS: ClassVar[Collection[str]] = PARAMETERS
 
-    stream: bool | None = taken("send the answer as it is written")
     stream_options: StreamOptions | None = taken("what a stream tells besides")
     response_format: dict[str, Any] | None = taken("the form of the answer", ranges=_response_formats, bulky=True)
     truncate_prompt_tokens: int | None = taken(
@@ -142,10 +143,6 @@ class GenerationBody(Accounted, Guided):
     add_special_tokens: bool | None = taken("whether the tokenizer adds special tokens to the prompt")
     octavo: OctavoOptions | None = taken("what the answer's octavo object tells")
     logits_processors: Any = unsupported()
-
-    @property
-    def streams(self) -> bool:
-        return bool(self.stream)
 
     @property
     def tells_ledger(self) -> bool:
@@ -199,6 +196,8 @@ class GenerationBody(Accounted, Guided):
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
+    EXAMPLE: ClassVar[Mapping[str, Any]] = {"prompt": "Once upon a time", "max_tokens": 16, "temperature": 0}
+
     prompt: Any = taken("a text, token ids, or a list of either", default=MISSING, ranges=_prompts, bulky=True)
     suffix: Any = unsupported()
 
@@ -225,6 +224,8 @@ class CompletionBody(GenerationBody):
 @dataclass(kw_only=True)
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
+
+    EXAMPLE: ClassVar[Mapping[str, Any]] = {"messages": EXAMPLE_CHAT, "max_completion_tokens": 32}
 
     PARAMETERS: ClassVar[Collection[str]] = tuple(name for name in PARAMETERS if name != "logprobs")
 
@@ -297,6 +298,8 @@ class ChatBody(GenerationBody):
 class EmbeddingBody(RequestBody):
     """`POST /v1/embeddings`."""
 
+    EXAMPLE: ClassVar[Mapping[str, Any]] = {"input": ["one text", "another"], "encoding_format": "float"}
+
     input: Any = taken("a text, token ids, or a list of either", default=MISSING, ranges=_prompts, bulky=True)
     encoding_format: Literal["float", "base64"] | None = taken("how an embedding is written")
     dimensions: int | None = taken("that of the model's embeddings", ranges=dimensions_of)
@@ -327,6 +330,8 @@ class TokenizeBody(RequestBody):
     tokens added.
     """
 
+    EXAMPLE: ClassVar[Mapping[str, Any]] = {"prompt": "Once upon a time"}
+
     prompt: str | None = taken("a text", bulky=True)
     content: str | None = taken("a text; llama.cpp's name", bulky=True)
     messages: list[dict[str, Any]] | None = taken("a chat", ranges=messages_of, bulky=True)
@@ -343,6 +348,8 @@ class TokenizeBody(RequestBody):
 @dataclass(kw_only=True)
 class DetokenizeBody(RequestBody):
     """`POST /detokenize`."""
+
+    EXAMPLE: ClassVar[Mapping[str, Any]] = {"tokens": [1, 2, 3]}
 
     tokens: list[int] = taken(
         "token ids", default=MISSING, ranges=lambda server: {"array": token_ids(server)}, bulky=True

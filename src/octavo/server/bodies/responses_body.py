@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from octavo.errors import FieldError, shortened, shown
 from octavo.server.bodies.chat_messages import ROLES
-from octavo.server.bodies.fields import Schema, Served, taken, unsupported
+from octavo.server.bodies.fields import Schema, Served, StreamedBody, taken, unsupported
 from octavo.server.bodies.openai_bodies import OF_ONE_ANSWER, Accounted, StreamOptions, tool_choices, tools_of
 from octavo.server.errors import ITEM_MISSING
 
@@ -26,6 +26,11 @@ Item = dict[str, Any]
 MAX_ID_LENGTH = 256
 # The number of items of a page: by default, and at most; as in OpenAI's API.
 PAGE, LARGEST_PAGE = 20, 100
+PAGE_QUERY: dict[str, Schema] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": LARGEST_PAGE, "default": PAGE},
+    "order": {"enum": ["asc", "desc"], "default": "desc"},
+    "after": {"type": "string"},
+}
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 _ID = re.compile(r"[a-z]+_([0-9a-f]{32})i?[0-9a-f]{4}")
 
@@ -132,8 +137,10 @@ def _inputs(server: Served) -> dict[str, Schema]:
 
 
 @dataclass(kw_only=True)
-class ResponsesBody(Accounted):
+class ResponsesBody(Accounted, StreamedBody):
     """`POST /v1/responses`."""
+
+    EXAMPLE: ClassVar[Mapping[str, Any]] = {"input": "What is a block?", "max_output_tokens": 32, "store": False}
 
     PARAMETERS: ClassVar[Collection[str]] = OF_ONE_ANSWER
     CALLED: ClassVar[Mapping[str, str]] = {"max_tokens": "max_output_tokens"}
@@ -149,7 +156,6 @@ class ResponsesBody(Accounted):
     input: Any = taken("a text, or a list of items", default=MISSING, ranges=_inputs, bulky=True)
     instructions: str | None = taken("the system message", bulky=True)
     previous_response_id: str | None = taken("the response that this one continues", limit="max_name_length")
-    stream: bool | None = taken("send the answer as it is written")
     tools: list[dict[str, Any]] | None = taken("the functions that the model may call", ranges=tools_of)
     tool_choice: str | dict[str, Any] | None = taken("whether a tool may, or must, be called", ranges=tool_choices)
     parallel_tool_calls: bool | None = taken("whether the answer may have several calls; the default")
@@ -171,10 +177,6 @@ class ResponsesBody(Accounted):
     background: Any = unsupported()
     conversation: Any = unsupported()
     prompt: Any = unsupported()
-
-    @property
-    def streams(self) -> bool:
-        return bool(self.stream)
 
     @property
     def is_stored(self) -> bool:
