@@ -21,16 +21,16 @@ from octavo.cluster.router import RELAYED, NoWorkerError, Readers, Router
 from octavo.cluster.selection import PrefixSelection, make_selection
 from octavo.cluster.workers import Workers, new_session
 from octavo.errors import ConfigError, OctavoError, RequestError, how_to_install
-from octavo.server.access import AcceptedKeys, RefuseWebPages, authenticated
+from octavo.server.access import AcceptedKeys, WebPages, authenticated
 from octavo.server.answer_json import json_bytes
 from octavo.server.app import cors
 from octavo.server.config import ServerConfig
-from octavo.server.errors import ApiError, LastResort, answer_http_error, answer_octavo_error
+from octavo.server.errors import ApiError, Checked, LastResort, answer_http_error, answer_octavo_error
 from octavo.server.http.connection import InFlight
 from octavo.server.http.listening import bound, listen, log_failed_accepts
 from octavo.server.http.logs import RequestLog
 from octavo.server.interpreter_settings import settle_interpreter
-from octavo.server.route import RefuseControlCharacters, ResponseCounts, json_response
+from octavo.server.route import ResponseCounts, json_response, refuse_control_characters
 from octavo.server.run import Server, check_certificate
 
 
@@ -137,12 +137,12 @@ def create_router_app(
     middleware = [
         Middleware(RequestLog, responses=ResponseCounts(), writes=config.access_log),
         Middleware(LastResort),
-        Middleware(RefuseControlCharacters),
+        Middleware(Checked, check=refuse_control_characters),
     ]
     if config.allowed_origins:
         middleware.append(cors(config))
     if not access.needs_key:
-        middleware.append(Middleware(RefuseWebPages, hosts=config.allowed_hosts, origins=config.allowed_origins))
+        middleware.append(Middleware(Checked, check=WebPages(config.allowed_hosts, config.allowed_origins).refuse))
     app = Starlette(
         routes=[
             *(Route(path, router.relay, methods=["POST"]) for path in RELAYED),

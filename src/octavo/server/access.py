@@ -17,15 +17,15 @@ from __future__ import annotations
 import ipaddress
 import logging
 import socket
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
 
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from octavo.errors import ConfigError
 from octavo.scheduler.kv_limits import KVAmounts
-from octavo.server.apis import OLLAMA, api_of, path_of
+from octavo.server.apis import OLLAMA, api_of
 from octavo.server.config import ServerConfig
 from octavo.server.errors import ApiError
 from octavo.server.keys import ANYBODY, Client, Digest, KeyRing, clients_of_keys, read_keys_file, sharing_all
@@ -35,11 +35,11 @@ logger = logging.getLogger("octavo.server")
 
 
 class AcceptedKeys:
-    """The keys of clients and of admins.
+    """The keys of clients, admins and routers, and what each opens.
 
     Attributes:
         clients: keys that open the API.
-        admins: the same keys and the admin key; endpoints for operators need one whose client has `admin` set.
+        admins: the same keys and the admin key; only their clients with `admin` set are operators.
         routers: the router's key.
 
     Raises:
@@ -86,6 +86,46 @@ class AcceptedKeys:
         logger.info("reread %s: %d keys of %d tenants", self._config.keys_file, len(clients), len(tenants))
         return True
 
+    def identify(self, scope: Scope) -> None:
+        """Store the client of a request in `scope["state"]`; raise `ApiError` (401) if its key is missing or unknown.
+
+        The admin's and the router's keys pass too. They are no client's, and open only what `check` lets them.
+        """
+        key = presented_key(scope)
+        if key is not None and (client := self.clients.find(key)) is not None:
+            scope.setdefault("state", {})["client"] = client
+        elif key is None or self.routers.find(key) is None:
+            authenticated(self.admins, scope)
+
+    def check(self, access: Access, scope: Scope) -> None:
+        """Raise `ApiError` if the request's key does not open such an endpoint (401), or no key could (403)."""
+        if access is Access.CLIENT and self.clients and "client" not in scope.get("state", {}):
+            raise incorrect_key()
+        if access is Access.ROUTER:
+            if not self.routers:
+                message = "This server has no router key: start it with --router-key or OCTAVO_ROUTER_KEY."
+                raise ApiError(HTTPStatus.FORBIDDEN, message, code="no_router_key")
+            authenticated(self.routers, scope)
+        if access is Access.ADMIN or (access is Access.OPERATOR and self.admins):
+            if not any(client.admin for client in self.admins.clients):
+                message = (
+                    "This server has no admin key: start it with --admin-key, OCTAVO_ADMIN_KEY, or a tenant with "
+                    "admin = true in --keys-file, to use this."
+                )
+                raise ApiError(HTTPStatus.FORBIDDEN, message, code="no_admin_key")
+            if not authenticated(self.admins, scope).admin:
+                raise incorrect_key()
+
+    def admits_admin(self, request: Request) -> bool:
+        """Return whether the request carries an admin key."""
+        key = presented_key(request.scope)
+        client = None if key is None else self.admins.find(key)
+        return client is not None and client.admin
+
+    def admits_operator(self, request: Request) -> bool:
+        """Return whether the request may use what is `Access.OPERATOR`."""
+        return not self.admins or self.admits_admin(request)
+
     def _with_admin(self, clients: dict[Digest, Client]) -> dict[Digest, Client]:
         admin_key = self._config.accepted_admin_key
         return clients if admin_key is None else clients | clients_of_keys([admin_key], admin=True)
@@ -120,98 +160,10 @@ def presented_key(scope: Scope) -> str | None:
 
 
 def client_of(scope: Scope) -> Client:
-    """Return the client that `RequireApiKey` identified, or the anonymous client if no key is required."""
+    """Return the client that `AcceptedKeys.identify` found, or the anonymous client if no key is required."""
     client = scope.get("state", {}).get("client", ANYBODY)
     assert isinstance(client, Client)
     return client
-
-
-class RequireApiKey:
-    """Middleware that requires a known key on every path that is not public; stores its client in `scope["state"]`.
-
-    The admin key passes too. It is no client's, and opens only what `Gate` lets it.
-
-    Args:
-        clients: keys of clients.
-        admins: the same keys and the admin key.
-        routers: the router's key, which passes like the admin key.
-        public: methods and paths that need no key.
-    """
-
-    def __init__(
-        self, app: ASGIApp, clients: KeyRing, admins: KeyRing, routers: KeyRing, public: Set[tuple[str, str]]
-    ) -> None:
-        self._app = app
-        self._routers = routers
-        self._clients = clients
-        self._admins = admins
-        self._public = public
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (scope["method"], path_of(scope)) not in self._public:
-            try:
-                self._identify(scope)
-            except ApiError as error:
-                await error.response(scope)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    def _identify(self, scope: Scope) -> None:
-        key = presented_key(scope)
-        if key is not None and (client := self._clients.find(key)) is not None:
-            scope.setdefault("state", {})["client"] = client
-        elif key is None or self._routers.find(key) is None:
-            authenticated(self._admins, scope)
-
-
-class Gate:
-    """Decides whether a request may use an endpoint, by the endpoint's `Access`.
-
-    Args:
-        clients: keys of clients.
-        admins: the same keys and the admin key; only their clients with `admin` set are operators.
-        routers: the router's key.
-    """
-
-    def __init__(self, clients: KeyRing, admins: KeyRing, routers: KeyRing) -> None:
-        self._clients = clients
-        self._admins = admins
-        self._routers = routers
-
-    def check(self, access: Access, scope: Scope) -> None:
-        """Raise `ApiError` if the request's key does not open such an endpoint (401), or no key could (403)."""
-        if access is Access.CLIENT and self._clients and "client" not in scope.get("state", {}):
-            raise incorrect_key()
-        if access is Access.ROUTER:
-            self._check_router(scope)
-        if access is Access.ADMIN or (access is Access.OPERATOR and self._admins):
-            self._check_admin(scope)
-
-    def admits_admin(self, request: Request) -> bool:
-        """Return whether the request carries an admin key."""
-        key = presented_key(request.scope)
-        client = None if key is None else self._admins.find(key)
-        return client is not None and client.admin
-
-    def admits_operator(self, request: Request) -> bool:
-        """Return whether the request may use what is `Access.OPERATOR`."""
-        return not self._admins or self.admits_admin(request)
-
-    def _check_router(self, scope: Scope) -> None:
-        if not self._routers:
-            message = "This server has no router key: start it with --router-key or OCTAVO_ROUTER_KEY."
-            raise ApiError(HTTPStatus.FORBIDDEN, message, code="no_router_key")
-        authenticated(self._routers, scope)
-
-    def _check_admin(self, scope: Scope) -> None:
-        if not any(client.admin for client in self._admins.clients):
-            message = (
-                "This server has no admin key: start it with --admin-key, OCTAVO_ADMIN_KEY, or a tenant with admin = "
-                "true in --keys-file, to use this."
-            )
-            raise ApiError(HTTPStatus.FORBIDDEN, message, code="no_admin_key")
-        if not authenticated(self._admins, scope).admin:
-            raise incorrect_key()
 
 
 def authenticated(keys: KeyRing, scope: Scope) -> Client:
@@ -237,29 +189,20 @@ ANY = "*"
 _OF_PAGES = (b"origin", b"referer")
 
 
-class RefuseWebPages:
-    """Middleware that refuses requests that a web page of another origin made a browser send.
+class WebPages:
+    """Tells requests that a web page of another origin made a browser send from a program's.
 
     Args:
         hosts: allowed host names besides IP addresses, `localhost` and the machine's own name; `*` allows any.
         origins: origins whose pages may use the server, such as `https://chat.example`; `*` allows any.
     """
 
-    def __init__(self, app: ASGIApp, hosts: Iterable[str], origins: Iterable[str]) -> None:
-        self._app = app
+    def __init__(self, hosts: Iterable[str], origins: Iterable[str]) -> None:
         self._hosts = {"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)}
         self._origins = {origin.lower().rstrip("/") for origin in origins}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            try:
-                self._check(scope)
-            except ApiError as error:
-                await error.response(scope)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    def _check(self, scope: Scope) -> None:
+    def refuse(self, scope: Scope) -> None:
+        """Raise `ApiError` for a request of such a page."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         host = headers.get(b"host", "").lower()
         if host and ANY not in self._hosts and not self._is_own(host_name(host)):

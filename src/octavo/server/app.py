@@ -5,13 +5,15 @@ from __future__ import annotations
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.types import Scope
 
 from octavo.errors import OctavoError
-from octavo.server.access import AcceptedKeys, Gate, RefuseWebPages, RequireApiKey
+from octavo.server.access import AcceptedKeys, WebPages
+from octavo.server.apis import path_of
 from octavo.server.bodies.fields import Served
 from octavo.server.config import ServerConfig
 from octavo.server.engine_client import EngineClient
-from octavo.server.errors import LastResort, answer_http_error, answer_octavo_error
+from octavo.server.errors import Checked, LastResort, answer_http_error, answer_octavo_error
 from octavo.server.handling import IGNORED_HEADER, Handling
 from octavo.server.http.connection import InFlight
 from octavo.server.http.logs import RequestLog
@@ -22,7 +24,7 @@ from octavo.server.openai_api import OpenAIApi
 from octavo.server.openapi import Description
 from octavo.server.operations import Operations
 from octavo.server.quotas import Metered, Quotas
-from octavo.server.route import RefuseControlCharacters, ResponseCounts, public_requests, routes
+from octavo.server.route import ResponseCounts, public_requests, refuse_control_characters, routes
 
 
 def create_app(
@@ -45,38 +47,35 @@ def create_app(
     # Each request has a connection: one tenant's leave half of them to the others.
     quotas = Quotas(max_requests=max(1, config.max_connections // 2) if several else None)
     handling = Handling(engine, config, in_flight, access.routers)
-    gate = Gate(access.clients, access.admins, access.routers)
     name, info = handling.names[0], engine.info
     responses = ResponseCounts()
     endpoints = [
         *OpenAIApi(engine, config, handling).endpoints(),
         *OllamaApi(engine, handling).endpoints(),
         *LlamaCppApi(engine, handling).endpoints(),
-        *Operations(engine, config, in_flight, gate, quotas, responses, name).endpoints(),
+        *Operations(engine, config, in_flight, access, quotas, responses, name).endpoints(),
         *handling.routed.endpoints(engine, handling.reader, needs_key=access.needs_key),
-        *LivePage(engine, in_flight, gate, name, shows_text=config.live_page_text).endpoints(),
+        *LivePage(engine, in_flight, access, name, shows_text=config.live_page_text).endpoints(),
     ]
     server = Served(info.limits, info.max_model_len, info.vocab_size, info.hidden_size)
     endpoints += Description(server, endpoints).endpoints()
     responses.expect(endpoints)
     middleware = [Middleware(RequestLog, responses=responses, writes=config.access_log), Middleware(LastResort)]
-    middleware.append(Middleware(RefuseControlCharacters))
+    middleware.append(Middleware(Checked, check=refuse_control_characters))
     if config.allowed_origins:
         middleware.append(cors(config))
     if access.needs_key:
-        middleware.append(
-            Middleware(
-                RequireApiKey,
-                clients=access.clients,
-                admins=access.admins,
-                routers=access.routers,
-                public=public_requests(endpoints),
-            )
-        )
+        public = public_requests(endpoints)
+
+        def identify(scope: Scope) -> None:
+            if (scope["method"], path_of(scope)) not in public:
+                access.identify(scope)
+
+        middleware.append(Middleware(Checked, check=identify))
     else:
-        middleware.append(Middleware(RefuseWebPages, hosts=config.allowed_hosts, origins=config.allowed_origins))
+        middleware.append(Middleware(Checked, check=WebPages(config.allowed_hosts, config.allowed_origins).refuse))
     app = Starlette(
-        routes=routes(endpoints, gate.check, Middleware(Metered, quotas=quotas)),
+        routes=routes(endpoints, access.check, Middleware(Metered, quotas=quotas)),
         exception_handlers={OctavoError: answer_octavo_error, HTTPException: answer_http_error},
         middleware=middleware,
     )

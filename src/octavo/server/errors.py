@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -274,6 +274,23 @@ def _hint(path: str, known: Iterable[str]) -> str:
         return f". OpenAI's API is below /v1: is the base URL without it? Use /v1{path}."
     nearest = difflib.get_close_matches(path[:80], known, n=1, cutoff=0.8)
     return f". Did you mean {nearest[0]}?" if nearest else ""
+
+
+class Checked:
+    """Middleware that answers a request with the `ApiError` that `check` raises for it, if it raises one."""
+
+    def __init__(self, app: ASGIApp, check: Callable[[Scope], object]) -> None:
+        self._app = app
+        self._check = check
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http":
+            try:
+                self._check(scope)
+            except ApiError as error:
+                app = error.response(scope)
+        await app(scope, receive, send)
 
 
 class LastResort:

@@ -32,7 +32,7 @@ from octavo.engine.live import LiveView, computed_by, describe_block, describe_r
 from octavo.errors import shortened
 from octavo.observe.stats import EngineStats, Histogram
 from octavo.scheduler.scheduler import Scheduler
-from octavo.server.access import Gate
+from octavo.server.access import AcceptedKeys
 from octavo.server.answer_json import json_bytes
 from octavo.server.apis import OPENAI
 from octavo.server.engine_client import EngineClient
@@ -83,7 +83,7 @@ class LivePage(Handlers):
         self,
         engine: EngineClient,
         in_flight: InFlight,
-        gate: Gate,
+        access: AcceptedKeys,
         model_name: str,
         *,
         shows_text: bool = False,
@@ -94,7 +94,7 @@ class LivePage(Handlers):
         self._pages = InFlight()
         # Those that are sent changes, the first opened first.
         self._shown: list[_OpenPage] = []
-        self._gate = gate
+        self._access = access
         self._model_name = model_name
         self._shows_text = shows_text
 
@@ -144,7 +144,7 @@ class LivePage(Handlers):
         if found is None:
             raise ApiError(404, f"There is no block {shortened(named)}.", code="no_such_block")
         token_ids = found.pop("token_ids")
-        if token_ids is not None and self._shows_text and self._gate.admits_admin(request):
+        if token_ids is not None and self._shows_text and self._access.admits_admin(request):
             found["text"] = self._engine.tokenizer.decode(token_ids, False)
         return json_response(json_bytes(found))
 
@@ -158,7 +158,7 @@ class LivePage(Handlers):
         try:
             yield _event({"model": self._model_name, **_bounds(self._engine.stats)})
             # A key can be revoked meanwhile, by a change of the keys file.
-            while not self._server.draining and self._engine.is_alive and self._gate.admits_operator(request):
+            while not self._server.draining and self._engine.is_alive and self._access.admits_operator(request):
                 if shown not in self._shown:
                     yield _event({"displaced": True})
                     return

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 import octavo
 from octavo.errors import shortened
-from octavo.server.access import Gate
+from octavo.server.access import AcceptedKeys
 from octavo.server.answer_json import json_bytes
 from octavo.server.config import ServerConfig
 from octavo.server.engine_client import EngineClient
@@ -33,7 +33,7 @@ class Operations(Handlers):
         engine: EngineClient,
         config: ServerConfig,
         in_flight: InFlight,
-        gate: Gate,
+        access: AcceptedKeys,
         quotas: Quotas,
         responses: ResponseCounts,
         model_name: str,
@@ -41,7 +41,7 @@ class Operations(Handlers):
         self._engine = engine
         self._config = config
         self._in_flight = in_flight
-        self._gate = gate
+        self._access = access
         self._quotas = quotas
         self._responses = responses
         self._model_name = model_name
@@ -92,7 +92,7 @@ class Operations(Handlers):
     @get("/metrics", "text/plain", access=TOTALS)
     async def metrics(self, request: Request) -> Response:
         """Prometheus metrics, under vLLM's names."""
-        page = self._metrics_page(with_tenants=self._gate.admits_admin(request))
+        page = self._metrics_page(with_tenants=self._access.admits_admin(request))
         content, content_type = page.render(request.headers.get("accept", ""))
         return Response(content, headers={"content-type": content_type})
 

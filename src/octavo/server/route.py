@@ -9,20 +9,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, compile_path
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from octavo.server.bodies.fields import RequestBody, fields_of
-from octavo.server.errors import ApiError
-
-if TYPE_CHECKING:
-    from starlette.types import Scope
-
+from octavo.server.errors import ApiError, Checked
 
 Handler = Callable[[Request], Awaitable[Response]]
 Method = TypeVar("Method", bound=Callable[[Any, Request], Awaitable[Response]])
@@ -118,9 +114,7 @@ def _route(
     async def handle(request: Request) -> Response:
         return await methods[_method(request.scope)].handler(request)
 
-    checked = Middleware(
-        _Checked, access={method: endpoint.access for method, endpoint in methods.items()}, check=check
-    )
+    checked = Middleware(Checked, check=lambda scope: check(methods[_method(scope)].access, scope))
     is_work = any(endpoint.method == "POST" and endpoint.access is Access.CLIENT for endpoint in methods.values())
     return Route(path, handle, methods=list(methods), middleware=[checked, metered] if is_work else [checked])
 
@@ -130,19 +124,6 @@ def _method(scope: Scope) -> str:
     return "GET" if scope["method"] == "HEAD" else str(scope["method"])
 
 
-class _Checked:
-    """Middleware of one path that lets only those pass who may use the endpoint."""
-
-    def __init__(self, app: ASGIApp, access: Mapping[str, Access], check: Callable[[Access, Scope], None]) -> None:
-        self._app = app
-        self._access = access
-        self._check = check
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._check(self._access[_method(scope)], scope)
-        await self._app(scope, receive, send)
-
-
 def public_requests(endpoints: Iterable[Endpoint]) -> frozenset[tuple[str, str]]:
     """Return the methods and paths that need no key; a path with parameters cannot be public."""
     public = {(endpoint.method, endpoint.path) for endpoint in endpoints if endpoint.access is Access.PUBLIC}
@@ -150,19 +131,11 @@ def public_requests(endpoints: Iterable[Endpoint]) -> frozenset[tuple[str, str]]
     return frozenset(public | {("HEAD", path) for method, path in public if method == "GET"})
 
 
-class RefuseControlCharacters:
-    """Middleware that refuses paths with control characters: `$` in a route's pattern matches before a newline too."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (found := _CONTROL.search(scope["path"])):
-            message = f"The path has a control character (U+{ord(found[0]):04X})."
-            error = ApiError(HTTPStatus.BAD_REQUEST, message, code="invalid_path")
-            await error.response(scope)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+def refuse_control_characters(scope: Scope) -> None:
+    """Raise `ApiError` for a path with control characters: `$` in a route's pattern matches before a newline too."""
+    if found := _CONTROL.search(scope["path"]):
+        message = f"The path has a control character (U+{ord(found[0]):04X})."
+        raise ApiError(HTTPStatus.BAD_REQUEST, message, code="invalid_path")
 
 
 def json_response(content: bytes) -> Response:
