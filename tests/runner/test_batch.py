@@ -64,7 +64,8 @@ def assert_says_what_is_planned(batch: StepBatch, plan: StepPlan, engine: Harnes
 def assert_rows_are_wanted(batch: StepBatch, plan: StepPlan, engine: Harness, starts: list[int]) -> None:
     wanted = [starts[i + 1] - 1 for i, draws in enumerate(plan.draws) for _ in range(draws)]
     rows = batch.logits_indices.tolist()
-    assert [rows[row] for row in batch.sample_rows] == wanted
+    sample_rows = list(range(plan.num_draws)) if batch.sample_rows is None else batch.sample_rows
+    assert [rows[row] for row in sample_rows] == wanted
     drawing = engine.scheduler.drawing
     assert batch.sampling.records["seed"].tolist() == [seq.seed for seq in drawing]
     # A sibling that has not begun draws as the one does that computes its prompt.
@@ -77,7 +78,7 @@ def assert_rows_are_wanted(batch: StepBatch, plan: StepPlan, engine: Harness, st
             counts = dict(zip(state.counts.output_ids.tolist(), state.counts.output_counts.tolist(), strict=True))
             assert counts == output
             assert state.counts.prompt_ids.tolist() == sorted(set(seq.request.prompt_token_ids))
-    assert max(batch.sample_rows, default=-1) + 1 == batch.num_sample_rows, "the sampled rows come first"
+    assert max(sample_rows, default=-1) + 1 == batch.num_sample_rows, "the sampled rows come first"
     assert [scores for _, scores in batch.scores] == list(plan.scores)
     for first_row, scores in batch.scores:
         begin, count = starts[scores.row] + scores.first - plan.starts[scores.row], len(scores.targets)
@@ -206,3 +207,41 @@ def test_a_row_draws_after_each_of_its_last_positions() -> None:
     assert batch.sample_rows == [0, 1, 2, 3, 3]
     assert batch.sampling.positions.tolist() == [3, 4, 5, 0, 0]
     assert batch.sampling.records["seed"].tolist() == [7, 7, 7, 7, 8]
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=2, max_size=12), data=st.data())
+def test_steps_that_verify_drafts_of_any_lengths_in_any_order(
+    lengths: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """Each token is a query at its own position, whichever layouts came before."""
+    builder, seq_ids = make_builder(), (SequenceId(1), SequenceId(2))
+    params = SamplingParams(presence_penalty=data.draw(st.sampled_from([0.0, 1.0])))
+    sampling = SamplingSnapshot(RequestId("r"), params, seed=7, num_prompt_tokens=2)
+    tables = {i: [BlockId(40 * i + place) for place in range(40)] for i in (1, 2)}
+    prompt = np.arange(2, dtype=np.int32).tobytes()
+    starts = [2, 2]
+    for number, step in enumerate(lengths):
+        plan = StepPlan(
+            step=number + 1,
+            seq_ids=seq_ids,
+            starts=tuple(starts),
+            lengths=step,
+            draws=step,
+            token_ids=tuple(range(sum(step))),
+            new=() if number else tuple(NewSequence(i, sampling, (tables[i],), prompt) for i in seq_ids),
+        )
+        batch = builder.build(plan)
+        places = [(i, p) for i, s, n in zip(seq_ids, starts, step, strict=True) for p in range(s, s + n)]
+        positions, (group,) = [p for _, p in places], batch.attention.groups
+        assert batch.token_ids.tolist() == batch.logits_indices.tolist() == list(range(len(places)))
+        assert batch.attention.positions.tolist() == positions
+        assert batch.attention.query_start.tolist() == list(range(len(places) + 1))
+        assert batch.attention.context_lens.tolist() == [p + 1 for p in positions]
+        assert group.slot_mapping.tolist() == [tables[i][p // BLOCK] * BLOCK + p % BLOCK for i, p in places]
+        assert [group.block_tables[row, 0] for row in batch.attention.table_rows] == [tables[i][0] for i, _ in places]
+        assert batch.sampling.positions.tolist() == [p - 1 for p in positions]
+        assert batch.attention.max_context_len == max(positions) + 1
+        if params.counts_tokens:
+            assert [state.counted.num_tokens for state in batch.sampling.states] == [p + 1 for p in positions]
+        starts = [s + data.draw(st.integers(1, n)) for s, n in zip(starts, step, strict=True)]

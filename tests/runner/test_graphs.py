@@ -52,12 +52,14 @@ def test_the_mean_context_beyond_one_split_is_padded_to_a_power_of_two(longest: 
 
 def test_padding_is_one_token_in_the_null_block() -> None:
     inputs = StepInputs(4, [torch.zeros(4, 3, dtype=torch.int32)], torch.device("cpu"), mirrored=True)
-    for field in (inputs.token_ids, inputs.positions, inputs.rows, inputs.lengths, inputs.slots[0]):
-        field[:] = 7
+    for entries in (inputs.token_ids, inputs.rows, inputs.lengths, *inputs.places):
+        entries[:] = 7
+    inputs.bounds[:] = inputs.indices[:] = range(5)
     inputs.pad(2)
     inputs.push()
-    batch = inputs.batch(4, 8, 16)
-    assert inputs.device_token_ids(4).tolist() == [7, 7, 0, 0]
+    token_ids, batch, indices = inputs.views(4, 4, 4)
+    assert token_ids.tolist() == [7, 7, 0, 0]
+    assert indices.tolist() == [0, 1, 2, 3]
     assert batch.context_lens.tolist() == [7, 7, 1, 1]
     assert batch.context_lens.dtype is torch.int32
     assert batch.groups[0].slot_mapping.tolist() == [7, 7, 0, 0]

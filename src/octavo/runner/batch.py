@@ -1,12 +1,15 @@
 """Builds a step's tensors from its plan; the only place where slots are computed.
 
-A step of decodes alone is written into `StepInputs`, whose addresses stay the same, as a CUDA graph requires.
+plan ──> _Layout      which tokens, queries and draws there are; stays while the same rows compute as many
+           └ write    a step's numbers ──> StepInputs, buffers at fixed addresses, as a CUDA graph requires
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import add
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +21,11 @@ from octavo.sampling.batch import SamplingBatch
 from octavo.scheduler.plan import DRAWN, PromptPool, PromptScores, StepPlan
 from octavo.storage.device_copy import to_device, write_to_device
 
-_TOKENS, _ROWS, _LENGTHS, _POSITIONS, _SLOTS = range(5)
+_TOKENS, _ROWS, _LENGTHS, _BOUNDS, _INDICES, _POSITIONS, _SLOTS = range(7)
 _NO_ROWS: Rows = np.empty(0, np.int64)
+_NO_DRAWS = SamplingBatch.of((), ())
+_MOST_LAYOUTS = 32  # kept; a stream that verifies drafts of up to 8 tokens has 9
+_LEAST_TOKENS = 512  # for which the buffers of prompts have room
 
 
 def padded_size(num_seqs: int) -> int:
@@ -31,81 +37,87 @@ def padded_size(num_seqs: int) -> int:
 
 
 class StepInputs:
-    """The inputs of up to `capacity` sequences with one token each, written on the host and copied in one transfer.
+    """The inputs of a step of up to `capacity` tokens, written on the host and copied in one transfer.
 
-        host           | token ids | rows | lengths | positions | slots of group 0 | slots of group 1 | …
-                             └── one transfer ──> the same on the device
+        host    | token ids | rows | lengths | bounds | indices | positions | slots of group 0 | slots of group 1 | …
+                    └── one transfer ──> the same on the device
 
-    On a CPU both are the same memory. Entries after the sequences of a step are padding: token 0 at position 0 of a
-    sequence of one token, whose key and value go to the null block.
+    On a CPU both are the same memory. Entries after those of a step are padding: token 0 at position 0 of a sequence of
+    one token, whose key and value go to the null block.
 
     Args:
         device_tables: each group's block tables on the device.
         mirrored: whether the device has its own memory.
 
     Attributes:
-        token_ids, positions, rows: int64 [capacity], on the host.
-        lengths: int32 [capacity], on the host.
-        slots: int64 [capacity] per group, on the host.
-        places: int64 [1 + groups, capacity], the positions and the slots, on the host.
+        token_ids, positions: int64 [tokens], on the host like all others.
+        rows: int64 [queries], each one's row in the block tables.
+        lengths: int32 [queries], each one's context.
+        bounds: int32 [queries + 1], each one's first token.
+        indices: int64 [outputs], the tokens whose logits or hidden states are needed.
+        places: int64 [1 + groups, tokens], the positions, and each group's slots.
     """
 
     def __init__(
         self, capacity: int, device_tables: Sequence[torch.Tensor], device: torch.device, *, mirrored: bool
     ) -> None:
-        num_groups = len(device_tables)
-        self._host = torch.zeros(_SLOTS + num_groups, capacity, dtype=torch.int64)
+        self.capacity = capacity
+        self._host = torch.zeros(_SLOTS + len(device_tables), capacity + 1, dtype=torch.int64)
         self._device = torch.zeros_like(self._host, device=device) if mirrored else self._host
         self._tables = device_tables
-        self._query_start = torch.arange(capacity + 1, dtype=torch.int32, device=device)
-        self._indices = torch.arange(capacity, device=device)
         fields = self._host.numpy()
         self.token_ids, self.positions, self.rows = fields[_TOKENS], fields[_POSITIONS], fields[_ROWS]
-        self.lengths: npt.NDArray[np.int32] = fields[_LENGTHS].view(np.int32)[:capacity]
+        self.lengths: npt.NDArray[np.int32] = fields[_LENGTHS].view(np.int32)[: capacity + 1]
+        self.bounds: npt.NDArray[np.int32] = fields[_BOUNDS].view(np.int32)[: capacity + 1]
+        self.indices = fields[_INDICES]
         self.places = fields[_POSITIONS:]
-        self.slots = [fields[_SLOTS + group] for group in range(num_groups)]
-
-    @property
-    def capacity(self) -> int:
-        return self._host.shape[1]
+        self.bounds[:] = self.indices[:] = np.arange(capacity + 1)  # as of tokens that are a query each
+        self._decodes: dict[int, InputViews] = {}
 
     def pad(self, count: int) -> None:
-        """Fill all entries from `count` on with padding."""
-        for field in (self.token_ids, self.positions, self.rows, *self.slots):
-            field[count:] = 0
-        self.lengths[count:] = 1
+        """Fill all entries from `count` on with padding, which graphs read."""
+        if self._device is not self._host:
+            for entries in (self.token_ids, self.rows, *self.places):
+                entries[count:] = 0
+            self.lengths[count:] = 1
 
     def push(self) -> None:
         """Update the device's copy; the host's may be overwritten at once."""
         if self._device is not self._host:
             write_to_device(self._host.numpy(), self._device)
 
-    def device_token_ids(self, count: int) -> torch.Tensor:
-        return self._device[_TOKENS, :count]
+    def decodes(self, count: int) -> InputViews:
+        """Return the views of `count` tokens that are queries, and whose logits are needed: always the same object."""
+        if (views := self._decodes.get(count)) is None:
+            views = self._decodes[count] = self.views(count, count, count)
+        return views
 
-    def logits_indices(self, count: int) -> torch.Tensor:
-        return self._indices[:count]
-
-    def batch(self, count: int, max_context_len: int, total_len: int) -> AttentionBatch:
-        """Return the attention inputs of the first `count` sequences, on the device.
-
-        Args:
-            max_context_len, total_len: the largest of their contexts, and the sum, or more.
-        """
-        return AttentionBatch(
-            query_start=self._query_start[: count + 1],
-            context_lens=self._device[_LENGTHS].view(torch.int32)[:count],
-            table_rows=self._device[_ROWS, :count],
-            positions=self._device[_POSITIONS, :count],
+    def views(self, num_seqs: int, num_tokens: int, num_outputs: int) -> InputViews:
+        """Return the first entries on the device. Numbers that the host needs of the attention are left at 0."""
+        device = self._device
+        attention = AttentionBatch(
+            query_start=device[_BOUNDS].view(torch.int32)[: num_seqs + 1],
+            context_lens=device[_LENGTHS].view(torch.int32)[:num_seqs],
+            table_rows=device[_ROWS, :num_seqs],
+            positions=device[_POSITIONS, :num_tokens],
             groups=tuple(
-                GroupBatch(table, self._device[_SLOTS + group, :count]) for group, table in enumerate(self._tables)
+                GroupBatch(table, device[_SLOTS + group, :num_tokens]) for group, table in enumerate(self._tables)
             ),
-            num_seqs=count,
-            num_tokens=count,
+            num_seqs=num_seqs,
+            num_tokens=num_tokens,
             max_query_len=1,
-            max_context_len=max_context_len,
-            total_decode_len=total_len,
+            max_context_len=0,
+            total_decode_len=0,
         )
+        return InputViews(device[_TOKENS, :num_tokens], attention, device[_INDICES, :num_outputs])
+
+
+class InputViews(NamedTuple):
+    """A step's inputs of the model on the device, as views of `StepInputs`."""
+
+    token_ids: torch.Tensor
+    attention: AttentionBatch
+    logits_indices: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -114,103 +126,189 @@ class StepBatch:
 
     Attributes:
         token_ids: int64 [num_tokens]
-        logits_indices: int64 [rows]; tokens whose logits or hidden states are needed: first those to sample from, then
-            those to score, then those to pool.
-        sampling: the draws; `sample_rows[i]` is the logits row of draw i.
+        logits_indices: int64 [outputs]; tokens whose logits or hidden states are needed: first those to sample from,
+            then those to score, then those to pool.
+        sampling: the draws.
+        sample_rows: the logits row of each draw; None if row i belongs to draw i.
         num_sample_rows: number of rows to sample from.
         num_logits: number of rows that need logits, which are all but the pooled ones.
         scores: (first row, positions to score) for prompt logprobs.
         pools: (first row, positions to pool) for embeddings.
-        inputs: the buffers of a pure decode step, in which every sequence computes one token and draws one; else None.
+        fits_graphs: whether all its tokens are decodes, in `BatchBuilder.inputs`.
         is_plain: whether it draws tokens, and nothing but their ids is wanted.
     """
 
     token_ids: torch.Tensor
     attention: AttentionBatch
     logits_indices: torch.Tensor
-    sampling: SamplingBatch
-    sample_rows: list[int]
     num_sample_rows: int
     num_logits: int
-    scores: list[tuple[int, PromptScores]]
-    pools: list[tuple[int, PromptPool]]
-    inputs: StepInputs | None = None
+    sample_rows: list[int] | None = None
+    scores: list[tuple[int, PromptScores]] = field(default_factory=list)
+    pools: list[tuple[int, PromptPool]] = field(default_factory=list)
+    fits_graphs: bool = False
+    sampling: SamplingBatch = _NO_DRAWS
     is_plain: bool = False
 
 
-class _Streams:
-    """The batch of consecutive steps in which the same sequences compute one token each and draw one: most steps.
+class _Layout:
+    """Which tokens, queries and draws a step has. Usually the next has the same, and only its numbers are written.
 
-    Row i is token i and draw i. The batch is built once, and each step only writes its numbers into it: right after a
-    model has read all its weights, each call of another function costs microseconds, however little it does.
+        plan        | row 4: 3 tokens, 3 draws | row 7: 4 tokens, 1 draw |        row 4 verifies two tokens
+        queries     | 4 | 4 | 4                | 7                       |
+        draws         ^   ^   ^                                        ^
+
+    Each token of a row that verifies a draft is a query of its own, as in a decode. All keys and values of a step are
+    written before any is read, so such a query reads those of the tokens before it.
+
+    Right after a model has read all its weights, each call of another function costs microseconds, however little it
+    does, so steps of decodes make few.
 
     Args:
-        rows: table rows of the sequences.
-        sampling: inputs of the draws from these rows; each step overwrites its positions.
-        tables: the block tables on the host.
+        rows: the table row of each of the plan's rows.
         inputs: the buffers that steps write, and the device reads.
+        in_graphs: whether graphs read these buffers.
 
     Attributes:
-        follows_tokens: whether a penalty or a grammar follows the tokens of any sequence.
+        drawing_rows: int64 [draws], the table row of each.
     """
 
-    def __init__(self, rows: Rows, sampling: SamplingBatch, tables: list[np.ndarray], inputs: StepInputs) -> None:
-        count = len(rows)
-        self.rows = rows
-        self.follows_tokens = False
-        self._tables = tables
-        self._num_prompt_tokens = sampling.records["num_prompt_tokens"].copy()
-        self._inputs = inputs
-        inputs.pad(count)
-        inputs.rows[:count] = rows
-        self._token_ids, self._positions = inputs.token_ids[:count], inputs.positions[:count]
-        self._ends = inputs.lengths[:count]
-        self._counting = (inputs.places[:, :count], self._ends, sampling.positions)
-        self._steps_left = 0  # before some row enters its next block
-        self._slots = [slots[:count] for slots in inputs.slots]
+    def __init__(
+        self, plan: StepPlan, rows: Rows, table: SequenceTable, inputs: StepInputs, block_size: int, *, in_graphs: bool
+    ) -> None:
+        self._rows, self._table, self._inputs, self._block_size = rows, table, inputs, block_size
+        self._follows_tokens = table.sampling.follows(rows)
+        self._sum_of_starts = self._steps_left = 0  # steps before some token enters its row's next block
+        lengths, num_tokens = np.array(plan.lengths, dtype=np.int64), len(plan.token_ids)
+        self._bounds = _bounds(lengths)
+        self._row = np.repeat(np.arange(len(rows)), lengths)  # of each token, and its place in it
+        self._place = np.arange(num_tokens) - self._bounds[self._row]
+        self._token_rows = self._query_rows = self.drawing_rows = rows[self._row]
+        self._last: Rows | None = None  # token of each query; None if each token is a query
+        self._drawn: Rows | None = None  # the token before each draw; None if each token has one
+        self._num_drafted: Rows | None = None  # the last tokens of each row that are unverified
+        self._seeds: list[tuple[int, int]] = []
+        self._batch = self._decodes(lengths, in_graphs) if plan.is_decodes else self._ragged(plan, lengths)
+        self._positions, self._ends = inputs.positions[:num_tokens], inputs.lengths[: len(self._query_rows)]
+        self._places = inputs.places[:, :num_tokens]  # positions and slots
 
-        self.batch = StepBatch(
-            token_ids=inputs.device_token_ids(count),
-            attention=inputs.batch(count, max_context_len=0, total_len=0),
-            logits_indices=inputs.logits_indices(count),
-            sampling=sampling,
-            sample_rows=list(range(count)),
-            num_sample_rows=count,
-            num_logits=count,
-            scores=[],
-            pools=[],
-            inputs=inputs,
-            is_plain=sampling.is_plain,
+    def _decodes(self, lengths: np.ndarray, in_graphs: bool) -> StepBatch:
+        """Return the batch of a step in which each token is a query, and draws."""
+        count = len(self._row)
+        if count > len(lengths):
+            self._num_drafted = lengths - 1
+        return StepBatch(*self._inputs.decodes(count), num_sample_rows=count, num_logits=count, fits_graphs=in_graphs)
+
+    def _ragged(self, plan: StepPlan, lengths: np.ndarray) -> StepBatch:
+        own = np.array(plan.draws, dtype=np.int64)  # at the last positions of each row; siblings draw at the very last
+        for row, siblings in plan.sibling_seeds.items():
+            own[row] -= len(siblings)
+        is_verified = own > 1
+        if is_verified.any():
+            self._num_drafted = np.where(is_verified, lengths - 1, 0)
+        query_row = np.repeat(np.arange(len(lengths)), np.where(is_verified, lengths, 1))
+        query_lengths = np.where(is_verified, 1, lengths)[query_row]
+        query_start = _bounds(query_lengths)
+        self._query_rows, self._last = self._rows[query_row], np.cumsum(query_lengths) - 1
+        self._drawn = outputs = np.flatnonzero(lengths[self._row] - self._place <= own[self._row])
+        num_own, sample_rows = len(outputs), None
+        if plan.sibling_seeds:
+            times, last_own = np.ones(num_own, dtype=np.int64), np.cumsum(own) - 1
+            for row, siblings in plan.sibling_seeds.items():
+                times[last_own[row]] += len(siblings)
+            end = np.cumsum(times)  # of the draws from each row of logits
+            for row, siblings in plan.sibling_seeds.items():
+                self._seeds += enumerate(siblings, start=int(end[last_own[row]]) - len(siblings))
+            sample_rows = np.repeat(np.arange(num_own), times)
+            self._drawn = outputs[sample_rows]
+        self.drawing_rows = self._token_rows[self._drawn]
+        pieces, num_outputs = [outputs], num_own
+        scores: list[tuple[int, PromptScores]] = []
+        pools: list[tuple[int, PromptPool]] = []
+        for score in plan.scores:
+            scores.append((num_outputs, score))
+            pieces.append(self._tokens(plan, score.row, score.first, len(score.targets)))
+            num_outputs += len(score.targets)
+        num_logits = num_outputs
+        for pool in plan.pools:
+            pools.append((num_outputs, pool))
+            pieces.append(self._tokens(plan, pool.row, pool.first, pool.num_tokens))
+            num_outputs += pool.num_tokens
+        self._inputs.bounds[: len(query_start)] = query_start
+        self._inputs.indices[:num_outputs] = np.concatenate(pieces)
+        views = self._inputs.views(len(query_row), len(self._row), num_outputs)
+        views.attention.max_query_len = int(query_lengths.max())
+        self._singles = np.flatnonzero(query_lengths == 1)
+        return StepBatch(
+            *views,
+            num_sample_rows=num_own,
+            num_logits=num_logits,
+            sample_rows=None if sample_rows is None else sample_rows.tolist(),
+            scores=scores,
+            pools=pools,
         )
 
-    def write(self, plan: StepPlan, block_size: int) -> None:
-        """Write a step's numbers."""
-        self._token_ids[:] = plan.token_ids
-        attention, total = self.batch.attention, sum(plan.starts)
-        if self._steps_left and not plan.tables and total == attention.total_decode_len:
+    def _tokens(self, plan: StepPlan, row: int, position: int, count: int) -> Rows:
+        first = int(self._bounds[row]) + position - plan.starts[row]
+        return np.arange(first, first + count)
+
+    def begin(self) -> None:
+        """Go on with this layout after another."""
+        self._inputs.pad(len(self._positions))
+        self._inputs.rows[: len(self._query_rows)] = self._query_rows
+        self._steps_left = 0
+        if self._follows_tokens:
+            self._batch.sampling = _NO_DRAWS  # states were replaced if another step has verified drafts
+
+    def write(self, plan: StepPlan) -> StepBatch:
+        """Write a step's numbers, and return its batch."""
+        table, batch, attention = self._table, self._batch, self._batch.attention
+        if self._follows_tokens:
+            table.sampling.count(self._rows, plan.starts, self._bounds, plan.token_ids, self._num_drafted)
+        self._inputs.token_ids[: len(plan.token_ids)] = plan.token_ids
+        total, before = sum(plan.starts), self._sum_of_starts
+        self._sum_of_starts = total
+        if self._steps_left and not plan.tables and total == before + len(self._rows):
             # Usually each row is one token further in the block that it was in.
-            for numbers in self._counting:
+            for numbers in (self._places, self._ends, batch.sampling.positions):
                 numbers += 1  # in place
             attention.max_context_len += 1
+            attention.total_decode_len += len(self._ends)
             self._steps_left -= 1
         else:
-            self._write_places(plan, block_size)
-        attention.total_decode_len = total + len(self.rows)
+            self._write_places(plan)
+        attention.sinks = self._sinks() if table.num_budgets else None
         self._inputs.push()
+        return batch
 
-    def _write_places(self, plan: StepPlan, block_size: int) -> None:
-        positions, ends = self._positions, self._ends
-        positions[:] = plan.starts
-        np.add(positions, 1, out=ends, casting="same_kind")
-        np.subtract(ends, self._num_prompt_tokens, out=self.batch.sampling.positions)
-        blocks, offsets = np.divmod(positions, block_size)
-        self._steps_left = block_size - 1 - int(offsets.max())
-        for table, slots in zip(self._tables, self._slots, strict=True):
-            # slot = table entry * block_size + offset = (table entry - block index) * block_size + position
-            np.subtract(table[self.rows, blocks], blocks, out=slots)
-            slots *= block_size
-            slots += positions
-        self.batch.attention.max_context_len = max(plan.starts) + 1
+    def _write_places(self, plan: StepPlan) -> None:
+        batch, attention, positions, ends = self._batch, self._batch.attention, self._positions, self._ends
+        np.add(np.array(plan.starts, dtype=np.int64)[self._row], self._place, out=positions)
+        np.add(positions if self._last is None else positions[self._last], 1, out=ends, casting="same_kind")
+        blocks, offsets = np.divmod(positions, self._block_size)
+        for table, slots in zip(self._table.tables, self._places[1:], strict=True):
+            np.multiply(table[self._token_rows, blocks], self._block_size, out=slots)
+            slots += offsets
+        attention.max_context_len = max(map(add, plan.starts, plan.lengths))
+        attention.total_decode_len = int((ends if self._last is None else ends[self._singles]).sum())
+        drawn = positions if self._drawn is None else positions[self._drawn]
+        depends = self._follows_tokens and self._num_drafted is not None  # each draw of a row has its own state
+        if batch.sampling is _NO_DRAWS or depends:
+            batch.sampling = self._table.sampling.batch(self.drawing_rows, drawn + 1, self._seeds)
+            batch.is_plain = len(drawn) > 0 and batch.sampling.is_plain
+            self._not_output = batch.sampling.records["num_prompt_tokens"] - 1
+        else:
+            np.subtract(drawn, self._not_output, out=batch.sampling.positions)
+        self._steps_left = 0 if depends else self._block_size - 1 - int(offsets.max())
+
+    def _sinks(self) -> SinkReads | None:
+        """Return what sequences see that have evicted tokens under their budget; None if none has."""
+        budgets, of_tokens = self._table.budgets[self._query_rows], self._table.budgets[self._token_rows]
+        if not ((self._ends > budgets) & (budgets > 0)).any():
+            return None
+        seen_from = np.where(of_tokens > 0, np.minimum(self._positions, of_tokens - 1), self._positions)
+        device = self._batch.token_ids.device
+        return SinkReads(to_device(budgets, device), self._block_size, to_device(seen_from, device))
 
 
 class BatchBuilder:
@@ -224,7 +322,7 @@ class BatchBuilder:
         mirrored: whether the device has its own memory; by default, if it is not a CPU.
 
     Attributes:
-        inputs: buffers shared by all decode steps, padded for the largest; None on a CPU, where each batch has its own.
+        inputs: the buffers of steps of up to `padded_size(max_rows)` decodes; other steps have larger ones.
     """
 
     def __init__(
@@ -239,13 +337,15 @@ class BatchBuilder:
         self._block_size = block_size
         self._device = torch.device(device)
         self.sequences = SequenceTable(num_groups, max_rows, max_blocks, self._device, mirrored)
-        self.inputs = self._new_inputs(padded_size(max_rows)) if self.sequences.mirrored else None
-        self._streams: _Streams | None = None
-        self._drawing_rows = _NO_ROWS  # of the draws of the last plan
-        self._drawn: torch.Tensor | Sequence[int] = ()  # by them
+        self.inputs = self._new_inputs(padded_size(max_rows))
+        self._large_inputs = self._new_inputs(_LEAST_TOKENS)
+        self._layout: _Layout | None = None  # of the last plan
+        self._layouts: dict[tuple[int, ...], _Layout] = {}  # of decodes of these rows, by the rows' lengths
+        self._rows = _NO_ROWS
+        self._drawn: torch.Tensor | Sequence[int] = ()  # by the last plan
 
     def build(self, plan: StepPlan) -> StepBatch:
-        """Build a plan's batch, with what the step before drew in place of `DRAWN`."""
+        """Build a plan's batch, with what the step before drew in place of `DRAWN`. It is valid until the next."""
         rows = self.sequences.apply(plan)
         pending, places = self._pending(plan)
         draws = self._draws_of(rows[pending]) if len(pending) else None
@@ -257,7 +357,7 @@ class BatchBuilder:
             for place, draw in zip(places.tolist(), draws.tolist(), strict=True):
                 token_ids[place] = drawn[draw]
             plan, draws = plan._replace(token_ids=tuple(token_ids)), None
-        batch = self._build_streams(plan, rows) if plan.num_streams == len(rows) else self._build_ragged(plan, rows)
+        batch = self._layout_of(plan, rows).write(plan)
         if draws is not None:
             self._write_drawn(batch.token_ids, places, draws)
         return batch
@@ -273,9 +373,10 @@ class BatchBuilder:
 
     def _draws_of(self, rows: Rows) -> Rows:
         """Return the draw of the last plan from each of these rows, of several from one row the first: int64 [rows]."""
-        if rows.shape == self._drawing_rows.shape and (rows == self._drawing_rows).all():
+        drawing = _NO_ROWS if self._layout is None else self._layout.drawing_rows
+        if rows.shape == drawing.shape and (rows == drawing).all():
             return np.arange(len(rows))
-        draw_of = {row: draw for draw, row in reversed(list(enumerate(self._drawing_rows.tolist())))}
+        draw_of = {row: draw for draw, row in reversed(list(enumerate(drawing.tolist())))}
         return np.array([draw_of[row] for row in rows.tolist()], dtype=np.int64)
 
     def _write_drawn(self, token_ids: torch.Tensor, places: Rows, draws: Rows) -> None:
@@ -294,146 +395,36 @@ class BatchBuilder:
         """
         self._drawn = token_ids
 
-    def _build_ragged(self, plan: StepPlan, rows: Rows) -> StepBatch:
-        self._streams = None
-        starts = np.array(plan.starts, dtype=np.int64)
-        lengths = np.array(plan.lengths, dtype=np.int64)
-        own = np.array(plan.draws, dtype=np.int64)  # at the last positions of each row; siblings draw at the very last
-        for row, siblings in plan.sibling_seeds.items():
-            own[row] -= len(siblings)
-        query_start = _bounds(lengths)
-        is_verified = own > 1
-        num_drafted = np.where(is_verified, lengths - 1, 0)
-        self.sequences.sampling.count(rows, plan.starts, query_start, plan.token_ids, num_drafted)
-        attention = (rows, starts, lengths, query_start)
-        if is_verified.any():
-            attention = _one_by_one(*attention, is_verified)
-        return self._with_rows_to_sample(
-            plan, rows, own, starts + lengths, query_start, self._attention_batch(*attention)
-        )
-
     def forget(self, plan: StepPlan) -> None:
         """Apply a plan without rows, which only makes the runner forget sequences."""
         self.sequences.apply(plan)
-        self._streams = None
+        self._layout = None
+        self._layouts.clear()
 
-    def _build_streams(self, plan: StepPlan, rows: Rows) -> StepBatch:
-        same, table = self._streams, self.sequences
-        is_new = same is None or same.rows is not rows
-        follows = table.sampling.follows(rows) if same is None or is_new else same.follows_tokens
-        if follows:
-            table.sampling.count(rows, plan.starts, np.arange(len(rows) + 1, dtype=np.int32), plan.token_ids)
-        if same is None or is_new:
-            sampling = table.sampling.batch(rows, np.zeros(len(rows), np.int64))
-            same = self._streams = _Streams(rows, sampling, table.tables, self.inputs or self._new_inputs(len(rows)))
-            same.follows_tokens = follows
-        same.write(plan, self._block_size)
-        if table.num_budgets:
-            starts = np.array(plan.starts, dtype=np.int64)
-            same.batch.attention.sinks = self._sink_reads(rows, starts + 1, starts, rows)
-        self._drawing_rows = rows
-        return same.batch
+    def _layout_of(self, plan: StepPlan, rows: Rows) -> _Layout:
+        if rows is not self._rows:
+            self._layouts.clear()
+            self._rows = rows
+        is_decodes = plan.is_decodes
+        layout = self._layouts.get(plan.lengths) if is_decodes else None
+        if layout is None:
+            # A row may need logits and a hidden state of its last token.
+            most = len(plan.token_ids) + (0 if is_decodes else len(rows))
+            is_usual = is_decodes and most <= self.inputs.capacity
+            if not is_usual and most > self._large_inputs.capacity:
+                self._large_inputs = self._new_inputs(1 << (most - 1).bit_length())
+            inputs = self.inputs if is_usual else self._large_inputs
+            layout = _Layout(plan, rows, self.sequences, inputs, self._block_size, in_graphs=is_usual)
+            if is_usual and len(self._layouts) < _MOST_LAYOUTS:
+                self._layouts[plan.lengths] = layout
+        if layout is not self._layout:
+            layout.begin()
+            self._layout = layout
+        return layout
 
     def _new_inputs(self, capacity: int) -> StepInputs:
         tables = self.sequences
         return StepInputs(capacity, tables.device_tables, self._device, mirrored=tables.mirrored)
-
-    def _attention_batch(
-        self, rows: Rows, starts: np.ndarray, lengths: np.ndarray, query_start: np.ndarray
-    ) -> AttentionBatch:
-        num_seqs, num_tokens = len(rows), int(query_start[-1])
-        context_lens = starts + lengths
-        max_context, max_query = int(context_lens.max()), int(lengths.max())
-        if num_tokens == num_seqs:
-            positions, token_rows = starts, rows
-        else:
-            positions = np.repeat(starts - query_start[:-1], lengths) + np.arange(num_tokens)
-            token_rows = np.repeat(rows, lengths)
-        blocks, offsets = np.divmod(positions, self._block_size)
-        groups = tuple(
-            GroupBatch(
-                block_tables=on_device,
-                slot_mapping=self._tensor(table[token_rows, blocks].astype(np.int64) * self._block_size + offsets),
-            )
-            for table, on_device in zip(self.sequences.tables, self.sequences.device_tables, strict=True)
-        )
-        return AttentionBatch(
-            query_start=self._tensor(query_start),
-            context_lens=self._tensor(context_lens.astype(np.int32)),
-            table_rows=self._tensor(rows),
-            positions=self._tensor(positions),
-            groups=groups,
-            num_seqs=num_seqs,
-            num_tokens=num_tokens,
-            max_query_len=max_query,
-            max_context_len=max_context,
-            total_decode_len=int(context_lens[lengths == 1].sum()),
-            sinks=self._sink_reads(rows, context_lens, positions, token_rows) if self.sequences.num_budgets else None,
-        )
-
-    def _sink_reads(
-        self, rows: Rows, context_lens: np.ndarray, positions: np.ndarray, token_rows: Rows
-    ) -> SinkReads | None:
-        """Return what sequences see that have evicted tokens under their budget; None if none has."""
-        budgets, of_tokens = self.sequences.budgets[rows], self.sequences.budgets[token_rows]
-        if not ((context_lens > budgets) & (budgets > 0)).any():
-            return None
-        seen_from = np.where(of_tokens > 0, np.minimum(positions, of_tokens - 1), positions)
-        return SinkReads(self._tensor(budgets), self._block_size, self._tensor(seen_from))
-
-    def _with_rows_to_sample(
-        self,
-        plan: StepPlan,
-        rows: Rows,
-        own: np.ndarray,
-        ends: np.ndarray,
-        query_start: np.ndarray,
-        attention: AttentionBatch,
-    ) -> StepBatch:
-        draws = np.array(plan.draws, dtype=np.int64)
-        first_draw = np.cumsum(draws) - draws
-        seeds = []
-        for row, siblings in plan.sibling_seeds.items():
-            seeds += [(int(first_draw[row] + own[row]) + place, seed) for place, seed in enumerate(siblings)]
-        first_index = np.cumsum(own) - own
-        indices = np.repeat(query_start[1:] - own - first_index, own) + np.arange(own.sum())
-        # For each draw, its row in the plan, and which of the row's own positions it is from.
-        drawn_from = np.repeat(np.arange(len(rows)), draws)
-        self._drawing_rows = rows[drawn_from]
-        place = np.minimum(np.arange(len(drawn_from)) - first_draw[drawn_from], own[drawn_from] - 1)
-        sample_rows = first_index[drawn_from] + place
-        num_tokens = (ends - own + 1)[drawn_from] + place
-        scores: list[tuple[int, PromptScores]] = []
-        num_rows = len(indices)
-        pieces = [indices]
-        for score in plan.scores:
-            scores.append((num_rows, score))
-            begin = int(query_start[score.row]) + score.first - plan.starts[score.row]
-            pieces.append(np.arange(begin, begin + len(score.targets)))
-            num_rows += len(score.targets)
-        num_logits = num_rows
-        pools: list[tuple[int, PromptPool]] = []
-        for pool in plan.pools:
-            pools.append((num_rows, pool))
-            begin = int(query_start[pool.row]) + pool.first - plan.starts[pool.row]
-            pieces.append(np.arange(begin, begin + pool.num_tokens))
-            num_rows += pool.num_tokens
-        sampling = self.sequences.sampling.batch(self._drawing_rows, num_tokens, seeds)
-        return StepBatch(
-            token_ids=self._tensor(np.array(plan.token_ids, dtype=np.int64)),
-            attention=attention,
-            logits_indices=self._tensor(np.concatenate(pieces) if scores or pools else indices),
-            sampling=sampling,
-            sample_rows=sample_rows.tolist(),
-            num_sample_rows=len(indices),
-            num_logits=num_logits,
-            scores=scores,
-            pools=pools,
-            is_plain=len(sampling) > 0 and sampling.is_plain,
-        )
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return to_device(array, self._device)
 
 
 def _bounds(lengths: np.ndarray) -> npt.NDArray[np.int32]:
@@ -441,20 +432,3 @@ def _bounds(lengths: np.ndarray) -> npt.NDArray[np.int32]:
     bounds = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=bounds[1:])
     return bounds
-
-
-def _one_by_one(
-    rows: Rows, starts: np.ndarray, lengths: np.ndarray, query_start: np.ndarray, is_verified: np.ndarray
-) -> tuple[Rows, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the rows for attention, in which each token of a row that verifies a draft is a row of its own.
-
-        rows      | 4: 4 tokens from 10 | 7: 1 from 30 |        row 4 verifies 3 tokens
-        returned  | 4: 1 from 10 | 4: 1 from 11 | 4: 1 from 12 | 4: 1 from 13 | 7: 1 from 30 |
-
-    All keys and values of a step are written before any is read, so such a row reads those of the tokens before it.
-    """
-    num_parts = np.where(is_verified, lengths, 1)
-    first = np.cumsum(num_parts) - num_parts
-    place = np.arange(num_parts.sum()) - np.repeat(first, num_parts)
-    part_lengths = np.repeat(np.where(is_verified, 1, lengths), num_parts)
-    return np.repeat(rows, num_parts), np.repeat(starts, num_parts) + place, part_lengths, _bounds(part_lengths)

@@ -146,12 +146,11 @@ class DecodeGraphs:
     def _step(self, size: int, context: int) -> Callable[[], None]:
         inputs = self._inputs
         longest = context if context <= _LEAST_CONTEXT else self._max_model_len
-        batch = inputs.batch(size, longest, size * context)
+        token_ids, batch, indices = inputs.views(size, size, size)
+        batch.max_context_len, batch.total_decode_len = longest, size * context
 
         def step() -> None:
-            logits = self._model.forward(
-                inputs.device_token_ids(size), batch, self._kv, self._attention, inputs.logits_indices(size)
-            )
+            logits = self._model.forward(token_ids, batch, self._kv, self._attention, indices)
             self._logits[:size].copy_(logits)
 
         return step

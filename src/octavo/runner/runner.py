@@ -77,10 +77,9 @@ class ModelRunner(Executor):
             mirrored=True if capture is not None else None,
         )
         self.graphs: DecodeGraphs | None = None
-        if capture is not None and isinstance(model, Decoder) and self._batches.inputs is not None:
-            self.graphs = DecodeGraphs(
-                model, arena.layers, attention, self._batches.inputs, capture, max_model_len=max_model_len
-            )
+        if capture is not None and isinstance(model, Decoder):
+            inputs = self._batches.inputs
+            self.graphs = DecodeGraphs(model, arena.layers, attention, inputs, capture, max_model_len=max_model_len)
         self._sampler = Sampler(make_choice(model.device))
         self._ranks = ranks
         self._mover = BlockMover(arena, host, make_link(model.device), ranks)
@@ -182,20 +181,15 @@ class ModelRunner(Executor):
         if not batch.scores and not batch.pools:
             self.is_computing = True
             try:
-                if (
-                    self.graphs is not None
-                    and batch.inputs is not None
-                    and attention is self.attention
-                    and batch.attention.sinks is None
-                ):
+                has_graph = batch.fits_graphs and attention is self.attention and batch.attention.sinks is None
+                if self.graphs is not None and has_graph:
                     logits = self.graphs.logits(batch.attention)
                 else:
                     logits = self.model.forward(*step)
             finally:
                 self.is_computing = False
             if batch.is_plain:
-                rows = None if batch.inputs is not None else batch.sample_rows
-                draws = self._sampler.draw(logits, batch.sampling, rows, overwrite_logits=True)
+                draws = self._sampler.draw(logits, batch.sampling, batch.sample_rows, overwrite_logits=True)
                 self._batches.note_drawn(draws.token_ids)
                 return draws.result
             return self._later(

@@ -187,8 +187,10 @@ class StepPlan(NamedTuple):
 
     @property
     def is_decodes(self) -> bool:
-        """Whether each token is computed to draw the next: it has no prompts, and may verify drafts."""
-        return self.num_streams == len(self.seq_ids) or self.num_tokens == self.num_draws
+        """Whether each token is computed to draw the next, and for nothing else; it may verify drafts."""
+        if self.num_streams == len(self.seq_ids):
+            return True
+        return self.lengths == self.draws and not (self.sibling_seeds or self.scores or self.pools)
 
 
 @dataclass(frozen=True, slots=True)
