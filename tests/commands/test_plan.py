@@ -118,6 +118,13 @@ def test_devices_divide_the_kv_heads_and_repeat_them_beyond_their_number(plan: C
     assert "kept by 2 of the 16 devices" in sixteen["notes"][0]
 
 
+def test_devices_that_divide_the_kv_heads_unevenly_are_planned_as_they_are_served(plan: Callable[..., Any]) -> None:
+    one, two = (plan("smollm2", "--concurrency", 4, "--tensor-parallel-size", count) for count in (1, 2))
+    assert two["kv_bytes_per_token"] == one["kv_bytes_per_token"]
+    assert two["kv_bytes_total_per_device"] * 3 == one["kv_bytes_total_per_device"] * 2
+    assert "3 KV heads are divided unevenly among 2 devices" in two["notes"][0]
+
+
 def test_sliding_windows_say_what_they_save(plan: Callable[..., Any]) -> None:
     mistral = plan("mistral-7b-v0.1", "--context", 32768)
     assert mistral["blocks_per_sequence"] == 4096 // 16 + 1
@@ -195,7 +202,8 @@ def test_the_table_names_the_same_figures(capsys: pytest.CaptureFixture[str]) ->
     assert main(["plan", "llama-3.1-70b", "--context", "4096", "--concurrency", "256", "--memory", "80GiB"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("Does not fit: 256 users with 4,096 tokens each need ")
-    for figure in ("320.00 KiB", "1.25 GiB", "320.00 GiB", "by an engine that can: Octavo serves on one"):
+    assert "by an engine that can: Octavo's ranks share one machine" in out
+    for figure in ("320.00 KiB", "1.25 GiB", "320.00 GiB", "(bfloat16 weights, bfloat16 cache)"):
         assert figure in out
     assert "contiguous" in out
 
@@ -319,7 +327,7 @@ def test_every_well_known_model_has_a_table(capsys: pytest.CaptureFixture[str]) 
         (["llma-3.1-70b"], "did you mean llama-3.1-70b"),
         (["llama-2-7b", "--context", "5000"], "a context of 5000 tokens is over max_model_len, which is 4096"),
         (["llama-2-7b", "--max-model-len", "5000"], "max_model_len is 5000, but llama-2-7b supports at most 4096"),
-        (["qwen2.5-7b", "--tensor-parallel-size", "8"], "possible: 1, 2, 4, 28"),
+        (["qwen2.5-7b", "--tensor-parallel-size", "29"], "has 28 heads: 29 devices are more than can share it"),
         (["llama-2-7b", "--concurrency", "0"], "concurrency must be at least 1, got 0"),
         (["llama-2-7b", "--block-size", "0"], "block_size must be at least 1, got 0"),
         (["llama-2-7b", "--memory", "lots"], "cannot read 'lots' as a number of bytes"),

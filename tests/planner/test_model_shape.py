@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from octavo.checkpoint.families import NATIVE_ARCHITECTURES
 from octavo.checkpoint.hf_config import hf_model_config
 from octavo.checkpoint.model_config import ExpertsConfig, LayerDescription, ModelConfig, RopeConfig
+from octavo.checkpoint.share import kv_heads_of, query_heads_of
 from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
 from octavo.models.loader import expected_shapes
 from octavo.models.transformers_bridge import TransformersModel
 from octavo.planner.known_models import KNOWN_MODELS
-from octavo.planner.model_shape import COUNTED_ARCHITECTURES, divide, model_shape, possible_groups
+from octavo.planner.model_shape import COUNTED_ARCHITECTURES, divide, even_groups, model_shape
 from octavo.planner.sources import find_shape
 from tests.models.tiny import make_model, write_gguf, write_hf_model
 
@@ -149,7 +150,7 @@ def test_native_families_are_counted_as_the_loader_expects_them(
 @pytest.mark.parametrize("name", ["llama-3.1-70b", "qwen2.5-7b", "gemma-3-1b", "deepseek-v2", "mixtral-8x7b"])
 def test_devices_together_hold_at_least_the_whole_model_and_each_no_more_than_it(name: str) -> None:
     shape = find_shape(name)
-    for devices in possible_groups(shape):
+    for devices in even_groups(shape):
         part = divide(shape, devices)
         assert part.parameters.total <= shape.parameters.total <= devices * part.parameters.total
         assert part.num_kv_heads == max(1, shape.num_kv_heads // devices)
@@ -162,9 +163,21 @@ def test_kv_heads_are_divided_and_kept_by_several_devices_where_there_are_fewer_
     assert divide(shape, 16).parameters.kv_projections == divide(shape, 8).parameters.kv_projections
 
 
-def test_heads_that_do_not_divide_are_refused_with_the_numbers_that_do() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"28 query and 4 KV heads .* 8 devices; possible: 1, 2, 4, 28"):
-        divide(find_shape("qwen2.5-7b"), 8)
+@pytest.mark.parametrize(("name", "devices"), [("smollm2-135m", 2), ("qwen2.5-7b", 3), ("qwen2.5-7b", 8)])
+def test_an_uneven_division_gives_the_share_of_the_rank_that_has_most(name: str, devices: int) -> None:
+    shape = find_shape(name)
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    own = [kv_heads_of(kv_heads, rank, devices) for rank in range(devices)]
+    query = [query_heads_of(heads, kv_heads, rank, devices) for rank in range(devices)]
+    part = divide(shape, devices)
+    assert part.num_kv_heads == max(each.stop - each.start for each in own)
+    assert part.num_heads == max(each.stop - each.start for each in query)
+    assert shape.parameters.total <= devices * part.parameters.total
+
+
+def test_more_devices_than_heads_are_refused_with_the_numbers() -> None:
+    with pytest.raises(UnsupportedModelError, match="has 28 heads: 29 devices are more than can share it"):
+        divide(find_shape("qwen2.5-7b"), 29)
 
 
 def test_a_folder_needs_its_config_json_alone(tmp_path: Path) -> None:

@@ -62,13 +62,7 @@ class Share:
 
     @property
     def query_heads(self) -> slice:
-        kv, group = self.kv_heads, self.config.num_heads // self.config.num_kv_heads
-        first, last = kv.start * group, kv.stop * group
-        if self.config.num_kv_heads >= self.count:
-            return slice(first, last)
-        sharing = [r for r in range(self.count) if r * self.config.num_kv_heads // self.count == kv.start]
-        place = self.rank - sharing[0]
-        return slice(first + place * group // len(sharing), first + (place + 1) * group // len(sharing))
+        return query_heads_of(self.config.num_heads, self.config.num_kv_heads, self.rank, self.count)
 
     @property
     def head_rows(self) -> tuple[slice, slice, slice]:
@@ -88,6 +82,17 @@ def kv_heads_of(num_kv_heads: int, rank: int, count: int) -> slice:
         head = rank * num_kv_heads // count
         return slice(head, head + 1)
     return slice(rank * num_kv_heads // count, (rank + 1) * num_kv_heads // count)
+
+
+def query_heads_of(num_heads: int, num_kv_heads: int, rank: int, count: int) -> slice:
+    """Return the query heads that a rank computes: those of its KV heads, or its part of those of a replicated one."""
+    kv, group = kv_heads_of(num_kv_heads, rank, count), num_heads // num_kv_heads
+    first, last = kv.start * group, kv.stop * group
+    if num_kv_heads >= count:
+        return slice(first, last)
+    sharing = [r for r in range(count) if r * num_kv_heads // count == kv.start]
+    place = rank - sharing[0]
+    return slice(first + place * group // len(sharing), first + (place + 1) * group // len(sharing))
 
 
 def _times(heads: slice, dim: int) -> slice:

@@ -153,7 +153,9 @@ def _verdict(report: Mapping[str, Any]) -> str:
     count, context, memory = report["concurrency"], report["context"], report["memory"]
     users = f"{count:,} {'user' if count == 1 else 'users'} with {context:,} tokens each"
     need = "needs" if count == 1 else "need"
-    needed = f"{need} {format_bytes(report['memory_needed_per_device'])} of each device's memory"
+    published = f", though published in {report['published_weights']}" if report["published_weights"] else ""
+    counted = f"{report['weights']} weights{published}, {report['kv_cache_dtype']} cache"
+    needed = f"{need} {format_bytes(report['memory_needed_per_device'])} of each device's memory ({counted})"
     if memory is None:
         return f"{users} {needed}."
     if memory["sequences_that_fit"] >= count:
@@ -188,7 +190,7 @@ def _fitting(memory: Mapping[str, Any], device: str) -> dict[str, str]:
     if not memory["sequences_that_fit"] or not memory.get("fits", True):
         devices = memory["smallest_tensor_parallel_size"]
         rows["would fit"] = (
-            f"divided among {devices} such devices, by an engine that can: Octavo serves on one"
+            f"divided among {devices} such devices, by an engine that can: Octavo's ranks share one machine"
             if devices
             else "on no number of such devices"
         )

@@ -24,7 +24,7 @@ from octavo.planner.calculator import (
     without_windows,
 )
 from octavo.planner.machine import CPU_MEMORY_SHARE
-from octavo.planner.model_shape import ModelShape, divide, possible_groups
+from octavo.planner.model_shape import ModelShape, divide, even_groups
 from octavo.planner.sizing import Sizing
 
 _DEFAULT_MAX_NUM_SEQS = 256
@@ -83,7 +83,7 @@ class PlanOptions(Options):
     )
     tensor_parallel_size: int = _option(
         1,
-        "number of devices that share the model; they must divide its heads evenly",
+        "number of devices that share the model, at most one per query head",
         least=1,
     )
     weights: Literal["auto", *WEIGHT_BITS] = _option(  # type: ignore[valid-type]
@@ -153,7 +153,7 @@ class Deployment:
 
     Raises:
         ConfigError: the context exceeds max_model_len, or max_model_len exceeds what the model supports.
-        UnsupportedModelError: the heads cannot be divided among the devices.
+        UnsupportedModelError: there are more devices than query heads.
     """
 
     model: ModelShape
@@ -306,7 +306,7 @@ class Deployment:
 
         Byte counts are totals over all devices, except for keys that end in `_per_device`.
         """
-        devices, spec, cost, sizing = self.options.tensor_parallel_size, self.spec, self.cost, self.sizing
+        spec, cost, sizing = self.spec, self.cost, self.sizing
         concurrency = self.concurrency
         cache = cost.blocks_for(concurrency) * spec.block_bytes
         on_device = self.weights + sizing.activations + cache + spec.block_bytes
@@ -322,10 +322,11 @@ class Deployment:
             "query_heads": self.model.num_heads,
             "kv_heads": self.model.num_kv_heads,
             "device": self.options.device,
-            "tensor_parallel_size": devices,
+            "tensor_parallel_size": self.options.tensor_parallel_size,
             "kv_heads_per_device": self.shape.num_kv_heads,
             "dtype": self.dtype,
             "weights": self._weight_kind,
+            "published_weights": self._published_weights,
             "kv_cache_dtype": self.kv_dtype,
             "max_model_len": self.max_model_len,
             "context": self.context,
@@ -333,12 +334,12 @@ class Deployment:
             "block_size": spec.block_size,
             "block_bytes_per_device": spec.block_bytes,
             "blocks_per_sequence": cost.blocks,
-            "kv_bytes_per_token": devices * spec.bytes_per_token,
-            "kv_bytes_per_sequence": devices * cost.num_bytes,
-            "kv_bytes_total": devices * cache,
+            "kv_bytes_per_token": self._together(spec.bytes_per_token),
+            "kv_bytes_per_sequence": self._together(cost.num_bytes),
+            "kv_bytes_total": self._together(cache),
             "kv_bytes_total_per_device": cache,
             "waste": round(cost.waste, 6),
-            "weight_bytes": devices * self.weights,
+            "weight_bytes": self.options.tensor_parallel_size * self.weights,
             "weight_bytes_per_device": self.weights,
             "activation_bytes_per_device": sizing.activations,
             "bookkeeping_bytes": cost.blocks_for(concurrency) * sizing.block_bookkeeping_bytes,
@@ -365,6 +366,16 @@ class Deployment:
             "notes": list(self._notes()),
         }
 
+    @property
+    def _published_weights(self) -> str | None:
+        """The kind of the checkpoint's weights if they are counted in another one without being asked to."""
+        return self.model.published_weights if self.options.weights == "auto" else None
+
+    def _together(self, num_bytes: int) -> int:
+        """Return the bytes of keys and values on all devices, of which the last has `num_bytes`."""
+        stored = max(self.model.num_kv_heads, self.options.tensor_parallel_size)
+        return num_bytes * stored // self.shape.num_kv_heads
+
     def _spec(self, dtype: str, block_size: int | str) -> KVCacheSpec:
         return KVCacheSpec.build(self.shape.kv_layers, block_tokens(block_size, self.max_model_len), dtype)
 
@@ -378,11 +389,11 @@ class Deployment:
         return SequenceCost.of(spec, num_tokens, self.options.max_num_batched_tokens, budget)
 
     def _by_dtype(self, dtype: str, concurrency: int) -> Mapping[str, int]:
-        devices, cost = self.options.tensor_parallel_size, self._cost(self._spec(dtype, self.options.block_size))
+        cost = self._cost(self._spec(dtype, self.options.block_size))
         figures = {
-            "kv_bytes_per_token": devices * cost.spec.bytes_per_token,
-            "kv_bytes_per_sequence": devices * cost.num_bytes,
-            "kv_bytes_total": devices * cost.blocks_for(concurrency) * cost.spec.block_bytes,
+            "kv_bytes_per_token": self._together(cost.spec.bytes_per_token),
+            "kv_bytes_per_sequence": self._together(cost.num_bytes),
+            "kv_bytes_total": self._together(cost.blocks_for(concurrency) * cost.spec.block_bytes),
         }
         if self.cache_bytes is not None:
             figures["sequences_that_fit"] = self.sequences_that_fit(cost)
@@ -390,10 +401,10 @@ class Deployment:
 
     def _contiguous(self, concurrency: int) -> Mapping[str, Any]:
         """The memory of a contiguous allocator, with max_model_len tokens reserved per sequence: `--block-size max`."""
-        devices, cost = self.options.tensor_parallel_size, self._cost(self._spec(self.kv_dtype, "max"))
+        cost = self._cost(self._spec(self.kv_dtype, "max"))
         figures: dict[str, Any] = {
-            "kv_bytes_per_sequence": devices * cost.num_bytes,
-            "kv_bytes_total": devices * cost.blocks_for(concurrency) * cost.spec.block_bytes,
+            "kv_bytes_per_sequence": self._together(cost.num_bytes),
+            "kv_bytes_total": self._together(cost.blocks_for(concurrency) * cost.spec.block_bytes),
             "waste": round(cost.waste, 6),
         }
         if self.cache_bytes is not None:
@@ -406,14 +417,13 @@ class Deployment:
         windows = sorted({layer.sliding_window for layer in layers if layer.sliding_window is not None})
         if not windows:
             return None
-        devices = self.options.tensor_parallel_size
         full = self._cost(KVCacheSpec.build(without_windows(layers), self.spec.block_size, self.kv_dtype))
         saved = full.num_bytes - self.cost.num_bytes
         return {
             "windows": windows,
             "layers": sum(layer.sliding_window is not None for layer in layers),
-            "kv_bytes_per_sequence_without": devices * full.num_bytes,
-            "kv_bytes_saved_per_sequence": devices * saved,
+            "kv_bytes_per_sequence_without": self._together(full.num_bytes),
+            "kv_bytes_saved_per_sequence": self._together(saved),
             "share_saved": round(saved / full.num_bytes, 6),
         }
 
@@ -462,7 +472,7 @@ class Deployment:
 
     def _smallest_group(self) -> int | None:
         """The smallest number of such devices that holds the workload; None if no possible number does."""
-        for size in possible_groups(self.model):
+        for size in even_groups(self.model):
             options = replace(self.options, concurrency=self.concurrency, tensor_parallel_size=size)
             group = Deployment(self.model, options)
             if group.sequences_that_fit(group.cost) >= self.concurrency:
@@ -474,14 +484,19 @@ class Deployment:
         devices, kv_heads = self.options.tensor_parallel_size, self.model.num_kv_heads
         if devices > kv_heads:
             notes.append(f"each of the {kv_heads} KV heads is kept by {devices // kv_heads} of the {devices} devices")
+        elif kv_heads % devices:
+            notes.append(
+                f"{kv_heads} KV heads are divided unevenly among {devices} devices: figures of one device are those of "
+                f"the last, which has {self.shape.num_kv_heads}"
+            )
         if (latents := self.model.latent_elements_per_token) is not None:
             bits = layer_formats(self.kv_dtype, len(self.model.kv_layers))[0].keys.bits
-            expanded = devices * self.spec.bytes_per_token
+            expanded = self._together(self.spec.bytes_per_token)
             notes.append(
                 f"an engine whose cache holds the latents takes {format_bytes(latents * bits // 8)} a token where "
                 f"Octavo takes {format_bytes(expanded)}: it fits {expanded * 8 / (latents * bits):.0f} times as many"
             )
-        if self.options.weights == "auto" and (published := self.model.published_weights) is not None:
+        if (published := self._published_weights) is not None:
             as_published = f": --weights {published} counts it so" if published in WEIGHT_BITS else ""
             notes.append(f"weights are counted in {self.dtype}, but published in {published}{as_published}")
         if self.options.weights in _NOT_LOADED:

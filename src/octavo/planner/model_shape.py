@@ -6,7 +6,7 @@ from their `config.json`, by the rules of the transformers classes of the same n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from octavo.checkpoint.config_fields import ConfigFields
 from octavo.checkpoint.families import NATIVE_ARCHITECTURES
 from octavo.checkpoint.kv_cache_scheme import only_kv_cache_scheme
 from octavo.checkpoint.model_config import ExpertsConfig, ModelConfig
+from octavo.checkpoint.share import kv_heads_of, query_heads_of
 from octavo.errors import UnsupportedModelError
 from octavo.kvcache.codec_table import kv_dtype
 from octavo.kvcache.spec import LayerKVSpec
@@ -225,42 +226,47 @@ def shape_of_checkpoint(name: str, config: ModelConfig, num_parameters: int) -> 
     )
 
 
-def possible_groups(shape: ModelShape) -> list[int]:
-    """Return the numbers of devices that can share a model: those that divide its heads, or replicate its KV heads."""
+def layers_of_rank(layers: Sequence[LayerKVSpec], rank: int, count: int) -> tuple[LayerKVSpec, ...]:
+    """Return what one of `count` ranks (or devices) stores of each layer; none stores more than the last."""
+    heads = [kv_heads_of(layer.num_kv_heads, rank, count) for layer in layers]
+    return tuple(replace(layer, num_kv_heads=own.stop - own.start) for layer, own in zip(layers, heads, strict=True))
+
+
+def even_groups(shape: ModelShape) -> list[int]:
+    """Return the numbers of devices that can share a model evenly, as most engines want it."""
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     return [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
 
 
 def divide(shape: ModelShape, num_devices: int) -> ModelShape:
-    """Return the part of a model on one of `num_devices` (Shoeybi et al. 2019, Megatron-LM, section 3).
+    """Return the largest part of a model on one of `num_devices` (Shoeybi et al. 2019, Megatron-LM, section 3).
 
-    Heads are divided; if there are more devices than KV heads, several devices hold the same KV head.
+    Heads are divided as `checkpoint/share.py` draws it, evenly or not.
 
     Raises:
-        UnsupportedModelError: the heads do not divide evenly.
+        UnsupportedModelError: there are more devices than query heads.
     """
     if num_devices == 1:
         return shape
     kv_heads, heads = shape.num_kv_heads, shape.num_heads
-    if num_devices not in (possible := possible_groups(shape)):
-        raise UnsupportedModelError(
-            f"{shape.name}: {heads} query and {kv_heads} KV heads do not divide evenly among {num_devices} devices; "
-            f"possible: {', '.join(map(str, possible))}"
-        )
-    own_kv_heads = max(1, kv_heads // num_devices)
+    if num_devices > heads:
+        raise UnsupportedModelError(f"{shape.name} has {heads} heads: {num_devices} devices are more than can share it")
+    kv_layers = layers_of_rank(shape.kv_layers, num_devices - 1, num_devices)
+    query = query_heads_of(heads, kv_heads, num_devices - 1, num_devices)
+    own_heads = query.stop - query.start
     count, experts = shape.parameters, shape.experts
     return replace(
         shape,
-        num_heads=heads // num_devices,
-        kv_layers=tuple(replace(layer, num_kv_heads=own_kv_heads) for layer in shape.kv_layers),
+        num_heads=own_heads,
+        kv_layers=kv_layers,
         parameters=ParameterCount(
             embedding=-(-count.embedding // num_devices),
             head=-(-count.head // num_devices),
-            kv_projections=count.kv_projections * own_kv_heads // kv_heads,
+            kv_projections=count.kv_projections * kv_layers[0].num_kv_heads // kv_heads,
             divided=-(-count.divided // num_devices),
             whole=count.whole,
         ),
-        attention_width=-(-shape.attention_width // num_devices),
+        attention_width=-(-shape.attention_width * own_heads // heads),
         mlp_width=-(-shape.mlp_width // num_devices),
         experts=experts and replace(experts, parameters=-(-experts.parameters // num_devices)),
     )

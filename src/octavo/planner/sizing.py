@@ -8,7 +8,6 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from octavo.checkpoint.share import kv_heads_of
 from octavo.config import EngineConfig, format_bytes
 from octavo.errors import ConfigError
 from octavo.kvcache.spec import KVCacheSpec, eviction_bytes
@@ -25,7 +24,7 @@ from octavo.planner.calculator import (
     store_bytes,
     weight_bytes,
 )
-from octavo.planner.model_shape import ModelShape
+from octavo.planner.model_shape import ModelShape, layers_of_rank
 
 logger = logging.getLogger(__name__)
 
@@ -96,13 +95,7 @@ class Sizing:
     def rank_spec(self, rank: int) -> KVCacheSpec:
         """Return the spec of a rank's share of each block."""
         size, count = block_tokens(self.config.block_size, self.max_model_len), self.config.tensor_parallel_size
-        layers = self.shape.kv_layers
-        if count > 1:
-            heads = [kv_heads_of(layer.num_kv_heads, rank, count) for layer in layers]
-            layers = tuple(
-                replace(layer, num_kv_heads=own.stop - own.start) for layer, own in zip(layers, heads, strict=True)
-            )
-        return KVCacheSpec.build(layers, size, self.kv_dtype)
+        return KVCacheSpec.build(layers_of_rank(self.shape.kv_layers, rank, count), size, self.kv_dtype)
 
     @property
     def budget(self) -> MemoryBudget:

@@ -27,7 +27,6 @@ from octavo.server.bodies.openai_bodies import CompletionBody
 from octavo.server.bodies.prompts import EncodedPrompt
 from octavo.server.engine_client import EngineClient
 from octavo.server.http.turnstile import Turnstile
-from octavo.server.keys import ANYBODY
 from tests.engine.tiny_engine import tiny_core
 from tests.server.fake_engine import FakeEngine
 
