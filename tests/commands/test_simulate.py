@@ -104,9 +104,6 @@ def test_the_table_counts_requests_that_were_cut_to_the_models_length(octavo_com
 @pytest.mark.slow
 def test_a_swept_target_is_the_one_that_is_checked(octavo_command: OctavoCommand) -> None:
     argv = [*ON_H100, *SHORT, "--sweep", "itl_slo_ms=1,1000", "--slo-percentile", "90", "--json"]
-    code, out, err = octavo_command("simulate", *argv, "--request-rate", "5")
-    assert code == 0, err
-    assert [point["targets_met"] for point in last_line(out)["points"]] == [False, True]
     code, out, err = octavo_command("simulate", *argv, "--find-rate")
     assert code == 0, err
     strict, loose = last_line(out)["points"]

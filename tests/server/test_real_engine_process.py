@@ -97,27 +97,37 @@ def slow(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def tiny(start: Callable[..., ServerProcess], slow: Path) -> ServerProcess:
+def test_a_server_finishes_what_runs_restarts_warm_and_leaves_at_once_at_a_second_signal(
+    start: Callable[..., ServerProcess], slow: Path, tmp_path: Path
+) -> None:
     options = ["--num-blocks", "4096", "--dtype", "float32", "--num-threads", "1", "--shutdown-timeout", "120"]
-    return start(script(SLOW, slow, "serve", tiny_model(), *options))
-
-
-def test_a_server_stopped_gracefully_restarts_warm(start: Callable[..., ServerProcess], tmp_path: Path) -> None:
-    options = ["--num-blocks", "96", "--dtype", "float32", "--num-threads", "1", "--kv-disk", str(tmp_path)]
+    serve = script(SLOW, slow, "serve", tiny_model(), *options, "--kv-disk", str(tmp_path / "kv"))
     body = {"prompt": [(7 * i) % 200 for i in range(100)], "max_tokens": 4, "ignore_eos": True, "temperature": 0}
 
     def ask(server: ServerProcess) -> tuple[str, int]:
         answer = server.post("/v1/completions", body)
         return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-    first = start(command(tiny_model(), *options))
+    first = start(serve)
     (text, cold), (_, reused) = ask(first), ask(first)
     assert (cold, reused) == (0, 96)
-    assert first.leave(signal.SIGTERM) == ""
-    second = start(command(tiny_model(), *options))
+    stream = first.stream(**LONG)
+    first.stop(signal.SIGTERM)
+    first.errors_up_to(STOPS)
+    slow.unlink()
+    *_, last, done = stream.wait()
+    assert first.end() == ""
+    assert done == "[DONE]"
+    assert json.loads(last)["choices"][0]["finish_reason"] == "length"
+
+    second = start(serve)
     assert ask(second) == (text, 96)
-    assert second.leave(signal.SIGTERM) == ""
+    slow.touch()
+    streams = [second.stream(**LONG, n=16) for _ in range(3)]
+    second.stop(signal.SIGINT)
+    second.errors_up_to(STOPS)
+    second.leave(signal.SIGINT, 130)
+    assert all("[DONE]" not in stream.wait() for stream in streams)
 
 
 def test_a_server_out_of_descriptors_serves_on(start: Callable[..., ServerProcess]) -> None:
@@ -153,26 +163,6 @@ def test_the_default_model_answers_a_question(start: Callable[..., ServerProcess
     continued = server.post("/v1/completions", {"prompt": "1, 2, 3, 4, 5,", **plain})
     assert continued["choices"][0]["text"].startswith(" 6, 7")
     assert server.leave(signal.SIGTERM) == ""
-
-
-# Either signal does both, which tests/server/test_run.py shows over an engine without a model.
-def test_the_first_signal_lets_what_runs_finish(tiny: ServerProcess, slow: Path) -> None:
-    stream = tiny.stream(**LONG)
-    tiny.stop(signal.SIGTERM)
-    tiny.errors_up_to(STOPS)
-    slow.unlink()
-    *_, last, done = stream.wait()
-    assert tiny.end() == ""
-    assert done == "[DONE]"
-    assert json.loads(last)["choices"][0]["finish_reason"] == "length"
-
-
-def test_the_second_signal_leaves_at_once(tiny: ServerProcess) -> None:
-    streams = [tiny.stream(**LONG, n=16) for _ in range(3)]
-    tiny.stop(signal.SIGINT)
-    tiny.errors_up_to(STOPS)
-    tiny.leave(signal.SIGINT, 130)
-    assert all("[DONE]" not in stream.wait() for stream in streams)
 
 
 def test_ctrl_c_while_the_model_loads_says_nothing_more() -> None:

@@ -43,18 +43,26 @@ def start() -> Iterator[Callable[..., ServerProcess]]:
         yield start
 
 
-def test_it_says_what_it_serves_and_where_once_it_does(start: Callable[..., ServerProcess]) -> None:
-    server = start()
+def test_it_says_what_it_serves_and_where_once_it_does_and_leaves_quickly_when_idle(
+    start: Callable[..., ServerProcess],
+) -> None:
+    server = start(shutdown_timeout=600)
     assert server.said == "loading the model\n"
     assert re.fullmatch(r"Octavo serving fake on http://127\.0\.0\.1:\d+\n", server.ready)
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    with httpx.Client(base_url=server.url) as kept_alive:
+        assert kept_alive.get("/health").status_code == 200
+        server.stop(signal.SIGINT)
+        assert server.process.wait(60) == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_lets_a_stream_finish(start: Callable[..., ServerProcess], number: signal.Signals) -> None:
+def test_a_hangup_without_a_keys_file_is_survived_and_the_first_signal_lets_a_stream_finish(
+    start: Callable[..., ServerProcess],
+) -> None:
     server = start(shutdown_timeout=120)
     stream = server.stream(prompt="x", max_tokens=3000)
-    server.stop(number)
+    server.stop(signal.SIGHUP)
+    server.errors_up_to("there is no --keys-file to reread")
+    server.stop(signal.SIGTERM)
     wait_until(lambda: not server.listens())
     server.hurry()
     *_, last, done = stream.wait()
@@ -66,17 +74,15 @@ def test_the_first_signal_lets_a_stream_finish(start: Callable[..., ServerProces
     assert err == "Octavo stops: waiting up to 120 s for 1 running request; a second signal stops at once\n"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_second_signal_leaves_at_once(
-    start: Callable[..., ServerProcess], number: signal.Signals, code: int
-) -> None:
+# SIGINT, and its code 130: `test_real_engine_process.py`.
+def test_the_second_signal_leaves_at_once(start: Callable[..., ServerProcess]) -> None:
     server = start()
     stream = server.stream(prompt="x", max_tokens=4000)
-    server.stop(number)
+    server.stop(signal.SIGTERM)
     wait_until(lambda: not server.listens())
     assert server.process.poll() is None
-    server.stop(number)
-    assert server.process.wait(60) == code
+    server.stop(signal.SIGTERM)
+    assert server.process.wait(60) == 128 + signal.SIGTERM
     assert "[DONE]" not in stream.wait()
 
 
@@ -158,30 +164,12 @@ def test_a_hangup_while_the_model_is_loaded_rereads_the_keys_once_it_is(tmp_path
     assert statuses == [401, 200]
 
 
-def test_a_service_without_a_keys_file_survives_a_hangup(start: Callable[..., ServerProcess]) -> None:
-    server = start()
-    url = server.url
-    server.stop(signal.SIGHUP)
-    server.errors_up_to("there is no --keys-file to reread")
-    assert httpx.get(f"{url}/health").status_code == 200
-    server.stop(signal.SIGTERM)
-    assert server.process.wait(60) == 0
-
-
 def test_without_a_keys_file_the_end_of_its_terminal_ends_the_process(start: Callable[..., ServerProcess]) -> None:
     terminal, theirs = os.openpty()
     with open(terminal, "wb"), open(theirs, "rb") as stdin:
         server = start(stdin=stdin)
         server.stop(signal.SIGHUP)
         assert server.process.wait(60) == -signal.SIGHUP
-
-
-def test_an_idle_server_leaves_quickly(start: Callable[..., ServerProcess]) -> None:
-    server = start(shutdown_timeout=600)
-    with httpx.Client(base_url=server.url) as kept_alive:
-        kept_alive.get("/health")
-        server.stop(signal.SIGINT)
-        assert server.process.wait(60) == 0
 
 
 def test_a_port_in_use_fails_before_the_model_is_loaded() -> None:
