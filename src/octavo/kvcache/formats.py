@@ -101,6 +101,8 @@ KV_FORMATS: dict[str, KVFormat] = {
     "fp8_e4m3": KVFormat("fp8_e4m3", E4M3, E4M3),
     "fp8_e5m2": KVFormat("fp8_e5m2", E5M2, E5M2),
     "int8": KVFormat("int8", INT8, INT8),
+    # Keys get more bits, because an error in a key changes every weight of a softmax, whereas errors in values are
+    # averaged (KIVI, Liu et al. 2024; KVTuner, Li et al. 2025).
     "k8v4": KVFormat("k8v4", INT8, INT4),
     "int4": KVFormat("int4", INT4, INT4),
     "nvfp4": KVFormat("nvfp4", NVFP4, NVFP4),

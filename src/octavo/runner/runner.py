@@ -28,7 +28,7 @@ from octavo.runner.swapping import BlockMover
 from octavo.sampling.sampler import Sampler, make_choice
 from octavo.scheduler.plan import PromptScores, StepPlan, StepResult
 from octavo.storage.arena import KVArena
-from octavo.tiers.host import BlockTier
+from octavo.tiers.host import HostTier
 
 # The number of hidden states summed at a time.
 _POOLED_AT_ONCE = 256
@@ -55,7 +55,7 @@ class ModelRunner(Executor):
         *,
         max_num_seqs: int,
         max_model_len: int,
-        host: BlockTier | None = None,
+        host: HostTier | None = None,
         num_threads: int | None = None,
         capture: Capture | None = None,
         ranks: RankGroup | None = None,

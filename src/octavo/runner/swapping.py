@@ -14,13 +14,13 @@ from octavo.runner.host_link import SAME_MEMORY, HostLink
 from octavo.runner.ranks import RankGroup
 from octavo.scheduler.plan import StepPlan
 from octavo.storage.arena import KVArena
-from octavo.tiers.host import BlockTier
+from octavo.tiers.host import HostTier
 
 # Blocks on their way to other memory are copied aside before, at most two pieces of this size at a time.
 _PIECE_BYTES = 32 << 20
 
 
-def swap_out(arena: KVArena, tier: BlockTier, swaps: Sequence[BlockTransfer], link: HostLink = SAME_MEMORY) -> None:
+def swap_out(arena: KVArena, tier: HostTier, swaps: Sequence[BlockTransfer], link: HostLink = SAME_MEMORY) -> None:
     """Copy blocks from the device to a tier; those on the device may be overwritten once this returns."""
     for piece in _pieces(arena, swaps):
         on_device, on_host = [swap.device for swap in piece], [swap.host for swap in piece]
@@ -31,7 +31,7 @@ def swap_out(arena: KVArena, tier: BlockTier, swaps: Sequence[BlockTransfer], li
             tier.write(on_host, arena.rows(on_device))
 
 
-def swap_in(arena: KVArena, tier: BlockTier, swaps: Sequence[BlockTransfer], link: HostLink = SAME_MEMORY) -> None:
+def swap_in(arena: KVArena, tier: HostTier, swaps: Sequence[BlockTransfer], link: HostLink = SAME_MEMORY) -> None:
     """Copy blocks from a tier to the device."""
     for piece in _pieces(arena, swaps):
         rows = link.to_device(tier.rows([swap.host for swap in piece]))
@@ -59,7 +59,7 @@ class BlockMover:
     """
 
     def __init__(
-        self, arena: KVArena, tier: BlockTier | None, link: HostLink = SAME_MEMORY, ranks: RankGroup | None = None
+        self, arena: KVArena, tier: HostTier | None, link: HostLink = SAME_MEMORY, ranks: RankGroup | None = None
     ) -> None:
         self._ranks = ranks
         self._arena = arena
@@ -99,7 +99,7 @@ class BlockMover:
         for store in stores:
             self.store_seconds += store.result()
 
-    def _swap_out_in_thread(self, tier: BlockTier, swaps: Sequence[BlockTransfer]) -> None:
+    def _swap_out_in_thread(self, tier: HostTier, swaps: Sequence[BlockTransfer]) -> None:
         for piece in _pieces(self._arena, swaps):
             # At most one piece is copied aside while another is being stored.
             if len(self._stores) > 1:
@@ -109,7 +109,7 @@ class BlockMover:
             self._stores.append(self._thread.submit(_store, tier, ids, rows, self._link, self._link.ready(rows)))
 
 
-def _store(tier: BlockTier, ids: Sequence[int], rows: torch.Tensor, link: HostLink, ready: Any) -> float:
+def _store(tier: HostTier, ids: Sequence[int], rows: torch.Tensor, link: HostLink, ready: Any) -> float:
     began = time.perf_counter()
     # Inference mode is per thread, and the rows were created in it.
     with torch.inference_mode():

@@ -13,7 +13,7 @@ This is the layout for the CPU's kernels. Those of a GPU read whole heads, token
     K   [kv_heads][block_size][key_dim]
     V   [kv_heads][block_size][value_dim]
 
-These layouts are for floats; `storage/codec/base.py` shows those of coded layers.
+These layouts are for floats; `storage/codec/__init__.py` shows those of coded layers.
 """
 
 from __future__ import annotations

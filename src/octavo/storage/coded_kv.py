@@ -1,7 +1,4 @@
-"""A layer whose keys and values are encoded by a codec: views of its bytes, written and read in plain torch.
-
-See `storage/codec/base.py` for the layout of the bytes.
-"""
+"""A layer whose keys and values are encoded by a codec: views of its bytes, written and read in plain torch."""
 
 from __future__ import annotations
 
@@ -10,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from octavo.kvcache.spec import LayerKVSpec
-from octavo.storage.codec import Coded, VectorCodec
-from octavo.storage.codec.base import LANES, split_last
+from octavo.storage.codec import LANES, Coded, VectorCodec, split_last
 from octavo.storage.layer_kv import LayerKV
 
 CodedArguments = tuple[str, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]

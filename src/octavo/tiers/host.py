@@ -3,27 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from octavo.errors import ConfigError
-
-
-class BlockTier(Protocol):
-    """Memory for whole blocks, addressed by number. The bookkeeping decides which block goes where.
-
-    Attributes:
-        num_blocks: capacity in blocks.
-    """
-
-    num_blocks: int
-
-    def write(self, ids: Sequence[int], rows: torch.Tensor | Sequence[torch.Tensor]) -> None:
-        """Store rows uint8 [n, block_bytes] in the blocks `ids`, all different."""
-
-    def rows(self, ids: Sequence[int]) -> list[torch.Tensor]:
-        """Return the memory of the blocks `ids`, uint8 [block_bytes] each, in this order."""
 
 
 class HostTier:
@@ -59,11 +43,11 @@ class HostTier:
         return self._memory[block_id * self._block_bytes : (block_id + 1) * self._block_bytes]
 
     def write(self, ids: Sequence[int], rows: torch.Tensor | Sequence[torch.Tensor]) -> None:
-        """See `BlockTier.write`."""
+        """Store rows uint8 [n, block_bytes] in the blocks `ids`, all different."""
         # Row by row, because indexing with many numbers, `rows[ids] = …`, copies byte by byte and is 16 times slower.
         for block_id, row in zip(ids, rows, strict=True):
             self._bytes[block_id] = row
 
     def rows(self, ids: Sequence[int]) -> list[torch.Tensor]:
-        """See `BlockTier.rows`."""
+        """Return the memory of the blocks `ids`, uint8 [block_bytes] each, in this order."""
         return [self._bytes[block_id] for block_id in ids]

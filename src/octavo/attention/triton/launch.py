@@ -12,11 +12,8 @@ from triton.runtime.driver import driver
 
 from octavo.attention.triton.interpreter import let_loops_end_at_tensors
 from octavo.storage.arena import FloatKV
-from octavo.storage.codec import VectorCodec
-from octavo.storage.codec.floats import FloatCodec
-from octavo.storage.codec.fp8 import Float8Codec
+from octavo.storage.codec import Float8Codec, FloatCodec, Int4Codec, VectorCodec
 from octavo.storage.codec.hadamard import rotate
-from octavo.storage.codec.int4 import Int4Codec
 from octavo.storage.coded_kv import CodedKV, CodedSide
 from octavo.storage.layer_kv import LayerKV
 
