@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from octavo.config import EngineConfig
-from octavo.errors import CacheError, ConfigError
+from octavo.errors import ConfigError
 from octavo.planner.roofline import StepTimes, find_machine
 from octavo.planner.sources import find_shape
 from octavo.request import Request
@@ -332,14 +332,6 @@ def test_a_simulation_leaves_no_request_to_the_garbage_collector() -> None:
         assert num_requests() == left
     finally:
         gc.enable()
-
-
-def test_a_cache_that_explains_nothing_says_so_where_it_is_asked_whose_its_blocks_are() -> None:
-    server = plan().server()
-    Simulation(server, Demand(count=2, input_len="40").traffic()).run()
-    server.kv.audit()
-    with pytest.raises(CacheError, match="explains=False"):
-        server.kv.stock([])
 
 
 def estimated(model: str, max_model_len: int = 32768) -> Plan:

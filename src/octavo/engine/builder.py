@@ -114,7 +114,7 @@ def build_engine(config: EngineConfig, begun: Future[Tokenizer | None] | None = 
 def _start_publisher(config: EngineConfig, kv: KVCacheManager) -> NullPublisher:
     if (events := config.kv_events) is None:
         return NullPublisher()
-    if kv.spec.groups[0].window is not None:
+    if kv.events is None:
         raise ConfigError("kv_events_config: the model has no layer with full attention, so no prefix can be announced")
     return KVEventPublisher(events, kv.events, kv.spec.block_size)
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from octavo.config import KVEventsConfig
 from octavo.errors import ConfigError, how_to_install
-from octavo.kvcache.events import BlocksStored, CacheSnapshot, Event, NullEventLog
+from octavo.kvcache.events import BlocksStored, CacheSnapshot, Event, KVEventLog
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class KVEventPublisher(NullPublisher):
         ConfigError: pyzmq or msgspec is missing, or an address cannot be used.
     """
 
-    def __init__(self, config: KVEventsConfig, log: NullEventLog, block_size: int) -> None:
+    def __init__(self, config: KVEventsConfig, log: KVEventLog, block_size: int) -> None:
         try:
             import msgspec
             import zmq

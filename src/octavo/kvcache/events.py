@@ -87,25 +87,7 @@ class CacheSnapshot:
 Event = BlocksStored | BlocksRemoved
 
 
-class NullEventLog:
-    """No events, at no cost."""
-
-    def published(self, chain: TokenChain, blocks: Sequence[tuple[BlockId, int, int]]) -> None:
-        """Called when blocks were published, given with their indices in the chain, in ascending order, and groups."""
-
-    def evicted(self, block_ids: Sequence[BlockId]) -> None:
-        """Called when published blocks of any group are about to be dropped from the prefix index."""
-
-    def take(self) -> list[Event]:
-        """Return the events since the last call, in order."""
-        return []
-
-    def snapshot(self) -> CacheSnapshot | None:
-        """Return all announced blocks, to be sent instead of the events so far; None if there is no log."""
-        return None
-
-
-class KVEventLog(NullEventLog):
+class KVEventLog:
     """Collects events in the engine's thread. O(1) for each block published or evicted, unless blocks that follow an
     evicted one stay cached: O(those), which eviction from the tail makes rare.
 
@@ -121,6 +103,7 @@ class KVEventLog(NullEventLog):
         self._states = bytearray(records.num_blocks)
 
     def published(self, chain: TokenChain, blocks: Sequence[tuple[BlockId, int, int]]) -> None:
+        """Called when blocks were published, given with their indices in the chain, in ascending order, and groups."""
         records, states, before = self._records, self._states, (BlockId(0), -1)
         first = last = 0  # the run of blocks to announce: first .. last
         for block, index, group in blocks:
@@ -145,6 +128,7 @@ class KVEventLog(NullEventLog):
         self._announce(chain, first, last)
 
     def evicted(self, block_ids: Sequence[BlockId]) -> None:
+        """Called when published blocks of any group are about to be dropped from the prefix index."""
         records, states = self._records, self._states
         announced = [block for block in block_ids if states[block] == _ANNOUNCED]
         for block in block_ids:
@@ -156,8 +140,7 @@ class KVEventLog(NullEventLog):
             self._events.append(BlocksRemoved(records.keys.prefixes([*announced, *followers])))
 
     def take(self) -> list[Event]:
-        if not self._events:
-            return []
+        """Return the events since the last call, in order."""
         events, self._events = self._events, []
         return events
 

@@ -16,7 +16,6 @@ from hashlib import blake2b
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
-from octavo.errors import CacheError
 from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable, HostBlockId
 from octavo.kvcache.blocks import BlockRecords
 from octavo.kvcache.hashing import DIGEST_BYTES, TOKEN_BYTES, Source, TokenChain, key_prefix
@@ -242,31 +241,6 @@ class CacheLedger:
         for tenant, totals in self.totals.items():
             if totals.queried_tokens != totals.cached_tokens + totals.uncached_tokens.total():
                 yield f"tenant {tenant!r}: cached and uncached tokens do not add up to those queried"
-
-
-class NullLedger(CacheLedger):
-    """Records nothing and reports every miss as cold. Saves a fifth of a simulation's time."""
-
-    def __init__(self, num_blocks: int, blocks: BlockRecords, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(0, blocks, clock)
-
-    def published(self, block_id: BlockId, chain: TokenChain) -> None:
-        """See `CacheLedger.published`."""
-
-    def evicted(self, block_ids: Seq[BlockId]) -> None:
-        """See `CacheLedger.evicted`."""
-
-    def explain(self, request: Request, chain: TokenChain, cached_blocks: int) -> CacheReport:
-        """See `CacheLedger.explain`."""
-        return CacheReport(len(request.prompt_token_ids), cached_blocks * chain.block_size, CacheOutcome.COLD)
-
-    def stock(self, sequences: Iterable[tuple[Request, list[BlockTable], Iterable[HostBlockId]]]) -> Stock:
-        """Raise `CacheError`, because no owners are recorded."""
-        raise CacheError("this cache was made without a ledger (explains=False): its blocks have no known owners")
-
-    def check(self) -> Iterator[str]:
-        """Find nothing, because nothing is recorded."""
-        return iter(())
 
 
 class RequestCopy(NamedTuple):

@@ -15,14 +15,14 @@ import numpy as np
 
 from octavo.errors import CacheError
 from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockState, BlockTable, as_array, new_table
-from octavo.kvcache.events import KVEventLog, NullEventLog
+from octavo.kvcache.events import KVEventLog
 from octavo.kvcache.eviction import EvictionPolicy, make_eviction_policy
 from octavo.kvcache.eviction.leaves import LeavesFirst
 from octavo.kvcache.hashing import group_key
 from octavo.kvcache.hierarchy import CacheHierarchy
 from octavo.kvcache.holdings import Holding, Holdings
 from octavo.kvcache.host_memory import HostMemory
-from octavo.kvcache.ledger import CacheLedger, NullLedger, RecentChanges, Stock
+from octavo.kvcache.ledger import CacheLedger, RecentChanges, Stock
 from octavo.kvcache.pins import PinTable
 from octavo.kvcache.pool import BlockPool, check_references
 from octavo.kvcache.prefix import PrefixHit, PrefixMatcher, make_prefix_index
@@ -63,14 +63,13 @@ class KVCacheManager:
         pin_budget: share of the pool that may be pinned at once.
         pin_tenant_share: share of the pin budget that the pins of one tenant may hold.
         clock: a monotonic clock in seconds, for pins and the ledger.
-        explains: whether the ledger records who computed what, to say why a prompt was not cached.
         logs_events: whether to log which blocks are stored and removed, for indexes outside the engine.
 
     Attributes:
         holdings: what each sequence holds; read-only.
         hierarchy: the tiers below the device.
         recent: the blocks evicted and copied last.
-        events: what indexes outside the engine must know.
+        events: what indexes outside the engine must know; None if it is not logged.
     """
 
     def __init__(
@@ -88,7 +87,6 @@ class KVCacheManager:
         pin_budget: float = DEFAULT_PIN_BUDGET,
         pin_tenant_share: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
-        explains: bool = True,
         logs_events: bool = False,
     ) -> None:
         self.spec = spec
@@ -103,15 +101,15 @@ class KVCacheManager:
             num_swap_slots + num_prefix_slots, num_swap_slots, spec.block_size, make_eviction_policy(eviction)
         )
         self.hierarchy = CacheHierarchy(self.blocks, self.prefix_cache, host, spec.block_size, self._windows, demotion)
-        self.ledger = (CacheLedger if explains else NullLedger)(num_blocks if caches else 0, self.blocks, clock)
+        self.ledger = CacheLedger(num_blocks if caches else 0, self.blocks, clock)
         self.recent = RecentChanges()
         logs_events = logs_events and caches and self._windows[0] is None
-        self.events = KVEventLog(self.blocks, self.prefix_cache) if logs_events else NullEventLog()
+        self.events = KVEventLog(self.blocks, self.prefix_cache) if logs_events else None
         # None of these refers to the pool, so that all are freed as soon as they are dropped. The index comes last,
         # because the others read what the blocks contain.
         on_evict = (
             self.recent.evicted,
-            self.events.evicted,
+            *([] if self.events is None else [self.events.evicted]),
             self.hierarchy.evicted,
             self.ledger.evicted,
             self.prefix_cache.drop,
@@ -434,7 +432,8 @@ class KVCacheManager:
             for group, table in enumerate(holding.tables)
             if (block := table[index]) != NULL_BLOCK and self.prefix_cache.put(group, chain, index, block)
         ]
-        self.events.published(chain, published)
+        if self.events is not None:
+            self.events.published(chain, published)
         # The tail first, as on release, so that among blocks published together the tail is evicted first.
         published.reverse()
         for block, index, group in published:

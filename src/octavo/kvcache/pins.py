@@ -18,10 +18,9 @@ from hashlib import blake2b
 from math import inf
 
 import numpy as np
-import numpy.typing as npt
 
 from octavo.errors import CacheError
-from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds, BlockTable, as_array, table_of, where
+from octavo.kvcache.block import NULL_BLOCK, BlockTable, as_array, table_of, where
 from octavo.kvcache.hashing import TokenChain, root_hash
 from octavo.kvcache.pool import BlockPool
 
@@ -56,66 +55,6 @@ class PinCounters:
     num_unpinned: int = 0
 
 
-class BlockCounts:
-    """Blocks in ascending order, each with its number of references. Every operation takes many blocks at once, because
-    a dictionary would cost a microsecond per block.
-
-    ids      [ 3 | 7 | 8 | … ]
-    counts   [ 1 | 2 | 1 | … ]     never 0
-    """
-
-    __slots__ = ("_counts", "_ids")
-
-    def __init__(self) -> None:
-        self._ids: BlockIds = np.empty(0, np.int32)
-        self._counts: npt.NDArray[np.int32] = np.empty(0, np.int32)
-
-    def __len__(self) -> int:
-        """The number of different blocks."""
-        return len(self._ids)
-
-    def items(self) -> Iterator[tuple[BlockId, int]]:
-        return zip(map(BlockId, self._ids.tolist()), self._counts.tolist(), strict=True)
-
-    def add(self, blocks: BlockIds) -> None:
-        """Count one more reference to each of these blocks, which must be distinct."""
-        new = np.sort(blocks)
-        if not len(self._ids):
-            self._ids, self._counts = new, np.ones(len(new), np.int32)
-            return
-        places, known = self._find(new)
-        self._counts[places[known]] += 1
-        if not known.all():
-            places, new = places[~known], new[~known]
-            self._ids = np.insert(self._ids, places, new)
-            self._counts = np.insert(self._counts, places, 1)
-
-    def remove(self, blocks: BlockIds) -> None:
-        """Drop a reference to each block; duplicates count. Raises KeyError, changing nothing, if one has too few."""
-        gone, times = np.unique(blocks, return_counts=True)
-        places, known = self._find(gone)
-        if not known.all():
-            raise KeyError(int(gone[~known][0]))
-        left = self._counts[places] - times
-        if left.min(initial=0) < 0:
-            raise KeyError(int(gone[left < 0][0]))
-        self._counts[places] = left
-        if not left.all():
-            kept = self._counts > 0
-            self._ids, self._counts = self._ids[kept], self._counts[kept]
-
-    def num_missing(self, blocks: BlockIds) -> int:
-        """Return how many of these blocks are not in the set."""
-        return len(blocks) - int(self._find(blocks)[1].sum())
-
-    def _find(self, blocks: BlockIds) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
-        """Return the position of each block, or where it would be inserted, and whether it is in the set."""
-        places = np.searchsorted(self._ids, blocks)
-        if not len(self._ids):
-            return places, np.zeros(len(blocks), np.bool_)
-        return places, self._ids.take(places, mode="clip") == blocks
-
-
 class PinTable:
     """The pins over one pool.
 
@@ -144,7 +83,7 @@ class PinTable:
         self._pool = pool
         self._find = find
         self._pins: dict[str, Pin] = {}
-        self._held: dict[str, BlockCounts] = {}  # by tenant, how many of its pins hold a block
+        self._held: dict[str, Counter[int]] = {}  # by tenant, how many of its pins hold a block
         self._next_expiry = inf  # no pin expires before it
 
     def __len__(self) -> int:
@@ -178,7 +117,7 @@ class PinTable:
         else:
             pin = Pin(pin_id, tenant, length * chain.block_size, blocks, ttl_seconds, expires_at)
             self._pool.pin(blocks)
-            self._held.setdefault(tenant, BlockCounts()).add(as_array(blocks))
+            self._held.setdefault(tenant, Counter()).update(blocks)
             if before is not None:
                 self._release([before])
             else:
@@ -225,14 +164,14 @@ class PinTable:
 
     def check(self) -> Iterator[str]:
         """Yield every violation of the pins' own invariants. O(pinned blocks)."""
-        held: dict[str, Counter[BlockId]] = {}
-        pinned: Counter[BlockId] = Counter()
+        held: dict[str, Counter[int]] = {}
+        pinned = Counter[int]()
         for pin in self._pins.values():
             of_tenant = held.setdefault(pin.tenant, Counter())
             of_tenant.update(pin.blocks)
             pinned.update(pin.blocks)
         counts = self._pool.blocks.pins_array
-        of_pool = {BlockId(block): int(counts[block]) for block in np.flatnonzero(counts).tolist()}
+        of_pool = {block: int(counts[block]) for block in np.flatnonzero(counts).tolist()}
         yield from _compare("the pool", of_pool, pinned)
         if len(pinned) > self.budget_blocks:
             yield f"{len(pinned)} blocks are pinned, over the budget of {self.budget_blocks}"
@@ -240,7 +179,7 @@ class PinTable:
             yield f"tenants {sorted(self._held)} are said to pin, but pins are those of {sorted(held)}"
         for tenant, blocks in held.items():
             counted = self._held.get(tenant)
-            yield from _compare(f"tenant {tenant!r}", {} if counted is None else dict(counted.items()), blocks)
+            yield from _compare(f"tenant {tenant!r}", counted or {}, blocks)
             if len(blocks) > self.tenant_blocks:
                 yield f"tenant {tenant!r} pins {len(blocks)} blocks, over its share of {self.tenant_blocks}"
 
@@ -250,14 +189,15 @@ class PinTable:
         Under a sliding window a shorter prefix needs other blocks, so each length is looked up again.
         """
         num_pinned = self._pool.num_with_pins
-        own = self._held.get(tenant) or BlockCounts()
+        own: Mapping[int, int] = self._held.get(tenant, {})
         free, own_free = self.budget_blocks - num_pinned, self.tenant_blocks - len(own)
         while length > 0:
             tables = self._find(chain, length)
             length = len(tables[0])
             blocks = np.concatenate([as_array(table) for table in tables])
             blocks = where(blocks != NULL_BLOCK, blocks)
-            excess = max(self._pool.num_unpinned(blocks) - free, own.num_missing(blocks) - own_free)
+            num_new = sum(block not in own for block in blocks.tolist())
+            excess = max(self._pool.num_unpinned(blocks) - free, num_new - own_free)
             if excess <= 0:
                 return length, table_of(blocks)
             # Shortening the prefix by one block frees at most one block per group.
@@ -265,18 +205,20 @@ class PinTable:
         return 0, table_of(np.empty(0, np.int32))
 
     def _release(self, pins: Sequence[Pin]) -> None:
-        gone: dict[str, list[BlockIds]] = {}
         for pin in pins:
             # The tail first, so that it is evicted before the head.
             self._pool.unpin(pin.blocks[::-1])
-            gone.setdefault(pin.tenant, []).append(as_array(pin.blocks))
-        for tenant, blocks in gone.items():
-            self._held[tenant].remove(np.concatenate(blocks))
-            if not len(self._held[tenant]):
-                del self._held[tenant]
+            held = self._held[pin.tenant]
+            for block in pin.blocks:
+                if held[block] == 1:
+                    del held[block]
+                else:
+                    held[block] -= 1
+            if not held:
+                del self._held[pin.tenant]
 
 
-def _compare(name: str, counted: Mapping[BlockId, int], held: Mapping[BlockId, int]) -> Iterator[str]:
+def _compare(name: str, counted: Mapping[int, int], held: Mapping[int, int]) -> Iterator[str]:
     for block_id, pins in held.items():
         if counted.get(block_id) != pins:
             yield f"{name} counts {counted.get(block_id, 0)} pins of block {block_id}, there are {pins}"

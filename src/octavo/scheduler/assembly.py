@@ -37,7 +37,6 @@ def assemble_cache(
     identity: tuple[str, ...] = (),
     wrap_eviction: Callable[[EvictionPolicy], EvictionPolicy] | None = None,
     clock: Callable[[], float] = time.monotonic,
-    explains: bool = True,
 ) -> KVCacheManager:
     """Return the KV cache manager that the options describe.
 
@@ -48,7 +47,6 @@ def assemble_cache(
         identity: what keys and values depend on besides the tokens: model fingerprint, dtype, codec, …
         wrap_eviction: wraps the eviction policy in an observer.
         clock: a monotonic clock, in seconds.
-        explains: whether the ledger records who computed what, so that it can say why a prompt was not cached.
     """
     return KVCacheManager(
         spec,
@@ -63,7 +61,6 @@ def assemble_cache(
         pin_budget=config.pin_budget,
         pin_tenant_share=1.0 if config.pin_tenant_share is None else config.pin_tenant_share,
         clock=clock,
-        explains=explains,
         logs_events=config.kv_events is not None,
     )
 

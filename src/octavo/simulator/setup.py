@@ -183,7 +183,6 @@ class Plan:
             num_host_blocks=sizing.num_host_blocks(pool),
             num_prefix_blocks=sizing.num_prefix_blocks,
             clock=clock,
-            explains=False,
         )
         times = speed.times
         per_token = (times.base + times.product_seconds(_RESTORED)) / _RESTORED
