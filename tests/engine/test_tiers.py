@@ -20,12 +20,13 @@ from octavo.tiers.base import Reason
 from tests.conftest import MakeLLM, runner_of
 from tests.engine.test_same_tokens import alone, assert_same, workload
 from tests.engine.test_swapping import block_bytes, tight
+from tests.kvcache.host_tier import num_held
 
 
 def host_of(llm: Any) -> HostMemory:
     """Return the host memory of an engine that has no work; one with stores must have been closed."""
     host: HostMemory = llm.core.scheduler.kv.hierarchy.host
-    assert host.num_held == 0
+    assert num_held(host) == 0
     return host
 
 

@@ -38,6 +38,11 @@ def step(tier: HostMemory | CacheHierarchy) -> None:
     assert list(tier.check()) == []
 
 
+def num_held(host: HostMemory) -> int:
+    """The holds by requests that wait and by transfers."""
+    return sum(host.pool.blocks.references) - host.num_kept - len(host._writing)
+
+
 def store(host: HostMemory, *numbers: int) -> None:
     for number in numbers:
         host.store_prefix(BlockId(number), label(number), "")

@@ -11,7 +11,6 @@ import pytest
 from octavo.errors import CacheError
 from octavo.kvcache.block import BlockId, HostBlockId
 from octavo.kvcache.hashing import Label
-from octavo.kvcache.host_memory import Slot
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import PinRequest
 from tests.kvcache.caches import admit_and_compute, make_manager, make_sequence
@@ -80,12 +79,12 @@ CORRUPTIONS: dict[str, tuple[Callable[[KVCacheManager], Any], str]] = {
     ),
     "a broken ring": (lambda kv: kv.pool._eviction._next.__setitem__(-1, -1), "eviction policy: False|stands twice"),  # type: ignore[attr-defined]
     "a miscounted block": (lambda kv: setattr(kv.pool, "num_cached", 5), "blocks, but 5 are counted"),
-    "a lost host block": (lambda kv: kv.hierarchy.host._states.__setitem__(0, Slot.FREE), "free list: False"),
+    "a lost host block": (lambda kv: kv.hierarchy.host.pool.blocks.references.__setitem__(1, 0), "free stack: False"),
     "a hold of nobody": (
-        lambda kv: kv.hierarchy.host.hold(HostBlockId(0)),
-        "has 2 holds, 1 are known",
+        lambda kv: kv.hierarchy.host.hold([HostBlockId(1)]),
+        "counts 3 references, tables hold 2",
     ),
-    "a store that nobody makes": (_forget_a_store, "is storing, and nothing writes it"),
+    "a store that nobody makes": (_forget_a_store, "are storing, those written are"),
     "a host block that comes and is not found": (_lose_a_host_key, "with a key that the index does not have"),
     "a host block of nobody": (_forget_a_sequence, "need 0 slots of host memory, 1 are kept"),
     "a lost hope": (_forget_a_place, "and is not noted there"),

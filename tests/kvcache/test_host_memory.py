@@ -12,7 +12,7 @@ from tests.kvcache.host_tier import keep, label, memory, private, step, store
 def test_prefixes_take_the_swap_space_that_is_not_in_use_and_yield_it() -> None:
     host = memory(2, 1)
     store(host, 1, 2, 3)
-    assert (len(host._index), host.num_free) == (3, 0)
+    assert (len(host.pool.blocks.keys), host.pool.num_free) == (3, 0)
     assert None not in [keep(host, private(n)) for n in (7, 8)]
     step(host)
     assert [host.find(label(n)) is not None for n in (1, 2, 3)] == [False, False, True]
@@ -27,7 +27,7 @@ def test_without_slots_for_prefixes_only_kept_blocks_stay() -> None:
     step(host)
     assert host.find(label(1)) == slot
     host.let_go(label(1).key, is_private=False)
-    assert (host.find(label(1)), host.num_free) == (None, 2)
+    assert (host.find(label(1)), host.pool.num_free) == (None, 2)
 
 
 def test_a_reset_forgets_what_it_evicts_too() -> None:
@@ -38,7 +38,7 @@ def test_a_reset_forgets_what_it_evicts_too() -> None:
     manager.reset_prefix_cache()
     step(manager.hierarchy)
     assert manager.match(make_sequence([*range(9)])).num_tokens == 0
-    assert manager.hierarchy.host.num_free == 8
+    assert manager.hierarchy.host.pool.num_free == 8
 
 
 def preempt_and_evict(manager: KVCacheManager) -> None:

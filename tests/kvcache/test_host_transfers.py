@@ -13,9 +13,9 @@ def test_a_kept_slot_in_flight_is_not_reused_until_its_step_is_over() -> None:
     assert keep(host, private(1)) is not None
     host.take()
     host.let_go(private(1).key, is_private=True)
-    assert (host.num_free, faults(host)) == (0, [])
+    assert (host.pool.num_free, faults(host)) == (0, [])
     host.complete()
-    assert (host.num_free, faults(host)) == (1, [])
+    assert (host.pool.num_free, faults(host)) == (1, [])
     host.let_go(private(1).key, is_private=True)
     assert host.swapped == SwapCounters(blocks_out=1, blocks_dropped=1)
 
@@ -39,8 +39,10 @@ def test_a_block_that_another_sequence_loads_in_the_same_step_came_back_and_was_
     slot = keep(host, label(1))
     assert slot is not None
     step(host)
-    host.plan_load(slot, BlockId(2), SequenceId(1))
-    host.plan_load(slot, BlockId(3), SequenceId(2), resumes=True)
+    host.hold([slot], to_load=True)
+    host.plan_loads([slot], [BlockId(2)], SequenceId(1))
+    host.hold([slot])
+    host.plan_loads([slot], [BlockId(3)], SequenceId(2), resumes=True)
     host.take()
     host.let_go(label(1).key, is_private=False)
     host.complete()
@@ -56,6 +58,6 @@ def test_what_a_failed_step_was_to_store_is_never_found() -> None:
     assert host.fail()
     assert (host.find(label(1)), host.find(label(2)), host.counters.lost) == (None, None, 1)
     assert faults(host) == []
-    assert (host.num_free, host.num_kept) == (3, 0)
+    assert (host.pool.num_free, host.num_kept) == (3, 0)
     host.let_go(label(1).key, is_private=False)
     assert host.swapped == SwapCounters(blocks_out=1, blocks_dropped=1)

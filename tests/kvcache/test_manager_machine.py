@@ -423,7 +423,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.manager.forget(seq)
         audit, host = self.manager.audit(), self.manager.hierarchy.host
         assert (audit.num_sequences, audit.num_swapped, audit.num_host) == (0, 0, 0)
-        assert (host.num_held, host.num_free + len(host._index)) == (0, host.num_slots)
+        assert host.pool.num_available == host.num_slots
         assert BlockState.ACTIVE not in audit.counts
 
 

@@ -41,9 +41,9 @@ def test_without_a_prefix_cache_all_blocks_leave_and_come_back() -> None:
     hit = manager.match(seq)
     assert (hit.num_tokens, len(hit.loads)) == (10, 3)
     assert resume(manager, seq)
-    assert host_of(manager).num_free == 2, "what the step still reads is nobody's to take"
+    assert host_of(manager).pool.num_free == 2, "what the step still reads is nobody's to take"
     assert sorted(step(manager)[1]) == sorted(manager.tables(seq)[0])
-    assert host_of(manager).num_free == 5
+    assert host_of(manager).pool.num_free == 5
     assert not manager.can_resume(seq)
 
 
@@ -128,7 +128,7 @@ def test_an_evicted_block_that_two_preempted_sequences_want_is_stored_once_for_b
         assert len(step(manager)[1]) == 3
     counters = host_of(manager).swapped
     assert (counters.blocks_out, counters.blocks_in, counters.blocks_dropped) == (4, 4, 0)
-    assert host_of(manager).num_free == 8
+    assert host_of(manager).pool.num_free == 8
 
 
 def test_a_sequence_that_shares_a_half_filled_block_leaves_a_copy_and_keeps_nothing() -> None:
@@ -179,7 +179,7 @@ def test_a_preempted_sequence_that_ends_frees_its_host_blocks_and_cancels_their_
     seq = running(manager, 10)
     manager.demote(seq)
     manager.forget(seq)
-    assert host_of(manager).num_free == 3
+    assert host_of(manager).pool.num_free == 3
     assert not manager.hierarchy.host.has_transfers
     manager.audit()
 
@@ -257,7 +257,7 @@ def test_a_sequence_that_is_preempted_again_before_a_step_takes_its_loads_leaves
         manager.audit()
     assert (manager.match(seq).num_tokens, host_of(manager).swapped.sequences_out) == (10, 1)
     manager.forget(seq)
-    assert host_of(manager).num_free == 3
+    assert host_of(manager).pool.num_free == 3
     assert not manager.hierarchy.host.has_transfers
 
 

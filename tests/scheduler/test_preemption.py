@@ -74,7 +74,7 @@ def test_a_swapped_sequence_goes_on_where_it_was() -> None:
     assert [new.seq_id for new in plan.new] == list(plan.seq_ids), "its tables are told anew"
     assert engine.scheduler.counters.recomputed_tokens == 0
     engine.run()
-    assert engine.kv.hierarchy.host.num_free == 20
+    assert engine.kv.hierarchy.host.pool.num_free == 20
 
 
 def test_the_step_that_preempts_moves_the_blocks_out_before_it_reuses_them() -> None:

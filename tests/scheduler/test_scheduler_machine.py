@@ -580,7 +580,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.flushed(done=True)
             self.scheduler.kv.audit()
         host = self.scheduler.kv.hierarchy.host
-        assert (host.num_held, host.num_kept, host.num_free + len(host._index)) == (0, 0, host.num_slots)
+        assert host.pool.num_available == host.num_slots
         assert (self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler._running.num_promised) == (
             0,
             0,

@@ -14,6 +14,7 @@ from octavo.kvcache.host_memory import HostMemory
 from octavo.tiers.base import Medium, Reason
 from octavo.tiers.lower import Fetch, LowerTiers
 from octavo.tiers.store import Store
+from tests.kvcache.host_tier import num_held
 from tests.tiers.stores import SECONDS, label
 
 LOAD_SECONDS = 5.0
@@ -108,7 +109,7 @@ class Setup:
             self.tiers.release(fetch)
         self.tiers.close(SECONDS)
         assert list(self.host.check()) == []
-        assert (self.host.num_held, self.tiers._queue.num_held, len(self.tiers._queue)) == (0, 0, 0)
+        assert (num_held(self.host), self.tiers._queue.num_held, len(self.tiers._queue)) == (0, 0, 0)
 
 
 @pytest.fixture(params=[Shelf, AskedShelf])
@@ -132,7 +133,7 @@ def test_never_more_than_half_of_host_memory_is_held(setup: Setup) -> None:
     fetches = [setup.fetch(range(first, first + 4)) for first in range(0, 16, 4)]
     for fetch in fetches[:2]:  # two threads load them
         setup.arrive(fetch)
-    assert setup.host.num_held == 8
+    assert num_held(setup.host) == 8
     assert [fetch.pending for fetch in fetches] == [False, False, True, True]
 
 
@@ -179,7 +180,7 @@ def test_blocks_that_another_request_is_loading_are_waited_for_and_read_once(set
     setup.until(lambda: not first.pending and not second.pending)
     assert setup.medium.num_read == 7
     setup.tiers.release(first)
-    assert (len(second.held), setup.host.num_held) == (7, 7), "what one gives up the other still keeps"
+    assert (len(second.held), num_held(setup.host)) == (7, 7), "what one gives up the other still keeps"
 
 
 def test_blocks_that_come_while_their_request_is_in_line_are_not_read_again(setup: Setup) -> None:

@@ -184,7 +184,7 @@ def tiers_report(host: HostMemory, stores: Sequence[Store], block_bytes: int) ->
     report: dict[str, Any] = {
         "host": {
             "space_bytes": host.num_slots * block_bytes,
-            "free_bytes": host.num_free * block_bytes,
+            "free_bytes": host.pool.num_free * block_bytes,
             "tenants": by_tenant,
             "stored": counters.stored,
             "loaded": counters.loaded,

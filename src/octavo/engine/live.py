@@ -263,7 +263,7 @@ def _counters(scheduler: Scheduler) -> list[float]:
     """
     gauges, kv, host = Gauges.of(scheduler), scheduler.kv, scheduler.kv.hierarchy.host
     queues = [gauges.num_running, gauges.num_waiting, gauges.num_swapped]
-    changes = [host.num_slots - host.num_free, kv.num_evicted, gauges.num_preemptions, kv.recent.num_copied]
+    changes = [host.num_slots - host.pool.num_free, kv.num_evicted, gauges.num_preemptions, kv.recent.num_copied]
     drafts = gauges.speculation or SpeculationCounters()
     return [
         *queues,

@@ -62,7 +62,7 @@ def join_stores(
     stores = _open_stores(config, kv.spec, identity, most_write_bytes)
     names = " and ".join(f"{store.name} ({_held(store)})" for store in stores)
     logger.info("prefixes are loaded from %s if that takes less time than computing them, as measured", names)
-    return LowerTiers(memory, stores, host.row, kv.spec.block_bytes, time.monotonic)
+    return LowerTiers(memory, stores, lambda slot: host.row(slot - 1), kv.spec.block_bytes, time.monotonic)
 
 
 def _held(store: Store) -> str:

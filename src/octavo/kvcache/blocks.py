@@ -8,7 +8,6 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from octavo.errors import CacheError
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState
 from octavo.kvcache.hashing import DIGEST_BYTES, TOKEN_BYTES, Label, Source
 from octavo.kvcache.key_index import Children, KeyIndex
@@ -35,11 +34,11 @@ class BlockRecords:
     Args:
         num_blocks: size of the pool, including the null block.
         block_size: tokens of a block; 0 if no block will be published, so that no contents are recorded.
+        in_tree: whether parents, children and sources are recorded too: those of the device's blocks, not of slots in
+            host memory.
     """
 
-    def __init__(self, num_blocks: int, block_size: int = 0) -> None:
-        if num_blocks < 2:
-            raise CacheError(f"a pool needs the null block and at least one other, got {num_blocks}")
+    def __init__(self, num_blocks: int, block_size: int = 0, *, in_tree: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.references = array("i", [0]) * num_blocks
@@ -47,10 +46,10 @@ class BlockRecords:
         self.groups = array("h", [UNPUBLISHED]) * num_blocks
         num_contents = num_blocks if block_size else 0
         self.keys = KeyIndex(num_contents)
-        self.children = Children(num_contents)
-        self.parents = bytearray(num_contents * DIGEST_BYTES)
+        self.children = Children(num_contents * in_tree)
+        self.parents = bytearray(num_contents * in_tree * DIGEST_BYTES)
         self.tokens = bytearray(num_contents * block_size * TOKEN_BYTES)
-        self.sources: list[Source | None] = [None] * num_blocks
+        self.sources: list[Source | None] = [None] * (num_blocks * in_tree)
         # The same memory as arrays of numpy.
         self.references_array = np.frombuffer(cast(Any, self.references), np.int32)
         self.pins_array = np.frombuffer(cast(Any, self.pins), np.int32)

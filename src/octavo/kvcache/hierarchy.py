@@ -274,13 +274,12 @@ class CacheHierarchy:
         """Allocate blocks in a sequence's tables for those blocks of a hit that the next step must load."""
         host, resumes = self.host, seq.seq_id in self._left
         # Hold the slots first, because allocating evicts blocks, which may take any slot that is not held.
-        for _, _, slot in hit.loads:
-            host.hold(slot)
-        blocks = pool.allocate(len(hit.loads), seq.request.tenant)
-        for (group, index, slot), block in zip(hit.loads, blocks, strict=True):
+        slots = [slot for _, _, slot in hit.loads]
+        host.hold(slots, to_load=not resumes)
+        blocks = pool.allocate(len(slots), seq.request.tenant)
+        for (group, index, _), block in zip(hit.loads, blocks, strict=True):
             tables[group][index] = block
-            self.host.plan_load(slot, block, seq.seq_id, resumes=resumes)
-            host.release(slot)
+        host.plan_loads(slots, blocks, seq.seq_id, resumes=resumes)
         if resumes and hit.loads:
             self._resuming.append(seq.seq_id)
         elif resumes:

@@ -1,45 +1,52 @@
 """Host memory for blocks: which slot holds what, and what the next step copies there and back. The runner moves bytes.
 
-One pool of slots serves two uses: prefixes that the device evicted, and blocks that preempted sequences left behind.
+One pool of slots serves two uses: prefixes that the device evicted, and blocks that preempted sequences left behind. It
+is a `BlockPool` like the device's, whose records give each slot's key, tokens and references:
 
     free ──store_prefix, keep──> storing ──complete──> ready ──evict──> free     a step writes it
       └────reserve─────────────> filling ──filled───────^                        a store below does: disk, remote
 
-One index maps the key of a block to its slot from the moment the slot is taken, and the slot's state says whether the
-block is coming or there: a block that is already here or in transfer is not fetched again. The key is that of the
-prefix that the block ends; or, for a half-filled block or without prefix caching, a private key of the preempted
-sequence that it belongs to.
+A slot is in the index under its block's key from the moment it is taken: a block that is already here or in transfer is
+not fetched again. The key is that of the prefix that the block ends; or, for a half-filled block or without prefix
+caching, a private key of the preempted sequence that it belongs to.
 
-A slot is held while a step copies it to the device, a store writes it out, a request waits for it or it is kept for
-preempted sequences. Held slots are not evicted, because the eviction policy knows only the others. The swap space
-limits how many slots are kept; prefixes take all remaining ones, and yield them to preempted sequences.
+A slot is referenced by whoever writes it, and by each hold: a step copies it to the device, a store writes it out, a
+request waits for it, or it is kept for preempted sequences. Like the device's blocks, slots without references are
+cached if they can be found, and free if not. The swap space limits how many slots are kept; prefixes take all remaining
+ones, and yield them to preempted sequences.
 
 A step's transfers are planned until `take`, and then in flight until `complete` or `fail`. A block stored only for
 preempted sequences is not stored at all if they let go of it before a step has taken it.
+
+The null block of the pool is no slot, so slot 1 is row 0 of the memory that the runner and the stores move.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, cast
+
+import numpy as np
 
 from octavo.errors import CacheError
-from octavo.kvcache.block import BlockId, BlockTransfer, HostBlockId
+from octavo.kvcache.block import BlockId, BlockTransfer, HostBlockId, new_table
+from octavo.kvcache.blocks import UNPUBLISHED, BlockRecords
 from octavo.kvcache.eviction import EvictionPolicy
 from octavo.kvcache.eviction.adaptive import GhostList
 from octavo.kvcache.hashing import DIGEST_BYTES, TOKEN_BYTES, Label
 from octavo.kvcache.key_index import KeyIndex
+from octavo.kvcache.pool import BlockPool, check_references
 from octavo.request import SequenceId
 
 
 class Slot(Enum):
-    FREE = "free"
+    """The state of a slot that has a key."""
+
     STORING = "storing"  # being written by a step
     FILLING = "filling"  # being filled by a store
     READY = "ready"
@@ -54,8 +61,9 @@ class _Write:
         as_prefix: whether a step stores it for all sequences, and not only for preempted ones.
     """
 
+    state: Slot
     label: Label | None
-    as_prefix: bool
+    as_prefix: bool = False
 
 
 class _Load(NamedTuple):
@@ -97,8 +105,6 @@ class HostMemory:
 
     O(1) per operation and block.
 
-    Slots are used in ascending order, so that audits do not grow with slots that were never used.
-
     Args:
         num_slots: number of slots; 0 disables host memory.
         num_swap_slots: how many of them may be kept for preempted sequences at once. If it is all of them, there are
@@ -108,7 +114,8 @@ class HostMemory:
     Attributes:
         swapped: what was kept for preempted sequences so far.
         on_ready: called with each slot that a step has just filled with a prefix, and its label.
-        holders: each returns the slots that it holds, once for each time; audits compare them with the holds.
+        pool: references of slots, which are free, cached or active as the device's blocks.
+        holders: each returns the slots that it holds, once for each time; audits compare them with the references.
         fillers: each returns the slots that it has reserved and not yet made ready, for audits.
     """
 
@@ -122,18 +129,11 @@ class HostMemory:
         self.on_ready: Callable[[HostBlockId, Label], None] = lambda slot, label: None
         self.holders: list[Callable[[], Iterable[HostBlockId]]] = []
         self.fillers: list[Callable[[], Iterable[HostBlockId]]] = []
-        self._keeps_prefixes = num_slots > num_swap_slots
         self._width = block_size * TOKEN_BYTES
-        self._eviction = eviction
-        eviction.reserve(num_slots + 1)
-        self._index = KeyIndex(num_slots)
-        self._free: list[HostBlockId] = []  # among slots that were ever used
-        # By slot, for slots that were ever used.
-        self._states: list[Slot] = []
-        self._tenants: list[str] = []
-        self._origins: list[str] = []
-        self._tokens = bytearray()
-        self._holds = array("i")
+        self._records = BlockRecords(num_slots + 1, block_size, in_tree=False)
+        self.pool = BlockPool(self._records, eviction, (self._forget_evicted,))
+        self._tenants = [""] * (num_slots + 1)
+        self._origins: dict[HostBlockId, str] = {}  # of slots filled by a store and not loaded since
         self._kept: dict[HostBlockId, bool] = {}  # for preempted sequences; whether one has loaded it back
         self._writing: dict[HostBlockId, _Write] = {}
         # Planned for the next step.
@@ -153,23 +153,9 @@ class HostMemory:
         return self.num_slots - self.num_swap_slots
 
     @property
-    def num_free(self) -> int:
-        return len(self._free) + self.num_slots - len(self._states)
-
-    @property
-    def num_takeable(self) -> int:
-        """The number of slots that are free or evictable."""
-        return self.num_free + len(self._eviction)
-
-    @property
     def num_kept(self) -> int:
         """The number of slots that are kept for preempted sequences."""
         return len(self._kept)
-
-    @property
-    def num_held(self) -> int:
-        """The number of holds by requests that wait and by transfers in progress."""
-        return sum(self._holds) - len(self._kept)
 
     @property
     def has_transfers(self) -> bool:
@@ -184,51 +170,57 @@ class HostMemory:
 
     def find(self, label: Label) -> HostBlockId | None:
         """Return the ready slot with this label's key and tokens, if any."""
-        slot = self._index.get(label.key)
-        if slot is None or self._states[slot] is not Slot.READY:
+        slot = self._records.keys.get(label.key)
+        if slot is None or slot in self._writing:
             return None
-        same = label.is_private or self._tokens[slot * self._width : (slot + 1) * self._width] == label.tokens
+        same = label.is_private or self._records.tokens[slot * self._width : (slot + 1) * self._width] == label.tokens
         return HostBlockId(slot) if same else None
 
     def state(self, key: bytes) -> Slot | None:
         """Return the state of the slot that has this key or is being written with it; None if there is none."""
-        slot = self._index.get(key)
-        return None if slot is None else self._states[slot]
+        if (slot := self._records.keys.get(key)) is None:
+            return None
+        write = self._writing.get(HostBlockId(slot))
+        return Slot.READY if write is None else write.state
 
     def origin(self, slot: HostBlockId) -> str:
         """Return the tier that a slot's bytes came from; after their first use it is the host."""
-        return self._origins[slot]
+        return self._origins.get(slot, "host")
 
     def tenant(self, slot: HostBlockId) -> str:
         """Return the tenant that a slot is accounted to."""
         return self._tenants[slot]
 
-    def hold(self, slot: HostBlockId) -> None:
-        """Protect a slot from eviction until `release`."""
-        if self._holds[slot] == 0 and self._states[slot] is Slot.READY:
-            self._eviction.remove([BlockId(slot + 1)])
-        self._holds[slot] += 1
+    def hold(self, slots: Seq[HostBlockId], *, to_load: bool = False) -> None:
+        """Protect slots from eviction until `release`; to load them is a use."""
+        self.pool.acquire(_ids(slots), hit_by=0 if to_load else None)
 
-    def release(self, slot: HostBlockId) -> None:
-        if self._holds[slot] < 1:
-            raise CacheError(f"slot {slot} of host memory is released more often than held")
-        self._holds[slot] -= 1
-        self._make_evictable(slot)
+    def release(self, slots: Seq[HostBlockId]) -> None:
+        """Drop one hold of each slot. Raises CacheError if one is released more often than held."""
+        references = self._records.references
+        for slot in slots:
+            if references[slot] == 1:
+                if not self.num_prefix_slots:
+                    self._forget_key(slot)
+                self.counters.slots[self._tenants[slot]] -= not self._records.is_published(slot)
+        self.pool.release(_ids(slots))
 
     # From the device
 
     def store_prefix(self, block_id: BlockId, label: Label, tenant: str) -> None:
         """Plan to store a block of the device with the next step, until which its contents must not change."""
-        if (known := self._index.get(label.key)) is None:
+        if (known := self._records.keys.get(label.key)) is None:
             if (slot := self._take_slot(Slot.STORING, label, tenant)) is not None:
                 self._stores[slot] = block_id
                 self._writing[slot].as_prefix = True
-        elif self._states[known] is Slot.STORING:
-            self._writing[HostBlockId(known)].as_prefix = True
-        elif (entry := BlockId(known + 1)) in self._eviction:
+            return
+        slot = HostBlockId(known)
+        if (write := self._writing.get(slot)) is not None:
+            write.as_prefix |= write.state is Slot.STORING
+        elif not self._records.references[slot]:
             # To be evicted as late as if it had been used just now.
-            self._eviction.remove([entry])
-            self._eviction.add([entry])
+            self.hold((slot,))
+            self.release((slot,))
 
     def keep(self, blocks: Seq[tuple[BlockId, Label]], tenant: str) -> bool:
         """Keep blocks of the device for a preempted sequence, and plan to store those that no slot has yet.
@@ -238,33 +230,31 @@ class HostMemory:
         """
         slots: list[HostBlockId | None] = []
         for block_id, label in blocks:
-            slot = self._index.get(label.key)
-            if slot is None and block_id not in self._loads:
+            state = self.state(label.key)
+            if state is None and block_id not in self._loads:
                 slots.append(None)
-            elif slot is not None and (self._states[slot] is Slot.STORING or self.find(label) is not None):
-                slots.append(HostBlockId(slot))
+            elif state is Slot.STORING or (state is Slot.READY and self.find(label) is not None):
+                slots.append(HostBlockId(self._records.keys.get(label.key) or 0))
             else:
                 # A store is filling it, or its slot was forgotten before a step has loaded it.
                 return False
         more = [slot for slot in slots if slot not in self._kept]
-        num_taken = sum(slot is None or BlockId(slot + 1) in self._eviction for slot in more)
-        if len(self._kept) + len(more) > self.num_swap_slots or num_taken > self.num_takeable:
+        num_taken = sum(slot is None or not self._records.references[slot] for slot in more)
+        if len(self._kept) + len(more) > self.num_swap_slots or num_taken > self.pool.num_available:
             return False
         # First those that are there, so that they are not evicted for the others.
-        for known in slots:
-            if known is not None:
-                self._keep_slot(known)
+        self._keep_slots([slot for slot in slots if slot is not None])
         for (block_id, label), known in zip(blocks, slots, strict=True):
             if known is None:
                 taken = self._take_slot(Slot.STORING, label, tenant)
                 assert taken is not None
                 self._stores[taken] = block_id
-                self._keep_slot(taken)
+                self._keep_slots([taken])
         return True
 
     def kept(self, key: bytes) -> HostBlockId | None:
         """Return the slot with this key, if it is kept; it may still be written."""
-        slot = self._index.get(key)
+        slot = self._records.keys.get(key)
         return HostBlockId(slot) if slot in self._kept else None
 
     def let_go(self, key: bytes, *, is_private: bool) -> None:
@@ -275,37 +265,42 @@ class HostMemory:
 
     # To the device
 
-    def plan_load(self, slot: HostBlockId, block_id: BlockId, seq_id: SequenceId, *, resumes: bool = False) -> None:
-        """Plan to copy a slot's bytes with the next step to a block that the sequence has just been given.
+    def plan_loads(
+        self, slots: Seq[HostBlockId], block_ids: Seq[BlockId], seq_id: SequenceId, *, resumes: bool = False
+    ) -> None:
+        """Plan to copy slots' bytes with the next step to blocks that the sequence has just been given.
+
+        The caller's holds of the slots become the loads'.
 
         Args:
-            resumes: whether the sequence was preempted, and the slot kept for it.
+            resumes: whether the sequence was preempted, and the slots kept for it.
         """
-        self.hold(slot)
-        if not resumes:
-            self._eviction.hit([BlockId(slot + 1)], 0)
-        self._loads[block_id] = _Load(slot, seq_id, resumes)
+        for slot, block_id in zip(slots, block_ids, strict=True):
+            self._loads[block_id] = _Load(slot, seq_id, resumes)
 
     def cancel_loads(self, seq_id: SequenceId) -> None:
         """Cancel the loads of a sequence that no step has taken, because it gives up its blocks."""
         for block_id in [block for block, load in self._loads.items() if load.seq_id == seq_id]:
             slot = self._loads.pop(block_id).slot
-            self.release(slot)
+            self.release((slot,))
             self._cancel_store(slot)
 
     # With steps
 
     def take(self) -> tuple[list[BlockTransfer], list[BlockTransfer]]:
-        """Return the next step's stores and loads, which are in flight until `complete` or `fail`."""
-        stores = [BlockTransfer(block, slot) for slot, block in self._stores.items()]
-        loads = [BlockTransfer(block, load.slot) for block, load in self._loads.items()]
+        """Return the next step's stores and loads, which are in flight until `complete` or `fail`.
+
+        They name rows of memory instead of slots.
+        """
+        stores = [BlockTransfer(block, HostBlockId(slot - 1)) for slot, block in self._stores.items()]
+        loads = [BlockTransfer(block, HostBlockId(load.slot - 1)) for block, load in self._loads.items()]
         for load in self._loads.values():
             if not load.resumes:
                 self.counters.loaded += 1
             elif load.slot in self._kept:  # unless the sequence was given up meanwhile
                 self._kept[load.slot] = True
         self._stores_in_flight.extend(self._stores)
-        self._loads_in_flight.extend(slot for _, slot in loads)
+        self._loads_in_flight.extend(load.slot for load in self._loads.values())
         self._stores.clear()
         self._loads.clear()
         return stores, loads
@@ -361,19 +356,18 @@ class HostMemory:
         self._origins[slot] = origin
         self.counters.filled += 1
         if hold:
-            self.hold(slot)
+            self.hold((slot,))
         return True
 
     def not_filled(self, slot: HostBlockId) -> None:
         """Free a reserved slot that is no longer being filled."""
-        self._free_slot(slot)
+        self._forget_key(slot)
+        self._become_ready(slot)
 
     def clear(self) -> None:
         """Forget all prefixes, including those being written, except those kept for preempted sequences."""
-        for entry in list(self._eviction):
-            self._eviction.remove([entry])
-            self._free_slot(HostBlockId(entry - 1))
-        for slot in map(HostBlockId, list(self._index)):
+        self.pool.evict_all_cached()
+        for slot in map(HostBlockId, list(self._records.keys)):
             if slot not in self._kept:
                 self._forget_key(slot)
         for write in self._writing.values():
@@ -382,46 +376,29 @@ class HostMemory:
             self._cancel_store(slot)
 
     def check(self) -> Iterator[str]:
-        """Check every slot, the index, and that each hold and each slot being written has a known owner. O(slots).
-
-        Every slot is in exactly one state, and evictable if and only if ready and not held.
-        """
-        num_used = len(self._states)
-        free, tenants = bytearray(num_used), Counter[str]()
-        for slot in self._free:
-            if free[slot]:
-                yield f"slot {slot} of host memory stands twice in its free list"
-            free[slot] = 1
-        held = Counter[int]((*self._kept, *(load.slot for load in self._loads.values()), *self._loads_in_flight))
-        held.update(chain.from_iterable(holder() for holder in self.holders))
+        """Check every slot, the index, and that each reference and each write has a known owner. O(slots)."""
+        records, writing = self._records, self._writing
+        for found in chain(self.pool.check(), records.keys.check()):
+            yield f"host memory: {found}"
         written = {Slot.STORING: {*self._stores, *self._stores_in_flight}}
         written[Slot.FILLING] = set(chain.from_iterable(filler() for filler in self.fillers))
-        for slot in map(HostBlockId, range(num_used)):
-            state, holds = self._states[slot], self._holds[slot]
-            idle = BlockId(slot + 1) in self._eviction
-            if bool(free[slot]) != (state is Slot.FREE):
-                yield f"slot {slot} of host memory is {state.value}, free list: {bool(free[slot])}"
-            if (slot in self._writing) != (state in (Slot.STORING, Slot.FILLING)):
-                yield f"slot {slot} of host memory is {state.value}, being written: {slot in self._writing}"
-            tenants[self._tenants[slot]] += state is not Slot.FREE
-            if idle != (state is Slot.READY and holds == 0):
-                yield f"slot {slot} of host memory is {state.value} with {holds} holds, idle: {idle}"
-            if state is Slot.FREE and holds:
-                yield f"slot {slot} of host memory is free and has {holds} holds"
-            if holds != held[slot]:
-                yield f"slot {slot} of host memory has {holds} holds, {held[slot]} are known"
-            if state in written and slot not in written[state]:
-                yield f"slot {slot} of host memory is {state.value}, and nothing writes it"
-        if self.by_tenant() != +tenants:
-            yield f"slots of host memory by tenant are {dict(+tenants)}, counted are {self.by_tenant()}"
-        if stray := written[Slot.STORING] - self._writing.keys():
-            yield f"stores are planned for slots {sorted(stray)}, which nothing writes"
-        for slot, write in self._writing.items():
-            if write.label is not None and self._index.get(write.label.key) != slot:
+        for state, slots in written.items():
+            if slots != (noted := {slot for slot, write in writing.items() if write.state is state}):
+                yield f"slots {sorted(noted)} of host memory are {state.value}, those written are {sorted(slots)}"
+        held = [*self._kept, *(load.slot for load in self._loads.values()), *self._loads_in_flight, *writing]
+        held += chain.from_iterable(holder() for holder in self.holders)
+        for found in check_references(records, [new_table(held)]):
+            yield f"host memory: {found}"
+        if has_key := np.setxor1d(records.keys.ids(), records.published()).tolist():
+            yield f"slots {has_key} of host memory have a key or are published, but not both"
+        for slot, write in writing.items():
+            if write.label is not None and records.keys.get(write.label.key) != slot:
                 yield f"slot {slot} of host memory is being written with a key that the index does not have"
-        for slot in map(HostBlockId, self._index):
-            if self._states[slot] is Slot.FREE or (slot in self._writing and self._writing[slot].label is None):
-                yield f"slot {slot} of host memory is {self._states[slot].value} without a label, and has a key"
+            if write.label is None and records.is_published(slot):
+                yield f"slot {slot} of host memory is being written without a label, and has a key"
+        used = np.flatnonzero((records.references_array != 0) | (records.groups_array != UNPUBLISHED)).tolist()
+        if self.by_tenant() != (tenants := Counter(self._tenants[slot] for slot in used)):
+            yield f"slots of host memory by tenant are {dict(tenants)}, counted are {self.by_tenant()}"
         swapped = self.swapped
         if swapped.blocks_out != swapped.blocks_in + swapped.blocks_dropped + len(self._kept):
             yield (
@@ -430,38 +407,27 @@ class HostMemory:
             )
         if len(self._kept) > self.num_swap_slots:
             yield f"{len(self._kept)} slots are kept for preempted sequences, {self.num_swap_slots} may be"
-        yield from self._index.check()
 
     def _take_slot(self, state: Slot, label: Label, tenant: str) -> HostBlockId | None:
-        """Take a free or evictable slot for writing; None if there is none."""
-        if self._free:
-            slot = self._free.pop()
-        elif len(self._states) < self.num_slots:
-            slot = HostBlockId(len(self._states))
-            self._states.append(Slot.FREE)
-            self._tenants.append("")
-            self._origins.append("host")
-            self._tokens.extend(bytes(self._width))
-            self._holds.append(0)
-        elif len(self._eviction):
-            slot = HostBlockId(self._eviction.evict(1)[0] - 1)
-            self._index.discard((slot,))
-            self.counters.slots[self._tenants[slot]] -= 1
-            self.counters.evicted += 1
-        else:
+        """Take a free or evictable slot for writing, with the writer's reference; None if there is none."""
+        if not self.pool.num_available:
             self.counters.refused += 1
             return None
-        self._states[slot] = state
+        self.counters.evicted += not self.pool.num_free
+        slot = HostBlockId(self.pool.allocate(1)[0])
         self._tenants[slot] = tenant
         self.counters.slots[tenant] += 1
-        self._writing[slot] = _Write(label if self._index.put(label.key, slot) else None, as_prefix=False)
+        is_found = self._records.keys.put(label.key, slot)
+        if is_found:
+            self._records.groups[slot] = 0
+        self._writing[slot] = _Write(state, label if is_found else None)
         return slot
 
-    def _keep_slot(self, slot: HostBlockId) -> None:
-        if slot not in self._kept:
-            self._kept[slot] = False
-            self.swapped.blocks_out += 1
-            self.hold(slot)
+    def _keep_slots(self, slots: Seq[HostBlockId]) -> None:
+        more = [slot for slot in dict.fromkeys(slots) if slot not in self._kept]
+        self._kept.update(dict.fromkeys(more, False))
+        self.swapped.blocks_out += len(more)
+        self.hold(more)
 
     def _let_go_slot(self, slot: HostBlockId, *, is_private: bool) -> None:
         if self._kept.pop(slot):
@@ -470,49 +436,45 @@ class HostMemory:
             self.swapped.blocks_dropped += 1
         if is_private:
             self._forget_key(slot)
-        self.release(slot)
+        self.release((slot,))
 
     def _cancel_store(self, slot: HostBlockId) -> None:
         """Cancel a store that was planned only for preempted sequences, if none is left and no step has taken it."""
-        if slot in self._stores and not self._writing[slot].as_prefix and not self._holds[slot]:
+        if slot in self._stores and not self._writing[slot].as_prefix and self._records.references[slot] == 1:
             del self._stores[slot]
-            self._free_slot(slot)
+            self.not_filled(slot)
 
     def _end_loads(self) -> None:
         loaded, self._loads_in_flight = self._loads_in_flight, []
         for slot in loaded:
-            self._origins[slot] = "host"
-            self.release(slot)
+            self._origins.pop(slot, None)
+            self.release((slot,))
 
     def _forget_key(self, slot: HostBlockId) -> None:
-        """Forget the key of a slot, if it has one."""
-        self._index.discard((slot,))
+        """Forget the key of a slot with a reference, if it has one."""
+        self._records.keys.discard((slot,))
+        self._records.groups[slot] = UNPUBLISHED
         if slot in self._writing:
             self._writing[slot].label = None
 
+    def _forget_evicted(self, slots: Seq[BlockId]) -> None:
+        """Forget the keys of slots that the pool evicts."""
+        self._records.keys.discard(slots)
+        for slot in slots:
+            self._records.groups[slot] = UNPUBLISHED
+            self.counters.slots[self._tenants[slot]] -= 1
+
     def _become_ready(self, slot: HostBlockId) -> Label | None:
-        """Make a written slot ready; returns its label if it can be found by it from now on."""
+        """Release a slot that is written; returns its label if it can be found by it from now on."""
         label = self._writing.pop(slot).label
-        self._states[slot] = Slot.READY
-        self._origins[slot] = "host"
+        self._origins.pop(slot, None)
         if label is not None and not label.is_private:
-            self._tokens[slot * self._width : (slot + 1) * self._width] = label.tokens
-            self._eviction.publish(BlockId(slot + 1), 0, label.key)
-        self._make_evictable(slot)
-        return label if self._states[slot] is Slot.READY else None
+            self._records.tokens[slot * self._width : (slot + 1) * self._width] = label.tokens
+            self.pool.note_published(BlockId(slot), 0, label.key)
+        self.release((slot,))
+        return label if self._records.is_published(slot) else None
 
-    def _make_evictable(self, slot: HostBlockId) -> None:
-        """Let a ready slot that is no longer held be evicted if it can be found by its key; otherwise free it."""
-        if self._holds[slot] or self._states[slot] is not Slot.READY:
-            return
-        if self._keeps_prefixes and slot in self._index:
-            self._eviction.add([BlockId(slot + 1)])
-        else:
-            self._free_slot(slot)
 
-    def _free_slot(self, slot: HostBlockId) -> None:
-        self._forget_key(slot)
-        self._writing.pop(slot, None)
-        self._states[slot] = Slot.FREE
-        self.counters.slots[self._tenants[slot]] -= 1
-        self._free.append(slot)
+def _ids(slots: Seq[HostBlockId]) -> Seq[BlockId]:
+    """Return slots as the ids of the pool's blocks, which they are."""
+    return cast(Seq[BlockId], slots)

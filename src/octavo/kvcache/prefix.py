@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from octavo.errors import ConfigError
+from octavo.errors import CacheError, ConfigError
 from octavo.kvcache.block import (
     NULL_BLOCK,
     BlockHash,
@@ -297,8 +297,11 @@ def make_prefix_index(
 
     Raises:
         ConfigError: the name is unknown; the message lists the known ones.
+        CacheError: there are fewer than two blocks.
     """
     if name not in (None, "hashed", "radix"):
         raise ConfigError(f"prefix_cache must be one of hashed, radix, got {name!r}")
+    if num_blocks < 2:
+        raise CacheError(f"a pool needs the null block and at least one other, got {num_blocks}")
     blocks = BlockRecords(num_blocks, spec.block_size if name else 0)
     return blocks, PrefixIndex(blocks, identity, [group.window for group in spec.groups])

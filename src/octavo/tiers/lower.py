@@ -121,7 +121,7 @@ class LowerTiers:
         written, self._writing = self._writing, []
         for transfer, slot in written:
             if transfer.done:
-                host.release(slot)
+                host.release((slot,))
             else:
                 self._writing.append((transfer, slot))
         for fetch in self._fetches:
@@ -162,8 +162,7 @@ class LowerTiers:
             question.cancel()
         for _, transfer, _ in fetch.transfers:
             transfer.cancel()
-        for slot in fetch.held:
-            self._host.release(slot)
+        self._host.release(fetch.held)
         self._queue.release(fetch.tenant, len(fetch.held))
         fetch.held = []
 
@@ -216,7 +215,7 @@ class LowerTiers:
     def _start_loads(self) -> None:
         """Start the loads that there is room for, in turn; a fetch that is late takes what room there is."""
         while (fetch := self._queue.first()) is not None:
-            left = min(self._queue.num_left, self._host.num_takeable)
+            left = min(self._queue.num_left, self._host.pool.num_available)
             if not left or (left < min(fetch.num_wanted, self._queue.most) and not self.is_late(fetch)):
                 return
             self._queue.leave(fetch)
@@ -247,7 +246,7 @@ class LowerTiers:
         """Return whether a block has arrived in the meantime, and hold it, or is being loaded."""
         host = self._host
         if (slot := host.find(label)) is not None:
-            host.hold(slot)
+            host.hold((slot,))
             self._queue.hold(fetch.tenant, 1)
             fetch.held.append(slot)
             return True
@@ -274,7 +273,7 @@ class LowerTiers:
     def _write_down(self, slot: HostBlockId, label: Label) -> None:
         for store in self.stores:
             if store.wants(label.key):
-                self._host.hold(slot)
+                self._host.hold((slot,))
                 transfer = store.put(label, self._row(slot), self._host.tenant(slot))
                 self._writing.append((transfer, slot))
 
