@@ -395,10 +395,10 @@ class EngineConfig(Options):
         least=1,
         most=MOST_THREADS,
     )
-    tensor_parallel_size: int = _execution(
+    tensor_parallel_size: int | Literal["auto"] = _execution(
         1,
         "on a CPU: processes of this machine that share the model; each has some outputs of every matrix, and some "
-        "heads of the KV cache",
+        "heads of the KV cache; auto: one for each NUMA node, if the model can be split",
         least=1,
         most=MOST_RANKS,
     )
@@ -436,7 +436,7 @@ class EngineConfig(Options):
             )
         if self.preemption_mode == "swap" and self.swap_space == 0:
             raise ConfigError("preemption_mode is 'swap', but swap_space is 0: nothing could be swapped")
-        if self.tensor_parallel_size > 1:
+        if self.num_ranks > 1:
             self._check_ranks()
 
     def _check_ranks(self) -> None:
@@ -452,6 +452,11 @@ class EngineConfig(Options):
             )
         if self.attention_backend in ("reference", "triton"):
             raise ConfigError(f"{several}attention_backend {self.attention_backend!r} runs in one process only")
+
+    @property
+    def num_ranks(self) -> int:
+        """The processes that the model is split among; 1 for "auto", which becomes a number once the model is known."""
+        return 1 if self.tensor_parallel_size == "auto" else self.tensor_parallel_size
 
     @property
     def budget(self) -> KVBudget | None:

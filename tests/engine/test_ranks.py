@@ -16,6 +16,7 @@ import torch
 
 from octavo import LLM, kernels
 from octavo.checkpoint.model_source import resolve_model
+from octavo.config import ALLOWED_CPUS
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.outputs import RequestOutput
 from octavo.errors import ConfigError
@@ -216,6 +217,21 @@ def test_a_rank_that_stops_is_given_up(two_ranks: LLM) -> None:
     assert time.monotonic() - began < ANSWER_S
     assert output.error_reason == "rank 1 has not answered rank 0 for 1 s"
     assert two_ranks.generate({"prompt_token_ids": [3, 4, 5]}, SamplingParams(max_tokens=4), use_tqdm=False)
+
+
+def test_auto_is_a_rank_for_each_numa_node_bound_to_its_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpus = sorted(ALLOWED_CPUS)
+    nodes = [frozenset(cpus[:1]), frozenset(cpus[-1:])]
+    monkeypatch.setattr("octavo.engine.runner_builder.numa_nodes", lambda: nodes)
+    monkeypatch.setattr("octavo.engine.runner_builder.usable_cores", lambda: 2)
+    write_hf_model(tmp_path, "Llama", **SIZES)
+    with made(tmp_path, tensor_parallel_size="auto") as llm:
+        group = runner_of(llm.core)._ranks
+        assert group is not None
+        assert [os.sched_getaffinity(pid) for pid in (0, *group.pids)] == nodes
+    assert os.sched_getaffinity(0) == ALLOWED_CPUS
+    with made(tmp_path, tensor_parallel_size="auto", attention_backend="reference") as llm:
+        assert runner_of(llm.core)._ranks is None, "that backend is not split"
 
 
 def test_a_rank_that_dies_while_the_engine_is_idle_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

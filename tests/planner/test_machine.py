@@ -11,7 +11,15 @@ import torch
 
 from octavo.config import MOST_THREADS, EngineConfig
 from octavo.planner import machine
-from octavo.planner.machine import cgroup_cores, cgroup_memory, computes_bf16, default_num_threads, usable_cores
+from octavo.planner.machine import (
+    cgroup_cores,
+    cgroup_memory,
+    computes_bf16,
+    default_num_threads,
+    numa_nodes,
+    rank_cpus,
+    usable_cores,
+)
 
 EIGHT = frozenset(range(8))
 GIB = 1 << 30
@@ -77,6 +85,25 @@ def test_cpusets_of_both_versions_limit_the_cpus(tmp_path: Path) -> None:
     first = v1(tmp_path / "v1", "/box", {"cpuset/cpuset.cpus": "0-15", "cpuset/box/cpuset.cpus": "2-3"})
     assert cgroup_cores(first, EIGHT) == 2
     assert cgroup_cores(first, frozenset({3, 4})) == 1, "and the affinity"
+
+
+def test_numa_nodes_are_those_with_memory_and_allowed_cpus(tmp_path: Path) -> None:
+    assert numa_nodes(tmp_path, EIGHT) == [EIGHT], "nothing is known"
+    lists = {"has_memory": "0-1,3-4", "node0/cpulist": "0-1", "node1/cpulist": "2-3", "node2/cpulist": "4-5"}
+    lists |= {"node3/cpulist": "", "node4/cpulist": "6-9"}  # node 2 has no memory, node 3 no CPUs
+    write(tmp_path, {f"sys/devices/system/node/{name}": content for name, content in lists.items()})
+    assert numa_nodes(tmp_path, EIGHT) == [{0, 1}, {2, 3}, {6, 7}]
+    assert numa_nodes(v2(tmp_path, "/", {"cpuset.cpus.effective": "2-7"}), EIGHT) == [{2, 3}, {6, 7}]
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "cpus"),
+    [(1, ["01234567"] * 2), (2, ["0123", "4567"]), (4, ["0123", "4567"]), (3, ["01234567"] * 2)],
+)
+def test_ranks_run_on_their_nodes(num_nodes: int, cpus: list[str]) -> None:
+    nodes = [frozenset(range(node * 8 // num_nodes, (node + 1) * 8 // num_nodes)) for node in range(num_nodes)]
+    assert rank_cpus(nodes, 2) == [set(map(int, each)) for each in cpus]
+    assert rank_cpus(nodes, 2 * num_nodes) == [node for node in nodes for _ in range(2)]
 
 
 def test_a_quota_counts_beside_a_cpuset(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import pickle
 import signal
 
@@ -17,6 +18,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     requests, answers = requests_and_answers()
     job = pickle.loads(receive(requests))
+    os.sched_setaffinity(0, job.cpus)
     logging.basicConfig(level=job.log_level, format=f"%(asctime)s %(levelname)s rank {job.rank} %(name)s: %(message)s")
     # Imported only now: this takes seconds, in which the process must already end with its parent.
     from octavo.engine.runner_builder import choose_share_of_scales, load_share

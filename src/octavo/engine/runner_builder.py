@@ -33,7 +33,15 @@ from octavo.models.loader import open_weights
 from octavo.models.native_decoder import NativeDecoder, Rank, inner_widths, make_decoder
 from octavo.models.ops import LayerOps
 from octavo.models.packed_modules import OnlineFormat
-from octavo.planner.machine import CPU_MEMORY_SHARE, available_memory, default_num_threads, limited_memory
+from octavo.planner.machine import (
+    CPU_MEMORY_SHARE,
+    available_memory,
+    default_num_threads,
+    limited_memory,
+    numa_nodes,
+    rank_cpus,
+    usable_cores,
+)
 from octavo.planner.model_shape import ModelShape, shape_of_checkpoint
 from octavo.planner.sizing import Sizing
 from octavo.planner.sources import shape_of_source
@@ -90,14 +98,15 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, RunnerFacts]:
     source = model_of(config)
     model_config = _for_device(load_model_config(source), source, device)
     dtype = _dtype(config, source, model_config, device)
+    config = _with_number_of_ranks(config, model_config, dtype, device)
     sizing = _size_before_loading(config, source, model_config, dtype, device)
-    num_threads = config.num_threads or max(1, default_num_threads() // config.tensor_parallel_size)
-    if config.tensor_parallel_size == 1:
+    num_threads = config.num_threads or max(1, default_num_threads() // config.num_ranks)
+    if config.num_ranks == 1:
         model = _load_with_threads(config, source, model_config, dtype, device, num_threads)
         return _join(config, source, model_config, sizing, model, num_threads)
     ranks = _start_ranks(config, model_config, sizing, dtype, num_threads)
     try:
-        rank = Rank(Share(model_config, 0, config.tensor_parallel_size), ranks.native)
+        rank = Rank(Share(model_config, 0, config.num_ranks), ranks.native)
         model = _load_with_threads(config, source, model_config, dtype, device, num_threads, rank)
         return _join(config, source, model_config, sizing, model, num_threads, ranks=ranks)
     except BaseException:
@@ -105,20 +114,35 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, RunnerFacts]:
         raise
 
 
+def _with_number_of_ranks(
+    config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> EngineConfig:
+    """Resolve a `tensor_parallel_size` of "auto"; raises `ConfigError` if a number cannot be had."""
+    if config.tensor_parallel_size != "auto":
+        _require_splittable(config, model_config, dtype)
+        return config
+    count = min(len(numa_nodes()), usable_cores()) if device.type == "cpu" else 1
+    try:
+        _require_splittable(several := replace(config, tensor_parallel_size=count), model_config, dtype)
+    except ConfigError as error:
+        logger.info("one process for all NUMA nodes: %s", error)
+        return replace(config, tensor_parallel_size=1)
+    return several
+
+
+def _require_splittable(config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype) -> None:
+    if config.num_ranks > 1 and not _runs_on_kernels(config, model_config, dtype, torch.device("cpu")):
+        raise ConfigError(
+            f"tensor_parallel_size is {config.num_ranks}, but {config.model} in {_name(dtype)} does not run "
+            "on the native decoder here, which alone is split among ranks"
+        )
+    Share(model_config, 0, config.num_ranks)
+
+
 def _start_ranks(
     config: EngineConfig, model_config: ModelConfig, sizing: Sizing, dtype: torch.dtype, num_threads: int
 ) -> RankGroup:
-    """Start the other ranks, which load their shares while this one loads its own.
-
-    Raises:
-        ConfigError: this model is not split among ranks.
-    """
-    if not _runs_on_kernels(config, model_config, dtype, torch.device("cpu")):
-        raise ConfigError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}, but {config.model} in {_name(dtype)} does not run "
-            "on the native decoder here, which alone is split among ranks"
-        )
-    Share(model_config, 0, config.tensor_parallel_size)  # whether it can be split
+    """Start the other ranks, which load their shares while this one loads its own."""
     tokens = max(config.max_num_batched_tokens, config.max_num_seqs)  # of a step, at most
     spec, experts = sizing.spec, model_config.experts
     widths = [model_config.hidden_size, model_config.num_heads * model_config.value_dim, *inner_widths(model_config)]
@@ -147,8 +171,9 @@ def _start_ranks(
                 file=-1,
                 memory=memory,
                 log_level=logging.getLogger().getEffectiveLevel(),
+                cpus=cpus,
             )
-            for rank in range(config.tensor_parallel_size)
+            for rank, cpus in enumerate(rank_cpus(numa_nodes(), config.num_ranks))
         ]
     )
 
@@ -158,7 +183,7 @@ def load_share(job: RankJob) -> NativeDecoder:
     source = model_of(job.config)
     model_config = load_model_config(source)
     dtype: torch.dtype = getattr(torch, job.dtype)
-    rank = Rank(Share(model_config, job.rank, job.config.tensor_parallel_size), job.join())
+    rank = Rank(Share(model_config, job.rank, job.config.num_ranks), job.join())
     cpu = torch.device("cpu")
     model = _load_with_threads(job.config, source, model_config, dtype, cpu, job.num_threads, rank)
     assert isinstance(model, NativeDecoder)
@@ -196,7 +221,7 @@ def _join(
     if config.deterministic:
         _require_kernels("deterministic cannot be guaranteed", model, arena, attention)
     if ranks is not None:
-        _require_kernels(f"tensor_parallel_size is {config.tensor_parallel_size}", model, arena, attention)
+        _require_kernels(f"tensor_parallel_size is {config.num_ranks}", model, arena, attention)
     kv_scales = _choose_scales(config, source, arena, model)
     if ranks is not None:
         ranks.begin(pool.num_blocks, host.num_blocks)
@@ -462,7 +487,7 @@ def _size_before_loading(
 
 def _size_loaded(sizing: Sizing, config: EngineConfig, model: CausalLM, weight_bytes: int) -> Sizing:
     """Return the sizes with the actual memory of the loaded model."""
-    kv_layers = model.kv_layers if config.tensor_parallel_size == 1 else sizing.shape.kv_layers
+    kv_layers = model.kv_layers if config.num_ranks == 1 else sizing.shape.kv_layers
     shape = replace(sizing.shape, kv_layers=kv_layers, max_position_embeddings=model.max_position_embeddings)
     return replace(
         sizing,

@@ -97,17 +97,40 @@ def cgroup_cores(root: Path, allowed: frozenset[int]) -> int:
     Args:
         root: folder that holds /proc and /sys.
     """
+    count = float(_num_cores(root, _cpus_of_cgroups(root, allowed)))
+    for folder in _cgroup_folders(root, "cpu"):
+        if (quota := _cpu_quota(folder)) is not None:
+            count = min(count, quota)
+    return max(1, math.ceil(count))
+
+
+def numa_nodes(root: Path = Path("/"), allowed: frozenset[int] = ALLOWED_CPUS) -> list[frozenset[int]]:
+    """Return the CPUs of each NUMA node that this process may use, of those with memory; one node if none is known."""
+    cpus, folder = _cpus_of_cgroups(root, allowed), root / "sys/devices/system/node"
+    nodes = [cpus & _read_cpus(folder / f"node{node}/cpulist") for node in sorted(_read_cpus(folder / "has_memory"))]
+    return [node for node in nodes if node] or [cpus]
+
+
+def rank_cpus(nodes: list[frozenset[int]], num_ranks: int) -> list[frozenset[int]]:
+    """Return the CPUs of each rank, so that its memory is near: equally many ranks a node, or nodes a rank.
+
+    If neither divides the other, or there is one node, each rank may use all CPUs.
+    """
+    count = len(nodes)
+    if num_ranks % count == 0:
+        return [nodes[rank * count // num_ranks] for rank in range(num_ranks)]
+    share = count // num_ranks if count % num_ranks == 0 else 0
+    return [frozenset().union(*(nodes[rank * share : (rank + 1) * share] or nodes)) for rank in range(num_ranks)]
+
+
+def _cpus_of_cgroups(root: Path, allowed: frozenset[int]) -> frozenset[int]:
     cpus = allowed
     for folder in _cgroup_folders(root, "cpuset"):
         for name in ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus"):
             if found := _read_cpus(folder / name):
                 cpus = cpus & found or cpus
                 break
-    count = float(_num_cores(root, cpus))
-    for folder in _cgroup_folders(root, "cpu"):
-        if (quota := _cpu_quota(folder)) is not None:
-            count = min(count, quota)
-    return max(1, math.ceil(count))
+    return cpus
 
 
 def _num_cores(root: Path, cpus: frozenset[int]) -> int:

@@ -78,7 +78,7 @@ class Sizing:
     @property
     def spec(self) -> KVCacheSpec:
         """The spec of whole blocks, in which a KV head counts as often as ranks store it."""
-        ranks = [self.rank_spec(rank) for rank in range(self.config.tensor_parallel_size)]
+        ranks = [self.rank_spec(rank) for rank in range(self.config.num_ranks)]
         if len(ranks) == 1:
             return ranks[0]
         if any(spec.groups != ranks[0].groups for spec in ranks):
@@ -94,7 +94,7 @@ class Sizing:
 
     def rank_spec(self, rank: int) -> KVCacheSpec:
         """Return the spec of a rank's share of each block."""
-        size, count = block_tokens(self.config.block_size, self.max_model_len), self.config.tensor_parallel_size
+        size, count = block_tokens(self.config.block_size, self.max_model_len), self.config.num_ranks
         return KVCacheSpec.build(layers_of_rank(self.shape.kv_layers, rank, count), size, self.kv_dtype)
 
     @property
@@ -113,7 +113,7 @@ class Sizing:
     @property
     def activations(self) -> int:
         """The bytes of activations; each rank has its own, and those that ranks exchange lie in memory twice."""
-        return self.config.tensor_parallel_size * activation_bytes(
+        return self.config.num_ranks * activation_bytes(
             self.shape,
             self.dtype,
             max_step=self.config.max_num_batched_tokens,

@@ -21,10 +21,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from octavo.config import EngineConfig
+from octavo.config import ALLOWED_CPUS, EngineConfig
 from octavo.errors import ConfigError, ExecutorError
 from octavo.helper_process import HelperEndedError, HelperProcess, HelperTooSlowError
 from octavo.kernels import rank_memory, ranks
@@ -55,6 +56,7 @@ class RankJob:
         spec: its share of the KV cache.
         dtype: torch's name of the dtype of weights and activations.
         file: descriptor of the memory that ranks share.
+        cpus: what its threads run on: those of its NUMA nodes.
         memory: bytes of that memory for messages, for each register, and for logits.
     """
 
@@ -66,9 +68,10 @@ class RankJob:
     file: int
     memory: tuple[int, int, int]
     log_level: int
+    cpus: frozenset[int]
 
     def join(self) -> _native.Ranks:
-        return ranks(self.file, *self.memory, self.rank, self.config.tensor_parallel_size, ANSWER_S)
+        return ranks(self.file, *self.memory, self.rank, self.config.num_ranks, ANSWER_S)
 
 
 class RankGroup:
@@ -93,8 +96,10 @@ class RankGroup:
         self._processes: list[HelperProcess] = []
         self._waiting: list[threading.Thread] = []
         self._began_at = math.inf
+        self._cpus = ALLOWED_CPUS
         self._blocks = b""
         self._start()
+        self._bind(jobs[0].cpus)
 
     def _start(self) -> None:
         started: list[Future[HelperProcess]] = []
@@ -121,6 +126,15 @@ class RankGroup:
         self.native.fail(f"rank {job.rank} (process {process.pid}) has ended, exit code {code}")
         if time.monotonic() - self._began_at > RESTARTED_AFTER_S:
             self.on_failure()
+
+    def _bind(self, cpus: frozenset[int]) -> None:
+        """Let the threads of this process run on some CPUs only; those that they start inherit it."""
+        if cpus == self._cpus:
+            return
+        self._cpus = cpus
+        for task in os.listdir("/proc/self/task"):
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(int(task), cpus)
 
     @property
     def pids(self) -> list[int]:
@@ -179,6 +193,7 @@ class RankGroup:
     def close(self) -> None:
         """End the other ranks; may be called again."""
         self._end()
+        self._bind(ALLOWED_CPUS)
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
