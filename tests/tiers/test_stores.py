@@ -274,7 +274,7 @@ def test_writes_beyond_the_bytes_that_may_wait_are_dropped_and_counted() -> None
     first = store.put(label(0), buffer(60))
     assert medium.begun.acquire(timeout=SECONDS)
     waiting = [store.put(label(n), buffer(60)) for n in (1, 2)]
-    assert store._queue.num_write_bytes == 60
+    assert store.num_write_bytes == 60
     assert waiting[1].outcomes == [Reason.BUSY]
     assert store.counters.write_misses == {Reason.BUSY: 1}
     assert store.wants(label(2).key), "it may be tried again"
@@ -282,4 +282,4 @@ def test_writes_beyond_the_bytes_that_may_wait_are_dropped_and_counted() -> None
     assert all(transfer.wait(SECONDS) for transfer in (first, *waiting))
     assert store.put(label(3), buffer(500)).wait(SECONDS), "one block may always wait, however large"
     store.close()
-    assert (store.counters.stored, store._queue.num_write_bytes) == (3, 0)
+    assert (store.counters.stored, store.num_write_bytes) == (3, 0)

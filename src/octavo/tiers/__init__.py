@@ -2,7 +2,7 @@
 
 lower                    between host memory and all stores: writes down, fetches up for requests that wait
 store                    makes a medium asynchronous: threads, deadlines, cancellation; stops trying one that fails
-transfer                 a unit of a store's work, the queue of them, and their totals
+transfer                 a unit of a store's work, and its totals
 disk | remote            media: slots of preallocated files, Redis
 slabs                    what lies in the directory of a disk
 header                   what each stored block carries, and its proof

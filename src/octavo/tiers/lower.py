@@ -278,7 +278,7 @@ class LowerTiers:
                 self._writing.append((transfer, slot))
 
     def _is_worth(self, store: Store, num_blocks: int, seconds_to_compute: float | None) -> bool:
-        expected = store.expected_seconds(num_blocks * self._block_bytes)
+        expected = store.speed.expected(num_blocks * self._block_bytes)
         if expected is None or seconds_to_compute is None or expected < num_blocks * seconds_to_compute:
             return True
         self.num_not_worth += 1

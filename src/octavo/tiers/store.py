@@ -6,12 +6,12 @@ import errno
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from octavo.kvcache.hashing import Label
 from octavo.tiers.base import LookupResult, Medium, Reason
-from octavo.tiers.transfer import StoreCounters, Transfer, TransferQueue, Work
+from octavo.tiers.transfer import StoreCounters, Transfer, Work
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ _LEAST_SPREAD = 0.01
 class Store:
     """An asynchronous interface to a medium.
 
+    Requests wait for questions and reads, but not for writes: questions go first, then reads, then writes.
+
     Faults of reads and questions close the store, those of writes stop writes only: what lies on a full or read-only
     disk is still found.
 
@@ -50,6 +52,7 @@ class Store:
         must_ask: whether only `ask` can tell which blocks are there.
         speed: how long loads took, from which it is decided whether computing would be faster.
         on_done: called after each transfer, in a thread of the store or, if it was refused, in the caller's.
+        num_write_bytes: bytes that wait to be written.
     """
 
     def __init__(
@@ -66,20 +69,23 @@ class Store:
         self.medium = medium
         self.name = medium.name
         self.must_ask = medium.must_ask
-        self.counters = StoreCounters()
-        self.counters.open_misses.update(medium.open_misses)
+        self.counters = StoreCounters(medium.open_misses)
+        self.speed = LoadSpeed()
         self.on_done: Callable[[], None] = lambda: None
+        self.num_write_bytes = 0
+        self._most_waiting = most_waiting
+        self._most_write_bytes = most_write_bytes
+        self._most_writers = max(1, num_threads - 1)
+        self._clock = clock
         self._reading = Breaker(self.name, "reads", most_faults, retry_seconds, clock)
         self._writing = Breaker(self.name, "writes", most_faults, retry_seconds, clock)
-        self._queue = TransferQueue(most_waiting, most_write_bytes, max(1, num_threads - 1))
-        self.speed = LoadSpeed()
-        self._clock = clock
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()  # of all below: there is something to do, or a writer has finished
+        self._queues = {work: deque[Transfer]() for work in Work}
         self._coming: set[bytes] = set()  # keys of requested writes
+        self._num_writers = 0
         self._ended = False
         self._out_of_time = False
         self._num_working = num_threads
-        self._works = {Work.ASK: self._ask, Work.READ: self._read, Work.WRITE: self._write}
         self._threads = [
             threading.Thread(target=self._work, name=f"octavo-{self.name}-{i}", daemon=True) for i in range(num_threads)
         ]
@@ -125,10 +131,6 @@ class Store:
             return not self._is_writing(key)
         return found is LookupResult.MISS
 
-    def expected_seconds(self, num_bytes: int) -> float | None:
-        """Return the expected time of a load in seconds, from earlier loads; None before the first."""
-        return self.speed.expected(num_bytes)
-
     def ask(self, labels: Sequence[Label], seconds: float) -> Transfer:
         """Find out which blocks are there; the outcome is None for those that are."""
         return self._submit(Transfer(Work.ASK, labels, [memoryview(b"")] * len(labels), self._clock() + seconds))
@@ -139,8 +141,6 @@ class Store:
 
     def put(self, label: Label, payload: memoryview, tenant: str = "", seconds: float = 30.0) -> Transfer:
         """Store a block of a tenant; it is LATE if it has not been started after `seconds`."""
-        with self._lock:
-            self._coming.add(label.key)
         return self._submit(Transfer(Work.WRITE, [label], [payload], self._clock() + seconds, tenant))
 
     def close(self, seconds: float = 10.0) -> None:
@@ -148,11 +148,11 @@ class Store:
 
         The medium is closed by the last thread to end, so that none ever uses a closed one.
         """
-        with self._lock:
+        with self._changed:
             if self._ended:
                 return
             self._ended = True
-        self._queue.end()
+            self._changed.notify_all()
         until = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
@@ -161,64 +161,100 @@ class Store:
             logger.warning("%s: closing without waiting for a transfer that takes over %g s", self.name, seconds)
 
     def _submit(self, transfer: Transfer) -> Transfer:
-        refused = Reason.CLOSED if self._is_stopped(transfer.work) else self._queue.put(transfer)
+        with self._changed:
+            if (refused := self._refusal(transfer)) is None:
+                if transfer.work is Work.WRITE:
+                    self.num_write_bytes += transfer.num_bytes
+                    self._coming.add(transfer.labels[0].key)
+                self._queues[transfer.work].append(transfer)
+                self._changed.notify()
         if refused is not None:
             self._finish(transfer, [refused] * len(transfer.labels))
         return transfer
 
+    def _refusal(self, transfer: Transfer) -> Reason | None:
+        """Return why a transfer is not queued; None if it is."""
+        if self._ended or self._is_stopped(transfer.work):
+            return Reason.CLOSED
+        if transfer.work is Work.WRITE:
+            num_bytes = self.num_write_bytes + transfer.num_bytes
+            is_full = bool(self._queues[Work.WRITE]) and num_bytes > self._most_write_bytes
+        else:
+            is_full = len(self._queues[Work.ASK]) + len(self._queues[Work.READ]) >= self._most_waiting
+        return Reason.BUSY if is_full else None
+
+    def _take(self) -> Transfer | None:
+        """Wait for the next transfer and take it; None once the store is closed and nothing is left."""
+        with self._changed:
+            while True:
+                for work, queue in self._queues.items():
+                    if not queue or (work is Work.WRITE and self._num_writers == self._most_writers):
+                        continue
+                    transfer = queue.popleft()
+                    if work is Work.WRITE:
+                        self.num_write_bytes -= transfer.num_bytes
+                        self._num_writers += 1
+                    return transfer
+                if self._ended and not self._queues[Work.WRITE]:
+                    return None
+                self._changed.wait()
+
     def _work(self) -> None:
-        while (transfer := self._queue.take()) is not None:
+        while (transfer := self._take()) is not None:
             try:
-                outcomes = self._works[transfer.work](transfer)
+                outcomes = self._carry_out(transfer)
             except BaseException as error:  # a store's thread must survive any exception
                 self._breaker(transfer.work).fault(error)
                 outcomes = [_reason_of(error)] * len(transfer.labels)
             self._finish(transfer, outcomes)
-            self._queue.did(transfer)
-        with self._lock:
+            if transfer.work is Work.WRITE:
+                with self._changed:
+                    self._num_writers -= 1
+                    # All, because threads that wait for the end of the queue must check whether it has come.
+                    self._changed.notify_all()
+        with self._changed:
             self._num_working -= 1
             is_last = not self._num_working
         if is_last:
-            self._close_medium()
+            try:
+                self.medium.close()
+            except Exception:
+                logger.exception("%s: closing it failed", self.name)
 
-    def _close_medium(self) -> None:
-        try:
-            self.medium.close()
-        except Exception:
-            logger.exception("%s: closing it failed", self.name)
-
-    def _ask(self, transfer: Transfer) -> Sequence[Reason | None]:
-        medium, labels = self.medium, transfer.labels
-        if (stopped := self._stopped(transfer)) is not None:
-            return [stopped] * len(labels)
-        return self._tried(self._reading, len(labels), partial(medium.ask, labels))
-
-    def _read(self, transfer: Transfer) -> Sequence[Reason | None]:
-        began = self._clock()
-        outcomes: list[Reason | None] = []
-        num_bytes = 0
-        for start in range(0, len(transfer.labels), PIECE):
-            labels = transfer.labels[start : start + PIECE]
-            buffers = transfer.buffers[start : start + PIECE]
+    def _carry_out(self, transfer: Transfer) -> list[Reason | None]:
+        """Ask, read or write in pieces, and return the outcome of each block."""
+        began, outcomes, num_bytes = self._clock(), list[Reason | None](), 0
+        size = len(transfer.labels) if transfer.work is Work.ASK else PIECE
+        for start in range(0, len(transfer.labels), max(1, size)):
+            labels, buffers = transfer.labels[start : start + size], transfer.buffers[start : start + size]
             if (stopped := self._stopped(transfer)) is not None:
                 outcomes += [stopped] * len(labels)
                 continue
-            found = self._tried(self._reading, len(labels), partial(self.medium.read, labels, buffers))
+            found = self._tried(transfer, labels, buffers)
             num_bytes += sum(buffer.nbytes for buffer, reason in zip(buffers, found, strict=True) if reason is None)
             outcomes += found
-        seconds = self._clock() - began
-        if num_bytes:
-            self.speed.measure(seconds, num_bytes)
-        self.counters.time(Work.READ, seconds)
+        if transfer.work is not Work.ASK:
+            seconds = self._clock() - began
+            if transfer.work is Work.READ and num_bytes:
+                self.speed.measure(seconds, num_bytes)
+            self.counters.time(transfer.work, seconds)
         return outcomes
 
-    def _write(self, transfer: Transfer) -> Sequence[Reason | None]:
-        if (stopped := self._stopped(transfer)) is not None:
-            return [stopped]
-        began = self._clock()
-        label, payload = transfer.labels[0], transfer.buffers[0]
-        outcomes = self._tried(self._writing, 1, lambda: [self.medium.write(label, payload, transfer.tenant)])
-        self.counters.time(Work.WRITE, self._clock() - began)
+    def _tried(
+        self, transfer: Transfer, labels: Sequence[Label], buffers: Sequence[memoryview]
+    ) -> Sequence[Reason | None]:
+        """Call the medium and return the outcomes of a piece; an exception becomes the reason of all its blocks."""
+        try:
+            if transfer.work is Work.ASK:
+                outcomes = self.medium.ask(labels)
+            elif transfer.work is Work.READ:
+                outcomes = self.medium.read(labels, buffers)
+            else:
+                outcomes = [self.medium.write(labels[0], buffers[0], transfer.tenant)]
+        except Exception as error:
+            self._breaker(transfer.work).fault(error)
+            return [_reason_of(error)] * len(labels)
+        self._breaker(transfer.work).judge(outcomes)
         return outcomes
 
     def _stopped(self, transfer: Transfer) -> Reason | None:
@@ -230,34 +266,22 @@ class Store:
         return Reason.CLOSED if self._out_of_time or self._is_stopped(transfer.work) else None
 
     def _is_stopped(self, work: Work) -> bool:
-        return self._reading.is_closed or (work is Work.WRITE and self._writing.is_closed)
+        return self._reading.is_closed or self._breaker(work).is_closed
 
     def _breaker(self, work: Work) -> Breaker:
         return self._writing if work is Work.WRITE else self._reading
-
-    def _tried(
-        self, breaker: Breaker, count: int, act: Callable[[], Sequence[Reason | None]]
-    ) -> Sequence[Reason | None]:
-        """Call the medium and return the outcomes of `count` blocks; an exception becomes their reason."""
-        try:
-            outcomes = act()
-        except Exception as error:
-            breaker.fault(error)
-            return [_reason_of(error)] * count
-        breaker.judge(outcomes)
-        return outcomes
 
     def _finish(self, transfer: Transfer, outcomes: Sequence[Reason | None]) -> None:
         transfer.outcomes += outcomes
         self.counters.count(transfer)
         if transfer.work is Work.WRITE:
-            with self._lock:
-                self._coming.difference_update(label.key for label in transfer.labels)
+            with self._changed:
+                self._coming.discard(transfer.labels[0].key)
         transfer.finish()
         self.on_done()
 
     def _is_writing(self, key: bytes) -> bool:
-        with self._lock:
+        with self._changed:
             return key in self._coming
 
 
