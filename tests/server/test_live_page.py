@@ -105,8 +105,8 @@ def test_a_look_names_the_blocks_evicted_and_copied_since_the_last(
 ) -> None:
     core, view, evicted, copied = real.core, LiveView(), list[int](), list[Any]()
     view.look(core.scheduler)
-    recent = core.scheduler.kv.recent
-    before = recent.num_evicted, recent.num_copied
+    kv = core.scheduler.kv
+    before = kv.evicted.count, kv.copied.count
     pool, named = core.scheduler.kv.pool, list[int]()
     monkeypatch.setattr(pool, "_on_evict", (*pool._on_evict, named.extend))
     real_update = core.scheduler.update
@@ -122,8 +122,8 @@ def test_a_look_names_the_blocks_evicted_and_copied_since_the_last(
     for start in range(6):
         real.complete([f"{start} {STORY}", f"{start + 10} {STORY}"], max_tokens=12, n=2, temperature=1.0)
     assert evicted == named
-    assert len(evicted) == recent.num_evicted - before[0] > 0
-    assert len(copied) == recent.num_copied - before[1] > 0
+    assert len(evicted) == kv.evicted.count - before[0] > 0
+    assert len(copied) == kv.copied.count - before[1] > 0
     assert all(source != copy for _, source, copy in copied)
     assert "evicted" not in view.look(core.scheduler)
 

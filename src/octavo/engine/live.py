@@ -18,7 +18,6 @@ import numpy.typing as npt
 from octavo.engine.inspection import budget_fields, report_fields
 from octavo.kvcache.block import NULL_BLOCK, BlockId, as_array
 from octavo.kvcache.blocks import UNPUBLISHED
-from octavo.kvcache.ledger import RecentChanges
 from octavo.kvcache.manager import KVCacheManager
 from octavo.observe.stats import Gauges
 from octavo.request import Request, RequestId, Sequence, SequenceStatus
@@ -69,11 +68,11 @@ class LiveView:
         latest. `unlisted` is the number of waiting requests beyond `MOST_WAITING`.
         """
         shown: dict[str, Any] = {}
-        known = len(self._tenants)
-        codes = block_codes(scheduler.kv)
+        kv, known = scheduler.kv, len(self._tenants)
+        codes = block_codes(kv)
         owners = self._owners_of(scheduler, codes)
         if self._codes is None or self._owners is None:
-            shown["spec"] = _spec(scheduler.kv)
+            shown["spec"] = _spec(kv)
             changed = None
         else:
             changed = np.flatnonzero((codes != self._codes) | (owners != self._owners))
@@ -85,14 +84,11 @@ class LiveView:
         if self._codes is None or known < len(self._tenants) or changed is None:
             shown["tenants"] = list(self._tenants)
         if self._codes is not None:
-            shown |= self._recent(scheduler.kv.recent)
-        self._num_evicted, self._num_copied = scheduler.kv.recent.num_evicted, scheduler.kv.recent.num_copied
+            found = {"evicted": kv.evicted.since(self._num_evicted), "copied": kv.copied.since(self._num_copied)}
+            shown |= {name: value for name, value in found.items() if value}
+        self._num_evicted, self._num_copied = kv.evicted.count, kv.copied.count
         self._codes, self._owners = codes, owners
         return shown | self._requests_of(scheduler) | {"counters": _counters(scheduler)}
-
-    def _recent(self, recent: RecentChanges) -> dict[str, Any]:
-        found = {"evicted": recent.evicted_since(self._num_evicted), "copied": recent.copied_since(self._num_copied)}
-        return {name: value for name, value in found.items() if value}
 
     def _owners_of(self, scheduler: Scheduler, codes: Codes) -> npt.NDArray[np.uint16]:
         """Return the number of the tenant last seen to hold each block."""
@@ -263,7 +259,7 @@ def _counters(scheduler: Scheduler) -> list[float]:
     """
     gauges, kv, host = Gauges.of(scheduler), scheduler.kv, scheduler.kv.hierarchy.host
     queues = [gauges.num_running, gauges.num_waiting, gauges.num_swapped]
-    changes = [host.num_slots - host.pool.num_free, kv.num_evicted, gauges.num_preemptions, kv.recent.num_copied]
+    changes = [host.num_slots - host.pool.num_free, kv.num_evicted, gauges.num_preemptions, kv.copied.count]
     drafts = gauges.speculation or SpeculationCounters()
     return [
         *queues,

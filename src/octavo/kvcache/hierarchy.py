@@ -1,11 +1,17 @@
 """The tiers below the device, as the cache manager sees them: evicting demotes blocks, resuming matches them.
 
-    manager ── published, hit, evicted ──> demotion ──store_prefix──> transfers of the next step <─┐
-            ── leave, evicted ────────────────────────────keep──────>                              │
-            ── match ────────────────────> what a sequence left, else the device's blocks, then the host's
-            ── load ───────────────────────────────────────────────────────────────────────────────┘
+    manager ── published, hit, evicted ──store_prefix──> transfers of the next step <─┐
+            ── leave, evicted ───────────────keep──────>                              │
+            ── match ────> what a sequence left, else the device's blocks, then the host's
+            ── load ──────────────────────────────────────────────────────────────────┘
 
     transfers ──> host memory <── stores (tiers/lower.py)
+
+Demotion copies blocks of the device's prefix cache to host memory, as far as it has room for prefixes:
+
+    on_evict         blocks that the device evicts
+    on_second_use    the same, but only blocks used twice: found by a request, or computed again after an eviction
+    all              all blocks, as soon as they are published
 
 A sequence that is preempted gives back all its blocks. Those that the prefix cache has stay there, and are kept in host
 memory if they are evicted; the others are copied to host memory at once. Full blocks have the key of their prefix,
@@ -27,9 +33,9 @@ import numpy as np
 
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockTable, BlockTransfer, HostBlockId, as_array, new_table
 from octavo.kvcache.blocks import BlockRecords
-from octavo.kvcache.demotion import Demotion
+from octavo.kvcache.eviction.adaptive import GhostList
 from octavo.kvcache.hashing import Label, TokenChain, label_of, private_label
-from octavo.kvcache.host_memory import HostMemory
+from octavo.kvcache.host_memory import HostMemory, Slot
 from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix import PrefixHit, PrefixIndex, PrefixMatcher
 from octavo.kvcache.spec import Window
@@ -80,7 +86,7 @@ class CacheHierarchy:
     Args:
         blocks, prefix_cache: those of the device.
         windows: sliding window per group, None for full attention.
-        demotion: see `Demotion`.
+        demotion: `on_evict`, `on_second_use` or `all`.
     """
 
     def __init__(
@@ -97,7 +103,12 @@ class CacheHierarchy:
         self._prefix_cache = prefix_cache
         self._block_size = block_size
         self._num_groups = len(windows)
-        self._demotion = Demotion(demotion, host, blocks)
+        self._demotes = demotion if host.num_prefix_slots else "never"
+        by_use = self._demotes == "on_second_use"
+        # By device block, whether it was used twice.
+        self._used_again = bytearray(blocks.num_blocks) if by_use else None
+        # Keys of evicted blocks that were used once; if one is published again, that is its second use.
+        self._used_once = GhostList(4 * blocks.num_blocks if by_use else 1)
         # Without slots for prefixes, a sequence must not find blocks that others have left there.
         self._matcher = PrefixMatcher(prefix_cache, block_size, windows, host if host.num_prefix_slots else None)
         self._left: dict[SequenceId, _Left] = {}
@@ -109,12 +120,19 @@ class CacheHierarchy:
 
     def published(self, block_ids: Seq[BlockId]) -> None:
         """Called when blocks have been published."""
-        if chosen := self._demotion.published(block_ids):
-            self.demote(self._demoted(chosen))
+        if self._used_again is not None:
+            for block_id in block_ids:
+                key = self._blocks.key(block_id)
+                again = self._used_once.take(key) is not None or self.host.state(key) is Slot.READY
+                self._used_again[block_id] = again
+        if self._demotes == "all":
+            self.demote(self._demoted(block_ids))
 
     def hit(self, table: BlockTable) -> None:
         """Called when a request has found these blocks on the device."""
-        self._demotion.hit(table)
+        if self._used_again is not None:
+            for block_id in table:
+                self._used_again[block_id] = 1
 
     def evicted(self, block_ids: Seq[BlockId]) -> None:
         """Called when cached blocks are evicted; their memory does not change before the next step."""
@@ -122,7 +140,14 @@ class CacheHierarchy:
             for block_id in block_ids:
                 if (owners := self._wanted_by.get(self._blocks.key(block_id))) is not None:
                     self._keep_evicted(block_id, owners)
-        demoted = self._demoted(self._demotion.evicted(block_ids))
+        if (again := self._used_again) is not None:
+            once = [block_id for block_id in block_ids if not again[block_id]]
+            # All at once: 26 together take a sixth of the time.
+            self._used_once.add(self._blocks.keys.prefixes(once), [0] * len(once))
+            block_ids = [block_id for block_id in block_ids if again[block_id]]
+        elif self._demotes != "on_evict":
+            return
+        demoted = self._demoted(block_ids)
         if self._closing is None:
             self.demote(demoted)
         else:
@@ -208,7 +233,7 @@ class CacheHierarchy:
         if not self.host.keep(moved, left.tenant):
             return False
         self.host.cancel_loads(seq.seq_id)
-        self._demotion.hit(cached)
+        self.hit(cached)
         for key in left.keys.values():
             self._wanted_by.setdefault(key, set()).add(seq.seq_id)
         self._left[seq.seq_id] = left

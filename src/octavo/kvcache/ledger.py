@@ -14,16 +14,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import islice
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable, HostBlockId
+from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState, BlockTable, HostBlockId
 from octavo.kvcache.blocks import BlockRecords
 from octavo.kvcache.hashing import DIGEST_BYTES, TOKEN_BYTES, Source, TokenChain, key_prefix
 from octavo.kvcache.key_index import LatestKeys
 from octavo.request import CacheOutcome, CacheReport, Request, RequestId
-
-MOST_EVICTED = 256
-MOST_COPIED = 64
 
 # Evictions are remembered for as many blocks as the pool has, but at most for this many.
 MAX_EVICTIONS = 65_536
@@ -251,37 +248,23 @@ class RequestCopy(NamedTuple):
     destination: BlockId
 
 
-class RecentChanges:
-    """Counts evictions and copies since the start, and remembers the latest, which the live page shows.
+class Latest(Generic[_T]):
+    """Counts what happened since the start, and remembers the last `most`, which the live page shows.
 
     Each reader passes the count that it last saw, and gets what came after it.
-
-    Attributes:
-        num_evicted: number of cached blocks evicted since the start.
-        num_copied: number of blocks copied on a write since the start.
     """
 
-    def __init__(self) -> None:
-        self.num_evicted = 0
-        self.num_copied = 0
-        self._evicted: deque[BlockId] = deque(maxlen=MOST_EVICTED)
-        self._copied: deque[RequestCopy] = deque(maxlen=MOST_COPIED)
+    def __init__(self, most: int) -> None:
+        self.count = 0
+        self._latest: deque[_T] = deque(maxlen=most)
 
-    def evicted(self, block_ids: Seq[BlockId]) -> None:
-        self.num_evicted += len(block_ids)
-        self._evicted.extend(block_ids[-MOST_EVICTED:])
+    def add(self, items: Seq[_T]) -> None:
+        self.count += len(items)
+        self._latest.extend(items)
 
-    def copied(self, request_id: RequestId, copy: BlockCopy) -> None:
-        self.num_copied += 1
-        self._copied.append(RequestCopy(request_id, copy.source, copy.destination))
-
-    def evicted_since(self, num_evicted: int) -> list[BlockId]:
-        """Return the blocks evicted after the first `num_evicted`, of which at most `MOST_EVICTED` are remembered."""
-        return _latest(self._evicted, self.num_evicted - num_evicted)
-
-    def copied_since(self, num_copied: int) -> list[RequestCopy]:
-        """Return the copies made after the first `num_copied`, of which at most `MOST_COPIED` are remembered."""
-        return _latest(self._copied, self.num_copied - num_copied)
+    def since(self, count: int) -> list[_T]:
+        """Return what came after the first `count`, as far as it is remembered."""
+        return list(islice(self._latest, max(0, len(self._latest) - self.count + count), None))
 
 
 def _first_key(chain: TokenChain) -> bytes:
@@ -305,7 +288,3 @@ def _common_tokens(a: bytes, b: bytes) -> int:
     if a == b:
         return len(a) // TOKEN_BYTES
     return next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y) // TOKEN_BYTES
-
-
-def _latest(remembered: deque[_T], count: int) -> list[_T]:
-    return list(islice(remembered, max(0, len(remembered) - count), None))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from octavo.errors import CacheError
-from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockState, BlockTable, as_array, new_table
+from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable, as_array, new_table
 from octavo.kvcache.events import KVEventLog
 from octavo.kvcache.eviction import EvictionPolicy, make_eviction_policy
 from octavo.kvcache.eviction.leaves import LeavesFirst
@@ -22,7 +22,7 @@ from octavo.kvcache.hashing import group_key
 from octavo.kvcache.hierarchy import CacheHierarchy
 from octavo.kvcache.holdings import Holding, Holdings
 from octavo.kvcache.host_memory import HostMemory
-from octavo.kvcache.ledger import CacheLedger, RecentChanges, Stock
+from octavo.kvcache.ledger import CacheLedger, Latest, RequestCopy, Stock
 from octavo.kvcache.pins import PinTable
 from octavo.kvcache.pool import BlockPool, check_references
 from octavo.kvcache.prefix import PrefixHit, PrefixMatcher, make_prefix_index
@@ -30,6 +30,8 @@ from octavo.kvcache.spec import KVCacheSpec, Window
 from octavo.request import CacheOutcome, CacheReport, PinReceipt, PinRequest, Request, Sequence
 
 DEFAULT_PIN_BUDGET = 0.25
+MOST_EVICTED = 256
+MOST_COPIED = 64
 
 # Blocks of a prefix that the order of admission depends on: sixteen prefixes of this length take 3 ms to look up.
 _COMPARED_BLOCKS = 4096
@@ -59,7 +61,7 @@ class KVCacheManager:
         num_swap_slots: blocks of host memory for preempted sequences.
         num_prefix_slots: additional blocks of host memory, for prefixes that the device evicts.
         wrap_eviction: wraps the device's eviction policy in an observer.
-        demotion: policy that chooses which of the device's blocks are copied to the host (`Demotion`).
+        demotion: policy that chooses which of the device's blocks are copied to the host.
         pin_budget: share of the pool that may be pinned at once.
         pin_tenant_share: share of the pin budget that the pins of one tenant may hold.
         clock: a monotonic clock in seconds, for pins and the ledger.
@@ -68,7 +70,8 @@ class KVCacheManager:
     Attributes:
         holdings: what each sequence holds; read-only.
         hierarchy: the tiers below the device.
-        recent: the blocks evicted and copied last.
+        evicted: the cached blocks evicted last.
+        copied: the last copies of shared blocks, made because a sequence wrote into one.
         events: what indexes outside the engine must know; None if it is not logged.
     """
 
@@ -102,13 +105,14 @@ class KVCacheManager:
         )
         self.hierarchy = CacheHierarchy(self.blocks, self.prefix_cache, host, spec.block_size, self._windows, demotion)
         self.ledger = CacheLedger(num_blocks if caches else 0, self.blocks, clock)
-        self.recent = RecentChanges()
+        self.evicted = Latest[BlockId](MOST_EVICTED)
+        self.copied = Latest[RequestCopy](MOST_COPIED)
         logs_events = logs_events and caches and self._windows[0] is None
         self.events = KVEventLog(self.blocks, self.prefix_cache) if logs_events else None
         # None of these refers to the pool, so that all are freed as soon as they are dropped. The index comes last,
         # because the others read what the blocks contain.
         on_evict = (
-            self.recent.evicted,
+            self.evicted.add,
             *([] if self.events is None else [self.events.evicted]),
             self.hierarchy.evicted,
             self.ledger.evicted,
@@ -130,7 +134,7 @@ class KVCacheManager:
     @property
     def num_evicted(self) -> int:
         """The number of cached blocks evicted since the start."""
-        return self.recent.num_evicted
+        return self.evicted.count
 
     def tables(self, seq: Sequence) -> list[BlockTable]:
         """Return the sequence's block tables, one per group; read-only."""
@@ -165,7 +169,7 @@ class KVCacheManager:
     @property
     def version(self) -> int:
         """A number that changes with every block published or evicted; meanwhile `match_on_device` finds the same."""
-        return self.pool.num_published_ever + self.recent.num_evicted
+        return self.pool.num_published_ever + self.evicted.count
 
     def bytes_by_state(self) -> dict[BlockState, int]:
         """Return the bytes of the pool's blocks by state, without the null block. O(1)."""
@@ -288,7 +292,7 @@ class KVCacheManager:
             source, table[first] = table[first], pool.allocate(1, tenant)[0]
             pool.release((source,))
             copies.append(BlockCopy(source, table[first]))
-            self.recent.copied(seq.request.request_id, copies[-1])
+            self.copied.add([RequestCopy(seq.request.request_id, *copies[-1])])
         for table in tables:
             if total > len(table):
                 table.extend(pool.allocate(total - len(table), tenant))

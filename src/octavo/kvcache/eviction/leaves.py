@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol, cast
-
-import numpy as np
 
 from octavo.kvcache.block import BlockId
-from octavo.kvcache.eviction.policies import EvictionPolicy, SomeBlocks
-
-
-class Tree(Protocol):
-    """Knows which published block continues which; see `PrefixIndex`."""
-
-    def parent(self, block_id: BlockId) -> BlockId | None: ...
-
-    def children(self, block_id: BlockId) -> Iterator[BlockId]: ...
+from octavo.kvcache.eviction.policies import EvictionPolicy, SomeBlocks, as_list
+from octavo.kvcache.prefix import PrefixIndex
 
 
 class LeavesFirst(EvictionPolicy):
@@ -33,7 +23,7 @@ class LeavesFirst(EvictionPolicy):
         tree: the index of the blocks that the pool publishes.
     """
 
-    def __init__(self, inner: EvictionPolicy, tree: Tree) -> None:
+    def __init__(self, inner: EvictionPolicy, tree: PrefixIndex) -> None:
         self._inner = inner
         self._tree = tree
         self._aside: set[BlockId] = set()
@@ -55,7 +45,7 @@ class LeavesFirst(EvictionPolicy):
         if not aside:
             self._inner.remove(block_ids)
             return
-        ids = cast(list[BlockId], block_ids.tolist()) if isinstance(block_ids, np.ndarray) else block_ids
+        ids = as_list(block_ids)
         self._inner.remove([block_id for block_id in ids if block_id not in aside])
         aside.difference_update(ids)
         for block_id in ids:

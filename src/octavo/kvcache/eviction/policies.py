@@ -16,8 +16,8 @@ SomeBlocks = Sequence[BlockId] | BlockIds
 """Distinct blocks: a list where they are few, and an array where they are many."""
 
 
-# A heap of up to this many times as many numbers as are added is arranged anew, which is faster than adding each.
-_FEW_TIMES = 8
+def as_list(block_ids: SomeBlocks) -> Sequence[BlockId]:
+    return cast(list[BlockId], block_ids.tolist()) if isinstance(block_ids, np.ndarray) else block_ids
 
 
 class EvictionPolicy(ABC):
@@ -231,43 +231,17 @@ class RankedEviction(EvictionPolicy):
             self._stamps = self._stamps + array("q", [0]) * missing
 
     def add(self, block_ids: SomeBlocks) -> None:
-        if isinstance(block_ids, np.ndarray):
-            self._add_many(block_ids)
-            return
         stamps = self._stamps
-        for block_id in block_ids:
+        for block_id in as_list(block_ids):
             self._stamp = stamps[block_id] = self._stamp + 1
             heappush(self._heap, self._number(block_id))
         self._length += len(block_ids)
 
-    def _add_many(self, block_ids: BlockIds) -> None:
-        first, self._stamp = self._stamp + 1, self._stamp + len(block_ids)
-        np.frombuffer(self._stamps, np.int64)[block_ids] = np.arange(first, self._stamp + 1)
-        ranks = np.frombuffer(self._ranks, np.int64).take(block_ids).tolist()
-        numbers = [
-            (rank << 40 | stamp) << 32 | block_id
-            for stamp, (rank, block_id) in enumerate(zip(ranks, block_ids.tolist(), strict=True), first)
-        ]
-        if len(numbers) * _FEW_TIMES < len(self._heap):
-            for number in numbers:
-                heappush(self._heap, number)
-        else:
-            self._heap += numbers
-            heapify(self._heap)
-        self._length += len(block_ids)
-
     def remove(self, block_ids: SomeBlocks) -> None:
-        if isinstance(block_ids, np.ndarray):
-            stamps = np.frombuffer(self._stamps, np.int64)
-            held = stamps.take(block_ids)
-            if len(absent := np.flatnonzero(held <= 0)):
-                raise KeyError(int(block_ids[absent[0]]))
-            stamps[block_ids] = -held
-        else:
-            for block_id in block_ids:
-                if self._stamps[block_id] <= 0:
-                    raise KeyError(block_id)
-                self._stamps[block_id] = -self._stamps[block_id]
+        for block_id in as_list(block_ids):
+            if self._stamps[block_id] <= 0:
+                raise KeyError(block_id)
+            self._stamps[block_id] = -self._stamps[block_id]
         self._length -= len(block_ids)
         if len(self._heap) > self._length + self._length // 8 + 64:
             stamp_of = self._stamps
@@ -332,6 +306,6 @@ class PriorityEviction(RankedEviction):
 
     def hit(self, block_ids: SomeBlocks, priority: int) -> None:
         ranks = self._ranks
-        for block_id in block_ids:
+        for block_id in as_list(block_ids):
             if -priority > ranks[block_id]:
                 ranks[block_id] = -priority
