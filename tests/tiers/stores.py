@@ -125,7 +125,7 @@ def overwrite(path: Path, at: int, change: bytes | bytearray) -> None:
 
 def payload_at(folder: Path, slot: int) -> int:
     medium = disk(folder)
-    _, at, _ = medium._place(slot)
+    _, at, _ = medium._place(slot + 1)
     medium.close()
     return at
 

@@ -339,7 +339,7 @@ def test_the_disk_gives_up_slots_by_the_policy_of_the_options(tmp_path: Path) ->
         config = EngineConfig(kv_disk=str(tmp_path / name), eviction_policy=name)  # type: ignore[arg-type]
         (store,) = _open_stores(config, spec, ("weights",))
         try:
-            assert isinstance(store.medium._eviction, policy)  # type: ignore[attr-defined]
+            assert isinstance(store.medium._pool._eviction, policy)  # type: ignore[attr-defined]
         finally:
             store.close()
 

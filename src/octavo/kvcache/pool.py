@@ -35,6 +35,7 @@ class BlockPool:
     Args:
         eviction: policy that chooses which cached block to evict.
         on_evict: called in order with the blocks being evicted; must withdraw them from the prefix index.
+        grows: whether there are no blocks until `grow` adds them.
 
     Attributes:
         owners: counts of blocks in use by tenant, if enabled by `count_owners`; else None.
@@ -46,7 +47,12 @@ class BlockPool:
     """
 
     def __init__(
-        self, blocks: BlockRecords, eviction: EvictionPolicy, on_evict: Sequence[Callable[[Sequence[BlockId]], None]]
+        self,
+        blocks: BlockRecords,
+        eviction: EvictionPolicy,
+        on_evict: Sequence[Callable[[Sequence[BlockId]], None]],
+        *,
+        grows: bool = False,
     ) -> None:
         self.blocks = blocks
         self.num_blocks = blocks.num_blocks
@@ -56,7 +62,7 @@ class BlockPool:
         self.num_cached = 0
         self.num_with_pins = 0
         self.num_pinned = 0
-        self._free = array("i", range(self.num_blocks - 1, 0, -1))
+        self._free = array("i", () if grows else range(self.num_blocks - 1, 0, -1))
         self._eviction = eviction
         eviction.reserve(self.num_blocks)
         self._on_evict = on_evict
@@ -74,6 +80,10 @@ class BlockPool:
     @property
     def num_active(self) -> int:
         return self.num_blocks - 1 - self.num_available - self.num_pinned
+
+    def grow(self, block_ids: Iterable[int]) -> None:
+        """Add free blocks, the last of which `allocate` hands out first."""
+        self._free.extend(block_ids)
 
     def count_owners(self, held: Iterable[tuple[str, BlockTable]]) -> None:
         """Start counting blocks in use by tenant; `held` must be all tables with their tenants."""

@@ -1,8 +1,9 @@
 """Blocks on disk: slots of preallocated files (`slabs.py`), whose headers describe their contents.
 
-A payload is written before its header, and nothing is synced: the checksum over both tells a valid block from whatever
-a crash leaves behind. Only the headers are read at start-up; a payload is verified each time it is loaded. A block is
-never moved; its slot is reused once it is evicted.
+Slots are blocks of a `BlockPool`: referenced while they are written or read, else cached or free. A payload is written
+before its header, and nothing is synced: the checksum over both tells a valid block from whatever a crash leaves
+behind. Only the headers are read at start-up; a payload is verified each time it is loaded. A block is never moved; its
+slot is reused once it is evicted.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from typing import NamedTuple
 
 from octavo.errors import ConfigError
 from octavo.kvcache.block import BlockId
+from octavo.kvcache.blocks import UNPUBLISHED, BlockRecords
 from octavo.kvcache.eviction import EvictionPolicy, LruEviction
 from octavo.kvcache.hashing import Label
+from octavo.kvcache.key_index import KeyIndex
+from octavo.kvcache.pool import BlockPool
 from octavo.tiers.base import Medium, Reason
 from octavo.tiers.header import HEADER_BYTES, Header, make_header, read_header
 from octavo.tiers.slabs import (
@@ -34,6 +38,7 @@ from octavo.tiers.slabs import (
     TenantNames,
     lock_directory,
     model_folders,
+    read_headers,
     slab_bytes_in,
     slab_path,
     slab_paths,
@@ -94,12 +99,13 @@ class DiskMedium(Medium):
         self._root, self._size = folder, size
         self._fingerprint = fingerprint
         self._lock = threading.Lock()
-        self._eviction = LruEviction() if eviction is None else eviction
-        self._slots: dict[bytes, int] = {}
-        self._headers: dict[int, bytes] = {}
-        self._readers: dict[int, int] = {}
+        num_ids = size // (self._layout.slot_bytes + HEADER_BYTES) + 1
+        self._index = KeyIndex(num_ids)
+        self._records = BlockRecords(num_ids)
+        policy = LruEviction() if eviction is None else eviction
+        self._pool = BlockPool(self._records, policy, (self._forget,), grows=True)
+        self._headers: dict[BlockId, bytes] = {}  # of blocks; that of an evicted one stays until its slot is taken
         self._num_blocks_of = Counter[bytes]()  # by digest of the tenant
-        self._free: list[int] = []
         self._slabs: list[_Slab] = []
         self._firsts: list[int] = []  # first slot of each slab
         self._number = 0
@@ -138,7 +144,7 @@ class DiskMedium(Medium):
 
     @property
     def num_blocks(self) -> int:
-        return len(self._slots)
+        return len(self._index)
 
     def bytes_by_tenant(self) -> dict[str, int]:
         with self._lock:
@@ -146,7 +152,7 @@ class DiskMedium(Medium):
         return {self._names.name(digest): count * self._layout.block_bytes for digest, count in counts}
 
     def contains(self, key: bytes) -> bool:
-        return key in self._slots
+        return self._index.get(key) is not None
 
     def read(self, labels: Sequence[Label], buffers: Sequence[memoryview]) -> list[Reason | None]:
         self._read_ahead(labels)
@@ -156,37 +162,35 @@ class DiskMedium(Medium):
         if self._is_read_only:
             return Reason.READ_ONLY
         with self._lock:
-            if label.key in self._slots:
+            if self._index.get(label.key) is not None:
                 return None
-            taken = self._take_slot()
-            if taken is None:
+            if not self._pool.num_free and not self._grow() and not self._pool.num_available:
                 return Reason.NO_SPACE
-            slot, evicted = taken
+            (slot,) = self._pool.allocate(1)
+            evicted = self._headers.pop(slot, None)
             self._number += 1
             number = self._number
-        header = make_header(self._fingerprint, label, payload, number, self._names.digest(tenant))
+        # If the write fails, an evicted block comes back; if that was damaged, its checksum will tell.
+        header, stays = make_header(self._fingerprint, label, payload, number, self._names.digest(tenant)), evicted
         try:
             # The payload first: until its own header follows, the old one does not match it.
             file, payload_at, header_at = self._place(slot)
             _write_all(file, payload, payload_at)
             _write_all(file, memoryview(header), header_at)
-        except BaseException:
+            stays = header
+        finally:
             with self._lock:
-                self._put_back(slot, evicted)
-            raise
-        with self._lock:
-            self.num_evicted += evicted is not None
-            if label.key in self._slots:
-                self._free.append(slot)
-            else:
-                self._note(slot, header)
+                self.num_evicted += evicted is not None and stays is header
+                if stays is not None:
+                    self._enter(slot, stays)
+                self._pool.release([slot])
         return None
 
     def close(self) -> None:
         for slab in self._slabs:
             os.close(slab.file)
         self._slabs, self._firsts = [], []
-        self._slots = {}
+        self._index = KeyIndex(0)
         if self._lock_file is not None:
             os.close(self._lock_file)
             self._lock_file = None
@@ -204,34 +208,27 @@ class DiskMedium(Medium):
         if len(labels) < 2 or not hasattr(os, "posix_fadvise"):
             return
         with self._lock:
-            slots = [slot for label in labels if (slot := self._slots.get(label.key)) is not None]
+            slots = [slot for label in labels if (slot := self._index.get(label.key)) is not None]
         for slot in slots:
             file, payload_at, _ = self._place(slot)
             os.posix_fadvise(file, payload_at, self._layout.block_bytes, os.POSIX_FADV_WILLNEED)
 
     def _read(self, label: Label, buffer: memoryview) -> Reason | None:
         with self._lock:
-            slot = self._slots.get(label.key)
-            if slot is None:
+            found = self._index.get(label.key)
+            if found is None:
                 return Reason.ABSENT
+            slot = BlockId(found)
             raw = self._headers[slot]
-            readers = self._readers.get(slot, 0)
-            if not readers:
-                self._eviction.remove([BlockId(slot + 1)])
-            self._readers[slot] = readers + 1
+            self._pool.acquire([slot], hit_by=0)
         reason: Reason | None = Reason.IO_ERROR
         try:
             reason = self._read_slot(slot, raw, label, buffer)
         finally:
             with self._lock:
-                self._readers[slot] -= 1
-                last = not self._readers[slot]
-                if last:
-                    del self._readers[slot]
-                    self._eviction.hit([BlockId(slot + 1)], 0)
-                    self._eviction.add([BlockId(slot + 1)])
-                    if reason in (Reason.CHECKSUM, Reason.TRUNCATED) and self._slots.get(label.key) == slot:
-                        self._drop(slot)
+                if reason in (Reason.CHECKSUM, Reason.TRUNCATED) and self._records.is_published(slot):
+                    self._drop(slot)
+                self._pool.release([slot])
         return reason
 
     def _read_slot(self, slot: int, raw: bytes, label: Label, buffer: memoryview) -> Reason | None:
@@ -248,51 +245,28 @@ class DiskMedium(Medium):
             done += count
         return None if header.proves(buffer) else Reason.CHECKSUM
 
-    def _take_slot(self) -> tuple[int, bytes | None] | None:
-        """Take a free slot, or one whose block is not being read; None if there is neither.
-
-        Returns:
-            The slot, and the header of the block that was evicted from it, if any.
-        """
-        if not self._free and not self._grow():
-            if not len(self._eviction):
-                return None
-            slot = self._eviction.evict(1)[0] - 1
-            raw = self._headers[slot]
-            self._forget(slot)
-            return slot, raw
-        return self._free.pop(), None
-
-    def _put_back(self, slot: int, evicted: bytes | None) -> None:
-        """Undo `_take_slot` after a failed write; if that has damaged the evicted block, its checksum will tell."""
-        if evicted is None or _noted(evicted).key in self._slots:
-            self._free.append(slot)
-            return
-        self._enter(slot, evicted)
-        self._eviction.restore(BlockId(slot + 1))
-
-    def _drop(self, slot: int) -> None:
-        self._eviction.remove([BlockId(slot + 1)])
-        self._forget(slot)
-        self._free.append(slot)
-
-    def _note(self, slot: int, raw: bytes) -> None:
-        self._enter(slot, raw)
-        self._eviction.publish(BlockId(slot + 1), 0, _noted(raw).key)
-        self._eviction.add([BlockId(slot + 1)])
-
-    def _enter(self, slot: int, raw: bytes) -> None:
+    def _enter(self, slot: BlockId, raw: bytes) -> None:
+        """Enter the block in a slot that is referenced, unless its key is known."""
         header = _noted(raw)
-        self._slots[header.key] = slot
-        self._headers[slot] = raw
-        self._num_blocks_of[header.tenant] += 1
+        if self._index.put(header.key, slot):
+            self._headers[slot] = raw
+            self._records.groups[slot] = 0
+            self._pool.note_published(slot, 0, header.key)
+            self._num_blocks_of[header.tenant] += 1
 
-    def _forget(self, slot: int) -> None:
-        header = _noted(self._headers.pop(slot))
-        del self._slots[header.key]
-        self._num_blocks_of[header.tenant] -= 1
-        if not self._num_blocks_of[header.tenant]:
-            del self._num_blocks_of[header.tenant]
+    def _drop(self, slot: BlockId) -> None:
+        """Forget the block in a slot that is referenced, so that it will be free."""
+        self._forget([slot])
+        del self._headers[slot]
+
+    def _forget(self, slots: Sequence[BlockId]) -> None:
+        self._index.discard(slots)
+        for slot in slots:
+            self._records.groups[slot] = UNPUBLISHED
+            tenant = _noted(self._headers[slot]).tenant
+            self._num_blocks_of[tenant] -= 1
+            if not self._num_blocks_of[tenant]:
+                del self._num_blocks_of[tenant]
 
     def _grow(self) -> bool:
         """Add a slab if the total size allows it, after removing other models' slabs; return whether it was added."""
@@ -304,7 +278,7 @@ class DiskMedium(Medium):
                 # took nearly half of the time of writing it.
                 self._is_full = True
                 return False
-            self._add(*self._new_slab())
+            self._pool.grow(reversed(self._add(*self._new_slab())))
         except OSError as error:
             logger.warning("disk: no further %d bytes for slots: %s", self._layout.slab_bytes, error)
             self._may_grow_at = time.monotonic() + GROW_AGAIN_SECONDS
@@ -353,34 +327,35 @@ class DiskMedium(Medium):
             raise
         return file
 
-    def _add(self, file: int, layout: SlabLayout) -> None:
-        first = self._slabs[-1].first + self._slabs[-1].layout.num_slots if self._slabs else 0
+    def _add(self, file: int, layout: SlabLayout) -> range:
+        """Add an open slab, and return its slots."""
+        first = self._slabs[-1].first + self._slabs[-1].layout.num_slots if self._slabs else 1
         self._slabs.append(_Slab(file, layout, first))
         self._firsts.append(first)
-        self._eviction.reserve(first + layout.num_slots + 1)
-        self._free.extend(range(first + layout.num_slots - 1, first - 1, -1))
+        return range(first, first + layout.num_slots)
 
     def _open_all(self) -> None:
         """Open the slabs of an earlier process and read their headers."""
-        found: list[tuple[int, int, bytes]] = []
+        found: list[tuple[int, BlockId, bytes]] = []
         for path in slab_paths(self._folder):
             found += self._open_slab(path)
         found.sort()
-        taken: set[int] = set()
+        taken = [slot for _, slot, _ in found]
+        num_slots = self._slabs[-1].first + self._slabs[-1].layout.num_slots if self._slabs else 1
+        free = set(range(1, num_slots)).difference(taken)
+        self._pool.grow([*sorted(free, reverse=True), *reversed(taken)])
+        self._pool.allocate(len(taken))
         for number, slot, raw in found:
             self._number = number
-            if (old := self._slots.get(_noted(raw).key)) is not None:
-                self._drop(old)
-                self._free.pop()
-                taken.discard(old)
-            self._note(slot, raw)
-            taken.add(slot)
-        self._free = [slot for slot in self._free if slot not in taken]
+            if (old := self._index.get(_noted(raw).key)) is not None:
+                self._drop(BlockId(old))
+            self._enter(slot, raw)
+        self._pool.release(taken[::-1])
         if self.open_misses:
             reasons = ", ".join(f"{count} {reason.value}" for reason, count in sorted(self.open_misses.items()))
             logger.warning("disk: besides %d blocks, damaged ones were found and dropped: %s", self.num_blocks, reasons)
 
-    def _open_slab(self, path: Path) -> Iterator[tuple[int, int, bytes]]:
+    def _open_slab(self, path: Path) -> Iterator[tuple[int, BlockId, bytes]]:
         """Open a slab and yield its blocks as (number of the write, slot, header); a useless slab is removed."""
         expected = slab_path(self._folder, len(self._slabs))
         file = os.open(path, os.O_RDONLY if self._is_read_only else os.O_RDWR)
@@ -398,20 +373,12 @@ class DiskMedium(Medium):
             return
         if path != expected and not self._is_read_only:
             path.rename(expected)  # a slab before it was removed
-        self._add(file, layout)
-        first = self._firsts[-1]
-        table = os.pread(file, layout.table_bytes, layout.header_at(0))
-        for index in range(layout.num_slots):
-            raw = table[index * HEADER_BYTES : (index + 1) * HEADER_BYTES]
-            header = read_header(raw)
+        slots = self._add(file, layout)
+        for index, raw, header in read_headers(file, layout, self._fingerprint.hex()):
             if isinstance(header, Header):
-                reason = header.belongs(self._fingerprint.hex(), layout.block_bytes)
+                yield header.number, BlockId(slots[index]), raw
             else:
-                reason = header
-            if reason is None:
-                yield _noted(raw).number, first + index, raw
-            elif reason is not Reason.ABSENT:
-                self.open_misses[reason] += 1
+                self.open_misses[header] += 1
 
     def _place(self, slot: int) -> tuple[int, int, int]:
         """Return the file that has a slot, and where its payload and its header begin there."""

@@ -36,8 +36,8 @@ LEAST_SLAB_SHARE = 16
 """Slabs after the first have at least this part of the usual size, however little room the file system has."""
 
 INDEX_BYTES = 560
-"""Memory that `DiskMedium` takes at most for each slot that holds a block, besides the eviction policy: its header and
-entries in two dictionaries, measured at their least favourable sizes and checked by a test."""
+"""Memory that `DiskMedium` takes at most for each slot that holds a block, besides the eviction policy: its records,
+its header and an entry in a dictionary, measured at its least favourable size and checked by a test."""
 
 _NAMES_FILE = "tenants.jsonl"
 _MAGIC = b"OCTAVOSL"
@@ -126,6 +126,22 @@ def model_folders(directory: Path) -> list[Path]:
     return sorted(path for path in named if path.is_dir() and not path.is_symlink())
 
 
+def read_headers(file: int, layout: SlabLayout, fingerprint: str) -> Iterator[tuple[int, bytes, Header | Reason]]:
+    """Yield each slot of a slab that was ever written: its index, its header, and that in fields or why it is invalid.
+
+    Args:
+        fingerprint: that of the model, in hexadecimal.
+    """
+    table = os.pread(file, layout.table_bytes, layout.header_at(0))
+    for index in range(layout.num_slots):
+        raw = table[index * HEADER_BYTES : (index + 1) * HEADER_BYTES]
+        header = read_header(raw)
+        if isinstance(header, Header):
+            header = header.belongs(fingerprint, layout.block_bytes) or header
+        if header is not Reason.ABSENT:
+            yield index, raw, header
+
+
 def stored_blocks(folder: Path, *, prove: bool = True) -> Iterator[tuple[Header | Reason, bool]]:
     """Yield every header in one model's folder, and whether its payload matches it; for `octavo cache`.
 
@@ -140,23 +156,12 @@ def stored_blocks(folder: Path, *, prove: bool = True) -> Iterator[tuple[Header 
             if isinstance(layout, Reason):
                 yield layout, False
                 continue
-            file.seek(layout.header_at(0))
-            table = file.read(layout.table_bytes)
-            for index in range(layout.num_slots):
-                header = read_header(table[index * HEADER_BYTES : (index + 1) * HEADER_BYTES])
-                if header is Reason.ABSENT:
-                    continue
-                if isinstance(header, Header):
-                    header = header.belongs(folder.name, layout.block_bytes) or header
-                if isinstance(header, Reason):
-                    yield header, False
-                    continue
-                if not prove:
-                    yield header, True
+            for index, _, header in read_headers(file.fileno(), layout, folder.name):
+                if isinstance(header, Reason) or not prove:
+                    yield header, isinstance(header, Header)
                     continue
                 file.seek(layout.payload_at(index))
-                payload = file.read(layout.block_bytes)
-                yield header, header.proves(memoryview(payload))
+                yield header, header.proves(memoryview(file.read(layout.block_bytes)))
 
 
 def lock_directory(directory: Path) -> int:
