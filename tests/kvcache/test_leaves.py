@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from octavo.kvcache.block import BlockId
 from octavo.kvcache.blocks import BlockRecords
 from octavo.kvcache.eviction import EVICTION_POLICIES, make_eviction_policy
-from octavo.kvcache.eviction.leaves import LeavesFirst
+from octavo.kvcache.leaves import LeavesFirst
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import PrefixIndex
 from octavo.request import Sequence

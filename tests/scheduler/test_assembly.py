@@ -12,7 +12,7 @@ import pytest
 import octavo
 from octavo.config import EngineConfig
 from octavo.kvcache.eviction import EvictionPolicy, FifoEviction
-from octavo.kvcache.eviction.leaves import LeavesFirst
+from octavo.kvcache.leaves import LeavesFirst
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler

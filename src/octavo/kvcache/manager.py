@@ -17,11 +17,11 @@ from octavo.errors import CacheError
 from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable, as_array, new_table
 from octavo.kvcache.events import KVEventLog
 from octavo.kvcache.eviction import EvictionPolicy, make_eviction_policy
-from octavo.kvcache.eviction.leaves import LeavesFirst
 from octavo.kvcache.hashing import group_key
 from octavo.kvcache.hierarchy import CacheHierarchy
 from octavo.kvcache.holdings import Holding, Holdings
 from octavo.kvcache.host_memory import HostMemory
+from octavo.kvcache.leaves import LeavesFirst
 from octavo.kvcache.ledger import CacheLedger, Latest, RequestCopy, Stock
 from octavo.kvcache.pins import PinTable
 from octavo.kvcache.pool import BlockPool, check_references
