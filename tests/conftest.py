@@ -34,7 +34,7 @@ sys.dont_write_bytecode = False
 
 # By itself hypothesis fails a test whose examples, or whose data, take it longer than it expects of a quick machine.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-# The inner loop tries a fifth of the examples; a state machine or test with a number of its own keeps that.
+# The inner loop tries a fifth of the examples, of tests with a number of their own too.
 settings.register_profile("quick", settings.get_profile("any machine"), max_examples=20)
 settings.load_profile(os.environ.get("TEST_EXAMPLES", "any machine"))
 
@@ -49,6 +49,15 @@ MakeLLM = Callable[..., Any]
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get("TEST_EXAMPLES") != "quick":
+        return
+    for item in items:
+        function = getattr(item, "obj", None)
+        if (own := getattr(function, "_hypothesis_internal_use_settings", None)) is not None and own.max_examples > 20:
+            function._hypothesis_internal_use_settings = settings(own, max_examples=max(20, own.max_examples // 5))
 
 
 def pytest_collection_finish() -> None:
