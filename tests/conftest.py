@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 
 from octavo.kvcache.block import BlockState
 from octavo.kvcache.holdings import RestoreCost
-from octavo.scheduler.preemption import RestoreSpeed
+from octavo.scheduler.preemption import Preemption
 from tests.redis_server import HOW, PROGRAM, RedisServer
 
 if TYPE_CHECKING:  # it imports torch, which half of the tests do without
@@ -94,7 +94,7 @@ def assert_idle(core: EngineCore) -> None:
     assert not core.outputs._tracked, "a finished request is remembered"
 
 
-class SwappingIsCheaper(RestoreSpeed):
+class SwappingIsCheaper(Preemption):
     """Swaps everybody, whatever is measured."""
 
     def swapping_is_cheaper(self, cost: RestoreCost) -> bool:
@@ -103,7 +103,7 @@ class SwappingIsCheaper(RestoreSpeed):
 
 def swapping_is_cheaper() -> AbstractContextManager[Any]:
     """Engines made meanwhile swap every preempted sequence, however long computing and moving blocks takes."""
-    return patch("octavo.engine.builder.RestoreSpeed", SwappingIsCheaper)
+    return patch("octavo.engine.builder.Preemption", SwappingIsCheaper)
 
 
 def without_deadlines(core: EngineCore) -> EngineCore:

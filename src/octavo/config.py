@@ -337,7 +337,12 @@ class EngineConfig(Options):
         needs="kv_remote",
     )
 
-    max_num_seqs: int = _scheduling(256, "maximum number of sequences computed in one step", least=1)
+    max_num_seqs: int = _scheduling(
+        256,
+        "maximum number of sequences computed in one step, and no more than --max-num-batched-tokens: each computes a "
+        "token",
+        least=1,
+    )
     max_num_batched_tokens: int = _scheduling(
         2048, "maximum number of tokens computed in one step; longer prompts are computed in chunks", least=1
     )

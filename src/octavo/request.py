@@ -430,6 +430,12 @@ class Request:
         """The maximum number of output tokens; the token drawn after an embedding's prompt does not count."""
         return 0 if self.pooled is not None else self.params.max_tokens or 1
 
+    def drawing(self, seq: Sequence) -> tuple[Sequence, ...]:
+        """Return the sequences that draw the token after the last one of `seq`, with `seq` first."""
+        if len(self.sequences) == 1 or self.params.use_beam_search:
+            return (seq,)
+        return (seq, *(other for other in self.sequences if other.status is SequenceStatus.FORK_PENDING))
+
     @property
     def num_candidates(self) -> int:
         """The number of candidates for its next token that each beam needs; 0 if tokens are drawn."""

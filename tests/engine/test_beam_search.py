@@ -116,7 +116,7 @@ def test_fewer_continuations_than_beams_are_those_of_transformers(
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "fewer tokens a step than beams": {"max_num_batched_tokens": 3},
+    "a token a step for each beam": {"max_num_batched_tokens": 4},
     "just enough places": {"max_num_seqs": 4},
     "blocks of 1": {"block_size": 1},
     "one block a sequence": {"block_size": "max"},

@@ -13,7 +13,7 @@ from octavo.errors import ConfigError
 from octavo.llm import LLM
 from octavo.runner import runner
 from octavo.sampling_params import SamplingParams
-from octavo.scheduler.preemption import RestoreSpeed
+from octavo.scheduler.preemption import Preemption
 from tests.conftest import MakeLLM
 from tests.engine.test_same_tokens import alone, assert_same, thrash, workload  # type: ignore[attr-defined]
 from tests.runner.test_swapping import CountingLink
@@ -92,12 +92,10 @@ def test_auto_changes_no_token_where_it_recomputes_some_and_swaps_others(make_ll
     # Not by `make_llm`, whose engines swap every preempted sequence.
     llm = LLM(str(tiny_llama), dtype="float32", device="cpu", num_threads=1, **tight(enable_prefix_caching=False))
     thrash(llm.core)
-    mode = llm.core.scheduler.preemption
-    assert mode.mode == "auto"
-    measured = mode.speed
-    assert measured is llm.core.scheduler.speed
+    measured = llm.core.scheduler.preemption
+    assert measured.mode == "auto"
     # Swapping is always cheaper as measured on this machine.
-    mode.speed = RestoreSpeed(seconds_per_token=1.0, seconds_per_block=1.7)
+    llm.core.scheduler._lifecycle.preemption = Preemption(1.0, 1.7, "auto")
     outputs = llm.generate(*workload(), use_tqdm=False)
     assert measured.seconds_per_block is not None
     assert 0 < measured.seconds_per_block < 1

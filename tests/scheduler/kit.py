@@ -9,12 +9,12 @@ from typing import Any, Literal
 from octavo.kvcache.block import BlockState
 from octavo.planner.roofline import StepTimes
 from octavo.request import PinRequest, Request, Sequence, SequenceStatus, TokenLogprobs
-from octavo.scheduler.fetching import Fetcher, Fetching
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
 from octavo.scheduler.policy import Policy
-from octavo.scheduler.preemption import Preemption, RestoreSpeed
+from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
 from octavo.scheduler.step_time import StepLoad
+from octavo.scheduler.waiting import Fetching
 from tests.kvcache.caches import Clock, make_manager, make_request
 from tests.scheduler import beams
 from tests.scheduler.results import Draw, result_of
@@ -56,8 +56,8 @@ class Harness:
         itl_slo_ms: float | None = None,
         policy: Policy | None = None,
         mode: Literal["auto", "recompute", "swap"] = "recompute",
-        speed: RestoreSpeed | None = None,
-        store: Fetcher | None = None,
+        speed: Preemption | None = None,
+        store: Any = None,
         device: StepTimes | None = None,
         audits: bool = True,
         max_tokens: int = 10,
@@ -65,7 +65,8 @@ class Harness:
     ) -> None:
         self.clock = Clock()
         self.kv = make_manager(num_blocks, block_size, clock=self.clock, **cache)
-        speed = speed or RestoreSpeed()
+        speed = speed or Preemption()
+        speed.mode = mode
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs,
@@ -77,7 +78,7 @@ class Harness:
             ),
             self.kv,
             policy,
-            Preemption(mode, self.kv.holdings, speed),
+            speed,
             by_prefix=cache.get("prefix_cache") == "radix",
             fetching=None if store is None else Fetching(self.kv, store, speed),
         )

@@ -17,20 +17,20 @@ from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.policy import AgeingPriority, FirstComeFirstServed, VirtualTokenCounter
-from octavo.scheduler.preemption import RestoreSpeed
+from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.scheduler import Scheduler
 from tests.kvcache.caches import FULL, Clock
 
 SPEC = KVCacheSpec.build([FULL], 4, "float32")
-SPEED = RestoreSpeed(1.0, 2.0)
+SPEED = Preemption(1.0, 2.0)
 
 
 def cache(num_host_blocks: int = 0, **options: Any) -> KVCacheManager:
     return assemble_cache(EngineConfig(**options), SPEC, 101, num_host_blocks=num_host_blocks, num_prefix_blocks=8)
 
 
-def scheduler(num_host_blocks: int = 0, speed: RestoreSpeed | None = SPEED, **options: Any) -> Scheduler:
-    return assemble_scheduler(EngineConfig(**options), cache(num_host_blocks, **options), 64, restore_speed=speed)
+def scheduler(num_host_blocks: int = 0, speed: Preemption | None = SPEED, **options: Any) -> Scheduler:
+    return assemble_scheduler(EngineConfig(**options), cache(num_host_blocks, **options), 64, preemption=speed)
 
 
 # Option, value -> what shows that it has arrived.
@@ -51,7 +51,7 @@ REACHED: dict[tuple[str, Any], Any] = {
     ("pin_tenant_share", 0.2): lambda s: s.kv.pins.tenant_blocks == 5,
     ("preemption_mode", "recompute"): lambda s: s.preemption.mode == "recompute",
     ("preemption_mode", "swap"): lambda s: s.preemption.mode == "swap",
-    ("preemption_mode", "auto"): lambda s: s.preemption.mode == "auto" and s.preemption.speed is SPEED,
+    ("preemption_mode", "auto"): lambda s: s.preemption.mode == "auto" and s.preemption is SPEED,
     ("max_num_seqs", 7): lambda s: s.config.max_num_seqs == 7,
     ("itl_slo_ms", 50.0): lambda s: s.config.itl_slo_ms == 50.0,
     ("max_num_batched_tokens", 99): lambda s: s.config.max_num_batched_tokens == 99,
@@ -103,8 +103,7 @@ def test_without_host_memory_everything_is_recomputed() -> None:
 def test_auto_begins_with_unknown_speeds_that_the_scheduler_measures() -> None:
     found = scheduler(5, speed=None)
     assert found.preemption.mode == "auto"
-    assert found.preemption.speed is found.speed
-    assert found.speed == RestoreSpeed(None, None)
+    assert found.preemption == Preemption(None, None, "auto")
 
 
 @pytest.mark.parametrize(("deterministic", "mode"), [(False, "swap"), (True, "auto")])

@@ -331,5 +331,5 @@ def test_tenants_that_come_and_go_are_forgotten() -> None:
         queue.push(seq)
         queue.admit(seq)
         counter.drawn([seq])
-    assert len(counter._weights) <= 4097
+    assert len(counter._received) <= 4097
     assert len(counter._recent) <= 6

@@ -10,20 +10,19 @@ from octavo.kvcache.block import BlockId, BlockTransfer, HostBlockId
 from octavo.kvcache.holdings import RestoreCost
 from octavo.request import Request, SequenceStatus
 from octavo.scheduler.plan import StepPlan
-from octavo.scheduler.preemption import Preemption, RestoreSpeed
-from tests.kvcache.caches import make_manager, make_sequence
+from octavo.scheduler.preemption import Preemption
 from tests.scheduler.kit import Harness, status
 from tests.scheduler.plans import shares
 
 
 def test_swapping_is_chosen_where_two_copies_of_the_blocks_cost_less_than_the_tokens() -> None:
-    speed = RestoreSpeed(seconds_per_token=1e-3, seconds_per_block=4e-3)
+    speed = Preemption(seconds_per_token=1e-3, seconds_per_block=4e-3)
     assert speed.swapping_is_cheaper(RestoreCost(tokens=17, blocks=2))
     assert not speed.swapping_is_cheaper(RestoreCost(tokens=16, blocks=2))
 
 
 def test_speeds_are_learnt_from_steps_and_swapping_is_tried_until_they_are_known() -> None:
-    speed, cost = RestoreSpeed(), RestoreCost(tokens=16, blocks=2)
+    speed, cost = Preemption(), RestoreCost(tokens=16, blocks=2)
     speed.moved(4, 2.0)
     speed.computed(15, 1.0)
     assert (speed.seconds_per_block, speed.seconds_per_token) == (0.5, None), "too few tokens to say"
@@ -40,17 +39,15 @@ def test_speeds_are_learnt_from_steps_and_swapping_is_tried_until_they_are_known
 def test_a_steps_stores_and_loads_tell_how_long_a_block_takes() -> None:
     scheduler, moved = Harness().scheduler, (BlockTransfer(BlockId(1), HostBlockId(0)),)
     scheduler.observe(StepPlan(stores=moved * 3, loads=moved), 1.0, moving_seconds=2.0)
-    assert scheduler.speed.seconds_per_block == 0.5
+    assert scheduler.preemption.seconds_per_block == 0.5
 
 
 def test_recomputing_is_checked_against_swapping_now_and_then() -> None:
-    kv = make_manager()
-    assert kv.admit(seq := make_sequence([1]), kv.no_hit, 1)
-    mode = Preemption("auto", kv.holdings, RestoreSpeed(1.0, 1.0))
-    assert [mode.swaps(seq) for _ in range(64)] == ([False] * 31 + [True]) * 2
+    preemption = Preemption(1.0, 1.0, "auto")
+    assert [preemption.swaps(RestoreCost(tokens=1, blocks=1)) for _ in range(64)] == ([False] * 31 + [True]) * 2
 
 
-def swapping_engine(num_host_blocks: int = 20, speed: RestoreSpeed | None = None, **cache: Any) -> Harness:
+def swapping_engine(num_host_blocks: int = 20, speed: Preemption | None = None, **cache: Any) -> Harness:
     mode: Literal["swap", "auto"] = "swap" if speed is None else "auto"
     return Harness(num_blocks=1 + 6, num_host_blocks=num_host_blocks, mode=mode, speed=speed, **cache)
 
@@ -109,7 +106,7 @@ def test_an_aborted_swapped_sequence_frees_its_host_blocks() -> None:
 
 @pytest.mark.parametrize(("per_token", "swapped"), [(1.0, 1), (0.1, 0)])
 def test_auto_takes_the_cheaper_way(per_token: float, swapped: int) -> None:
-    engine = swapping_engine(speed=RestoreSpeed(per_token, seconds_per_block=1.0), prefix_caching=False)
+    engine = swapping_engine(speed=Preemption(per_token, seconds_per_block=1.0), prefix_caching=False)
     preempt_second(engine)
     assert engine.scheduler.num_swapped == swapped
     engine.run()

@@ -24,7 +24,7 @@ from octavo.scheduler.beam import BeamDecoding
 from octavo.scheduler.kv_limits import KVLimits
 from octavo.scheduler.plan import SequenceDropped, StepPlan
 from octavo.scheduler.policy import AgeingPriority, make_policy
-from octavo.scheduler.preemption import Preemption, RestoreSpeed
+from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.results import ResultApplier
 from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
 from tests.kvcache.caches import COPIES, FULL, Clock, make_manager, make_request, positions_seen, sliding
@@ -150,7 +150,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             dtype=dtype,
         )
         # A block out and back costs what three tokens do: some victims are cheaper one way, some the other.
-        speed = RestoreSpeed(seconds_per_token=1.0, seconds_per_block=1.5)
+        speed = Preemption(1.0, 1.5, mode)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs,
@@ -161,7 +161,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ),
             kv,
             policy=AgeingPriority(3.0) if policy == "priority" else make_policy(policy),
-            preemption=Preemption(mode, kv.holdings, speed),
+            preemption=speed,
             by_prefix=prefix_cache == "radix",
         )
         self.limits: dict[str, KVLimits] = {}
@@ -271,15 +271,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         streams = self.streams()
         preemptions = self.scheduler.counters.num_preemptions
         plan = self.scheduler.schedule()
-        if len(streams) < self.scheduler.config.max_num_batched_tokens:
-            served = set(plan.seq_ids)
-            missed = [seq for seq in streams if seq.status is SequenceStatus.RUNNING and seq.seq_id not in served]
-            tenants = {seq.request.tenant for seq in streams}
-            if self.scheduler.config.itl_slo_ms is None or len(tenants) == 1:
-                assert not missed, "every running stream has its token in every step"
-            assert not streams or len(missed) < len(streams), "one of them has its turn in every step"
-            if preemptions == self.scheduler.counters.num_preemptions:
-                assert all(seq.status is SequenceStatus.RUNNING for seq in streams)
+        served = set(plan.seq_ids)
+        missed = [seq for seq in streams if seq.status is SequenceStatus.RUNNING and seq.seq_id not in served]
+        tenants = {seq.request.tenant for seq in streams}
+        if self.scheduler.config.itl_slo_ms is None or len(tenants) == 1:
+            assert not missed, "every running stream has its token in every step"
+        assert not streams or len(missed) < len(streams), "one of them has its turn in every step"
+        if preemptions == self.scheduler.counters.num_preemptions:
+            assert all(seq.status is SequenceStatus.RUNNING for seq in streams)
         assert all(pin.expires_at > self.clock.now for pin in self.scheduler.kv.pins), "an expired pin is let go"
         self.check_limits(plan)
         self.play_runner(plan)
@@ -503,7 +502,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             pending = [seq for seq in sequences if seq.status is SequenceStatus.FORK_PENDING]
             promised = [seq for seq in pending if seq.request.sequences[0].status is SequenceStatus.RUNNING]
             assert scheduler._running.num_promised == len(promised)
-            assert scheduler.num_running + len(promised) <= scheduler.config.max_num_seqs
+            assert scheduler.num_running + len(promised) <= scheduler.config.num_places
 
     @invariant()
     def floors_stay_free_and_caps_hold(self) -> None:

@@ -214,21 +214,3 @@ def test_whoever_asks_for_its_share_has_it_and_all_others_have_turns(
         if time.wanted <= time.available:
             assert chosen == streams
             break
-
-
-def test_a_stream_served_often_while_time_was_short_has_its_turn_when_tokens_are() -> None:
-    latency, device = LatencyTarget(TARGET), StepTimes(0.003, ((0, 0.0), (64, 0.02)), 5e-6)
-    for rows in [*range(1, 30), *range(1, 30)]:
-        load = StepLoad(rows, rows * rows * 3 % 1000, 0.0, rows)
-        latency.observe(load, device.predict(load))
-    turns = StreamTurns(latency)
-    early = streams_of([("a", 1.0, [6000] * 4), ("b", 1.0, [6000] * 4)])
-    for _ in range(200):
-        assert len(turns.within_time(early, have_prompts=False)) < len(early)
-    streams = [*early, *streams_of([("c", 1.0, [10] * 4)])]
-    served = Counter[int]()
-    for _ in range(12):
-        chosen, _ = turns.within_tokens(streams, 2, have_prompts=False)
-        served.update(seq.seq_id for seq in chosen)
-    assert set(served.values()) == {2}
-    assert len(served) == len(streams)

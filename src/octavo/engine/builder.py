@@ -29,9 +29,9 @@ from octavo.kvcache.manager import KVCacheManager
 from octavo.runner.executor import Executor, RecordingExecutor
 from octavo.runner.runner import ModelRunner
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
-from octavo.scheduler.fetching import Fetching
 from octavo.scheduler.plan_log import PlanLog
-from octavo.scheduler.preemption import RestoreSpeed
+from octavo.scheduler.preemption import Preemption
+from octavo.scheduler.waiting import Fetching
 from octavo.text.loading import load_tokenizer
 from octavo.text.tokenizer import Tokenizer
 from octavo.tiers.host import HostTier
@@ -81,9 +81,9 @@ def build_engine(config: EngineConfig, begun: Future[Tokenizer | None] | None = 
             num_prefix_blocks=facts.num_prefix_blocks,
             identity=identity,
         )
-        tiers, speed = join_stores(config, kv, host, identity), RestoreSpeed()
-        fetching = None if tiers is None else Fetching(kv, tiers, speed)
-        scheduler = assemble_scheduler(config, kv, facts.max_model_len, restore_speed=speed, fetching=fetching)
+        tiers, preemption = join_stores(config, kv, host, identity), Preemption()
+        fetching = None if tiers is None else Fetching(kv, tiers, preemption)
+        scheduler = assemble_scheduler(config, kv, facts.max_model_len, preemption=preemption, fetching=fetching)
         publisher = _start_publisher(config, kv)
     except BaseException:
         runner.close()

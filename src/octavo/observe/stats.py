@@ -16,10 +16,10 @@ from octavo.kvcache.host_memory import HostCounters
 from octavo.observe.tenant_queues import TenantQueues
 from octavo.observe.tracing import RequestTracer
 from octavo.request import CacheOutcome, FinishReason, Request, RequestId
-from octavo.scheduler.fetching import Fetching
 from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.speculation import SpeculationCounters
+from octavo.scheduler.waiting import Fetching
 from octavo.tiers.store import Store
 from octavo.tiers.transfer import LATENCY_BOUNDS
 

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from octavo.observe.stats import EngineStats
-from octavo.scheduler.fetching import Fetching
+from octavo.scheduler.waiting import Fetching
 from octavo.tiers.base import Reason
 from octavo.tiers.store import Store
 from octavo.tiers.transfer import LATENCY_BOUNDS
@@ -120,5 +120,5 @@ class TierCollector(Collector):
         skipped = CounterMetricFamily(
             "octavo:tier_loads_not_worth", "Loads that were expected to take longer than computing.", labels=labels
         )
-        skipped.add_metric([self._model_name], fetching.num_not_worth)
+        skipped.add_metric([self._model_name], fetching.tiers.num_not_worth)
         yield from (compute, skipped)

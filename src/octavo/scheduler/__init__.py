@@ -11,7 +11,7 @@ admission | stream_turns     which sequences start to run, and who may overtake;
 step_budget                  what a step may take: time and tokens
 
 lifecycle                    the requests, and the transitions of their sequences between these two:
-waiting | kv_limits | fetching   lines in order of admission; what can ever be served; waits for a store's blocks
+waiting | kv_limits          lines in order of admission, and waits for a store's blocks; what can ever be served
 running | policy             places, with the blocks still to come; the order of service, and what follows from it
 preemption | step_time       whether to swap or to recompute; how long a step will take
 

@@ -19,11 +19,11 @@ from octavo.kvcache.eviction import EvictionPolicy
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.scheduler.drafts import DraftMethod, NgramMethod, SuffixMethod
-from octavo.scheduler.fetching import Fetching
 from octavo.scheduler.policy import make_policy
-from octavo.scheduler.preemption import Preemption, RestoreSpeed
+from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.scheduler import DEFAULT_WATERMARK, Scheduler, SchedulerConfig
 from octavo.scheduler.speculation import Speculator
+from octavo.scheduler.waiting import Fetching
 from octavo.speculative_config import SpeculativeConfig
 
 
@@ -70,7 +70,7 @@ def assemble_scheduler(
     kv: KVCacheManager,
     max_model_len: int,
     *,
-    restore_speed: RestoreSpeed | None = None,
+    preemption: Preemption | None = None,
     fetching: Fetching | None = None,
     watermark: float = DEFAULT_WATERMARK,
     headroom_tokens: int | None = None,
@@ -78,12 +78,13 @@ def assemble_scheduler(
     """Return the scheduler that the options describe, for a cache from `assemble_cache` with the same options.
 
     Args:
-        restore_speed: the speeds to begin with; by default they are unknown until measured.
+        preemption: the speeds to begin with; by default they are unknown until measured. Its mode is set.
         fetching: see `Scheduler`.
         watermark: see `SchedulerConfig`.
         headroom_tokens: see `SchedulerConfig`; if None, the default of the scheduling policy.
     """
-    speed = RestoreSpeed() if restore_speed is None else restore_speed
+    preemption = Preemption() if preemption is None else preemption
+    preemption.mode = _preemption_mode(config, kv)
     policy = make_policy(config.scheduling_policy)
     return Scheduler(
         SchedulerConfig(
@@ -96,7 +97,7 @@ def assemble_scheduler(
         ),
         kv,
         policy=policy,
-        preemption=Preemption(_preemption_mode(config, kv), kv.holdings, speed),
+        preemption=preemption,
         by_prefix=config.prefix_cache == "radix" and config.enable_prefix_caching,
         fetching=fetching,
         speculator=_speculator(config, kv, max_model_len),

@@ -1,9 +1,8 @@
 """The step composer decides which tokens a step computes: running streams first, then prompts by what they have left.
 
 1. **Streams.** Every running sequence that lacks one token has it computed, whatever else waits: no prompt and no
-   priority can take a running stream's token. If the step has fewer tokens than there are streams, they take turns
-   (`StreamTurns`), and so do those of the tenants that take more than their share of the time, if there is a latency
-   target that the streams of several tenants exceed.
+   priority can take a running stream's token. Those of tenants that take more than their share of the time take turns
+   (`StreamTurns`), if there is a latency target that the streams of several tenants exceed.
 2. **Prompts** share the remaining tokens, and the remaining time if streams have a latency target (`StepBudget`): those
    in chunks, those that resume after a preemption, and those that wait. A quarter goes to the first of them in order of
    service, by priority and arrival. The rest goes to the prompt with the least left to compute, within a priority. If
@@ -32,41 +31,13 @@ from __future__ import annotations
 
 import bisect
 
-from octavo.kvcache.block import BlockCopy
-from octavo.request import Sequence, SequenceId, SequenceStatus
+from octavo.request import Sequence, SequenceStatus
 from octavo.scheduler.admission import MOST_REFUSED, Admission
 from octavo.scheduler.lifecycle import Lifecycle
-from octavo.scheduler.plan_builder import PlannedRows
-from octavo.scheduler.speculation import Drafts, Speculator
+from octavo.scheduler.plan_builder import PlannedRows, StepDraft
+from octavo.scheduler.speculation import Speculator
 from octavo.scheduler.step_budget import LatencyTarget, StepBudget
 from octavo.scheduler.stream_turns import StreamTurns
-
-
-class StepDraft:
-    """The composition of a step, while it is being decided.
-
-    Attributes:
-        ahead: whether the step before is still being computed, and the tokens that it draws are pending. Then nothing
-            is preempted, admitted, copied or moved.
-        streams: sequences that compute one token.
-        chunks: sequences that compute prompt tokens, and how many.
-        admitted: those of `chunks` that have just been admitted.
-        drafts: those of `streams` that verify a draft, and its tokens.
-        copied: sequences whose first block to write to is a new copy.
-        copies: block copies to make before anything is computed.
-    """
-
-    def __init__(self, *, ahead: bool = False) -> None:
-        self.ahead = ahead
-        self.streams: list[Sequence] = []
-        self.chunks: dict[SequenceId, tuple[Sequence, int]] = {}
-        self.admitted: set[SequenceId] = set()
-        self.drafts: Drafts = {}
-        self.copied: set[SequenceId] = set()
-        self.copies: list[BlockCopy] = []
-
-    def __bool__(self) -> bool:
-        return bool(self.streams or self.chunks)
 
 
 class StepComposer:
@@ -184,8 +155,6 @@ class StepComposer:
         if head is None or admission.is_over_cap(head):
             return None
         num_places = admission.num_lacking_places(head)
-        if len(running) - max(0, num_places) >= self._max_tokens:
-            return None  # the step would have no tokens left for it
         if num_places <= 0 and admission.num_lacking_blocks(head) <= 0:
             return head if policy.goes_first(head, self._waiting.head()) else None
         victims = [seq for seq in policy.victims(head, running.order) if self._tenants.helps(seq, head)]
@@ -210,15 +179,11 @@ class StepComposer:
             elif missing:
                 prompts.append(seq)
         num_streams = len(streams)
-        if draft.ahead and (num_streams >= self._max_tokens or self._turns.time_of(streams) is not None):
+        if draft.ahead and self._turns.time_of(streams) is not None:
             return
         have_prompts = bool(prompts) or (len(self._waiting) > 0 and self._admission.has_place)
         streams = self._turns.within_time(streams, have_prompts=have_prompts)
         self._lifecycle.counters.num_deferred_tokens += num_streams - len(streams)
-        budget = self._max_tokens
-        if len(streams) >= budget:
-            streams, for_prompts = self._turns.within_tokens(streams, budget, have_prompts=bool(prompts))
-            budget = len(streams) + for_prompts
         if self._policy.takes_turns and self._may_run_out(len(streams)):
             first = self._first()
             streams.sort(key=lambda seq: (seq is not first, *self._policy.key(seq)))
@@ -226,7 +191,7 @@ class StepComposer:
         if draft.ahead and short:
             draft.streams.clear()
             return
-        left = budget - len(draft.streams)
+        left = self._max_tokens - len(draft.streams)
         if left > 0 and (prompts or len(self._waiting)):
             step = StepBudget(left, self._latency, [seq.num_tokens for seq in draft.streams])
             if claimant is not None and not short and self._admit(claimant, step, draft, self._policy.share_of_first):

@@ -225,7 +225,9 @@ class Capacity:
             )
         if n > self._max_num_seqs:
             raise CapacityError(
-                f"{n_param} is {n}, but at most {self._max_num_seqs} sequences run at once", param=n_param
+                f"{n_param} is {n}, but at most {self._max_num_seqs} sequences run at once, the smaller of "
+                "max_num_seqs and max_num_batched_tokens",
+                param=n_param,
             )
         if (blocks := self._blocks(num_prompt_tokens + max(1, max_tokens), budget)) > (
             most := self._most_blocks(tenant)

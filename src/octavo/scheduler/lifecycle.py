@@ -16,13 +16,12 @@ from functools import partial
 
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceStatus
-from octavo.scheduler.fetching import Fetching
 from octavo.scheduler.kv_limits import TenantLimits
 from octavo.scheduler.plan_builder import PlanBuilder
 from octavo.scheduler.policy import Policy
 from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.running import RunningSet
-from octavo.scheduler.waiting import WaitingQueue, prefix_length
+from octavo.scheduler.waiting import Fetching, WaitingQueue, prefix_length
 from octavo.sequence_state import SequenceState
 
 MayRun = Callable[[RequestId], bool]
@@ -146,7 +145,9 @@ class Lifecycle:
             self._drop_blocks(seq)
             seq.status = SequenceStatus.PARKED
             return
-        if not (self.preemption.swaps(seq) and self.kv.demote(seq)):
+        # To recompute a sequence that has evicted tokens would take all of them again, however few it keeps.
+        swaps = seq.has_evicted or self.preemption.swaps(self.kv.holdings.restore_cost(seq))
+        if not (swaps and self.kv.demote(seq)):
             self._drop_blocks(seq)
         self.waiting.push(seq)
 

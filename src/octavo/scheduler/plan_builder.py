@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, repeat
 from typing import NamedTuple
@@ -54,21 +54,47 @@ class PlannedRows(NamedTuple):
 _NO_ROWS = PlannedRows(StepPlan(), [], [], {})
 
 
-class PlanBuilder:
-    """Collects the rows of one step after another; true if the current step has a row.
-
-        add, add, … ── finish ──> plan in flight ─┬─ complete(plan)   the runner knows what it said
-                                                  └─ abandon()        the runner's state is unknown
-        pending         around both: a second plan, while the first is in flight
-        drop, fork      between two steps or while one is collected, in the order in which they happen
+class StepDraft:
+    """What a step computes, while it is being decided.
 
     Attributes:
-        sequences, num_streams, draws, drafts: rows of the step being collected, as in `PlannedRows`.
-        num_tokens: number of tokens collected so far.
-        copies: block copies to make before the step computes.
+        ahead: whether the step before is still being computed, and the tokens that it draws are pending. Then nothing
+            is preempted, admitted, copied or moved.
+        streams: sequences that compute one token.
+        chunks: sequences that compute prompt tokens, and how many.
+        admitted: those of `chunks` that have just been admitted.
+        drafts: those of `streams` that verify a draft, and its tokens.
+        copied: sequences whose first block to write to is a new copy, which the runner does not know yet.
+        copies: block copies to make before anything is computed.
+    """
+
+    def __init__(self, *, ahead: bool = False) -> None:
+        self.ahead = ahead
+        self.streams: list[Sequence] = []
+        self.chunks: dict[SequenceId, tuple[Sequence, int]] = {}
+        self.admitted: set[SequenceId] = set()
+        self.drafts: dict[SequenceId, tuple[Sequence, tuple[int, ...]]] = {}
+        self.copied: set[SequenceId] = set()
+        self.copies: list[BlockCopy] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.streams or self.chunks)
+
+
+class PlanBuilder:
+    """Makes plans of drafts, and tracks those in flight.
+
+        build(draft) ──> plan in flight ─┬─ complete(plan)   the runner knows what it said
+                                         └─ abandon()        the runner's state is unknown
+        pending         around a second `build`, while the first plan is in flight
+        drop, fork      between two plans, in the order in which they happen
+
+    Attributes:
+        is_building: whether a plan was begun but not finished.
     """
 
     def __init__(self, kv: KVCacheManager) -> None:
+        self.is_building = False
         self._kv = kv
         self._block_size = kv.spec.block_size
         self._changes: list[SequenceForked | SequenceDropped] = []
@@ -76,27 +102,8 @@ class PlanBuilder:
         self._sent_grammars = False  # whether the runner may hold grammar states
         self._step = 0
         self._in_flight: deque[PlannedRows] = deque()  # two at most
-        self._ahead = False
-        self._clear()
-
-    def _clear(self) -> None:
-        self.sequences: list[Sequence] = []
-        self.draws: list[tuple[Sequence, ...]] = []
-        self.drafts: dict[int, tuple[int, ...]] = {}
-        self.num_streams = 0
-        self.num_tokens = 0
-        self.copies: list[BlockCopy] = []
-        self._starts: list[int] = []
-        self._lengths: list[int] = []
-        self._token_ids: list[int] = []
-        self._sibling_seeds: dict[int, tuple[int, ...]] = {}
-        self._scores: list[PromptScores] = []
-        self._pools: list[PromptPool] = []
         self._new: list[NewSequence] = []
         self._tables: list[TableDelta] = []
-
-    def __bool__(self) -> bool:
-        return bool(self.sequences)
 
     @property
     def num_in_flight(self) -> int:
@@ -125,11 +132,9 @@ class PlanBuilder:
             seq.num_computed = start + length
             if goes_on:
                 seq.output_token_ids.append(DRAWN)
-        self._ahead = True
         try:
             yield num_ending
         finally:
-            self._ahead = False
             for seq, start, goes_on in advanced:
                 seq.num_computed = start
                 if goes_on:
@@ -140,108 +145,86 @@ class PlanBuilder:
         """The rows of the plan whose result is awaited; of two plans, the first."""
         return self._in_flight[0] if self._in_flight else _NO_ROWS
 
-    def add(
-        self,
-        seq: Sequence,
-        num_new: int,
-        draws: tuple[Sequence, ...],
-        *,
-        draft: tuple[int, ...] = (),
-        copied: bool = False,
-    ) -> None:
-        """Add a row that computes the next `num_new` tokens of a sequence, whose tables have room for them.
-
-        Args:
-            draws: the sequences that draw the token after these; `seq` is the first.
-            draft: tokens that may follow, to be verified, for which the tables have room too.
-            copied: whether the block of the first of these tokens is a copy that the runner does not know yet.
-        """
-        start = seq.num_computed
-        end = start + num_new
-        self._send(seq, start, end + len(draft), copied=copied)
-        if draft:
-            self.drafts[len(self.sequences)] = draft
-        if len(draws) > 1:
-            self._sibling_seeds[len(self.sequences)] = tuple(sibling.seed for sibling in draws[1:])
-        self.sequences.append(seq)
-        self.draws.append(draws)
-        self._starts.append(start)
-        self._lengths.append(num_new + len(draft))
-        self._token_ids.extend(seq.tokens(start, end))
-        self._token_ids.extend(draft)
-        self.num_tokens += num_new + len(draft)
-
-    def add_streams(self, seqs: Iterable[Sequence], copied: Container[SequenceId]) -> list[Sequence]:
-        """Add rows that compute the last token of each sequence and draw the next: `add` for many at once.
-
-        They must be the first rows of the step; row i has draw i.
-
-        Args:
-            copied: sequences whose token goes to a copy of a block.
-
-        Returns:
-            Sequences that have no output yet, and so may draw for siblings too; they are not added.
-        """
-        size, new = self._block_size, []
-        # Inlined in one loop for speed: it runs for every token of every stream.
-        add_sequence, add_start, add_token = self.sequences.append, self._starts.append, self._token_ids.append
-        for seq in seqs:
+    def build(
+        self, draft: StepDraft, stores: Iterable[BlockTransfer] = (), loads: Iterable[BlockTransfer] = ()
+    ) -> StepPlan:
+        """Return the plan of a step. Without rows it is empty, and changes are sent with the next one."""
+        if not draft:
+            return StepPlan()
+        self.is_building = True
+        size, copied, drafts = self._block_size, draft.copied, draft.drafts
+        sequences: list[Sequence] = []
+        starts: list[int] = []
+        token_ids: list[int] = []
+        chunks: list[tuple[Sequence, int]] = []
+        # Streams are the first rows, each of which draws one token. In one loop for speed: it runs for every token.
+        add_sequence, add_start, add_token = sequences.append, starts.append, token_ids.append
+        for seq in draft.streams:
             output, start, seq_id = seq.output_token_ids, seq.num_computed, seq.seq_id
-            if not output:
-                new.append(seq)
+            if not output or seq_id in drafts:
+                chunks.append((seq, 1))  # it may draw for siblings too, or verify a draft
                 continue
             place = seq.state.place
             if place is None or start >= place.num_sent * size or seq_id in copied:
-                self._send(seq, start, start + 1, copied=seq_id in copied)
+                self._send(len(sequences), seq, start, start + 1, copied=seq_id in copied)
             add_sequence(seq)
             add_start(start)
             add_token(output[-1])
-        self.num_streams = self.num_tokens = len(self.sequences)
-        self._lengths = [1] * self.num_streams
-        return new
-
-    def score_prompt(self, first: int, last: int) -> None:
-        """Request scores of the prompt tokens after positions `first .. last` of the sequence added last."""
-        seq = self.sequences[-1]
-        targets = tuple(seq.tokens(first + 1, last + 1))
-        num_top = seq.request.params.prompt_logprobs or 0
-        self._scores.append(PromptScores(len(self.sequences) - 1, first, targets, num_top))
-
-    def pool_prompt(self, first: int, last: int) -> None:
-        """Request the sum of the hidden states at positions `first .. last` of the sequence added last."""
-        self._pools.append(PromptPool(len(self.sequences) - 1, first, last - first))
-
-    def finish(self, stores: Iterable[BlockTransfer] = (), loads: Iterable[BlockTransfer] = ()) -> StepPlan:
-        """Finish the collected step. Without rows the plan is empty, and changes are sent with the next one."""
-        if not self.sequences:
-            return StepPlan()
+        num_streams = len(sequences)
+        lengths, num_draws, draws = [1] * num_streams, [1] * num_streams, []
+        drafted: dict[int, tuple[int, ...]] = {}
+        sibling_seeds: dict[int, tuple[int, ...]] = {}
+        scores: list[PromptScores] = []
+        pools: list[PromptPool] = []
+        for row, (seq, num_new) in enumerate(chain(chunks, draft.chunks.values()), start=num_streams):
+            start, request = seq.num_computed, seq.request
+            end = start + num_new
+            _, verified = drafts.get(seq.seq_id, (seq, ()))
+            self._send(row, seq, start, end + len(verified), copied=seq.seq_id in copied)
+            drawing = request.drawing(seq) if end == seq.num_tokens else ()
+            if verified:
+                drafted[row] = verified
+            if len(drawing) > 1:
+                sibling_seeds[row] = tuple(sibling.seed for sibling in drawing[1:])
+            if (num_top := request.params.prompt_logprobs) is not None:
+                first, last = max(start, len(request.prompt_logprobs)), min(end, seq.num_prompt_tokens - 1)
+                if first < last:
+                    scores.append(PromptScores(row, first, tuple(seq.tokens(first + 1, last + 1)), num_top))
+            if (pooled := request.pooled) is not None:
+                first, last = max(start, pooled.next_position), min(end, seq.num_prompt_tokens)
+                if first < last:
+                    pools.append(PromptPool(row, first, last - first))
+            sequences.append(seq)
+            draws.append(drawing)
+            starts.append(start)
+            lengths.append(num_new + len(verified))
+            num_draws.append(len(drawing) + len(verified))
+            token_ids += seq.tokens(start, end)
+            token_ids += verified
         self._step += 1
-        draws = [1] * self.num_streams + list(map(len, self.draws))
-        for row, draft in self.drafts.items():
-            draws[row] += len(draft)
         plan = StepPlan(
             step=self._step,
-            seq_ids=tuple([seq.seq_id for seq in self.sequences]),
-            starts=tuple(self._starts),
-            lengths=tuple(self._lengths),
-            draws=tuple(draws),
-            num_streams=self.num_streams,
-            token_ids=tuple(self._token_ids),
-            sibling_seeds=self._sibling_seeds,
-            scores=tuple(self._scores),
-            pools=tuple(self._pools),
+            seq_ids=tuple([seq.seq_id for seq in sequences]),
+            starts=tuple(starts),
+            lengths=tuple(lengths),
+            draws=tuple(num_draws),
+            num_streams=num_streams,
+            token_ids=tuple(token_ids),
+            sibling_seeds=sibling_seeds,
+            scores=tuple(scores),
+            pools=tuple(pools),
             reset=self._reset,
             changes=tuple(self._changes),
             new=tuple(self._new),
             tables=tuple(self._tables),
             stores=tuple(stores),
-            copies=tuple(self.copies),
+            copies=tuple(draft.copies),
             loads=tuple(loads),
-            ahead=self._ahead,
+            ahead=draft.ahead,
         )
-        self._changes, self._reset = [], False
-        self._in_flight.append(PlannedRows(plan, self.sequences, self.draws, self.drafts))
-        self._clear()
+        self._changes, self._new, self._tables = [], [], []
+        self._reset = self.is_building = False
+        self._in_flight.append(PlannedRows(plan, sequences, draws, drafted))
         return plan
 
     def complete(self, plan: StepPlan) -> PlannedRows:
@@ -258,11 +241,10 @@ class PlanBuilder:
         return self._in_flight.popleft()
 
     def abandon(self) -> None:
-        """Abandon the plans being collected or in flight, after which the runner's state is unknown."""
+        """Abandon the plans being built or in flight, after which the runner's state is unknown."""
         self._in_flight.clear()
-        self._clear()
-        self._changes.clear()
-        self._reset = True
+        self._changes, self._new, self._tables = [], [], []
+        self._reset, self.is_building = True, False
 
     def release(self) -> StepPlan | None:
         """Return a plan that makes the runner forget every sequence, as none is left; None if that is not needed.
@@ -292,15 +274,15 @@ class PlanBuilder:
             child.state.placed.num_sent = sent
             self._changes.append(SequenceForked(child.seq_id, parent.seq_id, child.seed))
 
-    def _send(self, seq: Sequence, start: int, end: int, *, copied: bool) -> None:
-        """Send the runner what it needs to compute tokens `start .. end` of the next row's sequence."""
+    def _send(self, row: int, seq: Sequence, start: int, end: int, *, copied: bool) -> None:
+        """Send the runner what it needs to compute tokens `start .. end` of a row's sequence."""
         size, place = self._block_size, seq.state.placed
         if not (sent := place.num_sent):
             self._send_whole(seq)
         elif copied or end > sent * size:
             first = min(sent, start // size) if copied else sent
             tables = self._kv.tables(seq)
-            self._tables.append(TableDelta(len(self.sequences), first, tuple(tuple(table[first:]) for table in tables)))
+            self._tables.append(TableDelta(row, first, tuple(tuple(table[first:]) for table in tables)))
             place.num_sent = len(tables[0])
 
     def _send_whole(self, seq: Sequence) -> None:

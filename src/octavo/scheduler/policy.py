@@ -175,7 +175,6 @@ class VirtualTokenCounter(FirstComeFirstServed):
     def __init__(self) -> None:
         self.version = 0
         self._received = LeastServed()
-        self._weights: dict[str, float] = {}
         self._recent: dict[str, tuple[float, float]] = {}  # service per weight, and the time of its last decay
         self._now = 0.0  # the latest arrival among those admitted
         self._level = 0.0  # of the tenant served last: where a tenant starts if no other waits
@@ -272,13 +271,11 @@ class VirtualTokenCounter(FirstComeFirstServed):
     def arrive(self, request: Request, others: Iterable[str]) -> None:
         tenant, waiting = request.tenant, {request.tenant, *others}
         self.version += 1
-        self._weights[tenant] = request.weight
         level = self._received.arrive(tenant, waiting, self._level)
         if len(self._received) > _MOST_IDLE:
             # They would be raised to the level when they return.
             for idle in [name for name in self._received if self._received[name] <= level and name not in waiting]:
                 self._received.forget(idle)
-                self._weights.pop(idle, None)
                 self._recent.pop(idle, None)
 
     def admitted(self, seq: Sequence) -> None:
@@ -288,34 +285,37 @@ class VirtualTokenCounter(FirstComeFirstServed):
         self._level = max(self._level, self._received[request.tenant])
         if not seq.index and not seq.num_preemptions:
             request.uncomputed_charge = seq.num_prompt_tokens - seq.num_computed
-            self.charge(request.tenant, PROMPT_TOKEN * request.uncomputed_charge)
+            self.charge(request.tenant, PROMPT_TOKEN * request.uncomputed_charge / request.weight)
 
     def computed(self, seq: Sequence) -> None:
         request = seq.request
         if before := request.uncomputed_charge:
             left = max(0, min(before, seq.num_prompt_tokens - seq.num_computed))
             request.uncomputed_charge = left
-            self._note(request.tenant, PROMPT_TOKEN * (before - left))
+            self._note(request.tenant, PROMPT_TOKEN * (before - left) / request.weight)
 
     def drawn(self, sequences: Iterable[Sequence]) -> None:
-        for tenant, count in Counter([seq.request.tenant for seq in sequences]).items():
-            self.charge(tenant, OUTPUT_TOKEN * count)
-            self._note(tenant, OUTPUT_TOKEN * count)
+        requests = [seq.request for seq in sequences]
+        weights = {request.tenant: request.weight for request in requests}
+        for tenant, count in Counter([request.tenant for request in requests]).items():
+            service = OUTPUT_TOKEN * count / weights[tenant]
+            self.charge(tenant, service)
+            self._note(tenant, service)
 
     def ended(self, request: Request) -> None:
         """Refund the prompt tokens that were charged but never computed."""
         left, request.uncomputed_charge = request.uncomputed_charge, 0
         if left and request.tenant in self._received:
-            self.charge(request.tenant, -PROMPT_TOKEN * left)
+            self.charge(request.tenant, -PROMPT_TOKEN * left / request.weight)
 
     def charge(self, tenant: str, service: float) -> None:
-        """Charge a tenant for service."""
+        """Charge a tenant for service per weight."""
         self.version += 1
-        self._received.charge(tenant, service / self._weights.get(tenant, 1.0))
+        self._received.charge(tenant, service)
 
     def _note(self, tenant: str, service: float) -> None:
         """Count computed service in `recent`, unlike `charge`, which counts a whole prompt at its admission."""
-        self._recent[tenant] = (self.recent(tenant) + service / self._weights.get(tenant, 1.0), self._now)
+        self._recent[tenant] = (self.recent(tenant) + service, self._now)
 
 
 Policy = FirstComeFirstServed

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from octavo.kvcache.holdings import Holdings, RestoreCost
-from octavo.request import Sequence
+from octavo.kvcache.holdings import RestoreCost
 
 # Steps with fewer prompt tokens say little about the cost of one.
 _LEAST_TOKENS = 16
@@ -16,16 +15,21 @@ _TRY_EVERY = 32
 
 
 @dataclass(slots=True)
-class RestoreSpeed:
-    """How long computing tokens and moving blocks takes, as measured while serving.
+class Preemption:
+    """Decides what becomes of a preempted sequence's blocks, by how long computing and moving blocks takes.
 
     Attributes:
         seconds_per_token: time to compute a prompt token; None until measured.
         seconds_per_block: time to copy a block to or from host memory, one way; None until measured.
+        mode: "recompute" what is no longer in the prefix cache; "swap" as long as there is room in host memory; or
+            "auto", whichever is cheaper for this sequence. Both costs are upper bounds, because published blocks may
+            be found in the prefix cache either way.
     """
 
     seconds_per_token: float | None = None
     seconds_per_block: float | None = None
+    mode: Literal["auto", "recompute", "swap"] = "recompute"
+    _num_recomputed: int = 0
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Learn from a step with so many prompt tokens."""
@@ -43,33 +47,13 @@ class RestoreSpeed:
             return True
         return 2 * cost.blocks * self.seconds_per_block < cost.tokens * self.seconds_per_token
 
+    def swaps(self, cost: RestoreCost) -> bool:
+        """Whether to move a sequence's blocks to the host, if there is room, rather than recompute them."""
+        if self.mode != "auto" or self.swapping_is_cheaper(cost):
+            return self.mode != "recompute"
+        self._num_recomputed += 1
+        return self._num_recomputed % _TRY_EVERY == 0
+
 
 def _smoothed(known: float | None, measured: float) -> float:
     return measured if known is None else known + _SMOOTHING * (measured - known)
-
-
-class Preemption:
-    """Decides what becomes of a preempted sequence's blocks.
-
-    Attributes:
-        mode: "recompute" what is no longer in the prefix cache; "swap" as long as there is room in host memory; or
-            "auto", whichever is cheaper for this sequence. Both costs are upper bounds, because published blocks may
-            be found in the prefix cache either way.
-    """
-
-    def __init__(self, mode: Literal["auto", "recompute", "swap"], holdings: Holdings, speed: RestoreSpeed) -> None:
-        self.mode = mode
-        self.speed = speed
-        self._holdings = holdings
-        self._num_recomputed = 0
-
-    def swaps(self, seq: Sequence) -> bool:
-        """Whether to move a sequence's blocks to the host, if there is room, rather than recompute them."""
-        if seq.has_evicted:
-            return True  # to recompute it would take all its tokens again, however few it keeps
-        if self.mode != "auto":
-            return self.mode == "swap"
-        if self.speed.swapping_is_cheaper(self._holdings.restore_cost(seq)):
-            return True
-        self._num_recomputed += 1
-        return self._num_recomputed % _TRY_EVERY == 0

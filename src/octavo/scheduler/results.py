@@ -23,13 +23,6 @@ class ResultApplier:
         self._kv = lifecycle.kv
         self._max_model_len = max_model_len
 
-    def drawing(self, seq: Sequence) -> tuple[Sequence, ...]:
-        """Return the sequences that draw the token after the last one of `seq`, with `seq` first."""
-        siblings = seq.request.sequences
-        if len(siblings) == 1 or seq.request.params.use_beam_search:
-            return (seq,)
-        return (seq, *(s for s in siblings if s.status is SequenceStatus.FORK_PENDING))
-
     def apply(self, result: StepResult, rows: PlannedRows) -> list[SequenceUpdate]:
         """Advance the sequence of each row."""
         plan, sequences = rows.plan, rows.sequences

@@ -19,17 +19,17 @@ from octavo.kvcache.manager import KVCacheManager
 from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceStatus
 from octavo.scheduler.admission import Admission
 from octavo.scheduler.beam import BeamDecoding
-from octavo.scheduler.composer import StepComposer, StepDraft
-from octavo.scheduler.fetching import Fetching
+from octavo.scheduler.composer import StepComposer
 from octavo.scheduler.kv_limits import Capacity, KVAmounts, KVLimits, resolve_limits
 from octavo.scheduler.lifecycle import Lifecycle, MayRun, SchedulerCounters
 from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
 from octavo.scheduler.policy import FirstComeFirstServed, Policy
-from octavo.scheduler.preemption import Preemption, RestoreSpeed
+from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.results import ResultApplier
 from octavo.scheduler.speculation import Speculator
 from octavo.scheduler.step_budget import LatencyTarget
 from octavo.scheduler.step_time import StepLoad, StepTimeModel
+from octavo.scheduler.waiting import Fetching
 
 _MOMENT = 0.005
 
@@ -58,13 +58,19 @@ class SchedulerConfig:
     headroom_tokens: int = DEFAULT_HEADROOM_TOKENS
     itl_slo_ms: float | None = None
 
+    @property
+    def num_places(self) -> int:
+        """The maximum number of sequences that run at once: each running stream has a token in each step."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
 
 class Scheduler:
     """Decides each step, and advances the sequences by its result.
 
     Args:
         policy: orders sequences; by default, first come, first served.
-        preemption: decides whether a preempted sequence is swapped; by default, all are recomputed.
+        preemption: decides whether a preempted sequence is swapped; by default, all are recomputed. It learns how long
+            computing and moving blocks takes.
         by_prefix: whether waiting requests with the longest cached prefix are admitted first, as far as the policy
             allows.
         fetching: requests that wait for stores below host memory; None if there are no stores.
@@ -72,7 +78,6 @@ class Scheduler:
 
     Attributes:
         capacity: checks which requests can ever be served.
-        speed: how long computing and moving blocks takes, as measured.
         on_admitted: called once with each request, when it is first admitted.
     """
 
@@ -91,14 +96,13 @@ class Scheduler:
         self.speculator = speculator
         self.kv = kv
         self.policy = policy or FirstComeFirstServed()
-        self.preemption = preemption or Preemption("recompute", kv.holdings, RestoreSpeed())
-        self.speed = self.preemption.speed
+        self.preemption = preemption or Preemption()
         self._lifecycle = lifecycle = Lifecycle(
             kv,
             self.policy,
             self.preemption,
             by_prefix=by_prefix,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.num_places,
             headroom_tokens=config.headroom_tokens,
             fetching=fetching,
         )
@@ -125,7 +129,7 @@ class Scheduler:
         self.capacity = Capacity(
             kv.spec,
             kv.pool.num_blocks - 1,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.num_places,
             max_model_len=config.max_model_len,
             max_step=config.max_num_batched_tokens,
         )
@@ -249,47 +253,29 @@ class Scheduler:
         its result must be awaited first. `update` must be called for both in order; what a sequence that ends in the
         first computes in the second is discarded. A step that gives no result must be abandoned first.
         """
-        builder = self._builder
-        if builder:
+        builder, fetching = self._builder, self.fetching
+        if builder.is_building:
             self._lifecycle.abandon_plans()  # planning the last step raised
         if builder.num_in_flight:
-            return self._schedule_ahead()
+            # Two steps are in flight at most, and only a step with none before it admits requests that were fetched.
+            if builder.num_in_flight > 1 or (fetching is not None and len(fetching) > 0):
+                return StepPlan()
+            with builder.pending(self.config.max_model_len) as num_ending:
+                return builder.build(self._composer.compose_ahead(builder.in_flight, num_ending=num_ending))
         self.kv.pins.expire()
         hierarchy = self.kv.hierarchy
         # `update` is not called for a failed step, so clean up after it here.
         hierarchy.fail()
-        if self.fetching is not None:
-            for seq in self.fetching.arrived():
+        if fetching is not None:
+            for seq in fetching.arrived():
                 self._waiting.push(seq)
-        self._collect(self._composer.compose())
-        if builder and hierarchy.host.has_transfers:
-            return builder.finish(*hierarchy.take())
-        return builder.finish()
-
-    def _schedule_ahead(self) -> StepPlan:
-        # Two steps are in flight at most, and only the other case moves arrived requests into the line.
-        is_fetching = self.fetching is not None and len(self.fetching) > 0
-        if self._builder.num_in_flight > 1 or is_fetching:
-            return StepPlan()
-        with self._builder.pending(self.config.max_model_len) as num_ending:
-            self._collect(self._composer.compose_ahead(self._builder.in_flight, num_ending=num_ending))
-            return self._builder.finish()
-
-    def _collect(self, draft: StepDraft) -> None:
-        """Add the rows of a step to its plan."""
-        builder = self._builder
-        builder.copies.extend(draft.copies)
-        drafts, streams = draft.drafts, draft.streams
-        if drafts:
-            streams = [seq for seq in streams if seq.seq_id not in drafts]
-        for seq in builder.add_streams(streams, draft.copied):
-            self._plan_sequence(seq, 1, copied=seq.seq_id in draft.copied)
-        for seq, tokens in drafts.values():
-            builder.add(seq, 1, (seq,), draft=tokens, copied=seq.seq_id in draft.copied)
-        for seq, num_new in draft.chunks.values():
-            if seq.seq_id in draft.admitted:
+        draft = self._composer.compose()
+        for seq_id, (seq, _) in draft.chunks.items():
+            if seq_id in draft.admitted:
                 self._note_admitted(seq)
-            self._plan_sequence(seq, num_new, copied=seq.seq_id in draft.copied)
+        if draft and hierarchy.host.has_transfers:
+            return builder.build(draft, *hierarchy.take())
+        return builder.build(draft)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
         """Process a step's result: publish blocks, then continue each request with what was drawn for it.
@@ -354,13 +340,13 @@ class Scheduler:
             self._latency.observe(load, seconds, num_chunk_tokens=num_chunk_tokens if plan.num_streams else 0)
         if self.speculator is not None and plan.is_decodes:
             self.speculator.observe(plan, seconds)
-        self.speed.computed(num_chunk_tokens, seconds)
-        self.speed.moved(len(plan.stores) + len(plan.loads), moving_seconds)
+        self.preemption.computed(num_chunk_tokens, seconds)
+        self.preemption.moved(len(plan.stores) + len(plan.loads), moving_seconds)
 
     def wait_for_loads(self) -> None:
         """Wait up to 5 ms for blocks from stores, while there is nothing to compute."""
         if self.fetching is not None and len(self.fetching):
-            self.fetching.wait(_MOMENT)
+            self.fetching.tiers.wait(_MOMENT)
 
     def release(self) -> StepPlan | None:
         """Return a plan that makes the runner forget every sequence, if no request is left and it may hold grammars."""
@@ -412,17 +398,3 @@ class Scheduler:
                 self._lifecycle.fail(request, error)
                 return True
         return True
-
-    def _plan_sequence(self, seq: Sequence, num_new: int, *, copied: bool) -> None:
-        start, end = seq.num_computed, seq.num_computed + num_new
-        draws = self._results.drawing(seq) if end == seq.num_tokens else ()
-        self._builder.add(seq, num_new, draws, copied=copied)
-        if seq.request.params.prompt_logprobs is not None:
-            first = max(start, len(seq.request.prompt_logprobs))
-            last = min(end, seq.num_prompt_tokens - 1)
-            if first < last:
-                self._builder.score_prompt(first, last)
-        if (pooled := seq.request.pooled) is not None:
-            first, last = max(start, pooled.next_position), min(end, seq.num_prompt_tokens)
-            if first < last:
-                self._builder.pool_prompt(first, last)

@@ -1,19 +1,14 @@
-"""Turns among running streams, in steps with too little time or too few tokens for all of them.
+"""Turns among running streams, in steps with too little time for all of them.
 
     time of a step   ├─ base ─┤─ tenant a ─┤─ b ─┤─ c ……………………… cut ┤         a and b ask for less than their share
                      └───────────── latency target ─────────────────┘         c's streams take turns
 
-**Time.** Where the streams of several tenants together exceed the latency target, each tenant may use an equal share of
-what the target leaves, in proportion to its weight, and what one does not use the others may (max-min fairness). A
-tenant that asks for no more than its share has a token for each of its streams in every step. The streams of the others
-take turns: next is the tenant that has received least time for its weight, and of its streams the one served least
-recently (start-time fair queueing, Goyal et al., SIGCOMM 1996). One of them is served in every step, however long it
-takes. So a stream that does not fit beside others has its turn in the next step, because its tenant is still the next.
+Where the streams of several tenants together exceed the latency target, each tenant may use an equal share of what the
+target leaves, in proportion to its weight, and what one does not use the others may (max-min fairness). A tenant that
+asks for no more than its share has a token for each of its streams in every step. The streams of the others take turns:
+next is the tenant that will have received least time for its weight, and of its streams the one served least recently
+(weighted fair queueing: Demers et al., SIGCOMM 1989). One of them is served in every step, however long it takes.
 Streams of one tenant alone are never cut: no other waits for them.
-
-**Tokens.** In a step with fewer tokens than streams, the least recently served streams are served first; all prompts
-together take turns like one stream. So with s streams and a limit of t tokens per step, each stream gets a token at
-least every ceil((s + 1) / t) steps.
 """
 
 from __future__ import annotations
@@ -33,13 +28,12 @@ class StreamTurns:
     """Decides which streams have a token in a step.
 
     Args:
-        latency: predicts how long the streams take; if None, only the number of tokens is limited.
+        latency: predicts how long the streams take; if None, no step is too short for them.
     """
 
     def __init__(self, latency: LatencyTarget | None) -> None:
         self._latency = latency
         self._turn = 0  # rises with every turn; streams keep the one in which they were last served
-        self._last_of_prompts = 0
         self._received = LeastServed()  # time per weight, of tenants whose streams take turns
 
     def time_of(self, streams: list[Sequence]) -> StreamTime | None:
@@ -58,75 +52,52 @@ class StreamTurns:
         if time is None:
             self._received = LeastServed()
             return streams
-        available = time.available * (SHARE_WITH_PROMPTS if have_prompts else 1.0)
         of_tenant: dict[str, list[tuple[Sequence, float]]] = defaultdict(list)
         for seq in streams:
-            of_tenant[seq.request.tenant].append((seq, time.of(seq.num_tokens)))
-        chosen, left = self._within_share(of_tenant, available)
-        chosen |= self._in_turns(of_tenant, left)
+            of_tenant[seq.request.tenant].append((seq, time.of(seq.num_tokens) / seq.request.weight))
+        chosen = self._in_turns(of_tenant, time.available * (SHARE_WITH_PROMPTS if have_prompts else 1.0))
         return [seq for seq in streams if seq.seq_id in chosen]
 
-    def within_tokens(
-        self, streams: list[Sequence], num_tokens: int, *, have_prompts: bool
-    ) -> tuple[list[Sequence], int]:
-        """Return the streams that have a token in a step of `num_tokens`, in their given order.
-
-        Returns:
-            The chosen streams, and the number of tokens left for prompts.
-        """
-        self._turn += 1
-        by_turn = sorted(streams, key=lambda seq: seq.state.last_served)
-        for_prompts = 0
-        if have_prompts and (
-            len(by_turn) < num_tokens or self._last_of_prompts <= by_turn[num_tokens - 1].state.last_served
-        ):
-            for_prompts = max(1, num_tokens // 8)
-            self._last_of_prompts = self._turn
-        chosen = set(by_turn[: num_tokens - for_prompts])
-        for seq in chosen:
-            seq.state.last_served = self._turn
-        return [seq for seq in streams if seq in chosen], for_prompts
-
-    def _within_share(
-        self, of_tenant: dict[str, list[tuple[Sequence, float]]], available: float
-    ) -> tuple[set[SequenceId], float]:
-        """Remove the tenants that ask for no more than their share; returns their streams and the time left."""
-        weights = {tenant: own[0][0].request.weight for tenant, own in of_tenant.items()}
-        demands = {tenant: sum(seconds for _, seconds in own) for tenant, own in of_tenant.items()}
-        weight_left = sum(weights.values())
-        chosen: set[SequenceId] = set()
-        for tenant in sorted(demands, key=lambda tenant: demands[tenant] / weights[tenant]):
-            if demands[tenant] * weight_left > available * weights[tenant]:
-                break
-            chosen.update(seq.seq_id for seq, _ in of_tenant.pop(tenant))
-            available -= demands[tenant]
-            weight_left -= weights[tenant]
-        return chosen, available
-
     def _in_turns(self, of_tenant: dict[str, list[tuple[Sequence, float]]], available: float) -> set[SequenceId]:
-        """Return the streams that have their turn, of tenants that ask for more than their share."""
+        """Return the streams that have their turn.
+
+        Args:
+            of_tenant: each tenant's streams, with their seconds per weight.
+            available: seconds that they may take together.
+        """
         received = self._received
         for tenant in set(received) - of_tenant.keys():
             received.forget(tenant)
         known = list(received)
         for tenant in of_tenant.keys() - set(known):
             received.arrive(tenant, known)
-        lines = {
-            tenant: iter(sorted(own, key=lambda stream: stream[0].state.last_served))
-            for tenant, own in of_tenant.items()
-        }
-        chosen: set[SequenceId] = set()
-        heap = [(received[tenant], tenant) for tenant in of_tenant]
+        lines = {tenant: sorted(own, key=_last_served, reverse=True) for tenant, own in of_tenant.items()}
+        heap = [(received[tenant] + line[-1][1], tenant) for tenant, line in lines.items()]
         heapq.heapify(heap)
+        chosen: set[SequenceId] = set()
+        over = None
         while heap:
             _, tenant = heapq.heappop(heap)
-            seq, seconds = next(lines[tenant], (None, 0.0))
-            if seq is None or (chosen and seconds > available):
-                continue
+            seq, cost = lines[tenant][-1]
+            seconds = cost * seq.request.weight
+            if seconds > available:
+                if over is not None or len(lines[tenant]) < len(of_tenant[tenant]):
+                    continue
+                over = tenant  # with its first stream; tenants that ask for no more than their share come before it
+            lines[tenant].pop()
             available -= seconds
-            received.charge(tenant, seconds / seq.request.weight)
+            received.charge(tenant, cost)
             chosen.add(seq.seq_id)
             self._turn += 1
             seq.state.last_served = self._turn
-            heapq.heappush(heap, (received[tenant], tenant))
+            if line := lines[tenant]:
+                heapq.heappush(heap, (received[tenant] + line[-1][1], tenant))
+        cut = [tenant for tenant, line in lines.items() if line or tenant == over]
+        for tenant in lines.keys() - set(cut):
+            received.forget(tenant)  # it had all that it asked for, and gets neither credit nor debt for that
+            received.arrive(tenant, cut)
         return chosen
+
+
+def _last_served(stream: tuple[Sequence, float]) -> int:
+    return stream[0].state.last_served

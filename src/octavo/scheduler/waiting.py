@@ -18,11 +18,16 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
+from typing import TYPE_CHECKING
 
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence, SequenceStatus
 from octavo.scheduler.policy import Key, Policy
+from octavo.scheduler.preemption import Preemption
 from octavo.sequence_state import CachedPrefix
+
+if TYPE_CHECKING:
+    from octavo.tiers.lower import LowerTiers
 
 
 @dataclass(eq=False, slots=True)
@@ -238,6 +243,62 @@ class WaitingQueue:
         self._head = None
         if self._policy.short_may_pass:
             self._by_size.discard(seq)
+
+
+class Fetching:
+    """The requests whose prefix is being fetched from a store: they wait outside the queue and delay no other.
+
+    add ──> fetching ──arrived, or too late──> waiting queue
+
+    Each keeps its fetch until it is admitted or ends.
+
+    Attributes:
+        tiers: the stores.
+        speed: how long computing takes, against which loads are weighed.
+    """
+
+    def __init__(self, kv: KVCacheManager, tiers: LowerTiers, speed: Preemption) -> None:
+        self.speed = speed
+        self.tiers = tiers
+        self._kv = kv
+        self._waiting: dict[Sequence, None] = {}  # in order of arrival; each has its fetch in its state
+
+    def __len__(self) -> int:
+        """The number of requests that wait for a fetch."""
+        return len(self._waiting)
+
+    def begin(self, seq: Sequence) -> bool:
+        """Start a fetch for a new sequence; if True, it must wait until `arrived` returns it."""
+        labels = self._kv.hierarchy.missing(seq, *self._kv.holdings.matchable(seq))
+        per_token = self.speed.seconds_per_token
+        cost = None if per_token is None else per_token * self._kv.spec.block_size
+        fetch = self.tiers.prefetch(labels, seq.request.tenant, cost)
+        if fetch is None:
+            return False
+        seq.status = SequenceStatus.PARKED
+        seq.state.fetch = fetch
+        self._waiting[seq] = None
+        return True
+
+    def is_waiting(self, seq: Sequence) -> bool:
+        """Whether a sequence waits for a fetch."""
+        return seq in self._waiting
+
+    def arrived(self) -> list[Sequence]:
+        """Return the sequences that need not wait any longer."""
+        self.tiers.poll()
+        is_late = self.tiers.is_late
+        ready = [seq for seq in self._waiting if not seq.state.fetch.pending or is_late(seq.state.fetch)]
+        for seq in ready:
+            del self._waiting[seq]
+        return ready
+
+    def release(self, seq: Sequence) -> None:
+        """Forget a sequence that was admitted, or has ended."""
+        self._waiting.pop(seq, None)
+        if (fetch := seq.state.fetch) is not None:
+            seq.state.fetch = None
+            self.tiers.release(fetch)
 
 
 def prefix_length(kv: KVCacheManager, seq: Sequence) -> int:

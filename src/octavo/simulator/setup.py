@@ -18,7 +18,7 @@ from octavo.planner.model_shape import ModelShape, divide
 from octavo.planner.roofline import Machine, roofline, windows_of
 from octavo.planner.sizing import Sizing
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
-from octavo.scheduler.preemption import RestoreSpeed
+from octavo.scheduler.preemption import Preemption
 from octavo.simulator.simulation import SimulatedServer, VirtualClock
 from octavo.simulator.speed import ESTIMATED, Speed
 
@@ -191,7 +191,7 @@ class Plan:
             config,
             kv,
             self.max_model_len,
-            restore_speed=RestoreSpeed(per_token, per_block),
+            preemption=Preemption(per_token, per_block),
         )
         return SimulatedServer(
             scheduler,

@@ -35,7 +35,7 @@ from octavo.request import Request, RequestId
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.plan import StepResult
-from octavo.scheduler.preemption import RestoreSpeed
+from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.step_time import StepLoad
 from octavo.workloads.memory_usage import MemoryObserver, MemoryUsage
@@ -179,8 +179,8 @@ def simulated_engine(
     num_host_blocks = default_swap_blocks(config, spec, budget.max_model_len)
     kv = assemble_cache(config, spec, pool.num_blocks, num_host_blocks=num_host_blocks)
     times = without_overlap(budget.shape, spec, cost_dtype(config), gb_s, gflop_s)
-    speed = RestoreSpeed(times.product_seconds(1), times.per_moved_block)
-    return SimulatedEngine(assemble_scheduler(config, kv, budget.max_model_len, restore_speed=speed), times)
+    speed = Preemption(times.product_seconds(1), times.per_moved_block)
+    return SimulatedEngine(assemble_scheduler(config, kv, budget.max_model_len, preemption=speed), times)
 
 
 @contextmanager
