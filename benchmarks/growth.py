@@ -542,7 +542,7 @@ def garbage_collection() -> Figures:
             for k in range(950):
                 running.append(make_request([k, *((i * 31 + k) % 50_000 for i in range(3999))], max_tokens=2))
                 scheduler.add(running[-1])
-                while len(scheduler.request_ids) >= 4:
+                while len(list(scheduler.live)) >= 4:
                     step(scheduler)
                 while running[0].sequences[0].finish_reason is not None:
                     # As `engine/async_engine.py` does: the two refer to each other.

@@ -123,7 +123,7 @@ class Switch:
     def turn(self, *, on: bool) -> None:
         hierarchy = self._hierarchy
         fetching, hierarchy._demotion, hierarchy._matcher = self._on if on else self._off
-        self._scheduler.fetching = self._scheduler._lifecycle._fetching = fetching
+        self._scheduler.fetching = fetching
 
 
 def measure(model: str, demotion: str, seconds: float, seed: int) -> list[Round]:

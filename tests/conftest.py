@@ -86,7 +86,7 @@ def runner_of(core: EngineCore) -> ModelRunner:
 def assert_idle(core: EngineCore) -> None:
     """Nothing waits, nothing runs, nobody holds a block, and every count is right."""
     scheduler = core.scheduler
-    assert (scheduler.num_running, scheduler.num_waiting, scheduler.request_ids) == (0, 0, [])
+    assert (scheduler.num_running, scheduler.num_waiting, list(scheduler.live)) == (0, 0, [])
     audit = scheduler.kv.audit()
     assert BlockState.ACTIVE not in audit.counts
     assert audit.num_sequences == 0

@@ -275,7 +275,7 @@ class LLM:
                 self._deliver(output)
         except BaseException:
             # After Ctrl-C or a failure, what the step has computed is unknown, so abort the requests of all open calls.
-            for request_id in self.core.scheduler.request_ids:
+            for request_id in list(self.core.scheduler.live):
                 if (output_so_far := self.core.abort(request_id)) is not None:
                     self._deliver(output_so_far)
             raise

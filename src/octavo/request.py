@@ -352,7 +352,6 @@ class Request:
         weight: share of service of its tenant relative to others.
         due_time: position in the order of service if priorities age, set by the scheduler; otherwise None.
         cache_scope: derived from tenant, group and salt; cached blocks are only shared within one scope.
-        ending_ids: tokens that may end an output: end-of-sequence unless it is ignored, and `stop_token_ids`.
         grammar: the compiled structured output, kept as long as the request; None before it is compiled.
         search: the scheduler's beam search; None if its sequences are sampled.
         stop_readers: detokenizers of its sequences, which find stop strings as tokens are drawn; None if it has none.
@@ -404,16 +403,11 @@ class Request:
     num_accepted_tokens: int = 0
     pooled: PooledStates | None = None
     cache_scope: str = field(init=False)
-    ending_ids: frozenset[int] = field(init=False)
     sequences: list[Sequence] = field(init=False)
     _num_ended: int = field(init=False, default=0)  # at least this many of the first sequences have ended
 
     def __post_init__(self) -> None:
         self.cache_scope = cache_scope(self.tenant, self.cache_group, self.cache_salt)
-        # A complete structured output ends even with `ignore_eos`, because nothing could follow it.
-        goes_on = self.params.ignore_eos and self.params.structured_outputs is None
-        eos_token_ids: frozenset[int] = frozenset() if goes_on else self.eos_token_ids
-        self.ending_ids = eos_token_ids.union(self.params.stop_token_ids)
         self.sequences = [
             Sequence(
                 request=self,
@@ -424,6 +418,16 @@ class Request:
             )
             for i in range(self.params.num_sequences)
         ]
+
+    @property
+    def ending_ids(self) -> dict[int, int | None]:
+        """The tokens that may end an output, with the stop reason to report for each: None for end-of-sequence."""
+        params = self.params
+        found: dict[int, int | None] = {token_id: token_id for token_id in params.stop_token_ids}
+        # A complete structured output ends even with `ignore_eos`, because nothing could follow it.
+        if not params.ignore_eos or params.structured_outputs is not None:
+            found.update(dict.fromkeys(self.eos_token_ids))
+        return found
 
     @property
     def most_output_tokens(self) -> int:

@@ -6,6 +6,7 @@ behind in a table. Plain data: only the scheduler's modules read and write it.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +45,7 @@ class Place:
     bound: int = 0
     publish_at: int = 0
     slow_path_at: int = 0
-    ending_ids: frozenset[int] = frozenset()
+    ending_ids: Container[int] = ()
     num_sent: int = 0
 
 

@@ -66,7 +66,7 @@ def _everyone(core: EngineCore) -> Callable[..., set[str]]:
     """The requests that a plan may take: those that are not held back."""
 
     def concerned(*_: Any, **__: Any) -> set[str]:
-        return {name for name in core.scheduler.request_ids if core._recovery.isolation.may_run(RequestId(name))}
+        return {name for name in list(core.scheduler.live) if core._recovery.isolation.may_run(RequestId(name))}
 
     return concerned
 

@@ -8,5 +8,5 @@ from octavo.engine.core import EngineCore
 def thrash(core: EngineCore) -> None:
     """Hold nothing back at admission, so that there is something to preempt."""
     core.scheduler._admission._watermark = 0
-    core.scheduler._running._num_growing = 0
-    core.scheduler._running._windows = []
+    core.scheduler.running._num_growing = 0
+    core.scheduler.running._windows = []

@@ -230,7 +230,7 @@ async def test_arrivals_and_departures_each_delay_a_step_for_a_bounded_time(
         engine.abort(request.request_id)
     engine._take_in()
     assert len(engine._aborted) == num_given_up
-    for request_id in core.scheduler.request_ids:
+    for request_id in list(core.scheduler.live):
         core.end(request_id)
     assert_drained(core)
 

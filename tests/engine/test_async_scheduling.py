@@ -291,7 +291,7 @@ def test_logits_that_cannot_be_sampled_end_their_request_and_no_other(core: Engi
     expected = play(core, script)
 
     def ailing() -> Exception:
-        return LogitsError([next(iter(core.scheduler.request_ids))])
+        return LogitsError([next(iter(list(core.scheduler.live)))])
 
     played = play(core, script, failing({expected.plans[-1].step + 6}, ailing))
     assert played.ends(0)[0][0] == "error"

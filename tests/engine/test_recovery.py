@@ -170,7 +170,7 @@ def test_a_request_held_back_can_be_aborted() -> None:
         add_all(core)
         with injected(core, "before computing", whenever(CULPRIT)):
             core.step(), core.step()
-            held = [name for name in core.scheduler.request_ids if not core._recovery.isolation.may_run(name)]
+            held = [name for name in list(core.scheduler.live) if not core._recovery.isolation.may_run(name)]
             for name in held:
                 output = core.abort(name)
                 assert output is not None

@@ -189,7 +189,7 @@ def test_deltas_add_up_to_the_whole(make_llm: MakeLLM, tiny_llama: Path) -> None
     prompts, params = workload()
     for prompt, sampling in zip(prompts, params, strict=True):
         core.add(core.make_request(prompt["prompt_token_ids"], sampling), kind=OutputKind.DELTA)
-    order = core.scheduler.request_ids
+    order = list(core.scheduler.live)
     whole = {request_id: CompletionOutput(0, logprobs=[]) for request_id in order}
     while core.has_work:
         for output in core.step():

@@ -95,7 +95,7 @@ def test_auto_changes_no_token_where_it_recomputes_some_and_swaps_others(make_ll
     measured = llm.core.scheduler.preemption
     assert measured.mode == "auto"
     # Swapping is always cheaper as measured on this machine.
-    llm.core.scheduler._lifecycle.preemption = Preemption(1.0, 1.7, "auto")
+    llm.core.scheduler.preemption = Preemption(1.0, 1.7, "auto")
     outputs = llm.generate(*workload(), use_tqdm=False)
     assert measured.seconds_per_block is not None
     assert 0 < measured.seconds_per_block < 1

@@ -32,7 +32,7 @@ def sample(seq: Sequence) -> Draw:
 
 def search_alone(request: Request) -> list[list[int]]:
     """The outputs that a request's search finds, straight from `BeamSearch`."""
-    search, prompt = BeamSearch.of(request), request.prompt_token_ids
+    search, prompt = BeamSearch(request), request.prompt_token_ids
     beams = [Beam([], 0.0, (), candidates(request, list(prompt)))]
     while going := search.advance(beams):
         outputs = [([*beams[e.parent].token_ids, e.candidate.token_id], e.score) for e in going]

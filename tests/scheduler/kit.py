@@ -9,10 +9,11 @@ from typing import Any, Literal
 from octavo.kvcache.block import BlockState
 from octavo.planner.roofline import StepTimes
 from octavo.request import PinRequest, Request, Sequence, SequenceStatus, TokenLogprobs
+from octavo.scheduler.lifecycle import SchedulerConfig
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
 from octavo.scheduler.policy import Policy
 from octavo.scheduler.preemption import Preemption
-from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
+from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.step_time import StepLoad
 from octavo.scheduler.waiting import Fetching
 from tests.kvcache.caches import Clock, make_manager, make_request

@@ -37,10 +37,10 @@ def scheduler(num_host_blocks: int = 0, speed: Preemption | None = SPEED, **opti
 REACHED: dict[tuple[str, Any], Any] = {
     ("enable_prefix_caching", False): lambda s: not s.kv.caches_prefixes,
     ("prefix_cache", "hashed"): lambda s: (
-        not isinstance(s.kv.pool._eviction, LeavesFirst) and s._waiting._prefix_length is None
+        not isinstance(s.kv.pool._eviction, LeavesFirst) and s.waiting._prefix_length is None
     ),
     ("prefix_cache", "radix"): lambda s: (
-        isinstance(s.kv.pool._eviction, LeavesFirst) and s._waiting._prefix_length is not None
+        isinstance(s.kv.pool._eviction, LeavesFirst) and s.waiting._prefix_length is not None
     ),
     ("eviction_policy", "fifo"): lambda s: isinstance(s.kv.pool._eviction, FifoEviction),
     ("pin_budget", 0.5): lambda s: s.kv.pins.budget_blocks == 50,

@@ -12,9 +12,9 @@ from octavo.errors import CapacityError
 from octavo.request import FinishReason, Request, SequenceStatus
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.beam import Beam, BeamSearch
+from octavo.scheduler.lifecycle import DEFAULT_HEADROOM_TOKENS
 from octavo.scheduler.plan import Candidate
-from octavo.scheduler.scheduler import DEFAULT_HEADROOM_TOKENS
-from tests.kvcache.caches import sliding
+from tests.kvcache.caches import make_request, sliding
 from tests.scheduler import beams
 from tests.scheduler.kit import Harness
 from tests.scheduler.results import Draw, result_of
@@ -111,7 +111,7 @@ def test_an_abort_at_any_step_leaves_nothing() -> None:
             assert {seq.finish_reason for seq in request.sequences} <= {FinishReason.ABORT, FinishReason.LENGTH}
             engine.kv.audit()
             assert (
-                engine.kv.pool.num_active == engine.scheduler._running.num_promised == engine.scheduler.num_waiting == 0
+                engine.kv.pool.num_active == engine.scheduler.running.num_promised == engine.scheduler.num_waiting == 0
             )
 
 
@@ -120,8 +120,14 @@ def test_more_beams_than_run_at_once_are_refused_with_the_numbers() -> None:
         harness().add([1], width=9)
 
 
+def search_of(width: int, max_tokens: int, *eos_token_ids: int, **params: Any) -> BeamSearch:
+    request = make_request([1], n=width, best_of=width, use_beam_search=True, max_tokens=max_tokens, **params)
+    request.eos_token_ids = frozenset(eos_token_ids)
+    return BeamSearch(request)
+
+
 def test_masked_candidates_are_none() -> None:
-    search = BeamSearch(width=2, max_tokens=3, enders={})
+    search = search_of(2, 3)
     beam = Beam([], 0.0, (), [Candidate(1, -1.0), Candidate(2, float("-inf")), Candidate(3, float("-inf"))])
     assert [e.candidate.token_id for e in search.advance([beam])] == [1]
 
@@ -136,7 +142,7 @@ def test_a_search_that_finds_less_than_is_asked_for_ends_all_the_same() -> None:
         engine.kv.audit()
     assert outputs(request) == [[4, 4], [], []]
     assert [s.finish_reason for s in request.sequences] == [FinishReason.LENGTH, FinishReason.STOP, FinishReason.STOP]
-    assert engine.scheduler._running.num_promised == engine.kv.pool.num_active == 0
+    assert engine.scheduler.running.num_promised == engine.kv.pool.num_active == 0
 
 
 @pytest.mark.parametrize("num_blocks", [200, 12])
@@ -160,12 +166,12 @@ def test_a_step_with_fewer_continuations_than_beams_narrows_the_search_only_for_
         ended = [seq.output_token_ids[-1] == beams.EOS and not request.params.ignore_eos for seq in request.sequences]
         expected = [FinishReason.STOP if end else FinishReason.LENGTH for end in ended]
         assert [seq.finish_reason for seq in request.sequences] == expected
-    assert engine.scheduler._running.num_promised == 0
+    assert engine.scheduler.running.num_promised == 0
 
 
 def test_the_end_is_kept_only_among_the_best() -> None:
     """Of the first `width` candidates those that end are hypotheses; an end further down is passed over."""
-    search = BeamSearch(width=2, max_tokens=9, enders={9: None, 8: 8})
+    search = search_of(2, 9, 9, stop_token_ids=(8,))
     first = [Candidate(9, -1.0), Candidate(1, -2.0), Candidate(8, -3.0), Candidate(2, -4.0)]
     going = search.advance([Beam([], 0.0, (), first)])
     assert [(e.candidate.token_id, e.score) for e in going] == [(1, -2.0), (2, -4.0)]
@@ -192,7 +198,7 @@ def test_of_the_candidates_of_many_beams_few_are_looked_at() -> None:
                 yield candidate
 
     width = 64
-    search = BeamSearch(width=width, max_tokens=1, enders={})
+    search = search_of(width, 1)
     rng = random.Random(0)
     found = [[Candidate(token, -rng.random()) for token in range(2 * width)] for _ in range(width)]
     ranked = [Candidates(sorted(each, key=lambda candidate: -candidate.logprob)) for each in found]

@@ -44,7 +44,7 @@ def received_by(server: Harness, tenant: str) -> float:
 
 
 def waiting_tenants(server: Harness) -> set[str]:
-    return {seq.request.tenant for seq in server.scheduler._waiting.heads()}
+    return {seq.request.tenant for seq in server.scheduler.waiting.heads()}
 
 
 SHAPES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=5)
@@ -227,7 +227,7 @@ def test_cached_tokens_of_a_prompt_are_not_charged_and_neither_is_recomputation(
     server.step()
     # 16 of 20 are in full blocks before the last token.
     assert received_by(server, "a") == 20 + 4 + 2 * OUTPUT_TOKEN
-    server.scheduler._lifecycle.preempt(seq)
+    server.scheduler.preempt(seq)
     while not seq.finished:
         server.step()
     assert received_by(server, "a") == 20 + 4 + 9 * OUTPUT_TOKEN
@@ -249,7 +249,7 @@ def test_what_was_computed_of_a_prompt_is_charged_though_a_preemption_threw_it_a
     request = server.add(40, 4, tenant="a")
     for _ in range(3):
         server.step()
-    server.scheduler._lifecycle.preempt(request.sequences[0])
+    server.scheduler.preempt(request.sequences[0])
     server.scheduler.end_request(request.request_id)
     assert received_by(server, "a") == 24
 

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.request import Sequence, SequenceStatus
+from octavo.scheduler.lifecycle import SchedulerConfig
 from octavo.scheduler.plan import StepResult
 from octavo.scheduler.policy import AgeingPriority, FirstComeFirstServed, VirtualTokenCounter
-from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
+from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.waiting import WaitingQueue
 from tests.kvcache.caches import make_manager, make_request
 

@@ -10,7 +10,7 @@ import pytest
 from octavo.kvcache.block import BlockState
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.request import FinishReason, PinReceipt, PinRequest, Request
-from octavo.scheduler.scheduler import DEFAULT_HEADROOM_TOKENS, DEFAULT_WATERMARK
+from octavo.scheduler.lifecycle import DEFAULT_HEADROOM_TOKENS, DEFAULT_WATERMARK
 from tests.kvcache.caches import make_request
 from tests.scheduler.kit import Harness
 

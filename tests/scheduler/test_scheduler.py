@@ -9,7 +9,8 @@ import pytest
 
 from octavo.errors import CapacityError, ContextLengthError, RequestError
 from octavo.request import FinishReason, Sequence, SequenceStatus
-from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
+from octavo.scheduler.lifecycle import SchedulerConfig
+from octavo.scheduler.scheduler import Scheduler
 from tests.kvcache.caches import make_manager, make_request
 from tests.scheduler.kit import Harness, outputs, status
 from tests.scheduler.plans import rows_of, shares

@@ -22,11 +22,12 @@ from octavo.kvcache.ledger import CacheTotals
 from octavo.request import CacheOutcome, FinishReason, PinRequest, Request, Sequence, SequenceStatus
 from octavo.scheduler.beam import BeamDecoding
 from octavo.scheduler.kv_limits import KVLimits
+from octavo.scheduler.lifecycle import SchedulerConfig
 from octavo.scheduler.plan import SequenceDropped, StepPlan
 from octavo.scheduler.policy import AgeingPriority, make_policy
 from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.results import ResultApplier
-from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
+from octavo.scheduler.scheduler import Scheduler
 from tests.kvcache.caches import COPIES, FULL, Clock, make_manager, make_request, positions_seen, sliding
 from tests.scheduler import beams
 from tests.scheduler.plans import ToldRunner, rows_of
@@ -90,7 +91,7 @@ class _Raising:
 
 def reserve_of(scheduler: Scheduler) -> int:
     """What running sequences are bound to take, recounted from the block tables."""
-    running, total = scheduler._running, 0
+    running, total = scheduler.running, 0
     for seq in running.order:
         place, fresh = seq.state.placed, running._place(seq, seq.num_pending_siblings)
         fresh.held, fresh.base, fresh.copies = len(scheduler.kv.tables(seq)[0]), place.base, place.copies
@@ -425,7 +426,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """As the engine does: all at once, or cut down first."""
         scheduler = self.scheduler
         if data.draw(st.booleans()):
-            chosen = {name for i, name in enumerate(scheduler.request_ids) if i % 2}
+            chosen = {name for i, name in enumerate(list(scheduler.live)) if i % 2}
             scheduler.restart(chosen.__contains__)
             scheduler.kv.audit()
             for _ in range(2):
@@ -497,17 +498,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             scheduler = self.scheduler
             sequences = [seq for request in scheduler.requests for seq in request.sequences]
             waiting = [seq for seq in sequences if seq.status is SequenceStatus.WAITING]
-            assert scheduler._running.reserve == reserve_of(scheduler)
+            assert scheduler.running.reserve == reserve_of(scheduler)
             assert scheduler.num_waiting == len(waiting)
             pending = [seq for seq in sequences if seq.status is SequenceStatus.FORK_PENDING]
             promised = [seq for seq in pending if seq.request.sequences[0].status is SequenceStatus.RUNNING]
-            assert scheduler._running.num_promised == len(promised)
+            assert scheduler.running.num_promised == len(promised)
             assert scheduler.num_running + len(promised) <= scheduler.config.num_places
 
     @invariant()
     def floors_stay_free_and_caps_hold(self) -> None:
         if hasattr(self, "scheduler") and self.limits:
-            pool, running = self.scheduler.kv.pool, list(self.scheduler._running)
+            pool, running = self.scheduler.kv.pool, list(self.scheduler.running)
             assert pool.owners is not None
             unused = 0
             for tenant, limit in self.limits.items():
@@ -580,7 +581,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.kv.audit()
         host = self.scheduler.kv.hierarchy.host
         assert host.pool.num_available == host.num_slots
-        assert (self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler._running.num_promised) == (
+        assert (self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler.running.num_promised) == (
             0,
             0,
             0,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from octavo.errors import CapacityError
 from octavo.request import PinRequest, Request, Sequence, SequenceStatus
+from octavo.scheduler.lifecycle import DEFAULT_HEADROOM_TOKENS, DEFAULT_WATERMARK
 from octavo.scheduler.plan import StepPlan
-from octavo.scheduler.scheduler import DEFAULT_HEADROOM_TOKENS, DEFAULT_WATERMARK
 from octavo.scheduler.step_budget import MOST_NEWCOMERS, MOST_SCORED_TOKENS
 from octavo.scheduler.waiting import SortedSequences
 from tests.kvcache.caches import make_request, make_sequence
@@ -85,7 +85,7 @@ def test_an_early_request_that_comes_back_takes_no_running_streams_token() -> No
     streams = [server.add(50, max_tokens=10_000) for _ in range(8)]
     for _ in range(3):
         server.step()
-    server.scheduler._lifecycle.preempt(first.sequences[0])
+    server.scheduler.preempt(first.sequences[0])
     before = sum(outputs(request)[0] for request in streams)
     for _ in range(20):
         server.step()
@@ -216,7 +216,7 @@ def test_what_waits_is_counted_and_what_is_aborted_is_gone_at_once() -> None:
     for request in waiting:
         server.scheduler.end_request(request.request_id)
     assert server.scheduler.num_waiting == 0
-    queue = server.scheduler._waiting
+    queue = server.scheduler.waiting
     assert not queue._by_size
     assert not queue._lines
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from octavo.commands.serve import DEFAULTS
 from octavo.planner.roofline import StepTimes
 from octavo.request import Request, Sequence
+from octavo.scheduler.lifecycle import DEFAULT_HEADROOM_TOKENS, DEFAULT_WATERMARK
 from octavo.scheduler.plan import StepResult
 from octavo.scheduler.policy import VirtualTokenCounter
-from octavo.scheduler.scheduler import DEFAULT_HEADROOM_TOKENS, DEFAULT_WATERMARK
 from octavo.scheduler.step_budget import LatencyTarget
 from octavo.scheduler.step_time import StepLoad
 from octavo.scheduler.stream_turns import StreamTurns

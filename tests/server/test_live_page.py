@@ -88,7 +88,7 @@ def test_changes_add_up_to_the_cache_as_it_is_at_every_look(real: RealServer, mo
         num_looks += 1
         num_partial += "all" not in news
         assert shown.codes.tolist() == block_codes(core.scheduler.kv).tolist()
-        assert shown.requests.keys() == set(core.scheduler.request_ids)
+        assert shown.requests.keys() == set(core.scheduler.live)
         counts = np.array(core.scheduler.kv.pool.blocks.references)
         assert ((shown.codes >= ACTIVE) == (counts > 0)).all()
         return updates

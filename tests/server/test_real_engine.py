@@ -330,7 +330,7 @@ class TestFailures:
             expected = server.complete([5, 6, 7], max_tokens=40)["choices"]
 
             def strikes(concerned: set[str]) -> bool:
-                requests = (server.core.scheduler.request(RequestId(name)) for name in concerned)
+                requests = (server.core.scheduler.live.get(RequestId(name)) for name in concerned)
                 return any(request is not None and marker in request.prompt_token_ids for request in requests)
 
             with injected(server.core, place, strikes), ThreadPoolExecutor(4) as callers:

@@ -10,8 +10,9 @@ from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.request import Request, RequestId
 from octavo.sampling_params import SamplingParams
+from octavo.scheduler.lifecycle import SchedulerConfig
 from octavo.scheduler.plan import StepResult
-from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
+from octavo.scheduler.scheduler import Scheduler
 from octavo.workloads.memory_usage import MemoryObserver, Moment, Slots
 
 FULL, SLIDING = LayerKVSpec(1, 16, 16), LayerKVSpec(1, 16, 16, sliding_window=20)
@@ -39,7 +40,7 @@ class Bench:
     def add(self, name: str, num_prompt: int, num_output: int, n: int = 1, first_token: int = 0) -> None:
         params = SamplingParams(n=n, max_tokens=num_output, ignore_eos=True)
         prompt = list(range(first_token, first_token + num_prompt))
-        request = Request(RequestId(name), prompt, params, arrival_time=float(len(self.scheduler.request_ids)))
+        request = Request(RequestId(name), prompt, params, arrival_time=float(len(list(self.scheduler.live))))
         self.scheduler.add(request)
         self.observer.watch(request)
 

@@ -319,7 +319,7 @@ class EngineCore:
         Args:
             seconds: maximum time to write blocks; what was not written by then is lost.
         """
-        for request_id in self.scheduler.request_ids:
+        for request_id in list(self.scheduler.live):
             self.end(request_id)
             self.outputs.forget(request_id)
         self._flush()

@@ -143,7 +143,7 @@ def describe_request(scheduler: Scheduler, request_id: str) -> dict[str, Any] | 
     `reused` has the blocks that other requests computed, by request: once this one has ended, a block holds its tokens
     as long as the same request is the one that computed it, which `computed_by` tells.
     """
-    request = scheduler.request(RequestId(request_id))
+    request = scheduler.live.get(RequestId(request_id))
     if request is None:
         return None
     reused: dict[str, list[int]] = {}

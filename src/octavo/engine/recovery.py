@@ -257,7 +257,7 @@ class Recovery:
         }
 
     def _num_computed(self, request_id: RequestId) -> int | None:
-        request = self._scheduler.request(request_id)
+        request = self._scheduler.live.get(request_id)
         return None if request is None else max(seq.num_computed for seq in request.sequences)
 
 

@@ -66,15 +66,15 @@ class _Promise:
 class Admission:
     """Admits waiting sequences one by one."""
 
-    def __init__(self, lifecycle: Lifecycle, *, max_num_batched_tokens: int, watermark_blocks: int) -> None:
+    def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
         self._kv = lifecycle.kv
         self._running = lifecycle.running
         self._waiting = lifecycle.waiting
         self._tenants = lifecycle.tenants
-        self._watermark = watermark_blocks
-        self._max_step = max_num_batched_tokens
-        self._chunk = max(1, max_num_batched_tokens // 4)  # of the first prompt, in each step
+        self._watermark = int(lifecycle.config.watermark * lifecycle.kv.pool.num_blocks)
+        self._max_step = lifecycle.config.max_num_batched_tokens
+        self._chunk = max(1, self._max_step // 4)  # of the first prompt, in each step
         self._promise: _Promise | None = None
         self._step = 0
         self._num_long_blocks = 0  # of long prompts, found in this step

@@ -19,9 +19,10 @@ from octavo.kvcache.eviction import EvictionPolicy
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.scheduler.drafts import DraftMethod, NgramMethod, SuffixMethod
+from octavo.scheduler.lifecycle import DEFAULT_WATERMARK, SchedulerConfig
 from octavo.scheduler.policy import make_policy
 from octavo.scheduler.preemption import Preemption
-from octavo.scheduler.scheduler import DEFAULT_WATERMARK, Scheduler, SchedulerConfig
+from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.speculation import Speculator
 from octavo.scheduler.waiting import Fetching
 from octavo.speculative_config import SpeculativeConfig

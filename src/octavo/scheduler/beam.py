@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import count
-from typing import Literal
 
 from octavo.request import FinishReason, Request, Sequence, TokenLogprobs
 from octavo.scheduler.lifecycle import Lifecycle
@@ -72,46 +71,18 @@ class Hypothesis:
 
 
 class BeamSearch:
-    """The beam search of one prompt.
-
-    Args:
-        enders: token ids that end a hypothesis, each with the stop reason to report.
-        min_tokens: output length below which enders do not end a hypothesis.
+    """The beam search of one request's prompt.
 
     Attributes:
-        hypotheses: the `width` best found so far, best first.
+        hypotheses: the best found so far, best first, as many as there are beams.
     """
 
-    def __init__(
-        self,
-        *,
-        width: int,
-        max_tokens: int,
-        enders: Mapping[int, int | None],
-        length_penalty: float = 1.0,
-        early_stopping: bool | Literal["never"] = False,
-        min_tokens: int = 0,
-    ) -> None:
+    def __init__(self, request: Request) -> None:
         self.hypotheses: list[Hypothesis] = []
-        self._width = width
-        self._max_tokens = max_tokens
-        self._enders = enders
-        self._length_penalty = length_penalty
-        self._early_stopping = early_stopping
-        self._min_tokens = min_tokens
-
-    @classmethod
-    def of(cls, request: Request) -> BeamSearch:
-        """Return the search that a request's parameters describe."""
-        params = request.params
-        return cls(
-            width=params.num_sequences,
-            max_tokens=params.max_tokens or 1,
-            enders=enders(request),
-            length_penalty=params.length_penalty,
-            early_stopping=params.early_stopping,
-            min_tokens=params.min_tokens,
-        )
+        self._params = request.params
+        self._width = request.params.num_sequences
+        self._max_tokens = request.params.max_tokens or 1
+        self._enders = request.ending_ids
 
     def advance(self, beams: Seq[Beam]) -> list[Extension]:
         """Choose among the candidates of all live beams.
@@ -137,7 +108,7 @@ class BeamSearch:
         return [] if self._is_over(going, length) else going
 
     def _end_reason(self, token_id: int, length: int) -> FinishReason | None:
-        if token_id in self._enders and length >= self._min_tokens:
+        if token_id in self._enders and length >= self._params.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if length >= self._max_tokens else None
 
@@ -147,7 +118,7 @@ class BeamSearch:
         self.hypotheses.append(
             Hypothesis(
                 token_ids,
-                extension.score / math.pow(len(token_ids), self._length_penalty),
+                extension.score / math.pow(len(token_ids), self._params.length_penalty),
                 extension.score,
                 beam.logprobs_with(extension.candidate),
                 reason,
@@ -160,12 +131,12 @@ class BeamSearch:
             return True
         if len(self.hypotheses) < self._width:
             return False
-        if self._early_stopping is True:
+        if self._params.early_stopping is True:
             return True
         # With a length penalty above 0 a beam's score can still rise; only "never" waits until it no longer can.
-        hopes_for_more = self._early_stopping == "never" and self._length_penalty > 0
-        best_length = float(self._max_tokens if hopes_for_more else length)
-        return going[0].score / math.pow(best_length, self._length_penalty) <= self.hypotheses[-1].score
+        penalty = self._params.length_penalty
+        best_length = float(self._max_tokens if self._params.early_stopping == "never" and penalty > 0 else length)
+        return going[0].score / math.pow(best_length, penalty) <= self.hypotheses[-1].score
 
 
 class BeamDecoding:
@@ -185,7 +156,7 @@ class BeamDecoding:
     def __init__(self, request: Request, lifecycle: Lifecycle) -> None:
         self._request = request
         self._lifecycle = lifecycle
-        self._search = BeamSearch.of(request)
+        self._search = BeamSearch(request)
         self._live = [request.sequences[0]]  # the others start as forks of it, once the prompt is computed
         self._candidates: dict[int, Seq[Candidate]] = {}  # by the index of the sequence
         self._logprobs: dict[int, tuple[TokenLogprobs, ...]] = {0: ()}
@@ -258,12 +229,3 @@ def _extensions(place: int, beam: Beam) -> Iterator[Extension]:
 
 def _worst_last(extension: Extension) -> float:
     return -extension.score
-
-
-def enders(request: Request) -> dict[int, int | None]:
-    """Return the token ids that end an output, with the stop reason to report for each: None for end-of-sequence."""
-    params = request.params
-    found: dict[int, int | None] = {token_id: token_id for token_id in params.stop_token_ids}
-    if not params.ignore_eos:
-        found.update(dict.fromkeys(request.eos_token_ids))
-    return found

@@ -52,8 +52,6 @@ class StepComposer:
         self,
         lifecycle: Lifecycle,
         admission: Admission,
-        *,
-        max_num_batched_tokens: int,
         latency: LatencyTarget | None,
         speculator: Speculator | None = None,
     ) -> None:
@@ -64,19 +62,42 @@ class StepComposer:
         self._tenants = lifecycle.tenants
         self._policy = lifecycle.policy
         self._admission = admission
-        self._max_tokens = max_num_batched_tokens
+        self._max_tokens = lifecycle.config.max_num_batched_tokens
         self._latency = latency
         self._speculator = speculator
         self._turns = StreamTurns(latency)
         self._stalled: Sequence | None = None  # the first in order of service, if it found no blocks in the last step
         self._lacked_blocks = False  # whether a step composed ahead lacked some, for which others may have to yield
 
-    def compose(self) -> StepDraft:
-        """Decide how many tokens each sequence computes in the next step, with blocks for all of them."""
+    def compose(self, computing: PlannedRows | None = None, num_ending: int = 0) -> StepDraft:
+        """Decide how many tokens each sequence computes in the next step, with blocks for all of them.
+
+        With a step in flight, this is the step after it, with the tokens that it draws pending (`PlanBuilder.pending`).
+        Then the draft is empty if the result must be awaited first (`_must_await`), and in these cases:
+
+        - Streams take turns, or need blocks that are shared, or that a tenant or the pool does not have: others may
+          have to yield. Prompts take what is available, but the next step is not composed ahead then.
+        - A block was evicted that must be stored first. Those that were taken are kept for the next step.
+
+        Args:
+            computing: the rows in flight.
+            num_ending: how many of their sequences draw their last token, so that others may have their places.
+        """
+        draft = StepDraft(ahead=computing is not None)
+        if computing is not None:
+            if self._must_await(computing, num_ending):
+                return draft
+            self._share(draft)
+            if self._moves_blocks:
+                if self._latency is not None:
+                    self._latency.skip_step()
+                return StepDraft(ahead=True)
+            if draft:
+                self._admission.begin_step()
+            return draft
         self._admission.begin_step()
-        draft, self._lacked_blocks = StepDraft(), False
-        claimant = self._claim() if self._policy.may_claim else None
-        self._share(draft, claimant)
+        self._lacked_blocks = False
+        self._share(draft, self._claim() if self._policy.may_claim else None)
         while not draft and len(self._running):
             # No sequence with tokens to compute found blocks, so beams that wait for siblings must yield.
             order = self._running.order
@@ -86,6 +107,25 @@ class StepComposer:
         if self._speculator is not None and draft.streams and not draft.chunks:
             self._add_drafts(self._speculator, draft)
         return draft
+
+    def _must_await(self, computing: PlannedRows, num_ending: int) -> bool:
+        """Whether the result of the step in flight must be known before another is composed, in these cases:
+
+        - A beam runs, or a sequence whose grammar must follow its token, or siblings are about to fork.
+        - A draft is being verified, so that it is not known how far its sequence gets.
+        - A waiting sequence may be admitted, or claim a place. It may share a prefix that is being computed.
+        - The last step composed ahead lacked blocks, or a block must be moved to or from host memory.
+        """
+        if self._running.num_awaiting or computing.drafts or any(len(draws) > 1 for draws in computing.draws):
+            return True
+        if len(self._waiting) and (num_ending or self._policy.may_claim or self._admission.may_admit):
+            return True
+        return self._stalled is not None or self._lacked_blocks or self._moves_blocks
+
+    @property
+    def _moves_blocks(self) -> bool:
+        """Whether the next step must move blocks to or from host memory."""
+        return self._kv.hierarchy.host.has_transfers
 
     def _add_drafts(self, speculator: Speculator, draft: StepDraft) -> None:
         """Let streams verify drafts, as far as there are blocks that nobody has to yield."""
@@ -99,44 +139,6 @@ class StepComposer:
                     tokens = tokens[: place.capacity - seq.num_computed - 1]
             if tokens:
                 draft.drafts[seq_id] = seq, tokens
-
-    def compose_ahead(self, computing: PlannedRows, *, num_ending: int) -> StepDraft:
-        """Decide on the step after the one in flight, with the tokens that it draws pending (`PlanBuilder.pending`).
-
-        The draft is empty if the result must be awaited first, which is so in these cases and no others:
-
-        - A beam runs, or a sequence whose grammar must follow its token, or siblings are about to fork.
-        - A draft is being verified, so that it is not known how far its sequence gets.
-        - A waiting sequence may be admitted, or claim a place. It may share a prefix that is being computed.
-        - Streams need blocks that are shared, or that a tenant or the pool does not have: others may have to yield.
-          Prompts take what is available, but the next step is not composed ahead then.
-        - A block must be moved to or from host memory.
-        - Streams take turns.
-
-        Args:
-            computing: the rows in flight.
-            num_ending: how many of their sequences draw their last token, so that others may have their places.
-        """
-        draft, waits = StepDraft(ahead=True), len(self._waiting) > 0
-        if self._running.num_awaiting or computing.drafts or any(len(draws) > 1 for draws in computing.draws):
-            return draft
-        if waits and (num_ending or self._policy.may_claim or self._admission.may_admit):
-            return draft
-        if self._stalled is not None or self._lacked_blocks or self._moves_blocks():
-            return draft
-        self._share(draft)
-        if self._moves_blocks():
-            # A block was evicted that must be stored first. Those that were taken are kept for the next step.
-            if self._latency is not None:
-                self._latency.skip_step()
-            return StepDraft(ahead=True)
-        if draft:
-            self._admission.begin_step()
-        return draft
-
-    def _moves_blocks(self) -> bool:
-        """Whether the next step must move blocks to or from host memory."""
-        return self._kv.hierarchy.host.has_transfers
 
     def start_over(self) -> None:
         """Forget the last step, because nothing runs any more."""

@@ -18,7 +18,7 @@ from octavo.kvcache.manager import KVCacheManager
 from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceStatus
 from octavo.scheduler.kv_limits import TenantLimits
 from octavo.scheduler.plan_builder import PlanBuilder
-from octavo.scheduler.policy import Policy
+from octavo.scheduler.policy import FirstComeFirstServed, Policy
 from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.running import RunningSet
 from octavo.scheduler.waiting import Fetching, WaitingQueue, prefix_length
@@ -43,13 +43,50 @@ class SchedulerCounters:
     num_deferred_tokens: int = 0
 
 
+DEFAULT_WATERMARK = 0.01
+DEFAULT_HEADROOM_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The limits of one step.
+
+    Attributes:
+        watermark: share of the pool that admission leaves available, so that a newcomer does not force a
+            preemption in the next few steps. Not applied while nothing runs.
+        headroom_tokens: tokens, rounded up to blocks, that each running sequence, the newcomer and its parallel samples
+            must be able to grow by after an admission, as far as max_tokens lets them, on top of the rest of their
+            prompts.
+        itl_slo_ms: target for the time between two tokens of a running stream, in milliseconds, which limits the chunks
+            of prompts, and the streams of several tenants; if None, only the token budget limits them.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    watermark: float = DEFAULT_WATERMARK
+    headroom_tokens: int = DEFAULT_HEADROOM_TOKENS
+    itl_slo_ms: float | None = None
+
+    @property
+    def num_places(self) -> int:
+        """The maximum number of sequences that run at once: each running stream has a token in each step."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+
 class Lifecycle:
     """The requests that have not ended, and where each of their sequences is.
 
-    The arguments are those of `Scheduler` and `SchedulerConfig`.
+    Args:
+        policy: orders sequences; by default, first come, first served.
+        preemption: decides whether a preempted sequence is swapped; by default, all are recomputed. It learns how long
+            computing and moving blocks takes.
+        by_prefix: whether waiting requests with the longest cached prefix are admitted first, as far as the policy
+            allows.
+        fetching: requests that wait for stores below host memory; None if there are no stores.
 
     Attributes:
-        requests: the requests that have not ended.
+        live: the requests that have not ended.
         running, waiting: their sequences that hold blocks, and that wait for some.
         tenants: the blocks that tenants may take.
         builder: what the runner knows of them.
@@ -57,37 +94,37 @@ class Lifecycle:
 
     def __init__(
         self,
+        config: SchedulerConfig,
         kv: KVCacheManager,
-        policy: Policy,
-        preemption: Preemption,
+        policy: Policy | None = None,
+        preemption: Preemption | None = None,
         *,
-        by_prefix: bool,
-        max_num_seqs: int,
-        headroom_tokens: int,
-        fetching: Fetching | None,
+        by_prefix: bool = False,
+        fetching: Fetching | None = None,
     ) -> None:
-        self.requests: dict[RequestId, Request] = {}
+        self.live: dict[RequestId, Request] = {}
         self.counters = SchedulerCounters()
+        self.config = config
         self.kv = kv
-        self.policy = policy
-        self.preemption = preemption
+        self.policy = policy or FirstComeFirstServed()
+        self.preemption = preemption or Preemption()
+        self.fetching = fetching
         self.builder = PlanBuilder(kv)
-        self.running = RunningSet(kv, headroom_tokens, on_leave=self.builder.drop)
+        self.running = RunningSet(kv, config.headroom_tokens, on_leave=self.builder.drop)
         self.tenants = TenantLimits(kv, self.running)
-        self.waiting = WaitingQueue(policy, partial(prefix_length, kv) if by_prefix else None, self.tenants.is_capped)
-        self._max_num_seqs = max_num_seqs
-        self._fetching = fetching
+        length = partial(prefix_length, kv) if by_prefix else None
+        self.waiting = WaitingQueue(self.policy, length, self.tenants.is_capped)
         self._failures: list[tuple[Request, Exception]] = []
 
     @property
     def num_free_places(self) -> int:
         """The number of places that are neither taken nor promised."""
-        return self._max_num_seqs - self.running.num_places
+        return self.config.num_places - self.running.num_places
 
     @property
     def has_place(self) -> bool:
         """Whether another sequence may run."""
-        return self.running.num_places < self._max_num_seqs
+        return self.num_free_places > 0
 
     def admit(self, seq: Sequence) -> None:
         """Let a waiting sequence run, which has been given blocks."""
@@ -172,15 +209,15 @@ class Lifecycle:
         self._give_up_blocks(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason, seq.stop_reason = reason, stop_reason
-        if self._fetching is not None:
-            self._fetching.release(seq)
+        if self.fetching is not None:
+            self.fetching.release(seq)
         if seq.request.finished:
-            self.requests.pop(seq.request.request_id, None)
+            self.live.pop(seq.request.request_id, None)
             self.policy.ended(seq.request)
 
-    def finish_request(self, request_id: RequestId, reason: FinishReason) -> Request | None:
-        """End every sequence of a request; None if the request is unknown or has ended."""
-        request = self.requests.get(request_id)
+    def end_request(self, request_id: RequestId, reason: FinishReason = FinishReason.ABORT) -> Request | None:
+        """End every sequence of a request and free its blocks; None if the request is unknown or has ended."""
+        request = self.live.get(request_id)
         if request is None:
             return None
         # In reverse, because `finish` checks whether all have ended, starting with the first.
@@ -226,7 +263,7 @@ class Lifecycle:
         """Release the blocks of every sequence, and requeue it or, if it may not run, hold it back."""
         self.running.clear()
         self.waiting.clear()
-        for seq in [seq for request in self.requests.values() for seq in request.sequences]:
+        for seq in [seq for request in self.live.values() for seq in request.sequences]:
             is_waiting = seq.status is SequenceStatus.WAITING or seq.state.is_held
             seq.state = SequenceState(fetch=seq.state.fetch)
             if seq.status is SequenceStatus.RUNNING:

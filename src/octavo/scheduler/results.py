@@ -18,10 +18,10 @@ from octavo.sequence_state import Place
 class ResultApplier:
     """Gives each request the tokens that a step drew for it."""
 
-    def __init__(self, lifecycle: Lifecycle, max_model_len: int) -> None:
+    def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
         self._kv = lifecycle.kv
-        self._max_model_len = max_model_len
+        self._max_model_len = lifecycle.config.max_model_len
 
     def apply(self, result: StepResult, rows: PlannedRows) -> list[SequenceUpdate]:
         """Advance the sequence of each row."""
@@ -151,14 +151,11 @@ class ResultApplier:
 
     def _ending(self, seq: Sequence, token_id: int, num_output: int) -> tuple[FinishReason, int | None] | None:
         """Return the finish and stop reasons of a sequence if its output token number `num_output` ends it."""
-        params = seq.request.params
-        # A grammar allows end-of-sequence before `min_tokens` or despite `ignore_eos` only if no other token fits.
-        is_structured = params.structured_outputs is not None
-        if num_output >= params.min_tokens or is_structured:
-            if token_id in seq.request.eos_token_ids and (is_structured or not params.ignore_eos):
-                return FinishReason.STOP, None
-            if token_id in params.stop_token_ids:
-                return FinishReason.STOP, token_id
+        request, params = seq.request, seq.request.params
+        # A grammar allows end-of-sequence before `min_tokens` only if no other token fits.
+        may_stop = num_output >= params.min_tokens or params.structured_outputs is not None
+        if may_stop and token_id in (ending_ids := request.ending_ids):
+            return FinishReason.STOP, ending_ids[token_id]
         if num_output >= (params.max_tokens or 1) or seq.num_prompt_tokens + num_output >= self._max_model_len:
             return FinishReason.LENGTH, None
         return None

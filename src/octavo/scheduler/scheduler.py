@@ -11,19 +11,18 @@ and a resumption after preemption differ only in the distance.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from itertools import chain
 
 from octavo.errors import RequestError
 from octavo.kvcache.manager import KVCacheManager
-from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceStatus
+from octavo.request import Request, Sequence, SequenceStatus
 from octavo.scheduler.admission import Admission
 from octavo.scheduler.beam import BeamDecoding
 from octavo.scheduler.composer import StepComposer
 from octavo.scheduler.kv_limits import Capacity, KVAmounts, KVLimits, resolve_limits
-from octavo.scheduler.lifecycle import Lifecycle, MayRun, SchedulerCounters
+from octavo.scheduler.lifecycle import Lifecycle, MayRun, SchedulerConfig
 from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
-from octavo.scheduler.policy import FirstComeFirstServed, Policy
+from octavo.scheduler.policy import Policy
 from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.results import ResultApplier
 from octavo.scheduler.speculation import Speculator
@@ -33,47 +32,12 @@ from octavo.scheduler.waiting import Fetching
 
 _MOMENT = 0.005
 
-DEFAULT_WATERMARK = 0.01
-DEFAULT_HEADROOM_TOKENS = 32
 
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """The limits of one step.
-
-    Attributes:
-        watermark: share of the pool that admission leaves available, so that a newcomer does not force a
-            preemption in the next few steps. Not applied while nothing runs.
-        headroom_tokens: tokens, rounded up to blocks, that each running sequence, the newcomer and its parallel samples
-            must be able to grow by after an admission, as far as max_tokens lets them, on top of the rest of their
-            prompts.
-        itl_slo_ms: target for the time between two tokens of a running stream, in milliseconds, which limits the chunks
-            of prompts, and the streams of several tenants; if None, only the token budget limits them.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    watermark: float = DEFAULT_WATERMARK
-    headroom_tokens: int = DEFAULT_HEADROOM_TOKENS
-    itl_slo_ms: float | None = None
-
-    @property
-    def num_places(self) -> int:
-        """The maximum number of sequences that run at once: each running stream has a token in each step."""
-        return min(self.max_num_seqs, self.max_num_batched_tokens)
-
-
-class Scheduler:
+class Scheduler(Lifecycle):
     """Decides each step, and advances the sequences by its result.
 
     Args:
-        policy: orders sequences; by default, first come, first served.
-        preemption: decides whether a preempted sequence is swapped; by default, all are recomputed. It learns how long
-            computing and moving blocks takes.
-        by_prefix: whether waiting requests with the longest cached prefix are admitted first, as far as the policy
-            allows.
-        fetching: requests that wait for stores below host memory; None if there are no stores.
+        config, kv, policy, preemption, by_prefix, fetching: see `Lifecycle`.
         speculator: chooses drafts for steps to verify; by default, there are none.
 
     Attributes:
@@ -92,40 +56,15 @@ class Scheduler:
         fetching: Fetching | None = None,
         speculator: Speculator | None = None,
     ) -> None:
-        self.config = config
+        super().__init__(config, kv, policy, preemption, by_prefix=by_prefix, fetching=fetching)
         self.speculator = speculator
-        self.kv = kv
-        self.policy = policy or FirstComeFirstServed()
-        self.preemption = preemption or Preemption()
-        self._lifecycle = lifecycle = Lifecycle(
-            kv,
-            self.policy,
-            self.preemption,
-            by_prefix=by_prefix,
-            max_num_seqs=config.num_places,
-            headroom_tokens=config.headroom_tokens,
-            fetching=fetching,
-        )
-        self._running, self._waiting, self._builder = lifecycle.running, lifecycle.waiting, lifecycle.builder
-        self._requests = lifecycle.requests
         times = StepTimeModel() if speculator is None else speculator.times
         self._latency = None if config.itl_slo_ms is None else LatencyTarget(config.itl_slo_ms / 1e3, times)
-        self._admission = Admission(
-            lifecycle,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            watermark_blocks=int(config.watermark * kv.pool.num_blocks),
-        )
-        self._composer = StepComposer(
-            lifecycle,
-            self._admission,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            latency=self._latency,
-            speculator=speculator,
-        )
-        self._results = ResultApplier(lifecycle, config.max_model_len)
+        self._admission = Admission(self)
+        self._composer = StepComposer(self, self._admission, self._latency, speculator)
+        self._results = ResultApplier(self)
         self._to_pin: list[Sequence] = []  # whose prefixes are still to be pinned
         self.on_admitted: Callable[[Request], None] = lambda request: None
-        self.fetching = fetching
         self.capacity = Capacity(
             kv.spec,
             kv.pool.num_blocks - 1,
@@ -135,21 +74,12 @@ class Scheduler:
         )
 
     @property
-    def counters(self) -> SchedulerCounters:
-        return self._lifecycle.counters
-
-    @property
     def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def running(self) -> list[Sequence]:
-        """The sequences that hold blocks."""
-        return list(self._running)
+        return len(self.running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + (0 if self.fetching is None else len(self.fetching))
+        return len(self.waiting) + (0 if self.fetching is None else len(self.fetching))
 
     @property
     def num_swapped(self) -> int:
@@ -157,32 +87,23 @@ class Scheduler:
         return self.kv.hierarchy.num_preempted
 
     @property
-    def request_ids(self) -> list[RequestId]:
-        """The ids of all requests that have not ended."""
-        return list(self._requests)
-
-    @property
     def requests(self) -> list[Request]:
         """All requests that have not ended."""
-        return list(self._requests.values())
-
-    def request(self, request_id: RequestId) -> Request | None:
-        """Return the request with this id; None if it is unknown or has ended."""
-        return self._requests.get(request_id)
+        return list(self.live.values())
 
     @property
     def planned(self) -> list[Sequence]:
         """The sequence of each row of the plan in flight; of two plans, the first."""
-        return self._builder.in_flight.sequences
+        return self.builder.in_flight.sequences
 
     @property
     def drawing(self) -> list[Sequence]:
         """The sequence of each draw of the plan in flight; of two plans, the first."""
-        return self._builder.in_flight.drawing
+        return self.builder.in_flight.drawing
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests)
+        return bool(self.live)
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -190,7 +111,7 @@ class Scheduler:
         Raises:
             RequestError: the request id is in use, or `Capacity.check` refuses the request; nothing has changed.
         """
-        if request.request_id in self._requests:
+        if request.request_id in self.live:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
         params = request.params
         self.capacity.check(
@@ -202,12 +123,12 @@ class Scheduler:
             params.kv_budget,
         )
         self.policy.queued(request)
-        self._requests[request.request_id] = request
+        self.live[request.request_id] = request
         if params.use_beam_search:
-            request.search = BeamDecoding(request, self._lifecycle)
+            request.search = BeamDecoding(request, self)
         seq = request.sequences[0]
         if self.fetching is None or seq.request.needs_all_tokens or not self.fetching.begin(seq):
-            self._waiting.push(seq)
+            self.waiting.push(seq)
 
     def resolve_limits(self, amounts: KVAmounts) -> dict[str, KVLimits]:
         """Convert floors and caps to blocks; raises `ConfigError` if they do not fit the cache. Thread-safe."""
@@ -216,7 +137,7 @@ class Scheduler:
     @property
     def limits(self) -> Mapping[str, KVLimits]:
         """Tenants' floors and caps, in blocks."""
-        return self._lifecycle.tenants.limits
+        return self.tenants.limits
 
     def set_limits(self, limits: Mapping[str, KVLimits]) -> None:
         """Replace the tenants' floors and caps.
@@ -224,27 +145,19 @@ class Scheduler:
         Running sequences continue. A raised floor takes full effect once others have released what they hold beyond
         their own floors, and a lowered cap once enough of the tenant's requests have ended.
         """
-        waiting = [seq for r in self._requests.values() for seq in r.sequences if seq.status is SequenceStatus.WAITING]
+        waiting = [seq for r in self.live.values() for seq in r.sequences if seq.status is SequenceStatus.WAITING]
         before = self.limits
         moving = [seq for seq in waiting if before.get(seq.request.tenant) != limits.get(seq.request.tenant)]
         for seq in moving:
-            self._waiting.discard(seq)
+            self.waiting.discard(seq)
         self.capacity.set_limits(limits)
-        self._lifecycle.tenants.set_limits(limits)
+        self.tenants.set_limits(limits)
         if limits and self.kv.pool.owners is None:
-            self.kv.count_owners(self._requests.values())
+            self.kv.count_owners(self.live.values())
         for seq in moving:
-            self._waiting.push(seq)
+            self.waiting.push(seq)
         for seq in waiting:
             seq.state.refusal = None  # it may fit the new floors and caps
-
-    def end_request(self, request_id: RequestId, reason: FinishReason = FinishReason.ABORT) -> Request | None:
-        """End every sequence of a request and free its blocks; None if the request is unknown or has ended."""
-        return self._lifecycle.finish_request(request_id, reason)
-
-    def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End a sequence and free its blocks; does nothing if it has already ended."""
-        self._lifecycle.finish(seq, reason, stop_reason)
 
     def schedule(self) -> StepPlan:
         """Plan the next step: a token for each running stream, then chunks of prompts (`scheduler/composer.py`).
@@ -253,22 +166,22 @@ class Scheduler:
         its result must be awaited first. `update` must be called for both in order; what a sequence that ends in the
         first computes in the second is discarded. A step that gives no result must be abandoned first.
         """
-        builder, fetching = self._builder, self.fetching
+        builder, fetching = self.builder, self.fetching
         if builder.is_building:
-            self._lifecycle.abandon_plans()  # planning the last step raised
+            self.abandon_plans()  # planning the last step raised
         if builder.num_in_flight:
             # Two steps are in flight at most, and only a step with none before it admits requests that were fetched.
             if builder.num_in_flight > 1 or (fetching is not None and len(fetching) > 0):
                 return StepPlan()
             with builder.pending(self.config.max_model_len) as num_ending:
-                return builder.build(self._composer.compose_ahead(builder.in_flight, num_ending=num_ending))
+                return builder.build(self._composer.compose(builder.in_flight, num_ending))
         self.kv.pins.expire()
         hierarchy = self.kv.hierarchy
         # `update` is not called for a failed step, so clean up after it here.
         hierarchy.fail()
         if fetching is not None:
             for seq in fetching.arrived():
-                self._waiting.push(seq)
+                self.waiting.push(seq)
         draft = self._composer.compose()
         for seq_id, (seq, _) in draft.chunks.items():
             if seq_id in draft.admitted:
@@ -284,7 +197,7 @@ class Scheduler:
         """
         if len(result.token_ids) != plan.num_draws:
             raise ValueError(f"{plan.num_draws} tokens were to be drawn, {len(result.token_ids)} came back")
-        rows = self._builder.complete(plan)
+        rows = self.builder.complete(plan)
         finished = SequenceStatus.FINISHED
         first = chain(rows.sequences[: plan.num_streams], chain.from_iterable(rows.draws))
         self.policy.drawn(seq for seq in first if seq.status is not finished)
@@ -299,10 +212,6 @@ class Scheduler:
             self._to_pin = [seq for seq in self._to_pin if not self._pin_computed(seq)]
         return updates
 
-    def take_failures(self) -> list[tuple[Request, Exception]]:
-        """Return the requests ended with `FinishReason.ERROR` because an update raised, each once."""
-        return self._lifecycle.take_failures()
-
     def restart(self, may_run: MayRun | None = None) -> None:
         """Start over after a failed step, relying only on the requests and their tokens.
 
@@ -315,18 +224,18 @@ class Scheduler:
         self.abandon_step()
         self._composer.start_over()
         self._admission.start_over()
-        for request in self._requests.values():
+        for request in self.live.values():
             if request.sequences[0].status is SequenceStatus.RUNNING:
                 self._note_admitted(request.sequences[0])
-        self._lifecycle.start_over(may_run)
+        self.start_over(may_run)
 
     def hold(self, request: Request) -> None:
         """Make a request that was just added wait until a `restart` that lets it run."""
         seq = request.sequences[0]
         if self.fetching is not None and self.fetching.is_waiting(seq):
             self.fetching.release(seq)
-            self._waiting.push(seq)
-        self._lifecycle.hold_back(seq)
+            self.waiting.push(seq)
+        self.hold_back(seq)
 
     def observe(self, plan: StepPlan, seconds: float, moving_seconds: float = 0.0) -> None:
         """Learn from a step's duration, measured from the end of the previous step if there was no pause in between.
@@ -350,14 +259,14 @@ class Scheduler:
 
     def release(self) -> StepPlan | None:
         """Return a plan that makes the runner forget every sequence, if no request is left and it may hold grammars."""
-        return None if self._requests else self._builder.release()
+        return None if self.live else self.builder.release()
 
     def flush(self) -> StepPlan | None:
         """Return a plan with the pending stores, if no request is left; call `flushed` after executing it."""
         hierarchy = self.kv.hierarchy
-        if self._requests or not hierarchy.host.has_transfers:
+        if self.live or not hierarchy.host.has_transfers:
             return None
-        return self._builder.flush(hierarchy.take()[0])
+        return self.builder.flush(hierarchy.take()[0])
 
     def flushed(self, *, done: bool) -> None:
         """Note that the plan from `flush` is done, or has failed."""
@@ -368,7 +277,7 @@ class Scheduler:
 
     def abandon_step(self) -> None:
         """Abandon the plans in flight, which gave no result; their stores are lost, the runner's state is unknown."""
-        self._lifecycle.abandon_plans()
+        self.abandon_plans()
         self.kv.hierarchy.fail()
 
     def _note_admitted(self, seq: Sequence) -> None:
@@ -395,6 +304,6 @@ class Scheduler:
             try:
                 request.pin_receipts.append(self.kv.pin(request, wanted))
             except Exception as error:
-                self._lifecycle.fail(request, error)
+                self.fail(request, error)
                 return True
         return True
