@@ -170,8 +170,9 @@ def test_a_long_request_that_waits_for_blocks_lets_others_pass_and_starts_in_tim
 
 def test_no_more_sequences_run_than_a_step_has_tokens() -> None:
     server = server_of(1001, seqs=12, budget=4)
-    requests = [server.add(5, max_tokens=9) for _ in range(6)]
-    server.steps_until(lambda: num_running(requests) == 4)
+    requests = [server.add(5, max_tokens=30) for _ in range(6)]
+    server.steps_until(lambda: min(outputs(request)[0] for request in requests[:4]) > 0)
+    assert num_running(requests) == 4
     before = [outputs(request)[0] for request in requests]
     server.step()
     assert sum(outputs(request)[0] for request in requests) - sum(before) == 4

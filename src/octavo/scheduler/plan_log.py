@@ -72,6 +72,9 @@ class PlanLog:
         self._path, self._max_bytes = Path(path), max_bytes
         self._lines: list[str] = []
         self._num_pending = 0  # characters in them
+        # The last columns and their JSON: steps of streams differ in little but their starts.
+        self._columns: list[tuple[int, ...]] = [()] * 4
+        self._encoded = ["[]"] * 4
         head = gzip.compress(json.dumps({_NAME: VERSION, **facts}).encode() + b"\n", mtime=0)
         self._num_bytes = len(head)
         try:
@@ -86,8 +89,12 @@ class PlanLog:
         if self._file is None:
             return
         num_moved = len(plan.copies) + len(plan.stores) + len(plan.loads)
-        fields = [plan.step, began, seconds, num_moved, plan.seq_ids, plan.starts, plan.lengths, plan.draws]
-        self._lines.append(json.dumps(fields, separators=(",", ":")) + "\n")
+        columns = [plan.seq_ids, plan.starts, plan.lengths, plan.draws]
+        for number, values in enumerate(columns):
+            if values != self._columns[number]:
+                self._columns[number], self._encoded[number] = values, json.dumps(values, separators=(",", ":"))
+        numbers = json.dumps([plan.step, began, seconds, num_moved], separators=(",", ":"))
+        self._lines.append(f"{numbers[:-1]},{','.join(self._encoded)}]\n")
         self._num_pending += len(self._lines[-1])
         if self._num_pending >= _PIECE_BYTES:
             self._flush(self._file)
