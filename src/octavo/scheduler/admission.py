@@ -31,6 +31,7 @@ blocks then stay idle, because tenants with small requests would otherwise outdo
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from octavo.kvcache.prefix import PrefixHit
@@ -231,7 +232,7 @@ class Admission:
     def is_over_cap(self, seq: Sequence) -> bool:
         """Whether a waiting sequence exceeds its tenant's cap, together with the tenant's running sequences."""
         kv, left = self._kv, self._tenants.cap_left(seq)
-        if self._most_blocks(seq) <= left:
+        if left == math.inf or self._most_blocks(seq) <= left:
             return False
         hit = self._match(seq)
         return kv.num_needed(hit, seq.num_tokens - hit.num_tokens) + self._bound(seq) > left
