@@ -10,6 +10,7 @@ import pytest
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError
+from octavo.kvcache.holdings import RestoreCost
 from octavo.llm import LLM
 from octavo.runner import runner
 from octavo.sampling_params import SamplingParams
@@ -87,15 +88,20 @@ def test_a_host_without_room_changes_no_token(
     assert_same(outputs, alone(make_llm, folder))
 
 
+class OftenCheaper(Preemption):
+    """Swaps where that costs less at fixed speeds: as measured on this machine, it always does."""
+
+    def swapping_is_cheaper(self, cost: RestoreCost) -> bool:
+        return 2 * 1.7 * cost.blocks < cost.tokens
+
+
 @pytest.mark.slow
 def test_auto_changes_no_token_where_it_recomputes_some_and_swaps_others(make_llm: MakeLLM, tiny_llama: Path) -> None:
     # Not by `make_llm`, whose engines swap every preempted sequence.
     llm = LLM(str(tiny_llama), dtype="float32", device="cpu", num_threads=1, **tight(enable_prefix_caching=False))
     thrash(llm.core)
-    measured = llm.core.scheduler.preemption
-    assert measured.mode == "auto"
-    # Swapping is always cheaper as measured on this machine.
-    llm.core.scheduler.preemption = Preemption(1.0, 1.7, "auto")
+    assert llm.core.scheduler.preemption.mode == "auto"
+    measured = llm.core.scheduler.preemption = OftenCheaper(mode="auto")
     outputs = llm.generate(*workload(), use_tqdm=False)
     assert measured.seconds_per_block is not None
     assert 0 < measured.seconds_per_block < 1
