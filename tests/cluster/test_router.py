@@ -14,9 +14,11 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.datastructures import Headers
 
 from octavo.server.config import ServerConfig
-from octavo.server.routers import registered
+from octavo.server.errors import ApiError
+from octavo.server.routers import PROMPT_HEADER, RoutedPrompts, registered
 from octavo.workloads.server_process import running_server
 from tests.ports import free_port
 from tests.server.real_engine import MODEL, RealServer, real_server, slowed_down
@@ -143,6 +145,24 @@ def test_the_answer_is_the_servers_whatever_was_asked(pair: tuple[RealServer, Re
     assert routed.client.post("/v1/embeddings", json={"input": "x"}).status_code == 200
     assert routed.client.get("/v1/responses/x").status_code in (404, 405)
     assert [model["id"] for model in routed.client.get("/v1/models").json()["data"]] == [MODEL]
+
+
+def test_a_server_that_refuses_the_tokens_gets_the_body_alone(routed: Routed, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = routed.complete(text_of(50)).json()["choices"]
+    refused: list[str] = []
+
+    def refuse(self: RoutedPrompts, headers: Headers, body: bytes) -> None:
+        if (given := headers.get(PROMPT_HEADER)) is not None:
+            refused.append(given)
+            raise ApiError(409, "Another template since the router looked.", code="other_tokenizer")
+
+    monkeypatch.setattr(RoutedPrompts, "token_bytes", refuse)
+    before = routed.counters()
+    assert routed.complete(text_of(50)).json()["choices"] == expected
+    after = routed.counters()
+    assert len(refused) == 1
+    assert after["retries_total/other_tokenizer"] - before.get("retries_total/other_tokenizer", 0) == 1
+    assert after["choices_total"] - before["choices_total"] == 1, "it stays at its server"
 
 
 def test_a_stream_is_relayed_as_it_comes_and_one_id_names_it_everywhere(routed: Routed) -> None:

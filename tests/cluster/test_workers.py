@@ -79,6 +79,7 @@ def test_a_server_takes_requests_while_it_is_ready_and_may_miss_two_looks() -> N
     assert fleet.look() == [A, B]
     fleet.servers[A] = None
     assert fleet.look() == [A, B]
+    assert [worker.url for worker in fleet.workers.answering(None)] == [B]
     assert fleet.look() == [A, B]
     assert fleet.look() == [B]
     assert fleet.closed == [A], "requests that wait for a server that hangs must end"

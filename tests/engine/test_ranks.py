@@ -20,6 +20,7 @@ from octavo.config import ALLOWED_CPUS
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.outputs import RequestOutput
 from octavo.errors import ConfigError
+from octavo.kvcache.codec_table import kv_dtype
 from octavo.models.kv_scale_file import Origin, write_scales
 from octavo.runner.ranks import ANSWER_S
 from octavo.sampling_params import SamplingParams
@@ -276,25 +277,20 @@ def test_what_ranks_do_not_support_is_refused(tmp_path: Path, options: dict[str,
         made(tmp_path, **options)
 
 
-@pytest.mark.parametrize("where", ["checkpoint", "file", "file for a table"])
+@pytest.mark.parametrize("where", ["checkpoint", "file"])
 def test_each_rank_takes_the_scales_of_its_heads(tmp_path: Path, where: str) -> None:
-    write_hf_model(tmp_path / "plain", "Llama", **SIZES)
+    write_hf_model(folder := tmp_path / "plain", "Llama", **SIZES)
     rng = torch.Generator().manual_seed(1)
     scales = {layer: {side: 0.002 + 0.01 * torch.rand(3, generator=rng) for side in "kv"} for layer in (0, 1)}
-    options: dict[str, Any] = {"kv_cache_dtype": "fp8_e5m2"}
-    folder = tmp_path / "plain"
+    options: dict[str, Any] = {"kv_cache_dtype": "fp8"}
     if where == "checkpoint":
         tensors = {f"model.layers.{n}.self_attn.{side}_scale": scales[n][side] for n in scales for side in "kv"}
-        folder, options = with_scales(folder, tmp_path / "scaled", tensors), {"kv_cache_dtype": "fp8"}
+        folder = with_scales(folder, tmp_path / "scaled", tensors)
     else:
-        if where == "file for a table":
-            (table := tmp_path / "codecs.toml").write_text('keys = ["fp8", "int8"]\nvalues = ["fp8", "int8"]')
-            options = {"kv_cache_dtype": str(table)}
-            del scales[1]
-        with made(folder, **options) as llm:
-            dtype = llm.core.scheduler.kv.spec.dtype
-        options["kv_scales"] = str(tmp_path / "scales.toml")
-        write_scales(tmp_path / "scales.toml", resolve_model(str(folder)), dtype, scales, Origin("max", "a text", 9))
+        (table := tmp_path / "codecs.toml").write_text('keys = ["fp8", "int8"]\nvalues = ["fp8", "int8"]')
+        options = {"kv_cache_dtype": str(table), "kv_scales": str(tmp_path / "scales.toml")}
+        dtype, source = kv_dtype(str(table), "bfloat16", 2), resolve_model(str(folder))
+        write_scales(tmp_path / "scales.toml", source, dtype, {0: scales[0]}, Origin("max", "a text", 9))
     prompts, params = workload()
     found = []
     for count in (1, 2):

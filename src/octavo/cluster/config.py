@@ -57,7 +57,8 @@ class RouterConfig(Options):
     )
     health_interval: float = _workers(
         1.0,
-        "time between two health checks of a server; three that fail, or one failed request, stop requests to it",
+        "time between two health checks of a server; one that fails sends requests to others, three, or one failed "
+        "request, end all that are there",
         unit=SECONDS,
         above=0,
     )

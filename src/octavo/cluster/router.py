@@ -217,7 +217,7 @@ class Router:
     async def _job(self, request: Request, body: bytes) -> RelayedRequest:
         names = {name for worker in self.workers.healthy() for name in worker.names}
         model = _model_of(body) if len(names) > 1 else None
-        workers = self.workers.healthy(model)
+        workers = self.workers.answering(model)
         if not workers:
             if model is not None and names:
                 raise MODEL_MISSING(shortened(model))
@@ -289,7 +289,7 @@ class _Relayed(Response):
         for _ in range(_MOST_TRIES):
             left = [worker for worker in left if worker.is_healthy]
             if not left:
-                left = [worker for worker in self._router.workers.healthy(job.model) if worker not in job.workers]
+                left = [worker for worker in self._router.workers.answering(job.model) if worker not in job.workers]
             if not left:
                 break
             began = time.perf_counter()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -27,6 +28,8 @@ REGISTERED_SECONDS = 30.0
 _LOOK_SECONDS = 2.0
 _CONNECT_SECONDS = 2.0
 _MOST_FAILURES = 3
+# Pause before a server is looked at again that has missed a look.
+_AGAIN_SECONDS = 0.25
 # Less than a server's --keep-alive-timeout, so that it does not close a connection just as a request is sent over it.
 _KEPT_SECONDS = 4.0
 _READY = 200
@@ -110,6 +113,11 @@ class Workers:
         """Return those that take requests, for a model if one is named."""
         return [each for each in self if each.is_healthy and (model is None or model in each.names)]
 
+    def answering(self, model: str | None) -> list[Worker]:
+        """Return the healthy ones that answered the last look; all healthy ones if none did."""
+        healthy = self.healthy(model)
+        return [each for each in healthy if not each.num_failures] or healthy
+
     def register(self, url: str) -> None:
         self._registered[checked_url(url)] = time.monotonic() + REGISTERED_SECONDS
 
@@ -120,7 +128,8 @@ class Workers:
         """Look at all servers again and again, until cancelled."""
         while True:
             await self.look()
-            await asyncio.sleep(self._config.health_interval)
+            is_missed = any(worker.is_healthy and worker.num_failures for worker in self)
+            await asyncio.sleep(min(self._config.health_interval, _AGAIN_SECONDS if is_missed else math.inf))
 
     async def look(self) -> None:
         """Find the servers, and look at each."""
