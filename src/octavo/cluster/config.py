@@ -57,8 +57,8 @@ class RouterConfig(Options):
     )
     health_interval: float = _workers(
         1.0,
-        "time between two health checks of a server; one that fails sends requests to others, three, or one failed "
-        "request, end all that are there",
+        "time between two health checks of a server; one that fails sends requests to others; two, or one failed "
+        "request, end those that it has",
         unit=SECONDS,
         above=0,
     )

@@ -27,7 +27,7 @@ logger = logging.getLogger("octavo.route")
 REGISTERED_SECONDS = 30.0
 _LOOK_SECONDS = 2.0
 _CONNECT_SECONDS = 2.0
-_MOST_FAILURES = 3
+_MOST_FAILURES = 2
 # Pause before a server is looked at again that has missed a look.
 _AGAIN_SECONDS = 0.25
 # Less than a server's --keep-alive-timeout, so that it does not close a connection just as a request is sent over it.
