@@ -29,7 +29,6 @@ from typing import Any
 from benchmarks import this_machine
 from octavo import LLM, SamplingParams
 from octavo.kvcache.block import BlockId
-from octavo.kvcache.demotion import Demotion
 from octavo.kvcache.prefix import PrefixMatcher
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.workloads.workload import random_token_ids
@@ -93,22 +92,6 @@ def fill(model: str, tiers: dict[str, Any], load: Load) -> None:
             load.seconds(llm)
 
 
-class Detached(Demotion):
-    """Leaves no block that is computed meanwhile marked as used twice, by the one that lay in its place before."""
-
-    def __init__(self, demotion: Demotion) -> None:
-        self._used_again = demotion._used_again
-
-    def published(self, block_ids: Sequence[BlockId]) -> Sequence[BlockId]:
-        if self._used_again is not None:
-            for block_id in block_ids:
-                self._used_again[block_id] = 0
-        return ()
-
-    def evicted(self, block_ids: Sequence[BlockId]) -> Sequence[BlockId]:
-        return ()
-
-
 class Switch:
     """Detaches an engine's tiers, and attaches them again."""
 
@@ -117,13 +100,23 @@ class Switch:
         self._hierarchy = hierarchy = self._scheduler.kv.hierarchy
         matcher = hierarchy._matcher
         device_only = PrefixMatcher(self._scheduler.kv.prefix_cache, matcher._block_size, matcher._windows)
-        self._on: tuple[Any, ...] = (self._scheduler.fetching, hierarchy._demotion, matcher)
-        self._off: tuple[Any, ...] = (None, Detached(hierarchy._demotion), device_only)
+        self._used_again = hierarchy._used_again
+        self._on: tuple[Any, ...] = (self._scheduler.fetching, hierarchy._demotes, self._used_again, matcher)
+        self._off: tuple[Any, ...] = (None, "never", None, device_only)
+        self._published = hierarchy.published
 
     def turn(self, *, on: bool) -> None:
         hierarchy = self._hierarchy
-        fetching, hierarchy._demotion, hierarchy._matcher = self._on if on else self._off
-        self._scheduler.fetching = fetching
+        self._scheduler.fetching, hierarchy._demotes, hierarchy._used_again, hierarchy._matcher = (
+            self._on if on else self._off
+        )
+        hierarchy.published = self._published if on else self._unmark  # type: ignore[method-assign]
+
+    def _unmark(self, block_ids: Sequence[BlockId]) -> None:
+        """Leave no block marked as used twice because the one that lay in its place was."""
+        if self._used_again is not None:
+            for block_id in block_ids:
+                self._used_again[block_id] = 0
 
 
 def measure(model: str, demotion: str, seconds: float, seed: int) -> list[Round]:
