@@ -107,6 +107,7 @@ async def chat(url: PostUrl, messages: list[dict[str, str]], max_tokens: int, fi
         "max_tokens": max_tokens,
         "temperature": 0,
         "repetition_penalty": 1,
+        "frequency_penalty": 0,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},

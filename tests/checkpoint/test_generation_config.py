@@ -68,5 +68,6 @@ def test_a_chat_template_may_come_from_a_file(tmp_path: Path) -> None:
 
 def test_the_packaged_model_samples_as_its_card_advises_and_repeats_itself_less() -> None:
     packaged = resolve_model("smollm2")
-    assert sampling_defaults("auto", packaged) == {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
+    penalties = {"repetition_penalty": 1.05, "frequency_penalty": 0.2}
+    assert sampling_defaults("auto", packaged) == {"temperature": 0.2, "top_p": 0.9, **penalties}
     assert sampling_defaults("vllm", packaged) == {}

@@ -158,8 +158,8 @@ def test_the_default_model_answers_a_question(start: Callable[..., ServerProcess
     assert "Tokyo" in chats[0]["choices"][0]["message"]["content"]
     assert chats[1]["choices"] == chats[0]["choices"]
     assert [chat["usage"]["prompt_tokens_details"]["cached_tokens"] for chat in chats] == [0, 32]
-    # Without the model's default penalty, which counts commas too.
-    plain = {"max_tokens": 6, "temperature": 0, "repetition_penalty": 1}
+    # Without the model's default penalties, which count commas too.
+    plain = {"max_tokens": 6, "temperature": 0, "repetition_penalty": 1, "frequency_penalty": 0}
     continued = server.post("/v1/completions", {"prompt": "1, 2, 3, 4, 5,", **plain})
     assert continued["choices"][0]["text"].startswith(" 6, 7")
     assert server.leave(signal.SIGTERM) == ""

@@ -55,6 +55,7 @@ def test_requests_ask_for_a_fixed_number_of_greedy_tokens(server: FakeServer) ->
         "max_tokens": 5,
         "temperature": 0.0,
         "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},

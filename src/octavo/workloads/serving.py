@@ -55,6 +55,7 @@ class Target:
             "max_tokens": request.max_tokens,
             "temperature": 0.0,
             "repetition_penalty": 1.0,  # whatever the model recommends
+            "frequency_penalty": 0.0,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
