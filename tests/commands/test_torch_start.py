@@ -9,6 +9,7 @@ import pytest
 
 SCRIPT = """
 import gc, sys
+from concurrent.futures import ThreadPoolExecutor
 from octavo.commands.torch_start import collection_paused, import_torch_to_serve, load_torch_libraries
 
 load_torch_libraries()
@@ -18,8 +19,23 @@ with collection_paused():
 assert gc.isenabled() and gc.get_freeze_count() > 10_000
 import torch
 
-assert "torch._meta_registrations" not in sys.modules
+for name in ("torch._meta_registrations", "torch.distributed._meta_registrations", "torch._native"):
+    assert name not in sys.modules
 assert torch.ones(3).sum() == 3
+if torch.__version__.startswith("2.13."):  # what is left out depends on the version
+    assert not {"torch.distributions.normal", "torch.optim.sgd", "torch.export.exported_program"} & set(sys.modules)
+
+# From several threads at once, as an attribute, and by an import of a part.
+with ThreadPoolExecutor(8) as threads:
+    assert len(set(threads.map(lambda _: torch.distributions.Normal, range(8)))) == 1
+assert torch.distributions.Normal(torch.zeros(1), torch.ones(1)).mean == 0
+layer = torch.nn.Linear(2, 1)
+torch.optim.SGD(layer.parameters(), lr=0.1).step()
+from torch.utils.data import DataLoader
+import torch.ao.quantization
+
+assert len(DataLoader([1, 2, 3])) == 3 and torch.ao.quantization.QuantStub is not None
+assert torch.export.export(layer, (torch.ones(1, 2),)) is not None
 
 # Attributes and functions of the real module, for whoever asks for them after all.
 import torch._meta_registrations
