@@ -22,7 +22,6 @@ from octavo.cluster.selection import PrefixSelection, make_selection
 from octavo.cluster.workers import Workers, new_session
 from octavo.errors import ConfigError, OctavoError, RequestError, how_to_install
 from octavo.server.access import AcceptedKeys, WebPages, authenticated
-from octavo.server.answer_json import json_bytes
 from octavo.server.app import cors
 from octavo.server.config import ServerConfig
 from octavo.server.errors import ApiError, Checked, LastResort, answer_http_error, answer_octavo_error
@@ -88,7 +87,7 @@ def create_router_app(
     async def health(request: Request) -> Response:
         healthy = router.workers.healthy()
         status = {"status": "ok" if healthy else "degraded", "workers": len(healthy)}
-        return json_response(json_bytes(status))
+        return json_response(status)
 
     async def ready(request: Request) -> Response:
         if in_flight.draining:
@@ -110,7 +109,7 @@ def create_router_app(
             }
             for name, worker in found.items()
         ]
-        return json_response(json_bytes({"object": "list", "data": cards}))
+        return json_response({"object": "list", "data": cards})
 
     async def metrics(request: Request) -> Response:
         from prometheus_client import CollectorRegistry
@@ -132,7 +131,7 @@ def create_router_app(
             (router.workers.register if request.method == "POST" else router.workers.unregister)(url)
         except ConfigError as error:
             raise RequestError(str(error), param="url") from error
-        return json_response(json_bytes({"url": url, "registered": request.method == "POST"}))
+        return json_response({"url": url, "registered": request.method == "POST"})
 
     middleware = [
         Middleware(RequestLog, responses=ResponseCounts(), writes=config.access_log),

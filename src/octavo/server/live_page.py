@@ -123,7 +123,7 @@ class LivePage(Handlers):
         found = await self._engine.ask(lambda core: describe_request(core.scheduler, request_id))
         if found is None:
             raise ApiError(404, f"The request `{shortened(request_id)}` has ended.", code="no_such_request")
-        return json_response(json_bytes(found))
+        return json_response(found)
 
     @get("/live/blocks", "application/json", access=Access.OPERATOR, query=_IDS_QUERY)
     async def blocks(self, request: Request) -> Response:
@@ -133,7 +133,7 @@ class LivePage(Handlers):
             raise ApiError(400, f"ids must be 1 to {_MOST_IDS} numbers of blocks, divided by commas.", param="ids")
         block_ids = [int(number) for number in asked.split(",")]
         found = await self._engine.ask(lambda core: computed_by(core.scheduler, block_ids))
-        return json_response(json_bytes({"computed_by": found}))
+        return json_response({"computed_by": found})
 
     @get("/live/blocks/{block_id}", "application/json", access=Access.OPERATOR)
     async def block(self, request: Request) -> Response:
@@ -146,7 +146,7 @@ class LivePage(Handlers):
         token_ids = found.pop("token_ids")
         if token_ids is not None and self._shows_text and self._access.admits_admin(request):
             found["text"] = self._engine.tokenizer.decode(token_ids, False)
-        return json_response(json_bytes(found))
+        return json_response(found)
 
     async def _changes(self, request: Request) -> AsyncGenerator[bytes, None]:
         shown = _OpenPage(LiveView())

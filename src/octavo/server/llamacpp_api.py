@@ -17,7 +17,6 @@ from octavo.server.access import client_of
 from octavo.server.answer_json import (
     dumps,
     event,
-    json_bytes,
     json_pieces,
     weight_of,
 )
@@ -163,24 +162,23 @@ def _speed(what: str, count: int, milliseconds: float) -> dict[str, float]:
     }
 
 
-def slots(count: int, running: int, max_model_len: int) -> bytes:
+def slots(count: int, running: int, max_model_len: int) -> list[dict[str, Any]]:
     """Return the answer of `GET /slots`: the first `running` of them are taken."""
-    return json_bytes([{"id": i, "n_ctx": max_model_len, "is_processing": i < running} for i in range(count)])
+    return [{"id": i, "n_ctx": max_model_len, "is_processing": i < running} for i in range(count)]
 
 
 def properties(
     names: tuple[str, ...], max_model_len: int, template: str, version: str, default_sampling: Mapping[str, Any]
-) -> bytes:
+) -> dict[str, Any]:
     """Return the answer of `GET /props`; `default_sampling` is what the model's authors recommend."""
     defaults = SamplingParams(**{**LLAMACPP_DEFAULTS, **default_sampling, "max_tokens": None})
-    payload = {
+    return {
         "default_generation_settings": {"n_ctx": max_model_len, "params": settings(defaults)},
         "model_alias": names[0],
         "chat_template": template,
         "modalities": {"vision": False, "audio": False},
         "build_info": f"octavo {version}",
     }
-    return json_bytes(payload)
 
 
 class LlamaCppApi(Handlers):

@@ -250,18 +250,18 @@ class OllamaApi(Handlers):
     @get("/api/tags", "OllamaModels")
     async def list_models(self, request: Request) -> Response:
         """The models served, by Ollama's API."""
-        return json_response(json_bytes({"models": [self._card(name) for name in self._handling.names]}))
+        return json_response({"models": [self._card(name) for name in self._handling.names]})
 
     @get("/api/ps", "OllamaModels")
     async def list_running(self, request: Request) -> Response:
         """As /api/tags."""
         running = {"expires_at": _NEVER, "size_vram": 0, "context_length": self._engine.info.max_model_len}
-        return json_response(json_bytes({"models": [{**self._card(name), **running} for name in self._handling.names]}))
+        return json_response({"models": [{**self._card(name), **running} for name in self._handling.names]})
 
     @get("/api/version", "Version")
     async def show_version(self, request: Request) -> Response:
         """The version of Octavo."""
-        return json_response(json_bytes({"version": octavo.__version__}))
+        return json_response({"version": octavo.__version__})
 
     def _card(self, name: str) -> dict[str, Any]:
         tagged = name if ":" in name else name + _TAG

@@ -132,7 +132,7 @@ class OpenAIApi(Handlers):
         tenant, response_id = client_of(request.scope).tenant, request.path_params["response_id"]
         self._stored(tenant, response_id, "response_id")
         self._responses.delete(tenant, response_id)
-        return json_response(json_bytes({"id": response_id, "object": "response", "deleted": True}))
+        return json_response({"id": response_id, "object": "response", "deleted": True})
 
     def _stored(self, tenant: str, response_id: str, param: str) -> StoredResponse:
         if (stored := self._responses.get(tenant, response_id)) is None:
@@ -163,16 +163,16 @@ class OpenAIApi(Handlers):
         if api_of(request.scope) is ANTHROPIC:
             listed = [self._anthropic_card(name) for name in self._names]
             ends = {"first_id": self._names[0], "last_id": self._names[-1]}
-            return json_response(json_bytes({"data": listed, "has_more": False, **ends}))
+            return json_response({"data": listed, "has_more": False, **ends})
         models = [self._model_card(name) for name in self._names]
-        return json_response(json_bytes({"object": "list", "data": models}))
+        return json_response({"object": "list", "data": models})
 
     @get("/v1/models/{model:path}", "Model")
     async def retrieve_model(self, request: Request) -> Response:
         """One model."""
         name = self._handling.reader.served_name(request.path_params["model"])
         card = self._anthropic_card(name) if api_of(request.scope) is ANTHROPIC else self._model_card(name)
-        return json_response(json_bytes(card))
+        return json_response(card)
 
     def _anthropic_card(self, name: str) -> dict[str, Any]:
         return {

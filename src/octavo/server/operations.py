@@ -11,7 +11,6 @@ from starlette.responses import Response
 import octavo
 from octavo.errors import shortened
 from octavo.server.access import AcceptedKeys
-from octavo.server.answer_json import json_bytes
 from octavo.server.config import ServerConfig
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import ApiError
@@ -60,10 +59,10 @@ class Operations(Handlers):
             raise ApiError(503, "The engine is not running.", type="server_error", code="engine_dead")
         if (problem := self._engine.stats.audit_problem) is not None:
             # Not a 503, because the engine continues to serve: monitoring decides when to restart it.
-            return json_response(json_bytes({"status": "degraded", "detail": problem[:_MAX_HEALTH_DETAIL]}))
+            return json_response({"status": "degraded", "detail": problem[:_MAX_HEALTH_DETAIL]})
         if (seconds := self._engine.stats.hung_step_seconds) is not None:
             detail = f"A step of the engine has been running for {seconds:.0f} s; the log says where."
-            return json_response(json_bytes({"status": "degraded", "detail": detail}))
+            return json_response({"status": "degraded", "detail": detail})
         return json_response(b'{"status":"ok"}')
 
     @get("/ready", "Status", access=Access.PUBLIC)
@@ -82,12 +81,12 @@ class Operations(Handlers):
         """Requests in flight, running and waiting, and the share of the KV cache in use."""
         gauges = self._engine.stats.gauges()
         load = {"server_load": len(self._in_flight), "running": gauges.num_running, "waiting": gauges.num_waiting}
-        return json_response(json_bytes({**load, "kv_cache_usage": gauges.kv_usage}))
+        return json_response({**load, "kv_cache_usage": gauges.kv_usage})
 
     @get("/version", "Version", access=Access.PUBLIC)
     async def show_version(self, request: Request) -> Response:
         """The version of Octavo."""
-        return json_response(json_bytes({"version": octavo.__version__}))
+        return json_response({"version": octavo.__version__})
 
     @get("/metrics", "text/plain", access=TOTALS)
     async def metrics(self, request: Request) -> Response:
@@ -111,7 +110,7 @@ class Operations(Handlers):
     @get("/debug/kv", "KVReport", access=Access.ADMIN)
     async def debug_kv(self, request: Request) -> Response:
         """Who holds which bytes of the KV cache, and how much it helped."""
-        return json_response(json_bytes(await self._engine.ask(lambda core: core.kv_report())))
+        return json_response(await self._engine.ask(lambda core: core.kv_report()))
 
     @get("/debug/pins", "PinList", access=Access.ADMIN)
     async def list_pins(self, request: Request) -> Response:
@@ -119,7 +118,7 @@ class Operations(Handlers):
         pins = [
             {"id": pin.pin_id, **_without_id(asdict(pin))} for pin in await self._engine.ask(lambda core: core.pins())
         ]
-        return json_response(json_bytes({"object": "list", "data": pins}))
+        return json_response({"object": "list", "data": pins})
 
     @delete("/debug/pins/{pin_id}", "DeletedPin", access=Access.ADMIN)
     async def unpin(self, request: Request) -> Response:
@@ -129,14 +128,12 @@ class Operations(Handlers):
             raise ApiError(
                 404, f"There is no pin `{shortened(pin_id)}`; it may have expired.", param="pin_id", code="no_such_pin"
             )
-        return json_response(json_bytes({"id": pin_id, "object": "pin", "deleted": True}))
+        return json_response({"id": pin_id, "object": "pin", "deleted": True})
 
     @post("/reset_prefix_cache", "Evicted", access=Access.ADMIN)
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Give up every cached block."""
-        return json_response(
-            json_bytes({"evicted_blocks": await self._engine.ask(lambda core: core.reset_prefix_cache())})
-        )
+        return json_response({"evicted_blocks": await self._engine.ask(lambda core: core.reset_prefix_cache())})
 
 
 def _without_id(fields: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route, compile_path
 from starlette.types import Scope
 
+from octavo.server.answer_json import json_bytes
 from octavo.server.bodies.fields import RequestBody, fields_of
 from octavo.server.errors import ApiError, Checked
 
@@ -138,8 +139,9 @@ def refuse_control_characters(scope: Scope) -> None:
         raise ApiError(HTTPStatus.BAD_REQUEST, message, code="invalid_path")
 
 
-def json_response(content: bytes) -> Response:
-    return Response(content, media_type="application/json")
+def json_response(value: Any) -> Response:
+    """Answer with a value as JSON; bytes are JSON already."""
+    return Response(value if isinstance(value, bytes) else json_bytes(value), media_type="application/json")
 
 
 # Of paths and methods that no endpoint has: clients choose these, so they are counted together.

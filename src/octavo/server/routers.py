@@ -29,7 +29,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.engine.core import EngineCore
-from octavo.server.answer_json import json_bytes
 from octavo.server.bodies.body_reader import BodyReader
 from octavo.server.config import ServerConfig
 from octavo.server.engine_client import EngineClient
@@ -92,7 +91,7 @@ class RoutedPrompts:
                 "needs_key": needs_key,
                 **await engine.ask(_engine_facts),
             }
-            return json_response(json_bytes(worker))
+            return json_response(worker)
 
         summary = "What a router must know of this server"
         return [Endpoint("GET", WORKER_PATH, describe, "Worker", summary, Access.ROUTER)]

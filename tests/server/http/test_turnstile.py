@@ -212,29 +212,3 @@ def test_a_crowd_rests_for_twice_as_long_as_it_worked_while_a_step_is_under_way(
     is_stepping = False
     asyncio.run(run())
     assert len(rests) == 3
-
-
-def test_clients_that_leave_at_once_are_given_up_in_many_rounds(
-    start_server: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = start_server(LoopEngine(step_seconds=30.0))
-    lost: Counter[int] = Counter()
-    rounds: list[Rounds] = []
-    lose = GuardedConnection._lose
-
-    def counted(self: Any, exc: Exception | None) -> None:
-        lost[rounds[0].number] += 1
-        lose(self, exc)
-
-    monkeypatch.setattr(GuardedConnection, "_lose", counted)
-    server.engine.loop.call_soon_threadsafe(lambda: rounds.append(Rounds()))
-    connections = connected(server)
-    for connection in connections:
-        connection.sendall(REQUEST)
-    wait_until(lambda: len(server.engine.running) == NUM_CONNECTIONS)
-    server.engine.loop.call_soon_threadsafe(time.sleep, 0.1)
-    for connection in connections:
-        connection.close()
-    wait_until(lambda: not server.engine.running)
-    assert lost.total() == NUM_CONNECTIONS
-    assert max(lost.values()) <= _BEGUN_AT_ONCE

@@ -9,6 +9,7 @@ computed.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,10 +58,8 @@ def _checked_message(message: dict[str, Any], where: str, limits: RequestLimits)
         if role != "assistant":
             raise FieldError(f"{where}.content", "is required")
         content = message.get("refusal") or ""
-    elif isinstance(content, list):
-        content = "\n".join(_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content))
-    elif not isinstance(content, str):
-        raise FieldError(f"{where}.content", "must be a string or a list of text parts")
+    else:
+        content = text_of(content, f"{where}.content")
     # A template that prints unknown members would make `cache_control` part of the prompt.
     return {name: value for name, value in message.items() if name not in _LEFT_OUT} | {"content": content} | calls
 
@@ -75,9 +74,19 @@ def _without_functions(message: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "tool_calls": [{"type": "function", "function": message["function_call"]}]}
 
 
-def _part_text(part: Any, where: str) -> str:
+def text_of(content: Any, where: str, kinds: Collection[str] = _TEXT_PARTS) -> str:
+    """Return the text of a content, which is one or a list of text parts; raise `FieldError` for anything else."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise FieldError(where, "must be a string or a list of text parts")
+    return "\n".join(part_text(part, f"{where}[{i}]", kinds) for i, part in enumerate(content))
+
+
+def part_text(part: Any, where: str, kinds: Collection[str] = _TEXT_PARTS) -> str:
+    """Return the text of a content part; raise `FieldError` if it is no text."""
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in _TEXT_PARTS:
+    if kind not in kinds:
         problem = (
             f"of type {shown(kind)} is not supported by this server" if isinstance(kind, str) else "is not an object"
         )
@@ -87,11 +96,6 @@ def _part_text(part: Any, where: str) -> str:
     if not isinstance(text, str):
         raise FieldError(f"{where}.{name}", "must be a string")
     return text
-
-
-def check_part(part: Any, where: str) -> None:
-    """Raise `RequestError` for a content part that is not text."""
-    _part_text(part, where)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any, ClassVar
 
 from octavo.errors import FieldError, RequestError, shown
-from octavo.server.bodies.chat_messages import check_mark, check_part
+from octavo.server.bodies.chat_messages import check_mark, part_text, text_of
 from octavo.server.bodies.fields import EXAMPLE_CHAT, RequestBody, Schema, Served, StreamedBody, taken, unsupported
 from octavo.server.bodies.openai_bodies import OF_ONE_ANSWER, messages_of, tools_of
 
@@ -75,7 +75,7 @@ class CountTokensBody(RequestBody):
         if self.system:
             if isinstance(self.system, list):
                 for i, part in enumerate(self.system):
-                    check_part(part, f"system[{i}]")
+                    part_text(part, f"system[{i}]")
                     check_mark(part, f"system[{i}]")
             messages.append({"role": "system", "content": self.system})
         for i, message in enumerate(self.messages):
@@ -128,7 +128,7 @@ def _chat_messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
         elif kind == "thinking" and role == "assistant":
             thinking.append(str(block.get("thinking", "")))
         elif kind != "redacted_thinking":
-            check_part(block, at)
+            part_text(block, at)
             parts.append(block)
     payload: dict[str, Any] = {"role": role, "content": parts}
     if calls:
@@ -144,7 +144,8 @@ def _tool_result(block: dict[str, Any], where: str) -> dict[str, Any]:
     identifier = block.get("tool_use_id")
     if not isinstance(identifier, str):
         raise FieldError(f"{where}.tool_use_id", "is required")
-    _check_texts(block.get("content"), f"{where}.content")
+    if block.get("content") is not None:
+        text_of(block["content"], f"{where}.content")
     result = {"role": "tool", "tool_call_id": identifier, "content": block.get("content") or ""}
     return result if block.get("cache_control") is None else {**result, "cache_control": block["cache_control"]}
 
@@ -157,15 +158,6 @@ def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
         raise FieldError(f"{where}.name", f"must be the name of a tool, got {shown(name)}")
     function = {"name": name, "arguments": arguments}
     return {"id": block.get("id"), "type": "function", "function": function}
-
-
-def _check_texts(content: Any, where: str) -> None:
-    """Check a content that is a text, or a list of text parts; None is no content."""
-    if isinstance(content, list):
-        for i, part in enumerate(content):
-            check_part(part, f"{where}[{i}]")
-    elif not isinstance(content, str | None):
-        raise FieldError(where, "must be a string or a list of text parts")
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any, ClassVar
 
 from octavo.errors import FieldError, shortened, shown
-from octavo.server.bodies.chat_messages import ROLES
+from octavo.server.bodies.chat_messages import ROLES, text_of
 from octavo.server.bodies.fields import Schema, Served, StreamedBody, taken, unsupported
 from octavo.server.bodies.openai_bodies import OF_ONE_ANSWER, Accounted, StreamOptions, tool_choices, tools_of
 from octavo.server.errors import ITEM_MISSING
@@ -254,7 +254,7 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return open_answer
 
     for i, item in enumerate(items):
-        where = f"input[{i}]"
+        where, at = f"input[{i}]", f"input[{i}].content"
         kind = item.get("type", "message")
         if kind == "function_call":
             if not isinstance(name := item.get("name"), str) or not name:
@@ -264,36 +264,24 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
             answer().setdefault("tool_calls", []).append(call)
         elif kind == "reasoning":
             parts = item.get("content") or item.get("summary") or []
-            answer()["reasoning_content"] = _text(parts, where)
+            answer()["reasoning_content"] = _text(parts, at)
         elif kind == "function_call_output":
             open_answer = None
-            messages.append(
-                {"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(item.get("output"), where)}
-            )
+            output = _text(item.get("output"), f"{where}.output")
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         elif kind == "message" and item.get("role") == "assistant":
             payload = answer()
-            payload["content"] = f"{payload['content']}{_text(item.get('content'), where)}"
+            payload["content"] = f"{payload['content']}{_text(item.get('content'), at)}"
         elif kind == "message":
             open_answer = None
             if (role := item.get("role")) not in ROLES:
                 roles = ", ".join(map(repr, ROLES))
                 raise FieldError(f"{where}.role", f"must be one of {roles}, got {shown(role)}")
-            messages.append({"role": role, "content": _text(item.get("content"), where)})
+            messages.append({"role": role, "content": _text(item.get("content"), at)})
         else:
             raise FieldError(where, f"of type {shown(kind)} is not supported by this server")
     return messages
 
 
 def _text(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise FieldError(where, "must have a text, or a list of text parts")
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("refusal" if kind == "refusal" else "text") if kind in _TEXT_PARTS else None
-        if not isinstance(text, str):
-            raise FieldError(where, f"has a part of type {shown(kind)}, and only text is supported")
-        texts.append(text)
-    return "\n".join(texts)
+    return text_of(content, where, _TEXT_PARTS)

@@ -71,7 +71,7 @@ def guarded_protocol(
     """Return the connection class for uvicorn, bound to these limits.
 
     Args:
-        gives_way: returns whether queued requests that begin, or lost their client, should wait; see `Turnstile`.
+        gives_way: returns whether queued requests that begin should wait; see `Turnstile`.
         shares: returns whether what takes long to parse should rest after each part; see `Turnstile`.
     """
     fields = {
@@ -92,7 +92,7 @@ class GuardedConnection(H11Protocol):
         limits: `max_connections` and the timeouts of the phases.
         idle: shared by all connections: those on which no request waits for its answer, the longest first. A client
             may still be sending its header, or a body that was answered without being read.
-        turnstile: shared by all connections; limits how many requests begin, or lose their client, at a time.
+        turnstile: shared by all connections; limits how many requests begin at a time.
         bodiless: the same for requests without a body, so that they do not wait for those with one.
         parsing: shared by all connections; lets one at a time go on with what takes long to parse.
     """
@@ -147,14 +147,6 @@ class GuardedConnection(H11Protocol):
         for timer in (self._header_timer, self._body_timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
-        is_answering = self.cycle is not None and not self.cycle.response_complete
-        if not is_answering or self.turnstile.passes():
-            self._lose(exc)
-        else:
-            # Aborting a request takes the event loop half a millisecond, and many clients may disconnect at once.
-            self.turnstile.queue(lambda: self._lose(exc))
-
-    def _lose(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         # Only a full garbage collection would free cycles, and a server that is never idle runs none. asyncio's
         # transport refers to itself by this method; the last request, which holds its prompt, to this connection.
