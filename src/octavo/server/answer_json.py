@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from octavo.engine.outputs import RequestOutput
+if TYPE_CHECKING:  # it imports numpy, and commands that only need their options import this
+    from octavo.engine.outputs import RequestOutput
 
 # Number of small objects that a completion needs besides its tokens.
 _COMPLETION_WEIGHT = 8
