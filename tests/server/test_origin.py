@@ -39,6 +39,13 @@ def test_what_a_page_can_send_without_asking_is_refused(open_server: Running, co
     assert post(open_server, {"Content-Type": "Application/JSON; charset=utf-8"}) == (200, None)
 
 
+def test_an_empty_body_of_a_program_needs_no_type_and_that_of_a_page_does(open_server: Running) -> None:
+    reset = f"{open_server.url}/reset_prefix_cache"
+    assert httpx.post(reset).status_code == httpx.post(reset, headers=JSON).status_code == 403
+    for header in ("Referer", "Sec-Fetch-Site"):
+        assert httpx.post(reset, headers={header: "https://evil.example/"}).status_code == 415
+
+
 @pytest.mark.parametrize(
     "host",
     ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "[::1].evil.example"],

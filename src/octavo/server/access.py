@@ -221,8 +221,11 @@ class WebPages:
         given = headers.get(b"content-type", "")
         if _is_json(given):
             return True
-        by_page = any(name in _OF_PAGES or name.startswith(b"sec-fetch-") for name in headers)
-        return api_of(scope) is OLLAMA and not by_page and given in ("", "application/x-www-form-urlencoded")
+        if any(name in _OF_PAGES or name.startswith(b"sec-fetch-") for name in headers):
+            return False
+        if not given and headers.get(b"content-length", "0") == "0" and b"transfer-encoding" not in headers:
+            return True  # no body to state the type of, as for most of the operator's routes
+        return api_of(scope) is OLLAMA and given in ("", "application/x-www-form-urlencoded")
 
     def _is_own(self, name: str) -> bool:
         # An IP address cannot be rebound: the browser connected to the address in the header itself.
