@@ -198,6 +198,7 @@ def test_a_row_draws_after_each_of_its_last_positions() -> None:
         starts=(4, 0),
         lengths=(3, 2),
         draws=(3, 2),
+        num_decodes=1,
         token_ids=(10, 11, 12, 13, 14),
         sibling_seeds={1: (8,)},
         new=tuple(NewSequence(SequenceId(i), sampling, ((BlockId(i), BlockId(i + 2)),)) for i in (1, 2)),
@@ -228,6 +229,7 @@ def test_steps_that_verify_drafts_of_any_lengths_in_any_order(
             starts=tuple(starts),
             lengths=step,
             draws=step,
+            num_decodes=2,
             token_ids=tuple(range(sum(step))),
             new=() if number else tuple(NewSequence(i, sampling, (tables[i],), prompt) for i in seq_ids),
         )

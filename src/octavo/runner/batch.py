@@ -154,12 +154,12 @@ class StepBatch:
 class _Layout:
     """Which tokens, queries and draws a step has. Usually the next has the same, and only its numbers are written.
 
-        plan        | row 4: 3 tokens, 3 draws | row 7: 4 tokens, 1 draw |        row 4 verifies two tokens
+        plan        | row 4: 3 tokens, 2 draws | row 7: 4 tokens, 1 draw |    row 4 is a decode that verifies a token
         queries     | 4 | 4 | 4                | 7                       |
-        draws         ^   ^   ^                                        ^
+        draws             ^   ^                                        ^
 
-    Each token of a row that verifies a draft is a query of its own, as in a decode. All keys and values of a step are
-    written before any is read, so such a query reads those of the tokens before it.
+    Each token of a decode is a query of its own. All keys and values of a step are written before any is read, so such
+    a query reads those of the tokens before it.
 
     Right after a model has read all its weights, each call of another function costs microseconds, however little it
     does, so steps of decodes make few.
@@ -188,7 +188,7 @@ class _Layout:
         self._drawn: Rows | None = None  # the token before each draw; None if each token has one
         self._num_drafted: Rows | None = None  # the last tokens of each row that are unverified
         self._seeds: list[tuple[int, int]] = []
-        self._batch = self._decodes(lengths, in_graphs) if plan.is_decodes else self._ragged(plan, lengths)
+        self._batch = self._decodes(lengths, in_graphs) if _each_draws(plan) else self._ragged(plan, lengths)
         self._positions, self._ends = inputs.positions[:num_tokens], inputs.lengths[: len(self._query_rows)]
         self._places = inputs.places[:, :num_tokens]  # positions and slots
 
@@ -203,11 +203,11 @@ class _Layout:
         own = np.array(plan.draws, dtype=np.int64)  # at the last positions of each row; siblings draw at the very last
         for row, siblings in plan.sibling_seeds.items():
             own[row] -= len(siblings)
-        is_verified = own > 1
-        if is_verified.any():
-            self._num_drafted = np.where(is_verified, lengths - 1, 0)
-        query_row = np.repeat(np.arange(len(lengths)), np.where(is_verified, lengths, 1))
-        query_lengths = np.where(is_verified, 1, lengths)[query_row]
+        if own.max() > 1:
+            self._num_drafted = np.maximum(own - 1, 0)
+        is_decode = np.arange(len(lengths)) < plan.num_decodes
+        query_row = np.repeat(np.arange(len(lengths)), np.where(is_decode, lengths, 1))
+        query_lengths = np.where(is_decode, 1, lengths)[query_row]
         query_start = _bounds(query_lengths)
         self._query_rows, self._last = self._rows[query_row], np.cumsum(query_lengths) - 1
         self._drawn = outputs = np.flatnonzero(lengths[self._row] - self._place <= own[self._row])
@@ -405,12 +405,12 @@ class BatchBuilder:
         if rows is not self._rows:
             self._layouts.clear()
             self._rows = rows
-        is_decodes = plan.is_decodes
-        layout = self._layouts.get(plan.lengths) if is_decodes else None
+        each_draws = _each_draws(plan)
+        layout = self._layouts.get(plan.lengths) if each_draws else None
         if layout is None:
             # A row may need logits and a hidden state of its last token.
-            most = len(plan.token_ids) + (0 if is_decodes else len(rows))
-            is_usual = is_decodes and most <= self.inputs.capacity
+            most = len(plan.token_ids) + (0 if each_draws else len(rows))
+            is_usual = each_draws and most <= self.inputs.capacity
             if not is_usual and most > self._large_inputs.capacity:
                 self._large_inputs = self._new_inputs(1 << (most - 1).bit_length())
             inputs = self.inputs if is_usual else self._large_inputs
@@ -425,6 +425,13 @@ class BatchBuilder:
     def _new_inputs(self, capacity: int) -> StepInputs:
         tables = self.sequences
         return StepInputs(capacity, tables.device_tables, self._device, mirrored=tables.mirrored)
+
+
+def _each_draws(plan: StepPlan) -> bool:
+    """Whether each token of a plan is computed to draw the next, and for nothing else."""
+    if plan.num_streams == len(plan.seq_ids):
+        return True
+    return plan.is_decodes and plan.lengths == plan.draws and not (plan.sibling_seeds or plan.scores or plan.pools)
 
 
 def _bounds(lengths: np.ndarray) -> npt.NDArray[np.int32]:

@@ -344,7 +344,7 @@ class SamplingTable:
                     first = starts[i] + of_prompt - state.snapshot.num_prompt_tokens
                     grammar.follow(first, token_ids[begin + of_prompt : end])
             if drafted:
-                self._along[row] = starts[i] + 1, _states_along(state, drafted)
+                self._along[row] = starts[i] + end - begin, _states_along(state, drafted)
 
     def batch(
         self, rows: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64], seeds: Iterable[tuple[int, int]] = ()

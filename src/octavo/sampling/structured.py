@@ -43,9 +43,8 @@ from octavo.grammar.state import GrammarBroken, GrammarFinding, GrammarState, Pe
 from octavo.sampling.batch import SamplingBatch, SamplingState
 from octavo.sampling.choice import Choice, DrawMasks, DrawRows, Flags, look_at, place
 from octavo.sampling.masks import Words, finish_masks, forbidden_ends, grammars_of, may_go_on, positions_of
+from octavo.scheduler.plan import MOST_FORCED
 
-# The maximum number of tokens forced after one drawn token. A grammar may force thousands; the rest follow later.
-_MOST_FORCED = 32
 # With more draws than this in a step, forced tokens are left to the next step: finding them then costs as much as a
 # draw.
 _MOST_TO_FORCE = 32
@@ -208,7 +207,7 @@ class StructuredDraws:
             forcing: dict[int, int] = {}
             for i, token_id in self._find_only({i: states[i] for i in going}, vocab).items():
                 params, already = states[i].snapshot.params, forced.setdefault(i, [])
-                room = min((params.max_tokens or 1) - positions[i] - 1, _MOST_FORCED) - len(already)
+                room = min((params.max_tokens or 1) - positions[i] - 1, MOST_FORCED) - len(already)
                 # With logprobs or stop strings a token is drawn rather than forced, because it is reported with its
                 # log-probability, or may end the text.
                 if room > 0 and not params.needs_logprobs and not params.stop:

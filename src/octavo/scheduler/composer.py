@@ -34,6 +34,7 @@ import bisect
 from octavo.request import Sequence, SequenceStatus
 from octavo.scheduler.admission import MOST_REFUSED, Admission
 from octavo.scheduler.lifecycle import Lifecycle
+from octavo.scheduler.plan import MOST_FORCED
 from octavo.scheduler.plan_builder import PlannedRows, StepDraft
 from octavo.scheduler.speculation import Speculator
 from octavo.scheduler.step_budget import LatencyTarget, StepBudget
@@ -104,7 +105,12 @@ class StepComposer:
             idle = [seq for seq in order if not seq.num_missing]
             self._lifecycle.preempt_one_of(idle or order[1:] or order)
             self._share(draft)
-        if self._speculator is not None and draft.streams and not draft.chunks:
+        for seq, num_new in list(draft.chunks.values()):
+            is_output = seq.num_computed >= seq.num_prompt_tokens and seq.seq_id not in draft.admitted
+            # More of the output must be computed again after a preemption.
+            if is_output and num_new == seq.num_missing <= MOST_FORCED + 1:
+                draft.runs[seq.seq_id] = draft.chunks.pop(seq.seq_id)
+        if self._speculator is not None and not draft.chunks:
             self._add_drafts(self._speculator, draft)
         return draft
 
@@ -128,15 +134,15 @@ class StepComposer:
         return self._kv.hierarchy.host.has_transfers
 
     def _add_drafts(self, speculator: Speculator, draft: StepDraft) -> None:
-        """Let streams verify drafts, as far as there are blocks that nobody has to yield."""
-        most_rows = self._max_tokens - len(draft.streams)
-        for seq_id, (seq, tokens) in speculator.choose(draft.streams, most_rows).items():
-            place = seq.state.placed
-            if seq.num_computed + 1 + len(tokens) > place.capacity:
-                if self._kv.extend(seq, 1 + len(tokens), self._tenants.room) is not None:
+        """Let sequences verify drafts, as far as there are blocks that nobody has to yield."""
+        streams = [*draft.streams, *(seq for seq, _ in draft.runs.values())]
+        for seq_id, (seq, tokens) in speculator.choose(streams, self._max_tokens).items():
+            place, num_known = seq.state.placed, seq.num_missing
+            if seq.num_computed + num_known + len(tokens) > place.capacity:
+                if self._kv.extend(seq, num_known + len(tokens), self._tenants.room) is not None:
                     self._running.grew(seq)
                 else:
-                    tokens = tokens[: place.capacity - seq.num_computed - 1]
+                    tokens = tokens[: place.capacity - seq.num_computed - num_known]
             if tokens:
                 draft.drafts[seq_id] = seq, tokens
 

@@ -40,6 +40,9 @@ from octavo.sampling_params import SamplingParams
 DRAWN = -1
 """Stands in a plan made ahead for the id of the token that the sequence draws in the previous plan."""
 
+MOST_FORCED = 32
+"""The maximum number of tokens that a grammar forces after one drawn token. If it forces more, they follow later."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingSnapshot:
@@ -140,13 +143,15 @@ class StepPlan(NamedTuple):
         token_ids: the tokens of all rows, concatenated.
         draws: by row, the number of tokens that it draws: one after each of its last positions, and one after the very
             last for each of `sibling_seeds`. 0 while a prompt is unfinished. A row that draws at several positions
-            verifies a draft: all its tokens but the first are unverified. Each of its tokens is computed by itself, as
-            in a decode, so that it is rounded as it would be without a draft.
+            verifies a draft: its tokens after the first of these are unverified.
         sibling_seeds: by row, the seeds of draws for the request's other parallel samples, when their prompt ends.
         scores: positions to score, of rows whose prompt's log-probabilities are wanted.
         pools: positions to sum, of rows whose prompt's embedding is wanted.
         reset: whether to forget every sequence before applying the rest of the plan.
         num_streams: at least this many of the first rows compute one token and draw one.
+        num_decodes: this many of the first rows, the streams among them, continue outputs, by tokens that a grammar
+            forced or that are unverified too. Each of their tokens is computed by itself, as in a decode, so that it is
+            rounded as it would be if it was drawn. The other rows are chunks of prompts.
         ahead: whether the plan was made before the result of the previous plan was known; it is executed right after
             that one. It moves no blocks.
     """
@@ -168,6 +173,7 @@ class StepPlan(NamedTuple):
     copies: tuple[BlockCopy, ...] = ()
     loads: tuple[BlockTransfer, ...] = ()
     num_streams: int = 0
+    num_decodes: int = 0
     ahead: bool = False
 
     def __bool__(self) -> bool:
@@ -187,10 +193,8 @@ class StepPlan(NamedTuple):
 
     @property
     def is_decodes(self) -> bool:
-        """Whether each token is computed to draw the next, and for nothing else; it may verify drafts."""
-        if self.num_streams == len(self.seq_ids):
-            return True
-        return self.lengths == self.draws and not (self.sibling_seeds or self.scores or self.pools)
+        """Whether it has no chunk of a prompt."""
+        return max(self.num_streams, self.num_decodes) == len(self.seq_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,9 +61,10 @@ class StepDraft:
         ahead: whether the step before is still being computed, and the tokens that it draws are pending. Then nothing
             is preempted, admitted, copied or moved.
         streams: sequences that compute one token.
+        runs: sequences that compute what a grammar has forced after their last drawn token, and how many tokens.
         chunks: sequences that compute prompt tokens, and how many.
         admitted: those of `chunks` that have just been admitted.
-        drafts: those of `streams` that verify a draft, and its tokens.
+        drafts: those of `streams` and `runs` that verify a draft, and its tokens.
         copied: sequences whose first block to write to is a new copy, which the runner does not know yet.
         copies: block copies to make before anything is computed.
     """
@@ -71,6 +72,7 @@ class StepDraft:
     def __init__(self, *, ahead: bool = False) -> None:
         self.ahead = ahead
         self.streams: list[Sequence] = []
+        self.runs: dict[SequenceId, tuple[Sequence, int]] = {}
         self.chunks: dict[SequenceId, tuple[Sequence, int]] = {}
         self.admitted: set[SequenceId] = set()
         self.drafts: dict[SequenceId, tuple[Sequence, tuple[int, ...]]] = {}
@@ -78,7 +80,7 @@ class StepDraft:
         self.copies: list[BlockCopy] = []
 
     def __bool__(self) -> bool:
-        return bool(self.streams or self.chunks)
+        return bool(self.streams or self.runs or self.chunks)
 
 
 class PlanBuilder:
@@ -156,13 +158,13 @@ class PlanBuilder:
         sequences: list[Sequence] = []
         starts: list[int] = []
         token_ids: list[int] = []
-        chunks: list[tuple[Sequence, int]] = []
+        others: list[tuple[Sequence, int]] = []
         # Streams are the first rows, each of which draws one token. In one loop for speed: it runs for every token.
         add_sequence, add_start, add_token = sequences.append, starts.append, token_ids.append
         for seq in draft.streams:
             output, start, seq_id = seq.output_token_ids, seq.num_computed, seq.seq_id
             if not output or seq_id in drafts:
-                chunks.append((seq, 1))  # it may draw for siblings too, or verify a draft
+                others.append((seq, 1))  # it may draw for siblings too, or verify a draft
                 continue
             place = seq.state.place
             if place is None or start >= place.num_sent * size or seq_id in copied:
@@ -176,7 +178,8 @@ class PlanBuilder:
         sibling_seeds: dict[int, tuple[int, ...]] = {}
         scores: list[PromptScores] = []
         pools: list[PromptPool] = []
-        for row, (seq, num_new) in enumerate(chain(chunks, draft.chunks.values()), start=num_streams):
+        others += draft.runs.values()
+        for row, (seq, num_new) in enumerate(chain(others, draft.chunks.values()), start=num_streams):
             start, request = seq.num_computed, seq.request
             end = start + num_new
             _, verified = drafts.get(seq.seq_id, (seq, ()))
@@ -209,6 +212,7 @@ class PlanBuilder:
             lengths=tuple(lengths),
             draws=tuple(num_draws),
             num_streams=num_streams,
+            num_decodes=num_streams + len(others),
             token_ids=tuple(token_ids),
             sibling_seeds=sibling_seeds,
             scores=tuple(scores),

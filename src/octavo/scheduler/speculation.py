@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from math import sqrt
+from typing import NamedTuple
 
 from octavo.request import Sequence, SequenceId
 from octavo.scheduler.drafts import Draft, DraftMethod
@@ -103,6 +104,19 @@ class Followed:
         self.rate = _Rate()
 
 
+class _Base(NamedTuple):
+    """What a step computes without drafts: one token of each stream, and what grammars force.
+
+    Attributes:
+        num_rows: the number of these tokens.
+        context: mean number of tokens of the streams.
+    """
+
+    num_streams: int
+    num_rows: int
+    context: float
+
+
 class Speculator:
     """Chooses the drafts that steps verify, and learns from what becomes of them.
 
@@ -124,16 +138,17 @@ class Speculator:
         self._rates: dict[str, list[_Rate]] = {}
         self._num_steps = 0
         self._paused: dict[int, int] = {}  # by number of streams, the step until which none of them drafts
-        self._num_gained: int | None = None  # accepted tokens of the last step; None if it verified no draft
+        self._last: tuple[int, int] | None = None  # drafted and accepted tokens of the last step; None without drafts
 
     def choose(self, streams: Seq[Sequence], most_rows: int) -> Drafts:
-        """Return the drafts to verify in a step that computes a token of each of these sequences.
+        """Return the drafts to verify in a step that computes what is missing of each of these sequences.
 
         Args:
-            most_rows: the number of tokens that the step may have in addition.
+            most_rows: the maximum number of tokens in the step.
         """
         self._num_steps += 1
-        if self._paused.get(len(streams), 0) > self._num_steps:
+        num_known = sum([seq.num_missing for seq in streams])
+        if self._paused.get(num_known, 0) > self._num_steps:
             return _NO_DRAFTS
         began = time.perf_counter()
         drafting: list[tuple[Sequence, Followed]] = []
@@ -144,52 +159,55 @@ class Speculator:
             follows = followed.draft is not None and self._compare(seq, followed)
             if follows or (followed.look_at <= seq.num_tokens and self._look(seq, followed)):
                 drafting.append((seq, followed))
-        chosen = self._choose(streams, drafting, most_rows) if drafting else _NO_DRAFTS
+        chosen = self._choose(streams, num_known, drafting, most_rows - num_known) if drafting else _NO_DRAFTS
         self.counters.saved_seconds -= time.perf_counter() - began
         return chosen
 
-    def _choose(self, streams: Seq[Sequence], drafting: list[tuple[Sequence, Followed]], most_rows: int) -> Drafts:
-        count = len(streams)
-        context = sum([seq.num_tokens for seq in streams]) / count
-        if not (alone := self.times.decode_seconds(count, context)):
+    def _choose(
+        self, streams: Seq[Sequence], num_known: int, drafting: list[tuple[Sequence, Followed]], most_rows: int
+    ) -> Drafts:
+        """Choose drafts of some streams, with up to `most_rows` tokens beyond the `num_known` of all streams."""
+        base = _Base(len(streams), num_known, sum([seq.num_tokens for seq in streams]) / len(streams))
+        if not (alone := self.times.decode_seconds(num_known, base.context)):
             return _NO_DRAFTS
-        if not self._may_pay(count, context, alone, most_rows):
-            self._paused[count] = self._num_steps + _PAUSE
+        if not self._may_pay(base, alone, most_rows):
+            self._paused[num_known] = self._num_steps + _PAUSE
             return _NO_DRAFTS
         rows: list[tuple[float, int]] = []  # (probability, number) of each drafted token, ascending position
         for number, (seq, followed) in enumerate(drafting):
             rows += [(chance, number) for chance in self._chances(seq, followed)]
         rows.sort(key=lambda row: -row[0])  # stable, so that tokens of a draft stay in order
         chosen: Drafts = {}
-        for number, length in self._best(rows[:most_rows], count, context, alone).items():
+        for number, length in self._best(rows[:most_rows], base, alone).items():
             seq, followed = drafting[number]
             assert followed.draft is not None, "it has a row"
             chosen[seq.seq_id] = seq, followed.draft.token_ids[followed.place : followed.place + length]
         return chosen
 
-    def _may_pay(self, count: int, context: float, alone: float, most_rows: int) -> bool:
+    def _may_pay(self, base: _Base, alone: float, most_rows: int) -> bool:
         """Whether some number of rows for drafts promises more tokens per second if most are accepted."""
-        seconds, added = self.times.decode_seconds, 1
-        while added <= min(most_rows, self._most * count) and count + added <= MOST_DECODES:
-            if (count + _ASSUMED_RATE * added) * alone > _LEAST_GAIN * count * seconds(count + added, context):
+        count, added = base.num_streams, 1
+        while added <= min(most_rows, self._most * count) and base.num_rows + added <= MOST_DECODES:
+            seconds = self.times.decode_seconds(base.num_rows + added, base.context)
+            if (count + _ASSUMED_RATE * added) * alone > _LEAST_GAIN * count * seconds:
                 return True
             added *= 2
         return False
 
-    def _best(self, rows: Seq[tuple[float, int]], count: int, context: float, alone: float) -> dict[int, int]:
+    def _best(self, rows: Seq[tuple[float, int]], base: _Base, alone: float) -> dict[int, int]:
         """Return the length of each draft that is verified, with most tokens per second; drafts are numbers.
 
         Args:
             rows: (probability, draft) of each token that may have a row, the largest first.
-            count, context: number and mean length of the streams.
             alone: seconds of a step without drafts.
         """
+        count = base.num_streams
         expected, best, num_best = float(count), _LEAST_GAIN * count / alone, 0
         drafting: set[int] = set()
-        for added, (chance, number) in enumerate(rows[: MOST_DECODES - count], start=1):
+        for added, (chance, number) in enumerate(rows[: max(0, MOST_DECODES - base.num_rows)], start=1):
             expected += chance
             drafting.add(number)
-            seconds = self.times.decode_seconds(count + added, context)
+            seconds = self.times.decode_seconds(base.num_rows + added, base.context)
             if len(drafting) < count and seconds > _MOST_DELAY * alone:
                 continue
             if expected > best * seconds:
@@ -262,7 +280,7 @@ class Speculator:
 
     def learn(self, verified: Mapping[SequenceId, tuple[int, ...]], updates: Iterable[SequenceUpdate]) -> None:
         """Count the drafts that a step has verified, by sequence."""
-        self._num_gained = None
+        self._last = None
         if not verified:
             return
         counters, gained = self.counters, 0
@@ -282,14 +300,16 @@ class Speculator:
             for position in range(num_accepted):
                 counters.accepted_per_position[position] += 1
         counters.num_accepted_tokens += gained
-        self._num_gained = gained
+        self._last = sum(map(len, verified.values())), gained
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learn from the duration of a step of decodes, which `learn` has seen."""
-        gained, count = self._num_gained, plan.num_rows
-        if gained is None and self._num_steps % _SAMPLED:
+        if self._last is None and self._num_steps % _SAMPLED:
             return
+        count = plan.num_rows
         context = sum(plan.starts) / count + 1
-        if gained is not None and (alone := self.times.decode_seconds(count, context)):
-            self.counters.saved_seconds += (1 + gained / count) * alone - seconds
+        if self._last is not None:
+            num_drafted, gained = self._last
+            alone = self.times.decode_seconds(plan.num_tokens - num_drafted, context)
+            self.counters.saved_seconds += (1 + gained / count) * alone - seconds if alone else 0.0
         self.times.observe_decodes(plan.num_tokens, context, seconds)
