@@ -20,12 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.timed_sampler import SamplerTime, in_process
+from benchmarks.timed_sampler import SamplerTime
 from octavo import LLM, SamplingParams, kernels
 from octavo.request import RequestId
 from octavo.sampling.batch import SamplingBatch, SamplingState
-from octavo.sampling.choice import Choice, TorchChoice
-from octavo.sampling.native_choice import NativeChoice
+from octavo.sampling.choice import Choice, NativeChoice
 from octavo.sampling.penalties import adjust
 from octavo.sampling.sampler import Sampler
 from octavo.scheduler.plan import SamplingSnapshot
@@ -76,7 +75,7 @@ def measure(llm: LLM, sampler: Sampler, streams: int, tokens: int, way: dict[str
     """Measure steps in which all streams draw a token and nothing else is computed."""
     core, sampler_time = llm.core, SamplerTime(sampler)
     sampling, steps = [], []
-    in_process(core.runner)._sampler = sampler
+    core.runner._sampler = sampler
     for i in range(streams):
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=i, **way)
         core.add(core.make_request([100 + i, *range(200, 232)], params))
@@ -159,7 +158,7 @@ def main() -> None:
     if args.rows is not None:
         measure_rows(args.rows)
         return
-    choices: dict[str, Choice] = {"library": NativeChoice(), "torch": TorchChoice()}
+    choices: dict[str, Choice] = {"library": NativeChoice(), "torch": Choice()}
     with LLM(args.model, max_model_len=1024, max_num_seqs=max(args.streams), kv_cache_memory="2GiB") as llm:
         for streams in args.streams:
             # One way is enough for more streams: the ways differ in the cost of a row.

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from octavo.runner.executor import Executor
-from octavo.runner.runner import ModelRunner
 from octavo.sampling.sampler import DeviceDraws, Sampler
 
 
@@ -42,14 +40,3 @@ class SamplerTime:
             return found
 
         return run
-
-
-def in_process(runner: Executor) -> ModelRunner:
-    """Return the runner of an engine that has it in its own process.
-
-    Raises:
-        TypeError: the runner is in another process.
-    """
-    if not isinstance(runner, ModelRunner):
-        raise TypeError("needs an engine with its runner in the same process")
-    return runner

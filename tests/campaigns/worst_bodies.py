@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import this_machine
-from benchmarks.timed_sampler import SamplerTime, in_process
+from benchmarks.timed_sampler import SamplerTime
 from octavo.config import EngineConfig
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.builder import build_engine
@@ -142,7 +142,7 @@ class Meter:
 
     def watch(self, engine: AsyncEngine) -> None:
         core = engine.core
-        sampler = in_process(core.runner)._sampler
+        sampler = core.runner._sampler
         sampler_time = SamplerTime(sampler, time.thread_time)
         in_runner = 0.0
 

@@ -14,7 +14,7 @@ from octavo.config import EngineConfig
 from octavo.engine.runner_builder import _available_on_gpu
 from octavo.errors import ConfigError
 from octavo.llm import LLM
-from octavo.runner.host_link import make_link
+from octavo.runner.swapping import make_link
 from octavo.storage.arena import BlockLayout
 from octavo.structured_outputs import StructuredOutputsParams
 from tests.attention.triton_device import DEVICE, ON_GPU, needs_triton

@@ -13,8 +13,7 @@ import torch
 from octavo.kvcache.block import BlockCopy, BlockId, BlockTransfer, HostBlockId
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.runner import swapping
-from octavo.runner.host_link import HostLink
-from octavo.runner.swapping import BlockMover, swap_in, swap_out
+from octavo.runner.swapping import BlockMover, HostLink, swap_in, swap_out
 from octavo.scheduler.plan import StepPlan
 from octavo.storage.arena import KVArena
 from octavo.tiers.host import HostTier
@@ -44,6 +43,8 @@ class SlowTier(HostTier):
 
 class CountingLink(HostLink):
     """Memory apart, as a GPU's is: what may be read, and who brought it over."""
+
+    is_apart = True
 
     def __init__(self) -> None:
         self.events: list[str] = []

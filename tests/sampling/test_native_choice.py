@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from octavo import kernels
 from octavo.sampling.batch import SamplingBatch
-from octavo.sampling.choice import DrawMasks, TorchChoice
+from octavo.sampling.choice import Choice, DrawMasks, NativeChoice
 from octavo.sampling.draw import uniforms
-from octavo.sampling.native_choice import NativeChoice
 from octavo.sampling.penalties import add_amounts, adjust, penalise_repetition
 from tests.levels import LEVELS
 from tests.sampling.draws import batch_of, make_sequence
@@ -60,7 +59,7 @@ def require_same_draw(logits: torch.Tensor, params: dict[str, Any], seed: int, w
     batch = batch_of([make_sequence(seed=seed, **params)])
     again = words is not None and seed % 2 == 1
     found = []
-    for choice in (TorchChoice(), NativeChoice()):
+    for choice in (Choice(), NativeChoice()):
         if words is None:
             token_ids, valid = choice.choose(logits, batch)
         elif again:
@@ -130,7 +129,7 @@ def test_allowed_tokens_are_those_of_logits_that_forbid_all_others(
     limited = make_sequence(seed=seed, allowed_token_ids=allowed, logit_bias=bias, **params)
     batch = batch_of([make_sequence(seed=1), limited, make_sequence(seed=2)])
     found = []
-    for choice in (TorchChoice(), NativeChoice()):
+    for choice in (Choice(), NativeChoice()):
         adjusted = logits.clone()
         adjust(adjusted, batch, limits=not choice.leaves_out)
         token_ids, valid = choice.choose(adjusted, batch)
@@ -145,9 +144,7 @@ def test_allowed_tokens_are_those_of_logits_that_forbid_all_others(
 @pytest.mark.parametrize(("vocab", "num_top"), [(1, 1), (257, 8), (5003, 20), (5003, 5003)])
 def test_the_likeliest_tokens_are_those_of_torch(vocab: int, num_top: int) -> None:
     logits = torch.cat([some_logits(vocab, seed) for seed in range(6)])
-    (values, ids), (expected, expected_ids) = (
-        each.likeliest(logits, num_top) for each in (NativeChoice(), TorchChoice())
-    )
+    (values, ids), (expected, expected_ids) = (each.likeliest(logits, num_top) for each in (NativeChoice(), Choice()))
     torch.testing.assert_close(values, expected, atol=2e-6, rtol=0.0, equal_nan=True)
     # Which of equals comes first, or at the end is left out, depends on rounding.
     torch.testing.assert_close(logits.gather(1, ids), logits.gather(1, expected_ids), atol=2e-6, rtol=0.0)
@@ -165,9 +162,9 @@ def test_every_instruction_set_draws_what_torch_draws(isa: str) -> None:
         kernels.force_isa(before)
 
 
-@pytest.mark.parametrize("make_choice", [TorchChoice, NativeChoice])
+@pytest.mark.parametrize("make_choice", [Choice, NativeChoice])
 def test_draws_with_masks_without_and_with_limits_of_their_own_are_drawn_as_alone(
-    make_choice: type[TorchChoice] | type[NativeChoice],
+    make_choice: type[Choice] | type[NativeChoice],
 ) -> None:
     choice, logits = make_choice(), some_logits(320, 5).repeat(6, 1)
     limits: list[dict[str, Any]] = [{}, {}, {"allowed_token_ids": [3, 70, 319]}, {}, {"temperature": 0.0}, {}]

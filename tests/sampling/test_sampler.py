@@ -16,9 +16,8 @@ from octavo import kernels
 from octavo.errors import LogitsError
 from octavo.request import RequestId, Sequence
 from octavo.sampling.batch import BadWords, SamplingBatch, SamplingState
-from octavo.sampling.choice import Choice, TorchChoice, token_logprobs
+from octavo.sampling.choice import Choice, NativeChoice, token_logprobs
 from octavo.sampling.draw import uniforms
-from octavo.sampling.native_choice import NativeChoice
 from octavo.sampling.penalties import adjust
 from octavo.sampling.sampler import Sampler
 from octavo.sampling_params import SamplingParams
@@ -26,7 +25,7 @@ from octavo.scheduler.plan import SamplingSnapshot, StepResult
 from tests.sampling.draws import batch_of, make_sequence
 from tests.scheduler.results import Draw, draws_of
 
-CHOICES: list[Choice] = [TorchChoice(), *([NativeChoice()] if kernels.available() else [])]
+CHOICES: list[Choice] = [Choice(), *([NativeChoice()] if kernels.available() else [])]
 each_choice = pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: type(choice).__name__)
 
 

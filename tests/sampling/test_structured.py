@@ -17,7 +17,7 @@ from octavo.grammar.compiler import GrammarCompiler
 from octavo.grammar.state import GrammarState
 from octavo.request import RequestId
 from octavo.sampling.batch import SamplingBatch, SamplingState
-from octavo.sampling.choice import TorchChoice
+from octavo.sampling.choice import Choice
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.structured import StructuredDraws
 from octavo.sampling_params import SamplingParams
@@ -61,7 +61,7 @@ def state_of(wanted: StructuredOutputsParams, **params: object) -> SamplingState
 
 def allowed_by_mask(state: SamplingState) -> set[int]:
     assert state.grammar is not None
-    words = StructuredDraws(TorchChoice()).fill([state], [len(state.grammar.token_ids)], VOCAB)
+    words = StructuredDraws(Choice()).fill([state], [len(state.grammar.token_ids)], VOCAB)
     bits = np.unpackbits(words[0].view(np.uint8), bitorder="little", count=VOCAB)
     return set(np.flatnonzero(bits).tolist())
 
@@ -80,7 +80,7 @@ def made_anew(state: SamplingState) -> SamplingState:
 def test_what_a_grammar_says_of_the_next_token_depends_on_the_output_alone(
     wanted: StructuredOutputsParams, choices: list[int], looks: bool
 ) -> None:
-    state, masks = state_of(wanted, max_tokens=50), StructuredDraws(TorchChoice())
+    state, masks = state_of(wanted, max_tokens=50), StructuredDraws(Choice())
     grammar = state.grammar
     assert isinstance(grammar, GrammarState)
     for choice in [*choices, 0]:

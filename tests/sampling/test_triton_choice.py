@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from octavo.errors import LogitsError
-from octavo.sampling.choice import Choice, DrawMasks, TorchChoice
+from octavo.sampling.choice import Choice, DrawMasks
 from octavo.sampling.sampler import Sampler
 from tests.attention.triton_device import DEVICE, needs_triton
 from tests.sampling.draws import batch_of, make_sequence
@@ -88,12 +88,12 @@ def test_a_mask_leaves_only_what_it_allows() -> None:
     words = np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
     draws, masks = np.arange(1, count + 1), DrawMasks(words, np.arange(-1, count))
     token_ids, valid = on_device().choose(logits.to(DEVICE), batch, masks)
-    expected, _ = TorchChoice().choose(logits, batch, masks)
+    expected, _ = Choice().choose(logits, batch, masks)
     assert valid.all()
     assert token_ids.tolist() == expected.tolist()
     again = batch.select(draws), DrawMasks(words, np.arange(count)), draws
     token_ids, valid = on_device().choose(logits.to(DEVICE), *again, again=True)
-    expected, _ = TorchChoice().choose(logits, *again, again=True)
+    expected, _ = Choice().choose(logits, *again, again=True)
     assert valid.all()
     assert token_ids.tolist() == expected.tolist()
 
@@ -102,7 +102,7 @@ def test_tokens_are_scored_as_torch_does_with_equals_by_rising_id() -> None:
     logits, drawn = rows_of(9, 300, 5), torch.arange(9) * 7
     rows, num_top = np.array([0, 1, 2, 5, 8]), [0, 5, 20, 1, 20]
     scored = on_device().score(logits.to(DEVICE), rows, drawn.to(DEVICE), num_top)
-    expected = TorchChoice().score(logits, rows, drawn, num_top)
+    expected = Choice().score(logits, rows, drawn, num_top)
     for ours, theirs in zip(scored, expected, strict=True):
         assert ours.rank == theirs.rank
         assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)

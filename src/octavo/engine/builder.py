@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from octavo import kernels
 from octavo.checkpoint.model_config import ModelConfig
@@ -26,7 +24,6 @@ from octavo.engine.tiers import join_stores, tier_identity
 from octavo.errors import ConfigError
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.kvcache.manager import KVCacheManager
-from octavo.runner.executor import Executor, RecordingExecutor
 from octavo.runner.runner import ModelRunner
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.plan_log import PlanLog
@@ -34,7 +31,6 @@ from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.waiting import Fetching
 from octavo.text.loading import load_tokenizer
 from octavo.text.tokenizer import Tokenizer
-from octavo.tiers.host import HostTier
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +49,13 @@ def build_engine(config: EngineConfig, begun: Future[Tokenizer | None] | None = 
     source = model_of(config)
     if config.speculative_config is not None and not load_model_config(source).runs_natively:
         raise ConfigError("speculative_config is not available for models that run through transformers")
-    built, facts, (tokenizer, grammars) = _build_runner(config, source, begun)
-    built.use_grammars(grammars)  # shared with the engine
-    host, runner = built.host, cast(Executor, built)
-    assert isinstance(host, HostTier)
+    runner, facts, tokenizer, grammars = _build_runner(config, source, begun)
+    runner.use_grammars(grammars)  # shared with the engine
+    host, plan_log = runner.host, None
+    assert host is not None, "built with the runner"
     try:
         if config.record_plans is not None:
-            runner = RecordingExecutor(runner, PlanLog(config.record_plans, _recorded_facts(config, facts)))
+            plan_log = PlanLog(config.record_plans, _recorded_facts(config, facts))
         # Products in another dtype, and quantised ones, which round activations, give other keys and values.
         identity = (
             model_fingerprint(Path(source.path)),
@@ -106,6 +102,7 @@ def build_engine(config: EngineConfig, begun: Future[Tokenizer | None] | None = 
         tiers=tiers,
         publisher=publisher,
         plans_ahead=_plans_ahead(config, facts),
+        plan_log=plan_log,
     )
     logger.info("%s; loaded in %.1f s", core.summary, time.perf_counter() - started)
     return core
@@ -133,48 +130,25 @@ def _plans_ahead(config: EngineConfig, facts: RunnerFacts) -> bool:
     return facts.device == "cuda" if config.async_scheduling is None else config.async_scheduling
 
 
-_Text = tuple[Tokenizer | None, GrammarCompiler]
-
-
 def _build_runner(
     config: EngineConfig, source: ModelSource, begun: Future[Tokenizer | None] | None
-) -> tuple[ModelRunner, RunnerFacts, _Text]:
-    """Build the runner; loads the tokenizer meanwhile, unless `begun`."""
+) -> tuple[ModelRunner, RunnerFacts, Tokenizer | None, GrammarCompiler]:
+    """Build the runner, and load the tokenizer in another thread meanwhile, unless it has `begun`."""
 
-    def load_text(model: ModelConfig | RunnerFacts) -> _Text:
+    def load_text(model: ModelConfig | RunnerFacts) -> tuple[Tokenizer | None, GrammarCompiler]:
         tokenizer = load_tokenizer(config) if begun is None else begun.result()
-        return tokenizer, _grammar_compiler(config, model, lambda: tokenizer)
+        limit = config.limits.max_grammar_ms
+        return tokenizer, GrammarCompiler(lambda: tokenizer, model.vocab_size, model.eos_token_ids, limit)
 
-    return _load_together(source, partial(build_runner, config), load_text)
-
-
-_Loaded = TypeVar("_Loaded")
-
-
-def _load_together(
-    source: ModelSource,
-    build: Callable[[], tuple[ModelRunner, RunnerFacts]],
-    load: Callable[[ModelConfig | RunnerFacts], _Loaded],
-) -> tuple[ModelRunner, RunnerFacts, _Loaded]:
-    """Return the results of `build` and `load`, run in two threads if possible."""
     model_config = load_model_config(source)
     if not model_config.runs_natively:
         # Sequentially, because both may import transformers, whose lazy modules two threads must not import at once.
-        runner, facts = build()
-        return runner, facts, load(facts)
+        runner, facts = build_runner(config)
+        return runner, facts, *load_text(facts)
     with ThreadPoolExecutor(max_workers=1) as thread:
-        loading = thread.submit(load, model_config)
-        runner, facts = build()
-        return runner, facts, loading.result()
-
-
-def _grammar_compiler(
-    config: EngineConfig,
-    model: ModelConfig | RunnerFacts,
-    load_tokenizer: Callable[[], Tokenizer | None],
-) -> GrammarCompiler:
-    most_ms = config.limits.max_grammar_ms
-    return GrammarCompiler(load_tokenizer, model.vocab_size, model.eos_token_ids, most_ms)
+        loading = thread.submit(load_text, model_config)
+        runner, facts = build_runner(config)
+        return runner, facts, *loading.result()
 
 
 def _recorded_facts(config: EngineConfig, facts: RunnerFacts) -> dict[str, Any]:

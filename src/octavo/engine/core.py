@@ -36,10 +36,11 @@ from octavo.request import (
     RequestContext,
     RequestId,
 )
-from octavo.runner.executor import Collect, Executor
+from octavo.runner.runner import Collect, ModelRunner
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.kv_limits import KVLimits
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
+from octavo.scheduler.plan_log import PlanLog
 from octavo.scheduler.scheduler import Scheduler
 from octavo.text.tokenizer import Tokenizer
 from octavo.tiers.lower import LowerTiers
@@ -51,10 +52,11 @@ CLOSING_SECONDS = 10.0
 
 
 class _StepInFlight(NamedTuple):
-    """A plan that was handed to the runner, and the function that waits for its result."""
+    """A plan that was handed to the runner, when, and the function that waits for its result."""
 
     plan: StepPlan
     collect: Collect
+    began: float
 
 
 class EngineCore:
@@ -67,6 +69,7 @@ class EngineCore:
         eos_token_ids: ids that end every request that does not ignore them.
         grammars: compiles structured outputs; if None, they are not supported.
         publisher: tells indexes outside the engine what the cache stores and removes.
+        plan_log: records each plan and how long it took.
     """
 
     def __init__(
@@ -75,13 +78,14 @@ class EngineCore:
         config: EngineConfig,
         info: EngineInfo,
         scheduler: Scheduler,
-        runner: Executor,
+        runner: ModelRunner,
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
         grammars: GrammarCompiler | None = None,
         tiers: LowerTiers | None = None,
         plans_ahead: bool = False,
         publisher: NullPublisher | None = None,
+        plan_log: PlanLog | None = None,
     ) -> None:
         self.config = config
         self.info = info
@@ -118,6 +122,7 @@ class EngineCore:
         self._plans_ahead = plans_ahead
         self._ahead: _StepInFlight | None = None  # handed over while the previous step was computed
         scheduler.on_admitted = partial(_book_admission, self.stats)
+        self._plan_log, self._computed_at = plan_log, 0.0  # when the last result arrived
         self._went_on_at: float | None = None  # when the last step ended, if another was to follow
 
     @property
@@ -204,6 +209,10 @@ class EngineCore:
                 return StepNews()
             ahead = self._begin_ahead()
             result = step.collect()
+            if self._plan_log is not None:
+                before, self._computed_at = self._computed_at, time.perf_counter()
+                computing = max(step.began, before)
+                self._plan_log.record(step.plan, computing, self._computed_at - computing)
         except LogitsError as error:
             return self._end_faulty(error)
         except Exception as error:
@@ -243,12 +252,13 @@ class EngineCore:
             return None
         if not self._plans_ahead:
             # Nothing is done in the meantime, so compute the step when its result is wanted.
-            return _StepInFlight(plan, partial(self.runner.execute, plan))
+            return _StepInFlight(plan, partial(self.runner.execute, plan), time.perf_counter())
+        launched = time.perf_counter()
         try:
             collect = self.runner.launch(plan)
         except Exception as error:
             collect = partial(_raise, error)  # raise it when this step's result is wanted
-        return _StepInFlight(plan, collect)
+        return _StepInFlight(plan, collect, launched)
 
     def _begin_ahead(self) -> _StepInFlight | None:
         """Hand over the step after the one in flight, if it can already be planned."""
@@ -328,6 +338,8 @@ class EngineCore:
             self.tiers.close()
         self.publisher.close()
         self.runner.close()
+        if self._plan_log is not None:
+            self._plan_log.close()
 
     def _write_reused(self, tiers: LowerTiers, seconds: float) -> None:
         """Write what the device has reused to the stores, in pieces that fit into host memory."""

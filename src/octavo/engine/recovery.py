@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from octavo.errors import CacheError, EngineDeadError, ExecutorError, LogitsError
 from octavo.observe.stats import EngineStats
 from octavo.request import CacheOutcome, CacheReport, FinishReason, Request, RequestId, Sequence
-from octavo.runner.executor import Executor
+from octavo.runner.runner import ModelRunner
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import StepPlan
 from octavo.scheduler.scheduler import Scheduler
@@ -118,7 +118,7 @@ class Recovery:
         isolation: says which requests may take part in the next step.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Executor, stats: EngineStats) -> None:
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, stats: EngineStats) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._stats = stats

@@ -20,11 +20,9 @@ from octavo.models.decoder import Decoder
 from octavo.planner.calculator import scored_rows
 from octavo.request import TokenLogprobs
 from octavo.runner.batch import BatchBuilder, StepBatch
-from octavo.runner.executor import Collect, Executor
 from octavo.runner.graphs import Capture, DecodeGraphs
-from octavo.runner.host_link import make_link
 from octavo.runner.ranks import RankGroup
-from octavo.runner.swapping import BlockMover
+from octavo.runner.swapping import BlockMover, make_link
 from octavo.sampling.sampler import Sampler, make_choice
 from octavo.scheduler.plan import PromptScores, StepPlan, StepResult
 from octavo.storage.arena import KVArena
@@ -33,9 +31,16 @@ from octavo.tiers.host import HostTier
 # The number of hidden states summed at a time.
 _POOLED_AT_ONCE = 256
 
+Collect = Callable[[], StepResult]
+"""Waits for the result of a launched plan; raises like `ModelRunner.execute`. Called at most once."""
 
-class ModelRunner(Executor):
-    """A model, the arena its keys and values live in, and the sampler.
+
+class ModelRunner:
+    """A model, the arena its keys and values live in, and the sampler. Executes plans in order.
+
+        launch(t)   launch(t+1)   result of t   launch(t+2)   result of t+1 …     if plans are made ahead
+
+    With several ranks, it is rank 0.
 
     Args:
         max_num_seqs: maximum number of sequences in a step.
@@ -45,7 +50,12 @@ class ModelRunner(Executor):
         capture: records decode steps of a `Decoder`, to be replayed; if None, or for other models, each step is
             launched kernel by kernel.
         ranks: the other ranks of a model that is split.
+
+    Attributes:
+        is_computing: whether the model is computing, which hardly needs the GIL. Other threads may read it.
     """
+
+    is_computing = False
 
     def __init__(
         self,
@@ -95,12 +105,21 @@ class ModelRunner(Executor):
 
         Stores may overlap with the model's computation, but are complete when this returns or raises. A plan without
         rows only makes the runner forget sequences, or store blocks.
+
+        Raises:
+            LogitsError: some logits are not a distribution; names the requests.
+            Exception: anything else went wrong. After either, the next plan must have `reset` set.
         """
         return self.launch(plan)()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Collect:
-        """See `Executor.launch`. On a GPU a step of plain decodes is being computed when this returns.
+        """Start executing a plan. Both this and the returned function may raise what `execute` raises.
+
+        A plan made ahead may be launched before the result of the previous one is collected. Results are collected in
+        the order of their plans, or not at all: if a plan has failed, a plan made ahead of its result is discarded.
+
+        On a GPU a step of plain decodes is being computed when this returns.
 
         The device executes everything in the order of launching, so blocks, block tables and inputs may be written for
         the next step while this one is being computed.
@@ -137,23 +156,26 @@ class ModelRunner(Executor):
         return collect
 
     def failure(self) -> str:
-        """See `Executor.failure`: another rank has failed."""
+        """Return how another rank has failed, so that no plan can be executed before a `restart`; empty if none has."""
         return "" if self._ranks is None else self._ranks.failure
 
     def watch(self, on_failure: Callable[[], None]) -> None:
-        """See `Executor.watch`: another rank has ended."""
+        """Call `on_failure`, from another thread, when another rank ends while no plan is executed."""
         if self._ranks is not None:
             self._ranks.on_failure = on_failure
 
     def restart(self) -> None:
-        """See `Executor.restart`: the other ranks are started again."""
+        """Start the other ranks again; all blocks have lost their keys and values. The next plan must have `reset` set.
+
+        Raises:
+            ExecutorError: they do not start, or there are none.
+        """
         if self._ranks is None:
-            super().restart()
-        else:
-            self._ranks.restart()
+            raise ExecutorError("without other ranks, there is nothing to start again")
+        self._ranks.restart()
 
     def close(self) -> None:
-        """Free the model, the cache and host memory, even if something still refers to this runner."""
+        """Free the model, the cache and host memory, even if something still refers to this. May be called again."""
         ranks = self._ranks
         self.__dict__.clear()
         self._ranks = None  # an engine asks for their failure even when it is closed

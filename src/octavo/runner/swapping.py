@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from octavo.kvcache.block import BlockTransfer
-from octavo.runner.host_link import SAME_MEMORY, HostLink
 from octavo.runner.ranks import RankGroup
 from octavo.scheduler.plan import StepPlan
 from octavo.storage.arena import KVArena
@@ -18,6 +17,68 @@ from octavo.tiers.host import HostTier
 
 # Blocks on their way to other memory are copied aside before, at most two pieces of this size at a time.
 _PIECE_BYTES = 32 << 20
+
+
+class HostLink:
+    """Copies rows of bytes between the device and the host: of a CPU, whose memory is the host's, nothing.
+
+    Attributes:
+        is_apart: whether the device has a memory of its own.
+    """
+
+    is_apart = False
+
+    def ready(self, rows: torch.Tensor) -> Any:
+        """Return a mark in the device's work queue, after which `to_host` can read the newly computed `rows`."""
+        return None
+
+    def to_host(self, rows: torch.Tensor, ready: Any) -> torch.Tensor:
+        """Copy `rows` to host memory; complete when this returns. It may be called from another thread."""
+        return rows
+
+    def to_device(self, rows: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | torch.Tensor:
+        """Copy `rows`, all of one size, to the device, for the work queued there next."""
+        return rows
+
+
+SAME_MEMORY = HostLink()
+
+
+class CudaLink(HostLink):
+    """Copies through pinned memory, on its own stream."""
+
+    is_apart = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def ready(self, rows: torch.Tensor) -> torch.cuda.Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        # Keeps the memory from being reused before this link's stream has read it.
+        rows.record_stream(self._stream)
+        return event
+
+    def to_host(self, rows: torch.Tensor, ready: torch.cuda.Event) -> torch.Tensor:
+        host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            host.copy_(rows, non_blocking=True)
+        self._stream.synchronize()
+        return host
+
+    def to_device(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        computing = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            there = torch.stack(list(rows)).pin_memory().to(self._device, non_blocking=True)
+        computing.wait_stream(self._stream)
+        there.record_stream(computing)
+        return there
+
+
+def make_link(device: torch.device) -> HostLink:
+    return CudaLink(device) if device.type == "cuda" else SAME_MEMORY
 
 
 def swap_out(arena: KVArena, tier: HostTier, swaps: Sequence[BlockTransfer], link: HostLink = SAME_MEMORY) -> None:

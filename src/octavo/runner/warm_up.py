@@ -23,7 +23,7 @@ from octavo.errors import LogitsError
 from octavo.kvcache.block import BlockId
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.request import RequestId, SequenceId
-from octavo.runner.executor import Executor
+from octavo.runner.runner import ModelRunner
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import NewSequence, SamplingSnapshot, StepPlan
 
@@ -34,7 +34,7 @@ _MOST_DECODES = 5  # upper bound for any of the sequences
 _SAMPLING = SamplingSnapshot(RequestId("warming up"), SamplingParams(), seed=0, num_prompt_tokens=1)
 
 
-def warm_up(runner: Executor, spec: KVCacheSpec, num_blocks: int, *, max_num_seqs: int, max_tokens: int) -> None:
+def warm_up(runner: ModelRunner, spec: KVCacheSpec, num_blocks: int, *, max_num_seqs: int, max_tokens: int) -> None:
     """Execute a step of each kind, as far as the cache has room; a `reset` makes the runner forget them.
 
     Args:

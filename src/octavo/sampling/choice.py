@@ -1,15 +1,15 @@
-"""Chooses tokens from rows of logits: the protocol, and its implementation in torch for any device."""
+"""Chooses tokens from rows of logits, in torch on any device, or with the C++ library."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from octavo import kernels
 from octavo.request import TokenLogprobs, TopLogprobs
 from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.draw import draw, largest
@@ -64,14 +64,16 @@ class DrawMasks:
     mask_of: npt.NDArray[np.int64]
 
 
-class Choice(Protocol):
-    """Chooses and scores tokens. The result for a row depends on that row alone, not on the rest of the batch.
+class Choice:
+    """Chooses and scores tokens, with torch operations on any device. The result for a row depends on that row alone.
+
+    It is the oracle of its subclasses, and what draws where they do not run.
 
     Attributes:
         leaves_out: whether `choose` excludes tokens not in `allowed_token_ids`; if not, their logits must be -inf.
     """
 
-    leaves_out: bool
+    leaves_out = False
 
     def choose(
         self,
@@ -93,39 +95,6 @@ class Choice(Protocol):
         Returns:
             int64 [draws] token ids, and bool [draws]: whether the row's logits allow a choice.
         """
-
-    def score(
-        self, logits: torch.Tensor, rows: DrawRows, token_ids: torch.Tensor, num_top: list[int]
-    ) -> list[TokenLogprobs]:
-        """Score one token in each of some rows: log-probability, rank, and the num_top[i] most likely tokens.
-
-        Args:
-            logits: float32 [*, vocab].
-            rows: the rows to score, in ascending order.
-            token_ids: int64 [*], a token for each row of the logits.
-        """
-
-    def likeliest(self, logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the largest log-probabilities of each row and their tokens, float32 and int64 [rows, num_top].
-
-        Equals are in order of ascending id. The first value of a row that is not a distribution is not finite.
-        """
-
-
-class TorchChoice:
-    """The plain `Choice`, with torch operations: the oracle of the others, and what draws where they do not run."""
-
-    leaves_out = False
-
-    def choose(
-        self,
-        logits: torch.Tensor,
-        batch: SamplingBatch,
-        masks: DrawMasks | None = None,
-        rows: DrawRows | None = None,
-        *,
-        again: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = logits if rows is None else select(logits, rows)
         numbers = batch.numbers(again=again)
         token_ids = torch.empty(len(batch), dtype=torch.int64, device=logits.device)
@@ -143,12 +112,23 @@ class TorchChoice:
     def score(
         self, logits: torch.Tensor, rows: DrawRows, token_ids: torch.Tensor, num_top: list[int]
     ) -> list[TokenLogprobs]:
+        """Score one token in each of some rows: log-probability, rank, and the num_top[i] most likely tokens.
+
+        Args:
+            logits: float32 [*, vocab].
+            rows: the rows to score, in ascending order.
+            token_ids: int64 [*], a token for each row of the logits.
+        """
         found: list[TokenLogprobs] = []
         for some in slices(rows, logits):
             found += token_logprobs(look_at(logits, some), look_at(token_ids, some), num_top[len(found) :][: len(some)])
         return found
 
     def likeliest(self, logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the largest log-probabilities of each row and their tokens, float32 and int64 [rows, num_top].
+
+        Equals are in order of ascending id. The first value of a row that is not a distribution is not finite.
+        """
         ids = largest(logits, num_top)
         return logits.log_softmax(-1).gather(1, ids), ids
 
@@ -166,3 +146,64 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: list[
         TokenLogprobs(logprob, int(rank), TopLogprobs([int(i) for i in top[:k]], top[most : most + k]) if k else ())
         for (logprob, rank, *top), k in zip(found, (min(k, most) for k in num_top), strict=True)
     ]
+
+
+class NativeChoice(Choice):
+    """Chooses and scores on a CPU, with one call of the C++ library for the whole batch (`csrc/sampling.cpp`).
+
+    It finds the same tokens as `Choice` from the same random numbers, unless a number falls on a boundary between two
+    tokens, or a filter's cut on a token: masses are summed in another order, so boundaries differ by about a millionth
+    of a row's mass. Each row is processed by one thread, without the GIL.
+    """
+
+    leaves_out = True
+
+    def choose(
+        self,
+        logits: torch.Tensor,
+        batch: SamplingBatch,
+        masks: DrawMasks | None = None,
+        rows: DrawRows | None = None,
+        *,
+        again: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if batch.records["limited"].any():
+            masks = _with_limits(masks, batch, logits.shape[1])
+        inputs = [np.arange(len(batch)) if rows is None else rows, batch.numbers(again=again)]
+        if masks is not None:
+            inputs += [masks.words.view(np.int32), masks.mask_of]
+        token_ids, valid = kernels.draw_tokens(logits, *map(torch.from_numpy, inputs))
+        return token_ids, valid.view(torch.bool)
+
+    def score(
+        self, logits: torch.Tensor, rows: DrawRows, token_ids: torch.Tensor, num_top: list[int]
+    ) -> list[TokenLogprobs]:
+        index = torch.from_numpy(rows)
+        most = [min(k, logits.shape[1]) for k in num_top]
+        found = kernels.score_tokens(logits, index, token_ids[index], torch.tensor(most, dtype=torch.int64))
+        scored = zip(*(each.tolist() for each in found), most, strict=True)
+        return [
+            TokenLogprobs(logprob, rank, TopLogprobs(ids[:k], values[:k]) if k else ())
+            for logprob, rank, ids, values, k in scored
+        ]
+
+    def likeliest(self, logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.arange(len(logits))
+        # The scored token itself, 0, is not needed.
+        _, _, ids, values = kernels.score_tokens(logits, rows, torch.zeros_like(rows), torch.full_like(rows, num_top))
+        return values, ids
+
+
+def _with_limits(masks: DrawMasks | None, batch: SamplingBatch, vocab: int) -> DrawMasks:
+    """Add a mask for each draw that is limited by `allowed_token_ids`."""
+    draws = np.flatnonzero(batch.records["limited"])
+    words = np.zeros((len(draws), -(-vocab // 32)), dtype=np.uint32)
+    for row, i in zip(words, draws.tolist(), strict=True):
+        limited = batch.states[i].allowed_words
+        assert limited is not None, "its record says that it is limited"
+        places, values = limited
+        inside = slice(int(places.searchsorted(len(row))))
+        row[places[inside]] = values[inside]
+    mask_of = np.full(len(batch), -1) if masks is None else masks.mask_of.copy()
+    mask_of[draws] = np.arange(len(draws)) + (0 if masks is None else len(masks.words))
+    return DrawMasks(words if masks is None else np.concatenate((masks.words, words)), mask_of)

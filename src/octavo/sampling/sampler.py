@@ -26,8 +26,7 @@ from octavo import kernels
 from octavo.errors import LogitsError
 from octavo.request import TokenLogprobs, TopLogprobs
 from octavo.sampling.batch import SamplingBatch
-from octavo.sampling.choice import Choice, DrawRows, TorchChoice, select
-from octavo.sampling.native_choice import NativeChoice
+from octavo.sampling.choice import Choice, DrawRows, NativeChoice, select
 from octavo.sampling.penalties import adjust
 from octavo.sampling.structured import StructuredDraws
 from octavo.scheduler.plan import Candidate, SamplingSnapshot, StepResult
@@ -62,7 +61,7 @@ def make_choice(device: torch.device) -> Choice:
         from octavo.sampling.triton_choice import TritonChoice
 
         return TritonChoice()
-    return NativeChoice() if device.type == "cpu" and kernels.available() else TorchChoice()
+    return NativeChoice() if device.type == "cpu" and kernels.available() else Choice()
 
 
 def warm_up_choice(vocab_size: int, device: torch.device) -> None:
@@ -81,7 +80,7 @@ class Sampler:
     """
 
     def __init__(self, choice: Choice | None = None) -> None:
-        self._choice = choice or TorchChoice()
+        self._choice = choice or Choice()
         self._structured = StructuredDraws(self._choice)
 
     @torch.inference_mode()

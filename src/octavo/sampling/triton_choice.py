@@ -1,6 +1,6 @@
 """Chooses tokens on a GPU, with one Triton kernel for the whole batch, which neither sorts nor waits for the host.
 
-It finds the same tokens as `TorchChoice` from the same random numbers, unless a number falls on a boundary between two
+It finds the same tokens as `Choice` from the same random numbers, unless a number falls on a boundary between two
 tokens, or a filter's cut on a token, because masses are summed in another order.
 
 A program of the kernel handles one row, and reads it once for each line:
@@ -24,11 +24,11 @@ import triton.language as tl
 from octavo.attention.triton.launch import INTERPRETED
 from octavo.request import TokenLogprobs
 from octavo.sampling.batch import SamplingBatch
-from octavo.sampling.choice import DrawMasks, DrawRows, TorchChoice, look_at, place, select, token_logprobs
+from octavo.sampling.choice import Choice, DrawMasks, DrawRows, look_at, place, select, token_logprobs
 from octavo.storage.device_copy import to_device
 
 
-class TritonChoice(TorchChoice):
+class TritonChoice(Choice):
     """A `Choice` whose draws are one kernel, which also applies masks; scoring uses torch, with one transfer."""
 
     def choose(
