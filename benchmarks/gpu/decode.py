@@ -24,9 +24,8 @@ from octavo.models.loader import expected_shapes
 from octavo.models.ops import LayerOps
 from octavo.models.weights import RawTensor
 from octavo.request import RequestId, SequenceId
-from octavo.runner.executor import Collect
 from octavo.runner.graphs import Capture
-from octavo.runner.runner import ModelRunner
+from octavo.runner.runner import Collect, ModelRunner
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import DRAWN, NewSequence, SamplingSnapshot, StepPlan
 from octavo.storage.arena import KVArena

@@ -18,7 +18,7 @@ from octavo.engine.core import EngineCore
 from octavo.engine.outputs import RequestOutput
 from octavo.errors import LogitsError
 from octavo.request import Request, RequestId
-from octavo.runner.executor import Collect
+from octavo.runner.runner import Collect
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.structured_outputs import StructuredOutputsParams
