@@ -103,6 +103,45 @@ void Decoder::execute(const DecoderStep&, const Multiply& product) {
     multiply(product.linear, rows_[product.source], out, shape.storage, product.epilogue);
 }
 
+// The heads of a token are rows that their products take apart, as those with experts do.
+void Decoder::execute(const DecoderStep&, const MultiplyHeads& product) {
+    const Matrix source = rows_[product.source];
+    const auto heads = static_cast<int64_t>(product.heads.size());
+    const int64_t element = element_bytes(shape.storage), tokens = source.rows;
+    const int64_t inputs = product.heads[0].weight.inputs, outputs = product.heads[0].weight.outputs;
+    const Matrix by_head{source.base + product.kept * element, tokens * heads, inputs,
+                         (product.kept + inputs) * element};
+    head_rows_.resize(tokens * heads);
+    head_begins_.resize(heads + 1);
+    for (int64_t head = 0; head <= heads; ++head) head_begins_[head] = head * tokens;
+    for (int64_t head = 0; head < heads; ++head)
+        for (int64_t token = 0; token < tokens; ++token)
+            head_rows_[head * tokens + token] = static_cast<int32_t>(token * heads + head);
+    const Matrix products = room(pairs_memory_, tokens * heads, outputs);
+    linear_by_expert(product.heads, shape.storage, by_head, {head_rows_.data(), head_begins_.data()},
+                     {products.base, products.stride, outputs, nullptr, shape.storage, kPlain}, exact);
+    const Matrix latent = product.latent ? rows_[*product.latent] : Matrix{};
+    const int64_t appended = product.latent ? 2 * latent.width - product.kept : 0;
+    const Matrix target = make(product.target, tokens, heads * (product.kept + outputs) + appended);
+    constexpr int64_t kTokensPerTask = 8;
+    parallel_for(static_cast<int>((tokens + kTokensPerTask - 1) / kTokensPerTask), [&](int task) {
+        for (int64_t token = task * kTokensPerTask; token < std::min(tokens, (task + 1) * kTokensPerTask); ++token) {
+            char* to = target.row(token);
+            const auto append = [&](const char* from, int64_t width) {
+                std::memcpy(to, from, width * element);
+                to += width * element;
+            };
+            for (int64_t head = 0; head < heads; ++head) {
+                append(by_head.row(token * heads + head) - product.kept * element, product.kept);
+                append(products.row(head * tokens + token), outputs);
+            }
+            if (!product.latent) continue;
+            append(latent.row(token), latent.width);
+            append(latent.row(token) + product.kept * element, latent.width - product.kept);
+        }
+    });
+}
+
 void Decoder::execute(const DecoderStep&, const Activate& activated) {
     activate(shape.storage, activated.activation, rows_[activated.place]);
 }
@@ -124,7 +163,7 @@ void Decoder::execute(const DecoderStep&, const ScaleBySigmoid& scaled) {
 // Experts multiply sorted pairs, and each row sums what its pairs gave in an order of its own.
 void Decoder::execute(const DecoderStep&, const Mix& mix) {
     const Matrix source = rows_[mix.source];
-    pairs_.choose(scores(mix.router, source), mix.router_bias, source.rows, static_cast<int>(mix.gate_up.size()),
+    pairs_.choose(scores(mix.router, source), mix.bias, source.rows, static_cast<int>(mix.gate_up.size()),
                   mix.choice);
     const Matrix inner = make(kInner, pairs_.count(), mix.gate_up[0].weight.outputs / 2, mix.inner);
     const Matrix outer = room(pairs_memory_, pairs_.count(), mix.down[0].weight.outputs);

@@ -64,6 +64,13 @@ struct Multiply {
     Epilogue epilogue;
     std::optional<Columns> columns;  // of the target, if other ranks compute the others
 };
+// Each head of the source: its first `kept` columns as they are, and the product of the others with a weight of its own.
+struct MultiplyHeads {
+    std::vector<BiasedWeight> heads;  // all of the same shape
+    Register source, target;
+    int64_t kept;
+    std::optional<Register> latent;  // appended whole, and again without its first `kept` columns
+};
 struct Activate {
     Register place;
     Activation activation;
@@ -81,7 +88,7 @@ struct ScaleBySigmoid {  // by the sigmoid of a product with one output
 };
 struct Mix {
     Linear router;
-    const float* router_bias;  // or null
+    const float* bias;  // of the router, or null
     ExpertChoice choice;
     std::vector<BiasedWeight> gate_up, down;  // of each expert
     Register source, target;
@@ -94,7 +101,7 @@ struct KeepRows {  // and forgets kQkv
 struct Gather {  // all ranks' columns, from here on
     Register place;
 };
-using Instruction = std::variant<Norm, Add, Scale, Multiply, Activate, Attend, ScaleBySigmoid, Mix, KeepRows,
+using Instruction = std::variant<Norm, Add, Scale, Multiply, MultiplyHeads, Activate, Attend, ScaleBySigmoid, Mix, KeepRows,
                                  Gather>;
 
 struct LayerCache {
@@ -172,6 +179,8 @@ class Decoder {
     Matrix sink_queries_ = {};  // [tokens][heads * key_dim]
     StreamBuffer<float> scores_;
     ExpertPairs pairs_;
+    std::vector<int32_t> head_rows_;
+    std::vector<int64_t> head_begins_;
     int64_t num_kept_ = 0;
 
     Matrix room(Buffer& buffer, int64_t count, int64_t width) const;
@@ -185,6 +194,7 @@ class Decoder {
     void execute(const DecoderStep& step, const Add& add);
     void execute(const DecoderStep& step, const Scale& scale);
     void execute(const DecoderStep& step, const Multiply& multiply);
+    void execute(const DecoderStep& step, const MultiplyHeads& multiply);
     void execute(const DecoderStep& step, const Activate& activate);
     void execute(const DecoderStep& step, const Attend& attend);
     void execute(const DecoderStep& step, const ScaleBySigmoid& scaled);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "thread_pool.h"
 
@@ -10,23 +11,53 @@ namespace {
 
 constexpr int64_t kRowsPerTask = 32;
 
-// The experts with the largest scores, and their weights.
-void choose_row(const float* scores, int num_experts, const ExpertChoice& choice, int32_t* experts, float* weights) {
-    int count = 0;
-    for (int expert = 0; expert < num_experts; ++expert) {
-        if (count == choice.active && !(scores[expert] > scores[experts[count - 1]])) continue;
-        int place = count < choice.active ? count++ : count - 1;
-        for (; place > 0 && scores[expert] > scores[experts[place - 1]]; --place) experts[place] = experts[place - 1];
-        experts[place] = expert;
+// The `most` largest of `count` numbers, the largest first; the first of equal ones is preferred.
+int largest(const float* numbers, int count, int most, int32_t* found) {
+    int num_found = 0;
+    for (int i = 0; i < count; ++i) {
+        if (num_found == most && !(numbers[i] > numbers[found[num_found - 1]])) continue;
+        int place = num_found < most ? num_found++ : num_found - 1;
+        for (; place > 0 && numbers[i] > numbers[found[place - 1]]; --place) found[place] = found[place - 1];
+        found[place] = i;
     }
-    const float largest = scores[experts[0]];
+    return num_found;
+}
+
+// Takes the experts outside the chosen groups out of the choice.
+void mask_groups(float* ranked, int num_experts, const ExpertChoice& choice) {
+    const int size = num_experts / choice.groups;
+    std::vector<float> best(choice.groups);
+    std::vector<int32_t> kept(choice.active_groups);
+    for (int group = 0; group < choice.groups; ++group) {
+        int32_t two[2];
+        const float* own = ranked + group * size;
+        const int count = largest(own, size, choice.corrected ? 2 : 1, two);
+        best[group] = own[two[0]] + (count > 1 ? own[two[1]] : 0.0f);
+    }
+    largest(best.data(), choice.groups, choice.active_groups, kept.data());
+    std::sort(kept.begin(), kept.end());
+    for (int group = 0; group < choice.groups; ++group)
+        if (!std::binary_search(kept.begin(), kept.end(), group))
+            std::fill_n(ranked + group * size, size, -std::numeric_limits<float>::infinity());
+}
+
+// The experts with the largest numbers in `ranked`, and their weights.
+void choose_row(const float* scores, const float* ranked, int num_experts, const ExpertChoice& choice,
+                int32_t* experts, float* weights) {
+    largest(ranked, num_experts, choice.active, experts);
     float sum = 0.0f;
-    for (int i = 0; i < choice.active; ++i) sum += weights[i] = std::exp(scores[experts[i]] - largest);
-    if (!choice.normalised) {
-        sum = 0.0f;
-        for (int expert = 0; expert < num_experts; ++expert) sum += std::exp(scores[expert] - largest);
+    if (choice.sigmoid) {
+        for (int i = 0; i < choice.active; ++i) sum += weights[i] = scores[experts[i]];
+        sum = choice.normalised ? sum + 1e-20f : 1.0f;
+    } else {
+        const float most = scores[experts[0]];
+        for (int i = 0; i < choice.active; ++i) sum += weights[i] = std::exp(scores[experts[i]] - most);
+        if (!choice.normalised) {
+            sum = 0.0f;
+            for (int expert = 0; expert < num_experts; ++expert) sum += std::exp(scores[expert] - most);
+        }
     }
-    for (int i = 0; i < choice.active; ++i) weights[i] /= sum;
+    for (int i = 0; i < choice.active; ++i) weights[i] = weights[i] / sum * choice.scale;
 }
 
 }  // namespace
@@ -38,11 +69,19 @@ void ExpertPairs::choose(float* scores, const float* bias, int64_t rows, int num
     experts_.resize(pairs);
     places_.resize(pairs);
     sources_.resize(pairs);
+    const bool copies = choice.corrected || choice.groups > 1;  // the choice and the weights look at different numbers
+    if (copies) ranked_.resize(rows * num_experts);
     parallel_for(static_cast<int>((rows + kRowsPerTask - 1) / kRowsPerTask), [&](int task) {
         for (int64_t row = task * kRowsPerTask; row < std::min(rows, (task + 1) * kRowsPerTask); ++row) {
             float* own = scores + row * num_experts;
-            for (int expert = 0; bias && expert < num_experts; ++expert) own[expert] += bias[expert];
-            choose_row(own, num_experts, choice, experts_.data() + row * active_, weights_.data() + row * active_);
+            float* ranked = copies ? ranked_.data() + row * num_experts : own;
+            for (int expert = 0; choice.sigmoid && expert < num_experts; ++expert)
+                own[expert] = 1.0f / (1.0f + std::exp(-own[expert]));
+            if (copies) std::copy_n(own, num_experts, ranked);
+            for (int expert = 0; bias && expert < num_experts; ++expert) ranked[expert] += bias[expert];
+            if (choice.groups > 1) mask_groups(ranked, num_experts, choice);
+            choose_row(own, ranked, num_experts, choice, experts_.data() + row * active_,
+                       weights_.data() + row * active_);
         }
     });
     begins_.assign(num_experts + 1, 0);

@@ -51,9 +51,9 @@ LayerKV layer_kv(const Tensor& key, const Tensor& value) {
     require(heads > 0 && block_size % 16 == 0 && block_size > 0,
             "block_size must be a multiple of 16, got " + std::to_string(block_size));
     require(value_dim % 16 == 0 && value_dim > 0 && value_dim <= kMaxHeadDim,
-            "value_dim must be a multiple of 16 and at most 256, got " + std::to_string(value_dim));
+            "value_dim must be a multiple of 16 and at most " + std::to_string(kMaxHeadDim) + ", got " + std::to_string(value_dim));
     require(key.shape[2] > 0 && key.shape[2] * pair <= kMaxHeadDim,
-            "key_dim must be at most 256, got " + std::to_string(key.shape[2] * pair));
+            "key_dim must be at most " + std::to_string(kMaxHeadDim) + ", got " + std::to_string(key.shape[2] * pair));
     LayerKV kv{};
     kv.key = key.base;
     kv.value = value.base;
@@ -148,7 +148,8 @@ LayerKV coded_layer_kv(const CodedArguments& keys, const CodedArguments& values,
     require(heads > 0 && block_size > 0, "a coded layer needs heads and tokens");
     for (const int dim : {kv.key_units, kv.value_dim})
         require(dim > 0 && dim % 16 == 0 && dim <= kMaxHeadDim,
-                "heads of coded layers must have a multiple of 16 and at most 256 dimensions, got " +
+                "heads of coded layers must have a multiple of 16 and at most " + std::to_string(kMaxHeadDim) +
+                    " dimensions, got " +
                     std::to_string(dim));
     require(value_code != kCodeInt4 || kv.value_dim % 32 == 0,
             "value_dim of int4 must be a multiple of 32, got " + std::to_string(kv.value_dim));

@@ -24,6 +24,9 @@ using LinearArguments = std::vector<PartArguments>;
 using CacheCopies = std::tuple<nb::object, nb::object, int, int, int>;
 using CacheArguments = std::tuple<nb::object, nb::object, int, int, std::optional<CacheCopies>>;
 
+// active, normalised, sigmoid, corrected, scale, groups, active_groups
+using ChoiceArguments = std::tuple<int, bool, bool, bool, float, int, int>;
+
 // The first column that this rank computes, and how many all ranks compute.
 using ColumnArguments = std::optional<std::pair<int64_t, int64_t>>;
 
@@ -78,7 +81,7 @@ class BoundDecoder {
         require(kv_heads > 0 && num_heads > 0 && num_heads % kv_heads == 0,
                 "query heads must be a multiple of KV heads");
         require(key_dim > 0 && key_dim <= kMaxHeadDim && value_dim > 0 && value_dim <= kMaxHeadDim,
-                "heads must have 1 to 256 dimensions");
+                "heads must have 1 to " + std::to_string(kMaxHeadDim) + " dimensions");
         require(attention_scale > 0, "attention_scale must be positive, got " + std::to_string(attention_scale));
         decoder_.shape = {dtype == "bfloat16" ? kBf16 : kF32,
                           hidden,
@@ -139,6 +142,31 @@ class BoundDecoder {
         decoder_.program.emplace_back(std::move(multiply));
     }
 
+    // heads: the product of each.
+    void add_heads(const LinearArguments& heads, const std::string& source, const std::string& target, int64_t kept,
+                   const std::optional<std::string>& latent) {
+        MultiplyHeads multiply{product(heads, "heads").parts, register_of(source), register_of(target), kept, {}};
+        const Weight& first = multiply.heads[0].weight;
+        const auto count = static_cast<int64_t>(multiply.heads.size());
+        require(kept >= 0, "a head cannot keep " + std::to_string(kept) + " columns");
+        require(multiply.source != multiply.target, "a product cannot replace its own input, " + source);
+        for (const BiasedWeight& one : multiply.heads)
+            require(one.weight.outputs == first.outputs && one.weight.inputs == first.inputs &&
+                        one.weight.format == first.format,
+                    "the products of heads must have the same shape and format");
+        contents_.check_width(multiply.source, count * (kept + first.inputs), "heads");
+        int64_t width = count * (kept + first.outputs);
+        if (latent) {
+            multiply.latent = register_of(*latent);
+            require(contents_.width(*multiply.latent) > kept &&
+                        contents_.kept(*multiply.latent) == contents_.kept(multiply.source),
+                    *latent + " has other rows than " + source + ", or too few columns");
+            width += 2 * contents_.width(*multiply.latent) - kept;
+        }
+        contents_.set(multiply.target, width, contents_.kept(multiply.source));
+        decoder_.program.emplace_back(std::move(multiply));
+    }
+
     void add_activation(const std::string& place, const std::string& activation) {
         const Activate activate{register_of(place), activation_of(activation)};
         contents_.width(activate.place);
@@ -172,20 +200,33 @@ class BoundDecoder {
     }
 
     // gate_up and down: the products of each expert.
-    void add_mixture(const LinearArguments& router, const nb::object& router_bias, int active, bool normalised,
+    void add_mixture(const LinearArguments& router, const nb::object& bias, const ChoiceArguments& choice,
                      const LinearArguments& gate_up, const LinearArguments& down, const std::string& source,
                      const std::string& target, const std::string& gate, const ColumnArguments& inner_columns,
                      const ColumnArguments& columns) {
         const int64_t experts = static_cast<int64_t>(gate_up.size());
-        Mix mix{product(router, "router"), nullptr,           {active, normalised},  product(gate_up, "experts").parts,
-                product(down, "experts").parts, register_of(source), register_of(target), epilogue_of(gate), {}, {}};
+        const auto [active, normalised, sigmoid, corrected, scale, groups, active_groups] = choice;
+        Mix mix{product(router, "router"),
+                nullptr,
+                {active, normalised, sigmoid, corrected, scale, groups, active_groups},
+                product(gate_up, "experts").parts,
+                product(down, "experts").parts,
+                register_of(source),
+                register_of(target),
+                epilogue_of(gate),
+                {},
+                {}};
         require(mix.epilogue != kPlain && mix.source != kInner && mix.target != kInner,
                 "experts are gated, and use the register inner themselves");
         require(mix.router.outputs() == experts && static_cast<int64_t>(mix.down.size()) == experts,
                 "a router of " + std::to_string(mix.router.outputs()) + " experts, and products of " +
                     std::to_string(experts) + " and " + std::to_string(mix.down.size()));
-        require(active >= 1 && active <= experts,
-                std::to_string(active) + " of " + std::to_string(experts) + " experts are active");
+        require(groups >= 1 && experts % groups == 0 && active_groups >= 1 && active_groups <= groups,
+                std::to_string(active_groups) + " of " + std::to_string(groups) + " groups of " +
+                    std::to_string(experts) + " experts are active");
+        require(active >= 1 && active <= experts / groups * active_groups,
+                std::to_string(active) + " of " + std::to_string(experts / groups * active_groups) +
+                    " experts are active");
         contents_.check_width(mix.source, mix.router.parts[0].weight.inputs, "router");
         contents_.check_width(mix.source, mix.gate_up[0].weight.inputs, "experts");
         require(mix.gate_up[0].weight.outputs % 32 == 0, "experts need a multiple of 16 gates");
@@ -204,7 +245,7 @@ class BoundDecoder {
             require(one.weight.outputs == hidden && one.weight.inputs == inner,
                     "an expert of [" + std::to_string(one.weight.outputs) + ", " + std::to_string(one.weight.inputs) +
                         "], not [" + std::to_string(hidden) + ", " + std::to_string(inner) + "]");
-        if (!router_bias.is_none()) mix.router_bias = floats(router_bias, "router_bias", experts);
+        if (!bias.is_none()) mix.bias = floats(bias, "router bias", experts);
         contents_.set(kInner, 0, false);
         set(mix.target, hidden, contents_.kept(mix.source), mix.columns);
         decoder_.program.emplace_back(std::move(mix));
@@ -583,11 +624,12 @@ void bind_decoder(nb::module_& m) {
         .def("scale", &BoundDecoder::add_scale, "place"_a, "factor"_a)
         .def("multiply", &BoundDecoder::add_product, "parts"_a, "source"_a, "target"_a, "gate"_a,
              "columns"_a.none() = nb::none())
+        .def("multiply_heads", &BoundDecoder::add_heads, "heads"_a, "source"_a, "target"_a, "kept"_a, "latent"_a.none())
         .def("activate", &BoundDecoder::add_activation, "place"_a, "activation"_a)
         .def("attend", &BoundDecoder::add_attention, "rotation"_a, "query_norm"_a.none(), "key_norm"_a.none(),
              "sinks"_a.none(), "columns"_a.none() = nb::none())
         .def("scale_by_sigmoid", &BoundDecoder::add_scale_by_sigmoid, "parts"_a, "source"_a, "place"_a)
-        .def("mix", &BoundDecoder::add_mixture, "router"_a, "router_bias"_a.none(), "active"_a, "normalised"_a,
+        .def("mix", &BoundDecoder::add_mixture, "router"_a, "bias"_a.none(), "choice"_a,
              "gate_up"_a, "down"_a, "source"_a, "target"_a, "gate"_a, "inner_columns"_a.none() = nb::none(),
              "columns"_a.none() = nb::none())
         .def("gather", &BoundDecoder::add_gather, "place"_a)

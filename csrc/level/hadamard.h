@@ -17,7 +17,7 @@ struct HadamardTables {
         for (int i = 0; i < 16; ++i)
             for (int j = 0; j < 16; ++j)
                 rows[i][j] = __builtin_popcount(static_cast<unsigned>(i & j)) % 2 ? -1.0f : 1.0f;
-        for (int i = 0; i < kMaxHeadDim; ++i) signs[i] = kSignBits[i / 32] >> i % 32 & 1 ? -1.0f : 1.0f;
+        for (int i = 0; i < kMaxHeadDim; ++i) signs[i] = kSignBits[i / 32 % 8] >> i % 32 & 1 ? -1.0f : 1.0f;
     }
 };
 constexpr HadamardTables kHadamard;

@@ -156,6 +156,7 @@ class Decoder:
     def multiply(
         self, parts: list[_Part], source: str, target: str, gate: str, columns: _Columns | None = None
     ) -> None: ...
+    def multiply_heads(self, heads: list[_Part], source: str, target: str, kept: int, latent: str | None) -> None: ...
     def activate(self, place: str, activation: str) -> None: ...
     def attend(
         self,
@@ -169,9 +170,8 @@ class Decoder:
     def mix(
         self,
         router: list[_Part],
-        router_bias: Tensor | None,
-        active: int,
-        normalised: bool,
+        bias: Tensor | None,
+        choice: tuple[int, bool, bool, bool, float, int, int],
         gate_up: list[_Part],
         down: list[_Part],
         source: str,

@@ -140,9 +140,8 @@ def test_sliding_windows_say_what_they_save(plan: Callable[..., Any]) -> None:
 
 def test_deepseek_says_how_it_is_counted(plan: Callable[..., Any]) -> None:
     answer = plan("deepseek-v3", "--context", 4096)
-    assert answer["kv_bytes_per_token"] == 61 * 128 * (192 + 128) * 2
-    assert any("expanded from the latents" in note for note in answer["notes"])
-    assert any("68.62 KiB a token" in note for note in answer["notes"])
+    assert answer["kv_bytes_per_token"] == 61 * (512 + 64 + 512) * 2
+    assert any("that all 128 heads share" in note for note in answer["notes"])
 
 
 def test_the_default_is_the_packaged_model(plan: Callable[..., Any]) -> None:

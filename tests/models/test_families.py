@@ -19,6 +19,45 @@ from octavo.models.native_decoder import NativeDecoder, make_decoder
 from tests.models.paged import assert_same_logits, paged_logits, random_sequences, whole_logits
 from tests.models.tiny import make_model, write_gguf
 
+# DeepSeek's latent attention, and experts in all layers but the first.
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "initializer_range": 0.2,
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+_LATENT_KEYS: dict[str, Any] = {
+    "deepseek2.attention.kv_lora_rank": 32,
+    "deepseek2.rope.dimension_count": 16,
+    "deepseek2.expert_count": 6,
+    "deepseek2.expert_used_count": 3,
+    "deepseek2.leading_dense_block_count": 1,
+}
+_SIGMOID_KEYS: dict[str, Any] = {
+    "deepseek2.attention.q_lora_rank": 48,
+    "deepseek2.attention.key_length_mla": 32,
+    "deepseek2.attention.value_length_mla": 32,
+    "deepseek2.expert_gating_func": 2,
+    "deepseek2.expert_weights_norm": True,
+}
+
 # Fields of the family's configuration, and what llama.cpp's converter writes of them under GGUF's keys.
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Llama": ({}, {}),
@@ -84,6 +123,51 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "granitemoe.logit_scale": 4.0,
             "granitemoe.expert_count": 6,
             "granitemoe.expert_used_count": 2,
+        },
+    ),
+    "DeepseekV2": (
+        _LATENT | {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.0},
+        _LATENT_KEYS
+        | {
+            "deepseek2.attention.key_length": 32,
+            "deepseek2.attention.value_length": 32,
+            "deepseek2.expert_group_count": 3,
+            "deepseek2.expert_group_used_count": 2,
+            "deepseek2.expert_weights_scale": 2.0,
+            "deepseek2.expert_weights_norm": False,
+        },
+    ),
+    "DeepseekV3": (
+        _LATENT | {"q_lora_rank": 48, "n_group": 3, "topk_group": 2, "rope_parameters": _YARN},
+        _LATENT_KEYS
+        | _SIGMOID_KEYS
+        | {
+            "deepseek2.expert_group_count": 3,
+            "deepseek2.expert_group_used_count": 2,
+            "deepseek2.expert_weights_scale": 2.5,
+            "deepseek2.rope.scaling.yarn_log_multiplier": 0.1,
+        },
+    ),
+    "Glm4MoeLite": (
+        _LATENT | {"q_lora_rank": 48, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+        _LATENT_KEYS | _SIGMOID_KEYS | {"deepseek2.expert_weights_scale": 1.8},
+    ),
+    "Glm4Moe": (
+        {
+            "head_dim": 16,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+        },
+        {
+            "glm4moe.expert_count": 6,
+            "glm4moe.expert_used_count": 3,
+            "glm4moe.expert_gating_func": 2,
+            "glm4moe.expert_weights_norm": True,
+            "glm4moe.leading_dense_block_count": 1,
+            "glm4moe.rope.dimension_count": 8,
         },
     ),
     "Starcoder2": ({"sliding_window": 9}, {"starcoder2.attention.sliding_window": 9}),

@@ -22,7 +22,12 @@ with contextlib.suppress(ImportError):
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 # Of the families that llama.cpp calls otherwise.
-GGUF_NAMES = {"Mistral": "llama", "Mixtral": "llama", "GptOss": "gpt-oss"}
+GGUF_NAMES = {
+    "Mistral": "llama",
+    "Mixtral": "llama",
+    "GptOss": "gpt-oss",
+    **dict.fromkeys(("DeepseekV2", "DeepseekV3", "Glm4MoeLite"), "deepseek2"),
+}
 CONFIG_CLASSES = {"Gemma3": "Gemma3TextConfig"}  # of the families whose name another configuration has
 # Which architectures' rows of q and k llama.cpp's converter reorders for interleaved rotation.
 REORDERED = ("llama", "granite", "granitemoe", "smollm3")
@@ -66,6 +71,9 @@ def make_model(family: str, **overrides: Any) -> Any:
                 tensor.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 tensor.normal_()
+        for name, tensor in model.named_buffers():
+            if name.endswith("correction_bias"):
+                tensor.normal_(std=0.1)
     return model
 
 
@@ -170,6 +178,11 @@ def write_gguf(
         stem, kind = name.rsplit(".", 1)
         gguf_name = f"{names.get_name(stem)}.{kind}"
         values = tensor.numpy()
+        if "kv_b_proj" in name and family != "DeepseekV2":  # as llama.cpp writes it since it caches latents
+            heads = values.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+            keys, values = np.split(heads, [config.qk_nope_head_dim], axis=1)
+            _add_tensor(writer, gguf_name.replace("kv_b", "k_b"), keys.swapaxes(1, 2), quantization)
+            gguf_name = gguf_name.replace("kv_b", "v_b")
         if stated in REORDERED and "q_proj" in name:
             values = _interleave(values, config.num_attention_heads)
         elif stated in REORDERED and "k_proj" in name:
@@ -197,6 +210,8 @@ def _unfused(tensors: Mapping[str, torch.Tensor], *, transposed: bool) -> dict[s
         stem, _, part = name.rpartition(".")
         if part == "sinks":
             name = f"{name}.weight"
+        if part == "e_score_correction_bias":
+            name = f"{stem}.e_score_correction.bias"
         if not stem.endswith("experts"):
             unfused[name] = tensor
             continue

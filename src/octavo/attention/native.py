@@ -13,7 +13,6 @@ from octavo.storage.layer_kv import LayerKV
 from octavo.storage.recent_kv import RecentKV, without_copies
 
 _TILE = 16  # tokens or dimensions per vector register
-_MAX_HEAD_DIM = 256
 # Supported codes of keys and of values.
 _PAIRS = {(code, code) for code in ("fp8_e4m3", "fp8_e5m2", "int8", "int4")} | {("int8", "int4")}
 
@@ -38,8 +37,9 @@ class NativeAttention(AttentionBackend):
     def supports(kv: LayerKV) -> bool:
         """Whether the kernels support a layer: bfloat16 or float32 on the CPU, or a supported codec.
 
-        Block sizes and value heads must be multiples of 16, and heads at most 256. The codecs are fp8_e4m3, fp8_e5m2,
-        int8, k8v4 and int4; with these, key heads must be multiples of 16 too, and value heads in int4 multiples of 32.
+        Block sizes and value heads must be multiples of 16, and heads at most `kernels.MAX_HEAD_DIM`. The codecs
+        are fp8_e4m3, fp8_e5m2, int8, k8v4 and int4; with these, key heads must be multiples of 16 too, and value heads
+        in int4 multiples of 32.
         """
         if isinstance(kv, RecentKV):
             return _supports_codes(kv.own) and _supports_codes(kv.copies)
@@ -54,7 +54,7 @@ class NativeAttention(AttentionBackend):
             and (kv.key.dtype, kv.pair) in ((torch.bfloat16, 2), (torch.float32, 1))
             and kv.block_size % _TILE == 0
             and value_dim % _TILE == 0
-            and max(key_dim, value_dim) <= _MAX_HEAD_DIM
+            and max(key_dim, value_dim) <= kernels.MAX_HEAD_DIM
         )
 
     def attend(
@@ -123,5 +123,5 @@ def _supports_codes(kv: CodedKV) -> bool:
         and not kv.by_tokens
         and kv.keys.dim % _TILE == 0
         and kv.values.dim % multiple == 0
-        and max(kv.keys.dim, kv.values.dim) <= _MAX_HEAD_DIM
+        and max(kv.keys.dim, kv.values.dim) <= kernels.MAX_HEAD_DIM
     )

@@ -33,6 +33,9 @@ class Experts(NamedTuple):
         normalised: see `ExpertsConfig`; None if `norm_topk_prob` says so, and in GGUF files `gguf_normalised`.
         bias: whether router and experts have biases.
         shared_width: the key of the shared expert's intermediate size, if there is one; it has a gate.
+        scoring, corrected: see `ExpertsConfig`.
+        deepseek: whether the configuration states groups, a factor of the weights, shared experts of the same width
+            without a gate, and dense layers, under DeepSeek's keys.
     """
 
     width: str
@@ -44,6 +47,9 @@ class Experts(NamedTuple):
     shared_width: str = ""
     default_width: int | None = None
     default_shared_width: int | None = None
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    corrected: bool = False
+    deepseek: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +69,7 @@ class NativeArchitecture:
         unrotated: layers without rotary embedding: "listed" (`no_rope_layers`, or every fourth) or "full_attention".
         partial_rotary: the part of a head that rotates if `partial_rotary_factor` says nothing else; None: all of it,
             and the factor is not one of this family's.
+        latent: whether keys and values are projected from a latent, see `LatentConfig`.
         experts: the mixture of experts in each layer, if there is one.
         activation: of the MLP, whatever the configuration says; see `NATIVE_ACTIVATIONS`.
         yarn_truncates: see `RopeConfig.truncate`; of GGUF files, which do not say it.
@@ -87,6 +94,7 @@ class NativeArchitecture:
     windowed: Literal["always", "by_layer", "never"] | int = "never"
     unrotated: Literal["listed", "full_attention", "none"] = "none"
     partial_rotary: float | None = None
+    latent: bool = False
     experts: Experts | None = None
     activation: str | None = None
     yarn_truncates: bool = True
@@ -118,6 +126,7 @@ _GRANITE_MOE_NAMES = {
     "expert_up": "block_sparse_moe.input_linear[*,half:]",
     "expert_down": "block_sparse_moe.output_linear[*]",
 }
+_DEEPSEEK_NAMES = {f"shared_{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
 _GRANITE_SCALARS = {
     "attention_scale": Scalar("attention_multiplier", "attention.scale", default=1.0),
     "embedding_scale": Scalar("embedding_multiplier", "embedding_scale"),
@@ -125,6 +134,10 @@ _GRANITE_SCALARS = {
     "logits_scale": Scalar("logits_scaling", "logit_scale", power=-1.0),
 }
 _GEMMA_NAMES = TensorNames({"mlp_norm": "pre_feedforward_layernorm"})
+_LATENT_NAMES = TensorNames(_DEEPSEEK_NAMES, fused=frozenset(("kv_b",)))
+_SIGMOID_EXPERTS = Experts(
+    "moe_intermediate_size", 256, 8, None, default_width=2048, scoring="sigmoid", corrected=True, deepseek=True
+)
 
 NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
     "LlamaForCausalLM": NativeArchitecture(
@@ -389,6 +402,52 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         scalars=_GRANITE_SCALARS,
         default_bos=1,
         default_eos=2,
+    ),
+    "DeepseekV2ForCausalLM": NativeArchitecture(
+        model_type="deepseek_v2",
+        gguf_name="deepseek2",
+        names=_LATENT_NAMES,
+        bias_option="all",
+        mlp_bias_option="mlp_bias",
+        rotary_interleaved="both",
+        latent=True,
+        experts=Experts("moe_intermediate_size", 64, 6, False, False, default_width=1407, deepseek=True),
+        default_bos=1,
+        default_eos=2,
+    ),
+    "DeepseekV3ForCausalLM": NativeArchitecture(
+        model_type="deepseek_v3",
+        gguf_name="deepseek2",
+        names=_LATENT_NAMES,
+        bias_option="all",
+        rotary_interleaved="both",
+        latent=True,
+        experts=_SIGMOID_EXPERTS,
+        default_bos=0,
+        default_eos=1,
+    ),
+    "Glm4MoeForCausalLM": NativeArchitecture(
+        model_type="glm4_moe",
+        gguf_name="glm4moe",
+        layer=LayerDescription(qk_norm="head"),
+        names=TensorNames(_DEEPSEEK_NAMES),
+        bias_option="qkv",
+        partial_rotary=0.5,
+        experts=_SIGMOID_EXPERTS._replace(default_count=128, default_width=1408),
+        default_kv_heads=8,
+        default_eps=1e-5,
+    ),
+    "Glm4MoeLiteForCausalLM": NativeArchitecture(
+        model_type="glm4_moe_lite",
+        gguf_name="deepseek2",
+        names=_LATENT_NAMES,
+        bias_option="all",
+        rotary_interleaved="both",
+        latent=True,
+        experts=_SIGMOID_EXPERTS._replace(default_count=64, default_active=4, default_width=1536),
+        default_bos=0,
+        default_eos=1,
+        default_eps=1e-5,
     ),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,14 @@ import gguf
 from octavo.checkpoint.config_fields import MOST_SIZE
 from octavo.checkpoint.families import NATIVE_ARCHITECTURES, NativeArchitecture
 from octavo.checkpoint.gguf_file import GGUFFile
-from octavo.checkpoint.model_config import ExpertsConfig, ModelConfig, RopeConfig, yarn_attention_factor
+from octavo.checkpoint.model_config import (
+    ExpertsConfig,
+    LatentConfig,
+    LayerDescription,
+    ModelConfig,
+    RopeConfig,
+    yarn_attention_factor,
+)
 from octavo.checkpoint.tensor_names import TensorNames
 from octavo.errors import CorruptModelError, UnsupportedModelError
 
@@ -21,7 +29,10 @@ def tensor_names(file: GGUFFile) -> TensorNames:
     Raises:
         UnsupportedModelError: the native decoder does not run it.
     """
-    return _native(file)[1].names
+    names = _native(file)[1].names
+    if "blk.0.attn_k_b.weight" in file.tensors:  # since llama.cpp caches latents, their projections are apart
+        names = replace(names, fused=names.fused - {"kv_b"})
+    return names
 
 
 def gguf_model_config(file: GGUFFile) -> ModelConfig:
@@ -43,11 +54,21 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
         raise CorruptModelError(
             f"{file.path} states a {stated}.block_count of {num_layers}, but holds no tensor {last}"
         )
+    num_kv_heads, value_dim = (
+        meta.uniform("attention.head_count_kv", num_heads),
+        meta.uniform("attention.value_length", head_dim),
+    )
+    scalars = _scalars(meta, native, num_layers, num_heads, hidden_size)
+    rotary_dim = head_dim
+    if (latent := _latent(meta, native)) is not None:
+        scalars["attention_scale"] = _latent_scale(meta, latent)
+        num_kv_heads, rotary_dim = 1, latent.rotary_dim
+        head_dim, value_dim = rotary_dim + latent.rank, latent.rank
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CorruptModelError(f"{file.path} holds no matrix token_embd.weight")
     windows = _windows(meta, native, num_layers)
-    ropes = _layer_ropes(file, meta, native, head_dim, windows)
+    ropes = _layer_ropes(file, meta, native, rotary_dim, windows)
     return ModelConfig(
         architecture=name,
         vocab_size=embedding.shape[0],
@@ -55,24 +76,25 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
         intermediate_size=meta.uniform("feed_forward_length", *([experts.intermediate_size] if experts else ())),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=meta.uniform("attention.head_count_kv", num_heads),
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        value_dim=meta.uniform("attention.value_length", head_dim),
+        value_dim=value_dim,
         max_position_embeddings=meta.uniform("context_length"),
-        rope=next((rope for rope in reversed(ropes) if rope), RopeConfig(rotary_dim=head_dim)),
+        rope=next((rope for rope in reversed(ropes) if rope), RopeConfig(rotary_dim=rotary_dim)),
         norm_eps=meta.get(f"attention.layer_norm{'' if native.layer.norm == 'layer' else '_rms'}_epsilon"),
         hidden_act=native.activation or native.default_act,
         qkv_bias="blk.0.attn_q.bias" in file.tensors or "blk.0.attn_qkv.bias" in file.tensors,
         output_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_up.bias" in file.tensors,
         tie_word_embeddings="output.weight" not in file.tensors,
-        layer=native.layer if meta.get("use_parallel_residual", True) else replace(native.layer, parallel=None),
-        names=native.names,
+        layer=_layer(meta, native),
+        names=tensor_names(file),
         layer_windows=windows,
         layer_ropes=tuple(ropes),
         rotary_interleaved=native.rotary_interleaved != "none",
         experts=experts,
-        **_scalars(meta, native, num_layers, num_heads, hidden_size),
+        latent=latent,
+        **scalars,
         dtype=_dtype(file),
         bos_token_id=file.get("tokenizer.ggml.bos_token_id", None),
         eos_token_ids=gguf_eos_token_ids(file),
@@ -114,8 +136,11 @@ class _Keys:
 def _native(file: GGUFFile) -> tuple[str, NativeArchitecture]:
     stated = file.get("general.architecture")
     mixture = bool(file.get(f"{stated}.expert_count", 0))
+    scoring = {1: "softmax", 2: "sigmoid"}.get(file.get(f"{stated}.expert_gating_func", 0))
     for name, native in NATIVE_ARCHITECTURES.items():
-        if native.gguf_name == stated and (native.experts is not None) == mixture:
+        if native.gguf_name != stated or (native.experts is not None) != mixture:
+            continue
+        if native.experts is None or scoring in (None, native.experts.scoring):
             return name, native
     stated = f"{stated} with experts" if mixture else stated
     supported = sorted({native.gguf_name for native in NATIVE_ARCHITECTURES.values()})
@@ -129,14 +154,14 @@ def _experts(meta: _Keys, native: NativeArchitecture) -> ExpertsConfig | None:
     """Return the mixture of experts, with the sizes of its tensors, since not all files state them."""
     if native.experts is None:
         return None
-    path, tensors = meta.file.path, meta.file.tensors
-    gates = tensors.get("blk.0.ffn_gate_exps.weight")
+    path, tensors, family = meta.file.path, meta.file.tensors, native.experts
+    dense_layers = int(meta.get("leading_dense_block_count", 0)) if family.deepseek else 0
+    name = f"blk.{dense_layers}.ffn_gate_exps.weight"
+    gates = tensors.get(name)
     if gates is None or len(gates.shape) != 3:
-        raise UnsupportedModelError(
-            f"{path} does not hold its experts in one tensor, blk.0.ffn_gate_exps.weight: convert the model again"
-        )
-    shared = tensors.get("blk.0.ffn_gate_shexp.weight")
-    if (shared is None) == bool(native.experts.shared_width):
+        raise UnsupportedModelError(f"{path} does not hold its experts in one tensor, {name}: convert the model again")
+    shared = tensors.get(f"blk.{dense_layers}.ffn_gate_shexp.weight")
+    if not family.deepseek and (shared is None) == bool(family.shared_width):
         raise UnsupportedModelError(
             f"{path}: {meta.prefix} {'without' if shared is None else 'with'} a shared expert is not supported"
         )
@@ -144,11 +169,48 @@ def _experts(meta: _Keys, native: NativeArchitecture) -> ExpertsConfig | None:
         count=gates.shape[0],
         active=meta.uniform("expert_used_count"),
         intermediate_size=gates.shape[1],
-        bias=native.experts.bias,
-        normalised=native.experts.gguf_normalised,
+        bias=family.bias,
+        scoring=family.scoring,
+        corrected=family.corrected,
+        normalised=bool(meta.get("expert_weights_norm", family.gguf_normalised)),
+        scale=float(meta.get("expert_weights_scale", 1.0)) or 1.0,
+        groups=int(meta.get("expert_group_count", 1)) or 1,
+        active_groups=int(meta.get("expert_group_used_count", 1)) or 1,
         shared_intermediate_size=0 if shared is None else shared.shape[0],
-        shared_gate=shared is not None,
+        shared_gate=shared is not None and not family.deepseek,
+        dense_layers=dense_layers,
     )
+
+
+def _latent(meta: _Keys, native: NativeArchitecture) -> LatentConfig | None:
+    if not native.latent:
+        return None
+    rotary_dim = meta.uniform("rope.dimension_count")
+    key, value = (meta.get(f"attention.{part}_length_mla", None) for part in ("key", "value"))
+    return LatentConfig(
+        rank=meta.uniform("attention.kv_lora_rank"),
+        rotary_dim=rotary_dim,
+        plain_dim=(key or meta.uniform("attention.key_length")) - rotary_dim,
+        value_dim=value or meta.uniform("attention.value_length"),
+        query_rank=int(meta.get("attention.q_lora_rank", 0)),
+    )
+
+
+def _latent_scale(meta: _Keys, latent: LatentConfig) -> float:
+    factor = 1.0
+    if meta.get("rope.scaling.type", "none") == "yarn":
+        stretch = float(meta.get("rope.scaling.factor", 1.0))
+        factor += float(meta.get("rope.scaling.yarn_log_multiplier", 0.0)) * math.log(stretch)
+    return float((latent.rotary_dim + latent.plain_dim) ** -0.5 * factor * factor)
+
+
+def _layer(meta: _Keys, native: NativeArchitecture) -> LayerDescription:
+    layer = native.layer
+    if not meta.get("use_parallel_residual", True):
+        layer = replace(layer, parallel=None)
+    if layer.qk_norm == "head" and "blk.0.attn_q_norm.weight" not in meta.file.tensors:
+        layer = replace(layer, qk_norm="none")
+    return layer
 
 
 def _scalars(
@@ -215,7 +277,9 @@ def _rope(file: GGUFFile, meta: _Keys, native: NativeArchitecture, head_dim: int
             "beta_slow": float(meta.get("rope.scaling.yarn_beta_slow", 1.0)),
             "truncate": native.yarn_truncates,
             "original_max_position": meta.uniform("rope.scaling.original_context_length"),
-            "attention_factor": float(meta.get("rope.scaling.attn_factor", 1.0)) * yarn_attention_factor(factor),
+            # Latent attention scales its scores instead.
+            "attention_factor": float(meta.get("rope.scaling.attn_factor", 1.0))
+            * (1.0 if native.latent else yarn_attention_factor(factor)),
         }
     return RopeConfig(
         theta=float(meta.get("rope.freq_base", 10000.0)),

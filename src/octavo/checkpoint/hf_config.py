@@ -18,6 +18,7 @@ from octavo.checkpoint.model_config import (
     NATIVE_ACTIVATIONS,
     NATIVE_ROPE_KINDS,
     ExpertsConfig,
+    LatentConfig,
     LayerDescription,
     ModelConfig,
     RopeConfig,
@@ -79,15 +80,22 @@ def _model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
     num_heads = fields.size("num_attention_heads")
     hidden_size = fields.size("hidden_size")
     head_dim, value_dim = _head_dims(fields, native, hidden_size, num_heads)
+    num_kv_heads, rotary_dim = _num_kv_heads(fields, native, num_heads), head_dim
+    latent = _latent(fields) if native and native.latent and reason is None else None
+    scalars = _scalars(fields, native, hidden_size) if native else {}
+    if latent is not None:
+        scalars["attention_scale"] = _latent_scale(fields, latent)
+        num_kv_heads, rotary_dim = 1, latent.rotary_dim
+        head_dim, value_dim = rotary_dim + latent.rank, latent.rank
     num_layers = fields.size("num_hidden_layers")
     if num_layers > _MOST_LAYERS:
         raise CorruptModelError(f"{path}: num_hidden_layers is {num_layers}, and at most {_MOST_LAYERS} are accepted")
     windows = _layer_windows(fields, native, num_layers)
     max_position = fields.size("max_position_embeddings", default=2048)
     biased = _biased(fields, native)
-    ropes: list[RopeConfig | None] = [RopeConfig(rotary_dim=head_dim)] * num_layers
+    ropes: list[RopeConfig | None] = [RopeConfig(rotary_dim=rotary_dim)] * num_layers
     if reason is None:
-        ropes = _layer_ropes(fields, native, head_dim, max_position, windows)
+        ropes = _layer_ropes(fields, native, rotary_dim, max_position, windows)
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.size("vocab_size"),
@@ -95,25 +103,28 @@ def _model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
         intermediate_size=fields.size("intermediate_size", default=None if native else 4 * hidden_size),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=_num_kv_heads(fields, native, num_heads),
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         value_dim=value_dim,
         max_position_embeddings=max_position,
-        rope=next((rope for rope in reversed(ropes) if rope), RopeConfig(rotary_dim=head_dim)),
+        rope=next((rope for rope in reversed(ropes) if rope), RopeConfig(rotary_dim=rotary_dim)),
         norm_eps=float(fields.get("rms_norm_eps", native.default_eps if native else 1e-6)),
         hidden_act=_activation(fields, native),
         qkv_bias="qkv" in biased or "all" in biased,
         output_bias="all" in biased,
         mlp_bias=_mlp_bias(fields, native),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", native is None or native.default_tied)),
-        layer=_layer(native, bool(fields.get("use_parallel_residual", True))),
+        layer=_layer(native, fields),
         names=native.names if native else TensorNames(),
         layer_windows=windows,
         layer_ropes=tuple(ropes),
-        rotary_interleaved=native is not None and native.rotary_interleaved == "both",
+        rotary_interleaved=native is not None
+        and native.rotary_interleaved == "both"
+        and bool(fields.get("rope_interleave", True)),
         qkv_by_head=native is not None and native.qkv_by_head,
-        experts=_experts(fields, native),
-        **(_scalars(fields, native, hidden_size) if native else {}),
+        experts=_experts(fields, native, num_layers),
+        latent=latent,
+        **scalars,
         dtype=_dtype(fields, folder),
         bos_token_id=_first_id(fields.get("bos_token_id", native.default_bos if native else None)),
         eos_token_ids=_eos_token_ids(fields, native, folder),
@@ -181,6 +192,11 @@ def _why_not_native(fields: ConfigFields, architecture: str, native: NativeArchi
     unread = _unread_quantization(quantization)
     if quantization and unread and not only_kv_cache_scheme(quantization):
         return f"weights quantised by {unread}"
+    kinds = fields.get("mlp_layer_types") or ()
+    if "dense" in kinds and "sparse" in kinds[: kinds.index("dense")]:
+        return "dense layers between those with experts"
+    if native.latent and fields.get("topk_method", "greedy") not in ("greedy", "group_limited_greedy", "noaux_tc"):
+        return f"experts chosen by {fields.get('topk_method')!r}"
     if native.experts and (fields.get("mlp_only_layers") or fields.get("decoder_sparse_step", 1) != 1):
         return "experts in some layers only"
     if (fields.get("swiglu_limit", 7.0), fields.get("swiglu_alpha", 1.702)) != (7.0, 1.702):
@@ -251,9 +267,13 @@ def _mlp_bias(fields: ConfigFields, native: NativeArchitecture | None) -> bool:
     return (native is not None and native.biased == "mlp") or bool(key and fields.get(key, key == "use_bias"))
 
 
-def _layer(native: NativeArchitecture | None, parallel: bool) -> LayerDescription:
+def _layer(native: NativeArchitecture | None, fields: ConfigFields) -> LayerDescription:
     layer = native.layer if native else LayerDescription()
-    return layer if parallel else replace(layer, parallel=None)
+    if not fields.get("use_parallel_residual", True):
+        layer = replace(layer, parallel=None)
+    if not fields.get("use_qk_norm", True):
+        layer = replace(layer, qk_norm="none")
+    return layer
 
 
 def _activation(fields: ConfigFields, native: NativeArchitecture | None) -> str:
@@ -272,22 +292,60 @@ def _scalars(fields: ConfigFields, native: NativeArchitecture, hidden_size: int)
     return {"embedding_scale": hidden_size**0.5, **found} if native.scales_embedding else found
 
 
-def _experts(fields: ConfigFields, native: NativeArchitecture | None) -> ExpertsConfig | None:
+def _latent(fields: ConfigFields) -> LatentConfig:
+    ranked = fields.content.get("q_lora_rank", 1536) is not None
+    return LatentConfig(
+        rank=fields.size("kv_lora_rank", default=512),
+        rotary_dim=fields.size("qk_rope_head_dim", default=64),
+        plain_dim=fields.size("qk_nope_head_dim", default=128),
+        value_dim=fields.size("v_head_dim", default=128),
+        query_rank=fields.size("q_lora_rank", default=1536) if ranked else 0,
+    )
+
+
+def _latent_scale(fields: ConfigFields, latent: LatentConfig) -> float:
+    """Return what the scores of latent attention are multiplied by."""
+    rope = fields.rope()
+    factor = 1.0
+    if rope["rope_type"] != "default" and (mscale := rope.get("mscale_all_dim")):
+        factor = yarn_attention_factor(float(rope["factor"]), float(mscale))
+    return float((latent.rotary_dim + latent.plain_dim) ** -0.5 * factor * factor)
+
+
+def _experts(fields: ConfigFields, native: NativeArchitecture | None, num_layers: int) -> ExpertsConfig | None:
     if native is None or native.experts is None:
         return None
     family = native.experts
-    stated, shared_width = bool(fields.get("norm_topk_prob", False)), 0
+    stated, shared_width = bool(fields.get("norm_topk_prob", family.deepseek)), 0
+    width = fields.size(family.width, family.default_width)
     if family.shared_width:
         shared_width = fields.size(family.shared_width, family.default_shared_width)
+    if family.deepseek:
+        shared_width = width * fields.size("n_shared_experts", 1, minimum=0)
+    grouped = family.deepseek and fields.get("topk_method") != "greedy"
     return ExpertsConfig(
         count=fields.size("num_experts", family.default_count),
         active=fields.size("num_experts_per_tok", family.default_active),
-        intermediate_size=fields.size(family.width, family.default_width),
+        intermediate_size=width,
         bias=family.bias,
+        scoring=family.scoring,
+        corrected=family.corrected,
         normalised=stated if family.normalised is None else family.normalised,
+        scale=float(fields.get("routed_scaling_factor") or 1.0) if family.deepseek else 1.0,
+        groups=fields.size("n_group", 1) if grouped else 1,
+        active_groups=fields.size("topk_group", 1) if grouped else 1,
         shared_intermediate_size=shared_width,
         shared_gate=bool(family.shared_width),
+        dense_layers=_dense_layers(fields, num_layers) if family.deepseek else 0,
     )
+
+
+def _dense_layers(fields: ConfigFields, num_layers: int) -> int:
+    """Return how many of the first layers have an MLP, where the others have experts."""
+    kinds = fields.get("mlp_layer_types")
+    if kinds is None:
+        return min(num_layers, fields.size("first_k_dense_replace", 0, minimum=0))
+    return kinds.index("sparse") if "sparse" in kinds else num_layers
 
 
 def _layer_ropes(

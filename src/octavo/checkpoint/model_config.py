@@ -53,30 +53,74 @@ class LayerDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """A mixture of experts, which every layer has instead of its MLP.
+    """A mixture of experts, which layers have instead of their MLP.
 
     Attributes:
         count: the experts of a layer.
         active: how many of them each token uses: those with the highest router scores.
         intermediate_size: of one expert.
         bias: whether router and experts have biases.
-        normalised: experts are weighted by the softmax of the scores of those used, so that weights add up to one; if
-            not, by the softmax of all scores.
+        scoring: what becomes of the router's scores: their "softmax", or each one's "sigmoid".
+        corrected: whether the choice, but not the weights, adds a learnt bias to the scores after `scoring`.
+        normalised: experts are weighted by their shares of the scores of those used, so that weights add up to one; if
+            not, by their scores.
+        scale: what the weights are multiplied by.
+        groups, active_groups: experts are divided into as many groups, of which each token uses some: those with the
+            highest score, or with the highest sum of two if `corrected` (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
         shared_intermediate_size: of the expert that every token uses besides; 0: there is none.
         shared_gate: whether the shared expert's output is scaled by the sigmoid of a projection.
+        dense_layers: the first layers, which have an MLP nonetheless.
     """
 
     count: int
     active: int
     intermediate_size: int
     bias: bool = False
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    corrected: bool = False
     normalised: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    active_groups: int = 1
     shared_intermediate_size: int = 0
     shared_gate: bool = False
+    dense_layers: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.active <= self.count:
-            raise UnsupportedModelError(f"each token is to use {self.active} of {self.count} experts")
+        if self.groups < 1 or self.count % self.groups or not 1 <= self.active_groups <= self.groups:
+            raise UnsupportedModelError(
+                f"each token is to use {self.active_groups} of {self.groups} groups of {self.count} experts"
+            )
+        if not 1 <= self.active <= self.count // self.groups * self.active_groups:
+            raise UnsupportedModelError(
+                f"each token is to use {self.active} of {self.count // self.groups * self.active_groups} experts"
+            )
+        if self.corrected and self.groups > 1 and self.count < 2 * self.groups:
+            raise UnsupportedModelError(f"{self.groups} groups of {self.count} experts have fewer than two each")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentConfig:
+    """Keys and values that are projected from one latent vector per token (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    The cache holds what they are projected from: the latent, and the part of the key that is rotated and that all heads
+    share. Both projections are done to queries and outputs instead ("absorbed"), so attention has one KV head:
+
+        key      | rotated: rotary_dim | latent: rank |         head_dim of `ModelConfig`
+        value                          | latent: rank |         value_dim of `ModelConfig`
+
+    Attributes:
+        rank: dimensions of the latent.
+        rotary_dim, plain_dim: the parts of a query head that rotate and that do not.
+        value_dim: of a head's output, projected from the weighted sum of latents.
+        query_rank: dimensions of a latent for queries; 0: they are projected from the hidden state.
+    """
+
+    rank: int
+    rotary_dim: int
+    plain_dim: int
+    value_dim: int
+    query_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +176,7 @@ class ModelConfig:
         embedding_scale, residual_scale, logits_scale: factors of embeddings, of what attention and MLP add to the
             residual, and of logits.
         experts: the mixture of experts that layers have instead of an MLP; None: they have an MLP.
+        latent: how keys and values are projected from the latent that the cache holds; None: the cache holds them.
         rotary_interleaved: the checkpoint's rows of q and k are ordered for interleaved rotation.
         qkv_by_head: the checkpoint's rows of a fused projection are ordered by head, | q k v | q k v | ...
         dtype: the checkpoint's own floating type: "float32", "float16" or "bfloat16".
@@ -169,6 +214,7 @@ class ModelConfig:
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
     rotary_interleaved: bool = False
     qkv_by_head: bool = False
     dtype: str = "bfloat16"
@@ -190,6 +236,15 @@ class ModelConfig:
             raise UnsupportedModelError(
                 f"{self.architecture}: {self.num_heads} query heads do not divide among {self.num_kv_heads} KV heads"
             )
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has a mixture of experts instead of an MLP."""
+        return self.experts is not None and layer >= self.experts.dense_layers
+
+    @property
+    def attended_width(self) -> int:
+        """The number of inputs of the projection to the residual: the outputs of all heads."""
+        return self.num_heads * (self.latent.value_dim if self.latent else self.value_dim)
 
     @property
     def runs_natively(self) -> bool:

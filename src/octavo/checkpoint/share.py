@@ -35,6 +35,8 @@ class Share:
         if self.count == 1:
             return
         prefix = f"tensor_parallel_size is {self.count}, but {config.architecture}"
+        if config.latent is not None:
+            raise ConfigError(f"{prefix} caches latents that all heads share, which are not split among ranks")
         if config.layer.qk_norm == "projection":
             raise ConfigError(f"{prefix} normalises queries and keys over all heads, which is not split among ranks")
         if self.count > config.num_heads:

@@ -18,6 +18,14 @@ _IN_A_LAYER = (
     ("k", "self_attn.k_proj", "attn_k"),
     ("v", "self_attn.v_proj", "attn_v"),
     ("qkv", "self_attn.qkv_proj", "attn_qkv"),
+    ("q_a", "self_attn.q_a_proj", "attn_q_a"),
+    ("q_a_norm", "self_attn.q_a_layernorm", "attn_q_a_norm"),
+    ("q_b", "self_attn.q_b_proj", "attn_q_b"),
+    ("kv_a", "self_attn.kv_a_proj_with_mqa", "attn_kv_a_mqa"),
+    ("kv_a_norm", "self_attn.kv_a_layernorm", "attn_kv_a_norm"),
+    ("kv_b", "self_attn.kv_b_proj", "attn_kv_b"),
+    ("k_b", "self_attn.k_b_proj.*", "attn_k_b"),
+    ("v_b", "self_attn.v_b_proj.*", "attn_v_b"),
     ("q_norm", "self_attn.q_norm", "attn_q_norm"),
     ("k_norm", "self_attn.k_norm", "attn_k_norm"),
     ("output", "self_attn.o_proj", "attn_output"),
@@ -29,6 +37,7 @@ _IN_A_LAYER = (
     ("down", "mlp.down_proj", "ffn_down"),
     ("sinks", "self_attn.sinks", "attn_sinks"),
     ("router", "mlp.gate", "ffn_gate_inp"),
+    ("router_correction", "mlp.gate.e_score_correction", "exp_probs_b"),
     ("expert_gate", "mlp.experts.*.gate_proj", "ffn_gate_exps"),
     ("expert_up", "mlp.experts.*.up_proj", "ffn_up_exps"),
     ("expert_down", "mlp.experts.*.down_proj", "ffn_down_exps"),
@@ -48,8 +57,8 @@ class TensorNames:
 
     Attributes:
         changed: parts that Hugging Face's checkpoints of this family call otherwise than Llama's. A star stands for the
-            number of an expert; brackets select from a tensor (`models/weights.py`).
-        fused: "qkv" and "gate_up", as far as the family stores these projections as one matrix.
+            number of an expert or of a head; brackets select from a tensor (`models/weights.py`).
+        fused: "qkv", "gate_up" and "kv_b", as far as the family stores these projections as one matrix.
         layers: what Hugging Face's names of tensors in layers begin with.
     """
 
@@ -64,8 +73,8 @@ class TensorNames:
         return name if layer is None else f"{self.layers}.{layer}.{name}"
 
     def from_gguf(self, name: str) -> str | None:
-        """Hugging Face's name of a GGUF tensor, 'blk.3.attn_q.weight' for example, with a star where it holds all
-        experts; None if the decoder has no such tensor."""
+        """Hugging Face's name of a GGUF tensor, 'blk.3.attn_q.weight' for example, with a star where it holds those of
+        all experts or heads; None if the decoder has no such tensor."""
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
         if match is None:
             return None
@@ -85,4 +94,6 @@ class TensorNames:
         """Whether the family stores a part within a fused matrix, or apart from one."""
         if part in ("qkv", "gate_up"):
             return part not in self.fused
+        if part in ("k_b", "v_b", "kv_b"):
+            return (part == "kv_b") != ("kv_b" in self.fused)
         return (part in "qkv" and "qkv" in self.fused) or (part in ("gate", "up") and "gate_up" in self.fused)

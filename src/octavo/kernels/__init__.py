@@ -25,12 +25,13 @@ from octavo.kernels.functions import (
     rope_write_coded,
     step_message_bytes,
 )
-from octavo.kernels.library import available, force_isa, isa, num_threads, set_num_threads, supported_isas
+from octavo.kernels.library import MAX_HEAD_DIM, available, force_isa, isa, num_threads, set_num_threads, supported_isas
 from octavo.kernels.packed_weight import FLOAT_FORMATS, QUANTISED_FORMATS, Activation, PackedWeight, WeightFormat
 from octavo.kernels.sampling import add_amounts, draw_tokens, penalise_repetition, score_tokens
 
 __all__ = [
     "FLOAT_FORMATS",
+    "MAX_HEAD_DIM",
     "QUANTISED_FORMATS",
     "Activation",
     "PackedWeight",

@@ -16,7 +16,19 @@ from octavo.errors import ConfigError
 if TYPE_CHECKING:
     from octavo import _native as native
 
-__all__ = ["available", "force_isa", "isa", "native", "num_threads", "set_num_threads", "supported_isas"]
+__all__ = [
+    "MAX_HEAD_DIM",
+    "available",
+    "force_isa",
+    "isa",
+    "native",
+    "num_threads",
+    "set_num_threads",
+    "supported_isas",
+]
+
+MAX_HEAD_DIM = 576
+"""The most dimensions of a head that the library computes; csrc/attend_task.h has the same."""
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch.nn import functional
@@ -24,6 +24,7 @@ from octavo.models.program import (
     KeepRows,
     Mix,
     Multiply,
+    MultiplyHeads,
     Norm,
     Register,
     Scale,
@@ -165,6 +166,8 @@ class Decoder(CausalLM):
                         del registers[source]
                 case Multiply(linear, source, target, str() as gate):
                     registers[target] = ops.gate(linear(registers[source]), gate)
+                case MultiplyHeads():
+                    registers[instruction.target] = _multiply_heads(instruction, registers)
                 case Activate(place, activation):
                     registers[place] = ops.activate(registers[place], activation)
                 case Attend():
@@ -199,11 +202,8 @@ class Decoder(CausalLM):
 
     def _mix(self, mix: Mix, x: torch.Tensor) -> torch.Tensor:
         """Return each row's experts' outputs, weighted and summed in float32."""
-        scores = mix.router(x).float()
-        if mix.router_bias is not None:
-            scores += mix.router_bias
-        weights, chosen = self._ops.choose_experts(scores, mix.active, normalised=mix.normalised)
-        outputs = x.new_empty(len(x), mix.active, x.shape[1])
+        weights, chosen = self._ops.choose_experts(mix.router(x).float(), mix.bias, mix.choice)
+        outputs = x.new_empty(len(x), mix.choice.active, x.shape[1])
         for expert in sorted(set(chosen.flatten().tolist())):
             gate_up, down = mix.experts[expert]
             rows, places = torch.where(chosen == expert)
@@ -214,6 +214,17 @@ class Decoder(CausalLM):
         if isinstance(self._embedding, PackedWeight):
             return self._embedding.rows(token_ids, self.dtype)
         return functional.embedding(token_ids, self._embedding)
+
+
+def _multiply_heads(product: MultiplyHeads, registers: Mapping[Register, torch.Tensor]) -> torch.Tensor:
+    parts: list[torch.Tensor] = []
+    source = registers[product.source]
+    for linear, head in zip(product.heads, source.chunk(len(product.heads), dim=1), strict=True):
+        parts += [head[:, : product.kept], linear(head[:, product.kept :].contiguous())]
+    if product.latent is not None:
+        latent = registers[product.latent]
+        parts += [latent, latent[:, product.kept :]]
+    return torch.cat(parts, dim=1)
 
 
 def _fastest_ops(device: torch.device) -> LayerOps:

@@ -15,7 +15,7 @@ import torch
 from octavo import kernels
 from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.attention.native import NativeAttention
-from octavo.checkpoint.model_config import NATIVE_ACTIVATIONS, ModelConfig
+from octavo.checkpoint.model_config import NATIVE_ACTIVATIONS, ExpertsConfig, ModelConfig
 from octavo.checkpoint.share import Share
 from octavo.errors import ConfigError
 from octavo.kernels import PackedWeight
@@ -24,7 +24,19 @@ from octavo.models.decoder import Decoder
 from octavo.models.linear import LinearFactory, make_linear
 from octavo.models.ops import LayerOps, NormWeights
 from octavo.models.packing import TILE, PackingReader, columns_of, native_part, native_parts
-from octavo.models.program import Activate, Add, Attend, KeepRows, Mix, Multiply, Norm, Register, Scale, ScaleBySigmoid
+from octavo.models.program import (
+    Activate,
+    Add,
+    Attend,
+    KeepRows,
+    Mix,
+    Multiply,
+    MultiplyHeads,
+    Norm,
+    Register,
+    Scale,
+    ScaleBySigmoid,
+)
 from octavo.models.weight_reader import WeightReader, Weights
 from octavo.storage.arena import FloatKV
 from octavo.storage.coded_kv import CodedArguments, CodedKV
@@ -34,7 +46,6 @@ from octavo.storage.recent_kv import RecentKV, without_copies
 if TYPE_CHECKING:
     from octavo import _native
 
-_MAX_HEAD_DIM = 256
 _KEPT_ROWS = 256  # rows of logits whose memory is reused
 
 
@@ -109,7 +120,7 @@ class NativeDecoder(Decoder):
     def supports(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether this model is supported: bfloat16 or float32 on a CPU, and a supported shape.
 
-        Widths must be multiples of 16, and heads at most 256.
+        Widths must be multiples of 16, and heads at most `kernels.MAX_HEAD_DIM`.
         """
         return (
             kernels.available()
@@ -117,7 +128,7 @@ class NativeDecoder(Decoder):
             and dtype in kernels.FLOAT_FORMATS
             and config.value_dim % TILE == 0
             and config.head_dim % TILE == 0
-            and max(config.head_dim, config.value_dim) <= _MAX_HEAD_DIM
+            and max(config.head_dim, config.value_dim) <= kernels.MAX_HEAD_DIM
             and all(width % TILE == 0 for width in inner_widths(config))
             and config.hidden_act in NATIVE_ACTIVATIONS
         )
@@ -273,6 +284,8 @@ class NativeDecoder(Decoder):
                     columns = columns_of(linear)
                     native.multiply(native_parts(linear), source, target, gate or "", columns)
                     ungathered = target if columns else ""
+                case MultiplyHeads(heads, source, target, kept, latent):
+                    native.multiply_heads([native_parts(head)[0] for head in heads], source, target, kept, latent)
                 case Activate(place, activation):
                     native.activate(place, activation)
                 case Attend(_, rope, qk_norm, sinks):
@@ -283,11 +296,12 @@ class NativeDecoder(Decoder):
                     ungathered = Register.ATTENDED if columns else ""
                 case ScaleBySigmoid(linear, source, place):
                     native.scale_by_sigmoid(native_parts(linear), source, place)
-                case Mix(router, bias, experts, active, normalised, source, target, gate):
+                case Mix(router, bias, experts, choice, source, target, gate):
                     gate_up, down = ([native_parts(expert[i])[0] for expert in experts] for i in (0, 1))
                     inner, columns = map(columns_of, experts[0])
-                    product = (native_parts(router), bias, active, normalised, gate_up, down)
-                    native.mix(*product, source, target, gate, inner, columns)
+                    native.mix(
+                        native_parts(router), bias, _choice(choice), gate_up, down, source, target, gate, inner, columns
+                    )
                     ungathered = target if columns else ""
                 case KeepRows(place):
                     native.keep_rows(place)
@@ -308,6 +322,12 @@ def inner_widths(config: ModelConfig) -> tuple[int, ...]:
 
 def _length(heads: slice) -> int:
     return int(heads.stop - heads.start)
+
+
+def _choice(experts: ExpertsConfig) -> tuple[int, bool, bool, bool, float, int, int]:
+    sigmoid = experts.scoring == "sigmoid"
+    grouped = (experts.groups, experts.active_groups)
+    return experts.active, experts.normalised, sigmoid, experts.corrected, experts.scale, *grouped
 
 
 def _norm_arguments(norm: NormWeights) -> tuple[torch.Tensor, torch.Tensor | None, float, bool]:

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from octavo.attention.base import AttentionBackend, AttentionBatch
+from octavo.checkpoint.model_config import ExpertsConfig
 from octavo.models.rotary import Rotation
 from octavo.storage.layer_kv import LayerKV
 
@@ -142,17 +143,31 @@ class LayerOps:
         return ACTIVATIONS[activation](x)
 
     def choose_experts(
-        self, scores: torch.Tensor, active: int, *, normalised: bool
+        self, scores: torch.Tensor, bias: torch.Tensor | None, choice: ExpertsConfig
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return weights float32 [rows, active] and numbers of the experts that rows of scores [rows, experts] use.
 
-        The weights are the softmax of all scores or, if `normalised`, of those of the experts used (Shazeer et al.
-        2017, section 2.1).
+        See `ExpertsConfig` (Shazeer et al. 2017, section 2.1; DeepSeek-V3, section 2.1.2). The softmax keeps the order
+        of scores, so the choice does not need it.
         """
-        highest, chosen = scores.topk(active, dim=-1)
-        if normalised:
-            return highest.softmax(dim=-1), chosen
-        return scores.softmax(dim=-1).gather(-1, chosen), chosen
+        if choice.scoring == "sigmoid":
+            scores = scores.sigmoid()
+        ranked = scores if bias is None else scores + bias
+        if not choice.corrected:
+            scores = ranked
+        if choice.groups > 1:
+            grouped = ranked.unflatten(1, (choice.groups, -1))
+            best = grouped.topk(2, dim=-1).values.sum(dim=-1) if choice.corrected else grouped.amax(dim=-1)
+            kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(choice.active_groups).indices, True)
+            ranked = grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
+        chosen = ranked.topk(choice.active, dim=-1).indices
+        weights = scores.gather(-1, chosen)
+        if choice.scoring == "softmax":
+            weights = (weights if choice.normalised else scores).softmax(dim=-1)
+            weights = weights if choice.normalised else weights.gather(-1, chosen)
+        elif choice.normalised:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return weights * choice.scale, chosen
 
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """Return activation(gate) * up [rows, n] for gate_up [rows, 2 n] = | gate | up |; see `GATES`."""

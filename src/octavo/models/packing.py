@@ -203,6 +203,11 @@ class PackingReader(WeightReader):
         self.nbytes += embedding.nbytes
         return embedding, head
 
+    def keep(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        packed = PackedWeight.empty(self._float_format, *weight.shape)
+        packed.put(weight.contiguous(), 0)
+        return self._count(SideBySide([_Part(packed.compact(), bias)]))
+
     def linear(
         self, names: list[str], out_features: list[int], in_features: int, *, bias: bool, split: Split = "outputs"
     ) -> Linear:

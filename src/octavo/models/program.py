@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import torch
 
-from octavo.checkpoint.model_config import ExpertsConfig, ModelConfig, RopeConfig
+from octavo.checkpoint.model_config import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
 from octavo.models.linear import Linear
 from octavo.models.ops import NormWeights, QKNorm
 from octavo.models.weight_reader import WeightReader
@@ -68,6 +68,20 @@ class Multiply:
 
 
 @dataclass(frozen=True, slots=True)
+class MultiplyHeads:
+    """target = | of each head of source, its first `kept` columns, then its own linear of the others | latent |.
+
+    `latent` names a register that is appended twice: as a key, and without its first `kept` columns as a value.
+    """
+
+    heads: list[Linear]
+    source: Register
+    target: Register
+    kept: int = 0
+    latent: Register | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Activate:
     """place = activation(place)."""
 
@@ -98,14 +112,14 @@ class ScaleBySigmoid:
 class Mix:
     """target = weighted sum of the experts that each row of source uses, see `ExpertsConfig`.
 
-    `experts` are the products | gate | up | and down of each. INNER is void after it.
+    `experts` are the products | gate | up | and down of each. INNER is void after it. `bias` float32 [experts] is added
+    to the router's scores or, if it is the correction of `ExpertsConfig`, to what only the choice looks at.
     """
 
     router: Linear
-    router_bias: torch.Tensor | None
+    bias: torch.Tensor | None
     experts: list[tuple[Linear, Linear]]
-    active: int
-    normalised: bool
+    choice: ExpertsConfig
     source: Register
     target: Register
     gate: str
@@ -118,7 +132,7 @@ class KeepRows:
     place: Register
 
 
-Instruction = Norm | Add | Scale | Multiply | Activate | Attend | ScaleBySigmoid | Mix | KeepRows
+Instruction = Norm | Add | Scale | Multiply | MultiplyHeads | Activate | Attend | ScaleBySigmoid | Mix | KeepRows
 
 
 def make_program(config: ModelConfig, reader: WeightReader, layers: Iterable[int]) -> Iterator[Instruction]:
@@ -138,6 +152,7 @@ class _Writer:
         self._config = config
         self._reader = reader
         self._pending: Register | None = None
+        self._from_latent: list[Linear] = []  # of the layer whose attention was written last, each head's values
 
     def layer(self, layer: int) -> Iterator[Instruction]:
         description = self._config.layer
@@ -179,6 +194,9 @@ class _Writer:
 
     def _attention(self, layer: int, source: Register) -> Iterator[Instruction]:
         config, reader = self._config, self._reader
+        if config.latent:
+            yield from self._latent_attention(config.latent, layer, source)
+            return
         yield Multiply(reader.qkv(layer), source, Register.QKV)
         widths = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
         qk_norm = None
@@ -190,13 +208,32 @@ class _Writer:
             yield Norm(Register.QKV, Register.QKV, reader.norm("k_norm", layer, widths[1]), first=widths[0])
         yield Attend(layer, config.layer_ropes[layer], qk_norm, reader.sinks(layer))
 
+    def _latent_attention(self, latent: LatentConfig, layer: int, source: Register) -> Iterator[Instruction]:
+        """Attend to latents, with queries that are projected to them."""
+        reader, query_source = self._reader, source
+        if latent.query_rank:
+            yield Multiply(reader.latent_query(layer), source, Register.BRANCH)
+            yield Norm(Register.BRANCH, Register.BRANCH, reader.norm("q_a_norm", layer, latent.query_rank))
+            query_source = Register.BRANCH
+        yield Multiply(reader.queries(layer), query_source, Register.INNER)
+        yield Multiply(reader.latent(layer), source, Register.BRANCH)
+        norm = reader.norm("kv_a_norm", layer, latent.rank)
+        yield Norm(Register.BRANCH, Register.BRANCH, norm, first=latent.rotary_dim)
+        to_latent, self._from_latent = reader.latent_heads(layer)
+        yield MultiplyHeads(to_latent, Register.INNER, Register.QKV, latent.rotary_dim, Register.BRANCH)
+        yield Attend(layer, self._config.layer_ropes[layer], None, None)
+
     def _output(self, layer: int, target: Register) -> Iterator[Instruction]:
-        yield Multiply(self._reader.output(layer), Register.ATTENDED, target)
+        source = Register.ATTENDED
+        if self._config.latent:
+            yield MultiplyHeads(self._from_latent, source, Register.INNER)
+            source = Register.INNER
+        yield Multiply(self._reader.output(layer), source, target)
         yield from self._finish("attention_post_norm", layer, target)
 
     def _mlp(self, layer: int, source: Register) -> Iterator[Instruction]:
         config, reader = self._config, self._reader
-        if config.experts:
+        if config.experts and config.has_experts(layer):
             yield from self._experts(config.experts, layer, source)
             yield from self._finish("mlp_post_norm", layer, Register.HIDDEN)
             return
@@ -218,7 +255,7 @@ class _Writer:
             yield ScaleBySigmoid(reader.shared_expert_gate(layer), source, Register.BRANCH)
         router, mixture = reader.router(layer), reader.experts(layer)
         bias = reader.router_bias(layer)
-        yield Mix(router, bias, mixture, experts.active, experts.normalised, source, Register.HIDDEN, activation)
+        yield Mix(router, bias, mixture, experts, source, Register.HIDDEN, activation)
         if experts.shared_intermediate_size:
             yield Add(Register.HIDDEN, Register.BRANCH)
 

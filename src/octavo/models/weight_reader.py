@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from octavo.checkpoint.model_config import ExpertsConfig, ModelConfig
+from octavo.checkpoint.model_config import ExpertsConfig, LatentConfig, ModelConfig
 from octavo.errors import CorruptModelError
 from octavo.kernels import PackedWeight
 from octavo.models.linear import Linear, LinearFactory
@@ -80,10 +80,46 @@ class WeightReader:
         names = [config.names.hf(part, layer) for part in parts]
         return self.linear(names, widths, config.hidden_size, bias=config.qkv_bias, split="heads")
 
+    def queries(self, layer: int) -> Linear:
+        """Return the projection to the queries of latent attention, | rotated | plain | of each head."""
+        config, latent = self._config, self._latent()
+        outputs = config.num_heads * (latent.rotary_dim + latent.plain_dim)
+        name = config.names.hf("q_b" if latent.query_rank else "q", layer)
+        return self.linear([name], [outputs], latent.query_rank or config.hidden_size, bias=False)
+
+    def latent_query(self, layer: int) -> Linear:
+        """Return the projection to the latent of the queries."""
+        name = self._config.names.hf("q_a", layer)
+        return self.linear([name], [self._latent().query_rank], self._config.hidden_size, bias=self._config.qkv_bias)
+
+    def latent(self, layer: int) -> Linear:
+        """Return the projection to | the rotated part of keys | the latent of keys and values |."""
+        latent, name = self._latent(), self._config.names.hf("kv_a", layer)
+        outputs = latent.rotary_dim + latent.rank
+        return self.linear([name], [outputs], self._config.hidden_size, bias=self._config.qkv_bias)
+
+    def latent_heads(self, layer: int) -> tuple[list[Linear], list[Linear]]:
+        """Return each head's projections of the plain part of a query to the latent, and of the latent to a value."""
+        config, latent, names = self._config, self._latent(), self._config.names
+        if "kv_b" not in names.fused:
+            sizes = {"k_b": (latent.rank, latent.plain_dim), "v_b": (latent.value_dim, latent.rank)}
+            to_latent, from_latent = (
+                [
+                    self.linear([names.hf(part, layer, head)], [outputs], inputs, bias=False, split="whole")
+                    for head in range(config.num_heads)
+                ]
+                for part, (outputs, inputs) in sizes.items()
+            )
+            return to_latent, from_latent
+        outputs = config.num_heads * (latent.plain_dim + latent.value_dim)
+        both = self.get(f"{names.hf('kv_b', layer)}.weight", outputs, latent.rank)
+        heads = [head.split((latent.plain_dim, latent.value_dim)) for head in both.chunk(config.num_heads)]
+        return [self.keep(key.T, None) for key, _ in heads], [self.keep(value, None) for _, value in heads]
+
     def output(self, layer: int) -> Linear:
         config = self._config
-        width = config.num_heads * config.value_dim
-        return self.linear([config.names.hf("output", layer)], [config.hidden_size], width, bias=config.output_bias)
+        names, width = [config.names.hf("output", layer)], config.attended_width
+        return self.linear(names, [config.hidden_size], width, bias=config.output_bias)
 
     def gate_up(self, layer: int) -> Linear:
         """Return gate and up projections as one product, | gate | up |."""
@@ -109,9 +145,11 @@ class WeightReader:
         return self.linear([name], [self._experts().count], config.hidden_size, bias=False, split="whole")
 
     def router_bias(self, layer: int) -> torch.Tensor | None:
-        """Return float32 [experts], or None."""
-        experts, name = self._experts(), self._config.names.hf("router", layer)
-        return self.tensor(f"{name}.bias", experts.count, dtype=torch.float32) if experts.bias else None
+        """Return float32 [experts], the bias or the correction of the router's scores, or None."""
+        experts = self._experts()
+        name = self._config.names.hf("router_correction" if experts.corrected else "router", layer)
+        biased = experts.bias or experts.corrected
+        return self.tensor(f"{name}.bias", experts.count, dtype=torch.float32) if biased else None
 
     def sinks(self, layer: int) -> torch.Tensor | None:
         """Return the heads' sink logits, float32 [num_heads], or None."""
@@ -138,6 +176,11 @@ class WeightReader:
     def shared_expert_gate(self, layer: int) -> Linear:
         name = self._config.names.hf("shared_expert_gate", layer)
         return self.linear([name], [1], self._config.hidden_size, bias=False, split="whole")
+
+    def _latent(self) -> LatentConfig:
+        if self._config.latent is None:
+            raise ValueError(f"{self._config.architecture} has no latents")
+        return self._config.latent
 
     def _experts(self) -> ExpertsConfig:
         if self._config.experts is None:

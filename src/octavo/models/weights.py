@@ -41,21 +41,34 @@ def row_order(name: str, config: ModelConfig) -> npt.NDArray[np.intp] | None:
         decoder       x0 x1 x2 x3 | y0 y1 y2 y3     (x_i rotates with y_i)
         interleaved   x0 y0 x1 y1 x2 y2 x3 y3
 
+    Of latent attention's, the rotated rows of a head come first in the decoder, and last in files.
+
     Rows of a fused projection may be ordered by head, | q k v | q k v |, instead of | q q | k k | v v |.
 
     Whole rows move, so the same indices apply to quantised bytes, dequantised values and biases.
     """
-    if not (config.qkv_by_head or config.rotary_interleaved):
+    if not (config.qkv_by_head or config.rotary_interleaved or config.latent):
         return None
     part = config.names.part_of(name)
     if part == "qkv" and config.qkv_by_head:
         by_head = np.arange(3 * config.num_heads * config.head_dim).reshape(config.num_heads, 3, config.head_dim)
         return by_head.swapaxes(0, 1).reshape(-1)
-    if part not in ("q", "k"):
+    dim, latent = config.rope.rotary_dim, config.latent
+    if latent is not None:
+        # Files have what is rotated last, the decoder first.
+        heads = {"q": config.num_heads, "q_b": config.num_heads, "kv_a": 1}.get(part or "")
+        plain = latent.rank if part == "kv_a" else latent.plain_dim
+    else:
+        heads = {"q": config.num_heads, "k": config.num_kv_heads}.get(part or "")
+        plain = config.head_dim - dim
+    if heads is None:
         return None
-    heads, dim = config.num_heads if part == "q" else config.num_kv_heads, config.rope.rotary_dim
-    rows = np.arange(heads * config.head_dim).reshape(heads, config.head_dim)
-    rotated = rows[:, :dim].reshape(heads, dim // 2, 2).swapaxes(1, 2).reshape(heads, dim)
+    rows = np.arange(heads * (dim + plain)).reshape(heads, dim + plain)
+    if latent is not None:
+        rows = np.roll(rows, dim, axis=1)
+    rotated = rows[:, :dim]
+    if config.rotary_interleaved:
+        rotated = rotated.reshape(heads, dim // 2, 2).swapaxes(1, 2).reshape(heads, dim)
     return np.concatenate((rotated, rows[:, dim:]), axis=1).reshape(-1)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from octavo.config import BYTES, SWAP_BYTES, EngineConfig, checked_kv_cache_dtype, format_bytes
 from octavo.errors import ConfigError
 from octavo.kv_budget import KVBudget
-from octavo.kvcache.formats import KV_FORMATS, layer_formats
+from octavo.kvcache.formats import KV_FORMATS
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.option import Options, option
 from octavo.planner.calculator import (
@@ -488,13 +488,6 @@ class Deployment:
             notes.append(
                 f"{kv_heads} KV heads are divided unevenly among {devices} devices: figures of one device are those of "
                 f"the last, which has {self.shape.num_kv_heads}"
-            )
-        if (latents := self.model.latent_elements_per_token) is not None:
-            bits = layer_formats(self.kv_dtype, len(self.model.kv_layers))[0].keys.bits
-            expanded = self._together(self.spec.bytes_per_token)
-            notes.append(
-                f"an engine whose cache holds the latents takes {format_bytes(latents * bits // 8)} a token where "
-                f"Octavo takes {format_bytes(expanded)}: it fits {expanded * 8 / (latents * bits):.0f} times as many"
             )
         if (published := self._published_weights) is not None:
             as_published = f": --weights {published} counts it so" if published in WEIGHT_BITS else ""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from octavo.checkpoint.config_fields import ConfigFields
 from octavo.checkpoint.families import NATIVE_ARCHITECTURES
 from octavo.checkpoint.kv_cache_scheme import only_kv_cache_scheme
-from octavo.checkpoint.model_config import ExpertsConfig, ModelConfig
+from octavo.checkpoint.model_config import ExpertsConfig, LatentConfig, ModelConfig
 from octavo.checkpoint.share import kv_heads_of, query_heads_of
 from octavo.errors import UnsupportedModelError
 from octavo.kvcache.codec_table import kv_dtype
@@ -71,8 +71,6 @@ class ModelShape:
         kv_layers: what the KV cache stores for each layer.
         attention_width: elements per token alive at once during attention: q, k, v, the rotated q and the output.
         mlp_width: elements per token alive at once in the MLP: gate, up and their product, for all experts of a token.
-        latent_elements_per_token: elements per token over all layers in a cache of DeepSeek's compressed latents.
-            Octavo has none: it stores the keys and values that the latents expand to. None for other models.
         kv_cache_dtype: the codec that the checkpoint asks for, if any.
         packed_bytes: size of a GGUF file's weights once loaded on a CPU, where they stay quantised; None for other
             checkpoints.
@@ -92,7 +90,6 @@ class ModelShape:
     parameters: ParameterCount
     attention_width: int
     mlp_width: int
-    latent_elements_per_token: int | None = None
     kv_cache_dtype: str | None = None
     packed_bytes: int | None = None
     experts: RoutedExperts | None = None
@@ -126,22 +123,16 @@ class _Family:
         num_norms: norms over the hidden size per layer.
         windows: without `layer_types`, every layer but each n-th has a sliding window, where n is this number unless
             the configuration has a `sliding_window_pattern`; None for no windows.
-        latent: whether keys and values are projected from a latent, as in DeepSeek's attention.
-        expert_width: the configuration's key for an expert's intermediate size; empty without a mixture of experts.
     """
 
     num_norms: int = 2
     qk_norm: Literal["head", "projection", "none"] = "none"
     windows: int | None = None
-    latent: bool = False
-    expert_width: str = ""
 
 
 _FAMILIES: Mapping[str, _Family] = {
     # The text model of the multimodal ones.
     "Gemma3ForConditionalGeneration": _Family(num_norms=4, qk_norm="head", windows=6),
-    "DeepseekV2ForCausalLM": _Family(latent=True, expert_width="moe_intermediate_size"),
-    "DeepseekV3ForCausalLM": _Family(latent=True, expert_width="moe_intermediate_size"),
 }
 
 # Native families whose layers have the parts that `_Counter` counts; others are counted in their files.
@@ -172,12 +163,10 @@ def model_shape(name: str, config: ModelConfig, raw: Mapping[str, Any] | None = 
     quantization, published = fields.content.get("quantization_config"), None
     if quantization and not only_kv_cache_scheme(quantization):
         published = str(quantization.get("quant_method"))
-    latent = None
-    if counter.family.latent:
-        latent = config.num_layers * (fields.size("kv_lora_rank") + fields.size("qk_rope_head_dim"))
+    if config.latent is not None:
         notes.append(
-            "multi-head latent attention: keys and values are counted as they are stored, expanded from the latents to "
-            f"{config.num_kv_heads} heads of {config.head_dim} + {config.value_dim} dimensions"
+            f"latent attention: the cache holds keys of {config.head_dim} and values of {config.value_dim} dimensions "
+            f"that all {config.num_heads} heads share"
         )
     return ModelShape(
         name=name,
@@ -191,7 +180,6 @@ def model_shape(name: str, config: ModelConfig, raw: Mapping[str, Any] | None = 
         parameters=counter.parameters(),
         attention_width=counter.attention_width(),
         mlp_width=counter.mlp_width(),
-        latent_elements_per_token=latent,
         kv_cache_dtype=config.kv_cache_dtype,
         experts=counter.experts(),
         published_weights=published,
@@ -279,7 +267,6 @@ class _Counter:
         self._config = config
         self.family = family
         self._fields = fields
-        self._experts = config.experts or self._stated_experts()
 
     def kv_layers(self) -> tuple[LayerKVSpec, ...]:
         config, every = self._config, self.family.windows
@@ -294,7 +281,7 @@ class _Counter:
         config = self._config
         hidden, layers = config.hidden_size, config.num_layers
         embedding = config.vocab_size * hidden
-        kv, divided, whole = self._latent_attention() if self.family.latent else self._attention()
+        kv, divided, whole = self._latent_attention(config.latent) if config.latent else self._attention()
         mlp_divided, mlp_whole = self._mlps()
         return ParameterCount(
             embedding=embedding,
@@ -307,16 +294,14 @@ class _Counter:
     def attention_width(self) -> int:
         config = self._config
         query = config.num_heads * config.head_dim
-        return 2 * query + config.num_kv_heads * (config.head_dim + config.value_dim) + self._attended()
+        attended = config.num_heads * config.value_dim
+        return 2 * query + config.num_kv_heads * (config.head_dim + config.value_dim) + attended
 
     def mlp_width(self) -> int:
-        return _mlp_width(self._config, self._experts)
+        return _mlp_width(self._config, self._config.experts)
 
     def experts(self) -> RoutedExperts | None:
-        return _routed_experts(self._config, self._experts, self._num_sparse_layers())
-
-    def _attended(self) -> int:
-        return self._config.num_heads * self._config.value_dim
+        return _routed_experts(self._config, self._config.experts, self._num_sparse_layers())
 
     def _attention(self) -> tuple[int, int, int]:
         """Return one layer's KV projections, other divided parameters, and whole parameters."""
@@ -327,17 +312,17 @@ class _Counter:
         normalised = {"head": 2, "projection": config.num_heads + config.num_kv_heads, "none": 0}[self.family.qk_norm]
         whole = normalised * config.head_dim + hidden * int(config.output_bias)
         whole += config.num_heads if config.layer.sinks else 0
-        return kv, query + self._attended() * hidden, whole
+        return kv, query + config.attended_width * hidden, whole
 
-    def _latent_attention(self) -> tuple[int, int, int]:
-        """Return the same for multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
-        config, size, hidden = self._config, self._fields.size, self._config.hidden_size
-        rank, rotated = size("kv_lora_rank"), size("qk_rope_head_dim")
-        query_rank = size("q_lora_rank", 0, minimum=0)
-        query = config.num_heads * config.head_dim * (query_rank or hidden)
-        whole = hidden * (rank + rotated) + rank + (hidden * query_rank + query_rank)
-        expand = config.num_heads * (config.head_dim - rotated + config.value_dim) * rank
-        return expand, query + self._attended() * hidden, whole
+    def _latent_attention(self, latent: LatentConfig) -> tuple[int, int, int]:
+        """Return the same for latent attention, whose projections are divided by query heads."""
+        config, hidden = self._config, self._config.hidden_size
+        query_head, width = latent.rotary_dim + latent.plain_dim, latent.rank + latent.rotary_dim
+        divided = config.num_heads * query_head * (latent.query_rank or hidden)
+        divided += config.num_heads * (latent.plain_dim + latent.value_dim) * latent.rank
+        biases = (width + latent.query_rank) * int(config.qkv_bias) + hidden * int(config.output_bias)
+        whole = hidden * (width + latent.query_rank) + latent.rank + latent.query_rank + biases
+        return 0, divided + config.attended_width * hidden, whole
 
     def _mlps(self) -> tuple[int, int]:
         """Return the divided and the whole parameters of all layers' MLPs."""
@@ -346,40 +331,22 @@ class _Counter:
         dense_bias, whole_bias = (2 * config.intermediate_size, hidden) if config.mlp_bias else (0, 0)
         divided = (config.num_layers - sparse) * (3 * hidden * config.intermediate_size + dense_bias)
         whole = (config.num_layers - sparse) * whole_bias
-        if sparse and (experts := self._experts):
+        if sparse and (experts := config.experts):
             inner = experts.count * experts.intermediate_size + experts.shared_intermediate_size
             divided += sparse * 3 * hidden * inner
             whole += sparse * hidden * (experts.count + int(experts.shared_gate))
             if experts.bias:
                 divided += sparse * experts.count * 2 * experts.intermediate_size
                 whole += sparse * experts.count * (hidden + 1)
-            if config.architecture == "DeepseekV3ForCausalLM":  # it balances its experts with one bias each
-                whole += sparse * experts.count
+            whole += sparse * experts.count * int(experts.corrected)
         return divided, whole
 
     def _num_sparse_layers(self) -> int:
         """Return the number of layers whose MLP is a mixture of experts."""
-        layers, content = self._config.num_layers, self._fields.content
-        if self._experts is None:
-            return 0
-        if self.family.latent:
-            return max(0, layers - self._fields.size("first_k_dense_replace", 0, minimum=0))
         step = self._fields.size("decoder_sparse_step", 1)
-        dense = content.get("mlp_only_layers") or ()
-        return sum((i + 1) % step == 0 and i not in dense for i in range(layers))
-
-    def _stated_experts(self) -> ExpertsConfig | None:
-        """Return the experts of a family that is not native."""
-        if not self.family.expert_width:
-            return None
-        size, width = self._fields.size, self._fields.size(self.family.expert_width)
-        shared = size("n_shared_experts", 0, minimum=0) if self.family.latent else 0
-        return ExpertsConfig(
-            count=size("num_experts"),
-            active=size("num_experts_per_tok"),
-            intermediate_size=width,
-            shared_intermediate_size=shared * width,
-        )
+        dense = self._fields.content.get("mlp_only_layers") or ()
+        layers = range(self._config.num_layers)
+        return sum(self._config.has_experts(i) and (i + 1) % step == 0 and i not in dense for i in layers)
 
 
 def _mlp_width(config: ModelConfig, experts: ExpertsConfig | None) -> int:
