@@ -55,6 +55,22 @@ def test_attention_over_codes_is_that_over_what_they_decode_to(level: str, codec
 
 
 @pytest.mark.parametrize("codec", CODECS)
+def test_attention_over_codes_of_latents_is_that_over_what_they_decode_to(level: str, codec: str) -> None:
+    torch.manual_seed(0)
+    paged = PagedSequences([LayerKVSpec(1, 576, 512)], 16, 1, 80, dtype=codec)
+    (kv,) = paged.kv
+    kv.set_scales(torch.tensor([0.02]), torch.tensor(0.03))
+    for count in (70, 1):
+        batch = paged.step({0: count})
+        kv.write(torch.randn(count, 1, 576), torch.randn(count, 1, 512), batch.groups[0].slot_mapping)
+        query = torch.randn(count, 5, 576).bfloat16()
+        found, expected = (
+            backend.attend(kv, query, batch, scale=576**-0.5) for backend in (NativeAttention(), ReferenceAttention())
+        )
+        assert torch.allclose(found.float(), expected.float(), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_keys_and_values_are_encoded_on_the_way_to_the_bit(level: str, codec: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)

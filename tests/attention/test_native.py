@@ -62,8 +62,8 @@ def fill(sequences: PagedSequences, batch: AttentionBatch, heads: int, seed: int
 @pytest.mark.parametrize("level", LEVELS)
 @settings(max_examples=12, deadline=None)
 @given(
-    key_dim=st.sampled_from([24, 32, 48, 64, 72, 80, 120, 128, 256]),
-    value_dim=st.sampled_from([None, 16, 64, 96]),
+    key_dim=st.sampled_from([24, 32, 48, 64, 72, 80, 120, 128, 256, 576]),
+    value_dim=st.sampled_from([None, 16, 64, 96, 512]),
     kv_heads=st.integers(1, 3),
     share=st.sampled_from([1, 2, 3, 4, 5, 7, 8, 50]),
     block_size=st.sampled_from([16, 32, 48, 128]),
@@ -107,10 +107,12 @@ def test_every_level_agrees_with_float64(
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("window", [None, 700])
-def test_a_context_of_several_splits_agrees_with_float64(level: str, dtype: str, window: int | None) -> None:
+@pytest.mark.parametrize(
+    "layer", [LayerKVSpec(2, 64, 64), LayerKVSpec(2, 64, 64, 700), LayerKVSpec(1, 576, 512)], ids=str
+)
+def test_a_context_of_several_splits_agrees_with_float64(level: str, dtype: str, layer: LayerKVSpec) -> None:
     kernels.force_isa(level)
-    sequences = PagedSequences([LayerKVSpec(2, 64, 64, window)], 16, 1, 2600, dtype=dtype)
+    sequences = PagedSequences([layer], 16, 1, 2600, dtype=dtype)
     fill(sequences, sequences.step({0: 2570}), 1)
     for count in (1, 20):
         batch = sequences.step({0: count})
@@ -228,7 +230,7 @@ def test_a_contexts_parts_are_merged_alike_by_any_number_of_threads(level: str, 
 @pytest.mark.skipif("amx" not in LEVELS, reason="this CPU has no AMX")
 @pytest.mark.parametrize(
     ("dim", "block_size", "share", "window", "softcap"),
-    [(64, 16, 3, None, None), (80, 16, 7, 100, None), (128, 48, 1, None, 5.0), (256, 128, 17, 70, None)],
+    [(64, 16, 3, None, None), (80, 16, 7, 100, None), (128, 48, 1, None, 5.0), (576, 128, 17, 70, None)],
 )
 def test_emulated_tiles_attend_with_the_bits_of_the_processors(
     dim: int, block_size: int, share: int, window: int | None, softcap: float | None
@@ -292,7 +294,7 @@ def test_a_strided_query_out_of_a_fused_product_is_read_in_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block_size", "dtype", "dim"), [(8, "float32", 64), (16, "float16", 64), (16, "float32", 40), (16, "float32", 288)]
+    ("block_size", "dtype", "dim"), [(8, "float32", 64), (16, "float16", 64), (16, "float32", 40), (16, "float32", 592)]
 )
 def test_what_the_kernels_do_not_reach_falls_back_to_the_reference(block_size: int, dtype: str, dim: int) -> None:
     sequences = PagedSequences([LayerKVSpec(1, dim, dim)], block_size, 1, 40, dtype=dtype)

@@ -46,8 +46,8 @@ SMOLLM2_PROMPTS = [
     "🙂",
 ]  # fmt: skip
 
-# Beyond the native families: attention without RoPE, experts, latent attention.
-THROUGH_TRANSFORMERS = ("GPT2", "DeepseekV3")
+# Beyond the native families: attention without RoPE, and experts.
+THROUGH_TRANSFORMERS = ("GPT2", "MiniMaxM2")
 
 
 def generate(model: Any, prompts: list[list[int]], num_tokens: int, **options: Any) -> list[list[int]]:

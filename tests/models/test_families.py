@@ -246,14 +246,21 @@ def test_a_family_has_transformers_logits_in_the_library_and_in_torch(family: st
 @pytest.mark.skipif(not kernels.available(), reason="C++ kernels not compiled")
 @pytest.mark.parametrize(
     ("family", "quantization"),
-    [*(("Qwen2Moe", kind) for kind in ("F32", "Q8_0", "Q4_0", "Q5_K")), ("GptOss", "MXFP4")],
+    [
+        *(("Qwen2Moe", kind) for kind in ("F32", "Q8_0", "Q4_0", "Q5_K")),
+        *(("DeepseekV3", kind) for kind in ("F32", "Q8_0")),
+        ("GptOss", "MXFP4"),
+    ],
 )
 def test_a_mixtures_rows_have_the_same_bits_alone_and_in_a_batch(
     family: str, quantization: str, tmp_path: Path
 ) -> None:
     fields, keys = FAMILIES[family]
     wide = {"hidden_size": 256, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
-    model = make_model(family, **{**fields, **(wide if family == "Qwen2Moe" else {}), "initializer_range": 0.1})
+    if family == "DeepseekV3":  # widths that divide into blocks of 32
+        wide = {"q_lora_rank": 64, "qk_nope_head_dim": 32}
+        keys = keys | {"deepseek2.attention.q_lora_rank": 64, "deepseek2.attention.key_length_mla": 48}
+    model = make_model(family, **{**fields, **(wide if family != "GptOss" else {}), "initializer_range": 0.1})
     write_gguf(tmp_path / "model.gguf", model, quantization=quantization, keys=keys)
     source = resolve_model(str(tmp_path / "model.gguf"))
     config = load_model_config(source)

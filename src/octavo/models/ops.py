@@ -156,7 +156,7 @@ class LayerOps:
         if not choice.corrected:
             scores = ranked
         if choice.groups > 1:
-            grouped = ranked.unflatten(1, (choice.groups, -1))
+            grouped = ranked.view(len(ranked), choice.groups, -1)
             best = grouped.topk(2, dim=-1).values.sum(dim=-1) if choice.corrected else grouped.amax(dim=-1)
             kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(choice.active_groups).indices, True)
             ranked = grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)

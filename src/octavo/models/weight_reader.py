@@ -113,8 +113,8 @@ class WeightReader:
             return to_latent, from_latent
         outputs = config.num_heads * (latent.plain_dim + latent.value_dim)
         both = self.get(f"{names.hf('kv_b', layer)}.weight", outputs, latent.rank)
-        heads = [head.split((latent.plain_dim, latent.value_dim)) for head in both.chunk(config.num_heads)]
-        return [self.keep(key.T, None) for key, _ in heads], [self.keep(value, None) for _, value in heads]
+        plain, heads = latent.plain_dim, both.chunk(config.num_heads)
+        return [self.keep(head[:plain].T, None) for head in heads], [self.keep(head[plain:], None) for head in heads]
 
     def output(self, layer: int) -> Linear:
         config = self._config
