@@ -64,7 +64,7 @@ struct Multiply {
     Epilogue epilogue;
     std::optional<Columns> columns;  // of the target, if other ranks compute the others
 };
-// Each head of the source: its first `kept` columns as they are, and the product of the others with a weight of its own.
+// Of each head of the source, the first `kept` columns as they are, and the product of the others with its own weight.
 struct MultiplyHeads {
     std::vector<BiasedWeight> heads;  // all of the same shape
     Register source, target;
@@ -101,8 +101,8 @@ struct KeepRows {  // and forgets kQkv
 struct Gather {  // all ranks' columns, from here on
     Register place;
 };
-using Instruction = std::variant<Norm, Add, Scale, Multiply, MultiplyHeads, Activate, Attend, ScaleBySigmoid, Mix, KeepRows,
-                                 Gather>;
+using Instruction = std::variant<Norm, Add, Scale, Multiply, MultiplyHeads, Activate, Attend, ScaleBySigmoid, Mix,
+                                 KeepRows, Gather>;
 
 struct LayerCache {
     LayerKV kv;

@@ -6,8 +6,8 @@
 
 namespace octavo {
 
-// Each row uses the `active` experts with the largest scores, of the `active_groups` groups whose best have the largest,
-// as `ExpertsConfig` documents. The weights are the softmax of all scores or, if `normalised`, of their own; of `sigmoid`
+// Each row uses the `active` experts with the largest scores, of the `active_groups` groups with the largest, as
+// `ExpertsConfig` documents. The weights are the softmax of all scores or, if `normalised`, of their own; of `sigmoid`
 // scores, these or their shares of the sum.
 struct ExpertChoice {
     int active;
@@ -23,8 +23,8 @@ struct ExpertChoice {
 //     pairs   | 0 x 2 | 1 x 2 | 0 x 5 | 1 x 7 |         sources 0 1 0 1; places of row 0: 2, 0, of row 1: 1, 3
 class ExpertPairs {
   public:
-    // Adds the bias, if not null, to the scores [rows][num_experts], which are void after it. The first of equal scores is preferred. A row's
-    // choice depends on that row alone.
+    // Adds the bias, if not null, to the scores [rows][num_experts], which are void after it. The first of equal scores
+    // is preferred. A row's choice depends on that row alone.
     void choose(float* scores, const float* bias, int64_t rows, int num_experts, const ExpertChoice& choice);
     int64_t count() const { return static_cast<int64_t>(sources_.size()); }
     const int32_t* sources() const { return sources_.data(); }  // the row of each pair

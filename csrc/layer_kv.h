@@ -35,7 +35,7 @@ struct LayerKV {
     int64_t num_blocks;
     int kv_heads, key_units, value_dim, block_size;
     Storage storage;
-    // For coded layers, laid out as drawn in storage/codec/__init__.py. There, key_units is the number of key dimensions,
+    // For coded layers, laid out as drawn in storage/codec/. There, key_units is the number of key dimensions,
     // and `storage` the type of queries, of new keys and values, and of the output.
     CodedSide key_side{}, value_side{};
     bool coded() const { return key_side.code != kCodePlain; }

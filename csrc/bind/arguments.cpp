@@ -51,7 +51,8 @@ LayerKV layer_kv(const Tensor& key, const Tensor& value) {
     require(heads > 0 && block_size % 16 == 0 && block_size > 0,
             "block_size must be a multiple of 16, got " + std::to_string(block_size));
     require(value_dim % 16 == 0 && value_dim > 0 && value_dim <= kMaxHeadDim,
-            "value_dim must be a multiple of 16 and at most " + std::to_string(kMaxHeadDim) + ", got " + std::to_string(value_dim));
+            "value_dim must be a multiple of 16 and at most " + std::to_string(kMaxHeadDim) + ", got " +
+                std::to_string(value_dim));
     require(key.shape[2] > 0 && key.shape[2] * pair <= kMaxHeadDim,
             "key_dim must be at most " + std::to_string(kMaxHeadDim) + ", got " + std::to_string(key.shape[2] * pair));
     LayerKV kv{};
