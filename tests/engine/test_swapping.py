@@ -138,7 +138,7 @@ def test_an_aborted_swapped_request_leaves_nothing_in_host_memory(make_llm: Make
     assert core.stats.gauges().num_swapped == core.scheduler.num_swapped
     for request in requests:
         core.abort(request.request_id)
-    assert core.scheduler.kv.audit().num_host == 0
+    assert core.scheduler.kv.hierarchy.host.num_kept == 0
     assert core.stats.gauges().num_swapped == 0
 
 

@@ -421,10 +421,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.move()
         for seq in [*self.live, *self.waiting, *self.swapped]:
             self.manager.forget(seq)
-        audit, host = self.manager.audit(), self.manager.hierarchy.host
-        assert (audit.num_sequences, audit.num_swapped, audit.num_host) == (0, 0, 0)
+        hierarchy, host = self.manager.hierarchy, self.manager.hierarchy.host
+        assert not self.manager.audit()[BlockState.ACTIVE]
+        assert (len(self.manager.holdings), hierarchy.num_preempted, host.num_kept) == (0, 0, 0)
         assert host.pool.num_available == host.num_slots
-        assert BlockState.ACTIVE not in audit.counts
 
 
 CacheMachine.TestCase.settings = settings(max_examples=180, stateful_step_count=80, deadline=None)

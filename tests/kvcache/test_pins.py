@@ -45,7 +45,7 @@ def pin(
 
 def counts(manager: KVCacheManager) -> tuple[int, int, int]:
     """(cached, pinned, active) blocks."""
-    found = manager.audit().counts
+    found = manager.audit()
     return tuple(found.get(state, 0) for state in (BlockState.CACHED, BlockState.PINNED, BlockState.ACTIVE))  # type: ignore[return-value]
 
 

@@ -168,7 +168,7 @@ class Harness:
         """Compute steps until all is done; nobody holds a block then."""
         if self.scheduler.has_work:
             self.steps_until(lambda: not self.scheduler.has_work)
-        assert BlockState.ACTIVE not in self.kv.audit().counts
+        assert not self.kv.audit()[BlockState.ACTIVE]
 
 
 def status(request: Request) -> SequenceStatus:

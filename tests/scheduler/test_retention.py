@@ -96,7 +96,7 @@ def test_an_expired_pin_is_let_go_by_the_next_step() -> None:
     service.add([1])
     service.step()
     assert len(service.kv.pins) == 0
-    assert BlockState.PINNED not in service.kv.audit().counts
+    assert not service.kv.audit()[BlockState.PINNED]
 
 
 def test_pins_yield_to_a_request_that_needs_the_whole_pool() -> None:

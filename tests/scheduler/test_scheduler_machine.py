@@ -573,8 +573,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 ] * request.params.n
                 wanted = request.params.prompt_logprobs is not None
                 assert len(request.prompt_logprobs) == (len(request.prompt_token_ids) - 1 if wanted else 0)
-        counts = self.scheduler.kv.audit().counts
-        assert BlockState.ACTIVE not in counts
+        assert not self.scheduler.kv.audit()[BlockState.ACTIVE]
         if (plan := self.scheduler.flush()) is not None:
             self.play_transfers(plan)
             self.scheduler.flushed(done=True)

@@ -259,7 +259,7 @@ def _counters(scheduler: Scheduler) -> list[float]:
     """
     gauges, kv, host = Gauges.of(scheduler), scheduler.kv, scheduler.kv.hierarchy.host
     queues = [gauges.num_running, gauges.num_waiting, gauges.num_swapped]
-    changes = [host.num_slots - host.pool.num_free, kv.num_evicted, gauges.num_preemptions, kv.copied.count]
+    changes = [host.num_slots - host.pool.num_free, kv.evicted.count, gauges.num_preemptions, kv.copied.count]
     drafts = gauges.speculation or SpeculationCounters()
     return [
         *queues,

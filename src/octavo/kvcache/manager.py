@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -37,16 +36,6 @@ MOST_COPIED = 64
 _COMPARED_BLOCKS = 4096
 
 _NO_COPIES: tuple[BlockCopy, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Audit:
-    """The number of blocks in each state; `num_host` counts the blocks of host memory that swapped sequences hold."""
-
-    counts: dict[BlockState, int]
-    num_sequences: int
-    num_swapped: int
-    num_host: int
 
 
 class KVCacheManager:
@@ -131,11 +120,6 @@ class KVCacheManager:
         """The share of the pool that sequences reference, from 0 to 1."""
         return self.pool.num_active / (self.pool.num_blocks - 1)
 
-    @property
-    def num_evicted(self) -> int:
-        """The number of cached blocks evicted since the start."""
-        return self.evicted.count
-
     def tables(self, seq: Sequence) -> list[BlockTable]:
         """Return the sequence's block tables, one per group; read-only."""
         return self.holdings[seq].tables
@@ -173,15 +157,7 @@ class KVCacheManager:
 
     def bytes_by_state(self) -> dict[BlockState, int]:
         """Return the bytes of the pool's blocks by state, without the null block. O(1)."""
-        pool, size = self.pool, self.spec.block_bytes
-        free, cached, pinned = pool.num_free, pool.num_cached, pool.num_pinned
-        return {
-            BlockState.FREE: free * size,
-            BlockState.CACHED: cached * size,
-            BlockState.PINNED: pinned * size,
-            # The rest, so that they add up even if another thread reads them in the middle of a step.
-            BlockState.ACTIVE: (pool.num_blocks - 1 - free - cached - pinned) * size,
-        }
+        return {state: count * self.spec.block_bytes for state, count in self.pool.count_states().items()}
 
     def explain(self, seq: Sequence, hit: PrefixHit) -> CacheReport:
         """Explain why the hit of a sequence is not longer; `no_hit` stands for a sequence that was not matched."""
@@ -392,17 +368,18 @@ class KVCacheManager:
         self.hierarchy.host.clear()
         return count
 
-    def audit(self) -> Audit:
+    def audit(self) -> dict[BlockState, int]:
         """Prove that every block is in exactly one state and every count matches the tables' references. O(blocks).
+
+        Returns:
+            The number of blocks in each state.
 
         Raises:
             CacheError: an invariant is violated; the message lists every violation.
         """
         for _ in self.audit_in_parts():
             pass
-        num_sequences = sum(any(holding.tables) for holding in self.holdings)
-        hierarchy = self.hierarchy
-        return Audit(self.pool.count_states(), num_sequences, hierarchy.num_preempted, hierarchy.host.num_kept)
+        return self.pool.count_states()
 
     def audit_in_parts(self) -> Iterator[None]:
         """Run the checks of `audit`, with a pause after each structure's, and raise its error at the end.

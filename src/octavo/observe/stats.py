@@ -118,7 +118,7 @@ class Gauges:
             swapped_bytes=host.num_kept * size,
             num_preemptions=counters.num_preemptions,
             deferred_tokens=counters.num_deferred_tokens,
-            evicted_blocks=kv.num_evicted,
+            evicted_blocks=kv.evicted.count,
             swapped_out_bytes=host.swapped.blocks_out * size,
             swapped_in_bytes=host.swapped.blocks_in * size,
             speculation=None if scheduler.speculator is None else scheduler.speculator.counters,

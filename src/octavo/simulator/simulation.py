@@ -264,7 +264,7 @@ class Simulation:
                 break
         counters = scheduler.counters
         results.preemptions, results.recomputed_tokens = counters.num_preemptions, counters.recomputed_tokens
-        results.evictions = server.kv.num_evicted
+        results.evictions = server.kv.evicted.count
         results.duration_s = clock.now
         if results.busy_s:
             results.mean_running = self._running_s / results.busy_s
