@@ -164,7 +164,7 @@ def count_misses(llm: LLM, totals: Counter[str]) -> None:
     """Count why the stores of an engine did not return or accept blocks."""
     assert llm.core.tiers is not None
     for store in llm.core.tiers.stores:
-        for reason, count in (store.counters.read_misses + store.counters.write_misses).items():
+        for reason, count in (store.counters.read.misses + store.counters.write.misses).items():
             totals[f"miss of an engine: {reason.value}"] += count
         for reason, count in store.counters.open_misses.items():
             totals[f"dropped when opened: {reason.value}"] += count

@@ -39,7 +39,7 @@ def test_two_engines_share_a_prefix_through_redis_and_give_the_same_tokens(
     assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
     report = second.core.kv_report()["tiers"]["remote"]
     assert (report["loaded"], report["open"]) == (6, True)
-    assert second.core.stats.stores[0].counters.loaded == 6
+    assert second.core.stats.stores[0].counters.read.blocks == 6
     assert second.core.stats.host.loaded == 6
     second.core.close()
     assert host_of(second).counters.filled == 6
@@ -60,7 +60,7 @@ def test_what_redis_lacks_takes_no_host_memory_and_another_tenant_finds_nothing(
         while core.has_work:
             core.step()
         assert request.num_cached_tokens == 0
-    assert store.counters.read_misses == {Reason.ABSENT: 12}
+    assert store.counters.read.misses == {Reason.ABSENT: 12}
     core.close()
     assert host_of(second).num_free == host_of(second).num_slots
 
@@ -105,4 +105,4 @@ def test_a_redis_that_stands_still_or_dies_changes_no_token(
         assert output.outputs[0].token_ids == expected.outputs[0].token_ids
         assert output.num_cached_tokens == 0
     second.core.close()
-    assert second.core.tiers.stores[0].counters.read_misses == {Reason.IO_ERROR: 12}
+    assert second.core.tiers.stores[0].counters.read.misses == {Reason.IO_ERROR: 12}

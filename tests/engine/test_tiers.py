@@ -227,7 +227,7 @@ def test_a_block_that_is_damaged_on_disk_is_computed_again(make_llm: MakeLLM, ti
     warm = ask(second, PROMPT)
     assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
     assert warm.num_cached_tokens < 96
-    assert second.core.tiers.stores[0].counters.read_misses == {Reason.CHECKSUM: 1}
+    assert second.core.tiers.stores[0].counters.read.misses == {Reason.CHECKSUM: 1}
     second.core.close()
 
 

@@ -66,7 +66,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[KVCacheManager], Any], str]] = {
         lambda kv: kv.pool.blocks.references.__setitem__(kv.pool._free[0], 1),
         "but free stack: True",
     ),
-    "a pin nobody has": (lambda kv: kv.pool.pin([list(kv.holdings)[-1].tables[0][0]]), "there are|pins of"),
+    "a pin nobody has": (lambda kv: kv.pool.pin([list(kv.holdings.values())[-1].tables[0][0]]), "there are|pins of"),
     "a block of nobody in the index": (
         lambda kv: kv.prefix_cache.drop([BlockId(int(kv.blocks.published()[0]))]),
         "is free by its counts",

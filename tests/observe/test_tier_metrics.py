@@ -49,8 +49,8 @@ def test_each_tier_tells_its_hits_bytes_times_and_misses_by_reason(tmp_path: Pat
         assert value(families, seconds, f"{seconds}_count", tier="host", operation=operation) == 1
         assert value(families, seconds, f"{seconds}_sum", tier="host", operation=operation) == total
     for operation, count, total in (
-        ("read", 1, store.counters.read_seconds),
-        ("write", 2, store.counters.write_seconds),
+        ("read", 1, store.counters.read.seconds),
+        ("write", 2, store.counters.write.seconds),
     ):
         assert value(families, seconds, f"{seconds}_count", tier="disk", operation=operation) == count
         assert value(families, seconds, f"{seconds}_sum", tier="disk", operation=operation) == total

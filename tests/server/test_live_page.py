@@ -232,13 +232,13 @@ def test_a_page_is_sent_what_each_tier_holds(tmp_path: Path) -> None:
     with real_server(num_blocks=33, kv_disk=str(tmp_path), kv_host_memory=1 << 20) as server:
         server.complete(STORY, max_tokens=2)
         (store,) = server.core.stats.stores
-        stored = store.counters.stored
+        stored = store.counters.write.blocks
         first = events(server, 2)[1]
         host = server.core.scheduler.kv.hierarchy.host
         assert first["spec"]["host_blocks"] == host.num_slots > 0
         ((*tier, written, read),) = first["tiers"]
         assert (tier, read) == (["disk", True], 0)
-        assert stored <= written <= store.counters.stored
+        assert stored <= written <= store.counters.write.blocks
 
 
 def test_the_colours_differ_for_the_colour_blind() -> None:

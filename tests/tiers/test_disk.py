@@ -379,7 +379,7 @@ def test_bytes_are_accounted_to_tenants_across_restarts_evictions_and_failures(
     assert put(store, 20, 21, 22) == [None] * 3, "for ada's oldest"
     held = {"ada": 7 * BLOCK_BYTES, "bob": 5 * BLOCK_BYTES, "": 3 * BLOCK_BYTES}
     assert store.medium.bytes_by_tenant() == held
-    assert store.counters.written_by_tenant == held | {"ada": 10 * BLOCK_BYTES}
+    assert store.counters.write.by_tenant == held | {"ada": 10 * BLOCK_BYTES}
     with monkeypatch.context() as broken:
         broken.setattr(os, "pwrite", lambda *args: 1 / 0)
         assert put(store, 30, tenant="eve") == [Reason.IO_ERROR]

@@ -71,8 +71,8 @@ def test_another_server_finds_what_one_has_stored(open_store: Open) -> None:
     assert put(first, 1, 2) == [None, None]
     assert ask(second, 1, 2, 3) == [None, None, Reason.ABSENT]
     assert get(second, [label(2), label(1)]) == ([None, None], [payload(2), payload(1)])
-    assert second.counters.read_misses == {Reason.ABSENT: 1}
-    assert (second.counters.loaded, second.counters.read_bytes) == (2, 2 * BLOCK_BYTES)
+    assert second.counters.read.misses == {Reason.ABSENT: 1}
+    assert (second.counters.read.blocks, second.counters.read.bytes) == (2, 2 * BLOCK_BYTES)
 
 
 def test_a_prompt_that_redis_does_not_know_costs_one_command(open_store: Open, client: Any) -> None:
@@ -135,7 +135,7 @@ def test_a_damaged_value_is_a_miss_and_makes_room_for_a_good_one(
     client.set(name, damage(client.get(name)))
     outcomes, buffers = get(store, [label(1)])
     assert (outcomes, buffers) == ([reason], [bytearray(BLOCK_BYTES)])
-    assert store.counters.read_misses == {reason: 1}
+    assert store.counters.read.misses == {reason: 1}
     put(store, 1)
     assert get(store, [label(1)]) == ([None], [payload(1)])
 

@@ -36,16 +36,16 @@ def test_what_was_stored_is_loaded_to_the_last_byte(store: Store) -> None:
     outcomes, buffers = get(store, [label(n) for n in (3, 1, 2)])
     assert outcomes == [None] * 3
     assert buffers == [payload(3), payload(1), payload(2)]
-    assert (store.counters.loaded, store.counters.stored) == (3, 3)
-    assert store.counters.read_bytes == 3 * BLOCK_BYTES
-    assert store.counters.read_by_tenant == store.counters.written_by_tenant == {"": 3 * BLOCK_BYTES}
-    assert sum(store.counters.read_latency) == 1
+    assert (store.counters.read.blocks, store.counters.write.blocks) == (3, 3)
+    assert store.counters.read.bytes == 3 * BLOCK_BYTES
+    assert store.counters.read.by_tenant == store.counters.write.by_tenant == {"": 3 * BLOCK_BYTES}
+    assert sum(store.counters.read.latency) == 1
 
 
 def test_what_is_not_there_is_a_miss_and_counted(store: Store) -> None:
     assert store.lookup(label(1).key) in (LookupResult.MISS, LookupResult.HIT_PENDING)
     assert get(store, [label(1)])[0] == [Reason.ABSENT]
-    assert store.counters.read_misses == {Reason.ABSENT: 1}
+    assert store.counters.read.misses == {Reason.ABSENT: 1}
 
 
 def test_a_stored_key_is_looked_up(store: Store) -> None:
@@ -276,10 +276,10 @@ def test_writes_beyond_the_bytes_that_may_wait_are_dropped_and_counted() -> None
     waiting = [store.put(label(n), buffer(60)) for n in (1, 2)]
     assert store.num_write_bytes == 60
     assert waiting[1].outcomes == [Reason.BUSY]
-    assert store.counters.write_misses == {Reason.BUSY: 1}
+    assert store.counters.write.misses == {Reason.BUSY: 1}
     assert store.wants(label(2).key), "it may be tried again"
     medium.go.set()
     assert all(transfer.wait(SECONDS) for transfer in (first, *waiting))
     assert store.put(label(3), buffer(500)).wait(SECONDS), "one block may always wait, however large"
     store.close()
-    assert (store.counters.stored, store.num_write_bytes) == (3, 0)
+    assert (store.counters.write.blocks, store.num_write_bytes) == (3, 0)

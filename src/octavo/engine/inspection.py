@@ -195,25 +195,26 @@ def tiers_report(host: HostMemory, stores: Sequence[Store], block_bytes: int) ->
         }
     }
     for store in stores:
+        read, write = store.counters.read, store.counters.write
         report[store.name] = {
             "open": store.is_open,
             "writable": store.is_writable,
-            "loaded": store.counters.loaded,
-            "stored": store.counters.stored,
-            "read_bytes": store.counters.read_bytes,
-            "written_bytes": store.counters.written_bytes,
+            "loaded": read.blocks,
+            "stored": write.blocks,
+            "read_bytes": read.bytes,
+            "written_bytes": write.bytes,
             "tenants": dict(sorted((store.medium.bytes_by_tenant() or {}).items())),
-            "read_by_tenant": dict(sorted(store.counters.read_by_tenant.items())),
-            "written_by_tenant": dict(sorted(store.counters.written_by_tenant.items())),
+            "read_by_tenant": dict(sorted(read.by_tenant.items())),
+            "written_by_tenant": dict(sorted(write.by_tenant.items())),
             "open_misses": {reason.value: count for reason, count in store.counters.open_misses.items()},
-            "read_misses": {reason.value: count for reason, count in store.counters.read_misses.items()},
-            "write_misses": {reason.value: count for reason, count in store.counters.write_misses.items()},
+            "read_misses": {reason.value: count for reason, count in read.misses.items()},
+            "write_misses": {reason.value: count for reason, count in write.misses.items()},
             "closings": {work.value: count for work, count in store.num_closings.items()},
             "load_latency_seconds": store.speed.per_load,
             "load_seconds_per_byte": store.speed.per_byte,
             "latency_bounds": list(LATENCY_BOUNDS),
-            "read_latency": list(store.counters.read_latency),
-            "write_latency": list(store.counters.write_latency),
+            "read_latency": list(read.latency),
+            "write_latency": list(write.latency),
         }
     return report
 

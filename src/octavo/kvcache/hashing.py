@@ -37,9 +37,6 @@ million."""
 # Tokens packed and hashed before other threads get the GIL, which takes about half a millisecond.
 _SLICE_TOKENS = 4096
 
-# Keys read one by one: the fixed cost of reading them as arrays is that of several.
-_FEW_KEYS = 4
-
 KEY_HALF = np.dtype("<u8")
 TOKEN = np.dtype("<i4")
 
@@ -244,11 +241,7 @@ class TokenChain:
 
     def key_prefixes(self, first: int, last: int) -> list[int]:
         """Return the first 8 bytes, as numbers, of the keys of the first `first`, …, `last` full blocks."""
-        if last - first < _FEW_KEYS:
-            return [key_prefix(self.key(length)) for length in range(first, last + 1)]
-        if first == 0:
-            return [key_prefix(self.root), *self.key_prefixes(1, last)]
-        return [prefix for keys, _ in self.rows(first - 1, last) for prefix in keys[:, 0].tolist()]
+        return [key_prefix(self.key(length)) for length in range(first, last + 1)]
 
     def tokens(self, start: int, end: int) -> bytes:
         """Return the packed token ids of full blocks `start .. end`."""

@@ -29,9 +29,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
-from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockTable, BlockTransfer, HostBlockId, as_array, new_table
+from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockTable, BlockTransfer, HostBlockId, new_table
 from octavo.kvcache.blocks import BlockRecords
 from octavo.kvcache.eviction.adaptive import GhostList
 from octavo.kvcache.hashing import Label, TokenChain, label_of, private_label
@@ -68,16 +66,6 @@ class _Left:
     num_full: int
     lengths: list[int]
     keys: dict[tuple[int, int], bytes]
-
-
-def split_tiers(tables: tuple[BlockTable, ...], block_size: int) -> PrefixHit:
-    """Return the hit for tables from a `PrefixMatcher`, whose negative ids become loads."""
-    loads: list[tuple[int, int, HostBlockId]] = []
-    for group, table in enumerate(tables):
-        for index in np.flatnonzero(as_array(table) < 0).tolist():
-            loads.append((group, index, HostBlockId(-1 - table[index])))
-            table[index] = NULL_BLOCK
-    return PrefixHit(len(tables[0]) * block_size, tables, tuple(loads))
 
 
 class CacheHierarchy:
@@ -273,7 +261,7 @@ class CacheHierarchy:
         """Return what a preempted sequence left, or the longest prefix of at most `most` blocks on device and host."""
         left = self._left.get(seq.seq_id)
         hit = None if left is None else self._find(left)
-        return split_tiers(self._matcher.longest(chain, most), self._block_size) if hit is None else hit
+        return self._matcher.longest(chain, most) if hit is None else hit
 
     def missing(self, seq: Sequence, chain: TokenChain, most: int) -> Iterator[Label]:
         """Yield the labels of those of the first `most` blocks that neither device nor host has, in order."""

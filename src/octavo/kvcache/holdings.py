@@ -12,13 +12,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
-from octavo.errors import CacheError
 from octavo.kvcache.block import NULL_BLOCK, BlockTable, new_table
 from octavo.kvcache.hashing import FullBlocks, Source, TokenChain
 from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix import PrefixIndex
 from octavo.kvcache.spec import KVCacheSpec, Window
-from octavo.request import Request, Sequence, SequenceId
+from octavo.request import Request, Sequence
 
 
 class RestoreCost(NamedTuple):
@@ -86,7 +85,7 @@ class Holding:
         return tables
 
 
-class Holdings:
+class Holdings(dict[Sequence, Holding]):
     """The holdings of all sequences that were matched or admitted and are not forgotten yet.
 
     Args:
@@ -95,46 +94,22 @@ class Holdings:
     """
 
     def __init__(self, pool: BlockPool, prefix_cache: PrefixIndex, spec: KVCacheSpec) -> None:
+        super().__init__()
         self._pool = pool
         self._prefix_cache = prefix_cache
         self._spec = spec
         self._block_size = spec.block_size
         self._windows = spec.windows()
-        self._by_id: dict[SequenceId, Holding] = {}
 
-    def __len__(self) -> int:
-        return len(self._by_id)
-
-    def __iter__(self) -> Iterator[Holding]:
-        return iter(self._by_id.values())
-
-    def __getitem__(self, seq: Sequence) -> Holding:
-        return self._by_id[seq.seq_id]
-
-    def get(self, seq: Sequence) -> Holding | None:
-        """Return a sequence's holding; None if it has none."""
-        return self._by_id.get(seq.seq_id)
-
-    def setdefault(self, seq: Sequence) -> Holding:
+    def begin(self, seq: Sequence) -> Holding:
         """Return a sequence's holding; it begins without blocks, and with the chain of the prompt's full blocks."""
-        holding = self._by_id.get(seq.seq_id)
+        holding = self.get(seq)
         if holding is None:
             budget = seq.request.params.kv_budget
             windows = self._windows if budget is None else self._spec.windows(budget)
-            holding = Holding.empty(self.prompt_chain(seq.request), windows)
+            holding = self[seq] = Holding.empty(self.prompt_chain(seq.request), windows)
             holding.chain.source = Source(seq.request.tenant, seq.request.cache_scope, seq.request.request_id)
-            self._by_id[seq.seq_id] = holding
         return holding
-
-    def add(self, seq: Sequence, holding: Holding) -> None:
-        """Add the holding of a sequence that has none. Raises CacheError if it has one."""
-        if seq.seq_id in self._by_id:
-            raise CacheError(f"sequence {seq.seq_id} is forked into while it holds blocks")
-        self._by_id[seq.seq_id] = holding
-
-    def pop(self, seq: Sequence) -> Holding | None:
-        """Forget a sequence, and return what it held; None if it held nothing."""
-        return self._by_id.pop(seq.seq_id, None)
 
     def hash_prompt(self, request: Request) -> None:
         """Pack and hash a request's prompt. Thread-safe."""
@@ -150,13 +125,13 @@ class Holdings:
 
     def matchable(self, seq: Sequence) -> tuple[TokenChain, int]:
         """Return a sequence's chain, and how many of its blocks a hit may cover, which excludes its last token."""
-        chain = self.setdefault(seq).chain
+        chain = self.begin(seq).chain
         chain.grow(seq.num_tokens, seq.tokens)
         return chain, min(len(chain), (seq.num_tokens - 1) // self._block_size)
 
     def tables(self) -> Iterator[BlockTable]:
         """Iterate over the tables of all sequences."""
-        return (table for holding in self for table in holding.tables)
+        return (table for holding in self.values() for table in holding.tables)
 
     def of(self, requests: Iterable[Request]) -> Iterator[tuple[Sequence, Holding]]:
         """Iterate over the sequences of these requests that have a holding."""

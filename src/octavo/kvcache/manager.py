@@ -134,8 +134,7 @@ class KVCacheManager:
     def match_on_device(self, seq: Sequence) -> PrefixHit:
         """Return the longest prefix of a sequence that the device has, up to `_COMPARED_BLOCKS`."""
         chain, most = self.holdings.matchable(seq)
-        tables = self._matcher.longest(chain, min(most, _COMPARED_BLOCKS))
-        return PrefixHit(len(tables[0]) * self.spec.block_size, tables)
+        return self._matcher.longest(chain, min(most, _COMPARED_BLOCKS))
 
     def still_matches(self, seq: Sequence, num_tokens: int) -> bool:
         """Whether `match_on_device` most probably still finds `num_tokens` tokens; two look-ups per group."""
@@ -161,7 +160,7 @@ class KVCacheManager:
 
     def explain(self, seq: Sequence, hit: PrefixHit) -> CacheReport:
         """Explain why the hit of a sequence is not longer; `no_hit` stands for a sequence that was not matched."""
-        chain, length = self.holdings.setdefault(seq).chain, len(seq.request.prompt_token_ids)
+        chain, length = self.holdings.begin(seq).chain, len(seq.request.prompt_token_ids)
         if hit is self.no_hit or not self.caches_prefixes:
             return CacheReport(length, 0, CacheOutcome.BYPASSED)
         return self.ledger.explain(seq.request, chain, hit.num_tokens // self.spec.block_size)
@@ -194,7 +193,7 @@ class KVCacheManager:
         Returns:
             Whether there were enough blocks; if not, nothing has changed.
         """
-        holding = self.holdings.setdefault(seq)
+        holding = self.holdings.begin(seq)
         if any(holding.tables):
             raise CacheError(f"sequence {seq.seq_id} is admitted while it holds blocks")
         pool, tenant = self.pool, seq.request.tenant
@@ -318,7 +317,9 @@ class KVCacheManager:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Share the blocks of `parent` with `child`; the first to write gets a copy."""
         source = self.holdings[parent]
-        self.holdings.add(child, source.fork())
+        if child in self.holdings:
+            raise CacheError(f"sequence {child.seq_id} is forked into while it holds blocks")
+        self.holdings[child] = source.fork()
         for table in source.tables:
             self.pool.acquire(table, child.request.tenant)
 
@@ -355,7 +356,7 @@ class KVCacheManager:
     def forget(self, seq: Sequence) -> None:
         """Forget a finished sequence and release what it holds."""
         self.hierarchy.forget(seq.seq_id)
-        if (holding := self.holdings.pop(seq)) is not None:
+        if (holding := self.holdings.pop(seq, None)) is not None:
             self._give_back(holding)
 
     def reset_prefix_cache(self) -> int:

@@ -23,8 +23,9 @@ from octavo.errors import CacheError
 from octavo.kvcache.block import NULL_BLOCK, BlockTable, as_array, table_of, where
 from octavo.kvcache.hashing import TokenChain, root_hash
 from octavo.kvcache.pool import BlockPool
+from octavo.kvcache.prefix import PrefixHit
 
-FindPrefix = Callable[[TokenChain, int], tuple[BlockTable, ...]]
+FindPrefix = Callable[[TokenChain, int], PrefixHit]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class PinTable:
     Args:
         budget_blocks: maximum number of blocks pinned at once.
         tenant_blocks: maximum number of blocks that the pins of one tenant hold.
-        find: returns the blocks, per group, of the longest cached prefix of a chain, up to a number of full blocks.
+        find: returns the longest cached prefix of a chain, up to a number of full blocks.
         clock: a monotonic clock, in seconds.
     """
 
@@ -192,7 +193,7 @@ class PinTable:
         own: Mapping[int, int] = self._held.get(tenant, {})
         free, own_free = self.budget_blocks - num_pinned, self.tenant_blocks - len(own)
         while length > 0:
-            tables = self._find(chain, length)
+            tables = self._find(chain, length).tables
             length = len(tables[0])
             blocks = np.concatenate([as_array(table) for table in tables])
             blocks = where(blocks != NULL_BLOCK, blocks)

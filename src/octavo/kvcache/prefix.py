@@ -25,6 +25,7 @@ from octavo.kvcache.block import (
     BlockIds,
     BlockTable,
     HostBlockId,
+    as_array,
     new_table,
     table_of,
 )
@@ -213,8 +214,6 @@ class PrefixMatcher:
     A hit of h blocks needs, in each group, the blocks that the token after it attends to: all h under full attention,
     otherwise those inside the window, and the first blocks that stay.
 
-    A block in host memory has a negative id, -1 minus its slot.
-
     Args:
         windows: sliding window per group, None for full attention.
         host: host memory, if blocks there are to be found.
@@ -232,8 +231,8 @@ class PrefixMatcher:
         self._block_size = block_size
         self._windows = windows
 
-    def longest(self, chain: TokenChain, most: int) -> tuple[BlockTable, ...]:
-        """Return the blocks of the longest cached prefix of at most `most` full blocks, as tables of equal length."""
+    def longest(self, chain: TokenChain, most: int) -> PrefixHit:
+        """Return the longest cached prefix of at most `most` full blocks."""
         size, hit = self._block_size, most
         tables = [new_table() for _ in self._windows]
         for group, window in enumerate(self._windows):
@@ -259,7 +258,14 @@ class PrefixMatcher:
                 tables[group] = new_table(
                     [*blocks[:num_sinks], *[NULL_BLOCK] * (first - num_sinks), *blocks[num_sinks:]]
                 )
-        return tuple(table if len(table) == hit else table[:hit] for table in tables)
+        loads: list[tuple[int, int, HostBlockId]] = []
+        for group, table in enumerate(tables):
+            del table[hit:]
+            if self._host is not None:
+                for index in np.flatnonzero(as_array(table) < 0).tolist():
+                    loads.append((group, index, HostBlockId(-table[index])))
+                    table[index] = NULL_BLOCK
+        return PrefixHit(hit * size, tuple(tables), tuple(loads))
 
     def ends_at(self, chain: TokenChain, length: int, most: int) -> bool:
         """Whether the longest prefix most probably still has `length` blocks of at most `most`. O(groups).
@@ -280,11 +286,12 @@ class PrefixMatcher:
         return found
 
     def _get(self, group: int, chain: TokenChain, index: int) -> BlockId | None:
+        """Return a block; one in host memory as a negative id, minus its slot."""
         block = self._prefix_cache.get(group, chain, index)
         if block is not None or self._host is None:
             return block
         slot = self._host.find(label_of(group, chain, index))
-        return None if slot is None else BlockId(-1 - slot)
+        return None if slot is None else BlockId(-slot)
 
 
 def make_prefix_index(

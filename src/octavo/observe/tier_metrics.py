@@ -42,7 +42,7 @@ class TierCollector(Collector):
         totals = {"host": (host.loaded, host.stored, host.loaded * size, host.stored * size)}
         for store in self._stats.stores:
             own = store.counters
-            totals[store.name] = (own.loaded, own.stored, own.read_bytes, own.written_bytes)
+            totals[store.name] = (own.read.blocks, own.write.blocks, own.read.bytes, own.write.bytes)
         names = (
             ("hit_blocks", "Blocks that a tier had: from host memory to the device, from a store to host memory."),
             ("stored_blocks", "Blocks written to a tier."),
@@ -95,19 +95,13 @@ class TierCollector(Collector):
             usable.add_metric([*values, "write"], store.is_writable)
             for work, count in store.num_closings.items():
                 closings.add_metric([*values, work.value], count)
-            for operation, missed in (
-                ("open", own.open_misses),
-                ("read", own.read_misses),
-                ("write", own.write_misses),
-            ):
+            for reason in Reason:
+                misses.add_metric([*values, "open", reason.value], own.open_misses[reason])
+            for operation, totals in (("read", own.read), ("write", own.write)):
                 for reason in Reason:
-                    misses.add_metric([*values, operation, reason.value], missed[reason])
-            for operation, counts, total in (
-                ("read", own.read_latency, own.read_seconds),
-                ("write", own.write_latency, own.write_seconds),
-            ):
-                buckets = list(zip(_UPPER_BOUNDS, map(float, accumulate(list(counts))), strict=True))
-                seconds.add_metric([*values, operation], buckets, total)
+                    misses.add_metric([*values, operation, reason.value], totals.misses[reason])
+                buckets = list(zip(_UPPER_BOUNDS, map(float, accumulate(list(totals.latency))), strict=True))
+                seconds.add_metric([*values, operation], buckets, totals.seconds)
         yield from (usable, closings, misses, seconds, latency, pace)
 
     def _cost(self, fetching: Fetching) -> Iterator[Metric]:

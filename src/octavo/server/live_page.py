@@ -236,7 +236,9 @@ def _totals(stats: EngineStats) -> dict[str, Any]:
         ],
         "ttft": counts(stats.time_to_first_token),
         "itl": counts(stats.inter_token_latency),
-        "tiers": [[tier.name, tier.is_open, tier.counters.stored, tier.counters.loaded] for tier in stats.stores],
+        "tiers": [
+            [tier.name, tier.is_open, tier.counters.write.blocks, tier.counters.read.blocks] for tier in stats.stores
+        ],
     }
 
 

@@ -18,7 +18,9 @@ These layouts are for floats; `storage/codec/__init__.py` shows those of coded l
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -31,7 +33,6 @@ from octavo.kvcache.spec import KVCacheSpec
 from octavo.storage.codec import codecs_of
 from octavo.storage.coded_kv import CodedKV
 from octavo.storage.layer_kv import LayerKV
-from octavo.storage.pages import zero_pages
 from octavo.storage.recent_kv import RecentKV, without_copies
 
 
@@ -250,3 +251,16 @@ def pair_width(block_size: int, key_dim: int, element_bytes: int) -> int:
 def independent(copies: Sequence[tuple[int, int]]) -> bool:
     """Whether no copy writes a block that another reads, so that their order does not matter."""
     return {source for source, _ in copies}.isdisjoint(destination for _, destination in copies)
+
+
+def zero_pages(nbytes: int) -> mmap.mmap:
+    """Map private anonymous pages, which the system zeroes and allocates on first write: unused ones cost nothing."""
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, nbytes)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Accesses to blocks are scattered over the pool, so 2 MiB pages avoid most TLB misses. A kernel without huge
+        # pages refuses the advice, and small pages work too.
+        with contextlib.suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages

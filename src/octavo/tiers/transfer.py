@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 
 from octavo.kvcache.hashing import Label
@@ -67,48 +68,46 @@ LATENCY_BOUNDS = (0.0005, 0.001, 0.005, 0.02, 0.1, 0.5, 2.0)
 """Upper bounds, in seconds, of the latency buckets of transfers; a last bucket without bound follows."""
 
 
+@dataclass(slots=True)
+class WorkTotals:
+    """Totals of reads or of writes since the start, in blocks unless noted."""
+
+    blocks: int = 0
+    bytes: int = 0
+    by_tenant: Counter[str] = field(default_factory=Counter)  # bytes
+    misses: Counter[Reason] = field(default_factory=Counter)  # of reads, including those of `ask`
+    latency: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS) + 1))  # transfers
+    seconds: float = 0.0
+
+
 class StoreCounters:
-    """Totals since the start, in blocks unless noted. Several threads update them, and any thread may read."""
+    """Totals since the start. Several threads update them, and any thread may read.
+
+    Attributes:
+        open_misses: blocks that an earlier process had stored.
+    """
 
     def __init__(self, open_misses: Mapping[Reason, int]) -> None:
-        self.loaded = 0
-        self.stored = 0
-        self.read_bytes = 0
-        self.written_bytes = 0
-        self.read_by_tenant = Counter[str]()  # bytes
-        self.written_by_tenant = Counter[str]()  # bytes
-        self.open_misses = Counter(open_misses)  # of blocks that an earlier process had stored
-        self.read_misses = Counter[Reason]()  # including those of `ask`
-        self.write_misses = Counter[Reason]()
-        self.read_latency = [0] * (len(LATENCY_BOUNDS) + 1)  # transfers
-        self.write_latency = [0] * (len(LATENCY_BOUNDS) + 1)
-        self.read_seconds = 0.0  # of all transfers
-        self.write_seconds = 0.0
+        self.read = WorkTotals()
+        self.write = WorkTotals()
+        self.open_misses = Counter(open_misses)
         self._lock = threading.Lock()
 
     def count(self, transfer: Transfer) -> None:
         """Count the outcomes of a transfer."""
-        wrote = transfer.work is Work.WRITE
+        totals = self.write if transfer.work is Work.WRITE else self.read
         with self._lock:
             for buffer, reason in zip(transfer.buffers, transfer.outcomes, strict=True):
                 if reason is not None:
-                    (self.write_misses if wrote else self.read_misses)[reason] += 1
-                elif wrote:
-                    self.stored += 1
-                    self.written_bytes += buffer.nbytes
-                    self.written_by_tenant[transfer.tenant] += buffer.nbytes
-                elif transfer.work is Work.READ:
-                    self.loaded += 1
-                    self.read_bytes += buffer.nbytes
-                    self.read_by_tenant[transfer.tenant] += buffer.nbytes
+                    totals.misses[reason] += 1
+                elif transfer.work is not Work.ASK:
+                    totals.blocks += 1
+                    totals.bytes += buffer.nbytes
+                    totals.by_tenant[transfer.tenant] += buffer.nbytes
 
     def time(self, work: Work, seconds: float) -> None:
         """Record how long the medium took for a read or a write."""
-        place = sum(seconds > bound for bound in LATENCY_BOUNDS)
+        totals = self.write if work is Work.WRITE else self.read
         with self._lock:
-            if work is Work.WRITE:
-                self.write_latency[place] += 1
-                self.write_seconds += seconds
-            else:
-                self.read_latency[place] += 1
-                self.read_seconds += seconds
+            totals.latency[sum(seconds > bound for bound in LATENCY_BOUNDS)] += 1
+            totals.seconds += seconds
