@@ -62,7 +62,7 @@ def test_what_redis_lacks_takes_no_host_memory_and_another_tenant_finds_nothing(
         assert request.num_cached_tokens == 0
     assert store.counters.read.misses == {Reason.ABSENT: 12}
     core.close()
-    assert host_of(second).num_free == host_of(second).num_slots
+    assert host_of(second).pool.num_free == host_of(second).num_slots
 
 
 def test_the_disk_is_asked_before_redis(
