@@ -20,7 +20,7 @@ from octavo.config import ALLOWED_CPUS
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.outputs import RequestOutput
 from octavo.errors import ConfigError
-from octavo.kvcache.codec_table import kv_dtype
+from octavo.kvcache.formats import kv_dtype
 from octavo.models.kv_scale_file import Origin, write_scales
 from octavo.runner.ranks import ANSWER_S
 from octavo.sampling_params import SamplingParams

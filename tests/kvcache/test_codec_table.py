@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.kvcache.codec_table import kv_dtype, write_table
-from octavo.kvcache.formats import KV_FORMATS, kv_format, layer_formats
+from octavo.kvcache.formats import KV_FORMATS, kv_dtype, kv_format, layer_formats, write_table
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 
 

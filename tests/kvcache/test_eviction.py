@@ -14,7 +14,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from octavo.errors import ConfigError
 from octavo.kvcache.block import BlockId
 from octavo.kvcache.eviction import (
     EVICTION_POLICIES,
@@ -190,11 +189,6 @@ def test_an_array_of_blocks_comes_and_goes_as_a_list_and_as_one_by_one(name: str
             with pytest.raises(KeyError):
                 each.remove(np.array(kept[-1:], np.int32))
     assert [len(each) for each in policies] == [0, 0, 0]
-
-
-def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="lru, fifo, priority, adaptive, got 'mru'"):
-        make_eviction_policy("mru")
 
 
 def test_lru_gives_up_what_was_used_longest_ago() -> None:

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.errors import ConfigError
 from octavo.kvcache import key_index
 from octavo.kvcache.block import BlockId
+from octavo.kvcache.blocks import BlockRecords
 from octavo.kvcache.hashing import TokenChain
-from octavo.kvcache.prefix import PrefixIndex, make_prefix_index
+from octavo.kvcache.prefix import PrefixIndex
 from octavo.kvcache.spec import KVCacheSpec
 from tests.kvcache.caches import FULL, admit_and_compute, make_manager, make_sequence, sliding
 
@@ -24,7 +24,8 @@ GROUPS = [(FULL,), (sliding(5),), (FULL, sliding(3)), (FULL, sliding(6), sliding
 
 
 def make_index(layers: tuple = (FULL,), block_size: int = 2) -> PrefixIndex:
-    return make_prefix_index("hashed", NUM_BLOCKS, KVCacheSpec.build(layers, block_size, "float32"))[1]
+    windows = [group.window for group in KVCacheSpec.build(layers, block_size, "float32").groups]
+    return PrefixIndex(BlockRecords(NUM_BLOCKS, block_size), (), windows)
 
 
 def chain_of(index: PrefixIndex, tokens: list[int], salt: str = "") -> TokenChain:
@@ -153,11 +154,6 @@ def test_a_long_prefix_is_looked_up_in_pieces_that_begin_short_and_stay_bounded(
     sizes.clear()
     assert len(cache.leading(0, chain, num_blocks)) == 19
     assert sizes == [128], "a prompt that misses early is not looked up to its end"
-
-
-def test_an_unknown_cache_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="hashed, radix, got 'trie'"):
-        make_prefix_index("trie", NUM_BLOCKS, KVCacheSpec.build((FULL,), 2, "float32"))
 
 
 tokens_lists = st.lists(st.integers(0, 2), min_size=1, max_size=24)

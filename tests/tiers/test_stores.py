@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from octavo.kvcache.hashing import Label
-from octavo.tiers.base import LookupResult, Medium, Reason
+from octavo.tiers.base import LookupResult, Medium, Reason, Work
 from octavo.tiers.store import Store
-from octavo.tiers.transfer import Work
 from tests.tiers.stores import BLOCK_BYTES, MEDIA, SECONDS, get, label, payload, put, remote
 
 

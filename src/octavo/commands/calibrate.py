@@ -90,7 +90,7 @@ def _scales(args: argparse.Namespace, options: dict[str, Any], text: Text) -> in
     from octavo.calibration.text import windows_of
     from octavo.checkpoint.model_source import model_of
     from octavo.commands.calibrate_search import loaded
-    from octavo.kvcache.codec_table import kv_dtype
+    from octavo.kvcache.formats import kv_dtype
     from octavo.models.kv_scale_file import Origin, path_beside, write_scales
 
     asked = EngineConfig.from_options(options).kv_cache_dtype

@@ -16,8 +16,7 @@ from octavo.calibration.scales import calibrate
 from octavo.calibration.search import Found, Loss, Probe, check_candidates, search
 from octavo.calibration.text import Text, windows_of
 from octavo.errors import ConfigError
-from octavo.kvcache.codec_table import write_table
-from octavo.kvcache.formats import KV_FORMATS
+from octavo.kvcache.formats import KV_FORMATS, write_table
 from octavo.runner.runner import ModelRunner
 from octavo.workloads import report
 

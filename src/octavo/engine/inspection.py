@@ -18,8 +18,8 @@ from octavo.pooling import Pooling
 from octavo.request import CacheOutcome, CacheReport, Request
 from octavo.scheduler.kv_limits import KVLimits
 from octavo.scheduler.scheduler import Scheduler
+from octavo.tiers.base import LATENCY_BOUNDS
 from octavo.tiers.store import Store
-from octavo.tiers.transfer import LATENCY_BOUNDS
 
 STATES = (BlockState.ACTIVE, BlockState.CACHED, BlockState.PINNED)
 # Not a state of a block in the pool: it is in host memory.

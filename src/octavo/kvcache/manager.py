@@ -14,6 +14,7 @@ import numpy as np
 
 from octavo.errors import CacheError
 from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable, as_array, new_table
+from octavo.kvcache.blocks import BlockRecords
 from octavo.kvcache.events import KVEventLog
 from octavo.kvcache.eviction import EvictionPolicy, make_eviction_policy
 from octavo.kvcache.hashing import group_key
@@ -24,7 +25,7 @@ from octavo.kvcache.leaves import LeavesFirst
 from octavo.kvcache.ledger import CacheLedger, Latest, RequestCopy, Stock
 from octavo.kvcache.pins import PinTable
 from octavo.kvcache.pool import BlockPool, check_references
-from octavo.kvcache.prefix import PrefixHit, PrefixMatcher, make_prefix_index
+from octavo.kvcache.prefix import PrefixHit, PrefixIndex, PrefixMatcher
 from octavo.kvcache.spec import KVCacheSpec, Window
 from octavo.request import CacheOutcome, CacheReport, PinReceipt, PinRequest, Request, Sequence
 
@@ -44,7 +45,7 @@ class KVCacheManager:
     Args:
         spec: block size and groups.
         num_blocks: size of the pool, including the null block.
-        prefix_cache: how prefixes are cached, see `make_prefix_index`; None for not at all.
+        prefix_cache: `hashed`, or `radix` to evict leaves first; None to cache no prefixes.
         eviction: name of the policy that chooses which cached block to evict, on the device and in host memory.
         identity: what keys and values depend on besides the tokens: model fingerprint, dtype, codec, …
         num_swap_slots: blocks of host memory for preempted sequences.
@@ -83,7 +84,10 @@ class KVCacheManager:
     ) -> None:
         self.spec = spec
         self.caches_prefixes = caches = prefix_cache is not None
-        self.blocks, self.prefix_cache = make_prefix_index(prefix_cache, num_blocks, spec, identity)
+        if num_blocks < 2:
+            raise CacheError(f"a pool needs the null block and at least one other, got {num_blocks}")
+        self.blocks = BlockRecords(num_blocks, spec.block_size if caches else 0)
+        self.prefix_cache = PrefixIndex(self.blocks, identity, [group.window for group in spec.groups])
         policy = make_eviction_policy(eviction)
         if prefix_cache == "radix":
             policy = LeavesFirst(policy, self.prefix_cache)

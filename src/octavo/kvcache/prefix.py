@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from octavo.errors import CacheError, ConfigError
 from octavo.kvcache.block import (
     NULL_BLOCK,
     BlockHash,
@@ -43,7 +42,7 @@ from octavo.kvcache.hashing import (
     root_hash,
 )
 from octavo.kvcache.host_memory import HostMemory
-from octavo.kvcache.spec import KVCacheSpec, Window
+from octavo.kvcache.spec import Window
 
 # The first blocks of a prompt are looked up one by one, the rest as arrays, whose fixed cost is that of several
 # look-ups.
@@ -292,23 +291,3 @@ class PrefixMatcher:
             return block
         slot = self._host.find(label_of(group, chain, index))
         return None if slot is None else BlockId(-slot)
-
-
-def make_prefix_index(
-    name: str | None, num_blocks: int, spec: KVCacheSpec, identity: tuple[str, ...] = ()
-) -> tuple[BlockRecords, PrefixIndex]:
-    """Return the record of a pool's blocks, and the index for a `prefix_cache` option, None for no caching.
-
-    Args:
-        identity: what keys and values depend on besides the tokens: model fingerprint, dtype, codec, …
-
-    Raises:
-        ConfigError: the name is unknown; the message lists the known ones.
-        CacheError: there are fewer than two blocks.
-    """
-    if name not in (None, "hashed", "radix"):
-        raise ConfigError(f"prefix_cache must be one of hashed, radix, got {name!r}")
-    if num_blocks < 2:
-        raise CacheError(f"a pool needs the null block and at least one other, got {num_blocks}")
-    blocks = BlockRecords(num_blocks, spec.block_size if name else 0)
-    return blocks, PrefixIndex(blocks, identity, [group.window for group in spec.groups])

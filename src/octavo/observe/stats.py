@@ -20,8 +20,8 @@ from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.speculation import SpeculationCounters
 from octavo.scheduler.waiting import Fetching
+from octavo.tiers.base import LATENCY_BOUNDS
 from octavo.tiers.store import Store
-from octavo.tiers.transfer import LATENCY_BOUNDS
 
 # Upper bounds in seconds, the same as vLLM's, so that its dashboards fit.
 TIME_TO_FIRST_TOKEN_BUCKETS = (

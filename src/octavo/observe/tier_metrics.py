@@ -14,9 +14,8 @@ from prometheus_client.registry import Collector
 
 from octavo.observe.stats import EngineStats
 from octavo.scheduler.waiting import Fetching
-from octavo.tiers.base import Reason
+from octavo.tiers.base import LATENCY_BOUNDS, Reason
 from octavo.tiers.store import Store
-from octavo.tiers.transfer import LATENCY_BOUNDS
 
 _UPPER_BOUNDS = (*map(str, LATENCY_BOUNDS), "+Inf")
 

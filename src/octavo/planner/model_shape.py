@@ -16,7 +16,7 @@ from octavo.checkpoint.kv_cache_scheme import only_kv_cache_scheme
 from octavo.checkpoint.model_config import ExpertsConfig, LatentConfig, ModelConfig
 from octavo.checkpoint.share import kv_heads_of, query_heads_of
 from octavo.errors import UnsupportedModelError
-from octavo.kvcache.codec_table import kv_dtype
+from octavo.kvcache.formats import kv_dtype
 from octavo.kvcache.spec import LayerKVSpec
 
 
@@ -110,7 +110,7 @@ class ModelShape:
         """Return the cache's dtype for a `kv_cache_dtype` option; `dtype` is that of activations.
 
         Raises:
-            ConfigError: see `codec_table.kv_dtype`.
+            ConfigError: see `formats.kv_dtype`.
         """
         return kv_dtype(option, self.kv_cache_dtype or dtype, len(self.kv_layers))
 

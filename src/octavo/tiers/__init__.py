@@ -2,11 +2,10 @@
 
 lower                    between host memory and all stores: writes down, fetches up for requests that wait
 store                    makes a medium asynchronous: threads, deadlines, cancellation; stops trying one that fails
-transfer                 a unit of a store's work, and its totals
 disk | remote            media: slots of preallocated files, Redis
 slabs                    what lies in the directory of a disk
 header                   what each stored block carries, and its proof
-base                     the contract of a medium, and why blocks are misses
+base                     the contract of a medium, why blocks are misses, transfers and their totals
 
 host                     the memory that all of them fill and read; two processes can share it
 """

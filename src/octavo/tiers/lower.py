@@ -21,9 +21,8 @@ from octavo.kvcache.block import HostBlockId
 from octavo.kvcache.hashing import Label
 from octavo.kvcache.host_memory import HostMemory, Slot
 from octavo.least_served import LeastServed
-from octavo.tiers.base import LookupResult, Reason
+from octavo.tiers.base import LookupResult, Reason, Transfer
 from octavo.tiers.store import Store
-from octavo.tiers.transfer import Transfer
 
 # Maximum time that a request waits for room for its blocks, and then for the blocks; what is missing then is computed.
 LOAD_SECONDS = 5.0

@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from octavo.kvcache.hashing import Label
-from octavo.tiers.base import LookupResult, Medium, Reason
-from octavo.tiers.transfer import StoreCounters, Transfer, Work
+from octavo.tiers.base import LookupResult, Medium, Reason, StoreCounters, Transfer, Work
 
 logger = logging.getLogger(__name__)
 
