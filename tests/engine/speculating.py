@@ -44,6 +44,7 @@ class VerifyingAll(Speculator):
 
     def choose(self, streams: Seq[Sequence], most_rows: int) -> Drafts:
         chosen: Drafts = {}
+        most_rows -= sum(seq.num_missing for seq in streams)
         for seq in streams:
             followed = seq.state.followed = Followed()
             if self._look(seq, followed) and followed.draft is not None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from octavo.errors import ConfigError
 from octavo.request import Request, RequestId, Sequence
 from octavo.sampling_params import SamplingParams
-from octavo.scheduler.drafts import Draft, DraftMethod, NgramMethod, TokenIndex
+from octavo.scheduler.drafts import Draft, DraftMethod, TokenIndex
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
 from octavo.scheduler.speculation import Drafts, Speculator
 from octavo.speculative_config import SpeculativeConfig
@@ -45,14 +45,14 @@ def test_the_index_finds_a_longest_match_among_the_latest(token_ids: list[int], 
 
 
 def test_a_draft_goes_on_as_a_repetition() -> None:
-    method = NgramMethod(2, 8)
+    method = DraftMethod(2, 8)
     assert method.draft(sequence(1, 2, 3, 4, 9, 2, 3), 3) == Draft((4, 9, 2), "ngram", 2)
     assert method.draft(sequence(7, 8, 7, 8, 7, 8), 3) == Draft((7, 8, 7), "ngram", 4)
     assert method.draft(sequence(1, 2, 3), 8) is None
 
 
 def test_a_prediction_is_drafted_while_the_output_begins_it_and_searched_afterwards() -> None:
-    method, seq = NgramMethod(2, 8), sequence(1, 2, 30)
+    method, seq = DraftMethod(2, 8), sequence(1, 2, 30)
     seq.request.predicted_ids = (30, 31, 32, 33, 34, 35, 36)
     assert method.draft(seq, 3) == Draft((31, 32, 33), "prediction", 4)
     seq.output_token_ids += [40, 32, 33]
@@ -70,7 +70,7 @@ class Server:
     """Computes steps that take 1 s and `per_row` for each row, in which all drafts are right or wrong."""
 
     def __init__(self, *, right: bool, per_row: float, count: int = 1) -> None:
-        self.speculator, self.per_row, self.token_id = Speculator(Oracle(), 4, 10_000), per_row, 1 if right else 2
+        self.speculator, self.per_row, self.token_id = Speculator(Oracle(2, 8), 4, 10_000), per_row, 1 if right else 2
         self.streams = [sequence(5, 6, 7) for _ in range(count)]
 
     def step(self) -> Drafts:
@@ -136,7 +136,7 @@ def test_a_sequence_without_drafts_is_looked_at_less_often() -> None:
             looked.append(seq.num_tokens)
 
     server = Server(right=True, per_row=0.05)
-    server.speculator._method = Nothing()
+    server.speculator._method = Nothing(2, 8)
     server.steps(100)
     assert 25 <= len(looked) <= 35
     assert looked[:4] == [3, 4, 5, 6]

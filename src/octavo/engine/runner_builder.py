@@ -42,7 +42,7 @@ from octavo.planner.machine import (
     rank_cpus,
     usable_cores,
 )
-from octavo.planner.model_shape import ModelShape, shape_of_checkpoint
+from octavo.planner.model_shape import shape_of_checkpoint
 from octavo.planner.sizing import Sizing
 from octavo.planner.sources import shape_of_source
 from octavo.runner.graphs import Capture, CudaCapture
@@ -83,6 +83,41 @@ class RunnerFacts(EngineInfo):
     device: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What is to be loaded, and how it is computed."""
+
+    config: EngineConfig
+    source: ModelSource
+    model: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def dtype_name(self) -> str:
+        return _name(self.dtype)
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
+    def runs_on_kernels(self) -> bool:
+        """Whether whole steps run on the native decoder."""
+        supported = self.model.runs_natively and NativeDecoder.supports(self.model, self.dtype, self.device)
+        return supported and self.config.attention_backend not in ("reference", "triton")
+
+    @property
+    def online_format(self) -> OnlineFormat | None:
+        """The format to which floats are quantised when they are loaded."""
+        formats: dict[str, OnlineFormat] = {"q8_0": "Q8_0", "q4_0": "Q4_0"}
+        return formats.get(self.config.quantization)
+
+    def share(self, rank: int) -> Share:
+        """Return a rank's share of the model; raises `ConfigError` if it cannot be split."""
+        return Share(self.model, rank, self.config.num_ranks)
+
+
 def build_runner(config: EngineConfig) -> tuple[ModelRunner, RunnerFacts]:
     """Load the model and allocate its cache, in the process that calls this.
 
@@ -97,52 +132,52 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, RunnerFacts]:
         )
     source = model_of(config)
     model_config = _for_device(load_model_config(source), source, device)
-    dtype = _dtype(config, source, model_config, device)
-    config = _with_number_of_ranks(config, model_config, dtype, device)
-    sizing = _size_before_loading(config, source, model_config, dtype, device)
-    num_threads = config.num_threads or max(1, default_num_threads() // config.num_ranks)
-    if config.num_ranks == 1:
-        model = _load_with_threads(config, source, model_config, dtype, device, num_threads)
-        return _join(config, source, model_config, sizing, model, num_threads)
-    ranks = _start_ranks(config, model_config, sizing, dtype, num_threads)
+    target = _with_dtype(_Target(config, source, model_config, torch.bfloat16, device))
+    target = _with_number_of_ranks(target)
+    sizing = _size_before_loading(target)
+    num_threads = config.num_threads or max(1, default_num_threads() // target.config.num_ranks)
+    if target.config.num_ranks == 1:
+        return _join(target, sizing, _load_with_threads(target, num_threads), num_threads)
+    ranks = _start_ranks(target, sizing, num_threads)
     try:
-        rank = Rank(Share(model_config, 0, config.num_ranks), ranks.native)
-        model = _load_with_threads(config, source, model_config, dtype, device, num_threads, rank)
-        return _join(config, source, model_config, sizing, model, num_threads, ranks=ranks)
+        model = _load_with_threads(target, num_threads, Rank(target.share(0), ranks.native))
+        return _join(target, sizing, model, num_threads, ranks=ranks)
     except BaseException:
         ranks.close()
         raise
 
 
-def _with_number_of_ranks(
-    config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> EngineConfig:
+def _with_number_of_ranks(target: _Target) -> _Target:
     """Resolve a `tensor_parallel_size` of "auto"; raises `ConfigError` if a number cannot be had."""
-    if config.tensor_parallel_size != "auto":
-        _require_splittable(config, model_config, dtype)
-        return config
-    count = min(len(numa_nodes()), usable_cores()) if device.type == "cpu" else 1
+    if target.config.tensor_parallel_size != "auto":
+        _require_splittable(target)
+        return target
+    count = min(len(numa_nodes()), usable_cores()) if target.on_cpu else 1
+
+    def among(num_ranks: int) -> _Target:
+        return replace(target, config=replace(target.config, tensor_parallel_size=num_ranks))
+
     try:
-        _require_splittable(several := replace(config, tensor_parallel_size=count), model_config, dtype)
+        _require_splittable(several := among(count))
     except ConfigError as error:
         logger.info("one process for all NUMA nodes: %s", error)
-        return replace(config, tensor_parallel_size=1)
+        return among(1)
     return several
 
 
-def _require_splittable(config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype) -> None:
-    if config.num_ranks > 1 and not _runs_on_kernels(config, model_config, dtype, torch.device("cpu")):
+def _require_splittable(target: _Target) -> None:
+    config = target.config
+    if config.num_ranks > 1 and not replace(target, device=torch.device("cpu")).runs_on_kernels:
         raise ConfigError(
-            f"tensor_parallel_size is {config.num_ranks}, but {config.model} in {_name(dtype)} does not run "
+            f"tensor_parallel_size is {config.num_ranks}, but {config.model} in {target.dtype_name} does not run "
             "on the native decoder here, which alone is split among ranks"
         )
-    Share(model_config, 0, config.num_ranks)
+    target.share(0)
 
 
-def _start_ranks(
-    config: EngineConfig, model_config: ModelConfig, sizing: Sizing, dtype: torch.dtype, num_threads: int
-) -> RankGroup:
+def _start_ranks(target: _Target, sizing: Sizing, num_threads: int) -> RankGroup:
     """Start the other ranks, which load their shares while this one loads its own."""
+    config, model_config = target.config, target.model
     tokens = max(config.max_num_batched_tokens, config.max_num_seqs)  # of a step, at most
     spec, experts = sizing.spec, model_config.experts
     widths = [model_config.hidden_size, model_config.num_heads * model_config.value_dim, *inner_widths(model_config)]
@@ -157,7 +192,7 @@ def _start_ranks(
             rotation_bytes=len(set(model_config.layer_ropes)) * model_config.head_dim * 4,
         ),
         # In the last layer, a token that is drawn from and scored or pooled has two rows.
-        2 * tokens * max(widths) * dtype.itemsize,
+        2 * tokens * max(widths) * target.dtype.itemsize,
         tokens * model_config.vocab_size * 4,
     )
     return RankGroup(
@@ -166,7 +201,7 @@ def _start_ranks(
                 config=config,
                 rank=rank,
                 spec=sizing.rank_spec(rank),
-                dtype=_name(dtype),
+                dtype=target.dtype_name,
                 num_threads=num_threads,
                 file=-1,
                 memory=memory,
@@ -181,11 +216,9 @@ def _start_ranks(
 def load_share(job: RankJob) -> NativeDecoder:
     """Load a rank's share of the model, in the process that calls this."""
     source = model_of(job.config)
-    model_config = load_model_config(source)
     dtype: torch.dtype = getattr(torch, job.dtype)
-    rank = Rank(Share(model_config, job.rank, job.config.num_ranks), job.join())
-    cpu = torch.device("cpu")
-    model = _load_with_threads(job.config, source, model_config, dtype, cpu, job.num_threads, rank)
+    target = _Target(job.config, source, load_model_config(source), dtype, torch.device("cpu"))
+    model = _load_with_threads(target, job.num_threads, Rank(target.share(job.rank), job.join()))
     assert isinstance(model, NativeDecoder)
     return model
 
@@ -196,16 +229,10 @@ def choose_share_of_scales(job: RankJob, arena: KVArena, model: NativeDecoder) -
 
 
 def _join(
-    config: EngineConfig,
-    source: ModelSource,
-    model_config: ModelConfig,
-    sizing: Sizing,
-    model: CausalLM,
-    num_threads: int,
-    ranks: RankGroup | None = None,
+    target: _Target, sizing: Sizing, model: CausalLM, num_threads: int, ranks: RankGroup | None = None
 ) -> tuple[ModelRunner, RunnerFacts]:
     """Size the cache, and join it with the loaded model."""
-    device = model.device
+    config, source, device = target.config, target.source, model.device
     default_sampling = sampling_defaults(config.generation_config, source)
     pooling = model_pooling(config.pooling, source)
     weight_bytes = model.weight_bytes + (0 if ranks is None else ranks.loaded())
@@ -253,12 +280,12 @@ def _join(
         max_model_len=max_model_len,
         kv_scales=kv_scales,
         vocab_size=model.vocab_size,
-        hidden_size=model_config.hidden_size,
+        hidden_size=target.model.hidden_size,
         eos_token_ids=model.eos_token_ids,
         weight_bytes=weight_bytes,
-        architecture=family_name(model_config.architecture),
+        architecture=family_name(target.model.architecture),
         attention=attention.name,
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=_name(model.dtype),
         layout=arena.layout.value,
         device=device.type,
     )
@@ -293,15 +320,7 @@ def _device(config: EngineConfig) -> torch.device:
     return torch.device(config.device)
 
 
-def _load_with_threads(
-    config: EngineConfig,
-    source: ModelSource,
-    model_config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    num_threads: int,
-    rank: Rank | None = None,
-) -> CausalLM:
+def _load_with_threads(target: _Target, num_threads: int, rank: Rank | None = None) -> CausalLM:
     """Load the model, and set the numbers of threads that loading it and running it take."""
     if kernels.available():
         kernels.set_num_threads(num_threads)  # loading packs weights in these threads too
@@ -309,13 +328,13 @@ def _load_with_threads(
     # four times as long on a busy machine.
     torch.set_num_threads(1)
     try:
-        model = _load(config, source, model_config, dtype, device, rank)
+        model = _load(target, rank)
     finally:
         torch.set_num_threads(num_threads)
     if isinstance(model, NativeDecoder):
         # Torch's threads spin after each of its short operations, on cores that the kernels' threads need.
         torch.set_num_threads(1)
-        if not config.deterministic:
+        if not target.config.deterministic:
             model.allow_rounding()
     return model
 
@@ -354,44 +373,38 @@ def _choose_scales(config: EngineConfig, source: ModelSource, arena: KVArena, mo
     return ""
 
 
-def _load(
-    config: EngineConfig,
-    source: ModelSource,
-    model_config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    rank: Rank | None,
-) -> CausalLM:
-    if not model_config.runs_natively:
-        logger.info("%s runs through transformers: %s", config.model, model_config.transformers_reason)
-        return _load_through_transformers(config, source, dtype, device)
-    return make_decoder(
-        model_config,
-        open_weights(source, model_config, _online_format(config)),
-        dtype=dtype,
-        device=device,
-        quantised=config.quantization != "none",
-        ops=_ops(config),
-        rank=rank,
-    )
+def _load(target: _Target, rank: Rank | None) -> CausalLM:
+    config = target.config
+    if not target.model.runs_natively:
+        from octavo.models.transformers_bridge import TransformersModel
 
-
-def _online_format(config: EngineConfig) -> OnlineFormat | None:
-    """Return the format to which floats are quantised when they are loaded."""
-    formats: dict[str, OnlineFormat] = {"q8_0": "Q8_0", "q4_0": "Q4_0"}
-    return formats.get(config.quantization)
-
-
-def _ops(config: EngineConfig) -> LayerOps | None:
-    """Return the row-wise operations that match the requested backend; None for the fastest."""
+        logger.info("%s runs through transformers: %s", config.model, target.model.transformers_reason)
+        return TransformersModel.load(
+            target.source.path,
+            dtype=target.dtype,
+            device=target.device,
+            # The reference for the fast paths uses no kernels at all.
+            packed=config.attention_backend != "reference",
+            format=target.online_format,
+            max_len=config.max_model_len,
+            overrides=target.source.overrides,
+        )
+    ops: LayerOps | None = None  # the fastest
     if config.attention_backend == "reference":
-        # The reference for the fast paths, so it uses no kernels at all.
-        return LayerOps()
-    if config.attention_backend == "triton" and importlib.util.find_spec("triton") is not None:
+        ops = LayerOps()
+    elif config.attention_backend == "triton" and importlib.util.find_spec("triton") is not None:
         from octavo.models.triton_ops import TritonLayerOps
 
-        return TritonLayerOps()
-    return None
+        ops = TritonLayerOps()
+    return make_decoder(
+        target.model,
+        open_weights(target.source, target.model, target.online_format),
+        dtype=target.dtype,
+        device=target.device,
+        quantised=config.quantization != "none",
+        ops=ops,
+        rank=rank,
+    )
 
 
 def _capture(config: EngineConfig, attention: AttentionBackend, arena: KVArena, device: torch.device) -> Capture | None:
@@ -403,45 +416,22 @@ def _capture(config: EngineConfig, attention: AttentionBackend, arena: KVArena, 
     return CudaCapture(device) if all(map(TritonAttention.reads, arena.layers)) else None
 
 
-def _load_through_transformers(
-    config: EngineConfig, source: ModelSource, dtype: torch.dtype, device: torch.device
-) -> CausalLM:
-    from octavo.models.transformers_bridge import TransformersModel
-
-    # The reference for the fast paths uses no kernels at all.
-    packed = config.attention_backend != "reference"
-    return TransformersModel.load(
-        source.path,
-        dtype=dtype,
-        device=device,
-        packed=packed,
-        format=_online_format(config),
-        max_len=config.max_model_len,
-        overrides=source.overrides,
-    )
-
-
-def _dtype(config: EngineConfig, source: ModelSource, model_config: ModelConfig, device: torch.device) -> torch.dtype:
+def _with_dtype(target: _Target) -> _Target:
+    """Choose the dtype to compute in; that of `target` is bfloat16."""
+    config, source = target.config, target.source
     if config.dtype != "auto":
-        dtype: torch.dtype = getattr(torch, config.dtype)
-        return dtype
-    if device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return torch.bfloat16
+        return replace(target, dtype=getattr(torch, config.dtype))
+    if not target.on_cpu or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return target
     # A CPU without bf16 instructions emulates them, several times slower than float32. Quantised weights are multiplied
     # in int8 there, and would take several times the memory in float32.
-    if not _runs_on_kernels(config, model_config, torch.bfloat16, device) or config.quantization == "none":
-        return torch.float32
-    if source.format is ModelFormat.GGUF:
-        quantised = GGUFFile(source.path).is_quantised
-    else:
-        quantised = _online_format(config) is not None or stored_format(source) != "none"
-    return torch.bfloat16 if quantised else torch.float32
-
-
-def _runs_on_kernels(config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether whole steps run on the native decoder."""
-    supported = model_config.runs_natively and NativeDecoder.supports(model_config, dtype, device)
-    return supported and config.attention_backend not in ("reference", "triton")
+    quantised = False
+    if target.runs_on_kernels and config.quantization != "none":
+        if source.format is ModelFormat.GGUF:
+            quantised = GGUFFile(source.path).is_quantised
+        else:
+            quantised = target.online_format is not None or stored_format(source) != "none"
+    return target if quantised else replace(target, dtype=torch.float32)
 
 
 def _require_kernels(prefix: str, model: CausalLM, arena: KVArena, attention: AttentionBackend) -> None:
@@ -458,28 +448,29 @@ def _require_kernels(prefix: str, model: CausalLM, arena: KVArena, attention: At
     raise ConfigError(f"{prefix}: {reason}")
 
 
-def _size_before_loading(
-    config: EngineConfig, source: ModelSource, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> Sizing:
+def _size_before_loading(target: _Target) -> Sizing:
     """Compute the sizes from the configuration alone, so that a model that cannot fit is refused before it is loaded.
 
     Raises:
         ConfigError: max_model_len exceeds what the model supports, or there is too little memory.
     """
-    on_cpu = device.type == "cpu"
-    packed = PackedLinear.supports(torch.empty(0, dtype=dtype, device=device))
-    native = _runs_on_kernels(config, model_config, dtype, device)
-    shape = _promised_shape(source, model_config)
+    config, native = target.config, target.runs_on_kernels
+    packed = PackedLinear.supports(torch.empty(0, dtype=target.dtype, device=target.device))
+    try:
+        shape = shape_of_source(target.source, target.model)
+    except ModelError:
+        # Leave it to the loader to refuse such a model; otherwise it is sized once it is loaded.
+        shape = shape_of_checkpoint(target.source.name, target.model, 0)
     sizing = Sizing(
         config=config,
         shape=shape,
-        dtype=_name(dtype),
-        kv_dtype=shape.kv_dtype(config.kv_cache_dtype, _name(dtype)),
-        available=limited_memory(available_memory() if on_cpu else _available_on_gpu(config, device)),
-        cache_share=CPU_MEMORY_SHARE if on_cpu else 1.0,
-        tied_head_copied=model_config.runs_natively and packed and not native,
-        loaded_weights=_stored_bytes(config, source, dtype) if native else None,
-        host_available=None if on_cpu else limited_memory(available_memory()),
+        dtype=target.dtype_name,
+        kv_dtype=shape.kv_dtype(config.kv_cache_dtype, target.dtype_name),
+        available=limited_memory(available_memory() if target.on_cpu else _available_on_gpu(config, target.device)),
+        cache_share=CPU_MEMORY_SHARE if target.on_cpu else 1.0,
+        tied_head_copied=target.model.runs_natively and packed and not native,
+        loaded_weights=_stored_bytes(target) if native else None,
+        host_available=None if target.on_cpu else limited_memory(available_memory()),
     )
     sizing.num_host_blocks(sizing.pool())
     return sizing
@@ -497,9 +488,10 @@ def _size_loaded(sizing: Sizing, config: EngineConfig, model: CausalLM, weight_b
     )
 
 
-def _stored_bytes(config: EngineConfig, source: ModelSource, dtype: torch.dtype) -> int | None:
+def _stored_bytes(target: _Target) -> int | None:
     """Return the bytes of weights that stay quantised; None if they are dequantised."""
-    if config.quantization == "none" or dtype is torch.float32:
+    config, source = target.config, target.source
+    if config.quantization == "none" or target.dtype is torch.float32:
         return None
     if source.format is not ModelFormat.GGUF:
         # The kernels' formats take up to a fifth more than the file; the loaded model is counted exactly.
@@ -507,14 +499,6 @@ def _stored_bytes(config: EngineConfig, source: ModelSource, dtype: torch.dtype)
         share = {"q8_0": 0.55, "q4_0": 0.3}.get(config.quantization, 1.2)
         return int(files * share) if share < 1 or stored_format(source) != "none" else None
     return loaded_bytes(GGUFFile(source.path))
-
-
-def _promised_shape(source: ModelSource, model_config: ModelConfig) -> ModelShape:
-    try:
-        return shape_of_source(source, model_config)
-    except ModelError:
-        # Leave it to the loader to refuse such a model; otherwise it is sized once it is loaded.
-        return shape_of_checkpoint(source.name, model_config, 0)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -18,7 +18,7 @@ from octavo.config import EngineConfig
 from octavo.kvcache.eviction import EvictionPolicy
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec
-from octavo.scheduler.drafts import DraftMethod, NgramMethod, SuffixMethod
+from octavo.scheduler.drafts import DraftMethod
 from octavo.scheduler.lifecycle import DEFAULT_WATERMARK, SchedulerConfig
 from octavo.scheduler.policy import make_policy
 from octavo.scheduler.preemption import Preemption
@@ -109,9 +109,8 @@ def _speculator(config: EngineConfig, kv: KVCacheManager, max_model_len: int) ->
     if config.speculative_config is None:
         return None
     wanted = SpeculativeConfig.parse(config.speculative_config)
-    method: DraftMethod = NgramMethod(wanted.prompt_lookup_min, wanted.prompt_lookup_max)
-    if wanted.method == "suffix":
-        method = SuffixMethod(kv, method)
+    tree = kv if wanted.method == "suffix" else None
+    method = DraftMethod(wanted.prompt_lookup_min, wanted.prompt_lookup_max, tree)
     return Speculator(method, wanted.num_speculative_tokens, max_model_len)
 
 

@@ -5,12 +5,11 @@
     suffix    what followed the whole sequence before, in the tree of cached blocks, which has its own scope's alone;
               otherwise as ngram
 
-A method is a `DraftMethod`. What it must remember of a sequence is in `Sequence.state`, so it ends with the sequence.
+What must be remembered of a sequence is in `Sequence.state`, so it ends with the sequence.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
@@ -36,14 +35,6 @@ class Draft(NamedTuple):
     token_ids: tuple[int, ...]
     source: str
     match: int
-
-
-class DraftMethod(ABC):
-    """Drafts the continuation of sequences."""
-
-    @abstractmethod
-    def draft(self, seq: Sequence, most: int) -> Draft | None:
-        """Return at most `most` tokens that may follow the tokens of a running sequence; None if nothing is known."""
 
 
 class TokenIndex:
@@ -112,21 +103,30 @@ class TokenIndex:
         return tuple(following)
 
 
-class NgramMethod(DraftMethod):
-    """Drafts what followed the last tokens where they occurred before in the same sequence, or in its prediction.
+class DraftMethod:
+    """Drafts what followed before: the whole sequence, or else its last tokens in its own text or its prediction.
 
     While an output is the beginning of its prediction, it is drafted from there.
 
     Args:
-        least, most_match: the length of matches, in tokens.
+        least, most_match: the length of matches in a sequence's own text, in tokens.
+        kv: the cache whose tree of blocks is asked what followed the whole sequence; None for its own text alone.
     """
 
-    def __init__(self, least: int, most_match: int) -> None:
+    def __init__(self, least: int, most_match: int, kv: KVCacheManager | None = None) -> None:
         self._least = least
         self._most_match = most_match
+        self._kv = kv
 
     def draft(self, seq: Sequence, most: int) -> Draft | None:
-        """See `DraftMethod.draft`."""
+        """Return at most `most` tokens that may follow the tokens of a running sequence; None if nothing is known."""
+        if (kv := self._kv) is not None:
+            # Once in each block: what did not follow one token does not follow the next, unless it was published since.
+            block = seq.num_tokens // kv.spec.block_size
+            if seq.state.suffix_block != block:
+                if following := kv.tokens_after(seq, most):
+                    return Draft(following, "suffix", seq.num_tokens)
+                seq.state.suffix_block = block
         index = seq.state.token_index
         if index is None:
             predicted, count = seq.request.predicted_ids, seq.num_output_tokens
@@ -137,23 +137,3 @@ class NgramMethod(DraftMethod):
             return None
         length, place = index.longest_match(self._most_match)
         return Draft(index.after(place, most), "ngram", length) if length else None
-
-
-class SuffixMethod(DraftMethod):
-    """Drafts what followed the whole sequence before, as far as its blocks are cached; otherwise as another method.
-
-    It looks once in each block: what did not follow one token does not follow the next, unless it was published since.
-    """
-
-    def __init__(self, kv: KVCacheManager, otherwise: DraftMethod) -> None:
-        self._kv = kv
-        self._otherwise = otherwise
-
-    def draft(self, seq: Sequence, most: int) -> Draft | None:
-        """See `DraftMethod.draft`."""
-        block = seq.num_tokens // self._kv.spec.block_size
-        if seq.state.suffix_block != block:
-            if following := self._kv.tokens_after(seq, most):
-                return Draft(following, "suffix", seq.num_tokens)
-            seq.state.suffix_block = block
-        return self._otherwise.draft(seq, most)
