@@ -13,6 +13,8 @@ from octavo.attention.base import AttentionBatch, GroupBatch, SinkReads
 from octavo.kv_budget import KVBudget
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.storage.arena import BlockLayout, KVArena
+from octavo.storage.coded_kv import CodedKV
+from octavo.storage.layer_kv import LayerKV
 
 
 class PagedSequences:
@@ -103,3 +105,10 @@ class PagedSequences:
 
     def _tensor(self, values: list, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
+
+
+def set_scales(layer: LayerKV, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Set a calibrated layer's scales, one number or float [kv_heads] each, in place, because kernels hold them."""
+    assert isinstance(layer, CodedKV)
+    layer.keys.scale.copy_(keys)
+    layer.values.scale.copy_(values)

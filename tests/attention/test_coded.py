@@ -13,7 +13,7 @@ from octavo.attention.native import NativeAttention
 from octavo.attention.reference import ReferenceAttention
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.storage.arena import KVArena
-from tests.attention.batches import PagedSequences
+from tests.attention.batches import PagedSequences, set_scales
 from tests.levels import LEVELS
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled")
@@ -38,7 +38,7 @@ def test_attention_over_codes_is_that_over_what_they_decode_to(level: str, codec
         value_dim = 64 if dims == 80 else dims
         paged = PagedSequences([LayerKVSpec(2, dims, value_dim, window)], 16, 3, 700, dtype=codec)
         (kv,) = paged.kv
-        kv.set_scales(torch.tensor([0.02, 0.5]), torch.tensor(0.03))
+        set_scales(kv, torch.tensor([0.02, 0.5]), torch.tensor(0.03))
         sinks = torch.randn(2 * group) if window else None
         for step in ({0: 600, 1: 40, 2: 5}, {0: 1, 1: 1, 2: 1}, {1: 19, 2: 1}):
             batch = paged.step(step)
@@ -59,7 +59,7 @@ def test_attention_over_codes_of_latents_is_that_over_what_they_decode_to(level:
     torch.manual_seed(0)
     paged = PagedSequences([LayerKVSpec(1, 576, 512)], 16, 1, 80, dtype=codec)
     (kv,) = paged.kv
-    kv.set_scales(torch.tensor([0.02]), torch.tensor(0.03))
+    set_scales(kv, torch.tensor([0.02]), torch.tensor(0.03))
     for count in (70, 1):
         batch = paged.step({0: count})
         kv.write(torch.randn(count, 1, 576), torch.randn(count, 1, 512), batch.groups[0].slot_mapping)
@@ -83,7 +83,7 @@ def test_keys_and_values_are_encoded_on_the_way_to_the_bit(level: str, codec: st
     slots = torch.randperm(48)[:tokens] + 16
     keys, values = qkv[:, 480:640].view(-1, 2, 80), qkv[:, 640:].view(-1, 2, 96)
     for arena in (found, expected):
-        arena.coded_layers[0].set_scales(torch.tensor([0.5, 0.02]), torch.tensor(0.1))
+        set_scales(arena.coded_layers[0], torch.tensor([0.5, 0.02]), torch.tensor(0.1))
     layer = found.coded_layers[0]
     # An angle of zero rotates nothing: what is stored is what was projected.
     still, flat = torch.ones(1, 40), torch.zeros(1, 40)
@@ -105,7 +105,7 @@ def test_what_is_not_finite_has_the_references_codes(level: str, codec: str) -> 
     qkv[range(4), [32, 40, 50, 63]] = odd
     layer, slots = found.coded_layers[0], torch.arange(4) + 16
     for arena in (found, expected):
-        arena.coded_layers[0].set_scales(torch.tensor([0.5]), torch.tensor([0.1]))
+        set_scales(arena.coded_layers[0], torch.tensor([0.5]), torch.tensor([0.1]))
     kernels.rope_write_coded(
         qkv, layer.keys.for_kernels, layer.values.for_kernels, torch.ones(1, 8), torch.zeros(1, 8),
         torch.zeros(4).long(), slots,

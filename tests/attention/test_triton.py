@@ -13,7 +13,7 @@ from octavo.attention.base import AttentionBatch, GroupBatch
 from octavo.errors import ConfigError
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.storage.arena import BlockLayout, FloatKV, KVArena
-from tests.attention.batches import PagedSequences
+from tests.attention.batches import PagedSequences, set_scales
 from tests.attention.oracle import oracle_attention
 from tests.attention.triton_device import DEVICE, ON_GPU, needs_triton
 
@@ -203,7 +203,7 @@ def test_attention_over_codes_is_that_over_what_they_decode_to(codec: str) -> No
     sequences = paged(LayerKVSpec(2, *dims, window), 16, 2, 60, dtype=codec, layout=BlockLayout.TOKENS)
     (kv,) = sequences.kv
     if sequences.arena.calibrated_layers:
-        kv.set_scales(torch.tensor([0.01, 0.02]), torch.tensor([0.03, 0.005]))
+        set_scales(kv, torch.tensor([0.01, 0.02]), torch.tensor([0.03, 0.005]))
     assert TritonAttention.reads(kv)
     for step in ({0: 40}, {0: 1, 1: 9}):
         batch = sequences.step(step)
@@ -214,7 +214,7 @@ def test_attention_over_codes_is_that_over_what_they_decode_to(codec: str) -> No
 def test_fp8_e4m3_is_read_without_instructions_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.attention.triton.launch.converts_e4m3", lambda: False)
     sequences = paged(LayerKVSpec(1, 16, 16), 16, 1, 30, dtype="fp8_e4m3", layout=BlockLayout.TOKENS)
-    sequences.kv[0].set_scales(torch.tensor([0.01]), torch.tensor([0.5]))  # values among the smallest codes
+    set_scales(sequences.kv[0], torch.tensor([0.01]), torch.tensor([0.5]))  # values among the smallest codes
     batch = sequences.step({0: 30})
     assert_right(sequences, batch, fill(sequences, batch, 1, 0), TOLERANCE["float32"])
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.kvcache.hashing import TokenChain
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.request import Request, RequestId, Sequence
@@ -39,6 +40,11 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def extend(chain: TokenChain, tokens: list[int]) -> None:
+    """Add the full blocks of `tokens` that are not yet in a chain."""
+    chain.grow(len(tokens), lambda start, end: tokens[start:end])
 
 
 def make_manager(

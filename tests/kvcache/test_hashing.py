@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from octavo.kvcache.block import BlockHash
 from octavo.kvcache.hashing import DIGEST_BYTES, FullBlocks, TokenChain, chain_hashes, root_hash, token_bytes
+from tests.kvcache.caches import extend
 
 
 def test_keys_are_the_same_in_another_process() -> None:
@@ -45,7 +46,7 @@ def test_parts_of_a_root_do_not_run_together() -> None:
 def chain_of(tokens: list[int], size: int, prompt: int = 0) -> TokenChain:
     """Of all the tokens, the first `prompt` of them hashed as a prompt."""
     chain = TokenChain(FullBlocks.of(root_hash("m"), size, tokens[:prompt]))
-    chain.extend(tokens)
+    extend(chain, tokens)
     return chain
 
 
@@ -56,7 +57,7 @@ def keys(chain: TokenChain) -> list[bytes]:
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=60), st.integers(1, 8), st.integers(0, 60), st.integers(0, 60))
 def test_a_chain_is_the_same_however_it_was_grown(tokens: list[int], size: int, cut: int, prompt: int) -> None:
     at_once, in_steps = chain_of(tokens, size), chain_of(tokens[:cut], size, prompt)
-    in_steps.extend(tokens)
+    extend(in_steps, tokens)
     assert len(at_once) == len(in_steps) == len(tokens) // size
     assert keys(at_once) == keys(in_steps)
     expected = [root_hash("m")]
@@ -83,8 +84,8 @@ def test_any_part_of_a_chain_reads_the_same_across_prompt_and_output(
 def test_a_copy_shares_the_prompt_and_grows_on_its_own() -> None:
     parent = chain_of([1, 2, 3, 4, 5, 6], 2, prompt=4)
     child = parent.copy()
-    child.extend([1, 2, 3, 4, 5, 6, 7, 8])
-    parent.extend([1, 2, 3, 4, 5, 6, 9, 9])
+    extend(child, [1, 2, 3, 4, 5, 6, 7, 8])
+    extend(parent, [1, 2, 3, 4, 5, 6, 9, 9])
     assert keys(child) == keys(chain_of([1, 2, 3, 4, 5, 6, 7, 8], 2))
     assert keys(parent) == keys(chain_of([1, 2, 3, 4, 5, 6, 9, 9], 2))
 

@@ -99,14 +99,3 @@ def test_a_damaged_table_is_reported() -> None:
     index.put(KEYS[3], 2)
     index._keys[2 * 3] = int.from_bytes(KEYS[4][:8], "little")
     assert list(index.check()) == ["id 2 is not found by its key"]
-
-
-@pytest.mark.parametrize("width", [8, 16])
-def test_an_id_is_in_the_index_as_long_as_it_has_a_key(width: int) -> None:
-    index = KeyIndex(4, width)
-    assert 0 not in index
-    assert 9 not in index, "beyond the capacity"
-    index.put(KEYS[3], 2)
-    assert 2 in index
-    index.discard((2,))
-    assert 2 not in index

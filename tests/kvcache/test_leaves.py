@@ -16,12 +16,12 @@ from octavo.kvcache.leaves import LeavesFirst
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import PrefixIndex
 from octavo.request import Sequence
-from tests.kvcache.caches import FULL, admit_and_compute, make_manager, make_sequence, sliding
+from tests.kvcache.caches import FULL, admit_and_compute, extend, make_manager, make_sequence, sliding
 
 
 def publish(index: PrefixIndex, tokens: list[int], first_block: int, salt: str = "") -> None:
     chain = index.chain(salt)
-    chain.extend(tokens)
+    extend(chain, tokens)
     for position in range(len(chain)):
         index.put(0, chain, position, BlockId(first_block + position))
 
@@ -101,7 +101,7 @@ def test_evicting_many_at_once_is_as_evicting_them_one_by_one(name: str, head_fi
         blocks = [BlockId(free.pop()) for _ in tokens]
         for tree, policy in zip(trees, policies, strict=True):
             chain = tree.chain("")
-            chain.extend(tokens)
+            extend(chain, tokens)
             held = [BlockId(block) for block in tree.leading(0, chain, len(tokens))]
             policy.remove(np.array(held, np.int32))
             policy.hit(held, 0)

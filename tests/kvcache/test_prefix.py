@@ -16,7 +16,7 @@ from octavo.kvcache.blocks import BlockRecords
 from octavo.kvcache.hashing import TokenChain
 from octavo.kvcache.prefix import PrefixIndex
 from octavo.kvcache.spec import KVCacheSpec
-from tests.kvcache.caches import FULL, admit_and_compute, make_manager, make_sequence, sliding
+from tests.kvcache.caches import FULL, admit_and_compute, extend, make_manager, make_sequence, sliding
 
 NAMES = ["hashed", "radix"]
 NUM_BLOCKS = 2000
@@ -30,7 +30,7 @@ def make_index(layers: tuple = (FULL,), block_size: int = 2) -> PrefixIndex:
 
 def chain_of(index: PrefixIndex, tokens: list[int], salt: str = "") -> TokenChain:
     chain = index.chain(salt)
-    chain.extend(tokens)
+    extend(chain, tokens)
     return chain
 
 
@@ -104,8 +104,8 @@ def test_a_copied_chain_grows_on_its_own(cache: PrefixIndex) -> None:
     parent = chain_of(cache, [1, 2])
     assert list(cache.leading(0, parent, 1)) == [1]
     child = parent.copy()
-    child.extend([1, 2, 7, 8])
-    parent.extend([1, 2, 3, 4])
+    extend(child, [1, 2, 7, 8])
+    extend(parent, [1, 2, 3, 4])
     assert list(cache.leading(0, parent, 2)) == [1, 2]
     assert list(cache.leading(0, child, 2)) == [1]
     assert cache.put(0, child, 1, BlockId(5))

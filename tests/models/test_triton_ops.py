@@ -10,7 +10,7 @@ from octavo.kvcache.spec import LayerKVSpec
 from octavo.models.ops import Heads, LayerOps, NormWeights, QKNorm
 from octavo.models.rotary import Rotation
 from octavo.storage.arena import BlockLayout
-from tests.attention.batches import PagedSequences
+from tests.attention.batches import PagedSequences, set_scales
 from tests.attention.triton_device import DEVICE, needs_triton
 
 pytestmark = needs_triton
@@ -111,7 +111,7 @@ def test_keys_and_values_are_encoded_on_the_way_as_the_codec_does(codec: str) ->
         )
         (kv,) = sequences.kv
         if sequences.arena.calibrated_layers:
-            kv.set_scales(torch.tensor([0.5, 0.02]), torch.tensor(0.1))
+            set_scales(kv, torch.tensor([0.5, 0.02]), torch.tensor(0.1))
         attention = TritonAttention(DEVICE)
         assert attention.encoder(kv) is not None
         batch = sequences.step({0: count})

@@ -204,10 +204,6 @@ class TokenChain:
     def __len__(self) -> int:
         return self._length
 
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Add the full blocks of `token_ids` that are not yet in the chain."""
-        self.grow(len(token_ids), lambda start, end: token_ids[start:end])
-
     def grow(self, num_tokens: int, read: Callable[[int, int], Sequence[int]]) -> None:
         """Add the new full blocks of a sequence of `num_tokens` tokens, of which `read` returns any slice."""
         have, size = self._length, self.block_size

@@ -89,10 +89,6 @@ class KeyIndex:
                 entry = after[entry]
         return entry - 1 if entry else None
 
-    def __contains__(self, entry_id: object) -> bool:
-        """Whether an id has a key."""
-        return isinstance(entry_id, int) and entry_id < self._capacity and self.get(self.key(entry_id)) == entry_id
-
     def key(self, entry_id: int) -> bytes:
         """Return the stored part of the key last put for an id."""
         at = (entry_id + 1) * self._halves

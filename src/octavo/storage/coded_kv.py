@@ -152,11 +152,6 @@ class CodedKV(LayerKV):
         value = self.values.decode(codes.flatten(1, 3), block_table, num_tokens)
         return key.permute(1, 2, 0), value.transpose(0, 1)
 
-    def set_scales(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Set the scales, one number or float [kv_heads] each, in place, because the kernels hold the tensors."""
-        self.keys.scale.copy_(keys)
-        self.values.scale.copy_(values)
-
     def _find_scales(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Choose scales that clip neither these tokens nor others twice as large; floats lose nothing by headroom."""
         for side, x in ((self.keys, key), (self.values, value)):
