@@ -14,12 +14,11 @@ from octavo.attention import make_backend
 from octavo.attention.base import AttentionBackend
 from octavo.attention.native import NativeAttention
 from octavo.checkpoint.families import family_name
-from octavo.checkpoint.generation_config import sampling_defaults
 from octavo.checkpoint.gguf_file import GGUFFile
 from octavo.checkpoint.gguf_requantize import loaded_bytes
 from octavo.checkpoint.model_config import ModelConfig
 from octavo.checkpoint.model_source import ModelFormat, ModelSource, load_model_config, model_of, stored_format
-from octavo.checkpoint.pooling_config import model_pooling
+from octavo.checkpoint.recommended import model_pooling, sampling_defaults
 from octavo.checkpoint.share import Share
 from octavo.config import EngineConfig
 from octavo.engine.inspection import EngineInfo

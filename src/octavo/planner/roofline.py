@@ -121,94 +121,29 @@ class Machine:
     on_cpu: bool = False
 
 
+# bandwidth, GB/s | rate, Tflop/s | memory, GB | source, and for GPUs: | link, GB/s | host, GB/s
+_GPUS: tuple[tuple[str, float, float, int, str, float, float], ...] = (
+    ("a100-40gb", 1555, 312, 40, "A100 Tensor Core GPU data sheet (2021), SXM4 40GB, PCIe Gen4 x16", 300, 32),
+    ("a100-80gb", 2039, 312, 80, "A100 Tensor Core GPU data sheet (2021), SXM4 80GB, PCIe Gen4 x16", 300, 32),
+    ("h100", 3350, 989, 80, "H100 Tensor Core GPU data sheet (2023), SXM5, PCIe Gen5 x16", 450, 64),
+    ("h200", 4800, 989, 141, "H200 Tensor Core GPU data sheet (2023), SXM, PCIe Gen5 x16", 450, 64),
+    ("l4", 300, 121, 24, "L4 Tensor Core GPU data sheet (2023), PCIe Gen4 x16; half of the rate with sparsity", 0, 32),
+)
+# The rate is cores × bf16 operations a cycle × clock, the bandwidth that of the channels of DDR5.
+_CPUS: tuple[tuple[str, float, float, int, str], ...] = (
+    ("xeon-8480+", 307.2, 114.7, 512, "Intel ARK, Xeon Platinum 8480+: 8 × DDR5-4800; 56 × 1024 (AMX) × 2.0 GHz"),
+    ("epyc-9654", 460.8, 14.7, 768, "AMD, EPYC 9654: 12 × DDR5-4800; 96 × 64 × 2.4 GHz"),
+    ("graviton4", 537.6, 17.2, 768, "AWS, Graviton4: 12 × DDR5-5600; 96 Neoverse V2 cores × 64 (bfdot) × 2.8 GHz"),
+    ("desktop-ddr5", 89.6, 2.05, 64, "2 × DDR5-5600; 8 Zen 4 cores × 64 × an assumed 4 GHz"),
+)
 _GB = 10**9
 
 MACHINES: Mapping[str, Machine] = {
-    machine.name: machine
-    for machine in (
-        Machine(
-            "a100-40gb",
-            1555,
-            312,
-            40 * _GB,
-            "NVIDIA A100 Tensor Core GPU data sheet (2021), SXM4 40GB, PCIe Gen4 x16",
-            link_gb_s=300,
-            host_gb_s=32,
-        ),
-        Machine(
-            "a100-80gb",
-            2039,
-            312,
-            80 * _GB,
-            "NVIDIA A100 Tensor Core GPU data sheet (2021), SXM4 80GB, PCIe Gen4 x16",
-            link_gb_s=300,
-            host_gb_s=32,
-        ),
-        Machine(
-            "h100",
-            3350,
-            989,
-            80 * _GB,
-            "NVIDIA H100 Tensor Core GPU data sheet (2023), SXM5, PCIe Gen5 x16",
-            link_gb_s=450,
-            host_gb_s=64,
-        ),
-        Machine(
-            "h200",
-            4800,
-            989,
-            141 * _GB,
-            "NVIDIA H200 Tensor Core GPU data sheet (2023), SXM, PCIe Gen5 x16",
-            link_gb_s=450,
-            host_gb_s=64,
-        ),
-        Machine(
-            "l4",
-            300,
-            121,
-            24 * _GB,
-            "NVIDIA L4 Tensor Core GPU data sheet (2023), PCIe Gen4 x16; half of the rate with sparsity",
-            host_gb_s=32,
-        ),
-        Machine(
-            "xeon-8480+",
-            307.2,
-            114.7,
-            512 * _GB,
-            "Intel ARK, Xeon Platinum 8480+: 8 channels of DDR5-4800; rate: 56 cores × 1024 bf16 operations a cycle "
-            "(AMX) at its base of 2.0 GHz",
-            launch_us=20.0,
-            on_cpu=True,
-        ),
-        Machine(
-            "epyc-9654",
-            460.8,
-            14.7,
-            768 * _GB,
-            "AMD, EPYC 9654: 12 channels of DDR5-4800; rate: 96 cores × 64 bf16 operations a cycle at 2.4 GHz",
-            launch_us=20.0,
-            on_cpu=True,
-        ),
-        Machine(
-            "graviton4",
-            537.6,
-            17.2,
-            768 * _GB,
-            "AWS, Graviton4: 96 Neoverse V2 cores, 12 channels of DDR5-5600; rate: 64 bf16 operations a cycle "
-            "(bfdot) at 2.8 GHz",
-            launch_us=20.0,
-            on_cpu=True,
-        ),
-        Machine(
-            "desktop-ddr5",
-            89.6,
-            2.05,
-            64 * _GB,
-            "two channels of DDR5-5600; rate: 8 Zen 4 cores × 64 bf16 operations a cycle at an assumed 4 GHz",
-            launch_us=20.0,
-            on_cpu=True,
-        ),
-    )
+    name: Machine(name, gb_s, tflop_s, memory * _GB, f"NVIDIA {source}", link_gb_s=link, host_gb_s=host)
+    for name, gb_s, tflop_s, memory, source, link, host in _GPUS
+} | {
+    name: Machine(name, gb_s, tflop_s, memory * _GB, source, launch_us=20.0, on_cpu=True)
+    for name, gb_s, tflop_s, memory, source in _CPUS
 }
 
 

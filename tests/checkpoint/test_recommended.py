@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from octavo.checkpoint.generation_config import sampling_defaults
 from octavo.checkpoint.model_source import ModelFormat, ModelSource, resolve_model
+from octavo.checkpoint.recommended import model_pooling, sampling_defaults
 from octavo.errors import ConfigError
 from octavo.llm import LLM
+from octavo.pooling import Pooling
 from tests.engine.tiny_engine import NUM_BLOCKS, tiny_model
 
 
@@ -71,3 +72,24 @@ def test_the_packaged_model_samples_as_its_card_advises_and_repeats_itself_less(
     penalties = {"repetition_penalty": 1.05, "frequency_penalty": 0.2}
     assert sampling_defaults("auto", packaged) == {"temperature": 0.2, "top_p": 0.9, **penalties}
     assert sampling_defaults("vllm", packaged) == {}
+
+
+@pytest.mark.parametrize(
+    ("modes", "expected", "warned"),
+    [
+        (None, Pooling.LAST, False),
+        ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}, Pooling.LAST, False),
+        ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, Pooling.MEAN, False),
+        ({"pooling_mode_cls_token": True}, Pooling.LAST, True),
+    ],
+)
+def test_the_models_own_file_says_how_to_pool_unless_an_option_does(
+    modes: dict[str, bool] | None, expected: Pooling, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if modes is not None:
+        (tmp_path / "1_Pooling").mkdir()
+        (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 8, **modes}))
+    model = source(tmp_path)
+    assert model_pooling("auto", model) is expected
+    assert ("pooling_mode_cls_token, which Octavo does not" in caplog.text) == warned
+    assert model_pooling("mean", model) is Pooling.MEAN
