@@ -17,7 +17,7 @@ def budget_of(model: StepTimeModel, seconds: float) -> StepBudget:
     """The budget of a step that takes so many seconds by the model, with 8 streams of 500 tokens."""
     target = LatencyTarget(seconds * (1 + model.usual_error), model)
     target._longest = 5000
-    return StepBudget(10_000, target, [500] * 8)
+    return StepBudget(10_000, target, 8, 4000)
 
 
 @pytest.mark.slow
@@ -50,7 +50,7 @@ def test_a_latency_target_holds_for_99_of_100_steps_of_a_noisy_device() -> None:
         start = 0
         while start < 8000:
             lengths = [50 + steps] * 8
-            budget = StepBudget(2040, target, lengths)
+            budget = StepBudget(2040, target, len(lengths), sum(lengths))
             chunk = budget.chunk(start, 8000 - start)
             assert chunk >= 1
             budget.take(start, chunk)
@@ -70,7 +70,7 @@ def compute_beside(target: LatencyTarget, lengths: list[int], prompt: int) -> li
     """Compute a prompt beside streams of these lengths; returns the steps' loads."""
     load, start, steps = StepLoad(len(lengths), sum(lengths), 0.0, len(lengths)), 0, []
     while start < prompt:
-        budget = StepBudget(2040, target, lengths)
+        budget = StepBudget(2040, target, len(lengths), sum(lengths))
         chunk = budget.chunk(start, prompt - start, is_new=start == 0)
         step = load
         if chunk:
@@ -105,10 +105,10 @@ def test_what_prompts_have_saved_is_not_spent_by_those_that_come_later() -> None
     for load in loads(random.Random(5), 200):
         target.observe(load, device(load))
     for _ in range(100):  # a prompt of which a piece would take three steps' share is aborted and begins anew
-        StepBudget(2040, target, [3000] * 16).chunk(5000, 1000)
+        StepBudget(2040, target, 16, 48_000).chunk(5000, 1000)
     for _ in range(100):  # nobody asks
-        StepBudget(2040, target, [3000] * 16)
-    time, taken = StepBudget(2040, target, [3000] * 16), 0
+        StepBudget(2040, target, 16, 48_000)
+    time, taken = StepBudget(2040, target, 16, 48_000), 0
     while chunk := time.chunk(taken, 1000):
         time.take(taken, chunk)
         taken += chunk
@@ -119,7 +119,7 @@ def test_a_sequence_always_enters_but_only_one_in_a_step() -> None:
     target = LatencyTarget(0.02)
     for load in loads(random.Random(5), 200):
         target.observe(load, device(load))
-    time = StepBudget(2040, target, [3000] * 16)
+    time = StepBudget(2040, target, 16, 48_000)
     assert time.chunk(6000, 1000) == 0
     assert time.chunk(6000, 1000, is_new=True) == 1
     time.take(6000, 1)
@@ -130,7 +130,7 @@ def test_chunks_grow_again_after_steps_so_late_that_single_tokens_were_left() ->
     target, start, chunk = LatencyTarget(0.02), 0, 0
     lengths = [500] * 8
     for step in range(1500):
-        budget = StepBudget(2040, target, lengths)
+        budget = StepBudget(2040, target, len(lengths), sum(lengths))
         chunk = budget.chunk(start, 10**6)
         budget.take(start, chunk)
         slowed = random.Random(step).choice((1.0, 8.0)) if 100 < step < 160 else 1.0
@@ -153,7 +153,7 @@ def test_a_target_holds_where_even_short_chunks_at_the_end_of_a_long_prompt_exce
     late = steps = start = 0
     while start < 8000:
         lengths = [50 + steps] * 8
-        budget = StepBudget(2040, target, lengths)
+        budget = StepBudget(2040, target, len(lengths), sum(lengths))
         chunk = budget.chunk(start, 8000 - start)
         assert chunk
         budget.take(start, chunk)

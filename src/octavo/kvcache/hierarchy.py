@@ -273,6 +273,8 @@ class CacheHierarchy:
 
     def tokens_by_tier(self, hit: PrefixHit) -> dict[str, int]:
         """Return a hit's tokens by tier; a block that groups have in different tiers counts for the lowest of them."""
+        if not hit.loads:
+            return {"device": hit.num_tokens}
         depths: dict[int, int] = {}
         for _, index, slot in hit.loads:
             depths[index] = max(depths.get(index, 0), _TIERS.index(self.host.origin(slot)))
@@ -286,6 +288,8 @@ class CacheHierarchy:
     def load(self, seq: Sequence, tables: list[BlockTable], hit: PrefixHit, pool: BlockPool) -> None:
         """Allocate blocks in a sequence's tables for those blocks of a hit that the next step must load."""
         host, resumes = self.host, seq.seq_id in self._left
+        if not hit.loads and not resumes:
+            return
         # Hold the slots first, because allocating evicts blocks, which may take any slot that is not held.
         slots = [slot for _, _, slot in hit.loads]
         host.hold(slots, to_load=not resumes)

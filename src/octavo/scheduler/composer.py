@@ -201,7 +201,8 @@ class StepComposer:
             return
         left = self._max_tokens - len(draft.streams)
         if left > 0 and (prompts or len(self._waiting)):
-            step = StepBudget(left, self._latency, [seq.num_tokens for seq in draft.streams])
+            context = 0 if self._latency is None else sum([seq.num_tokens for seq in draft.streams])
+            step = StepBudget(left, self._latency, len(draft.streams), context)
             if claimant is not None and not short and self._admit(claimant, step, draft, self._policy.share_of_first):
                 bisect.insort(prompts, claimant, key=_order)
             self._serve_prompts(prompts, step, draft, short)

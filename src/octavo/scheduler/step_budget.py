@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -128,7 +127,8 @@ class StepBudget:
     Args:
         num_tokens: tokens that decodes have left over.
         target: the latency target; if None, only the number of tokens is limited.
-        stream_lengths: of the streams that wait for the step.
+        num_streams: number of streams that wait for the step.
+        context: tokens in their contexts together, which only a target needs.
 
     Attributes:
         num_newcomers: sequences that may still be admitted.
@@ -136,9 +136,9 @@ class StepBudget:
     """
 
     def __init__(
-        self, num_tokens: int, target: LatencyTarget | None = None, stream_lengths: Sequence[int] = ()
+        self, num_tokens: int, target: LatencyTarget | None = None, num_streams: int = 0, context: int = 0
     ) -> None:
-        with_streams = bool(stream_lengths)
+        with_streams = num_streams > 0
         self.num_tokens = num_tokens
         self.num_taken = 0
         self.num_newcomers = MOST_NEWCOMERS if with_streams else num_tokens
@@ -146,8 +146,7 @@ class StepBudget:
         self._model = target.model if target is not None and with_streams else None
         self._was_asked = False
         if target is not None and self._model is not None:
-            count = len(stream_lengths)
-            self._load = StepLoad(count, sum(stream_lengths), 0.0, count)
+            self._load = StepLoad(num_streams, context, 0.0, num_streams)
             self._of_streams = self._model.predict(self._load)
             self._seconds, self._most, saved = target.begin(self)
             self._due = saved + SHARE_OF_PROMPTS * self._of_streams
