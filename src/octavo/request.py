@@ -231,7 +231,7 @@ class Sequence:
         0 ……………………………… num_prompt_tokens   …… num_tokens
 
     Attributes:
-        output_token_ids: the output so far, extended by `append_token`.
+        output_token_ids: the output so far.
         cumulative_logprob: sum of the output tokens' logprobs, as far as they are known; a beam's running score.
         last_token_time: when it got its last token, as `Request.arrival_time`; None before its first.
         state: what the scheduler keeps of it between steps.
@@ -295,10 +295,6 @@ class Sequence:
             return self.output_token_ids[start - split : end - split]
         head = self.request.prompt_token_ids[start:end]
         return head if end <= split else [*head, *self.output_token_ids[: end - split]]
-
-    def append_token(self, token_id: int) -> None:
-        """Append an output token."""
-        self.output_token_ids.append(token_id)
 
     @property
     def finished(self) -> bool:

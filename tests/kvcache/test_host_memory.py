@@ -44,7 +44,7 @@ def test_a_reset_forgets_what_it_evicts_too() -> None:
 def preempt_and_evict(manager: KVCacheManager) -> None:
     seq = make_sequence([*range(9)])
     admit_and_compute(manager, seq)
-    seq.append_token(9)
+    seq.output_token_ids.append(9)
     assert manager.demote(seq)
     manager.pool.evict_all_cached()
     step(manager.hierarchy)

@@ -15,7 +15,7 @@ def test_blocks_are_allocated_on_demand_one_at_a_time() -> None:
     admit_and_compute(manager, seq)
     assert len(manager.tables(seq)[0]) == 1
     for expected in (2, 2, 2, 2, 3):
-        seq.append_token(9)
+        seq.output_token_ids.append(9)
         assert list(manager.extend(seq, 1) or ()) == []
         compute(manager, seq)
         assert len(manager.tables(seq)[0]) == expected
@@ -35,7 +35,7 @@ def test_a_running_sequence_that_cannot_grow_changes_nothing() -> None:
     manager = make_manager(num_blocks=2, block_size=4)
     seq = make_sequence([1, 2, 3, 4])
     admit_and_compute(manager, seq)
-    seq.append_token(5)
+    seq.output_token_ids.append(5)
     assert manager.extend(seq, 1) is None
     assert len(manager.tables(seq)[0]) == 1
     manager.audit()
@@ -46,7 +46,7 @@ def test_full_sequences_get_a_block_each_at_once_or_none_does() -> None:
     seqs = [make_sequence([1, 2, 3, 4], salt) for salt in "ab"]
     for seq in seqs:
         admit_and_compute(manager, seq)
-        seq.append_token(9)
+        seq.output_token_ids.append(9)
     assert manager.extend_all([])
     assert not manager.extend_all(seqs), "four blocks are needed, two are left"
     assert manager.extend_all(seqs[:1])
@@ -187,7 +187,7 @@ def test_blocks_are_given_up_as_they_slide_out_of_the_window() -> None:
     assert table[0] == NULL_BLOCK
     assert NULL_BLOCK not in table[1:]
     for _ in range(20):
-        seq.append_token(1)
+        seq.output_token_ids.append(1)
         manager.extend(seq, 1)
         compute(manager, seq)
         assert sum(block != NULL_BLOCK for block in table) <= 3

@@ -177,7 +177,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def compute(self, seq: Sequence, token: int, chunk: int) -> None:
         if seq.num_computed == seq.num_tokens:
-            seq.append_token(token)
+            seq.output_token_ids.append(token)
         chunk = min(chunk, seq.num_tokens - seq.num_computed)
         copies = self.manager.extend(seq, chunk)
         if copies is not None:
@@ -258,7 +258,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.start_over(seq)
             return
         if seq.num_computed == seq.num_tokens:
-            seq.append_token(token)
+            seq.output_token_ids.append(token)
         chunk = min(chunk, seq.num_tokens - seq.num_computed)
         num_there = len(list(self.manager.hierarchy.host_blocks(seq.seq_id)))
         half = 0 < num_there < self.manager.spec.blocks_for_tokens(seq.num_computed)

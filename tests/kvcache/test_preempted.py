@@ -14,7 +14,7 @@ def running(manager: KVCacheManager, num_tokens: int, first: int = 0) -> Sequenc
     """A sequence of that many tokens, all computed, and one more to go."""
     seq = make_sequence([*range(first, first + num_tokens)])
     admit_and_compute(manager, seq)
-    seq.append_token(99)
+    seq.output_token_ids.append(99)
     return seq
 
 
@@ -67,7 +67,7 @@ def test_a_full_block_that_another_sequence_has_published_is_not_copied() -> Non
     for seq in (first, second):
         seq.num_computed = 8
         manager.commit(seq)
-        seq.append_token(99)
+        seq.output_token_ids.append(99)
     assert manager.tables(first)[0] != manager.tables(second)[0]
     manager.demote(second)
     assert step(manager) == ([], [])
@@ -139,11 +139,11 @@ def test_a_sequence_that_shares_a_half_filled_block_leaves_a_copy_and_keeps_noth
     manager.fork(parent, child)
     child.num_computed = 6
     shared = list(manager.tables(parent)[0])
-    child.append_token(99)
+    child.output_token_ids.append(99)
     manager.demote(child)
     assert not any(manager.tables(child))
     assert step(manager)[0] == [shared[1]]
-    parent.append_token(98)
+    parent.output_token_ids.append(98)
     assert not manager.extend(parent, 1), "it has the block for itself now, and copies nothing"
     assert resume(manager, child)
     assert manager.tables(child)[0][0] == shared[0], "what is published is shared again"
@@ -267,7 +267,7 @@ def test_preempted_sequences_of_one_tenant_do_not_displace_those_of_another() ->
     first, second = (make_sequence([*range(10)], tenant=name) for name in ("ada", "bob"))
     for seq in (first, second):
         admit_and_compute(manager, seq)
-        seq.append_token(99)
+        seq.output_token_ids.append(99)
     assert manager.demote(first)
     assert not manager.demote(second)
     assert (manager.can_resume(first), host_of(manager).by_tenant()) == (True, {"ada": 3})

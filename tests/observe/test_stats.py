@@ -49,7 +49,7 @@ def served(
     seq, times = request.sequences[0], list(tokens)
     stats.on_admitted(request, admitted)
     for now in times:
-        seq.append_token(5)
+        seq.output_token_ids.append(5)
         if now == times[-1]:
             for each in request.sequences:
                 each.status, each.finish_reason = SequenceStatus.FINISHED, reason

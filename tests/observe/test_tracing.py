@@ -131,7 +131,7 @@ def test_spans_tell_what_a_request_had_when_it_ended(
     core = traced.engine.core
     tracer = core.stats.tracer
     request = core.make_request([5], _params())
-    request.sequences[0].append_token(7)
+    request.sequences[0].output_token_ids.append(7)
     make = tracer._make_spans
     # The event loop lets go of a request's sequences while its spans are made.
     monkeypatch.setattr(tracer, "_make_spans", lambda ended: (request.sequences.clear(), make(ended)))

@@ -574,9 +574,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 wanted = request.params.prompt_logprobs is not None
                 assert len(request.prompt_logprobs) == (len(request.prompt_token_ids) - 1 if wanted else 0)
         assert not self.scheduler.kv.audit()[BlockState.ACTIVE]
-        if (plan := self.scheduler.flush()) is not None:
+        if (plan := self.scheduler.idle_plan()) is not None:
             self.play_transfers(plan)
-            self.scheduler.flushed(done=True)
+            self.scheduler.idle_done(done=True)
             self.scheduler.kv.audit()
         host = self.scheduler.kv.hierarchy.host
         assert host.pool.num_available == host.num_slots

@@ -85,13 +85,3 @@ def test_rounds_are_sent_until_the_time_is_up_and_none_that_would_take_longer(se
     assert len(sent) == len(server.prompts)
     assert {each.kind for each in sent} >= {"streams", "prompt", "contexts"}
     assert all(each.sent <= each.first_token for each in sent)
-
-
-def test_pieces_go_on_with_the_rounds_where_the_one_before_stopped(server: FakeServer) -> None:
-    whole, pieces = sender(), sender()
-    one = [each.kind for each in whole.send_whole(20.0)]
-    seconds, server.now = server.now, 0.0
-    parts: list[str] = []
-    while server.now < seconds:
-        parts += [each.kind for each in pieces.send_whole(1.0)]
-    assert parts[: len(one)] == one

@@ -363,24 +363,17 @@ class EngineCore:
             self._ahead = None
             self.scheduler.abandon_step()
         self._flush()
-        if (plan := self.scheduler.release()) is None:
-            return
-        try:
-            self.runner.execute(plan)
-        except Exception:
-            logger.exception("the runner could not forget the sequences that have ended")
-            self.scheduler.abandon_step()
 
     def _flush(self) -> None:
-        if (plan := self.scheduler.flush()) is None:
+        if (plan := self.scheduler.idle_plan()) is None:
             return
         try:
             self.runner.execute(plan)
         except Exception:
-            logger.exception("%d blocks could not be stored in host memory", len(plan.stores))
-            self.scheduler.flushed(done=False)
+            logger.exception("the runner could not store %d blocks, or forget ended sequences", len(plan.stores))
+            self.scheduler.idle_done(done=False)
         else:
-            self.scheduler.flushed(done=True)
+            self.scheduler.idle_done(done=True)
 
     def _fail(self, requests: list[Request], error: str = STEP_FAILED) -> list[Ended]:
         """Record requests that have ended with an error."""

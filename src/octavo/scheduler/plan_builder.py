@@ -250,22 +250,19 @@ class PlanBuilder:
         self._changes, self._new, self._tables = [], [], []
         self._reset, self.is_building = True, False
 
-    def release(self) -> StepPlan | None:
-        """Return a plan that makes the runner forget every sequence, as none is left; None if that is not needed.
+    def idle_plan(self, stores: Iterable[BlockTransfer]) -> StepPlan | None:
+        """Return a plan that stores blocks and makes the runner forget every sequence; None if there is no need.
 
         Usually the runner drops ended sequences with the next plan, but the state of a grammar is too large to keep
         that long.
         """
-        if self._in_flight or not self._sent_grammars:
+        forgets, stores = self._sent_grammars and not self._in_flight, tuple(stores)
+        if not stores and not forgets:
             return None
         self._step += 1
-        self._changes, self._reset, self._sent_grammars = [], False, False
-        return StepPlan(step=self._step, reset=True)
-
-    def flush(self, stores: Iterable[BlockTransfer]) -> StepPlan:
-        """Return a plan that stores blocks and computes nothing."""
-        self._step += 1
-        return StepPlan(step=self._step, stores=tuple(stores))
+        if forgets:
+            self._changes, self._reset, self._sent_grammars = [], False, False
+        return StepPlan(step=self._step, stores=stores, reset=forgets)
 
     def drop(self, seq: Sequence) -> None:
         """Make the runner drop a sequence that stops running, before its blocks or its id are reused."""

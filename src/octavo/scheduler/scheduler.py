@@ -257,23 +257,22 @@ class Scheduler(Lifecycle):
         if self.fetching is not None and len(self.fetching):
             self.fetching.tiers.wait(_MOMENT)
 
-    def release(self) -> StepPlan | None:
-        """Return a plan that makes the runner forget every sequence, if no request is left and it may hold grammars."""
-        return None if self.live else self.builder.release()
+    def idle_plan(self) -> StepPlan | None:
+        """Return a plan with the pending stores that makes the runner forget grammars; call `idle_done` after it.
 
-    def flush(self) -> StepPlan | None:
-        """Return a plan with the pending stores, if no request is left; call `flushed` after executing it."""
+        None if requests are left, or there is no need.
+        """
         hierarchy = self.kv.hierarchy
-        if self.live or not hierarchy.host.has_transfers:
+        if self.live:
             return None
-        return self.builder.flush(hierarchy.take()[0])
+        return self.builder.idle_plan(hierarchy.take()[0] if hierarchy.host.has_transfers else ())
 
-    def flushed(self, *, done: bool) -> None:
-        """Note that the plan from `flush` is done, or has failed."""
+    def idle_done(self, *, done: bool) -> None:
+        """Note that the plan from `idle_plan` is done, or has failed."""
         if done:
             self.kv.hierarchy.complete()
         else:
-            self.kv.hierarchy.fail()
+            self.abandon_step()
 
     def abandon_step(self) -> None:
         """Abandon the plans in flight, which gave no result; their stores are lost, the runner's state is unknown."""

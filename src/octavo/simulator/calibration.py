@@ -194,15 +194,6 @@ class RoundSender:
         print(file=sys.stderr)
         return sent
 
-    def send_whole(self, seconds: float) -> list[Sent]:
-        """Send rounds for at least so long, each to its end, and return when their requests were sent and answered."""
-        sent: list[Sent] = []
-        ends_at = time.monotonic() + seconds
-        while time.monotonic() < ends_at:
-            number, each = next(self._rounds)
-            sent += self._send(each, number)
-        return sent
-
     def _send(self, each: Round, number: int) -> list[Sent]:
         requests = [
             BenchRequest(random_token_ids(self._rng, n, self._token_end), each.output_len) for n in each.prompt_lens
