@@ -202,17 +202,12 @@ class Recorder(EvictionPolicy):
 
 def us_per_operation(policy: str, pool_blocks: int, prompts: Sequence[Prompt]) -> dict[str, float]:
     """The µs per call of each method of a policy, over the calls of a whole replay."""
-    recorders: list[Recorder] = []
-
-    def record(inner: EvictionPolicy) -> Recorder:
-        recorders.append(Recorder(inner))
-        return recorders[0]
-
     config = options("hashed", policy)
-    manager = assemble_cache(config, SPEC, pool_blocks + 1, wrap_eviction=record)
+    manager = assemble_cache(config, SPEC, pool_blocks + 1)
+    manager.pool._eviction = recorder = Recorder(manager.pool._eviction)
     replay(manager, make_requests(prompts, False))
     fresh = make_eviction_policy(policy)
-    calls = [(getattr(fresh, name), arguments) for name, arguments in recorders[0].operations]
+    calls = [(getattr(fresh, name), arguments) for name, arguments in recorder.operations]
     # Collecting garbage among a million recorded tuples is not the policy's work.
     gc.disable()
     started = time.process_time()

@@ -11,7 +11,7 @@ import pytest
 
 import octavo
 from octavo.config import EngineConfig
-from octavo.kvcache.eviction import EvictionPolicy, FifoEviction
+from octavo.kvcache.eviction import FifoEviction
 from octavo.kvcache.leaves import LeavesFirst
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
@@ -47,7 +47,7 @@ REACHED: dict[tuple[str, Any], Any] = {
     ("scheduling_policy", "fcfs"): lambda s: type(s.policy) is FirstComeFirstServed,
     ("scheduling_policy", "vtc"): lambda s: isinstance(s.policy, VirtualTokenCounter),
     ("scheduling_policy", "priority"): lambda s: isinstance(s.policy, AgeingPriority) and s.policy.seconds == 60.0,
-    ("kv_demotion", "all"): lambda s: s.kv.hierarchy._demotion._name == "all",
+    ("kv_demotion", "all"): lambda s: s.kv.hierarchy._demotes == "all",
     ("pin_tenant_share", 0.2): lambda s: s.kv.pins.tenant_blocks == 5,
     ("preemption_mode", "recompute"): lambda s: s.preemption.mode == "recompute",
     ("preemption_mode", "swap"): lambda s: s.preemption.mode == "swap",
@@ -81,18 +81,12 @@ def test_every_option_is_either_shown_to_arrive_or_not_the_schedulers() -> None:
 
 
 def test_sizes_identity_policy_and_clock_arrive() -> None:
-    clock, wrapped = Clock(), []
-
-    def wrap(policy: EvictionPolicy) -> EvictionPolicy:
-        wrapped.append(policy)
-        return policy
-
+    clock = Clock()
     config = EngineConfig(eviction_policy="fifo")
-    kv = assemble_cache(config, SPEC, 33, num_host_blocks=9, identity=("m", "bf16"), wrap_eviction=wrap, clock=clock)
+    kv = assemble_cache(config, SPEC, 33, num_host_blocks=9, identity=("m", "bf16"), clock=clock)
     assert (kv.pool.num_blocks, kv.hierarchy.host.num_swap_slots, kv.pins.clock) == (33, 9, clock)
     assert kv.prefix_cache._identity == ("m", "bf16", "4")
-    assert wrapped == [kv.pool._eviction]
-    assert isinstance(wrapped[0], FifoEviction)
+    assert isinstance(kv.pool._eviction, FifoEviction)
 
 
 def test_without_host_memory_everything_is_recomputed() -> None:
@@ -112,12 +106,6 @@ def test_auto_swaps_where_recomputing_rounds_differently(deterministic: bool, mo
     config = EngineConfig(deterministic=deterministic)
     kv = assemble_cache(config, spec, 33, num_host_blocks=5)
     assert assemble_scheduler(config, kv, 64).preemption.mode == mode
-
-
-def test_limits_beyond_the_options_can_be_given() -> None:
-    kv = cache()
-    limits = assemble_scheduler(EngineConfig(), kv, 64, watermark=0.5, headroom_tokens=3).config
-    assert (limits.max_model_len, limits.watermark, limits.headroom_tokens) == (64, 0.5, 3)
 
 
 def test_more_headroom_is_held_where_tenants_take_turns() -> None:

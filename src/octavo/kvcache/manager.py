@@ -16,7 +16,7 @@ from octavo.errors import CacheError
 from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable, as_array, new_table
 from octavo.kvcache.blocks import BlockRecords
 from octavo.kvcache.events import KVEventLog
-from octavo.kvcache.eviction import EvictionPolicy, make_eviction_policy
+from octavo.kvcache.eviction import make_eviction_policy
 from octavo.kvcache.hashing import group_key
 from octavo.kvcache.hierarchy import CacheHierarchy
 from octavo.kvcache.holdings import Holding, Holdings
@@ -50,7 +50,6 @@ class KVCacheManager:
         identity: what keys and values depend on besides the tokens: model fingerprint, dtype, codec, …
         num_swap_slots: blocks of host memory for preempted sequences.
         num_prefix_slots: additional blocks of host memory, for prefixes that the device evicts.
-        wrap_eviction: wraps the device's eviction policy in an observer.
         demotion: policy that chooses which of the device's blocks are copied to the host.
         pin_budget: share of the pool that may be pinned at once.
         pin_tenant_share: share of the pin budget that the pins of one tenant may hold.
@@ -75,7 +74,6 @@ class KVCacheManager:
         identity: tuple[str, ...] = (),
         num_swap_slots: int = 0,
         num_prefix_slots: int = 0,
-        wrap_eviction: Callable[[EvictionPolicy], EvictionPolicy] | None = None,
         demotion: str = "on_second_use",
         pin_budget: float = DEFAULT_PIN_BUDGET,
         pin_tenant_share: float = 1.0,
@@ -111,7 +109,7 @@ class KVCacheManager:
             self.ledger.evicted,
             self.prefix_cache.drop,
         )
-        self.pool = BlockPool(self.blocks, policy if wrap_eviction is None else wrap_eviction(policy), on_evict)
+        self.pool = BlockPool(self.blocks, policy, on_evict)
         budget_blocks = int(pin_budget * (num_blocks - 1))
         tenant_blocks = int(pin_tenant_share * budget_blocks)
         self.pins = PinTable(self.pool, budget_blocks, tenant_blocks, self._matcher.longest, clock)

@@ -15,11 +15,10 @@ from collections.abc import Callable
 from typing import Literal
 
 from octavo.config import EngineConfig
-from octavo.kvcache.eviction import EvictionPolicy
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.scheduler.drafts import DraftMethod
-from octavo.scheduler.lifecycle import DEFAULT_WATERMARK, SchedulerConfig
+from octavo.scheduler.lifecycle import SchedulerConfig
 from octavo.scheduler.policy import make_policy
 from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.scheduler import Scheduler
@@ -36,7 +35,6 @@ def assemble_cache(
     num_host_blocks: int = 0,
     num_prefix_blocks: int = 0,
     identity: tuple[str, ...] = (),
-    wrap_eviction: Callable[[EvictionPolicy], EvictionPolicy] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> KVCacheManager:
     """Return the KV cache manager that the options describe.
@@ -46,7 +44,6 @@ def assemble_cache(
         num_host_blocks: blocks of host memory for swapped sequences.
         num_prefix_blocks: additional blocks of host memory for prefixes.
         identity: what keys and values depend on besides the tokens: model fingerprint, dtype, codec, …
-        wrap_eviction: wraps the eviction policy in an observer.
         clock: a monotonic clock, in seconds.
     """
     return KVCacheManager(
@@ -57,7 +54,6 @@ def assemble_cache(
         identity=identity,
         num_swap_slots=num_host_blocks,
         num_prefix_slots=num_prefix_blocks if config.enable_prefix_caching else 0,
-        wrap_eviction=wrap_eviction,
         demotion=config.kv_demotion,
         pin_budget=config.pin_budget,
         pin_tenant_share=1.0 if config.pin_tenant_share is None else config.pin_tenant_share,
@@ -73,16 +69,12 @@ def assemble_scheduler(
     *,
     preemption: Preemption | None = None,
     fetching: Fetching | None = None,
-    watermark: float = DEFAULT_WATERMARK,
-    headroom_tokens: int | None = None,
 ) -> Scheduler:
     """Return the scheduler that the options describe, for a cache from `assemble_cache` with the same options.
 
     Args:
         preemption: the speeds to begin with; by default they are unknown until measured. Its mode is set.
         fetching: see `Scheduler`.
-        watermark: see `SchedulerConfig`.
-        headroom_tokens: see `SchedulerConfig`; if None, the default of the scheduling policy.
     """
     preemption = Preemption() if preemption is None else preemption
     preemption.mode = _preemption_mode(config, kv)
@@ -92,8 +84,7 @@ def assemble_scheduler(
             config.max_num_seqs,
             config.max_num_batched_tokens,
             max_model_len,
-            watermark=watermark,
-            headroom_tokens=policy.headroom_tokens if headroom_tokens is None else headroom_tokens,
+            headroom_tokens=policy.headroom_tokens,
             itl_slo_ms=config.itl_slo_ms,
         ),
         kv,

@@ -12,7 +12,6 @@ from octavo.request import FinishReason, Sequence, SequenceStatus
 from octavo.scheduler.lifecycle import Lifecycle
 from octavo.scheduler.plan import SequenceUpdate, StepResult
 from octavo.scheduler.plan_builder import PlannedRows
-from octavo.sequence_state import Place
 
 
 class ResultApplier:
@@ -87,7 +86,10 @@ class ResultApplier:
             seq.num_computed = num_computed
             place = seq.state.placed
             self._lifecycle.policy.computed(seq)
-            self._publish(seq, place)
+            if num_computed >= place.publish_at:
+                self._kv.commit(seq)
+                size = self._kv.spec.block_size
+                place.publish_at = 0 if self._kv.slides else num_computed - num_computed % size + size
             search = request.search
             if drawing and search is None:
                 self._append(drawing, draw, result, updates, num_accepted)
@@ -99,13 +101,6 @@ class ResultApplier:
                 place.ending_ids = request.ending_ids
         except Exception as error:
             self._lifecycle.fail(request, error)
-
-    def _publish(self, seq: Sequence, place: Place) -> None:
-        """Commit computed tokens to the cache, if that changes the cache."""
-        if (computed := seq.num_computed) >= place.publish_at:
-            self._kv.commit(seq)
-            size = self._kv.spec.block_size
-            place.publish_at = 0 if self._kv.slides else computed - computed % size + size
 
     def _append(
         self,
@@ -136,18 +131,12 @@ class ResultApplier:
                 update.token_ids = (*update.token_ids, *forced[draw])
             for length, token_id in enumerate(update.token_ids[num_accepted:], start=num_accepted + 1):
                 seq.output_token_ids.append(token_id)
-                if self._ends(seq, token_id):
+                if (ending := self._ending(seq, token_id, len(seq.output_token_ids))) is not None:
+                    self._lifecycle.finish(seq, *ending)
                     update.token_ids = update.token_ids[:length]
                     update.note_end()
                     break
             updates.append(update)
-
-    def _ends(self, seq: Sequence, token_id: int) -> bool:
-        """End a sequence if its last token does; returns whether it has ended."""
-        if (ending := self._ending(seq, token_id, len(seq.output_token_ids))) is None:
-            return False
-        self._lifecycle.finish(seq, *ending)
-        return True
 
     def _ending(self, seq: Sequence, token_id: int, num_output: int) -> tuple[FinishReason, int | None] | None:
         """Return the finish and stop reasons of a sequence if its output token number `num_output` ends it."""
