@@ -22,7 +22,7 @@ from typing import Any
 from octavo.errors import CapacityError, ContextLengthError, OctavoError
 from octavo.kvcache.manager import KVCacheManager
 from octavo.planner.roofline import StepTimes, WindowedLayers
-from octavo.request import Request, RequestId, SequenceId
+from octavo.request import Request, RequestId, Sequence, SequenceId
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.scheduler.scheduler import Scheduler
@@ -180,14 +180,6 @@ class Results:
         return figures
 
 
-@dataclass(slots=True)
-class _Live:
-    """A request that the simulated server is working on."""
-
-    sent: SimulatedRequest
-    request: Request
-
-
 @contextmanager
 def _rare_collections() -> Iterator[None]:
     """Make cyclic garbage collection rare: there are no cycles, and looking for them took a quarter of the time."""
@@ -220,7 +212,7 @@ class Simulation:
         self._tenants = tenants or Tenants()
         self._give_up = give_up
         self._numbers = itertools.count()
-        self._live: dict[SequenceId, _Live] = {}
+        self._live: dict[SequenceId, SimulatedRequest] = {}
         self._came: list[SimulatedRequest] = []  # during the last step
         self._random = random.Random(server.seed).random
         self._drew: set[SequenceId] = set()  # sequences that drew a token in the last step, which ended at
@@ -297,7 +289,7 @@ class Simulation:
             results.refused += 1
             self._traffic.ended(sent, self._server.clock.now)
             return
-        self._live[request.sequences[0].seq_id] = _Live(sent, request)
+        self._live[request.sequences[0].seq_id] = sent
         results.peak_waiting = max(results.peak_waiting, scheduler.num_waiting)
 
     def _on_admitted(self, request: Request) -> None:
@@ -318,19 +310,20 @@ class Simulation:
             seconds += per_arrival * self._take_until(clock.now + seconds - server.intake_s)
         clock.now += seconds
         running, used = scheduler.num_running, server.kv.usage
-        updates = scheduler.update(plan, StepResult((_TOKEN,) * plan.num_draws))
+        num_draws = plan.num_draws
+        updates = scheduler.update(plan, StepResult((_TOKEN,) * num_draws))
         scheduler.observe(plan, seconds)
         results.steps += 1
         results.busy_s += seconds
         results.moved_blocks += moved
-        results.output_tokens += plan.num_draws
+        results.output_tokens += num_draws
         results.peak_running = max(results.peak_running, running)
         self._running_s += running * seconds
         self._usage_s += used * seconds
         self._note_tokens(plan)
         for update in updates:
             if update.finish_reason is not None:
-                self._finish(update.seq.seq_id)
+                self._finish(update.seq)
 
     def _take_until(self, at: float) -> int:
         """Take the requests that arrive until then, for after the step; returns their number."""
@@ -352,7 +345,7 @@ class Simulation:
             self._last_token[seq_id] = self._drew_at
         for seq_id in sorted(drew - before):
             if (at := self._last_token.pop(seq_id, None)) is None:
-                self._first_token(self._live[seq_id].sent, now)
+                self._first_token(self._live[seq_id], now)
             else:
                 self.results.itl.add(now - at)
         self._drew, self._drew_at = drew, now
@@ -365,12 +358,12 @@ class Simulation:
         tenant.output_tokens += sent.shape.output_tokens
         tenant.ttft.add(waited)
 
-    def _finish(self, seq_id: SequenceId) -> None:
+    def _finish(self, seq: Sequence) -> None:
         received = self._server.clock.now + self._server.reply_s
-        live = self._live.pop(seq_id)
-        self._drew.discard(seq_id)
+        sent = self._live.pop(seq.seq_id)
+        self._drew.discard(seq.seq_id)
         # Breaks the reference cycle, so that no garbage collection is needed.
-        live.request.sequences.clear()
+        seq.request.sequences.clear()
         self.results.completed += 1
-        self.results.e2e.add(received - live.sent.arrival_s)
-        self._traffic.ended(live.sent, received)
+        self.results.e2e.add(received - sent.arrival_s)
+        self._traffic.ended(sent, received)
