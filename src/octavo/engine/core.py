@@ -347,7 +347,8 @@ class EngineCore:
         left = hierarchy.evict_all(self.scheduler.kv.pool) if seconds > 0 else []
         num_blocks, piece = len(left), max(1, hierarchy.host.num_prefix_slots // 2)
         while left and time.monotonic() < ends:
-            hierarchy.demote(left[:piece])
+            for demoted in left[:piece]:
+                hierarchy.host.store_prefix(*demoted)
             self._flush()
             tiers.finish_writes(ends - time.monotonic())
             left = left[piece:]

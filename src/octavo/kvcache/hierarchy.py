@@ -27,7 +27,6 @@ from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockTable, BlockTransfer, HostBlockId, new_table
 from octavo.kvcache.blocks import BlockRecords
@@ -42,12 +41,8 @@ from octavo.request import Sequence, SequenceId
 _TIERS = ("device", "host", "disk", "remote")  # in the order in which they are asked
 
 
-class Demoted(NamedTuple):
-    """A block of the device that is to be stored in host memory."""
-
-    block_id: BlockId
-    label: Label
-    tenant: str
+Demoted = tuple[BlockId, Label, str]
+"""A block of the device that is to be stored in host memory, and the tenant that computed it."""
 
 
 @dataclass(slots=True)
@@ -114,7 +109,7 @@ class CacheHierarchy:
                 again = self._used_once.take(key) is not None or self.host.state(key) is Slot.READY
                 self._used_again[block_id] = again
         if self._demotes == "all":
-            self.demote(self._demoted(block_ids))
+            self._demote(block_ids)
 
     def hit(self, table: BlockTable) -> None:
         """Called when a request has found these blocks on the device."""
@@ -135,16 +130,7 @@ class CacheHierarchy:
             block_ids = [block_id for block_id in block_ids if again[block_id]]
         elif self._demotes != "on_evict":
             return
-        demoted = self._demoted(block_ids)
-        if self._closing is None:
-            self.demote(demoted)
-        else:
-            self._closing += demoted
-
-    def demote(self, blocks: Seq[Demoted]) -> None:
-        """Plan to store blocks in host memory as prefixes, as far as there is room."""
-        for block_id, label, tenant in blocks:
-            self.host.store_prefix(block_id, label, tenant)
+        self._demote(block_ids)
 
     def evict_all(self, pool: BlockPool) -> list[Demoted]:
         """Evict every cached block, because the engine closes; returns those worth keeping, the most valuable first.
@@ -156,14 +142,16 @@ class CacheHierarchy:
         pool.evict_all_cached()
         return closing[::-1]
 
-    def _demoted(self, block_ids: Seq[BlockId]) -> list[Demoted]:
-        """Return published blocks with what host memory must know of them."""
-        blocks, found = self._blocks, list[Demoted]()
+    def _demote(self, block_ids: Seq[BlockId]) -> None:
+        """Plan to store published blocks in host memory as prefixes, as far as there is room."""
         for block_id in block_ids:
-            source = blocks.sources[block_id]
+            source = self._blocks.sources[block_id]
             assert source is not None  # it is published
-            found.append(Demoted(block_id, blocks.label(block_id), source.tenant))
-        return found
+            demoted = block_id, self._blocks.label(block_id), source.tenant
+            if self._closing is None:
+                self.host.store_prefix(*demoted)
+            else:
+                self._closing.append(demoted)
 
     def _keep_evicted(self, block_id: BlockId, owners: set[SequenceId]) -> None:
         label = self._blocks.label(block_id)
@@ -312,7 +300,9 @@ class CacheHierarchy:
     def take(self) -> tuple[list[BlockTransfer], list[BlockTransfer]]:
         """Return the next step's stores and loads, which are in flight until `complete` or `fail`."""
         moved = self.host.take()
-        self._resume()
+        resumed, self._resuming = self._resuming, []
+        for seq_id in resumed:
+            self._note_resumed(seq_id)
         return moved
 
     def complete(self) -> None:
@@ -326,12 +316,6 @@ class CacheHierarchy:
                 if self._find(left) is None:
                     self.host.swapped.sequences_lost += 1
                     self._give_up(seq_id)
-
-    def _resume(self) -> None:
-        """Forget what sequences left whose loads a step has taken."""
-        resumed, self._resuming = self._resuming, []
-        for seq_id in resumed:
-            self._note_resumed(seq_id)
 
     def _note_resumed(self, seq_id: SequenceId) -> None:
         """Forget what a sequence left that has it back."""
