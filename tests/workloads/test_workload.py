@@ -148,3 +148,10 @@ def test_dialogues_have_the_mean_lengths_of_their_dataset(name: str, prompt_mean
     requests = named_workload(name)
     assert statistics.fmean(len(r.prompt_token_ids) for r in requests) == pytest.approx(prompt_mean, rel=0.1)
     assert statistics.fmean(r.max_tokens for r in requests) == pytest.approx(output_mean, rel=0.1)
+
+
+def test_ids_that_a_vocabulary_lacks_wrap_around_and_shared_prefixes_stay_shared() -> None:
+    requests = [BenchRequest([5, 400, 320, 7], 3), BenchRequest([5, 400, 12], 3), BenchRequest([1, 2], 1)]
+    clipped, num_cut = clip(requests, vocab_size=320)
+    assert [request.prompt_token_ids for request in clipped] == [[5, 80, 0, 7], [5, 80, 12], [1, 2]]
+    assert num_cut == 0

@@ -154,11 +154,12 @@ def clip(
     max_model_len: int | None = None,
     max_prompt_len: int | None = None,
     max_output_len: int | None = None,
+    vocab_size: int | None = None,
 ) -> tuple[list[BenchRequest], int]:
     """Truncate requests to the model's limits; return them and the number of truncated ones.
 
     A prompt loses its tail, never its head, so that shared prefixes stay shared. Prompts are shortened in favour of the
-    output, which is what is measured, but keep at least one token.
+    output, which is what is measured, but keep at least one token. Token ids that a vocabulary lacks wrap around.
     """
     clipped = []
     num_cut = 0
@@ -171,6 +172,8 @@ def clip(
         if (prompt_len, output_len) != (len(request.prompt_token_ids), request.max_tokens):
             num_cut += 1
             request = replace(request, prompt_token_ids=request.prompt_token_ids[:prompt_len], max_tokens=output_len)
+        if vocab_size is not None and max(request.prompt_token_ids) >= vocab_size:
+            request = replace(request, prompt_token_ids=[token % vocab_size for token in request.prompt_token_ids])
         clipped.append(request)
     return clipped, num_cut
 

@@ -46,7 +46,9 @@ def run(args: argparse.Namespace) -> int:
     from octavo.workloads import latency
 
     with LLM(**engine) as llm:
-        requests, num_clipped = workload.clip(requests, max_model_len=llm.info.max_model_len)
+        requests, num_clipped = workload.clip(
+            requests, max_model_len=llm.info.max_model_len, vocab_size=llm.info.vocab_size
+        )
         runs = latency.measure(llm, requests, args.num_iters, args.num_iters_warmup)
         model = llm.config.model
         prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     with LLM(**engine) as llm:
         startup_s = time.perf_counter() - start
-        work = clip_to_model(work, llm.info.max_model_len)
+        work = clip_to_model(work, llm.info.max_model_len, llm.info.vocab_size)
         runs = throughput.measure(llm, work.requests, args.runs, use_tqdm=sys.stderr.isatty())
         model = llm.config.model
     result = {

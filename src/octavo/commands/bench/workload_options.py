@@ -89,9 +89,9 @@ def load_requests(args: argparse.Namespace) -> Workload:
     return Workload(name, requests, num_clipped)
 
 
-def clip_to_model(work: Workload, max_model_len: int | None) -> Workload:
-    """Return the workload, truncated to the model's maximum length."""
-    requests, num_clipped = workload.clip(work.requests, max_model_len=max_model_len)
+def clip_to_model(work: Workload, max_model_len: int | None, vocab_size: int | None = None) -> Workload:
+    """Return the workload, truncated to the model's maximum length and with ids of its vocabulary."""
+    requests, num_clipped = workload.clip(work.requests, max_model_len=max_model_len, vocab_size=vocab_size)
     return Workload(work.name, requests, max(work.num_clipped, num_clipped))
 
 
