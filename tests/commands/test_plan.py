@@ -14,6 +14,7 @@ from octavo.cli import main
 from octavo.config import EngineConfig
 from octavo.engine.builder import build_engine
 from octavo.kvcache.formats import KV_FORMATS
+from octavo.kvcache.spec import LayerKVSpec
 from octavo.planner.known_models import KNOWN_MODELS
 from octavo.planner.machine import MEMORY_LIMIT_VARIABLE
 from tests.conftest import runner_of
@@ -72,7 +73,7 @@ def test_150_tokens_are_10_blocks_of_16(plan: Callable[..., Any]) -> None:
 def test_every_codec_that_the_allocator_has_is_answered_for(plan: Callable[..., Any]) -> None:
     answer = plan("llama-2-7b", "--context", 160)
     assert {d: f["kv_bytes_per_sequence"] for d, f in answer["by_kv_dtype"].items()} == {
-        dtype: 10 * 32 * format.layer_bytes(32, 128, 128, 16) for dtype, format in KV_FORMATS.items()
+        dtype: 10 * 32 * LayerKVSpec(32, 128, 128).block_bytes(format, 16) for dtype, format in KV_FORMATS.items()
     }
     assert answer["by_kv_dtype"]["float32"]["kv_bytes_per_sequence"] == 160 * 1_048_576
     assert plan("llama-2-7b", "--kv-cache-dtype", "float32")["kv_bytes_per_token"] == 1_048_576

@@ -100,15 +100,6 @@ class KVFormat:
     def calibrated(self) -> bool:
         return self.keys.calibrated or self.values.calibrated
 
-    def token_bytes(self, num_kv_heads: int, key_dim: int, value_dim: int) -> int:
-        """Return the bytes of one token in one layer, without padding between layers."""
-        return num_kv_heads * (self.keys.vector_bytes(key_dim) + self.values.vector_bytes(value_dim))
-
-    def layer_bytes(self, num_kv_heads: int, key_dim: int, value_dim: int, block_size: int) -> int:
-        """Return the bytes of one layer's part of a block of `block_size` tokens."""
-        num_bytes = block_size * self.token_bytes(num_kv_heads, key_dim, value_dim)
-        return num_bytes if self.plain else -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
 
 FLOATS = {"bfloat16": CodeFormat("bfloat16", 16), "float16": CodeFormat("float16", 16)}
 FLOATS["float32"] = CodeFormat("float32", 32)

@@ -59,11 +59,12 @@ class LayerKVSpec:
 
     def token_bytes(self, format: KVFormat) -> int:
         """Return the bytes of one token, including scales, without padding."""
-        return format.token_bytes(self.num_kv_heads, self.key_dim, self.value_dim)
+        return self.num_kv_heads * (format.keys.vector_bytes(self.key_dim) + format.values.vector_bytes(self.value_dim))
 
     def block_bytes(self, format: KVFormat, block_size: int) -> int:
-        """Return the bytes of this layer's part of a block."""
-        return format.layer_bytes(self.num_kv_heads, self.key_dim, self.value_dim, block_size)
+        """Return the bytes of this layer's part of a block; a coded part is padded."""
+        num_bytes = block_size * self.token_bytes(format)
+        return num_bytes if format.plain else -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class Window(NamedTuple):

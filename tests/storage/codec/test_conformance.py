@@ -114,7 +114,7 @@ def test_a_block_takes_the_bytes_that_the_plan_says_and_every_one_is_in_its_own_
     layers = [LayerKVSpec(3, 80, 48), LayerKVSpec(3, 80, 48)]
     spec = KVCacheSpec.build(layers, 16, name)
     arena = KVArena(spec, 4)
-    part = KV_FORMATS[name].layer_bytes(3, 80, 48, 16)
+    part = LayerKVSpec(3, 80, 48).block_bytes(KV_FORMATS[name], 16)
     assert spec.block_bytes == 2 * part
     x = torch.randn(16, 3, 80)
     arena.layers[1].write(x, x[..., :48], torch.arange(32, 48))
