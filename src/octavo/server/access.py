@@ -20,6 +20,7 @@ import socket
 from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Scope
 
@@ -147,16 +148,11 @@ def client_keys(config: ServerConfig) -> dict[Digest, Client]:
 
 def presented_key(scope: Scope) -> str | None:
     """Return the key of a request: `Authorization: Bearer KEY` (OpenAI) or `x-api-key: KEY` (Anthropic)."""
-    authorization = api_key = None
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            authorization = value.decode("utf-8", "replace")
-        elif name == b"x-api-key":
-            api_key = value.decode("utf-8", "replace").strip()
-    scheme, _, key = (authorization or "").partition(" ")
+    headers = Headers(scope=scope)
+    scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and (key := key.strip()):
-        return str(key)
-    return api_key or None
+        return key
+    return headers.get("x-api-key", "").strip() or None
 
 
 def client_of(scope: Scope) -> Client:
@@ -186,7 +182,7 @@ def _unauthorized(message: str) -> ApiError:
 
 
 ANY = "*"
-_OF_PAGES = (b"origin", b"referer")
+_OF_PAGES = ("origin", "referer")
 
 
 class WebPages:
@@ -203,12 +199,12 @@ class WebPages:
 
     def refuse(self, scope: Scope) -> None:
         """Raise `ApiError` for a request of such a page."""
-        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        host = headers.get(b"host", "").lower()
+        headers = Headers(scope=scope)
+        host = headers.get("host", "").lower()
         if host and ANY not in self._hosts and not self._is_own(host_name(host)):
             message = "Host header not allowed; add it with --allowed-hosts."
             raise ApiError(HTTPStatus.MISDIRECTED_REQUEST, message, code="host_not_allowed")
-        origin = headers.get(b"origin", "").lower()
+        origin = headers.get("origin", "").lower()
         if origin and not self._allows(origin, host):
             message = "Pages of this origin may not use this server; --allowed-origins adds origins."
             raise ApiError(HTTPStatus.FORBIDDEN, message, code="origin_not_allowed")
@@ -217,13 +213,13 @@ class WebPages:
             raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_media_type")
 
     @staticmethod
-    def _is_program(scope: Scope, headers: Mapping[bytes, str]) -> bool:
-        given = headers.get(b"content-type", "")
+    def _is_program(scope: Scope, headers: Mapping[str, str]) -> bool:
+        given = headers.get("content-type", "")
         if _is_json(given):
             return True
-        if any(name in _OF_PAGES or name.startswith(b"sec-fetch-") for name in headers):
+        if any(name in _OF_PAGES or name.startswith("sec-fetch-") for name in headers):
             return False
-        if not given and headers.get(b"content-length", "0") == "0" and b"transfer-encoding" not in headers:
+        if not given and headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
             return True  # no body to state the type of, as for most of the operator's routes
         return api_of(scope) is OLLAMA and given in ("", "application/x-www-form-urlencoded")
 

@@ -42,6 +42,8 @@ _HASH = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 Digest = bytes
 """SHA-256 of a key."""
+FieldReader = Callable[[str, object, str], dict[str, Any]]
+"""(name, value, place in the file) -> fields of `Client`."""
 
 
 def tenant_of(api_key: str) -> str:
@@ -250,22 +252,15 @@ def _name(name: str, value: object, where: str) -> dict[str, Any]:
     return {name: value}
 
 
-def _number(name: str, value: object, where: str) -> dict[str, Any]:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{where} must be a number, got {value!r:.80}")
-    return {name: _positive(value, where)}
+def _positive(*kinds: type, words: str) -> FieldReader:
+    def read(name: str, value: object, where: str) -> dict[str, Any]:
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise ConfigError(f"{where} must be {words}, got {value!r:.80}")
+        if not 0 < value < inf:  # type: ignore[operator]
+            raise ConfigError(f"{where} must be positive, got {value!r:.80}")
+        return {name: value}
 
-
-def _integer(name: str, value: object, where: str) -> dict[str, Any]:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{where} must be an integer, got {value!r:.80}")
-    return {name: _positive(value, where)}
-
-
-def _positive(value: float, where: str) -> float:
-    if not 0 < value < inf:
-        raise ConfigError(f"{where} must be positive, got {value!r:.80}")
-    return value
+    return read
 
 
 def _kv_amount(name: str, value: object, where: str) -> dict[str, Any]:
@@ -282,8 +277,9 @@ def _priority(name: str, value: object, where: str) -> dict[str, Any]:
     return {"min_priority": value[0], "max_priority": value[1]}
 
 
-# Readers of a tenant's fields other than its keys: (name, value, place in the file) -> fields of `Client`.
-_READERS: dict[str, Callable[[str, object, str], dict[str, Any]]] = {
+_number, _integer = _positive(int, float, words="a number"), _positive(int, words="an integer")
+# Readers of a tenant's fields other than its keys.
+_READERS: dict[str, FieldReader] = {
     "admin": _flag,
     "cache_group": _name,
     "priority": _priority,
