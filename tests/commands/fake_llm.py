@@ -28,7 +28,9 @@ class FakeLLM:
     def __init__(self, **options: Any) -> None:
         self.config = EngineConfig(**options)
         self.num_cache_resets = 0
-        self.info = SimpleNamespace(max_model_len=MAX_MODEL_LEN, default_sampling=self.default_sampling)
+        self.info = SimpleNamespace(
+            max_model_len=MAX_MODEL_LEN, vocab_size=49152, default_sampling=self.default_sampling
+        )
         self.prompts: list[Any] = []
         self.params: list[SamplingParams] = []
         self.conversations: list[Any] = []
