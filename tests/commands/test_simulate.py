@@ -61,6 +61,23 @@ def test_a_sweep_simulates_every_combination_of_its_options(octavo_command: Octa
     assert len(out.splitlines()) == 1 + 1 + 4
 
 
+def test_several_servers_are_simulated_behind_each_router(octavo_command: OctavoCommand) -> None:
+    sweeps = ["--replicas", "2", "--sweep", "router=prefix,round_robin", "--price-per-hour", "3.6"]
+    code, out, err = octavo_command("simulate", *ON_H100, *SHORT, "--request-rate", "20", *sweeps, "--json")
+    assert code == 0, err
+    for point in last_line(out)["points"]:
+        assert (point["router"], point["servers"], point["completed"]) == (point["variant"]["router"], 2, 30)
+        assert point["fleet_price_per_hour"] == 7.2
+        assert point["price_per_million_tokens"] == pytest.approx(2000 / point["output_tok_s"], rel=1e-3)
+    for argv, message in (
+        (["--router", "prefix"], "--router goes with --replicas"),
+        (["--replicas", "2", "--find-replicas", "--ttft-slo-ms", "9"], "--find-replicas asks how many servers"),
+    ):
+        code, _, err = octavo_command("simulate", *ON_H100, *SHORT, *argv)
+        assert code == 1, argv
+        assert message in err
+
+
 def test_targets_without_a_question_are_judged(octavo_command: OctavoCommand) -> None:
     slo = ["--ttft-slo-ms", "30", "--itl-slo-ms", "1000", "--max-num-seqs", "2"]
     code, out, err = octavo_command("simulate", *ON_H100, *SHORT, *slo, "--rates", "1,2000", "--json")

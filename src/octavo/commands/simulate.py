@@ -79,6 +79,18 @@ def _add_speed(group: argparse._ArgumentGroup) -> None:
         help="multiply all step times by this, as a margin for a machine whose speed varies (default: 1)",
     )
     group.add_argument(
+        "--replicas",
+        type=integer,
+        default=1,
+        metavar="N",
+        help="such servers behind a router, each with its own cache; rates are those of all (default: 1)",
+    )
+    group.add_argument(
+        "--router",
+        choices=("prefix", "least_loaded", "round_robin"),
+        help="how --replicas share the requests, as --strategy of octavo route (default: prefix)",
+    )
+    group.add_argument(
         "--kv-bits",
         type=float,
         metavar="X",
@@ -231,6 +243,10 @@ def _refuse_questions_without_effect(args: argparse.Namespace, has_targets: bool
         raise ConfigError("--slo-percentile goes with --ttft-slo-ms or --itl-slo-ms, of which none is given")
     if args.price_per_hour is not None and not 0 < args.price_per_hour < math.inf:
         raise ConfigError(f"--price-per-hour must be above 0, got {args.price_per_hour:g}")
+    if args.find_replicas and args.replicas > 1:
+        raise ConfigError("--find-replicas asks how many servers are needed, --replicas says it: give one")
+    if args.router is not None and args.replicas == 1 and not any("replicas" in sweep for sweep in args.sweep):
+        raise ConfigError("--router goes with --replicas, which is not given")
     if args.find_rate and args.find_replicas:
         raise ConfigError("--find-rate asks what one server serves, --find-replicas how many are needed: give one")
     if args.rates is not None and (args.find_rate or args.find_replicas or args.concurrency is not None):
@@ -256,7 +272,17 @@ def _plan(args: argparse.Namespace, options: dict[str, Any]) -> Plan:
         if speed is not None and name in speed.facts:
             options.setdefault(name, speed.facts[name])
     config = EngineConfig.from_options(options)
-    plan = Plan(find_shape(config.model), config, speed, machine, args.kv_bits, args.num_devices, args.slowdown)
+    plan = Plan(
+        find_shape(config.model),
+        config,
+        speed,
+        machine,
+        args.kv_bits,
+        args.num_devices,
+        args.slowdown,
+        args.replicas,
+        args.router or "prefix",
+    )
     measured = {} if speed is None else speed.facts
     if measured.get("model", config.model) != config.model:
         print(f"note: the speed is that of {measured['model']}, not of {config.model}", file=sys.stderr)

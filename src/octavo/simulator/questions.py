@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from octavo.errors import ConfigError
+from octavo.simulator.fleet import Fleet
 from octavo.simulator.setup import Plan
 from octavo.simulator.simulation import Results, Simulation
 from octavo.simulator.traffic import (
@@ -188,7 +189,10 @@ class Targets:
 def simulate(plan: Plan, demand: Demand, targets: Targets | None = None) -> Results:
     """Run one simulation; with `targets`, stop it as soon as it can no longer meet them."""
     give_up = None if targets is None else targets.gives_up(-(-demand.num_requests // demand.replicas))
-    return Simulation(plan.server(), demand.traffic(), demand.tenants, give_up).run()
+    if plan.replicas == 1:
+        return Simulation(plan.server(), demand.traffic(), demand.tenants, give_up).run()
+    servers = [plan.server(seed) for seed in range(plan.replicas)]
+    return Fleet(servers, demand.traffic(), plan.router, demand.tenants, give_up).run()
 
 
 def too_short(results: Results, *, met: bool = False) -> str | None:

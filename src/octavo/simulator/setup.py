@@ -19,6 +19,7 @@ from octavo.planner.roofline import Machine, roofline, windows_of
 from octavo.planner.sizing import Sizing
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.preemption import Preemption
+from octavo.simulator.fleet import ROUTERS
 from octavo.simulator.simulation import SimulatedServer, VirtualClock
 from octavo.simulator.speed import ESTIMATED, Speed
 
@@ -49,6 +50,8 @@ class Plan:
         kv_bits: bits per element of keys and values, scales included; None for those of `kv_cache_dtype`.
         num_devices: number of `machine`s that share the model by tensor parallelism.
         slowdown: factor on all step times.
+        replicas: number of such servers behind a router.
+        router: how it divides the requests (`fleet.ROUTERS`).
     """
 
     shape: ModelShape
@@ -58,8 +61,14 @@ class Plan:
     kv_bits: float | None = None
     num_devices: int = 1
     slowdown: float = 1.0
+    replicas: int = 1
+    router: str = "prefix"
 
     def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ConfigError(f"replicas must be at least 1, got {self.replicas}")
+        if self.router not in ROUTERS:
+            raise ConfigError(f"router must be one of {', '.join(ROUTERS)}, got {self.router!r}")
         if (self.speed is None) == (self.machine is None):
             raise ConfigError("give either a measured speed (--speed, --plans) or a machine to estimate (--machine)")
         if self.config.has_stores:
@@ -170,8 +179,8 @@ class Plan:
     def _plain_spec(self) -> KVCacheSpec:
         return dataclasses.replace(self, kv_bits=None).spec
 
-    def server(self) -> SimulatedServer:
-        """Build a server with an empty cache."""
+    def server(self, seed: int = 0) -> SimulatedServer:
+        """Build a server with an empty cache; `seed` draws how single steps scatter."""
         # Without drafts: a simulated model draws no real tokens, which might come true.
         config = self.config.replace(speculative_config=None)
         spec, speed, clock = self.spec, self.effective_speed, VirtualClock()
@@ -201,6 +210,7 @@ class Plan:
             speed.reply_s,
             speed.spread,
             windows_of(times, spec, self.max_model_len) if self.speed is None else (),
+            seed,
         )
 
 

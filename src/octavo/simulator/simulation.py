@@ -94,6 +94,9 @@ class Results:
         mean_running: running requests, averaged over `busy_s`.
         mean_usage: share of blocks in use, averaged over `busy_s`.
         wall_s: real time that the simulation took.
+        router: how requests were divided among several servers; empty for a single one. Sums are then those of all,
+            peaks and means those of one.
+        per_replica: requests that each of several servers was sent.
     """
 
     requests: int = 0
@@ -121,6 +124,8 @@ class Results:
     itl: Sketch = field(default_factory=Sketch)
     e2e: Sketch = field(default_factory=Sketch)
     tenants: dict[str, TenantResults] = field(default_factory=dict)
+    router: str = ""
+    per_replica: list[int] = field(default_factory=list)
 
     @property
     def hit_rate(self) -> float:
@@ -145,7 +150,7 @@ class Results:
             "unstable": self.unstable,
             "arrivals_s": round(self.arrivals_s, 3),
             "duration_s": round(self.duration_s, 3),
-            "busy_share": round(self.per_second(self.busy_s), 4),
+            "busy_share": round(self.per_second(self.busy_s) / max(1, len(self.per_replica)), 4),
             "steps": self.steps,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
@@ -167,6 +172,9 @@ class Results:
             "e2e_ms": self.e2e.summary(1000.0),
             "simulated_in_s": round(self.wall_s, 2),
         }
+        if self.router:
+            figures["router"], figures["servers"] = self.router, len(self.per_replica)
+            figures["requests_of_a_server"] = {"min": min(self.per_replica), "max": max(self.per_replica)}
         if len(self.tenants) > 1:
             figures["tenants"] = {
                 name: {
@@ -181,7 +189,7 @@ class Results:
 
 
 @contextmanager
-def _rare_collections() -> Iterator[None]:
+def rare_collections() -> Iterator[None]:
     """Make cyclic garbage collection rare: there are no cycles, and looking for them took a quarter of the time."""
     thresholds = gc.get_threshold()
     gc.set_threshold(100_000, 10, 100)
@@ -197,6 +205,8 @@ class Simulation:
     Args:
         tenants: weights of the tenants.
         give_up: called after every step; the simulation stops when it returns True.
+        results: where several servers add up their results.
+        on_first_token: called with each request that has its first token.
     """
 
     def __init__(
@@ -205,8 +215,12 @@ class Simulation:
         traffic: Traffic,
         tenants: Tenants | None = None,
         give_up: Callable[[Results], bool] | None = None,
+        results: Results | None = None,
+        on_first_token: Callable[[SimulatedRequest], None] | None = None,
     ) -> None:
-        self.results = Results()
+        self.results = Results() if results is None else results
+        self._on_first_token = on_first_token
+        self._delay = 0.0
         self._server = server
         self._traffic = traffic
         self._tenants = tenants or Tenants()
@@ -229,40 +243,50 @@ class Simulation:
         Raises:
             OctavoError: requests wait, nothing runs and nothing more arrives: a fault of the scheduler.
         """
-        with _rare_collections():
-            return self._run()
-
-    def _run(self) -> Results:
-        began = time.perf_counter()
-        results, server, traffic = self.results, self._server, self._traffic
-        scheduler, clock, intake = server.scheduler, server.clock, server.intake_s
-        while True:
-            for sent in self._came:
-                self._arrive(sent)
-            self._came.clear()
-            while (due := traffic.due()) is not None and due + intake <= clock.now:
-                self._arrive(traffic.take())
-            plan = scheduler.schedule() if scheduler.has_work else StepPlan()
-            if plan:
-                self._step(plan)
+        began, results = time.perf_counter(), self.results
+        with rare_collections():
+            while self.advance():
                 if self._give_up is not None and self._give_up(results):
                     results.unstable = True
                     break
-            elif due is not None:
-                clock.now = due + intake
-            elif scheduler.has_work:
-                raise OctavoError(f"{scheduler.num_waiting} simulated requests wait, but nothing runs")
-            else:
-                break
-        counters = scheduler.counters
-        results.preemptions, results.recomputed_tokens = counters.num_preemptions, counters.recomputed_tokens
-        results.evictions = server.kv.evicted.count
-        results.duration_s = clock.now
-        if results.busy_s:
-            results.mean_running = self._running_s / results.busy_s
-            results.mean_usage = self._usage_s / results.busy_s
+        self.add_totals()
         results.wall_s = time.perf_counter() - began
         return results
+
+    def advance(self) -> bool:
+        """Take what has arrived, and compute a step or wait for the next request; False if there is nothing to do."""
+        traffic, scheduler, clock = self._traffic, self._server.scheduler, self._server.clock
+        for sent in self._came:
+            self._arrive(sent)
+        self._came.clear()
+        intake = self._server.intake_s
+        while (due := traffic.due()) is not None and due + intake <= clock.now:
+            self._arrive(traffic.take())
+        plan = scheduler.schedule() if scheduler.has_work else StepPlan()
+        if plan:
+            self._step(plan)
+        elif due is not None:
+            clock.now = due + intake
+        elif scheduler.has_work:
+            raise OctavoError(f"{scheduler.num_waiting} simulated requests wait, but nothing runs")
+        else:
+            return False
+        return True
+
+    def delay(self, seconds: float) -> None:
+        """Let the next step take longer, because of a request that arrived during the last one."""
+        self._delay += seconds
+
+    def add_totals(self) -> None:
+        """Add to the results what is known at the end."""
+        results, scheduler = self.results, self._server.scheduler
+        results.preemptions += scheduler.counters.num_preemptions
+        results.recomputed_tokens += scheduler.counters.recomputed_tokens
+        results.evictions += self._server.kv.evicted.count
+        results.duration_s = max(results.duration_s, self._server.clock.now)
+        if results.busy_s:
+            results.mean_running += self._running_s / results.busy_s
+            results.mean_usage += self._usage_s / results.busy_s
 
     def _arrive(self, sent: SimulatedRequest) -> None:
         results, scheduler = self.results, self._server.scheduler
@@ -308,6 +332,8 @@ class Simulation:
             seconds *= ratios[int(self._random() * len(ratios))]
         if per_arrival := server.times.per_arrival:
             seconds += per_arrival * self._take_until(clock.now + seconds - server.intake_s)
+        seconds += self._delay
+        self._delay = 0.0
         clock.now += seconds
         running, used = scheduler.num_running, server.kv.usage
         num_draws = plan.num_draws
@@ -351,6 +377,8 @@ class Simulation:
         self._drew, self._drew_at = drew, now
 
     def _first_token(self, sent: SimulatedRequest, now: float) -> None:
+        if self._on_first_token is not None:
+            self._on_first_token(sent)
         waited = now + self._server.reply_s - sent.arrival_s
         self.results.ttft.add(waited)
         tenant = self.results.tenants.setdefault(sent.shape.tenant, TenantResults())

@@ -26,7 +26,13 @@ from octavo.simulator.simulation import Results
 Variant = tuple[dict[str, Any], Plan]
 """The swept options' values, and the server with them."""
 
-_OWN_SWEEPS: Mapping[str, Any] = {"kv_bits": float, "num_devices": parse_count, "slowdown": float}
+_OWN_SWEEPS: Mapping[str, Any] = {
+    "kv_bits": float,
+    "num_devices": parse_count,
+    "slowdown": float,
+    "replicas": parse_count,
+    "router": str,
+}
 _NUM_RATES = 10
 
 
@@ -121,7 +127,9 @@ def parse_sweep(text: str) -> tuple[str, list[Any]]:
         raise ConfigError(f"cannot read {text!r} as a sweep: write kv_cache_memory=1GiB,4GiB")
     option = options_of(EngineConfig).get(name)
     if name not in _OWN_SWEEPS and (option is None or option.internal):
-        raise ConfigError(f"--sweep {name}: no such engine option, nor kv_bits, num_devices or slowdown")
+        raise ConfigError(
+            f"--sweep {name}: no such engine option, nor kv_bits, num_devices, slowdown, replicas or router"
+        )
     found = []
     for value in values.split(","):
         try:
@@ -159,8 +167,10 @@ def _price(point: Mapping[str, Any], per_hour: float | None) -> dict[str, Any]:
     """Return what a million output tokens cost, and all servers an hour, if it is known what one costs."""
     if per_hour is None or not point.get("output_tok_s"):
         return {}
-    fleet = {"fleet_price_per_hour": per_hour * point["replicas"]} if point.get("replicas") else {}
-    return {"price_per_million_tokens": round(per_hour / 3600 / point["output_tok_s"] * 1e6, 4), **fleet}
+    servers = point.get("servers", 1)
+    count = point.get("replicas") or servers
+    fleet = {"fleet_price_per_hour": per_hour * count} if count > 1 or "replicas" in point else {}
+    return {"price_per_million_tokens": round(servers * per_hour / 3600 / point["output_tok_s"] * 1e6, 4), **fleet}
 
 
 def _rates(text: str, plan: Plan, demand: Demand) -> list[float]:

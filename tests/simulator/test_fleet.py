@@ -1,0 +1,88 @@
+"""Several simulated servers behind a router."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.planner.roofline import StepTimes
+from octavo.simulator.fleet import ROUTERS, Fleet
+from octavo.simulator.questions import Demand, simulate
+from octavo.simulator.simulation import Results
+from octavo.simulator.speed import MEASURED, Speed
+from octavo.workloads.traces import TOKENS_PER_HASH, TraceRequest
+from tests.simulator.test_simulation import STEP, plan
+
+# Conversations of four turns, each prompt the last one and 512 tokens more.
+CONVERSATIONS = tuple(
+    TraceRequest(
+        turn * 4.0 + number / 10, TOKENS_PER_HASH * (turn + 1), 20, tuple(range(9 * number, 9 * number + turn + 1))
+    )
+    for turn in range(4)
+    for number in range(7)
+)
+
+
+def figures(results: Results) -> dict[str, Any]:
+    own = ("simulated_in_s", "router", "servers", "requests_of_a_server")
+    return {name: value for name, value in results.report().items() if name not in own}
+
+
+@pytest.mark.parametrize(
+    "demand",
+    [
+        Demand(count=150, rate=40.0, input_len="uniform:1-300", output_len="uniform:1-60", burstiness=0.5),
+        Demand(count=150, users=12, think_s=0.2, input_len="uniform:1-3000", output_len="30", prefix_len="100"),
+    ],
+    ids=["open", "closed"],
+)
+@pytest.mark.parametrize("router", ROUTERS)
+def test_one_server_of_a_fleet_is_a_server(demand: Demand, router: str) -> None:
+    servers = [plan().server()]
+    assert figures(Fleet(servers, demand.traffic(), router, demand.tenants).run()) == figures(simulate(plan(), demand))
+
+
+def test_servers_that_take_turns_have_the_results_of_each_alone() -> None:
+    demand = Demand(count=200, rate=60.0, input_len="uniform:1-300", output_len="uniform:1-60", prefix_len="64")
+    fleet = simulate(plan().replace(replicas=3, router="round_robin"), demand)
+    alone = [simulate(plan(), replace(demand, replica=number, replicas=3)) for number in range(3)]
+    for name in ("requests", "completed", "steps", "output_tokens", "cached_tokens", "evictions", "busy_s"):
+        assert getattr(fleet, name) == pytest.approx(sum(getattr(each, name) for each in alone)), name
+    assert fleet.duration_s == max(each.duration_s for each in alone)
+    assert fleet.ttft.greatest == max(each.ttft.greatest for each in alone)
+    assert fleet.report()["requests_of_a_server"] == {"min": 66, "max": 67}
+
+
+def test_conversations_stay_with_their_blocks_if_prompts_are_looked_at() -> None:
+    found = {
+        router: simulate(plan(max_model_len=4096).replace(replicas=3, router=router), Demand(trace=CONVERSATIONS))
+        for router in ROUTERS
+    }
+    # All but the first turn's 512 tokens, and the last block, which a hit leaves.
+    assert found["prefix"].hit_rate > 0.55 > found["round_robin"].hit_rate
+    assert found["prefix"].ttft.mean < found["round_robin"].ttft.mean
+    assert min(found["prefix"].per_replica) >= 4, "they are not all sent to one"
+
+
+def test_the_least_loaded_server_is_one_without_requests() -> None:
+    trace = (TraceRequest(0.0, 1, 100), *(TraceRequest(0.1 + 0.05 * i, 1, 2) for i in range(5)))
+    results = simulate(plan().replace(replicas=2, router="least_loaded"), Demand(trace=trace))
+    assert results.per_replica == [1, 5]
+    assert results.busy_s == pytest.approx(110 * STEP)
+
+
+def test_a_request_that_comes_during_a_step_delays_the_next() -> None:
+    times = StepTimes(STEP, (), per_arrival=0.004)
+    servers = plan().replace(speed=Speed("", MEASURED, times), replicas=2, router="round_robin")
+    trace = tuple(TraceRequest(0.055 if i else 0.0, 1, 20) for i in range(3))
+    assert simulate(servers, Demand(trace=trace)).busy_s == pytest.approx(26 * STEP + 0.004 + 20 * STEP)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="router must be one of prefix, least_loaded, round_robin, got 'best'"):
+        plan().replace(replicas=2, router="best")
+    with pytest.raises(ConfigError, match="replicas must be at least 1"):
+        plan().replace(replicas=0)
