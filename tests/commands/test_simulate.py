@@ -134,7 +134,7 @@ def test_a_swept_target_is_the_one_that_is_checked(octavo_command: OctavoCommand
     "last",
     [
         ["--sweep", "max_model_len=4096,1000000"],
-        ["--sweep", "num_devices=1,3"],
+        ["--sweep", "num_devices=1,33"],
         ["--sweep", "kv_cache_memory=1GiB,1MiB", "--max-num-seqs", "4"],
         ["--rates", "5,0"],
     ],
@@ -153,7 +153,7 @@ def test_a_sweep_of_devices_needs_a_machine_to_have_several_of(octavo_command: O
     Speed("made up", MEASURED, StepTimes(0.01, ())).write(path)
     argv = ["llama-3.1-8b", "--speed", path, "--num-blocks", "99", "--max-model-len", "512", "--num-requests", "2"]
     assert octavo_command("simulate", *argv)[0] == 0
-    for option in (["--num-devices", "3"], ["--sweep", "num_devices=1,3"]):
+    for option in (["--num-devices", "33"], ["--sweep", "num_devices=1,33"]):
         code, _, err = octavo_command("simulate", *argv, *option)
         assert code == 1
         assert "num-devices goes with --machine" in err.replace("_", "-")
