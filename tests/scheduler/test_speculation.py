@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +15,8 @@ from octavo.scheduler.drafts import Draft, DraftMethod, TokenIndex
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
 from octavo.scheduler.speculation import Drafts, Speculator
 from octavo.speculative_config import SpeculativeConfig
+from tests.scheduler.kit import Harness
+from tests.scheduler.results import Draw, result_of
 
 
 def sequence(*token_ids: int, max_tokens: int = 1000) -> Sequence:
@@ -162,3 +166,30 @@ def test_a_draft_ends_before_the_last_token_that_may_be_drawn() -> None:
 def test_a_wrong_configuration_is_refused(given: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         SpeculativeConfig.parse(given)  # type: ignore[arg-type]
+
+
+class Verifying(Speculator):
+    """Verifies two tokens of every sequence, whatever they cost."""
+
+    def choose(self, streams: Seq[Sequence], most_rows: int) -> Drafts:
+        return {seq.seq_id: (seq, (7, 7)) for seq in streams if seq.output_token_ids}
+
+
+def test_what_a_grammar_forces_is_computed_as_decodes_in_one_row_with_the_draft_after_it() -> None:
+    engine = Harness()
+    forced, other = engine.add(5), engine.add(5)
+    engine.scheduler._composer._speculator = engine.scheduler.speculator = Verifying(DraftMethod(2, 8), 4, 200)
+    plan = engine.scheduler.schedule()
+    engine.scheduler.update(plan, result_of([Draw(50, forced=(51, 52)), 60]))
+    plan = engine.scheduler.schedule()
+    rows = dict(zip(plan.seq_ids, zip(plan.starts, plan.lengths, plan.draws, strict=True), strict=True))
+    assert rows == {forced.sequences[0].seq_id: (5, 5, 3), other.sequences[0].seq_id: (5, 3, 3)}
+    assert plan.num_decodes == 2
+    assert plan.is_decodes
+    # Of the first, 7 is right once; of the second, never.
+    drawn = {forced.sequences[0].seq_id: (7, 8, 9), other.sequences[0].seq_id: (61, 62, 63)}
+    engine.scheduler.update(plan, result_of([token_id for seq_id in plan.seq_ids for token_id in drawn[seq_id]]))
+    assert forced.sequences[0].output_token_ids == [50, 51, 52, 7, 8]
+    assert other.sequences[0].output_token_ids == [60, 61]
+    assert [request.sequences[0].num_missing for request in (forced, other)] == [1, 1]
+    engine.kv.audit()
