@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ def assert_says_what_is_planned(batch: StepBatch, plan: StepPlan, engine: Harnes
     """Hold a batch to what was planned, token by token; the result of the plan is not yet taken in."""
     windows = [group.sliding_window for group in engine.kv.spec.groups]
     attention = batch.attention
-    tokens, positions, starts, contexts = [], [], [0], []
+    tokens, positions, starts, queries = [], [], [0], []
     slots: list[list[int]] = [[] for _ in windows]
     for row, (item, seq) in enumerate(zip(rows_of(plan), engine.scheduler.planned, strict=True)):
         tables = engine.kv.tables(seq)
@@ -43,21 +44,28 @@ def assert_says_what_is_planned(batch: StepBatch, plan: StepPlan, engine: Harnes
             for group, table in enumerate(tables):
                 slots[group].append(table[position // BLOCK] * BLOCK + position % BLOCK)
         starts.append(len(tokens))
-        contexts.append(item.end)
+        # As (row, context, tokens): each token of a decode is a query of its own.
+        is_decode = row < plan.num_decodes
+        queries += (
+            [(row, p + 1, 1) for p in range(item.start, item.end)]
+            if is_decode
+            else [(row, item.end, item.end - item.start)]
+        )
         for group, (table, window) in enumerate(zip(tables, windows, strict=True)):
             first = 0 if window is None else max(0, item.start - window + 1) // BLOCK
             last = (item.end - 1) // BLOCK + 1
-            got = attention.groups[group].block_tables[attention.table_rows[row], first:last].tolist()
+            table_row = attention.table_rows[next(i for i, query in enumerate(queries) if query[0] == row)]
+            got = attention.groups[group].block_tables[table_row, first:last].tolist()
             assert got == list(table[first:last]), "every block that one of the step's tokens attends to"
     assert batch.token_ids.tolist() == tokens
     assert attention.positions.tolist() == positions
-    assert attention.query_start.tolist() == starts
-    assert attention.context_lens.tolist() == contexts
+    assert attention.query_start.tolist() == [0, *accumulate(n for _, _, n in queries)]
+    assert attention.context_lens.tolist() == [context for _, context, _ in queries]
     assert [group.slot_mapping.tolist() for group in attention.groups] == slots
-    assert (attention.num_seqs, attention.num_tokens) == (plan.num_rows, sum(plan.lengths))
-    assert attention.max_query_len == max(plan.lengths)
-    assert attention.max_context_len == max(contexts)
-    assert attention.total_decode_len == sum(end for end, n in zip(contexts, plan.lengths, strict=True) if n == 1)
+    assert (attention.num_seqs, attention.num_tokens) == (len(queries), sum(plan.lengths))
+    assert attention.max_query_len == max(n for _, _, n in queries)
+    assert attention.max_context_len == max(context for _, context, _ in queries)
+    assert attention.total_decode_len == sum(context for _, context, n in queries if n == 1)
     assert_rows_are_wanted(batch, plan, engine, starts)
 
 
