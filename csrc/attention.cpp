@@ -38,6 +38,7 @@ struct Plan {
     std::vector<Item> items;
     std::vector<Slice> slices;
     std::vector<PartialLine> partial;
+    ChosenBlocks chosen;
     std::unique_ptr<std::atomic<int>[]> finished;
     size_t finished_capacity = 0;
 };
@@ -56,8 +57,7 @@ int window_of(const AttentionCall& call, int seq) {
     return call.window ? std::min(call.window, kNoWindow) : kNoWindow;
 }
 
-// Returns the sequence's number of new tokens.
-int check_sequence(const AttentionCall& call, int seq) {
+void check_sequence(const AttentionCall& call, int seq) {
     const int begin = call.query_start[seq], end = call.query_start[seq + 1], context_len = call.context_lens[seq];
     const auto fail = [&](const std::string& what) {
         throw std::invalid_argument("attention: sequence " + std::to_string(seq) + " " + what);
@@ -68,7 +68,12 @@ int check_sequence(const AttentionCall& call, int seq) {
     const int query_len = end - begin;
     if (context_len < query_len)
         fail("has " + std::to_string(query_len) + " new tokens but a context of " + std::to_string(context_len));
-    if (query_len == 0) return 0;
+    if (query_len == 0) return;
+    if (call.sparse.bounds) {
+        const int read = call.sparse.num_read[seq];
+        if (read && query_len > 1)
+            fail("reads " + std::to_string(read) + " blocks for " + std::to_string(query_len) + " new tokens");
+    }
     const int64_t blocks = (int64_t{context_len} + call.kv.block_size - 1) / call.kv.block_size;
     // Blocks outside a window are not read.
     const int window = window_of(call, seq), unseen = context_len - query_len - window + 1;
@@ -88,7 +93,6 @@ int check_sequence(const AttentionCall& call, int seq) {
     const RecentCopies& copies = call.copies;
     if (copies.recent_blocks)
         check_table(copies.block_tables, copies.block_table_stride, copies.max_blocks, copies.kv.num_blocks);
-    return query_len;
 }
 
 // How a sequence's queries are divided into items.
@@ -119,20 +123,22 @@ Shape choose_shape(const AttentionCall& call, int query_len, int context_len, bo
 }
 
 // Whether the contexts have enough splits to keep every thread busy, however many heads a task takes.
-bool has_much_context(const AttentionCall& call) {
+bool has_much_context(const AttentionCall& call, const ChosenBlocks& chosen) {
     int64_t splits = 0;
     for (int seq = 0; seq < call.num_seqs; ++seq) {
-        const int budget = budget_of(call, seq), context_len = call.context_lens[seq];
+        const int budget = budget_of(call, seq);
+        const int context_len = chosen.num_tokens(seq, call.context_lens[seq], call.kv.block_size);
         splits += (int64_t{budget ? std::min(budget, context_len) : context_len} + kSplit - 1) / kSplit;
     }
     return splits >= 4 * num_threads();
 }
 
 void add_items(const AttentionCall& call, Plan& plan, int seq, bool much_context) {
-    const int query_len = check_sequence(call, seq), query_begin = call.query_start[seq];
-    const int context_len = call.context_lens[seq];
+    const int query_begin = call.query_start[seq], query_len = call.query_start[seq + 1] - query_begin;
+    const int context_len = plan.chosen.num_tokens(seq, call.context_lens[seq], call.kv.block_size);
     const int group = call.num_heads / call.kv.kv_heads;
-    const Shape shape = choose_shape(call, query_len, context_len, much_context);
+    Shape shape = choose_shape(call, query_len, context_len, much_context);
+    if (plan.chosen.table(seq, 0)) shape.kv_heads = 1;  // each reads other blocks
     AttendTask task{};
     task.kv = &call.kv;
     task.query_token_stride = call.query_token_stride;
@@ -159,7 +165,8 @@ void add_items(const AttentionCall& call, Plan& plan, int seq, bool much_context
     }
     // A head's tasks follow each other, so that its keys and values are still in a cache; of these, the last tokens see
     // the most context and come first, so that no thread is left with a long task at the end.
-    for (task.kv_head = 0; task.kv_head < call.kv.kv_heads; task.kv_head += shape.kv_heads)
+    for (task.kv_head = 0; task.kv_head < call.kv.kv_heads; task.kv_head += shape.kv_heads) {
+        if (const int32_t* table = plan.chosen.table(seq, task.kv_head)) task.block_table = table;
         for (int member = 0; member < group; member += shape.members) {
             const int64_t head = int64_t{task.kv_head} * group + member;
             task.sinks = call.sinks ? call.sinks + head : nullptr;
@@ -178,6 +185,7 @@ void add_items(const AttentionCall& call, Plan& plan, int seq, bool much_context
                 plan.items.push_back({task, -1, 1});
             }
         }
+    }
 }
 
 int64_t state_lines(const AttendTask& task) {
@@ -227,7 +235,9 @@ void attend(const AttentionCall& call) {
     static thread_local Plan plan;  // its vectors keep their memory from step to step
     plan.items.clear();
     plan.slices.clear();
-    const bool much_context = has_much_context(call);
+    for (int seq = 0; seq < call.num_seqs; ++seq) check_sequence(call, seq);
+    plan.chosen.choose(call);
+    const bool much_context = has_much_context(call, plan.chosen);
     for (int seq = 0; seq < call.num_seqs; ++seq) add_items(call, plan, seq, much_context);
     const int node_splits = cut(plan);
 

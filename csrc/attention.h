@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "kernels.h"
+#include "sparse_reads.h"
 
 namespace octavo {
 
@@ -27,6 +28,7 @@ struct AttentionCall {
     LayerKV kv;
     RecentCopies copies;
     SinkReads sinks_apart;
+    SparseReads sparse;  // of sequences with one new token
     const char* query;
     char* out;
     int64_t query_token_stride, query_head_stride, out_token_stride, out_head_stride;  // bytes

@@ -291,6 +291,13 @@ AttentionCall Decoder::attention(const DecoderStep& step, const Attend& attend) 
     call.exact = exact;
     if (step.budgets && cache.window == 0)
         call.sinks_apart = {step.budgets, sink_queries_.base, sink_queries_.stride, step.sink_tokens};
+    if (step.num_read && cache.bounds.bounds) {
+        call.sparse = cache.bounds;
+        call.sparse.num_read = step.num_read;
+        call.sparse.num_recent = step.num_recent;
+        call.sparse.completed = tables.completed;
+        call.sparse.num_completed = tables.num_completed;
+    }
     if (cache.recent_blocks) {
         const GroupTables& copies = step.groups[cache.copies_group];
         call.copies = {cache.copies,      copies.block_tables, copies.stride, copies.max_blocks,

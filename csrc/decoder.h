@@ -109,6 +109,7 @@ struct LayerCache {
     int group, window;  // window 0: none
     LayerKV copies{};  // see RecentCopies
     int copies_group = 0, first_blocks = 0, recent_blocks = 0;
+    SparseReads bounds{};  // where the bounds of its keys are; the rest is each step's
 };
 
 struct DecoderShape {
@@ -124,6 +125,8 @@ struct GroupTables {
     const int32_t* block_tables;
     int64_t stride, max_blocks;
     const int64_t* slots;
+    const int32_t* completed;  // see SparseReads
+    int64_t num_completed;
 };
 
 struct Rotation {
@@ -146,6 +149,7 @@ struct DecoderStep {
     const int32_t* budgets;
     const int64_t* sink_positions;
     int sink_tokens;
+    const int32_t *num_read, *num_recent;  // see SparseReads; null: all read everything
 };
 
 class Decoder {

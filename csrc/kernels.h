@@ -41,6 +41,18 @@ struct RopeTask {
     const int64_t* sink_positions;
 };
 
+// Some blocks' bounds for a KV head, see level/bounds.h.
+struct BoundsTask {
+    const char* bounds;  // of the head in block 0
+    int64_t block_stride;  // bytes
+    const int32_t* blocks;
+    int count;
+    const char* query;  // of the KV head's first query head
+    int64_t query_head_stride;  // bytes
+    int group_size, key_dim;
+    float* scores;  // [count]
+};
+
 // Consecutive logits of a row: as many as share one maximum, and as many as have their masses summed in float32.
 constexpr int kVocabBlock = 64, kVocabChunk = 256;
 
@@ -55,6 +67,8 @@ struct Kernels {
     // first_node + 1, .. of one level of the tree.
     void (*merge)(const AttendTask&, int first_node, int count, AttendScratch&);
     void (*rope_write[kNumStorages])(const RopeTask&, int64_t token_begin, int64_t token_end);
+    void (*bound_keys[kNumStorages])(const LayerKV&, int64_t block, int head, char* bounds);
+    void (*score_bounds[kNumStorages])(const BoundsTask&);
     // If residual is not null, x += residual first.
     void (*normalise[kNumStorages][kNumNormKinds])(char* x, const char* residual, const NormWeights&, char* out,
                                                    int width);

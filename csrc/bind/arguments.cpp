@@ -183,6 +183,39 @@ void check_budgets(const Tensor& budgets, int64_t num_seqs, int sink_tokens) {
     }
 }
 
+SparseReads bounds_of(const LayerKV& kv, const Tensor& bounds) {
+    const int64_t key_dim = int64_t{kv.key_units} * (kv.storage == kBf16 ? 2 : 1);
+    check_dtype(bounds, "bounds", kv.storage == kBf16 ? DType::bf16 : DType::f32);
+    check_shape(bounds, "bounds", {kv.num_blocks, kv.kv_heads, 2, key_dim});
+    require(!kv.coded() && key_dim % 16 == 0 && strided(bounds, 3, 1) && strided(bounds, 2, key_dim),
+            "bounds must be of plain keys with a multiple of 16 dimensions, and dense within a head");
+    SparseReads sparse{};
+    sparse.bounds = bounds.base;
+    sparse.block_stride = bounds.stride_bytes(0);
+    sparse.head_stride = bounds.stride_bytes(1);
+    return sparse;
+}
+
+void check_sparse(const Tensor& num_read, const Tensor& num_recent, int64_t num_seqs) {
+    check_dense(num_read, "num_read", DType::i32, {num_seqs});
+    check_dense(num_recent, "num_recent", DType::i32, {num_seqs});
+    for (int64_t i = 0; i < num_seqs; ++i) {
+        const int read = num_read.data<const int32_t>()[i], recent = num_recent.data<const int32_t>()[i];
+        require(read == 0 || (recent > 0 && read > recent),
+                "a sequence reads all blocks (0), or more than its most recent ones, got " + std::to_string(read) +
+                    " and " + std::to_string(recent));
+    }
+}
+
+void check_completed(const Tensor& completed, int64_t num_blocks) {
+    check_dense(completed, "completed", DType::i32, {completed.shape[0]});
+    for (int64_t i = 0; i < completed.shape[0]; ++i) {
+        const int32_t block = completed.data<const int32_t>()[i];
+        require(block >= 0 && block < num_blocks,
+                "completed names block " + std::to_string(block) + " of " + std::to_string(num_blocks));
+    }
+}
+
 NormWeights norm_weights(const Tensor& weight, const Tensor& bias, float eps, bool centred, const char* name,
                          DType dtype, int64_t width) {
     NormWeights norm{};

@@ -5,11 +5,13 @@
 
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "bind/tensor.h"
 #include "kernels.h"
 #include "linear.h"
 #include "ops.h"
+#include "sparse_reads.h"
 
 namespace octavo {
 
@@ -28,6 +30,12 @@ LayerKV coded_layer_kv(const CodedArguments& keys, const CodedArguments& values,
 void check_copies(const LayerKV& kv, const LayerKV& copies, int first_blocks, int recent_blocks);
 // Raises unless `budgets` [num_seqs] are 0, or tokens of which more than the first `sink_tokens` are kept.
 void check_budgets(const Tensor& budgets, int64_t num_seqs, int sink_tokens);
+// The bounds [blocks][kv_heads][2][key_dim] of a layer's keys, and a step's reads of it: blocks that each sequence
+// reads, the most recent ones among them, and for each group the blocks whose bounds are to be computed first.
+using SparseArguments = std::tuple<Tensor, Tensor, std::vector<Tensor>>;
+SparseReads bounds_of(const LayerKV& kv, const Tensor& bounds);
+void check_sparse(const Tensor& num_read, const Tensor& num_recent, int64_t num_seqs);
+void check_completed(const Tensor& completed, int64_t num_blocks);
 void check_range(const int64_t* x, int64_t count, int64_t end, const char* name, int64_t begin = 0);
 Weight weight_of(const std::string& format, const Tensor& packed, int64_t outputs, int64_t inputs);
 // A norm of `width` columns of `dtype`. RMS weights are of `dtype` or float32, which decides where it rounds; weights

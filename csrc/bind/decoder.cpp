@@ -22,7 +22,7 @@ using PartArguments = std::tuple<std::string, nb::object, int64_t, int64_t, nb::
 using LinearArguments = std::vector<PartArguments>;
 // Keys, values, group, and how many first and recent blocks are read in them.
 using CacheCopies = std::tuple<nb::object, nb::object, int, int, int>;
-using CacheArguments = std::tuple<nb::object, nb::object, int, int, std::optional<CacheCopies>>;
+using CacheArguments = std::tuple<nb::object, nb::object, int, int, std::optional<CacheCopies>, nb::object>;
 
 // active, normalised, sigmoid, corrected, scale, groups, active_groups
 using ChoiceArguments = std::tuple<int, bool, bool, bool, float, int, int>;
@@ -300,7 +300,7 @@ class BoundDecoder {
 
     void set_exact(bool exact) { decoder_.exact = exact; }
 
-    // For each layer: keys, values, group, window (0: none), copies or None. Keys and values are tensors, or a coded
+    // For each layer: keys, values, group, window (0: none), copies or None, bounds or None. Keys and values are tensors, or a coded
     // layer's arguments.
     void set_caches(const std::vector<CacheArguments>& caches) {
         const DecoderShape& s = decoder_.shape;
@@ -309,7 +309,7 @@ class BoundDecoder {
         std::vector<LayerCache> bound;
         std::vector<nb::object> kept;
         size_t num_groups = 0;
-        for (const auto& [key, value, group, window, copied] : caches) {
+        for (const auto& [key, value, group, window, copied, bounds] : caches) {
             kept.push_back(key);
             kept.push_back(value);
             const LayerKV kv = nb::isinstance<nb::tuple>(key) ? coded_cache(key, value) : float_cache(key, value);
@@ -333,6 +333,12 @@ class BoundDecoder {
                 cache.recent_blocks = recent_blocks;
                 num_groups = std::max(num_groups, static_cast<size_t>(copies_group) + 1);
             }
+            if (!bounds.is_none()) {
+                Tensor view;
+                require(borrow_tensor(bounds.ptr(), &view), "bounds must be a dense CPU tensor");
+                kept.push_back(bounds);
+                cache.bounds = bounds_of(kv, view);
+            }
             bound.push_back(cache);
         }
         // Assigned only once every check has passed: after an error, what was bound before stays bound.
@@ -345,7 +351,8 @@ class BoundDecoder {
                  const Tensor& context_lens, const Tensor& table_rows,
                  const std::vector<std::pair<Tensor, Tensor>>& groups,
                  const std::vector<std::pair<Tensor, Tensor>>& rotations, const Tensor& logits_indices,
-                 const Tensor& logits, const Tensor& budgets, const Tensor& sink_positions, int sink_tokens) {
+                 const Tensor& logits, const Tensor& budgets, const Tensor& sink_positions, int sink_tokens,
+                 const std::optional<SparseArguments>& sparse) {
         const DecoderShape& s = decoder_.shape;
         require(complete_, "the decoder is not complete");
         require(decoder_.caches.size() == num_layers_, "the decoder has no caches: call set_caches first");
@@ -375,7 +382,8 @@ class BoundDecoder {
             step.sink_positions = sink_positions.data<int64_t>();
             step.sink_tokens = sink_tokens;
         }
-        const std::vector<GroupTables> tables = group_tables(step, groups);
+        std::vector<GroupTables> tables = group_tables(step, groups);
+        if (sparse) add_sparse(*sparse, step, tables);
         step.groups = tables.data();
         check_shape(logits_indices, "logits_indices", {-1});
         step.num_logits = logits_indices.shape[0];
@@ -465,6 +473,21 @@ class BoundDecoder {
                             cache.copies.num_blocks * cache.copies.block_size, "slot_mapping");
         }
         return tables;
+    }
+
+    void add_sparse(const SparseArguments& sparse, DecoderStep& step, std::vector<GroupTables>& tables) const {
+        const auto& [num_read, num_recent, completed] = sparse;
+        require(!decoder_.ranks, "sparse reads are not split among ranks");
+        check_sparse(num_read, num_recent, step.num_seqs);
+        require(completed.size() == tables.size(), "completed must name blocks of each group");
+        for (size_t group = 0; group < tables.size(); ++group) {
+            for (const LayerCache& cache : decoder_.caches)
+                if (static_cast<size_t>(cache.group) == group) check_completed(completed[group], cache.kv.num_blocks);
+            tables[group].completed = completed[group].data<const int32_t>();
+            tables[group].num_completed = completed[group].shape[0];
+        }
+        step.num_read = num_read.data<const int32_t>();
+        step.num_recent = num_recent.data<const int32_t>();
     }
 
     // The tables of angles, once it is certain that they have every position.
@@ -643,7 +666,7 @@ void bind_decoder(nb::module_& m) {
         .def("set_caches", &BoundDecoder::set_caches, "caches"_a)
         .def("forward", &BoundDecoder::forward, "token_ids"_a, "positions"_a, "query_start"_a, "context_lens"_a,
              "table_rows"_a, "groups"_a, "rotations"_a, "logits_indices"_a, "logits"_a, "budgets"_a.none() = nb::none(),
-             "sink_positions"_a.none() = nb::none(), "sink_tokens"_a = 1);
+             "sink_positions"_a.none() = nb::none(), "sink_tokens"_a = 1, "sparse"_a.none() = nb::none());
 }
 
 }  // namespace octavo

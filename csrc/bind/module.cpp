@@ -27,10 +27,13 @@ using CopiesToWrite = std::tuple<CodedArguments, CodedArguments, Tensor>;
 // Queries for the sinks, budgets, and the number of sinks.
 using SinksApart = std::tuple<Tensor, Tensor, int>;
 
+// Bounds, and the blocks read of each sequence (SparseArguments).
+using SparseLayer = std::tuple<Tensor, SparseArguments>;
+
 void attend_layer(const LayerKV& kv, const RecentCopies& copies, const Tensor& query, const Tensor& out,
                   const Tensor& block_tables, const Tensor& table_rows, const Tensor& query_start,
                   const Tensor& context_lens, float scale, int window, float softcap, const Tensor& sinks,
-                  bool exact, const std::optional<SinksApart>& apart) {
+                  bool exact, const std::optional<SinksApart>& apart, const std::optional<SparseLayer>& sparse = {}) {
     AttentionCall call{};
     call.kv = kv;
     call.copies = copies;
@@ -87,6 +90,17 @@ void attend_layer(const LayerKV& kv, const RecentCopies& copies, const Tensor& q
         check_budgets(budgets, seqs, sink_tokens);
         call.sinks_apart = {budgets.data<const int32_t>(), sink_query.base, sink_query.stride_bytes(0), sink_tokens};
     }
+    if (sparse) {
+        const auto& [num_read, num_recent, completed] = std::get<1>(*sparse);
+        check_sparse(num_read, num_recent, seqs);
+        require(window == 0 && completed.size() == 1, "sparse reads are of one group, without a window");
+        check_completed(completed[0], kv.num_blocks);
+        call.sparse = bounds_of(kv, std::get<0>(*sparse));
+        call.sparse.num_read = num_read.data<const int32_t>();
+        call.sparse.num_recent = num_recent.data<const int32_t>();
+        call.sparse.completed = completed[0].data<const int32_t>();
+        call.sparse.num_completed = completed[0].shape[0];
+    }
     nb::gil_scoped_release release;
     attend(call);
 }
@@ -94,9 +108,9 @@ void attend_layer(const LayerKV& kv, const RecentCopies& copies, const Tensor& q
 void py_attend(const Tensor& key, const Tensor& value, const Tensor& query, const Tensor& out,
                const Tensor& block_tables, const Tensor& table_rows, const Tensor& query_start,
                const Tensor& context_lens, float scale, int window, float softcap, const Tensor& sinks,
-               bool exact, const std::optional<SinksApart>& apart) {
+               bool exact, const std::optional<SinksApart>& apart, const std::optional<SparseLayer>& sparse) {
     attend_layer(layer_kv(key, value), {}, query, out, block_tables, table_rows, query_start, context_lens, scale,
-                 window, softcap, sinks, exact, apart);
+                 window, softcap, sinks, exact, apart, sparse);
 }
 
 void py_attend_coded(const CodedArguments& keys, const CodedArguments& values, const Tensor& query, const Tensor& out,
@@ -238,7 +252,7 @@ NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);  // an engine that lives until Python exits is not a leak
     m.def("attend", &py_attend, "key"_a, "value"_a, "query"_a, "out"_a, "block_tables"_a, "table_rows"_a,
           "query_start"_a, "context_lens"_a, "scale"_a, "window"_a, "softcap"_a, "sinks"_a.none(), "exact"_a,
-          "apart"_a.none() = nb::none());
+          "apart"_a.none() = nb::none(), "sparse"_a.none() = nb::none());
     m.def("rope_write", &py_rope_write, "qkv"_a, "key"_a, "value"_a, "cos"_a, "sin"_a, "positions"_a, "slots"_a,
           "query_norm"_a.none(), "key_norm"_a.none(), "eps"_a);
     m.def("attend_coded", &py_attend_coded, "keys"_a, "values"_a, "query"_a, "out"_a, "block_tables"_a, "table_rows"_a,

@@ -2,6 +2,7 @@
 // OCTAVO_LEVEL naming its namespace, OCTAVO_SIMD its vector header and OCTAVO_TABLE the table it fills.
 #include "kernels.h"
 #include "level/attend.h"
+#include "level/bounds.h"
 #include "level/coded.h"
 #include "level/gemm.h"
 #include "level/interleave.h"
@@ -30,6 +31,8 @@ const Kernels OCTAVO_TABLE = {
     .attend = OCTAVO_LEVEL::attend,
     .merge = OCTAVO_LEVEL::merge,
     .rope_write = {OCTAVO_LEVEL::rope_write<kBf16>, OCTAVO_LEVEL::rope_write<kF32>},
+    .bound_keys = {OCTAVO_LEVEL::bound_keys<kBf16>, OCTAVO_LEVEL::bound_keys<kF32>},
+    .score_bounds = {OCTAVO_LEVEL::score_bounds<kBf16>, OCTAVO_LEVEL::score_bounds<kF32>},
     .normalise = {{OCTAVO_LEVEL::normalise<kBf16, kRmsNorm>, OCTAVO_LEVEL::normalise<kBf16, kRmsNormRoundedOnce>,
                    OCTAVO_LEVEL::normalise<kBf16, kLayerNorm>},
                   {OCTAVO_LEVEL::normalise<kF32, kRmsNorm>, OCTAVO_LEVEL::normalise<kF32, kRmsNormRoundedOnce>,

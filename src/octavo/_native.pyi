@@ -15,6 +15,7 @@ def attend(
     sinks: Tensor | None,
     exact: bool,
     apart: tuple[Tensor, Tensor, int] | None = None,
+    sparse: tuple[Tensor, tuple[Tensor, Tensor, list[Tensor]]] | None = None,
 ) -> None: ...
 
 _Coded = tuple[str, Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -188,7 +189,16 @@ class Decoder:
     def set_exact(self, exact: bool) -> None: ...
     def set_caches(
         self,
-        caches: list[tuple[Tensor | _Coded, Tensor | _Coded, int, int, tuple[_Coded, _Coded, int, int, int] | None]],
+        caches: list[
+            tuple[
+                Tensor | _Coded,
+                Tensor | _Coded,
+                int,
+                int,
+                tuple[_Coded, _Coded, int, int, int] | None,
+                Tensor | None,
+            ]
+        ],
     ) -> None: ...
     def logits(self, first: int, out: Tensor) -> None: ...
     def hidden(self, first: int, out: Tensor) -> None: ...
@@ -206,4 +216,5 @@ class Decoder:
         budgets: Tensor | None = None,
         sink_positions: Tensor | None = None,
         sink_tokens: int = 1,
+        sparse: tuple[Tensor, Tensor, list[Tensor]] | None = None,
     ) -> None: ...

@@ -1,7 +1,9 @@
 """KV budgets: how much of its keys and values a sequence keeps (docs/serve/kv_budgets.md).
 
-    mode      keeps                                                                  published as
-    sinks     the first block, and the most recent tokens: `tokens` in all           StreamingLLM (Xiao et al. 2024)
+    mode          keeps             reads in a step                                          published as
+    sinks         `tokens` tokens   all it keeps: the first block, and the most recent ones  StreamingLLM (Xiao 2024)
+    sparse_read   all tokens        `tokens` of them: the first block, the most recent ones, Quest (Tang et al. 2024)
+                                    and blocks whose keys may score highest in a layer
 
 A budget that a sequence never exceeds changes nothing: it computes the same bits as without one.
 """
@@ -16,7 +18,8 @@ from typing import Any
 from octavo.errors import ConfigError, FieldError, shown
 from octavo.option import json_object
 
-MODES = ("sinks",)
+MODES = ("sinks", "sparse_read")
+_SHARE_OF_RECENT = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +28,28 @@ class KVBudget:
 
     Attributes:
         mode: see above.
-        tokens: the most tokens whose keys and values are kept, in layers without a sliding window.
+        tokens: the most tokens whose keys and values are kept, or read, in layers without a sliding window.
+        dense_prompt: of sparse_read, whether tokens of the prompt read everything. If not, a budget's loss can be
+            measured on a text.
     """
 
     mode: str
     tokens: int
+    dense_prompt: bool = True
+
+    @property
+    def evicts(self) -> bool:
+        """Whether it frees the blocks of tokens beyond it."""
+        return self.mode == "sinks"
+
+    def num_recent(self, block_size: int) -> int:
+        """Return how many of the blocks that a token reads are the most recent ones: an eighth, at least one."""
+        return max(1, self.tokens // block_size // _SHARE_OF_RECENT)
+
+    def reads_all_before(self, num_prompt_tokens: int, block_size: int) -> int:
+        """Return the first position whose token may be computed from fewer than all tokens before it."""
+        within = self.tokens if self.evicts else self.tokens // block_size * block_size
+        return max(within, num_prompt_tokens) if self.dense_prompt and not self.evicts else within
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> KVBudget:
@@ -43,7 +63,9 @@ class KVBudget:
         tokens = given.get("tokens")
         if type(tokens) is not int or tokens < 1:
             raise FieldError("kv_budget.tokens", f"must be a positive integer, got {shown(tokens)}")
-        return cls(mode=str(mode), tokens=tokens)
+        if type(dense := given.get("dense_prompt", True)) is not bool or ("dense_prompt" in given and mode == "sinks"):
+            raise FieldError("kv_budget.dense_prompt", "must be true or false, and the mode sparse_read")
+        return cls(mode=str(mode), tokens=tokens, dense_prompt=dense)
 
     @classmethod
     def parse(cls, given: str | Mapping[str, Any]) -> KVBudget:
@@ -55,7 +77,7 @@ class KVBudget:
             raise ConfigError(str(error)) from error
 
     def __str__(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps({name: value for name, value in asdict(self).items() if value is not True})
 
 
 def choose_budget(
@@ -77,6 +99,10 @@ def choose_budget(
         return None
     if refusal:
         raise FieldError("kv_budget", f"is not possible here: {refusal}")
+    if not budget.evicts and default is None:
+        raise FieldError(
+            "kv_budget.mode", f"{budget.mode} needs bounds of keys in the blocks: start the server with --kv-budget"
+        )
     if given is not None and default is not None and (given.mode != default.mode or given.tokens > default.tokens):
         raise FieldError("kv_budget", f"must be within this server's, {default}, got {given}")
     if not 2 * block_size <= budget.tokens <= longest:

@@ -277,7 +277,7 @@ class Sequence:
     def has_evicted(self) -> bool:
         """Whether it has let go of tokens under its budget."""
         budget = self.request.params.kv_budget
-        return budget is not None and self.num_computed > budget.tokens
+        return budget is not None and budget.evicts and self.num_computed > budget.tokens
 
     def max_num_tokens(self, max_model_len: int) -> int:
         """Return the maximum number of tokens: the least of what its request and the model allow."""

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import random
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,16 +18,34 @@ from octavo.errors import ConfigError, RequestError
 from octavo.sampling_params import SamplingParams
 from tests.conftest import assert_idle
 from tests.engine.preempting import thrash
-from tests.engine.tiny_engine import VOCAB_SIZE, tiny_core
+from tests.engine.tiny_engine import MAX_MODEL_LEN, VOCAB_SIZE, tiny_core
+from tests.models.tiny import write_hf_model
 
 BUDGET = 64
+MODES = pytest.mark.parametrize("mode", ["sinks", "sparse_read"])
 _RANDOM = random.Random(1)
 PROMPTS = [[_RANDOM.randrange(3, VOCAB_SIZE - 1) for _ in range(length)] for length in (150, 40, 60)]
 
 
-def params(tokens: int | None = BUDGET, **more: Any) -> SamplingParams:
-    budget: Any = None if tokens is None else {"mode": "sinks", "tokens": tokens}
+def params(tokens: int | None = BUDGET, mode: str = "sinks", **more: Any) -> SamplingParams:
+    budget: Any = None if tokens is None else {"mode": mode, "tokens": tokens}
     return SamplingParams(**{"max_tokens": 200, "temperature": 0, "ignore_eos": True, **more}, kv_budget=budget)
+
+
+@cache
+def deep_model() -> str:
+    """A model whose first two layers are not all it has: they read everything."""
+    folder = Path(tempfile.mkdtemp(prefix="octavo-deep-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    write_hf_model(folder, "Llama", tokenizer=True, max_position_embeddings=MAX_MODEL_LEN, num_hidden_layers=3)
+    return str(folder)
+
+
+def of_mode(mode: str, **options: Any) -> dict[str, Any]:
+    """Options of an engine whose requests may have budgets of a mode; without one, they have everything."""
+    if mode == "sinks":
+        return options
+    return {"model": deep_model(), "kv_budget": {"mode": mode, "tokens": MAX_MODEL_LEN}, **options}
 
 
 def generate(core: EngineCore, sampling: SamplingParams) -> tuple[list[list[list[int]]], int]:
@@ -38,8 +61,8 @@ def generate(core: EngineCore, sampling: SamplingParams) -> tuple[list[list[list
     return [[list(seq.output_token_ids) for seq in request.sequences] for request in requests], most
 
 
-def outputs(sampling: SamplingParams, **options: Any) -> tuple[list[list[list[int]]], int]:
-    with tiny_core(deterministic=True, **options) as core:
+def outputs(sampling: SamplingParams, mode: str = "sinks", **options: Any) -> tuple[list[list[list[int]]], int]:
+    with tiny_core(deterministic=True, **of_mode(mode, **options)) as core:
         if options.get("preemption_mode"):
             thrash(core)
         found = generate(core, sampling)
@@ -48,48 +71,73 @@ def outputs(sampling: SamplingParams, **options: Any) -> tuple[list[list[list[in
         return found
 
 
-def test_a_budget_that_is_never_exceeded_changes_no_token() -> None:
-    assert outputs(params(800)) == outputs(params(None))
+@MODES
+def test_a_budget_that_is_never_exceeded_changes_no_token(mode: str) -> None:
+    dense = {"model": deep_model()} if mode == "sparse_read" else {}
+    assert outputs(params(800, mode), mode) == outputs(params(None), **dense)
 
 
-def test_a_budget_bounds_the_blocks_and_gives_the_same_tokens_cold_cached_in_chunks_and_preempted() -> None:
-    expected, most = outputs(params())
-    # Sinks, a window with a partial block at either end, and the tokens of the step in flight.
-    assert most <= 3 * (BUDGET // 16 + 1) + sum(map(len, PROMPTS)) // 16
-    assert expected != outputs(params(None))[0]
-    chunked, most = outputs(params(), max_num_batched_tokens=32)
+@MODES
+def test_a_budget_gives_the_same_tokens_cold_cached_in_chunks_and_preempted(mode: str) -> None:
+    sampling = params(BUDGET, mode)
+    expected, most = outputs(sampling, mode)
+    assert expected != outputs(params(None), mode)[0]
+    chunked, most_in_chunks = outputs(sampling, mode, max_num_batched_tokens=32)
     assert chunked == expected
-    assert most <= 3 * (BUDGET // 16 + 1) + 2
-    for mode in ("swap", "recompute"):
-        tight = {"num_blocks": 11, "max_num_batched_tokens": 32, "preemption_mode": mode}
-        assert outputs(params(), **tight)[0] == expected
-    with tiny_core(attention_backend="reference") as core:
-        assert generate(core, params())[0] == expected
+    if mode == "sinks":
+        # Sinks, a window with a partial block at either end, and the tokens of the step in flight.
+        assert most <= 3 * (BUDGET // 16 + 1) + sum(map(len, PROMPTS)) // 16
+        assert most_in_chunks <= 3 * (BUDGET // 16 + 1) + 2
+    for preemption_mode in ("swap", "recompute"):
+        tight = {"num_blocks": 11 if mode == "sinks" else 30, "max_num_batched_tokens": 32}
+        assert outputs(sampling, mode, **tight, preemption_mode=preemption_mode)[0] == expected
+    with tiny_core(**of_mode(mode, attention_backend="reference")) as core:
+        assert generate(core, sampling)[0] == expected
 
 
-def test_drafts_plans_made_ahead_and_no_prefix_cache_change_no_token_under_a_budget() -> None:
-    expected = outputs(params())[0]
+@MODES
+def test_drafts_plans_made_ahead_and_no_prefix_cache_change_no_token_under_a_budget(mode: str) -> None:
+    sampling = params(BUDGET, mode)
+    expected = outputs(sampling, mode)[0]
     drafting = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}
     for options in (drafting, {"async_scheduling": True}, {"enable_prefix_caching": False}):
-        assert outputs(params(), **options)[0] == expected
+        assert outputs(sampling, mode, **options)[0] == expected
 
 
-def test_dense_requests_find_no_block_that_was_computed_after_an_eviction() -> None:
-    with tiny_core(deterministic=True) as core:
+@MODES
+def test_dense_requests_find_no_block_that_was_computed_from_fewer_tokens(mode: str) -> None:
+    with tiny_core(deterministic=True, **of_mode(mode)) as core:
         dense = generate(core, params(None))[0]
-    with tiny_core(deterministic=True) as core:
-        kept = generate(core, params())[0]
+    with tiny_core(deterministic=True, **of_mode(mode)) as core:
+        kept = generate(core, params(BUDGET, mode))[0]
         assert generate(core, params(None))[0] == dense
-        assert generate(core, params())[0] == kept  # and no block of the dense ones beyond the budget
+        assert generate(core, params(BUDGET, mode))[0] == kept  # and no block of the dense ones beyond the budget
 
 
-def test_beams_and_parallel_samples_share_the_sinks() -> None:
-    beams = params(use_beam_search=True, n=3, max_tokens=60)
-    samples = params(n=3, temperature=0.8, seed=1, max_tokens=60)
+@MODES
+def test_beams_and_parallel_samples_share_what_they_keep(mode: str) -> None:
+    beams = params(BUDGET, mode, use_beam_search=True, n=3, max_tokens=60)
+    samples = params(BUDGET, mode, n=3, temperature=0.8, seed=1, max_tokens=60)
     for sampling in (beams, samples):
-        found, most = outputs(sampling, max_num_batched_tokens=32)
-        assert found == outputs(sampling)[0]
-        assert most <= len(PROMPTS) * 3 * (BUDGET // 16 + 2)
+        found, most = outputs(sampling, mode, max_num_batched_tokens=32)
+        assert found == outputs(sampling, mode)[0]
+        assert mode != "sinks" or most <= len(PROMPTS) * 3 * (BUDGET // 16 + 2)
+
+
+def test_a_prompt_that_is_read_sparsely_is_scored_so_in_any_chunks() -> None:
+    def scores(**options: Any) -> list[float]:
+        budget: Any = {"mode": "sparse_read", "tokens": BUDGET, "dense_prompt": False}
+        sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, kv_budget=budget)
+        with tiny_core(**of_mode("sparse_read", **options)) as core:
+            request = core.inputs.make_request(PROMPTS[0], sampling)
+            core.scheduler.add(request)
+            while core.has_work:
+                core.step()
+            assert_idle(core)
+            return [entry.logprob for entry in request.prompt_logprobs]
+
+    whole = scores()
+    assert scores(max_num_batched_tokens=32) == whole
 
 
 def test_a_context_beyond_the_models_own_is_computed_in_constant_memory() -> None:
@@ -122,3 +170,13 @@ def test_budgets_that_make_no_sense_are_refused_with_the_numbers() -> None:
         tiny_core(kv_budget='{"mode": "sinks", "tokens": 4096}'),
     ):
         pass
+    sparse = {"mode": "sparse_read", "tokens": 64}
+    with tiny_core() as core, pytest.raises(RequestError, match="start the server with --kv-budget"):
+        core.inputs.make_request([5], params(64, "sparse_read"))
+    for options, message in (
+        ({"max_model_len": 2000}, "supports at most 1024"),
+        ({"kv_cache_dtype": "int8"}, "needs a cache of floats, got kv_cache_dtype int8"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size 1"),
+    ):
+        with pytest.raises(ConfigError, match=message), tiny_core(kv_budget=sparse, **options):
+            pass

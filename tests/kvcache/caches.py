@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.kv_budget import KVBudget
 from octavo.kvcache.hashing import TokenChain
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
@@ -19,9 +20,9 @@ COPIES = "int4;sinks=1,recent=2"
 """A dtype whose layers have a second group, of copies in int8, which slides and keeps its first block."""
 
 
-def positions_seen(spec: KVCacheSpec, group: int, num_computed: int) -> list[int]:
+def positions_seen(spec: KVCacheSpec, group: int, num_computed: int, budget: KVBudget | None = None) -> list[int]:
     """Return the computed positions whose keys and values a group must hold for the next token."""
-    window, size = spec.groups[group].window, spec.block_size
+    window, size = spec.windows(budget)[group], spec.block_size
     if window is None:
         return list(range(num_computed))
     first = max(0, num_computed - window.tokens + 1)

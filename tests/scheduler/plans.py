@@ -67,6 +67,7 @@ PLAIN = {
     *(("array", name) for name in ("array", "_array_reconstructor")),
     ("octavo.kvcache.block", "BlockCopy"),
     ("octavo.kvcache.block", "BlockTransfer"),
+    ("octavo.kv_budget", "KVBudget"),
     ("octavo.sampling_params", "SamplingParams"),
     *(
         ("octavo.scheduler.plan", name)

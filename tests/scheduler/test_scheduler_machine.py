@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from octavo.errors import RequestError
+from octavo.kv_budget import MODES, KVBudget
 from octavo.kvcache.block import BlockState
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.kvcache.ledger import CacheTotals
@@ -62,6 +63,7 @@ POLICIES: dict[str, Any] = {
     "policy": st.sampled_from(["fcfs", "fcfs", "priority", "vtc"]),
 }
 TENANTS = ("", "ada")
+BUDGETS = [KVBudget(mode=mode, tokens=tokens) for mode in MODES for tokens in (8, 15)]
 
 
 class _InjectedError(Exception):
@@ -97,6 +99,14 @@ def reserve_of(scheduler: Scheduler) -> int:
         fresh.held, fresh.base, fresh.copies = len(scheduler.kv.tables(seq)[0]), place.base, place.copies
         total += running._bound(fresh)
     return total
+
+
+def computed_from(seq: Sequence, position: int, block_size: int) -> tuple[Any, ...]:
+    """What a position's keys and values depend on: the tokens up to there, and a budget from where it matters."""
+    budget, tokens = seq.request.params.kv_budget, tuple(seq.token_ids[: position + 1])
+    if budget is None or position < budget.reads_all_before(seq.num_prompt_tokens, block_size):
+        return tokens
+    return (str(budget), *tokens)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -188,6 +198,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "s"]),
         pin=st.sampled_from([None, None, PinRequest(8, 3), PinRequest(30, 30)]),
         tenant=st.sampled_from(TENANTS),
+        kv_budget=st.sampled_from([None, None, *BUDGETS]),
     )
     def arrive(
         self,
@@ -200,6 +211,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt: str,
         pin: PinRequest | None,
         tenant: str,
+        kv_budget: KVBudget | None = None,
     ) -> None:
         n = min(n, self.samples)
         options: dict[str, Any] = {
@@ -207,6 +219,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             "ignore_eos": True,
             "prompt_logprobs": prompt_logprobs,
             "presence_penalty": penalty,
+            "kv_budget": kv_budget,
         }
         request = make_request(tokens, salt, n, tenant=tenant, **options)
         request.priority = priority
@@ -228,6 +241,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         length_penalty=st.sampled_from([0.0, 1.0]),
         early_stopping=st.sampled_from([False, True, "never"]),
         seed=st.sampled_from([None, 1]),
+        kv_budget=st.sampled_from([None, None, *BUDGETS]),
     )
     def search(
         self,
@@ -238,8 +252,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         length_penalty: float,
         early_stopping: Any,
         seed: int | None,
+        kv_budget: KVBudget | None = None,
     ) -> None:
-        how: dict[str, Any] = {"length_penalty": length_penalty, "early_stopping": early_stopping, "seed": seed}
+        how: dict[str, Any] = {
+            "kv_budget": kv_budget,
+            "length_penalty": length_penalty,
+            "early_stopping": early_stopping,
+            "seed": seed,
+        }
         n = (width + 1) // 2
         request = make_request(tokens, "", n, max_tokens=max_tokens, best_of=width, use_beam_search=True, **how)
         request.priority, request.eos_token_ids = priority, frozenset({beams.EOS})
@@ -476,16 +496,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         for row, seq, tables in rows:
             for position in range(row.start, row.end):
                 for table in tables:
-                    self.computed[table[position // size], position % size] = tuple(seq.token_ids[: position + 1])
+                    self.computed[table[position // size], position % size] = computed_from(seq, position, size)
         for row, seq, tables in rows:
-            self.check_what_it_reads(seq.token_ids, row.end, tables)  # type: ignore[arg-type]
+            self.check_what_it_reads(seq, row.end, tables)
 
-    def check_what_it_reads(self, token_ids: list[int], context: int, tables: list) -> None:
-        size = self.scheduler.kv.spec.block_size
+    def check_what_it_reads(self, seq: Sequence, context: int, tables: list) -> None:
+        spec, budget = self.scheduler.kv.spec, seq.request.params.kv_budget
+        size = spec.block_size
         for group, table in enumerate(tables):
             # The last of its tokens reads what lies before it, and itself.
-            for position in (*positions_seen(self.scheduler.kv.spec, group, context - 1), context - 1):
-                assert self.computed[table[position // size], position % size] == tuple(token_ids[: position + 1])
+            for position in (*positions_seen(spec, group, context - 1, budget), context - 1):
+                found = self.computed[table[position // size], position % size]
+                assert found == computed_from(seq, position, size)
 
     @invariant()
     def every_block_is_accounted_for(self) -> None:

@@ -54,6 +54,22 @@ class SinkReads:
 
 
 @dataclass(slots=True)
+class SparseReads:
+    """The sequences of a step, of one token each, that read only some blocks of layers with bounds (`kv_budget.py`).
+
+    Attributes:
+        num_read: int32 [num_seqs], blocks that each KV head reads: the first, the most recent ones, and those in which
+            a query of the head may score highest; 0 for a sequence that reads all.
+        num_recent: int32 [num_seqs]
+        completed: int32 per group, blocks whose bounds no step has computed yet for the sequences that read them.
+    """
+
+    num_read: torch.Tensor
+    num_recent: torch.Tensor
+    completed: list[torch.Tensor]
+
+
+@dataclass(slots=True)
 class AttentionBatch:
     """One step's ragged queries, built by `runner/batch.py` and shared by all layers.
 
@@ -66,7 +82,7 @@ class AttentionBatch:
         groups: one per group of the KV cache.
         max_query_len, max_context_len: the largest of each, on the host.
         total_decode_len: the sum of `context_lens` of the sequences with one new token, or more; on the host.
-        sinks: for layers with full attention, what sequences with a budget see; None if none has evicted anything.
+        sinks, sparse: for layers with full attention, what sequences with a budget see; None if all see everything.
     """
 
     query_start: torch.Tensor
@@ -80,6 +96,7 @@ class AttentionBatch:
     max_context_len: int
     total_decode_len: int
     sinks: SinkReads | None = None
+    sparse: SparseReads | None = None
 
 
 class AttentionBackend(ABC):

@@ -7,6 +7,7 @@ import torch
 from octavo import kernels
 from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.attention.reference import ReferenceAttention
+from octavo.kernels.functions import SparseLayer
 from octavo.storage.arena import FloatKV
 from octavo.storage.coded_kv import CodedKV
 from octavo.storage.layer_kv import LayerKV
@@ -110,7 +111,14 @@ class NativeAttention(AttentionBackend):
             sinks=None if sinks is None else sinks.float(),
             exact=self._exact,
             apart=apart,
+            sparse=_sparse_arguments(kv, batch),
         )
+
+
+def _sparse_arguments(kv: FloatKV, batch: AttentionBatch) -> SparseLayer | None:
+    if kv.bounds is None or (sparse := batch.sparse) is None:
+        return None
+    return kv.bounds, (sparse.num_read, sparse.num_recent, [sparse.completed[kv.group]])
 
 
 def _supports_codes(kv: CodedKV) -> bool:

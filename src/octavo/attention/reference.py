@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from octavo.attention.base import AttentionBackend, AttentionBatch
+from octavo.storage.arena import FloatKV
 from octavo.storage.layer_kv import LayerKV
 from octavo.storage.recent_kv import RecentKV, Span
 
@@ -39,6 +40,8 @@ class ReferenceAttention(AttentionBackend):
         budgets = [0] * batch.num_seqs if apart is None else apart.budgets.tolist()
         bounds, context_lens = batch.query_start.tolist(), batch.context_lens.tolist()
         rows = batch.table_rows.tolist()
+        sparse = batch.sparse if isinstance(kv, FloatKV) and kv.bounds is not None else None
+        num_read = [0] * batch.num_seqs if sparse is None else sparse.num_read.tolist()
         for i in range(batch.num_seqs):
             tables = [group.block_tables[rows[i]] for group in batch.groups]
             start, stop = bounds[i], bounds[i + 1]
@@ -50,6 +53,10 @@ class ReferenceAttention(AttentionBackend):
                 first_block = _window_start(low, window) // kv.block_size
                 first_key = first_block * kv.block_size
                 key, value = _gather(kv, tables, first_block, high)
+                unread = None
+                if sparse is not None and 0 < num_read[i] * kv.block_size < high:
+                    recent = int(sparse.num_recent[i])
+                    unread = _unread(key, query[start:stop], kv.block_size, num_read[i], recent)
                 at_once = max(1, self._MAX_SCORES // (query.shape[1] * key.shape[2]))
                 for begin in range(low, high, at_once):
                     end = min(begin + at_once, high)
@@ -63,6 +70,7 @@ class ReferenceAttention(AttentionBackend):
                         window=window,
                         softcap=softcap,
                         sinks=sinks,
+                        unread=unread,
                         apart=None if sinks_seen is None or sink_query is None else (sink_query[queries], *sinks_seen),
                     )
         return output
@@ -101,6 +109,29 @@ def _gather(
     return torch.cat(keys, 2).float(), torch.cat(values, 1).float()
 
 
+def _unread(key: torch.Tensor, query: torch.Tensor, block_size: int, num_read: int, num_recent: int) -> torch.Tensor:
+    """Return which keys the query [1, num_heads, key_dim] of a token does not read: bool [kv_heads, keys].
+
+    A block's score for a KV head is the highest that any of the head's queries could have with a key within the
+    elementwise bounds of the block's keys (Quest, Tang et al. 2024, section 3.3).
+
+    Args:
+        key: float32 [kv_heads, key_dim, keys], from the sequence's first block on.
+    """
+    kv_heads, key_dim, num_keys = key.shape
+    num_blocks = -(-num_keys // block_size)
+    candidates = num_blocks - num_recent
+    blocks = key[:, :, : candidates * block_size].view(kv_heads, key_dim, candidates, block_size)
+    queries = query.float().view(kv_heads, -1, key_dim)
+    scores = queries.clamp(min=0) @ blocks.amax(dim=3) + queries.clamp(max=0) @ blocks.amin(dim=3)
+    # Of equal scores the earlier block is read.
+    best = scores.amax(dim=1)[:, 1:].argsort(dim=1, descending=True, stable=True)[:, : num_read - 1 - num_recent] + 1
+    unread = torch.ones(kv_heads, num_blocks, dtype=torch.bool, device=key.device)
+    unread[:, 0] = unread[:, candidates:] = False
+    unread.scatter_(1, best, False)
+    return unread.repeat_interleave(block_size, dim=1)[:, :num_keys]
+
+
 def _gather_sinks(kv: LayerKV, tables: Sequence[torch.Tensor], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values of the first tokens, as `_gather` does."""
     if isinstance(kv, RecentKV):
@@ -123,6 +154,7 @@ def attend_dense(
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    unread: torch.Tensor | None = None,
     apart: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Compute causal attention of the last `queries` of `keys` tokens of one sequence.
@@ -131,6 +163,7 @@ def attend_dense(
         query: [queries, num_heads, key_dim]
         key: float32 [kv_heads, key_dim, keys]
         value: float32 [kv_heads, keys, value_dim]
+        unread: bool [kv_heads, keys], keys that no query sees.
         apart: queries of other keys, which all queries see, with these keys and values.
 
     Returns:
@@ -154,6 +187,8 @@ def attend_dense(
         distance = positions[num_keys - num_queries :, None] - positions
         hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
         scores = scores.masked_fill(hidden[:, None], float("-inf"))
+    if unread is not None:
+        scores = scores.masked_fill(unread[:, None, None], float("-inf"))
     if apart is not None:
         scores = torch.cat((scored(*apart[:2]), scores), dim=-1)
         value = torch.cat((apart[2], value), dim=1)

@@ -67,6 +67,7 @@ def build_engine(config: EngineConfig, begun: Future[Tokenizer | None] | None = 
             config.quantization,
             facts.layout,
             *([facts.kv_scales] if facts.kv_scales else []),
+            *(["bounds"] if any(layer.bounded for layer in facts.spec.layers) else []),
             *tier_identity(config, Path(source.path), facts.attention),
         )
         kv = assemble_cache(

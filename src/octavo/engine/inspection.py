@@ -164,8 +164,8 @@ def budget_fields(request: Request) -> dict[str, Any] | None:
     """Return a request's budget for JSON, with the tokens that it has made its sequences let go; None without one."""
     if (budget := request.params.kv_budget) is None:
         return None
-    evicted = sum(max(0, seq.num_computed - budget.tokens) for seq in request.sequences)
-    return {"mode": budget.mode, "tokens": budget.tokens, "evicted_tokens": evicted}
+    beyond = sum(max(0, seq.num_computed - budget.tokens) for seq in request.sequences)
+    return {"mode": budget.mode, "tokens": budget.tokens, "evicted_tokens": beyond if budget.evicts else 0}
 
 
 def limits_in_bytes(limits: KVLimits, block_bytes: int) -> dict[str, int | None]:

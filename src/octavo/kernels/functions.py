@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 SinksApart = tuple[torch.Tensor, torch.Tensor, int]
+SparseLayer = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]]
 """The queries of the sinks [num_tokens, num_heads, key_dim], budgets int32 [num_seqs], and the number of sinks."""
 
 
@@ -74,6 +75,7 @@ def attend(
     sinks: torch.Tensor | None = None,
     exact: bool = True,
     apart: SinksApart | None = None,
+    sparse: SparseLayer | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of ragged new tokens over paged keys and values (FlashAttention's online softmax).
@@ -88,6 +90,8 @@ def attend(
         exact: a token's result has the same bits whatever batch, chunk and number of threads it is computed with.
             Without it, where that is faster, a token that comes alone may be computed otherwise than a prompt's.
         apart: for sequences that keep the first tokens and the last ones (`AttentionBatch.budgets`).
+        sparse: for sequences that read few blocks, the bounds of keys [num_blocks, kv_heads, 2, key_dim], and
+            `AttentionBatch.sparse`.
         out: [num_tokens, num_heads, value_dim] in the query's dtype; made when absent.
 
     Raises:
@@ -114,6 +118,7 @@ def attend(
         sinks,
         exact,
         apart,
+        sparse,
     )
     return out
 

@@ -120,7 +120,9 @@ class Holdings(dict[Sequence, Holding]):
         if not isinstance(request.full_blocks, FullBlocks):
             self.hash_prompt(request)
         budget = request.params.kv_budget
-        most = sys.maxsize if budget is None else budget.tokens // self._block_size
+        most = sys.maxsize
+        if budget is not None:
+            most = budget.reads_all_before(len(request.prompt_token_ids), self._block_size) // self._block_size
         return self._prefix_cache.chain(request.cache_scope, cast(FullBlocks, request.full_blocks), most)
 
     def matchable(self, seq: Sequence) -> tuple[TokenChain, int]:

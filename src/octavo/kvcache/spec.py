@@ -36,6 +36,8 @@ BOOKKEEPING_BYTES = 112
 TOKEN_ID_BYTES = 4
 # Ranked policies: two arrays, and numbers in a heap of which an eighth may be out of date.
 _RANKED_BYTES = 72
+# The first layers attend broadly: no few blocks hold most of their attention (Tang et al. 2024, section 4.1).
+_DENSE_LAYERS = 2
 _EVICTION_BYTES = {"lru": 8, "adaptive": 101}
 
 
@@ -46,12 +48,18 @@ def eviction_bytes(policy: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LayerKVSpec:
-    """The storage of one attention layer per token: `num_kv_heads * (key_dim + value_dim)` elements."""
+    """The storage of one attention layer per token: `num_kv_heads * (key_dim + value_dim)` elements.
+
+    Attributes:
+        bounded: whether each block also has the bounds of its keys, `2 * num_kv_heads * key_dim` elements, by which a
+            budget's sparse reads choose blocks.
+    """
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
     sliding_window: int | None = None
+    bounded: bool = False
 
     @property
     def elements_per_token(self) -> int:
@@ -64,6 +72,8 @@ class LayerKVSpec:
     def block_bytes(self, format: KVFormat, block_size: int) -> int:
         """Return the bytes of this layer's part of a block; a coded part is padded."""
         num_bytes = block_size * self.token_bytes(format)
+        if self.bounded:
+            num_bytes += 2 * self.num_kv_heads * format.keys.vector_bytes(self.key_dim)
         return num_bytes if format.plain else -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -113,17 +123,31 @@ class KVCacheSpec:
     block_bytes: int
 
     @classmethod
-    def build(cls, layers: Sequence[LayerKVSpec], block_size: int, dtype: str) -> KVCacheSpec:
+    def build(
+        cls, layers: Sequence[LayerKVSpec], block_size: int, dtype: str, budget: KVBudget | None = None
+    ) -> KVCacheSpec:
         """Group `layers` and size the blocks.
 
+        Args:
+            budget: what sequences keep or read by default.
+
         Raises:
-            ConfigError: there are no layers, the block size is below 1, or the dtype is unknown or for another number
-                of layers.
+            ConfigError: there are no layers, the block size is below 1, the dtype is unknown or for another number of
+                layers, or the budget does not go with the dtype.
         """
         if not layers:
             raise ConfigError("a KV cache needs at least one attention layer")
         if block_size < 1:
             raise ConfigError(f"block_size must be at least 1, got {block_size}")
+        if budget is not None and not budget.evicts:
+            if not all(format.plain for format in layer_formats(dtype, len(layers))):
+                raise ConfigError(
+                    f"kv_budget of mode {budget.mode} needs a cache of floats, got kv_cache_dtype {dtype}"
+                )
+            layers = [
+                replace(layer, bounded=layer.sliding_window is None and index >= _DENSE_LAYERS)
+                for index, layer in enumerate(layers)
+            ]
         groups = _group_layers(layers)
         unsized = cls(tuple(layers), groups, block_size, dtype, 0)
         used = max(map(unsized.used_bytes, groups))
@@ -176,10 +200,10 @@ class KVCacheSpec:
         return -(-num_tokens // self.block_size)
 
     def windows(self, budget: KVBudget | None = None) -> tuple[Window | None, ...]:
-        """Return what each group keeps of a sequence; None for everything. A budget is a window over the groups with
-        full attention, with one block of sinks.
+        """Return what each group keeps of a sequence; None for everything. A budget that evicts is a window over the
+        groups with full attention, with one block of sinks.
         """
-        kept = None if budget is None else Window(budget.tokens - self.block_size, 1)
+        kept = None if budget is None or not budget.evicts else Window(budget.tokens - self.block_size, 1)
         return tuple(group.window or kept for group in self.groups)
 
     def peak_blocks(self, num_tokens: int, max_tokens_per_step: int, budget: KVBudget | None = None) -> int:

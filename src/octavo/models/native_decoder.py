@@ -186,7 +186,7 @@ class NativeDecoder(Decoder):
         self, token_ids: torch.Tensor, batch: AttentionBatch, logits_indices: torch.Tensor, num_now: int
     ) -> torch.Tensor:
         """Compute a step in one call; returns the logits of the first `num_now` rows; the library keeps all rows."""
-        logits, sinks = self._logits_rows(num_now), batch.sinks
+        logits, sinks, sparse = self._logits_rows(num_now), batch.sinks, batch.sparse
         tables, rows, sink_rows = self._rotations.of_step(batch)
         self._native.forward(
             token_ids,
@@ -198,7 +198,10 @@ class NativeDecoder(Decoder):
             tables,
             logits_indices,
             logits,
-            *(() if sinks is None else (sinks.budgets, sink_rows, sinks.num_tokens)),
+            None if sinks is None else sinks.budgets,
+            sink_rows,
+            1 if sinks is None else sinks.num_tokens,
+            None if sparse is None else (sparse.num_read, sparse.num_recent, sparse.completed),
         )
         return logits
 
@@ -222,7 +225,7 @@ class NativeDecoder(Decoder):
             self._kv = kv
             self._kv_supported = all(map(NativeAttention.supports, kv))
             caches = [
-                (*sides, layer.group, layer.sliding_window or 0, self._copies(layer))
+                (*sides, layer.group, layer.sliding_window or 0, self._copies(layer), getattr(layer, "bounds", None))
                 for layer in kv
                 if (sides := self._sides(layer)) is not None
             ]

@@ -258,7 +258,7 @@ class SequenceCost:
 
     @classmethod
     def of(cls, spec: KVCacheSpec, num_tokens: int, max_step: int, budget: KVBudget | None = None) -> SequenceCost:
-        kept = num_tokens if budget is None else budget.tokens
+        kept = budget.tokens if budget is not None and budget.evicts else num_tokens
         needed = sum(
             layer.token_bytes(format) * min(num_tokens, layer.sliding_window or kept)
             for layer, format in zip(spec.layers, spec.formats, strict=True)

@@ -161,7 +161,7 @@ class Deployment:
 
     def __post_init__(self) -> None:
         limit, budget = self.model.max_position_embeddings, self.kv_budget
-        if budget is None and self.max_model_len > limit:
+        if (budget is None or not budget.evicts) and self.max_model_len > limit:
             raise ConfigError(f"max_model_len is {self.max_model_len}, but {self.model.name} supports at most {limit}")
         if self.context > self.max_model_len:
             raise ConfigError(
@@ -377,7 +377,8 @@ class Deployment:
         return num_bytes * stored // self.shape.num_kv_heads
 
     def _spec(self, dtype: str, block_size: int | str) -> KVCacheSpec:
-        return KVCacheSpec.build(self.shape.kv_layers, block_tokens(block_size, self.max_model_len), dtype)
+        size = block_tokens(block_size, self.max_model_len)
+        return KVCacheSpec.build(self.shape.kv_layers, size, dtype, self.kv_budget)
 
     def _cost(self, spec: KVCacheSpec) -> SequenceCost:
         return self._cost_of(spec, self.context)

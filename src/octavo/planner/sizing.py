@@ -66,7 +66,10 @@ class Sizing:
             raise ConfigError(
                 f"kv_budget keeps {budget.tokens} tokens, but {self.config.model} supports a context of {limit}"
             )
-        if budget is None and self.max_model_len > limit:
+        elsewhere = self.host_available is not None or self.config.tensor_parallel_size > 1
+        if budget is not None and not budget.evicts and elsewhere:
+            raise ConfigError(f"kv_budget of mode {budget.mode} needs a CPU, and tensor_parallel_size 1")
+        if (budget is None or not budget.evicts) and self.max_model_len > limit:
             raise ConfigError(
                 f"max_model_len is {self.max_model_len}, but {self.config.model} supports at most {limit} tokens"
             )
@@ -95,7 +98,8 @@ class Sizing:
     def rank_spec(self, rank: int) -> KVCacheSpec:
         """Return the spec of a rank's share of each block."""
         size, count = block_tokens(self.config.block_size, self.max_model_len), self.config.num_ranks
-        return KVCacheSpec.build(layers_of_rank(self.shape.kv_layers, rank, count), size, self.kv_dtype)
+        layers = layers_of_rank(self.shape.kv_layers, rank, count)
+        return KVCacheSpec.build(layers, size, self.kv_dtype, self.config.budget)
 
     @property
     def budget(self) -> MemoryBudget:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from octavo.attention.base import AttentionBatch, GroupBatch, SinkReads
+from octavo.attention.base import AttentionBatch, GroupBatch, SinkReads, SparseReads
 from octavo.runner.sequences import Rows, SequenceTable
 from octavo.sampling.batch import SamplingBatch
 from octavo.scheduler.plan import DRAWN, PromptPool, PromptScores, StepPlan
@@ -158,8 +158,8 @@ class _Layout:
         queries     | 4 | 4 | 4                | 7                       |
         draws             ^   ^                                        ^
 
-    Each token of a decode is a query of its own. All keys and values of a step are written before any is read, so such
-    a query reads those of the tokens before it.
+    Each token of a decode, or that reads few blocks under a budget, is a query of its own. All keys and values of a
+    step are written before any is read, so such a query reads those of the tokens before it.
 
     Right after a model has read all its weights, each call of another function costs microseconds, however little it
     does, so steps of decodes make few.
@@ -205,9 +205,16 @@ class _Layout:
             own[row] -= len(siblings)
         if own.max() > 1:
             self._num_drafted = np.maximum(own - 1, 0)
-        is_decode = np.arange(len(lengths)) < plan.num_decodes
-        query_row = np.repeat(np.arange(len(lengths)), np.where(is_decode, lengths, 1))
-        query_lengths = np.where(is_decode, 1, lengths)[query_row]
+        # The first tokens of each row, which are one query.
+        together = np.where(np.arange(len(lengths)) < plan.num_decodes, 0, lengths)
+        if self._table.num_budgets:
+            budgets = self._table.budgets[self._rows]
+            dense = np.clip(budgets["sparse_from"] - np.array(plan.starts, dtype=np.int64), 0, together)
+            together = np.where(budgets["read"] > 0, dense, together)
+        num_queries = (together > 0) + lengths - together
+        query_row = np.repeat(np.arange(len(lengths)), num_queries)
+        is_first = np.arange(len(query_row)) == (np.cumsum(num_queries) - num_queries)[query_row]
+        query_lengths = np.where(is_first, np.maximum(together, 1)[query_row], 1)
         query_start = _bounds(query_lengths)
         self._query_rows, self._last = self._rows[query_row], np.cumsum(query_lengths) - 1
         self._drawn = outputs = np.flatnonzero(lengths[self._row] - self._place <= own[self._row])
@@ -277,7 +284,7 @@ class _Layout:
             self._steps_left -= 1
         else:
             self._write_places(plan)
-        attention.sinks = self._sinks() if table.num_budgets else None
+        attention.sinks, attention.sparse = (self._sinks(), self._sparse()) if table.num_budgets else (None, None)
         self._inputs.push()
         return batch
 
@@ -303,12 +310,36 @@ class _Layout:
 
     def _sinks(self) -> SinkReads | None:
         """Return what sequences see that have evicted tokens under their budget; None if none has."""
-        budgets, of_tokens = self._table.budgets[self._query_rows], self._table.budgets[self._token_rows]
+        kept = self._table.budgets["kept"]
+        budgets, of_tokens = kept[self._query_rows], kept[self._token_rows]
         if not ((self._ends > budgets) & (budgets > 0)).any():
             return None
         seen_from = np.where(of_tokens > 0, np.minimum(self._positions, of_tokens - 1), self._positions)
         device = self._batch.token_ids.device
         return SinkReads(to_device(budgets, device), self._block_size, to_device(seen_from, device))
+
+    def _sparse(self) -> SparseReads | None:
+        """Return which queries read few blocks; None if none does."""
+        table, positions = self._table, self._ends.astype(np.int64) - 1
+        budgets = table.budgets[self._query_rows]
+        is_sparse = (budgets["read"] > 0) & (positions >= budgets["sparse_from"])
+        if not is_sparse.any():
+            return None
+        # They choose among full blocks, whose keys are written by now or before any layer of this step reads them.
+        ends = positions // self._block_size + 1 - budgets["recent"]
+        completed: list[list[np.ndarray]] = [[np.empty(0, np.int32)] for _ in table.tables]
+        for i in np.flatnonzero(is_sparse & (ends > budgets["bounded"])).tolist():
+            row, end = int(self._query_rows[i]), int(ends[i])
+            first = int(table.budgets["bounded"][row])  # or an earlier query of the row has them
+            for blocks, of_group in zip(completed, table.tables, strict=True):
+                blocks.append(of_group[row, first:end])
+            table.budgets["bounded"][row] = max(first, end)
+        device = self._batch.token_ids.device
+        return SparseReads(
+            num_read=to_device(np.where(is_sparse, budgets["read"], 0).astype(np.int32), device),
+            num_recent=to_device(np.where(is_sparse, budgets["recent"], 0).astype(np.int32), device),
+            completed=[to_device(np.unique(np.concatenate(blocks)), device) for blocks in completed],
+        )
 
 
 class BatchBuilder:
@@ -336,7 +367,7 @@ class BatchBuilder:
     ) -> None:
         self._block_size = block_size
         self._device = torch.device(device)
-        self.sequences = SequenceTable(num_groups, max_rows, max_blocks, self._device, mirrored)
+        self.sequences = SequenceTable(num_groups, max_rows, max_blocks, self._device, mirrored, block_size)
         self.inputs = self._new_inputs(padded_size(max_rows))
         self._large_inputs = self._new_inputs(_LEAST_TOKENS)
         self._layout: _Layout | None = None  # of the last plan

@@ -9,12 +9,19 @@ import numpy.typing as npt
 import torch
 
 from octavo.grammar.compiler import GrammarCompiler
+from octavo.kv_budget import KVBudget
 from octavo.request import SequenceId
 from octavo.sampling.batch import SamplingState, SamplingTable
 from octavo.scheduler.plan import SequenceForked, StepPlan
 from octavo.storage.device_copy import to_device
 
 Rows = npt.NDArray[np.int64]
+
+# Of a sequence's budget: the tokens that it keeps (0: all), or the blocks that it reads (0: all) and how many of them
+# are the most recent ones; the first position that reads so few; and the leading blocks whose bounds are known.
+BUDGET = np.dtype([("kept", "i4"), ("read", "i4"), ("recent", "i4"), ("sparse_from", "i8"), ("bounded", "i8")])
+BudgetRow = tuple[int, int, int, int, int]
+_NO_BUDGET: BudgetRow = (0, 0, 0, 0, 0)
 
 
 class SequenceTable:
@@ -31,12 +38,13 @@ class SequenceTable:
         max_rows: maximum number of sequences known at once.
         max_blocks: maximum length of a block table.
         mirrored: whether the device has its own memory; by default, if it is not a CPU.
+        block_size: tokens per block.
 
     Attributes:
         tables: int32 [max_rows, max_blocks], one per group.
         grammars: compiler of grammars for structured outputs; None if there are none.
         planned_rows: int64 [rows]; the row of each sequence of the last applied plan.
-        budgets: int32 [max_rows], the tokens that each sequence keeps; 0 for all.
+        budgets: BUDGET [max_rows]; zeros for a sequence without one.
         num_budgets: number of sequences with a budget.
         device_tables: the tables as tensors: on a CPU the same memory, otherwise a copy that each plan updates.
     """
@@ -48,7 +56,9 @@ class SequenceTable:
         max_blocks: int,
         device: torch.device | str = "cpu",
         mirrored: bool | None = None,
+        block_size: int = 16,
     ) -> None:
+        self._block_size = block_size
         # Zeros are mapped on first touch, so unused rows cost no memory.
         self.tables = [np.zeros((max_rows, max_blocks), dtype=np.int32) for _ in range(num_groups)]
         self.mirrored = torch.device(device).type != "cpu" if mirrored is None else mirrored
@@ -58,7 +68,7 @@ class SequenceTable:
         ]
         self._written: list[tuple[int, int, int]] = []  # (row, first, end) that the copies lack
         self.sampling = SamplingTable(max_rows)
-        self.budgets = np.zeros(max_rows, np.int32)
+        self.budgets = np.zeros(max_rows, BUDGET)
         self.num_budgets = 0
         self.grammars: GrammarCompiler | None = None
         self._lengths = [0] * max_rows  # length of each row's tables
@@ -89,7 +99,7 @@ class SequenceTable:
             state = SamplingState.of(new.sampling, np.frombuffer(new.token_ids, dtype=np.int32), self.grammars)
             self.sampling.put(row, state)
             if (budget := new.sampling.params.kv_budget) is not None:
-                self._set_budget(row, budget.tokens)
+                self._set_budget(row, self._budget_of(budget, new.sampling.num_prompt_tokens))
             self._write(row, 0, new.tables)
         row_of = self._rows
         for delta in plan.tables:
@@ -108,21 +118,28 @@ class SequenceTable:
     def _drop(self, seq_id: SequenceId) -> None:
         row = self._rows.pop(seq_id)
         self.sampling.clear(row)
-        self._set_budget(row, 0)
+        self._set_budget(row, _NO_BUDGET)
         self._free_rows.append(row)
 
     def _fork(self, fork: SequenceForked) -> None:
         parent, child = self._rows[fork.parent], self._take_row(fork.child)
         self.sampling.fork(parent, child, fork.seed)
-        self._set_budget(child, int(self.budgets[parent]))
+        self._set_budget(child, self.budgets[parent].item())
         length = self._lengths[child] = self._lengths[parent]
         for table in self.tables:
             table[child, :length] = table[parent, :length]
         self._note_written(child, 0, length)
 
-    def _set_budget(self, row: int, num_tokens: int) -> None:
-        self.num_budgets += (num_tokens > 0) - int(self.budgets[row] > 0)
-        self.budgets[row] = num_tokens
+    def _budget_of(self, budget: KVBudget, num_prompt_tokens: int) -> BudgetRow:
+        if budget.evicts:
+            return (budget.tokens, 0, 0, 0, 0)
+        read, size = budget.tokens // self._block_size, self._block_size
+        first = budget.reads_all_before(num_prompt_tokens, size)
+        return (0, read, budget.num_recent(size), first, 0)
+
+    def _set_budget(self, row: int, budget: BudgetRow) -> None:
+        self.num_budgets += int(budget != _NO_BUDGET) - int(self.budgets[row].item() != _NO_BUDGET)
+        self.budgets[row] = budget
 
     def _write(self, row: int, first: int, blocks: tuple[Seq[int], ...]) -> None:
         for table, run in zip(self.tables, blocks, strict=True):

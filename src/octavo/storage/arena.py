@@ -7,6 +7,7 @@
 
     K   [kv_heads][key_dim / pair][block_size][pair]        tokens adjacent: no horizontal sums in Q·K
     V   [kv_heads][block_size / pair][value_dim][pair]      dimensions adjacent: none in P·V
+    B   [kv_heads][largest, smallest][key_dim]              bounds of the block's keys, if the layer is bounded
 
 This is the layout for the CPU's kernels. Those of a GPU read whole heads, token by token (`BlockLayout.TOKENS`):
 
@@ -50,12 +51,14 @@ class FloatKV(LayerKV):
     Attributes:
         key: [num_blocks, kv_heads, key_dim // pair, block_size, pair]
         value: [num_blocks, kv_heads, block_size // pair, value_dim, pair]
+        bounds: [num_blocks, kv_heads, 2, key_dim], what the kernels know of a block's keys; None unless bounded
     """
 
     key: torch.Tensor
     value: torch.Tensor
     group: int
     sliding_window: int | None
+    bounds: torch.Tensor | None = None
 
     @property
     def block_size(self) -> int:
@@ -240,7 +243,12 @@ class KVArena:
             (block_stride, layer.value_dim * size, layer.value_dim * pair, pair, 1),
             first + heads * layer.key_dim * size,
         )
-        return FloatKV(key, value, group, layer.sliding_window)
+        bounds = None
+        if layer.bounded:
+            shape, strides = (self.num_blocks, heads, 2, layer.key_dim), (2 * layer.key_dim, layer.key_dim, 1)
+            after = first + heads * (layer.key_dim + layer.value_dim) * size
+            bounds = typed.as_strided(shape, (block_stride, *strides), after)
+        return FloatKV(key, value, group, layer.sliding_window, bounds)
 
 
 def pair_width(block_size: int, key_dim: int, element_bytes: int) -> int:
