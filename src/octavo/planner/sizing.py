@@ -66,7 +66,7 @@ class Sizing:
             raise ConfigError(
                 f"kv_budget keeps {budget.tokens} tokens, but {self.config.model} supports a context of {limit}"
             )
-        elsewhere = self.host_available is not None or self.config.tensor_parallel_size > 1
+        elsewhere = self.host_available is not None or self.config.num_ranks > 1
         if budget is not None and not budget.evicts and elsewhere:
             raise ConfigError(f"kv_budget of mode {budget.mode} needs a CPU, and tensor_parallel_size 1")
         if (budget is None or not budget.evicts) and self.max_model_len > limit:
