@@ -10,7 +10,7 @@
 namespace octavo {
 namespace {
 
-constexpr int kBoundedPerTask = 16, kScoredPerTask = 512;  // blocks
+constexpr int kBoundedPerTask = 16, kScoredPerTask = 256, kScoredTogether = 64;  // blocks
 
 void bound_completed(const AttentionCall& call) {
     const SparseReads& sparse = call.sparse;
@@ -34,7 +34,7 @@ uint64_t rank_of(float score, int index) {
 }
 int index_of(uint64_t rank) { return static_cast<int>(~static_cast<uint32_t>(rank)); }
 
-struct Scored {  // blocks [begin, end) of a sequence and a KV head, and where their scores begin
+struct Scored {  // blocks [begin, end) of a sequence and a KV head, and where the scores of its first head begin
     int seq, head, begin, end;
     int64_t scores;
 };
@@ -56,12 +56,11 @@ void ChosenBlocks::choose(const AttentionCall& call) {
         begins_[seq] = num_chosen;
         num_read_[seq] = read;
         num_chosen += int64_t{heads} * read;
-        for (int head = 0; head < heads; ++head, num_scores += blocks) {
-            const int end = blocks - sparse.num_recent[seq];
+        const int end = blocks - sparse.num_recent[seq];
+        for (int begin = 1; begin < end; begin += kScoredPerTask)
+            pieces.push_back({seq, 0, begin, std::min(end, begin + kScoredPerTask), num_scores});
+        for (int head = 0; head < heads; ++head, num_scores += blocks)
             rows.push_back({seq, head, 1, end, num_scores});
-            for (int begin = 1; begin < end; begin += kScoredPerTask)
-                pieces.push_back({seq, head, begin, std::min(end, begin + kScoredPerTask), num_scores + begin});
-        }
     }
     tables_.resize(num_chosen);
     if (static_cast<int64_t>(scores_.size()) < num_scores) scores_.resize(num_scores);
@@ -69,18 +68,23 @@ void ChosenBlocks::choose(const AttentionCall& call) {
 
     parallel_for(static_cast<int>(pieces.size()), [&](int index) {
         const Scored& piece = pieces[index];
+        const int blocks = (call.context_lens[piece.seq] + size - 1) / size;
         BoundsTask task{};
-        task.bounds = sparse.bounds + piece.head * sparse.head_stride;
         task.block_stride = sparse.block_stride;
-        task.blocks = table_of(piece.seq) + piece.begin;
-        task.count = piece.end - piece.begin;
-        task.query = call.query + call.query_start[piece.seq] * call.query_token_stride +
-                     int64_t{piece.head} * group * call.query_head_stride;
         task.query_head_stride = call.query_head_stride;
         task.group_size = group;
         task.key_dim = call.kv.key_units * (call.kv.storage == kBf16 ? 2 : 1);
-        task.scores = scores_.data() + piece.scores;
-        kernels().score_bounds[call.kv.storage](task);
+        for (int begin = piece.begin; begin < piece.end; begin += kScoredTogether) {
+            task.blocks = table_of(piece.seq) + begin;
+            task.count = std::min(piece.end - begin, kScoredTogether);
+            for (int head = 0; head < heads; ++head) {  // a block's heads are adjacent in memory
+                task.bounds = sparse.bounds + head * sparse.head_stride;
+                task.query = call.query + call.query_start[piece.seq] * call.query_token_stride +
+                             int64_t{head} * group * call.query_head_stride;
+                task.scores = scores_.data() + piece.scores + int64_t{head} * blocks + begin;
+                kernels().score_bounds[call.kv.storage](task);
+            }
+        }
     });
     parallel_for(static_cast<int>(rows.size()), [&](int index) {
         const Scored& row = rows[index];

@@ -300,8 +300,8 @@ class BoundDecoder {
 
     void set_exact(bool exact) { decoder_.exact = exact; }
 
-    // For each layer: keys, values, group, window (0: none), copies or None, bounds or None. Keys and values are tensors, or a coded
-    // layer's arguments.
+    // For each layer: keys, values, group, window (0: none), copies or None, bounds or None. Keys and values are
+    // tensors, or a coded layer's arguments.
     void set_caches(const std::vector<CacheArguments>& caches) {
         const DecoderShape& s = decoder_.shape;
         require(caches.size() == num_layers_, "there are " + std::to_string(num_layers_) + " layers, got " +

@@ -40,6 +40,8 @@ template <Storage S> void bound_keys(const LayerKV& kv, int64_t block, int head,
     }
 }
 
+constexpr int kPrefetched = 8;  // blocks: they lie far apart, so the hardware does not prefetch the next one
+
 // The highest score that any of a KV head's queries could have in each of some blocks.
 template <Storage S> void score_bounds(const BoundsTask& task) {
     using T = Element<S>;
@@ -57,10 +59,14 @@ template <Storage S> void score_bounds(const BoundsTask& task) {
             }
         }
         for (int i = 0; i < task.count; ++i) {
-            const auto* bounds = reinterpret_cast<const T*>(task.bounds + task.blocks[i] * task.block_stride);
+            const auto bounds_at = [&](int at) {
+                return reinterpret_cast<const T*>(task.bounds + task.blocks[at] * task.block_stride);
+            };
+            const T *bounds = bounds_at(i), *later = bounds_at(min(i + kPrefetched, task.count - 1));
             F16 sums[kAtOnce] = {F16::zero(), F16::zero(), F16::zero(), F16::zero()};
             for (int d = 0; d < width; d += step) {
                 const U16 bound = U16::load(bounds + d);
+                __builtin_prefetch(later + d, 0, 3);
                 for (int h = 0; h < count; ++h) sums[h] = mac<S>(sums[h], bound, U16::load(queries[h] + d));
             }
             float best = first ? task.scores[i] : reduce_add(sums[0]);

@@ -227,7 +227,8 @@ class EngineConfig(Options):
     )
     kv_budget: str | dict | None = _cache(  # type: ignore[type-arg]  # noqa: RUF009 (the default is None)
         None,
-        "JSON object that limits the keys and values that a sequence keeps (docs/serve/kv_budgets.md), such as "
+        "JSON object that limits the keys and values that a sequence keeps, or reads in a step "
+        "(docs/serve/kv_budgets.md), such as "
         '\'{"mode": "sinks", "tokens": 2048}\'; requests may ask for less; default: all are kept, unless a request '
         "asks for less",
         metavar="JSON",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import random
 import shutil
+import statistics
 import tempfile
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -154,6 +156,29 @@ def test_a_context_beyond_the_models_own_is_computed_in_constant_memory() -> Non
         assert most <= BUDGET // 16 + 1 + len(PROMPTS[0]) // 16
         evicted = len(PROMPTS[0]) + 2500 - 1 - BUDGET
         assert budget_fields(request) == {**budget, "evicted_tokens": evicted}
+
+
+@pytest.mark.soak  # seven minutes
+def test_a_million_tokens_take_constant_memory_and_time() -> None:
+    def resident_mib() -> float:
+        return int(Path("/proc/self/statm").read_text().split()[1]) / 256
+
+    budget = {"mode": "sinks", "tokens": 512}
+    options = {"kv_budget": budget, "max_model_len": 1_100_000, "num_blocks": 64, "max_num_batched_tokens": 32}
+    with tiny_core(**options) as core:
+        core.scheduler.add(core.inputs.make_request(PROMPTS[0], params(None, max_tokens=1_000_000)))
+        seconds, memory = [], []
+        while core.has_work:
+            started = time.process_time()
+            for _ in range(50_000):
+                if core.has_work:
+                    core.step()
+            seconds.append(time.process_time() - started)
+            memory.append(resident_mib())
+            assert core.scheduler.kv.pool.num_active <= 512 // 16 + 1
+        print([(round(spent * 20), round(mib)) for spent, mib in zip(seconds, memory, strict=True)])
+        assert statistics.median(seconds[-5:]) < 1.5 * statistics.median(seconds[:5])
+        assert memory[-1] - memory[0] < 40  # a million token ids, as Python's integers
 
 
 def test_budgets_that_make_no_sense_are_refused_with_the_numbers() -> None:

@@ -11,6 +11,7 @@ import pytest
 from octavo import cli
 from octavo.planner.model_shape import ModelShape
 from octavo.workloads import budget_quality, quality
+from tests.models.tiny import write_hf_model
 
 ARGUMENTS = ["--windows", "2", "--window", "80", "--needle-lengths", "20", "--dtype", "float32", "--num-threads", "1"]
 
@@ -58,18 +59,21 @@ def test_a_limit_on_the_increase_of_perplexity_is_the_exit_code(
     assert ask(capsys, *small, "--max-ppl-increase", "0.5")[0] == 0
 
 
+@pytest.mark.parametrize("mode", ["sinks", "sparse_read"])
 def test_a_budget_is_compared_with_everything_kept(
-    tiny_llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(budget_quality, "english", lambda: "The quick brown fox jumps over the lazy dog. " * 60)
-    budget = '{"mode": "sinks", "tokens": 48}'
-    code, answer = ask(capsys, str(tiny_llama), "--kv-budget", budget, "--needle-lengths", "20,400")
+    write_hf_model(tmp_path, "Llama", tokenizer=True, num_hidden_layers=3)
+    budget = f'{{"mode": "{mode}", "tokens": 48}}'
+    code, answer = ask(capsys, str(tmp_path), "--kv-budget", budget, "--needle-lengths", "20,400")
     everything, kept = answer["budgets"]
     assert (code, everything["budget"], kept["budget"]) == (0, None, budget)
     assert everything["perplexity_within"] == pytest.approx(kept["perplexity_within"], rel=1e-5)
     assert everything["perplexity_after"] != kept["perplexity_after"]
-    # Untrained, it knows no answer; and without a budget, there is none beyond its context.
-    assert [one["needle"] for one in answer["budgets"]] == [{"20": 0.0, "400": None}, {"20": 0.0, "400": 0.0}]
+    # Untrained, it knows no answer; and unless it evicts, there is none beyond its context.
+    beyond = 0.0 if mode == "sinks" else None
+    assert [one["needle"] for one in answer["budgets"]] == [{"20": 0.0, "400": None}, {"20": 0.0, "400": beyond}]
     assert (kept["questions"], kept["sums"]) == ([0.0, 0.0], 0.0)
 
 

@@ -107,7 +107,9 @@ def _compare_budget(budget: KVBudget, args: argparse.Namespace, engine: dict[str
     defaults: dict[str, Any] = {"max_num_seqs": 4, "kv_cache_memory": "1GiB", "max_num_batched_tokens": 512}
 
     def make(kept: KVBudget | None) -> LLM:
-        limits = {} if kept is None else {"kv_budget": str(kept), "max_model_len": longest}
+        limits: dict[str, Any] = {} if kept is None else {"kv_budget": str(kept)}
+        if kept is not None and kept.evicts:
+            limits["max_model_len"] = longest
         return LLM(**{**defaults, **engine, **limits})
 
     results = measure(make, budget, window=window, needle_lengths=args.needle_lengths)

@@ -378,7 +378,8 @@ class Deployment:
 
     def _spec(self, dtype: str, block_size: int | str) -> KVCacheSpec:
         size = block_tokens(block_size, self.max_model_len)
-        return KVCacheSpec.build(self.shape.kv_layers, size, dtype, self.kv_budget)
+        budget = self.kv_budget if dtype == self.kv_dtype else None  # a codec to compare with may not go with it
+        return KVCacheSpec.build(self.shape.kv_layers, size, dtype, budget)
 
     def _cost(self, spec: KVCacheSpec) -> SequenceCost:
         return self._cost_of(spec, self.context)

@@ -1,7 +1,7 @@
 """The quality loss of a KV budget: the same text and questions, with everything kept and with the budget.
 
     perplexity     exp of the mean negative log-likelihood of the next token, over the first `window` tokens of English
-                   text: of those within the budget, and of those after it
+                   text: of those within the budget, and of those after it, which read sparsely if answers do
     needle         share of eleven depths at which a pass key hidden in text is repeated, for each length of text
     questions      share of documents with two pass keys of which the first is repeated, and then the second
     sums           share of sums that are right after many worked examples
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from octavo.kv_budget import KVBudget
@@ -53,7 +53,7 @@ def measure(
     for kept in (None, budget):
         with make(kept) as llm:
             asked = _Asked(llm)
-            within, after = _perplexities(asked, window, budget.tokens)
+            within, after = _perplexities(asked, window, budget.tokens, kept)
             needle = {length: asked.share(*_needles(asked, length)) for length in needle_lengths}
             questions = _questions(asked, 2 * budget.tokens)
             sums = asked.share(*_sums(asked, 2 * budget.tokens))
@@ -87,9 +87,11 @@ class _Asked:
         return sum(key in answer for key, answer in zip(expected, answers, strict=True)) / len(expected)
 
 
-def _perplexities(asked: _Asked, window: int, kept: int) -> tuple[float | None, float | None]:
+def _perplexities(asked: _Asked, window: int, kept: int, budget: KVBudget | None) -> tuple[float | None, float | None]:
     tokens = asked.tokens[: min(window, asked.longest - 1)]
-    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    if budget is not None and not budget.evicts:
+        budget = replace(budget, dense_prompt=False)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, kv_budget=budget)
     (output,) = asked.llm.generate({"prompt_token_ids": tokens}, params, use_tqdm=False)
     found = [-entry.logprob for entry in (output.prompt_logprobs or ())[1:] if entry is not None]
     parts = found[: kept - 1], found[kept - 1 :]
