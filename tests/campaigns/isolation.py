@@ -40,7 +40,9 @@ DEVICE = ("hashed", "radix")
 STORES = (*DEVICE, "host", "disk", "redis")
 PROMPT_TOKENS = 128
 # Blocks on the device where a store below it is probed: twelve prompts. And prompts between a secret and its trial.
-SMALL_POOL, GROUP = 100, 20
+SMALL_POOL, GROUP = 100, 10
+# Trials without which nothing is said, however long they take.
+LEAST = 8
 VOCABULARY = 49_152
 KEYS = """
 [tenants.victim]
@@ -135,7 +137,7 @@ def tenants_of(*options: str) -> Iterator[tuple[Tenant, Tenant, Callable[[], int
             port = int(server.base_url.rpartition(":")[2])
             victim, prober = Tenant(port, "sk-victim"), Tenant(port, "sk-prober")
             rng = random.Random()
-            for _ in range(10):  # threads and connections warm up
+            for _ in range(4):  # threads and connections warm up
                 victim.send(random_prompt(rng))
                 prober.send(random_prompt(rng))
 
@@ -193,6 +195,8 @@ def probe(store: str, trials: int, seconds: float, model: str) -> Findings:
                 if store == "host":  # evict the last of them
                     plant(prober, rng, SMALL_POOL * 16 // PROMPT_TOKENS + 1)
                 for secret in secrets:
+                    if found.trials >= LEAST and time.monotonic() > until:
+                        break
                     one_trial(found, rng, secret, victim, prober)
             forge(found, rng, victim, prober)
             found.loaded_bytes = loaded()
@@ -233,7 +237,7 @@ def faults(found: dict[str, Any]) -> list[str]:
         f"the other tenant was told of {found['other_cached']} cached tokens": found["other_cached"] > 0,
         f"forged salts were told of {found['forged_cached']} cached tokens": found["forged_cached"] > 0,
         f"times tell another's prompts: AUC {cross['auc']}": cross["auc"] > 0.55 and cross["range"][0] > 0.5,
-        f"times do not even tell one's own prompts: AUC {control['auc']}": control["auc"] < 0.9,
+        f"times do not even tell one's own prompts: AUC {control['auc']}": control["range"][1] < 0.9,
         "a prompt of the tenant's own was not cached": found["own_least"] == 0,
         "nothing was read from the store": found["store"] not in DEVICE and found["loaded_bytes"] == 0,
     }
