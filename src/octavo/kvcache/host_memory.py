@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from itertools import chain
 from typing import NamedTuple, cast
 
@@ -131,8 +132,10 @@ class HostMemory:
         self.fillers: list[Callable[[], Iterable[HostBlockId]]] = []
         self._width = block_size * TOKEN_BYTES
         self._records = BlockRecords(num_slots + 1, block_size, in_tree=False)
-        self.pool = BlockPool(self._records, eviction, (self._forget_evicted,))
         self._tenants = [""] * (num_slots + 1)
+        # Not a method, so that no circle of references keeps a dropped engine's memory.
+        forget = partial(_forget_evicted, self._records, self._tenants, self.counters.slots)
+        self.pool = BlockPool(self._records, eviction, (forget,))
         self._origins: dict[HostBlockId, str] = {}  # of slots filled by a store and not loaded since
         self._kept: dict[HostBlockId, bool] = {}  # for preempted sequences; whether one has loaded it back
         self._writing: dict[HostBlockId, _Write] = {}
@@ -457,13 +460,6 @@ class HostMemory:
         if slot in self._writing:
             self._writing[slot].label = None
 
-    def _forget_evicted(self, slots: Seq[BlockId]) -> None:
-        """Forget the keys of slots that the pool evicts."""
-        self._records.keys.discard(slots)
-        for slot in slots:
-            self._records.groups[slot] = UNPUBLISHED
-            self.counters.slots[self._tenants[slot]] -= 1
-
     def _become_ready(self, slot: HostBlockId) -> Label | None:
         """Release a slot that is written; returns its label if it can be found by it from now on."""
         label = self._writing.pop(slot).label
@@ -473,6 +469,14 @@ class HostMemory:
             self.pool.note_published(BlockId(slot), 0, label.key)
         self.release((slot,))
         return label if self._records.is_published(slot) else None
+
+
+def _forget_evicted(records: BlockRecords, tenants: Seq[str], num_used: Counter[str], slots: Seq[BlockId]) -> None:
+    """Forget the keys of slots that the pool evicts."""
+    records.keys.discard(slots)
+    for slot in slots:
+        records.groups[slot] = UNPUBLISHED
+        num_used[tenants[slot]] -= 1
 
 
 def _ids(slots: Seq[HostBlockId]) -> Seq[BlockId]:

@@ -120,20 +120,16 @@ class Transfer:
         self.tenant = tenant
         self.outcomes: list[Reason | None] = []
         self._done = threading.Event()
-        self._cancelled = False
+        self.cancelled = False
 
     @property
     def done(self) -> bool:
         """Whether the transfer is over, so that the store does not touch the buffers any more."""
         return self._done.is_set()
 
-    @property
-    def cancelled(self) -> bool:
-        return self._cancelled
-
     def cancel(self) -> None:
         """Cancel what has not been started; `done` follows soon, but not at once."""
-        self._cancelled = True
+        self.cancelled = True
 
     @property
     def num_bytes(self) -> int:

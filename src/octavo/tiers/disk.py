@@ -17,7 +17,8 @@ import threading
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,10 +103,12 @@ class DiskMedium(Medium):
         num_ids = size // (self._layout.slot_bytes + HEADER_BYTES) + 1
         self._index = KeyIndex(num_ids)
         self._records = BlockRecords(num_ids)
-        policy = LruEviction() if eviction is None else eviction
-        self._pool = BlockPool(self._records, policy, (self._forget,), grows=True)
         self._headers: dict[BlockId, bytes] = {}  # of blocks; that of an evicted one stays until its slot is taken
         self._num_blocks_of = Counter[bytes]()  # by digest of the tenant
+        # Not a method, so that no circle of references keeps a dropped engine.
+        self._forget = partial(_forget, self._index, self._records, self._headers, self._num_blocks_of)
+        policy = LruEviction() if eviction is None else eviction
+        self._pool = BlockPool(self._records, policy, (self._forget,), grows=True)
         self._slabs: list[_Slab] = []
         self._firsts: list[int] = []  # first slot of each slab
         self._number = 0
@@ -259,15 +262,6 @@ class DiskMedium(Medium):
         self._forget([slot])
         del self._headers[slot]
 
-    def _forget(self, slots: Sequence[BlockId]) -> None:
-        self._index.discard(slots)
-        for slot in slots:
-            self._records.groups[slot] = UNPUBLISHED
-            tenant = _noted(self._headers[slot]).tenant
-            self._num_blocks_of[tenant] -= 1
-            if not self._num_blocks_of[tenant]:
-                del self._num_blocks_of[tenant]
-
     def _grow(self) -> bool:
         """Add a slab if the total size allows it, after removing other models' slabs; return whether it was added."""
         if self._is_full or time.monotonic() < self._may_grow_at:
@@ -385,6 +379,23 @@ class DiskMedium(Medium):
         slab = self._slabs[bisect_right(self._firsts, slot) - 1]
         index = slot - slab.first
         return slab.file, slab.layout.payload_at(index), slab.layout.header_at(index)
+
+
+def _forget(
+    index: KeyIndex,
+    records: BlockRecords,
+    headers: Mapping[BlockId, bytes],
+    num_blocks_of: Counter[bytes],
+    slots: Sequence[BlockId],
+) -> None:
+    """Forget the blocks in these slots, but not yet their headers."""
+    index.discard(slots)
+    for slot in slots:
+        records.groups[slot] = UNPUBLISHED
+        tenant = _noted(headers[slot]).tenant
+        num_blocks_of[tenant] -= 1
+        if not num_blocks_of[tenant]:
+            del num_blocks_of[tenant]
 
 
 def _noted(raw: bytes) -> Header:

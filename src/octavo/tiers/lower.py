@@ -179,7 +179,7 @@ class LowerTiers:
         self.poll()
         if not self._writing and not self._unreleased:
             # Nothing is held any more; host memory, to which this refers, must not refer back to be freed at once.
-            self._host.on_ready, self._host.holders, self._host.fillers = _write_nothing, [], []
+            self._host.on_ready, self._host.holders, self._host.fillers = lambda slot, label: None, [], []
 
     def _held(self) -> Iterator[HostBlockId]:
         yield from (slot for _, slot in self._writing)
@@ -282,10 +282,6 @@ class LowerTiers:
             return True
         self.num_not_worth += 1
         return self.num_not_worth % _TRY_EVERY == 0
-
-
-def _write_nothing(slot: HostBlockId, label: Label) -> None:
-    pass
 
 
 class Fetch:

@@ -244,10 +244,7 @@ class RankedEviction(EvictionPolicy):
             self._stamps[block_id] = -self._stamps[block_id]
         self._length -= len(block_ids)
         if len(self._heap) > self._length + self._length // 8 + 64:
-            stamp_of = self._stamps
-            self._heap = [
-                number for number in self._heap if stamp_of[number & 0xFFFFFFFF] == number >> 32 & 0xFFFFFFFFFF
-            ]
+            self._heap = list(filter(self._is_held, self._heap))
             heapify(self._heap)
 
     def evict(self, count: int) -> list[BlockId]:
@@ -273,7 +270,7 @@ class RankedEviction(EvictionPolicy):
         return isinstance(block_id, int) and 0 <= block_id < len(self._stamps) and self._stamps[block_id] > 0
 
     def __iter__(self) -> Iterator[BlockId]:
-        return (BlockId(number & 0xFFFFFFFF) for number in self._heap if self._is_held(number))
+        return (BlockId(number & 0xFFFFFFFF) for number in filter(self._is_held, self._heap))
 
     def _number(self, block_id: int) -> int:
         return (self._ranks[block_id] << 40 | self._stamps[block_id]) << 32 | block_id
