@@ -85,6 +85,15 @@ def test_a_budget_bounds_a_sequences_blocks_whatever_its_length() -> None:
     assert {SequenceCost.of(spec, length, 1, budget).blocks for length in (200, 10**6)} == {64 // 16 + 1}
 
 
+def test_sparse_reads_keep_all_tokens_and_the_bounds_of_keys_after_the_second_layer() -> None:
+    layers, budget = [LayerKVSpec(2, 64, 64)] * 4, KVBudget(mode="sparse_read", tokens=64)
+    spec = KVCacheSpec.build(layers, 16, "bfloat16", budget)
+    assert spec.block_bytes == 4 * 8192 + 2 * 512  # a sixteenth of two layers
+    cost = SequenceCost.of(spec, 200, 1, budget)
+    assert (cost.blocks, KVArena(spec, 3).nbytes) == (13, 3 * spec.block_bytes)
+    assert SequenceCost.of(spec, 160, 1, budget).waste == 0
+
+
 def test_150_tokens_take_10_blocks_of_16_and_waste_a_sixteenth() -> None:
     cost = SequenceCost.of(spec_of("llama-3.1-70b"), 150, 2048)
     assert cost.blocks == 10

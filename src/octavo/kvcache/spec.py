@@ -69,11 +69,13 @@ class LayerKVSpec:
         """Return the bytes of one token, including scales, without padding."""
         return self.num_kv_heads * (format.keys.vector_bytes(self.key_dim) + format.values.vector_bytes(self.value_dim))
 
+    def bounds_bytes(self, format: KVFormat) -> int:
+        """Return the bytes of the bounds of a block's keys."""
+        return 2 * self.num_kv_heads * format.keys.vector_bytes(self.key_dim) if self.bounded else 0
+
     def block_bytes(self, format: KVFormat, block_size: int) -> int:
         """Return the bytes of this layer's part of a block; a coded part is padded."""
-        num_bytes = block_size * self.token_bytes(format)
-        if self.bounded:
-            num_bytes += 2 * self.num_kv_heads * format.keys.vector_bytes(self.key_dim)
+        num_bytes = block_size * self.token_bytes(format) + self.bounds_bytes(format)
         return num_bytes if format.plain else -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 

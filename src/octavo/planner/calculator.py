@@ -261,6 +261,7 @@ class SequenceCost:
         kept = budget.tokens if budget is not None and budget.evicts else num_tokens
         needed = sum(
             layer.token_bytes(format) * min(num_tokens, layer.sliding_window or kept)
+            + layer.bounds_bytes(format) * spec.blocks_for_tokens(num_tokens)
             for layer, format in zip(spec.layers, spec.formats, strict=True)
         )
         if (copies := spec.int8_copies) is not None:
