@@ -51,3 +51,8 @@ assert torch.nn.functional.embedding_bag(
 def test_what_a_server_leaves_out_of_torch_can_be_imported_later() -> None:
     ran = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_a_servers_modules_import_no_torch_before_it_listens() -> None:
+    script = "import sys, octavo.commands.serve, octavo.server.run; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 0

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from octavo.config import EngineConfig, format_bytes
 from octavo.engine.input_processor import InputProcessor, Prompt
@@ -36,7 +36,6 @@ from octavo.request import (
     RequestContext,
     RequestId,
 )
-from octavo.runner.runner import Collect, ModelRunner
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.kv_limits import KVLimits
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
@@ -44,6 +43,9 @@ from octavo.scheduler.plan_log import PlanLog
 from octavo.scheduler.scheduler import Scheduler
 from octavo.text.tokenizer import Tokenizer
 from octavo.tiers.lower import LowerTiers
+
+if TYPE_CHECKING:  # it imports torch, which a server does later
+    from octavo.runner.runner import Collect, ModelRunner
 
 logger = logging.getLogger(__name__)
 

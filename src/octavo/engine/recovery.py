@@ -6,14 +6,17 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 from octavo.errors import CacheError, EngineDeadError, ExecutorError, LogitsError
 from octavo.observe.stats import EngineStats
 from octavo.request import CacheOutcome, CacheReport, FinishReason, Request, RequestId, Sequence
-from octavo.runner.runner import ModelRunner
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import StepPlan
 from octavo.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:  # it imports torch, which a server does later
+    from octavo.runner.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
