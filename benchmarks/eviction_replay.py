@@ -207,6 +207,7 @@ def us_per_operation(policy: str, pool_blocks: int, prompts: Sequence[Prompt]) -
     manager.pool._eviction = recorder = Recorder(manager.pool._eviction)
     replay(manager, make_requests(prompts, False))
     fresh = make_eviction_policy(policy)
+    fresh.reserve(pool_blocks + 1)
     calls = [(getattr(fresh, name), arguments) for name, arguments in recorder.operations]
     # Collecting garbage among a million recorded tuples is not the policy's work.
     gc.disable()
