@@ -1,234 +1,83 @@
-// Attention of prompts and decodes over paged blocks.
-#include <algorithm>
-#include <cmath>
+// Attention of prompts and decodes over paged blocks, plain or coded.
 #include <stdexcept>
-#include <vector>
 
-#include "attention.h"
-#include "block_tables.h"
-#include "harness.h"
-#include "thread_pool.h"
+#include "attention_case.h"
 
 namespace octavo::test {
 namespace {
 
-// A batch over a shuffled pool of blocks. What no sequence may read holds NaN or infinities: unused blocks, the null
-// block, tokens after a context, blocks that have slid out of a window.
-class Batch {
-  public:
-    Storage storage;
-    int key_dim, value_dim, kv_heads, group, block_size, window;
-    float scale, softcap;
-    bool with_sinks;
-    std::vector<Sequence> sequences;
-
-    int heads() const { return kv_heads * group; }
-    int pair() const { return storage == kBf16 ? 2 : 1; }
-    int element() const { return element_bytes(storage); }
-    int64_t key_head() const { return int64_t{key_dim} * block_size * element(); }
-    int64_t value_head() const { return int64_t{value_dim} * block_size * element(); }
-    int64_t key_index(int64_t token, int dim) const {  // within a head of a block, in elements
-        return (int64_t{dim / pair()} * block_size + token) * pair() + dim % pair();
+// The textbook's sums over what the blocks stand for, one query row at a time.
+void check_row(const Batch& batch, const Memory& memory, size_t seq, int query, int head) {
+    const Sequence s = batch.sequences[seq];
+    const int position = s.context - s.queries + query, kv_head = head / batch.group;
+    const int low = batch.window ? std::max(0, position - batch.window + 1) : 0;
+    const int64_t row = int64_t{memory.start(seq) + query} * batch.heads() + head;
+    const auto read = [&](const Side& side, int token) {
+        return side.decode(memory.block(seq, token), kv_head, token % batch.block_size);
+    };
+    std::vector<double> q, weights;
+    for (int d = 0; d < batch.key_dim; ++d)
+        q.push_back(load(memory.query.data(), row * batch.key_dim + d, batch.storage));
+    if (batch.code.key == kCodeInt4) rotate(q, false);
+    const double sink = memory.sinks[static_cast<size_t>(head)];
+    double top = batch.with_sinks ? sink : -INFINITY, sum = 0;
+    for (int token = low; token <= position; ++token) {
+        const std::vector<double> key = read(memory.keys, token);
+        double score = 0;
+        for (size_t d = 0; d < q.size(); ++d) score += q[d] * key[d];
+        score *= double{batch.scale};
+        if (batch.softcap > 0) score = batch.softcap * std::tanh(score / batch.softcap);
+        weights.push_back(score);
+        top = std::max(top, score);
     }
-    int64_t value_index(int64_t token, int dim) const {
-        return token / pair() * value_dim * pair() + int64_t{dim} * pair() + token % pair();
-    }
-    std::string describe() const {
-        std::string text = "storage " + std::to_string(storage) + " key " + std::to_string(key_dim) + " value " +
-                           std::to_string(value_dim) + " kv heads " + std::to_string(kv_heads) + " group " +
-                           std::to_string(group) + " block " + std::to_string(block_size) + " window " +
-                           std::to_string(window) + " softcap " + std::to_string(softcap) + " sinks " +
-                           std::to_string(with_sinks) + " threads " + std::to_string(num_threads());
-        return text + test::describe(sequences);
-    }
-};
-
-Batch draw_batch() {
-    constexpr int kKeyDims[] = {16, 24, 32, 48, 64, 72, 80, 128, 256},
-                  kValueDims[] = {16, 32, 64, 64, 80, 96, 128, 256};
-    constexpr int kGroups[] = {1, 2, 3, 4, 5, 7, 8, 50}, kBlocks[] = {16, 16, 16, 32, 48, 128},
-                  kWindows[] = {0, 0, 0, 1, 7, 64, 100, 300};
-    Batch batch{};
-    batch.storage = static_cast<Storage>(random_int(0, 1));
-    batch.key_dim = random_of(kKeyDims);
-    batch.value_dim = random_of(kValueDims);
-    batch.kv_heads = random_int(1, 3);
-    batch.group = random_of(kGroups);
-    batch.block_size = random_of(kBlocks);
-    batch.window = random_of(kWindows);
-    // Ten times as large, scores exceed the running maximum by more than a kernel may leave it behind.
-    batch.scale = (random_int(0, 3) ? 1.0f : 10.0f) / std::sqrt(static_cast<float>(batch.key_dim));
-    batch.softcap = random_int(0, 3) ? 0.0f : 5.0f;
-    batch.with_sinks = random_int(0, 3) == 0;
-    for (int i = random_int(1, 4); i > 0; --i) {
-        const int context = random_int(0, 7) ? random_int(1, 160) : random_int(500, 1300);
-        batch.sequences.push_back({context, random_bool() ? 1 : std::min(context, random_int(0, 40))});
-    }
-    return batch;
-}
-
-class Memory {
-  public:
-    explicit Memory(const Batch& batch)
-        : batch_(batch),
-          tables_(batch.sequences, batch.block_size, batch.window),
-          key(tables_.num_blocks() * batch.kv_heads * batch.key_head()),
-          value(tables_.num_blocks() * batch.kv_heads * batch.value_head()),
-          query(int64_t{tables_.num_queries()} * batch.heads() * batch.key_dim * batch.element()),
-          out(int64_t{tables_.num_queries()} * batch.heads() * batch.value_dim * batch.element()) {
-        // Infinities, or NaN (0xff everywhere), where nothing is written.
-        if (random_bool())
-            for (const Buffer* buffer : {&key, &value})
-                for (int64_t i = 0; i < buffer->size() / batch.element(); ++i)
-                    store(random_bool() ? INFINITY : -INFINITY, buffer->data(), i, batch.storage);
-        for (size_t seq = 0; seq < batch.sequences.size(); ++seq) {
-            // Half the time, the first block's tokens before the window are not written either.
-            const int seen = tables_.first_seen(seq);
-            for (int token = random_bool() ? seen : seen / batch.block_size * batch.block_size;
-                 token < batch.sequences[seq].context; ++token)
-                write_token(seq, token);
-        }
-        fill_normal(query, batch.storage);
-        for (int head = 0; head < batch.heads(); ++head) sinks_.push_back(random_normal());
-    }
-
-    float& sink(int head) { return sinks_[static_cast<size_t>(head)]; }
-    float key_at(size_t seq, int token, int head, int dim) const {
-        return load(key.data() + block(seq, token, head, batch_.key_head()),
-                    batch_.key_index(token % batch_.block_size, dim), batch_.storage);
-    }
-    float value_at(size_t seq, int token, int head, int dim) const {
-        return load(value.data() + block(seq, token, head, batch_.value_head()),
-                    batch_.value_index(token % batch_.block_size, dim), batch_.storage);
-    }
-    void poison(size_t seq, int token, float with) {
-        for (int head = 0; head < batch_.kv_heads; ++head) {
-            for (int dim = 0; dim < batch_.key_dim; ++dim)
-                store(with, key.data() + block(seq, token, head, batch_.key_head()),
-                      batch_.key_index(token % batch_.block_size, dim), batch_.storage);
-            for (int dim = 0; dim < batch_.value_dim; ++dim)
-                store(with, value.data() + block(seq, token, head, batch_.value_head()),
-                      batch_.value_index(token % batch_.block_size, dim), batch_.storage);
+    for (double& weight : weights) sum += weight = std::exp(weight - top);
+    if (batch.with_sinks) sum += std::exp(sink - top);
+    std::vector<double> expected(static_cast<size_t>(batch.value_dim)), sizes(expected.size(), 1e-9);
+    for (int token = low; token <= position; ++token) {
+        const std::vector<double> value = read(memory.values, token);
+        for (size_t d = 0; d < value.size(); ++d) {
+            expected[d] += weights[static_cast<size_t>(token - low)] / sum * value[d];
+            sizes[d] += weights[static_cast<size_t>(token - low)] / sum * std::abs(value[d]);
         }
     }
-
-    // The call for the whole batch.
-    AttentionCall call() const {
-        AttentionCall call{};
-        const int64_t element = batch_.element();
-        call.kv = {key.data(),
-                   value.data(),
-                   batch_.kv_heads * batch_.key_head(),
-                   batch_.key_head(),
-                   batch_.kv_heads * batch_.value_head(),
-                   batch_.value_head(),
-                   tables_.num_blocks(),
-                   batch_.kv_heads,
-                   batch_.key_dim / batch_.pair(),
-                   batch_.value_dim,
-                   batch_.block_size,
-                   batch_.storage};
-        call.query = query.data();
-        call.out = out.data();
-        call.query_head_stride = batch_.key_dim * element;
-        call.query_token_stride = batch_.heads() * call.query_head_stride;
-        call.out_head_stride = batch_.value_dim * element;
-        call.out_token_stride = batch_.heads() * call.out_head_stride;
-        tables_.set(call);
-        call.sinks = batch_.with_sinks ? sinks_.data() : nullptr;
-        call.scale = batch_.scale;
-        call.softcap = batch_.softcap;
-        call.num_heads = batch_.heads();
-        return call;
-    }
-
-    int start(size_t seq) const { return tables_.start(seq); }
-    int32_t& table_entry(size_t seq, int64_t block) { return tables_.entry(seq, block); }
-
-  private:
-    const Batch& batch_;
-    BlockTables tables_;
-    std::vector<float> sinks_;
-
-  public:
-    const Buffer key, value, query, out;
-
-  private:
-    int64_t block(size_t seq, int token, int head, int64_t head_bytes) const {
-        return (tables_.block(seq, token) * batch_.kv_heads + head) * head_bytes;
-    }
-    void write_token(size_t seq, int token) {
-        for (int head = 0; head < batch_.kv_heads; ++head) {
-            for (int dim = 0; dim < batch_.key_dim; ++dim)
-                store(random_normal(), key.data() + block(seq, token, head, batch_.key_head()),
-                      batch_.key_index(token % batch_.block_size, dim), batch_.storage);
-            for (int dim = 0; dim < batch_.value_dim; ++dim)
-                store(random_normal(), value.data() + block(seq, token, head, batch_.value_head()),
-                      batch_.value_index(token % batch_.block_size, dim), batch_.storage);
-        }
-    }
-};
-
-// Compares with the textbook's sums, one query row at a time.
-void check_rows(const Batch& batch, Memory& memory) {
-    for (size_t seq = 0; seq < batch.sequences.size(); ++seq) {
-        const Sequence s = batch.sequences[seq];
-        for (int query = 0; query < s.queries; ++query)
-            for (int head = 0; head < batch.heads(); ++head) {
-                // Every row would take minutes: only the first, the last and some in between.
-                if (query != 0 && query + 1 != s.queries && random_int(0, 9)) continue;
-                const int position = s.context - s.queries + query, kv_head = head / batch.group;
-                const int low = batch.window ? std::max(0, position - batch.window + 1) : 0;
-                const int64_t row = int64_t{memory.start(seq) + query} * batch.heads() + head;
-                std::vector<double> weights;
-                double top = batch.with_sinks ? memory.sink(head) : -INFINITY, sum = 0;
-                for (int token = low; token <= position; ++token) {
-                    double score = 0;
-                    for (int dim = 0; dim < batch.key_dim; ++dim)
-                        score += double{load(memory.query.data(), row * batch.key_dim + dim, batch.storage)} *
-                                 memory.key_at(seq, token, kv_head, dim);
-                    score *= batch.scale;
-                    if (batch.softcap > 0) score = batch.softcap * std::tanh(score / batch.softcap);
-                    weights.push_back(score);
-                    top = std::max(top, score);
-                }
-                for (double& weight : weights) sum += weight = std::exp(weight - top);
-                if (batch.with_sinks) sum += std::exp(memory.sink(head) - top);
-                for (int dim = 0; dim < batch.value_dim; ++dim) {
-                    double expected = 0, size = 1e-6;
-                    for (int token = low; token <= position; ++token) {
-                        const double term =
-                            weights[static_cast<size_t>(token - low)] / sum * memory.value_at(seq, token, kv_head, dim);
-                        expected += term;
-                        size += std::abs(term);
-                    }
-                    const float got = load(memory.out.data(), row * batch.value_dim + dim, batch.storage);
-                    // Weights are rounded to the storage type, and so is the result.
-                    CHECK_NEAR(got, expected, size * (batch.storage == kBf16 ? 0x1p-6 : 0x1p-15),
-                               "dimension " + std::to_string(dim) + " of head " + std::to_string(head) + " of query " +
-                                   std::to_string(query) + " of sequence " + std::to_string(seq));
-                }
-            }
+    const double most = *std::max_element(sizes.begin(), sizes.end());
+    if (batch.code.value == kCodeInt4) rotate(expected, true);
+    for (size_t d = 0; d < expected.size(); ++d) {
+        // Weights are rounded to the storage type, and so is the result. A rotation spreads the rounding of one
+        // dimension over all of them.
+        const double bound =
+            batch.plain() ? (sizes[d] + 1e-6) * (batch.storage == kBf16 ? 0x1p-6 : 0x1p-15)
+                          : most * (batch.storage == kBf16 ? 0x1p-6 : 0x1p-11) +
+                                std::abs(expected[d]) * rounding(batch.storage);
+        CHECK_NEAR(load(memory.out.data(), row * batch.value_dim + static_cast<int64_t>(d), batch.storage), expected[d],
+                   bound,
+                   "dimension " + std::to_string(d) + " of head " + std::to_string(head) + " of query " +
+                       std::to_string(query) + " of sequence " + std::to_string(seq));
     }
 }
 
 TEST(attention_agrees_with_float64) {
-    for (int i = cases(40); i > 0; --i) {
+    for (int i = cases(80); i > 0; --i) {
         set_num_threads(random_int(1, 6));
-        const Batch batch = draw_batch();
-        Memory memory(batch);
+        const Batch batch(i % 4 < 2);
+        const Memory memory(batch);
         AttentionCall call = memory.call();
         call.exact = i % 2 == 0;
         describe_case(batch.describe() + (call.exact ? ", exact" : ""));
         attend(call);
-        check_rows(batch, memory);
+        // Every row would take minutes: some of the last queries' and of the others'.
+        for (size_t seq = 0; seq < batch.sequences.size(); ++seq)
+            for (int query = 0; query < batch.sequences[seq].queries; ++query)
+                for (int head = 0; head < batch.heads(); ++head)
+                    if (random_int(0, query + 1 == batch.sequences[seq].queries ? 2 : 20) == 0)
+                        check_row(batch, memory, seq, query, head);
     }
 }
 
 // The last place of a maximum then counts for more than what a float can hold as a power of two.
 TEST(scores_of_any_size_have_finite_weights) {
     for (int i = cases(20); i > 0; --i) {
-        Batch batch = draw_batch();
+        Batch batch(true);
         batch.scale = std::ldexp(1.0f, random_int(20, 70));
         batch.softcap = 0.0f;
         set_num_threads(random_int(1, 3));
@@ -237,14 +86,14 @@ TEST(scores_of_any_size_have_finite_weights) {
         AttentionCall call = memory.call();
         call.exact = i % 2 == 0;
         attend(call);
-        for (int64_t at = 0; at < memory.out.size() / batch.element(); ++at)
+        for (int64_t at = 0; at < memory.out.size() / element_bytes(batch.storage); ++at)
             CHECK(std::isfinite(load(memory.out.data(), at, batch.storage)));
     }
 }
 
 TEST(attention_has_the_same_bits_on_any_number_of_threads) {
     for (int i = cases(8); i > 0; --i) {
-        Batch batch = draw_batch();
+        Batch batch(i % 4 < 2);
         batch.sequences.push_back({random_int(1025, 2100), random_int(1, 3)});  // in several splits
         describe_case(batch.describe());
         const Memory memory(batch);
@@ -252,47 +101,113 @@ TEST(attention_has_the_same_bits_on_any_number_of_threads) {
         call.exact = i % 2 == 0;
         set_num_threads(1);
         attend(call);
-        const std::vector<char> expected(memory.out.data(), memory.out.data() + memory.out.size());
+        const std::vector<char> expected = memory.output();
         for (int threads : {2, 3, 7}) {
             set_num_threads(threads);
-            std::memset(memory.out.data(), 0xff, static_cast<size_t>(memory.out.size()));
+            memory.forget_output();
             attend(call);
-            CHECK(std::memcmp(memory.out.data(), expected.data(), expected.size()) == 0);
+            CHECK(memory.output() == expected);
         }
+    }
+}
+
+// Compares the outputs of a call with those of calls for successive parts of its queries, on other numbers of threads.
+// Unless exact, a lone token is computed in another way, so parts have at least two tokens.
+void check_parts(const Batch& batch, Memory& memory, bool exact, const RecentCopies& copies = {}) {
+    const auto attend_part = [&](AttentionCall call) {
+        call.exact = exact;
+        call.copies = copies;
+        attend(call);
+    };
+    set_num_threads(1);
+    attend_part(memory.call());
+    const std::vector<char> expected = memory.output();
+    memory.forget_output();
+    set_num_threads(random_int(1, 7));
+    describe_case(batch.describe() + (exact ? ", exact" : ""));
+    const int queries = batch.sequences[0].queries, least = exact ? 1 : 2;
+    for (int first = 0; first < queries;) {
+        const int left = queries - first;
+        int count = random_int(least, std::max(least, std::min(left, random_bool() ? 1 : 40)));
+        if (left - count < least) count = left;
+        attend_part(memory.part(first, count));
+        first += count;
+    }
+    CHECK(memory.output() == expected);
+}
+// Makes the batch one prompt.
+void make_prompt(Batch& batch, int context) { batch.sequences = {{context, std::min(context, random_int(2, 60))}}; }
+int prompt_context() { return random_int(0, 3) ? random_int(2, 200) : random_int(1025, 1500); }
+
+TEST(attention_has_the_same_bits_in_any_parts_and_on_any_number_of_threads) {
+    for (int i = cases(40); i > 0; --i) {
+        Batch batch(i % 4 == 0);
+        make_prompt(batch, prompt_context());
+        Memory memory(batch);
+        check_parts(batch, memory, i % 3 != 0);
+    }
+}
+
+TEST(attention_with_copies_of_recent_blocks_has_the_same_bits_in_any_parts) {
+    for (int i = cases(30); i > 0; --i) {
+        Batch batch(false);
+        batch.code = random_bool() ? kK8V4 : kInt4;
+        if (batch.value_dim % 32) batch.value_dim = 64;
+        make_prompt(batch, prompt_context());
+        Batch in_int8 = batch;
+        in_int8.code = kInt8;
+        Memory memory(batch), copied(in_int8);
+        const AttentionCall call = copied.call();
+        check_parts(batch, memory, i % 3 != 0,
+                    {call.kv, call.block_tables, call.block_table_stride, call.max_blocks, random_int(0, 3),
+                     random_int(1, 5)});
+    }
+}
+
+// Values so small that most sums underflow, to zeros of either sign.
+TEST(attention_over_tiny_codes_has_the_same_zeros_in_any_parts) {
+    for (int i = cases(20); i > 0; --i) {
+        Batch batch(false);
+        batch.code = random_bool() ? kE4m3 : kE5m2;
+        batch.storage = kF32;
+        make_prompt(batch, random_int(2, 100));
+        Memory memory(batch);
+        memory.values.set_head_scales(std::ldexp(1.0f, batch.code.value == kCodeE4m3 ? -148 : -140));
+        check_parts(batch, memory, i % 3 != 0);
     }
 }
 
 // Queries of one prompt share a pass over its values. What only later ones see must not affect earlier ones, nor must
-// what has slid out of a later one's window affect that one.
+// what has slid out of a later one's window affect that one. Codes of fp8 are numbers always.
 TEST(what_a_query_does_not_see_leaves_its_bits) {
     constexpr float kPoisons[] = {INFINITY, -INFINITY, NAN};
-    for (int i = cases(40); i > 0; --i) {
-        Batch batch = draw_batch();
+    for (int i = cases(60); i > 0; --i) {
+        Batch batch(i % 3 < 2);
+        while (is_float8(batch.code.key) || (batch.code.value == kCodeInt4 && batch.value_dim % 32))
+            batch.code = random_of(kCodes);
         const int context = random_int(2, 200);
-        batch.sequences = {{context, random_int(2, context)}};
+        const int queries = random_int(2, std::min(context, batch.plain() ? 200 : 60));
+        batch.sequences = {{context, queries}};
         set_num_threads(random_int(1, 3));
         Memory memory(batch);
         attend(memory.call());
-        const std::vector<char> sound(memory.out.data(), memory.out.data() + memory.out.size());
-        const int queries = batch.sequences[0].queries;
+        const std::vector<char> sound = memory.output();
         const int token = random_int(context - queries, context - 1);
         const float poison = random_of(kPoisons);
         describe_case(batch.describe() + ", token " + std::to_string(token) + " is " + std::to_string(poison));
-        memory.poison(0, token, poison);
-        std::memset(memory.out.data(), 0xff, static_cast<size_t>(memory.out.size()));
+        memory.spoil(0, token, poison);
+        memory.forget_output();
         attend(memory.call());
-        const int64_t row_bytes = int64_t{batch.heads()} * batch.value_dim * batch.element();
-        for (int query = 0; query < queries; ++query) {
-            const int position = context - queries + query;
-            if (token <= position && (!batch.window || token > position - batch.window)) continue;
-            CHECK(std::memcmp(memory.out.data() + query * row_bytes, &sound[static_cast<size_t>(query * row_bytes)],
-                              static_cast<size_t>(row_bytes)) == 0);
-        }
+        for (int query = 0; query < queries; ++query)
+            CHECK(batch.sees(context - queries + query, token) ||
+                  std::memcmp(memory.out.data() + query * batch.row_bytes(),
+                              &sound[static_cast<size_t>(query * batch.row_bytes())],
+                              static_cast<size_t>(batch.row_bytes())) == 0);
     }
 }
 
 TEST_ONCE(attention_refuses_what_does_not_exist) {
-    Batch batch = draw_batch();
+    Batch batch(true);
     batch.window = 0;
     batch.sequences = {{40, 3}, {50, 1}};
     const auto message = [](const AttentionCall& call) -> std::string {

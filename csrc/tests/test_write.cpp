@@ -1,23 +1,23 @@
-// Encoding of new keys and values.
-#include "coded_case.h"
+// Writing of new keys and values, which codecs encode.
+#include "attention_case.h"
 #include "ops.h"
 
 namespace octavo::test {
 namespace {
 
-TEST(what_is_written_in_codes_is_within_half_a_step) {
-    for (int i = cases(30); i > 0; --i) {
-        Batch batch;
+TEST(what_is_written_is_within_half_a_step_of_its_code) {
+    for (int i = cases(40); i > 0; --i) {
+        const Batch batch(i % 4 == 0);
         const int tokens = random_int(1, 40), block_size = batch.block_size, heads = random_int(1, 3);
         const int64_t blocks = tokens / block_size + 2;
         set_num_threads(random_int(1, 4));
         describe_case(batch.describe() + ", " + std::to_string(tokens) + " tokens");
-        const Side keys(batch.code.key, true, blocks, batch.kv_heads, batch.key_dim, block_size),
-            values(batch.code.value, false, blocks, batch.kv_heads, batch.value_dim, block_size);
+        const Side keys(batch.code.key, batch.storage, true, blocks, batch.kv_heads, batch.key_dim, block_size),
+            values(batch.code.value, batch.storage, false, blocks, batch.kv_heads, batch.value_dim, block_size);
         const int width = (heads + batch.kv_heads) * batch.key_dim + batch.kv_heads * batch.value_dim;
         const Buffer qkv(int64_t{tokens} * width * element_bytes(batch.storage));
         fill_normal(qkv, batch.storage);
-        const LayerKV kv = coded_layer(batch, keys, values, blocks);
+        const LayerKV kv = layer_of(batch, keys, values, blocks);
         std::vector<int64_t> slots, positions(static_cast<size_t>(tokens), 0);
         for (int64_t slot = 0; slot < blocks * block_size; ++slot) slots.push_back(slot);
         std::shuffle(slots.begin(), slots.end(), random_engine());
@@ -59,17 +59,17 @@ TEST(what_is_not_finite_is_stored_alike_at_every_level) {
     for (const Code code : {kCodeE4m3, kCodeE5m2, kCodeInt8})
         for (const float odd : kOdd) {
             constexpr int kDim = 32;
-            Batch batch;
+            Batch batch(false);
             batch.code = {code, code, "not finite"};
             batch.storage = kF32;
             batch.key_dim = batch.value_dim = kDim;
             batch.kv_heads = 1;
             batch.block_size = 16;
-            const Side keys(code, true, 1, 1, kDim, 16), values(code, false, 1, 1, kDim, 16);
+            const Side keys(code, kF32, true, 1, 1, kDim, 16), values(code, kF32, false, 1, 1, kDim, 16);
             const Buffer qkv(int64_t{3} * kDim * 4);
             fill_normal(qkv, kF32);
             store(odd, qkv.data(), 2 * kDim + 5, kF32);
-            const LayerKV kv = coded_layer(batch, keys, values, 1);
+            const LayerKV kv = layer_of(batch, keys, values, 1);
             const int64_t slot = 3, position = 0;
             RopeTask task{};
             task.qkv = qkv.data();
