@@ -18,8 +18,6 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr double kLog2E = 1.44269504088896340736;
 // Bound of the exponent's scale: the lowest temperature would make it infinite, and the most likely token's mass NaN.
 constexpr double kSteepest = 1e30;
-// 2^-150 rounds to zero in float32: a token that far below the largest has no mass.
-constexpr float kMassless = -151.0f;
 // Masses, at most 1, are binned by their exponent and the first bits of their mantissa: few share a bin with the last
 // one that top_p keeps.
 constexpr int kBinShift = 19, kBins = 2048;
@@ -38,7 +36,7 @@ bool comes_before(const Candidate& a, const Candidate& b) {
 
 // One thread's working memory, kept from row to row.
 struct Scratch {
-    std::vector<float> allowed_logits, kept_logits, maxima, values;
+    std::vector<float> allowed_logits, kept_logits, maxima, chunk_maxima, chunk_masses, factors, values;
     std::vector<int32_t> allowed_ids, listed;
     std::vector<Candidate> candidates, by_mass;
     std::vector<double> cumulative, bins;
@@ -48,6 +46,9 @@ Scratch& scratch() {
     thread_local Scratch mine;
     return mine;
 }
+
+// What logits are multiplied by, so that masses are powers of two.
+float scale_of(double temperature) { return static_cast<float>(std::min(kLog2E / temperature, kSteepest)); }
 
 int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -63,14 +64,23 @@ int64_t invert(const double* cumulative, int64_t count, double target, double* s
     return place;
 }
 
-// A row of logits, and the maximum of each of its blocks.
+// A row of logits, and the maximum of each of its blocks. With a scale, the same pass over the row adds up the masses
+// of each chunk: a row of a large vocabulary comes from memory, which leaves time for them.
 class Row {
   public:
-    Row(const float* logits, int64_t vocab, Scratch& memory) : x_(logits), vocab_(vocab), memory_(memory) {
+    // `keeps`: whether `memory.values` receives each token's mass, which takes a pass of its own.
+    Row(const float* logits, int64_t vocab, Scratch& memory, float scale = 0.0f, bool keeps = false)
+        : x_(logits), vocab_(vocab), scale_(scale), memory_(memory) {
         memory.maxima.resize(static_cast<size_t>(divided_up(vocab, kVocabBlock)));
-        numbers_ = kernels().block_maxima(logits, vocab, memory.maxima.data());
+        keeps = keeps && scale > 0.0f;
+        if (scale > 0.0f) make_chunks();
+        numbers_ = scale > 0.0f && !keeps ? weigh_chunks()
+                                          : kernels().block_maxima(logits, vocab, memory.maxima.data());
         const auto* maxima = reinterpret_cast<const char*>(memory.maxima.data());
         best_block_ = kernels().argmax[kF32](maxima, static_cast<int64_t>(memory.maxima.size()), &most_);
+        if (keeps) memory.values.resize(static_cast<size_t>(vocab));
+        if (keeps)
+            for (int64_t chunk = 0; chunk < num_chunks(); ++chunk) weigh(chunk, most_, memory.values.data());
     }
     bool sound() const { return numbers_ && std::isfinite(most_); }
     bool numbers() const { return numbers_; }
@@ -80,44 +90,35 @@ class Row {
         return std::find(x_ + best_block_ * kVocabBlock, x_ + vocab_, most_) - x_;
     }
 
-    // Puts the running sum of the chunks' masses into `memory.cumulative` and returns the total. `masses`, [vocab] or
-    // null, receives the mass of each token.
-    double add_up_masses(float scale, float* masses = nullptr) {
-        auto& cumulative = memory_.cumulative;
-        cumulative.resize(static_cast<size_t>(divided_up(vocab_, kVocabChunk)));
-        constexpr int64_t kBlocks = kVocabChunk / kVocabBlock;
+    // Puts the running sum of the chunks' masses into `memory.cumulative` and returns the total.
+    double add_up_masses() {
+        const int64_t chunks = num_chunks();
+        float* const factors = memory_.factors.data();
+        for (int64_t begin = 0; begin < chunks; begin += kVocabChunk)
+            kernels().vocab_masses(memory_.chunk_maxima.data() + begin, std::min<int64_t>(chunks - begin, kVocabChunk),
+                                   most_, scale_, factors + begin);
         double total = 0.0;
-        for (int64_t chunk = 0; chunk * kVocabChunk < vocab_; ++chunk) {
-            const float* maxima = memory_.maxima.data();
-            const auto end = std::min((chunk + 1) * kBlocks, static_cast<int64_t>(memory_.maxima.size()));
-            const float most = *std::max_element(maxima + chunk * kBlocks, maxima + end);
-            const int64_t begin = chunk * kVocabChunk, count = std::min(vocab_ - begin, int64_t{kVocabChunk});
-            if ((most - most_) * scale > kMassless)
-                total += kernels().vocab_masses(x_ + begin, count, most_, scale, masses ? masses + begin : nullptr);
-            else if (masses)
-                std::fill(masses + begin, masses + begin + count, 0.0f);
-            cumulative[static_cast<size_t>(chunk)] = total;
-        }
+        for (int64_t chunk = 0; chunk < chunks; ++chunk)
+            memory_.cumulative[chunk] = total += double{memory_.chunk_masses[chunk]} * factors[chunk];
         return total;
     }
 
-    // Inverts the cumulative distribution in `memory.cumulative`. `masses` are those of all tokens, or null; those for
-    // which `kept(token id)` is false count as zero.
-    template <class Kept> int64_t draw(double uniform, float scale, const float* masses, const Kept& kept) {
+    // Inverts the cumulative distribution in `memory.cumulative`. Tokens for which kept(token id) is false count as
+    // zero.
+    template <class Kept> int64_t draw(double uniform, const Kept& kept) {
         const auto& chunks = memory_.cumulative;
         double share;
         const int64_t chunk =
             invert(chunks.data(), static_cast<int64_t>(chunks.size()), uniform * chunks.back(), &share);
         const int64_t begin = chunk * kVocabChunk, count = std::min(vocab_ - begin, int64_t{kVocabChunk});
-        float computed[kVocabChunk];
+        float inside[kVocabChunk];
         double cumulative[kVocabChunk], total = 0.0;
-        if (!masses) kernels().vocab_masses(x_ + begin, count, most_, scale, computed);
-        const float* inside = masses ? masses + begin : computed;
+        kernels().vocab_masses(x_ + begin, count, most_, scale_, inside);
         for (int64_t i = 0; i < count; ++i) cumulative[i] = total += kept(begin + i) ? inside[i] : 0.0f;
         return begin + invert(cumulative, count, share * total, nullptr);
     }
-    int64_t draw(double uniform, float scale) {
-        return draw(uniform, scale, nullptr, [](int64_t) { return true; });
+    int64_t draw(double uniform) {
+        return draw(uniform, [](int64_t) { return true; });
     }
 
     // The highest value that at least k tokens reach for certain, judging by the blocks' maxima.
@@ -130,9 +131,9 @@ class Row {
     }
 
     // A logit that is lower, a little, than any whose mass is at least `mass`.
-    float least_logit(float mass, float scale) const {
+    float least_logit(float mass) const {
         if (!(mass > 0.0f)) return -kInfinity;
-        return most_ + (std::log2(mass) - 0.01f) / scale - std::fabs(most_) * 1e-6f;
+        return most_ + (std::log2(mass) - 0.01f) / scale_ - std::fabs(most_) * 1e-6f;
     }
 
     // Calls take(begin, end) for every block, in ascending order, that has logits not below the bound.
@@ -156,8 +157,42 @@ class Row {
     int64_t vocab() const { return vocab_; }
 
   private:
+    int64_t num_chunks() const { return divided_up(vocab_, kVocabChunk); }
+    void make_chunks() {
+        const auto chunks = static_cast<size_t>(num_chunks());
+        for (auto* each : {&memory_.chunk_maxima, &memory_.chunk_masses, &memory_.factors}) each->resize(chunks);
+        memory_.cumulative.resize(chunks);
+    }
+    // Compares the row, and weighs each chunk relative to its own maximum, since nothing else is known of the row yet.
+    // A chunk is weighed after the next one has been compared, which then does not wait for it.
+    bool weigh_chunks() {
+        bool numbers = true;
+        float before = -kInfinity;
+        for (int64_t chunk = 0; chunk <= num_chunks(); ++chunk) {
+            float most = -kInfinity;
+            if (chunk < num_chunks()) {
+                const int64_t begin = chunk * kVocabChunk, count = std::min<int64_t>(vocab_ - begin, kVocabChunk);
+                float* const maxima = memory_.maxima.data() + begin / kVocabBlock;
+                numbers &= kernels().block_maxima(x_ + begin, count, maxima);
+                for (int64_t i = 0; i < divided_up(count, kVocabBlock); ++i) most = std::max(most, maxima[i]);
+            }
+            if (chunk > 0) weigh(chunk - 1, before, nullptr);
+            before = most;
+        }
+        return numbers;
+    }
+    // Masses relative to `most`, and those of tokens into `masses` [vocab], if not null.
+    void weigh(int64_t chunk, float most, float* masses) {
+        const int64_t begin = chunk * kVocabChunk, count = std::min<int64_t>(vocab_ - begin, kVocabChunk);
+        memory_.chunk_maxima[static_cast<size_t>(chunk)] = most;
+        float* const to = masses ? masses + begin : nullptr;
+        memory_.chunk_masses[static_cast<size_t>(chunk)] =
+            most > -kInfinity ? kernels().vocab_masses(x_ + begin, count, most, scale_, to) : 0.0f;
+    }
+
     const float* x_;
     int64_t vocab_;
+    float scale_;
     Scratch& memory_;
     bool numbers_;
     float most_;
@@ -205,11 +240,9 @@ float lower_end(int bin) {
 
 // A draw with top_p alone, which may keep most of the vocabulary, so that no list of candidates is made.
 int64_t draw_nucleus(Row& row, const Draw& draw, Scratch& memory) {
-    const auto scale = static_cast<float>(std::min(kLog2E / draw.temperature, kSteepest));
     const int64_t vocab = row.vocab();
     auto& masses = memory.values;
-    masses.resize(static_cast<size_t>(vocab));
-    const double total = row.add_up_masses(scale, masses.data()), wanted = draw.top_p * total;
+    const double total = row.add_up_masses(), wanted = draw.top_p * total;
     // Tokens with less than `least` have less mass together than top_p leaves out, by a margin for rounding: none of
     // them is kept. `least` is where a bin begins.
     constexpr double kMargin = 0.5, kLeastLeftOut = 1e-5;
@@ -219,7 +252,7 @@ int64_t draw_nucleus(Row& row, const Draw& draw, Scratch& memory) {
     auto& listed = memory.listed;
     listed.resize(static_cast<size_t>(vocab));
     int32_t* end = listed.data();
-    const float bound = row.least_logit(lower_end(least_bin), scale);
+    const float bound = row.least_logit(lower_end(least_bin));
     row.each_block_from(bound, [&](int64_t begin, int64_t block_end) {
         for (int64_t i = begin; i < block_end; ++i) {
             *end = static_cast<int32_t>(i);
@@ -255,8 +288,7 @@ int64_t draw_nucleus(Row& row, const Draw& draw, Scratch& memory) {
         }
         cumulative[chunk] = kept += sums[0] + sums[1] + (sums[2] + sums[3]);
     }
-    return row.draw(draw.uniform, scale, masses.data(),
-                    [&](int64_t id) { return bin_of(masses[static_cast<size_t>(id)]) >= last_bin; });
+    return row.draw(draw.uniform, [&](int64_t id) { return bin_of(masses[static_cast<size_t>(id)]) >= last_bin; });
 }
 
 // More tokens than this are not put into a list: that takes ten times as long as passes over the row.
@@ -279,16 +311,14 @@ int64_t draw_among_many(const Row& row, const Draw& draw, float bound, float cut
     auto& kept = memory.kept_logits;
     kept.resize(static_cast<size_t>(row.vocab()));
     for (int64_t i = 0; i < row.vocab(); ++i) kept[i] = row[i] / draw.temperature < least ? -kInfinity : row[i];
-    Row left(kept.data(), row.vocab(), memory);
+    Row left(kept.data(), row.vocab(), memory, scale_of(draw.temperature), draw.top_p < 1.0);
     if (draw.top_p < 1.0) return draw_nucleus(left, draw, memory);
-    const auto scale = static_cast<float>(std::min(kLog2E / draw.temperature, kSteepest));
-    left.add_up_masses(scale);
-    return left.draw(draw.uniform, scale);
+    left.add_up_masses();
+    return left.draw(draw.uniform);
 }
 
-// A draw with top_k, top_p or min_p, among the tokens that they may keep.
+// A draw with top_k or min_p, and perhaps top_p, among the tokens that they may keep.
 int64_t draw_filtered(Row& row, const Draw& draw, Scratch& memory) {
-    if (!draw.top_k && !(draw.min_p > 0.0f)) return draw_nucleus(row, draw, memory);
     const float temperature = draw.temperature, best = row.most() / temperature;
     const float cut = draw.min_p > 0.0f ? best + std::log(draw.min_p) : -kInfinity;
     // The bound is one of logits, and a little lower: different logits may be equal once divided by the temperature.
@@ -382,15 +412,17 @@ Allowed only_allowed(const Draw& draw, int64_t vocab, Scratch& memory) {
 }
 
 Drawn draw_among(Draw draw, const Allowed& from, Scratch& memory) {
-    Row row(from.logits, from.count, memory);
+    if (draw.top_k >= from.count) draw.top_k = 0;
+    const bool lists = draw.top_k || draw.min_p > 0.0f;  // few tokens, as a rule, whose masses are all that matter
+    const float scale = draw.temperature == 0.0f || lists ? 0.0f : scale_of(draw.temperature);
+    Row row(from.logits, from.count, memory, scale, draw.top_p < 1.0);
     if (!row.sound()) return {0, false};
     if (draw.temperature == 0.0f) return {row.first_largest(), true};
     if (std::isinf(row.most() / draw.temperature)) return {0, false};
-    if (draw.top_k >= from.count) draw.top_k = 0;
-    if (draw.top_k || draw.top_p < 1.0 || draw.min_p > 0.0f) return {draw_filtered(row, draw, memory), true};
-    const auto scale = static_cast<float>(std::min(kLog2E / draw.temperature, kSteepest));
-    row.add_up_masses(scale);
-    return {row.draw(draw.uniform, scale), true};
+    if (lists) return {draw_filtered(row, draw, memory), true};
+    if (draw.top_p < 1.0) return {draw_nucleus(row, draw, memory), true};
+    row.add_up_masses();
+    return {row.draw(draw.uniform), true};
 }
 
 Drawn draw_one(const Draw& draw, int64_t vocab) {
@@ -403,11 +435,10 @@ Drawn draw_one(const Draw& draw, int64_t vocab) {
 
 void score_one(Score& score, int64_t vocab) {
     Scratch& memory = scratch();
-    Row row(score.logits, vocab, memory);
+    Row row(score.logits, vocab, memory, static_cast<float>(kLog2E));
     const float given = row[score.token_id];
     score.rank = kernels().count_above(score.logits, vocab, given) + 1;
-    const auto log_of_total = row.sound() ? std::log(row.add_up_masses(static_cast<float>(kLog2E)))
-                                          : std::numeric_limits<double>::quiet_NaN();
+    const auto log_of_total = row.sound() ? std::log(row.add_up_masses()) : std::numeric_limits<double>::quiet_NaN();
     const auto logprob = [&](float x) { return static_cast<float>(double{x} - row.most() - log_of_total); };
     score.logprob = logprob(given);
     if (!score.num_top) return;
