@@ -41,6 +41,8 @@ def start():
         stderr=subprocess.DEVNULL,
     )
     while True:
+        if p.poll() is not None:
+            raise SystemExit(f"llama-server ended with status {p.returncode}")
         try:
             if httpx.get(URL + "/health").status_code == 200:
                 return p

@@ -1,4 +1,4 @@
-// Speed of the kernels without Python: native_bench [products|threshold|attention|pages|pool] [--threads N] [--level
+// Speed of the kernels without Python: native_bench [products|threshold|attention|pool] [--threads N] [--level
 // NAME] [--exact]
 //
 // Medians of repeated calls. The calls cycle through more weights than fit into second-level caches, so that these come
@@ -50,16 +50,14 @@ template <class Call> Times measure(const Call& call, double length = kSecondsEa
             times.front()};
 }
 
-// Memory in huge pages, in small ones, or as the system decides.
-enum class Pages { system, huge, small };
+// Memory in huge pages.
 class Memory {
   public:
-    explicit Memory(int64_t bytes, Pages pages = Pages::huge)
+    explicit Memory(int64_t bytes)
         : base_(static_cast<char*>(
               std::aligned_alloc(2 << 20, static_cast<size_t>((bytes + (2 << 20) - 1) >> 21 << 21)))) {
 #ifdef __linux__
-        if (pages != Pages::system)
-            madvise(base_, static_cast<size_t>(bytes), pages == Pages::huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+        madvise(base_, static_cast<size_t>(bytes), MADV_HUGEPAGE);
 #endif
         std::memset(base_, 0, static_cast<size_t>(bytes));
     }
@@ -80,8 +78,7 @@ struct Weights {
     WeightFormat format;
     std::size_t next = 0;
 
-    Weights(WeightFormat format, int64_t inputs, int64_t outputs, Pages pages = Pages::huge,
-            int64_t total = kWeightBytes)
+    Weights(WeightFormat format, int64_t inputs, int64_t outputs)
         : outputs(outputs), inputs(inputs), bytes(packed_bytes(format, outputs, inputs)), format(format) {
         const int64_t row_bytes = stored_row_bytes(format, inputs);
         std::vector<char> rows(static_cast<size_t>(row_bytes * outputs), 0x3f);
@@ -94,8 +91,8 @@ struct Weights {
                 for (int half = 0; half < layout.halves; ++half)
                     std::memcpy(&rows[static_cast<size_t>(at + 2 * half)], &scale, 2);
         }
-        for (int64_t i = 0; i < std::max<int64_t>(1, total / bytes); ++i) {
-            copies.push_back(std::make_unique<Memory>(bytes, pages));
+        for (int64_t i = 0; i < std::max<int64_t>(1, kWeightBytes / bytes); ++i) {
+            copies.push_back(std::make_unique<Memory>(bytes));
             pack_rows({copies.back()->data(), outputs, inputs, format}, rows.data(), row_bytes, outputs, {0, 1});
         }
     }
@@ -172,20 +169,6 @@ void threshold() {
                 std::fflush(stdout);
             }
         }
-}
-
-// One and eight rows of bf16 over 256 MiB of weights.
-void pages() {
-    std::printf("%-8s %6s %10s %8s\n", "pages", "rows", "us", "GB/s");
-    for (const Pages kind : {Pages::small, Pages::huge, Pages::small, Pages::huge}) {
-        Weights weights(WeightFormat::bf16, 4096, 4096, kind, 256 << 20);
-        for (const int rows : {1, 8}) {
-            const Product product(weights, rows);
-            const double median = measure([&] { product(true); }).median;
-            std::printf("%-8s %6d %10.1f %8.1f\n", kind == Pages::huge ? "huge" : "small", rows, median * 1e6,
-                        static_cast<double>(weights.bytes) / median / 1e9);
-        }
-    }
 }
 
 struct Codes {
@@ -365,7 +348,6 @@ struct Part {
 constexpr Part kParts[] = {{"products", products, true},
                            {"attention", attention, true},
                            {"threshold", threshold, false},
-                           {"pages", pages, false},
                            {"pool", pool, false}};
 
 std::mt19937_64 g_engine{1};
@@ -394,7 +376,7 @@ int main(int argc, char** argv) {
                                [&](const Part& part) { return argument == part.name; })) {
             only = argument;
         } else {
-            std::fprintf(stderr, "usage: native_bench [products|attention|threshold|pages|pool] [--threads N] "
+            std::fprintf(stderr, "usage: native_bench [products|attention|threshold|pool] [--threads N] "
                                  "[--level NAME] [--exact]\n");
             return 2;
         }
