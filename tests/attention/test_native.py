@@ -227,6 +227,7 @@ def test_a_contexts_parts_are_merged_alike_by_any_number_of_threads(level: str, 
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("amx" not in LEVELS, reason="this CPU has no AMX")
 @pytest.mark.parametrize(
     ("dim", "block_size", "share", "window", "softcap"),

@@ -124,6 +124,7 @@ def test_it_agrees_with_the_textbook(problem: Problem) -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(problem=problems(dtype="bfloat16"))
 def test_half_types_lose_only_the_rounding_of_the_result(problem: Problem) -> None:

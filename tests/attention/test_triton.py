@@ -183,6 +183,7 @@ def test_a_chunk_beside_a_decode_agrees_with_float64(
     check_chunks(shape, first, more, window, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 60])
 def test_a_chunk_over_several_tiles_agrees_with_float64(window: int | None) -> None:
     sequences = paged(LayerKVSpec(1, 16, 16, window), 16, 1, 400, dtype="float16", layout=BlockLayout.TOKENS)

@@ -54,6 +54,7 @@ def test_a_head_of_zeros_gets_a_scale_that_divides() -> None:
         assert choose(CODEC, x, method)[1] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["tiny_llama", "tiny_mistral"])
 def test_what_calibrate_writes_is_found_beside_the_model_and_reaches_the_cache(
     make_llm: MakeLLM,

@@ -101,6 +101,7 @@ def test_as_many_sequences_fit_as_memory_needed_for_them_says(plan: Callable[...
     assert exact["memory"]["sequences_that_fit"] == count + 1
 
 
+@pytest.mark.slow
 def test_what_one_device_cannot_hold_is_given_a_number_of_devices_that_can(plan: Callable[..., Any]) -> None:
     options = ["llama-3.1-70b", "--context", 8192, "--concurrency", 32, "--memory", "80GiB"]
     answer = plan(*options)["memory"]
@@ -208,6 +209,7 @@ def test_the_table_names_the_same_figures(capsys: pytest.CaptureFixture[str]) ->
     assert "contiguous" in out
 
 
+@pytest.mark.slow
 def test_users_and_contexts_that_fit_are_counted(plan: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
     options = ["llama-3.1-8b", "--memory", "24GiB"]
     memory = plan(*options)["memory"]
@@ -223,6 +225,7 @@ def test_users_and_contexts_that_fit_are_counted(plan: Callable[..., Any], capsy
     assert capsys.readouterr().out.startswith("Fits: 5 users with 8,192 tokens each need ")
 
 
+@pytest.mark.slow
 def test_users_over_context_are_drawn(plan: Callable[..., Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot = tmp_path / "users.png"
@@ -345,6 +348,7 @@ def test_what_cannot_be_answered_is_refused_with_the_numbers(
     assert message in refusal(*argv)
 
 
+@pytest.mark.slow
 def test_a_plan_needs_no_torch() -> None:
     code = "import sys; from octavo.cli import main; main(['plan', 'llama-2-7b']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

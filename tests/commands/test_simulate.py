@@ -46,6 +46,7 @@ def test_the_answer_is_a_table_without_json_and_says_that_it_is_an_estimate(octa
     assert [line.split()[0] for line in out.splitlines()[-2:]] == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_a_sweep_simulates_every_combination_of_its_options(octavo_command: OctavoCommand, tmp_path: Path) -> None:
     sweeps = ["--sweep", "max-num-seqs=2,8", "--sweep", "kv_bits=16,8"]
     code, out, err = octavo_command(

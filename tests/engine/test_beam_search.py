@@ -204,6 +204,7 @@ def test_the_end_of_sequence_token_ends_a_beam_without_a_stop_reason(
     assert all(c.token_ids[-1] == 2 and c.stop_reason is None for c in ended)
 
 
+@pytest.mark.slow
 def test_an_aborted_search_leaves_nothing_behind(make_llm: MakeLLM, tiny_llama: Path) -> None:
     core = make_llm(tiny_llama, block_size=2, num_blocks=128, max_num_batched_tokens=6).core
     for num_steps in range(12):

@@ -64,6 +64,7 @@ def test_recent_blocks_in_int8_are_read_alike_cold_warm_and_in_chunks(
     assert cached == fresh
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["tiny_llama", "tiny_mistral"])
 @pytest.mark.parametrize("codec", CODED)
 def test_the_cache_and_the_chunks_change_no_token(

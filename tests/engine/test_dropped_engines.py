@@ -51,6 +51,7 @@ def serve(llm: LLM) -> None:
     llm.generate("text", SamplingParams(max_tokens=4), use_tqdm=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -97,6 +97,7 @@ def test_a_budget_gives_the_same_tokens_cold_cached_in_chunks_and_preempted(mode
         assert generate(core, sampling)[0] == expected
 
 
+@pytest.mark.slow
 @MODES
 def test_drafts_plans_made_ahead_and_no_prefix_cache_change_no_token_under_a_budget(mode: str) -> None:
     sampling = params(BUDGET, mode)
@@ -142,6 +143,7 @@ def test_a_prompt_that_is_read_sparsely_is_scored_so_in_any_chunks() -> None:
     assert scores(max_num_batched_tokens=32) == whole
 
 
+@pytest.mark.slow
 def test_a_context_beyond_the_models_own_is_computed_in_constant_memory() -> None:
     budget = {"mode": "sinks", "tokens": BUDGET}
     options = {"kv_budget": budget, "max_model_len": 20_000, "num_blocks": 24, "max_num_batched_tokens": 32}

@@ -184,6 +184,7 @@ def test_parallel_samples_are_those_of_separate_requests_with_their_hashed_seeds
     )
 
 
+@pytest.mark.slow
 def test_deltas_add_up_to_the_whole(make_llm: MakeLLM, tiny_llama: Path) -> None:
     core = make_llm(tiny_llama).core
     prompts, params = workload()

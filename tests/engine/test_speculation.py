@@ -105,6 +105,7 @@ def sampling(draw: st.DrawFn) -> SamplingParams:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.lists(st.integers(3, VOCAB_SIZE - 2), min_size=1, max_size=40), sampling()), max_size=6),
@@ -117,6 +118,7 @@ def test_drafts_change_no_output_whatever_the_sampling(jobs: list[Job], seed: in
         assert run(core, jobs) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("codec", ["auto", "int8", "int4", "k8v4", "fp8_e4m3", "fp8_e5m2", "nvfp4"])
 def test_drafts_change_no_output_with_any_codec(codec: str, dtype: str) -> None:

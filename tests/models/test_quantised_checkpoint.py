@@ -217,6 +217,7 @@ NEAREST = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_matrices_are_repacked_to_the_nearest_format_of_the_kernels(scheme: str, tmp_path: Path) -> None:
     model, _ = write(tmp_path, scheme)

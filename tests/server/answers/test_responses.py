@@ -63,6 +63,7 @@ def test_a_tool_loop_goes_on_from_the_previous_response(client: openai.OpenAI, s
     assert expected + "\n</tool_call>#tool: rain#assistant: " in rendered(server)
 
 
+@pytest.mark.slow
 def test_a_stream_adds_up_to_the_response(client: openai.OpenAI) -> None:
     events = list(client.responses.create(model="fake", input="weather?", tools=[TOOL], stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
