@@ -317,9 +317,9 @@ def full_cache() -> Figures:
                 prompts.append([rng.randrange(VOCAB) for _ in range(8192)] if is_new else prompts[-30])
                 scheduler.add(make_request(prompts[-1], max_tokens=1))
                 while scheduler.has_work:
-                    before = kv.num_evicted
+                    before = kv.evicted.count
                     took = sum(step(scheduler))
-                    if kv.num_evicted - before == 128:
+                    if kv.evicted.count - before == 128:
                         seconds.append(took)
         what = f"a full cache ({prefix_cache}): a step that evicts 128 blocks and publishes as many"
         found[f"{what}, median"] = ms(statistics.median(seconds))

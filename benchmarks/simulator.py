@@ -195,7 +195,7 @@ def run_at_once(speed: Speed) -> dict[str, Any]:
         outputs = llm.generate([{"prompt_token_ids": r.prompt_token_ids} for r in requests], params, use_tqdm=False)
         counters = llm.core.scheduler.counters
         real = [counters.num_preemptions, sum(o.num_cached_tokens or 0 for o in outputs), counters.recomputed_tokens]
-        evicted = llm.core.scheduler.kv.num_evicted
+        evicted = llm.core.scheduler.kv.evicted.count
     model = simulated(speed, open_traffic(requests, [0.0] * len(requests)), CRAMPED)
     return {
         "names": ["preemptions", "cached_tokens", "recomputed_tokens", "evictions"],

@@ -161,7 +161,7 @@ def run_in_turn(loads: Sequence[Load], num_rounds: int, between_s: float, plans:
         sender = RoundSender(target, options, END_TOKEN_ID)
         for number, load in itertools.product(range(num_rounds), loads):
             began = time.perf_counter()
-            sent += sender.send_whole(between_s)
+            sent += sender.send_for(between_s)
             spans.append((began, time.perf_counter()))
             pieces.append(run_piece(target, load, number))
             print(f"round {number + 1} of {num_rounds}: {load.name}", flush=True)

@@ -152,6 +152,7 @@ def published(manager: KVCacheManager, **options: Any) -> Iterator[tuple[KVEvent
     ports = options.pop("ports", None) or (free_port(), free_port())
     first, second = (f"tcp://127.0.0.1:{port}" for port in ports)
     config = KVEventsConfig(enable_kv_cache_events=True, endpoint=first, replay_endpoint=second, **options)
+    assert manager.events is not None
     publisher = KVEventPublisher(config, manager.events, SIZE)
     try:
         yield publisher, config
@@ -336,5 +337,6 @@ def test_nothing_is_published_unless_it_is_switched_on_as_in_vllm() -> None:
 
 def test_an_address_that_is_taken_is_an_error_with_the_address() -> None:
     manager = make_manager(logs_events=True)
+    assert manager.events is not None
     with published(manager) as (_, config), pytest.raises(ConfigError, match=config.endpoint):
         KVEventPublisher(config, manager.events, SIZE)

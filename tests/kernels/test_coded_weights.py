@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from octavo import kernels
 from octavo.kernels import PackedWeight, packed_weight
 from octavo.kernels.library import native
-from octavo.storage import pages
+from octavo.storage import arena
 from tests.levels import LEVELS
 
 pytestmark = [
@@ -113,7 +113,7 @@ def test_a_weight_that_is_not_coded_moves_to_huge_pages_too(monkeypatch: pytest.
 
     def zero_pages(nbytes: int) -> mmap.mmap:
         mapped.append(nbytes)
-        return pages.zero_pages(nbytes)
+        return arena.zero_pages(nbytes)
 
     monkeypatch.setattr(packed_weight, "_slab", None)
     monkeypatch.setattr(packed_weight, "zero_pages", zero_pages)

@@ -179,9 +179,9 @@ def write_gguf(
         gguf_name = f"{names.get_name(stem)}.{kind}"
         values = tensor.numpy()
         if "kv_b_proj" in name and family != "DeepseekV2":  # as llama.cpp writes it since it caches latents
-            heads = values.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
-            keys, values = np.split(heads, [config.qk_nope_head_dim], axis=1)
-            _add_tensor(writer, gguf_name.replace("kv_b", "k_b"), keys.swapaxes(1, 2), quantization)
+            both = values.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+            of_keys, values = both[:, : config.qk_nope_head_dim], both[:, config.qk_nope_head_dim :]
+            _add_tensor(writer, gguf_name.replace("kv_b", "k_b"), of_keys.swapaxes(1, 2), quantization)
             gguf_name = gguf_name.replace("kv_b", "v_b")
         if stated in REORDERED and "q_proj" in name:
             values = _interleave(values, config.num_attention_heads)

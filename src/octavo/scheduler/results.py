@@ -20,6 +20,7 @@ class ResultApplier:
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
         self._kv = lifecycle.kv
+        self._policy = lifecycle.policy
         self._max_model_len = lifecycle.config.max_model_len
 
     def apply(self, result: StepResult, rows: PlannedRows) -> list[SequenceUpdate]:
@@ -85,7 +86,7 @@ class ResultApplier:
             seq.output_token_ids.extend(result.token_ids[draw : draw + num_accepted])
             seq.num_computed = num_computed
             place = seq.state.placed
-            self._lifecycle.policy.computed(seq)
+            self._policy.computed(seq)
             if num_computed >= place.publish_at:
                 self._kv.commit(seq)
                 size = self._kv.spec.block_size

@@ -10,6 +10,7 @@ and a resumption after preemption differ only in the distance.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from itertools import chain
 
@@ -60,9 +61,11 @@ class Scheduler(Lifecycle):
         self.speculator = speculator
         times = StepTimeModel() if speculator is None else speculator.times
         self._latency = None if config.itl_slo_ms is None else LatencyTarget(config.itl_slo_ms / 1e3, times)
-        self._admission = Admission(self)
-        self._composer = StepComposer(self, self._admission, self._latency, speculator)
-        self._results = ResultApplier(self)
+        # Weakly, so that an engine that is dropped frees its memory at once.
+        lifecycle = weakref.proxy(self)
+        self._admission = Admission(lifecycle)
+        self._composer = StepComposer(lifecycle, self._admission, self._latency, speculator)
+        self._results = ResultApplier(lifecycle)
         self._to_pin: list[Sequence] = []  # whose prefixes are still to be pinned
         self.on_admitted: Callable[[Request], None] = lambda request: None
         self.capacity = Capacity(
