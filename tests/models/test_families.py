@@ -167,6 +167,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "glm4moe.expert_gating_func": 2,
             "glm4moe.expert_weights_norm": True,
             "glm4moe.leading_dense_block_count": 1,
+            "glm4moe.block_count": 3,
+            "glm4moe.nextn_predict_layers": 1,
             "glm4moe.rope.dimension_count": 8,
         },
     ),

@@ -7,7 +7,7 @@ Everything that runs a model reads the resulting `ModelConfig` and knows no fami
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from octavo.checkpoint.model_config import LayerDescription
@@ -137,6 +137,17 @@ _GEMMA_NAMES = TensorNames({"mlp_norm": "pre_feedforward_layernorm"})
 _LATENT_NAMES = TensorNames(_DEEPSEEK_NAMES, fused=frozenset(("kv_b",)))
 _SIGMOID_EXPERTS = Experts(
     "moe_intermediate_size", 256, 8, None, default_width=2048, scoring="sigmoid", corrected=True, deepseek=True
+)
+_DEEPSEEK_V3 = NativeArchitecture(
+    model_type="deepseek_v3",
+    gguf_name="deepseek2",
+    names=_LATENT_NAMES,
+    bias_option="all",
+    rotary_interleaved="both",
+    latent=True,
+    experts=_SIGMOID_EXPERTS,
+    default_bos=0,
+    default_eos=1,
 )
 
 NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
@@ -415,17 +426,7 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         default_bos=1,
         default_eos=2,
     ),
-    "DeepseekV3ForCausalLM": NativeArchitecture(
-        model_type="deepseek_v3",
-        gguf_name="deepseek2",
-        names=_LATENT_NAMES,
-        bias_option="all",
-        rotary_interleaved="both",
-        latent=True,
-        experts=_SIGMOID_EXPERTS,
-        default_bos=0,
-        default_eos=1,
-    ),
+    "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
     "Glm4MoeForCausalLM": NativeArchitecture(
         model_type="glm4_moe",
         gguf_name="glm4moe",
@@ -437,16 +438,10 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         default_kv_heads=8,
         default_eps=1e-5,
     ),
-    "Glm4MoeLiteForCausalLM": NativeArchitecture(
+    "Glm4MoeLiteForCausalLM": replace(
+        _DEEPSEEK_V3,
         model_type="glm4_moe_lite",
-        gguf_name="deepseek2",
-        names=_LATENT_NAMES,
-        bias_option="all",
-        rotary_interleaved="both",
-        latent=True,
         experts=_SIGMOID_EXPERTS._replace(default_count=64, default_active=4, default_width=1536),
-        default_bos=0,
-        default_eos=1,
         default_eps=1e-5,
     ),
 }

@@ -49,21 +49,19 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
     num_heads = meta.uniform("attention.head_count")
     hidden_size = meta.uniform("embedding_length")
     head_dim = meta.uniform("attention.key_length", hidden_size // num_heads)
-    num_layers = meta.uniform("block_count")
+    # Layers that predict further tokens come last, and are not computed.
+    num_layers = meta.uniform("block_count") - int(meta.get("nextn_predict_layers", 0))
     if (last := f"blk.{num_layers - 1}.attn_output.weight") not in file.tensors:
         raise CorruptModelError(
             f"{file.path} states a {stated}.block_count of {num_layers}, but holds no tensor {last}"
         )
-    num_kv_heads, value_dim = (
-        meta.uniform("attention.head_count_kv", num_heads),
-        meta.uniform("attention.value_length", head_dim),
-    )
+    num_kv_heads = meta.uniform("attention.head_count_kv", num_heads)
+    value_dim, rotary_dim = meta.uniform("attention.value_length", head_dim), head_dim
     scalars = _scalars(meta, native, num_layers, num_heads, hidden_size)
-    rotary_dim = head_dim
     if (latent := _latent(meta, native)) is not None:
-        scalars["attention_scale"] = _latent_scale(meta, latent)
+        scalars["attention_scale"] = latent.attention_scale(_latent_mscale(meta))
         num_kv_heads, rotary_dim = 1, latent.rotary_dim
-        head_dim, value_dim = rotary_dim + latent.rank, latent.rank
+        head_dim, value_dim = latent.key_dim, latent.rank
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CorruptModelError(f"{file.path} holds no matrix token_embd.weight")
@@ -196,12 +194,11 @@ def _latent(meta: _Keys, native: NativeArchitecture) -> LatentConfig | None:
     )
 
 
-def _latent_scale(meta: _Keys, latent: LatentConfig) -> float:
-    factor = 1.0
-    if meta.get("rope.scaling.type", "none") == "yarn":
-        stretch = float(meta.get("rope.scaling.factor", 1.0))
-        factor += float(meta.get("rope.scaling.yarn_log_multiplier", 0.0)) * math.log(stretch)
-    return float((latent.rotary_dim + latent.plain_dim) ** -0.5 * factor * factor)
+def _latent_mscale(meta: _Keys) -> float:
+    if meta.get("rope.scaling.type", "none") != "yarn":
+        return 1.0
+    factor = float(meta.get("rope.scaling.factor", 1.0))
+    return 1.0 + float(meta.get("rope.scaling.yarn_log_multiplier", 0.0)) * math.log(factor)
 
 
 def _layer(meta: _Keys, native: NativeArchitecture) -> LayerDescription:

@@ -84,9 +84,9 @@ def _model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
     latent = _latent(fields) if native and native.latent and reason is None else None
     scalars = _scalars(fields, native, hidden_size) if native else {}
     if latent is not None:
-        scalars["attention_scale"] = _latent_scale(fields, latent)
+        scalars["attention_scale"] = latent.attention_scale(_latent_mscale(fields))
         num_kv_heads, rotary_dim = 1, latent.rotary_dim
-        head_dim, value_dim = rotary_dim + latent.rank, latent.rank
+        head_dim, value_dim = latent.key_dim, latent.rank
     num_layers = fields.size("num_hidden_layers")
     if num_layers > _MOST_LAYERS:
         raise CorruptModelError(f"{path}: num_hidden_layers is {num_layers}, and at most {_MOST_LAYERS} are accepted")
@@ -303,13 +303,11 @@ def _latent(fields: ConfigFields) -> LatentConfig:
     )
 
 
-def _latent_scale(fields: ConfigFields, latent: LatentConfig) -> float:
-    """Return what the scores of latent attention are multiplied by."""
+def _latent_mscale(fields: ConfigFields) -> float:
     rope = fields.rope()
-    factor = 1.0
-    if rope["rope_type"] != "default" and (mscale := rope.get("mscale_all_dim")):
-        factor = yarn_attention_factor(float(rope["factor"]), float(mscale))
-    return float((latent.rotary_dim + latent.plain_dim) ** -0.5 * factor * factor)
+    if rope["rope_type"] == "default" or not (mscale := rope.get("mscale_all_dim")):
+        return 1.0
+    return yarn_attention_factor(float(rope["factor"]), float(mscale))
 
 
 def _experts(fields: ConfigFields, native: NativeArchitecture | None, num_layers: int) -> ExpertsConfig | None:

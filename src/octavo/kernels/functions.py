@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 SinksApart = tuple[torch.Tensor, torch.Tensor, int]
-SparseLayer = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]]
 """The queries of the sinks [num_tokens, num_heads, key_dim], budgets int32 [num_seqs], and the number of sinks."""
+SparseLayer = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]]
 
 
 def make_decoder(
