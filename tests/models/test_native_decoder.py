@@ -231,7 +231,7 @@ def test_what_the_kernels_do_not_support_goes_to_the_python_decoder(monkeypatch:
     model = build("grouped queries", monkeypatch)
     config, weights = model_config(model), StateDict(model)
     assert NativeDecoder.supports(config, torch.float32, CPU)
-    sizes: list[dict[str, Any]] = [{"value_dim": 12}, {"head_dim": 24}, {"head_dim": 272}, {"intermediate_size": 100}]
+    sizes: list[dict[str, Any]] = [{"value_dim": 12}, {"head_dim": 24}, {"head_dim": 592}, {"intermediate_size": 100}]
     for size in sizes:
         assert not NativeDecoder.supports(dataclasses.replace(config, **size), torch.float32, CPU)
     for changed in (
