@@ -28,6 +28,9 @@ if TYPE_CHECKING:  # it imports torch, which half of the tests do without
 
 # The tests run in several processes, each with a core of its own: further threads would take turns on those of others.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Without a GPU, Triton's kernels run in its interpreter, if this is set before anything imports triton.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 # Tests start hundreds of processes, which take half as long to import modules that are compiled.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
