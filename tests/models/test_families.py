@@ -186,7 +186,7 @@ KNOWN_AS = {
     "Glm4Moe": "GLM 4.5 and 4.6",
     "Glm4MoeLite": "GLM 4.7 Flash",
     "DeepseekV2": "DeepSeek V2",
-    "DeepseekV3": "DeepSeek V3 and R1, Kimi K2",
+    "DeepseekV3": "DeepSeek V3 and R1",
     "GptOss": "gpt-oss",
     "GraniteMoe": "Granite 3 (mixtures of experts)",
     "Olmoe": "OLMoE",
