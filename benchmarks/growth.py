@@ -427,7 +427,7 @@ def long_request() -> Figures:
         admitting.append(time.perf_counter() - started)
     assert again.num_cached_tokens == MILLION - BLOCK
     started = time.perf_counter()
-    scheduler.end_request(again.request_id)
+    scheduler.lifecycle.end_request(again.request_id)
     ending = time.perf_counter() - started
     return {
         "a request of 1 M tokens: longest gap of the event loop, median of 3": ms(gaps[1]),

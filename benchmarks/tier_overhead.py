@@ -101,13 +101,13 @@ class Switch:
         matcher = hierarchy._matcher
         device_only = PrefixMatcher(self._scheduler.kv.prefix_cache, matcher._block_size, matcher._windows)
         self._used_again = hierarchy._used_again
-        self._on: tuple[Any, ...] = (self._scheduler.fetching, hierarchy._demotes, self._used_again, matcher)
+        self._on: tuple[Any, ...] = (self._scheduler.lifecycle.fetching, hierarchy._demotes, self._used_again, matcher)
         self._off: tuple[Any, ...] = (None, "never", None, device_only)
         self._published = hierarchy.published
 
     def turn(self, *, on: bool) -> None:
         hierarchy = self._hierarchy
-        self._scheduler.fetching, hierarchy._demotes, hierarchy._used_again, hierarchy._matcher = (
+        self._scheduler.lifecycle.fetching, hierarchy._demotes, hierarchy._used_again, hierarchy._matcher = (
             self._on if on else self._off
         )
         hierarchy.published = self._published if on else self._unmark  # type: ignore[method-assign]

@@ -90,7 +90,7 @@ def test_a_capped_tenants_waiting_requests_can_be_aborted_wherever_they_stand() 
     server.step()
     assert server.scheduler.num_waiting == 5
     for number in (1, 4, 2):
-        server.scheduler.end_request(requests[number].request_id)
+        server.scheduler.lifecycle.end_request(requests[number].request_id)
     assert server.scheduler.num_waiting == 2
     server.run()
     assert [request.sequences[0].num_output_tokens for request in requests] == [4, 0, 0, 4, 0, 4]

@@ -274,7 +274,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         if live := [r for r in self.requests if not r.finished]:
             request = data.draw(st.sampled_from(live))
-            self.scheduler.end_request(request.request_id)
+            self.scheduler.lifecycle.end_request(request.request_id)
             assert request.finished
 
     @precondition(lambda self: self.samples)
@@ -284,7 +284,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         drawing = [r for r in self.requests if not r.params.use_beam_search]
         live = [s for r in drawing for s in r.sequences if s.status is SequenceStatus.RUNNING and s.num_output_tokens]
         if live:
-            self.scheduler.finish(data.draw(st.sampled_from(live)), FinishReason.STOP, "stop")
+            self.scheduler.lifecycle.finish(data.draw(st.sampled_from(live)), FinishReason.STOP, "stop")
 
     @rule()
     def step(self) -> None:
@@ -394,7 +394,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.abandon_step()
         if plan:
             ailing = data.draw(st.sampled_from([seq.request for seq in planned]))
-            self.scheduler.end_request(ailing.request_id, FinishReason.ERROR)
+            self.scheduler.lifecycle.end_request(ailing.request_id, FinishReason.ERROR)
 
     @precondition(lambda self: self.faults)
     @rule(
@@ -436,7 +436,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.take_in(plan)
             except _InjectedError:
                 self.start_over(data)
-        for request, error in scheduler.take_failures():
+        for request, error in scheduler.lifecycle.take_failures():
             assert isinstance(error, _InjectedError)
             assert request.finished
             self.num_contained += 1

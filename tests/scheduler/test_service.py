@@ -85,7 +85,7 @@ def test_an_early_request_that_comes_back_takes_no_running_streams_token() -> No
     streams = [server.add(50, max_tokens=10_000) for _ in range(8)]
     for _ in range(3):
         server.step()
-    server.scheduler.preempt(first.sequences[0])
+    server.scheduler.lifecycle.preempt(first.sequences[0])
     before = sum(outputs(request)[0] for request in streams)
     for _ in range(20):
         server.step()
@@ -215,7 +215,7 @@ def test_what_waits_is_counted_and_what_is_aborted_is_gone_at_once() -> None:
     waiting = [server.add(30, priority=5) for _ in range(100)]
     assert server.scheduler.num_waiting == 100
     for request in waiting:
-        server.scheduler.end_request(request.request_id)
+        server.scheduler.lifecycle.end_request(request.request_id)
     assert server.scheduler.num_waiting == 0
     queue = server.scheduler.waiting
     assert not queue._by_size

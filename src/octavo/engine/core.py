@@ -108,7 +108,7 @@ class EngineCore:
         memory = scheduler.kv.hierarchy.host
         self.stats.host = memory.counters if memory.num_prefix_slots else None
         self.stats.stores = () if tiers is None else tuple(tiers.stores)
-        self.stats.fetching = scheduler.fetching
+        self.stats.fetching = scheduler.lifecycle.fetching
         self.inputs = InputProcessor(
             config=config,
             scheduler=scheduler,
@@ -174,7 +174,7 @@ class EngineCore:
 
     def end(self, request_id: RequestId, reason: FinishReason = FinishReason.ABORT) -> Ended | None:
         """End a request and free its blocks at once; None if it has already ended."""
-        request = self.scheduler.end_request(request_id, reason)
+        request = self.scheduler.lifecycle.end_request(request_id, reason)
         if request is None:
             return None
         self.stats.on_finished(request, reason, time.monotonic())
@@ -283,7 +283,8 @@ class EngineCore:
 
     def _report(self, updates: list[SequenceUpdate]) -> StepNews:
         """Return the results of a step, including requests that failed while its tokens were processed."""
-        failures = self.scheduler.take_failures() + find_stop_strings(updates, self.scheduler.finish)
+        lifecycle = self.scheduler.lifecycle
+        failures = lifecycle.take_failures() + find_stop_strings(updates, lifecycle.finish)
         if failures:
             updates = _without(updates, failures)
         for request, error in failures:

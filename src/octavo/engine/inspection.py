@@ -102,7 +102,7 @@ def kv_report(scheduler: Scheduler) -> dict[str, Any]:
     kv = scheduler.kv
     kv.pins.expire()
     size = kv.spec.block_bytes
-    requests = scheduler.requests
+    requests, limits = scheduler.requests, scheduler.lifecycle.tenants.limits
     stock = kv.stock(requests)
     held = {holding.request.request_id: holding for holding in stock.holdings}
     totals = CacheTotals()
@@ -131,11 +131,9 @@ def kv_report(scheduler: Scheduler) -> dict[str, Any]:
                 "bytes": _bytes(stock.tenants.get(tenant, {}), stock.swapped.get(tenant, 0), size),
                 "prefix_cache": _totals(kv.ledger.totals.get(tenant, CacheTotals())),
                 "pins": {"held_bytes": kv.pins.num_blocks_of(tenant) * size},
-                "limits": limits_in_bytes(scheduler.limits.get(tenant, KVLimits()), size),
+                "limits": limits_in_bytes(limits.get(tenant, KVLimits()), size),
             }
-            for tenant in sorted(
-                kv.ledger.totals.keys() | stock.tenants.keys() | stock.swapped.keys() | scheduler.limits.keys()
-            )
+            for tenant in sorted(kv.ledger.totals.keys() | stock.tenants.keys() | stock.swapped.keys() | limits.keys())
         },
         "pins": {
             "budget_bytes": kv.pins.budget_blocks * size,

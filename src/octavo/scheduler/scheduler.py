@@ -10,7 +10,6 @@ and a resumption after preemption differ only in the distance.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from itertools import chain
 
@@ -34,7 +33,7 @@ from octavo.scheduler.waiting import Fetching
 _MOMENT = 0.005
 
 
-class Scheduler(Lifecycle):
+class Scheduler:
     """Decides each step, and advances the sequences by its result.
 
     Args:
@@ -42,6 +41,8 @@ class Scheduler(Lifecycle):
         speculator: chooses drafts for steps to verify; by default, there are none.
 
     Attributes:
+        lifecycle: the requests that have not ended, and the transitions of their sequences.
+        live, running, waiting, counters: those of `lifecycle`.
         capacity: checks which requests can ever be served.
         on_admitted: called once with each request, when it is first admitted.
     """
@@ -57,12 +58,14 @@ class Scheduler(Lifecycle):
         fetching: Fetching | None = None,
         speculator: Speculator | None = None,
     ) -> None:
-        super().__init__(config, kv, policy, preemption, by_prefix=by_prefix, fetching=fetching)
+        lifecycle = Lifecycle(config, kv, policy, preemption, by_prefix=by_prefix, fetching=fetching)
+        self.lifecycle = lifecycle
+        self.config, self.kv, self.policy, self.counters = config, kv, lifecycle.policy, lifecycle.counters
+        self.live, self.running, self.waiting = lifecycle.live, lifecycle.running, lifecycle.waiting
+        self._builder, self._tenants = lifecycle.builder, lifecycle.tenants
         self.speculator = speculator
         times = StepTimeModel() if speculator is None else speculator.times
         self._latency = None if config.itl_slo_ms is None else LatencyTarget(config.itl_slo_ms / 1e3, times)
-        # Weakly, so that an engine that is dropped frees its memory at once.
-        lifecycle = weakref.proxy(self)
         self._admission = Admission(lifecycle)
         self._composer = StepComposer(lifecycle, self._admission, self._latency, speculator)
         self._results = ResultApplier(lifecycle)
@@ -82,7 +85,7 @@ class Scheduler(Lifecycle):
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + (0 if self.fetching is None else len(self.fetching))
+        return len(self.waiting) + (0 if self.lifecycle.fetching is None else len(self.lifecycle.fetching))
 
     @property
     def num_swapped(self) -> int:
@@ -97,12 +100,12 @@ class Scheduler(Lifecycle):
     @property
     def planned(self) -> list[Sequence]:
         """The sequence of each row of the plan in flight; of two plans, the first."""
-        return self.builder.in_flight.sequences
+        return self._builder.in_flight.sequences
 
     @property
     def drawing(self) -> list[Sequence]:
         """The sequence of each draw of the plan in flight; of two plans, the first."""
-        return self.builder.in_flight.drawing
+        return self._builder.in_flight.drawing
 
     @property
     def has_work(self) -> bool:
@@ -128,19 +131,14 @@ class Scheduler(Lifecycle):
         self.policy.queued(request)
         self.live[request.request_id] = request
         if params.use_beam_search:
-            request.search = BeamDecoding(request, self)
+            request.search = BeamDecoding(request, self.lifecycle)
         seq = request.sequences[0]
-        if self.fetching is None or seq.request.needs_all_tokens or not self.fetching.begin(seq):
+        if self.lifecycle.fetching is None or seq.request.needs_all_tokens or not self.lifecycle.fetching.begin(seq):
             self.waiting.push(seq)
 
     def resolve_limits(self, amounts: KVAmounts) -> dict[str, KVLimits]:
         """Convert floors and caps to blocks; raises `ConfigError` if they do not fit the cache. Thread-safe."""
         return resolve_limits(amounts, self.kv.spec, self.kv.pool.num_blocks - 1, self.config.max_num_batched_tokens)
-
-    @property
-    def limits(self) -> Mapping[str, KVLimits]:
-        """Tenants' floors and caps, in blocks."""
-        return self.tenants.limits
 
     def set_limits(self, limits: Mapping[str, KVLimits]) -> None:
         """Replace the tenants' floors and caps.
@@ -149,12 +147,12 @@ class Scheduler(Lifecycle):
         their own floors, and a lowered cap once enough of the tenant's requests have ended.
         """
         waiting = [seq for r in self.live.values() for seq in r.sequences if seq.status is SequenceStatus.WAITING]
-        before = self.limits
+        before = self._tenants.limits
         moving = [seq for seq in waiting if before.get(seq.request.tenant) != limits.get(seq.request.tenant)]
         for seq in moving:
             self.waiting.discard(seq)
         self.capacity.set_limits(limits)
-        self.tenants.set_limits(limits)
+        self._tenants.set_limits(limits)
         if limits and self.kv.pool.owners is None:
             self.kv.count_owners(self.live.values())
         for seq in moving:
@@ -169,9 +167,9 @@ class Scheduler(Lifecycle):
         its result must be awaited first. `update` must be called for both in order; what a sequence that ends in the
         first computes in the second is discarded. A step that gives no result must be abandoned first.
         """
-        builder, fetching = self.builder, self.fetching
+        builder, fetching = self._builder, self.lifecycle.fetching
         if builder.is_building:
-            self.abandon_plans()  # planning the last step raised
+            self.lifecycle.abandon_plans()  # planning the last step raised
         if builder.num_in_flight:
             # Two steps are in flight at most, and only a step with none before it admits requests that were fetched.
             if builder.num_in_flight > 1 or (fetching is not None and len(fetching) > 0):
@@ -200,7 +198,7 @@ class Scheduler(Lifecycle):
         """
         if len(result.token_ids) != plan.num_draws:
             raise ValueError(f"{plan.num_draws} tokens were to be drawn, {len(result.token_ids)} came back")
-        rows = self.builder.complete(plan)
+        rows = self._builder.complete(plan)
         finished = SequenceStatus.FINISHED
         first = chain(rows.sequences[: plan.num_streams], chain.from_iterable(rows.draws))
         self.policy.drawn(seq for seq in first if seq.status is not finished)
@@ -230,15 +228,15 @@ class Scheduler(Lifecycle):
         for request in self.live.values():
             if request.sequences[0].status is SequenceStatus.RUNNING:
                 self._note_admitted(request.sequences[0])
-        self.start_over(may_run)
+        self.lifecycle.start_over(may_run)
 
     def hold(self, request: Request) -> None:
         """Make a request that was just added wait until a `restart` that lets it run."""
         seq = request.sequences[0]
-        if self.fetching is not None and self.fetching.is_waiting(seq):
-            self.fetching.release(seq)
+        if self.lifecycle.fetching is not None and self.lifecycle.fetching.is_waiting(seq):
+            self.lifecycle.fetching.release(seq)
             self.waiting.push(seq)
-        self.hold_back(seq)
+        self.lifecycle.hold_back(seq)
 
     def observe(self, plan: StepPlan, seconds: float, moving_seconds: float = 0.0) -> None:
         """Learn from a step's duration, measured from the end of the previous step if there was no pause in between.
@@ -252,13 +250,13 @@ class Scheduler(Lifecycle):
             self._latency.observe(load, seconds, num_chunk_tokens=num_chunk_tokens if plan.num_streams else 0)
         if self.speculator is not None and plan.is_decodes:
             self.speculator.observe(plan, seconds)
-        self.preemption.computed(num_chunk_tokens, seconds)
-        self.preemption.moved(len(plan.stores) + len(plan.loads), moving_seconds)
+        self.lifecycle.preemption.computed(num_chunk_tokens, seconds)
+        self.lifecycle.preemption.moved(len(plan.stores) + len(plan.loads), moving_seconds)
 
     def wait_for_loads(self) -> None:
         """Wait up to 5 ms for blocks from stores, while there is nothing to compute."""
-        if self.fetching is not None and len(self.fetching):
-            self.fetching.tiers.wait(_MOMENT)
+        if self.lifecycle.fetching is not None and len(self.lifecycle.fetching):
+            self.lifecycle.fetching.tiers.wait(_MOMENT)
 
     def idle_plan(self) -> StepPlan | None:
         """Return a plan with the pending stores that makes the runner forget grammars; call `idle_done` after it.
@@ -268,7 +266,7 @@ class Scheduler(Lifecycle):
         hierarchy = self.kv.hierarchy
         if self.live:
             return None
-        return self.builder.idle_plan(hierarchy.take()[0] if hierarchy.host.has_transfers else ())
+        return self._builder.idle_plan(hierarchy.take()[0] if hierarchy.host.has_transfers else ())
 
     def idle_done(self, *, done: bool) -> None:
         """Note that the plan from `idle_plan` is done, or has failed."""
@@ -279,15 +277,15 @@ class Scheduler(Lifecycle):
 
     def abandon_step(self) -> None:
         """Abandon the plans in flight, which gave no result; their stores are lost, the runner's state is unknown."""
-        self.abandon_plans()
+        self.lifecycle.abandon_plans()
         self.kv.hierarchy.fail()
 
     def _note_admitted(self, seq: Sequence) -> None:
         request = seq.request
         if seq.index:
             return
-        if self.fetching is not None:
-            self.fetching.release(seq)
+        if self.lifecycle.fetching is not None:
+            self.lifecycle.fetching.release(seq)
         if not request.was_admitted:
             request.was_admitted = True
             self.on_admitted(request)
@@ -306,6 +304,6 @@ class Scheduler(Lifecycle):
             try:
                 request.pin_receipts.append(self.kv.pin(request, wanted))
             except Exception as error:
-                self.fail(request, error)
+                self.lifecycle.fail(request, error)
                 return True
         return True
