@@ -55,13 +55,8 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
         raise CorruptModelError(
             f"{file.path} states a {stated}.block_count of {num_layers}, but holds no tensor {last}"
         )
-    num_kv_heads = meta.uniform("attention.head_count_kv", num_heads)
-    value_dim, rotary_dim = meta.uniform("attention.value_length", head_dim), head_dim
-    scalars = _scalars(meta, native, num_layers, num_heads, hidden_size)
-    if (latent := _latent(meta, native)) is not None:
-        scalars["attention_scale"] = latent.attention_scale(_latent_mscale(meta))
-        num_kv_heads, rotary_dim = 1, latent.rotary_dim
-        head_dim, value_dim = latent.key_dim, latent.rank
+    latent = _latent(meta, native)
+    rotary_dim = latent.rotary_dim if latent else head_dim
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CorruptModelError(f"{file.path} holds no matrix token_embd.weight")
@@ -74,9 +69,9 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
         intermediate_size=meta.uniform("feed_forward_length", *([experts.intermediate_size] if experts else ())),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=meta.uniform("attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        value_dim=value_dim,
+        value_dim=meta.uniform("attention.value_length", head_dim),
         max_position_embeddings=meta.uniform("context_length"),
         rope=next((rope for rope in reversed(ropes) if rope), RopeConfig(rotary_dim=rotary_dim)),
         norm_eps=meta.get(f"attention.layer_norm{'' if native.layer.norm == 'layer' else '_rms'}_epsilon"),
@@ -92,7 +87,7 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
         rotary_interleaved=native.rotary_interleaved != "none",
         experts=experts,
         latent=latent,
-        **scalars,
+        **_scalars(meta, native, num_layers, num_heads, hidden_size),
         dtype=_dtype(file),
         bos_token_id=file.get("tokenizer.ggml.bos_token_id", None),
         eos_token_ids=gguf_eos_token_ids(file),
@@ -191,6 +186,7 @@ def _latent(meta: _Keys, native: NativeArchitecture) -> LatentConfig | None:
         plain_dim=(key or meta.uniform("attention.key_length")) - rotary_dim,
         value_dim=value or meta.uniform("attention.value_length"),
         query_rank=int(meta.get("attention.q_lora_rank", 0)),
+        mscale=_latent_mscale(meta),
     )
 
 

@@ -80,13 +80,9 @@ def _model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
     num_heads = fields.size("num_attention_heads")
     hidden_size = fields.size("hidden_size")
     head_dim, value_dim = _head_dims(fields, native, hidden_size, num_heads)
-    num_kv_heads, rotary_dim = _num_kv_heads(fields, native, num_heads), head_dim
     latent = _latent(fields) if native and native.latent and reason is None else None
     scalars = _scalars(fields, native, hidden_size) if native else {}
-    if latent is not None:
-        scalars["attention_scale"] = latent.attention_scale(_latent_mscale(fields))
-        num_kv_heads, rotary_dim = 1, latent.rotary_dim
-        head_dim, value_dim = latent.key_dim, latent.rank
+    rotary_dim = latent.rotary_dim if latent else head_dim
     num_layers = fields.size("num_hidden_layers")
     if num_layers > _MOST_LAYERS:
         raise CorruptModelError(f"{path}: num_hidden_layers is {num_layers}, and at most {_MOST_LAYERS} are accepted")
@@ -103,7 +99,7 @@ def _model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
         intermediate_size=fields.size("intermediate_size", default=None if native else 4 * hidden_size),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=_num_kv_heads(fields, native, num_heads),
         head_dim=head_dim,
         value_dim=value_dim,
         max_position_embeddings=max_position,
@@ -300,6 +296,7 @@ def _latent(fields: ConfigFields) -> LatentConfig:
         plain_dim=fields.size("qk_nope_head_dim", default=128),
         value_dim=fields.size("v_head_dim", default=128),
         query_rank=fields.size("q_lora_rank", default=1536) if ranked else 0,
+        mscale=_latent_mscale(fields),
     )
 
 

@@ -114,6 +114,7 @@ class LatentConfig:
         rotary_dim, plain_dim: the parts of a query head that rotate and that do not.
         value_dim: of a head's output, projected from the weighted sum of latents.
         query_rank: dimensions of a latent for queries; 0: they are projected from the hidden state.
+        mscale: YaRN's scale of queries and of keys.
     """
 
     rank: int
@@ -121,15 +122,17 @@ class LatentConfig:
     plain_dim: int
     value_dim: int
     query_rank: int = 0
+    mscale: float = 1.0
 
     @property
     def key_dim(self) -> int:
         """The number of dimensions of a key in the cache."""
         return self.rotary_dim + self.rank
 
-    def attention_scale(self, mscale: float) -> float:
-        """Return what scores are multiplied by, with YaRN's scale of queries and of keys."""
-        return float((self.rotary_dim + self.plain_dim) ** -0.5 * mscale * mscale)
+    @property
+    def attention_scale(self) -> float:
+        """What scores are multiplied by."""
+        return float((self.rotary_dim + self.plain_dim) ** -0.5 * self.mscale * self.mscale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +189,7 @@ class ModelConfig:
             residual, and of logits.
         experts: the mixture of experts that layers have instead of an MLP; None: they have an MLP.
         latent: how keys and values are projected from the latent that the cache holds; None: the cache holds them.
+            Where it is set, it decides `num_kv_heads`, `head_dim`, `value_dim` and `attention_scale`.
         rotary_interleaved: the checkpoint's rows of q and k are ordered for interleaved rotation.
         qkv_by_head: the checkpoint's rows of a fused projection are ordered by head, | q k v | q k v | ...
         dtype: the checkpoint's own floating type: "float32", "float16" or "bfloat16".
@@ -233,6 +237,11 @@ class ModelConfig:
     transformers_reason: str | None = None
 
     def __post_init__(self) -> None:
+        if (latent := self.latent) is not None:
+            object.__setattr__(self, "num_kv_heads", 1)
+            object.__setattr__(self, "head_dim", latent.key_dim)
+            object.__setattr__(self, "value_dim", latent.rank)
+            object.__setattr__(self, "attention_scale", latent.attention_scale)
         if not self.layer_windows:
             object.__setattr__(self, "layer_windows", (None,) * self.num_layers)
         if not self.layer_ropes:
