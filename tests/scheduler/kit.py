@@ -14,6 +14,7 @@ from octavo.scheduler.plan import SequenceUpdate, StepPlan
 from octavo.scheduler.policy import Policy
 from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.speculation import Speculator
 from octavo.scheduler.step_time import StepLoad
 from octavo.scheduler.waiting import Fetching
 from tests.kvcache.caches import Clock, make_manager, make_request
@@ -59,6 +60,7 @@ class Harness:
         mode: Literal["auto", "recompute", "swap"] = "recompute",
         speed: Preemption | None = None,
         store: Any = None,
+        speculator: Speculator | None = None,
         device: StepTimes | None = None,
         audits: bool = True,
         max_tokens: int = 10,
@@ -82,6 +84,7 @@ class Harness:
             speed,
             by_prefix=cache.get("prefix_cache") == "radix",
             fetching=None if store is None else Fetching(self.kv, store, speed),
+            speculator=speculator,
         )
         self.device = device
         self.arrivals = itertools.count(1)

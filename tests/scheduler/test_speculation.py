@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.errors import ConfigError
-from octavo.request import Request, RequestId, Sequence
+from octavo.request import FinishReason, Request, RequestId, Sequence
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.drafts import Draft, DraftMethod, TokenIndex
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
 from octavo.scheduler.speculation import Drafts, Speculator
 from octavo.speculative_config import SpeculativeConfig
+from tests.kvcache.caches import make_manager
 from tests.scheduler.kit import Harness
 from tests.scheduler.results import Draw, result_of
 
@@ -61,6 +62,38 @@ def test_a_prediction_is_drafted_while_the_output_begins_it_and_searched_afterwa
     assert method.draft(seq, 3) == Draft((31, 32, 33), "prediction", 4)
     seq.output_token_ids += [40, 32, 33]
     assert method.draft(seq, 3) == Draft((34, 35, 36), "ngram", 2)
+
+
+def ended(*token_ids: int, prompt: int = 2, salt: str = "") -> Sequence:
+    request = Request(RequestId("e"), token_ids[:prompt], SamplingParams(max_tokens=9000), cache_salt=salt)
+    (seq,) = request.sequences
+    seq.output_token_ids += token_ids[prompt:]
+    return seq
+
+
+def test_a_draft_goes_on_as_a_recent_output_of_the_same_scope_did() -> None:
+    method = DraftMethod(2, 8, make_manager(prefix_caching=False))
+    method.remember(ended(1, 2, 3, 4, 5, 6))
+    method.remember(ended(9, 9, 7, 8, salt="other"))
+    assert method.draft(sequence(20, 3, 4), 8) == Draft((5, 6), "recent", 2)  # not beyond the end of that output
+    assert method.draft(sequence(20, 1, 2), 1) == Draft((3,), "recent", 2)  # also from its first token
+    assert method.draft(sequence(20, 5, 6), 8) is None
+    assert method.draft(sequence(20, 9, 7), 8) is None, "another scope's"
+    assert method.draft(sequence(3, 4, 30, 3, 4), 1) == Draft((30,), "ngram", 2), "its own text's, of equal length"
+    method.forget()
+    assert method.draft(sequence(20, 3, 4), 8) is None
+
+
+def test_only_the_latest_outputs_and_scopes_are_kept() -> None:
+    method = DraftMethod(2, 8, make_manager(prefix_caching=False))
+    method.remember(ended(1, 2, 3, 4))
+    for _ in range(5):
+        method.remember(ended(*range(100, 4300)))
+    assert method.draft(sequence(20, 1, 2), 1) is None
+    assert sum(len(index.tokens) for index in method._outputs[""]._indexes) < 25_000
+    for number in range(40):
+        method.remember(ended(1, 2, 3, salt=str(number)))
+    assert len(method._outputs) == 32
 
 
 class Oracle(DraftMethod):
@@ -166,6 +199,24 @@ def test_a_draft_ends_before_the_last_token_that_may_be_drawn() -> None:
 def test_a_wrong_configuration_is_refused(given: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         SpeculativeConfig.parse(given)  # type: ignore[arg-type]
+
+
+def test_an_output_is_remembered_however_its_request_ends_but_not_beams() -> None:
+    remembered: list[tuple[int, ...]] = []
+
+    class Remembering(DraftMethod):
+        def remember(self, seq: Sequence) -> None:
+            remembered.append(tuple(seq.output_token_ids))
+
+    engine = Harness(speculator=Speculator(Remembering(2, 8), 4, 1000))
+    engine.add(5, max_tokens=2)
+    stopped = engine.add(5)
+    beams = engine.add(5, max_tokens=3, width=2)
+    engine.steps(2)
+    engine.scheduler.finish(stopped.sequences[0], FinishReason.STOP)
+    engine.run()
+    assert beams.finished
+    assert remembered == [(7, 7), (7, 7)]
 
 
 class Verifying(Speculator):

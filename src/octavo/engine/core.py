@@ -321,7 +321,9 @@ class EngineCore:
         self.stats.kv_limits = {tenant: limits_in_bytes(limit, size) for tenant, limit in limits.items()}
 
     def reset_prefix_cache(self) -> int:
-        """Evict every cached block that is neither in use nor pinned, and return their number."""
+        """Evict every cached block that is neither in use nor pinned, and return their number; drafts start afresh."""
+        if self.scheduler.speculator is not None:
+            self.scheduler.speculator.forget()
         count = self.scheduler.kv.reset_prefix_cache()
         self.publisher.publish()
         return count

@@ -3,14 +3,16 @@
     ngram     what followed the last tokens where they occurred before, in the sequence's own prompt and output, or in
               the text that the request predicts
     suffix    what followed the whole sequence before, in the tree of cached blocks, which has its own scope's alone;
-              otherwise as ngram
+              otherwise as ngram; or, if their match is longer, what followed the last tokens in the scope's latest
+              outputs
 
-What must be remembered of a sequence is in `Sequence.state`, so it ends with the sequence.
+What must be remembered of a sequence is in `Sequence.state`, so it ends with the sequence; outputs are kept apart.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -22,6 +24,10 @@ _TOKEN_BITS = 24
 _MOST_OCCURRENCES = 8
 # Tokens indexed in one step, so that no step waits long for a prompt: 4,096 take about 2 ms.
 _INDEXED_AT_ONCE = 4096
+# Of each scope the latest 8,192 to 16,384 tokens of outputs are kept, in all about 2 MB, for the scopes used last.
+_KEPT_OUTPUTS = 8192
+_MOST_SCOPES = 32
+_END = -1  # stands between two outputs; no token
 
 
 class Draft(NamedTuple):
@@ -58,16 +64,17 @@ class TokenIndex:
         self._run = 0
         self._latest: dict[int, int] = {}
         self._earlier = array("i")
-        self._append(before)
+        self.append(before)
 
     def extend(self, seq: Sequence) -> bool:
         """Index the tokens that a sequence has gained; returns whether all of them are indexed now."""
         first = len(self.tokens) - self._num_before
         last = min(seq.num_tokens, first + _INDEXED_AT_ONCE)
-        self._append(seq.tokens(first, last))
+        self.append(seq.tokens(first, last))
         return last == seq.num_tokens
 
-    def _append(self, token_ids: Seq[int]) -> None:
+    def append(self, token_ids: Seq[int]) -> None:
+        """Index more tokens."""
         tokens, run, latest = self.tokens, self._run, self._latest
         first = len(tokens)
         tokens.extend(token_ids)
@@ -82,13 +89,24 @@ class TokenIndex:
 
         Of several, the latest. The length is 0 if there is none of at least `width` tokens.
         """
-        tokens, end = self.tokens, len(self.tokens) - 1
-        place, longest, found = self._earlier[end] if end >= 0 else -1, 0, -1
+        end = len(self.tokens) - 1
+        return self._longest_match(self.tokens, end, self._earlier[end] if end >= 0 else -1, most)
+
+    def longest_match_with(self, last: Seq[int], most: int) -> tuple[int, int]:
+        """The same for the last tokens of another text."""
+        run = 0
+        for token_id in last[-self._width :]:
+            run = run << _TOKEN_BITS | token_id
+        return self._longest_match(last, len(last) - 1, self._latest.get(run, -1), most)
+
+    def _longest_match(self, text: Seq[int], end: int, place: int, most: int) -> tuple[int, int]:
+        """Compare the tokens of a text up to `end` with occurrences of the last ones here, from that at `place` on."""
+        tokens, longest, found, most = self.tokens, 0, -1, min(most, end + 1)
         for _ in range(_MOST_OCCURRENCES):
             if place < 0 or longest >= most:
                 break
             length = 0
-            while length < most and length <= place and tokens[place - length] == tokens[end - length]:
+            while length < most and length <= place and tokens[place - length] == text[end - length]:
                 length += 1
             if length > longest:
                 longest, found = length, place
@@ -103,8 +121,38 @@ class TokenIndex:
         return tuple(following)
 
 
+class LatestOutputs:
+    """What the latest outputs of one scope said: two indexes, the older of which is dropped when the other is full.
+
+    Args:
+        width: see `TokenIndex`.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._indexes = [TokenIndex(width)]
+
+    def add(self, seq: Sequence) -> None:
+        """Index the end of a sequence's output, and the last tokens before it."""
+        first = max(seq.num_prompt_tokens - self._width, seq.num_tokens - _INDEXED_AT_ONCE, 0)
+        if len(self._indexes[0].tokens) >= _KEPT_OUTPUTS:
+            self._indexes = [TokenIndex(self._width), self._indexes[0]]
+        self._indexes[0].append([*seq.tokens(first, seq.num_tokens), _END])
+
+    def draft(self, last: Seq[int], count: int) -> tuple[int, tuple[int, ...]]:
+        """Return the length of the longest match of the last tokens of a sequence, and up to `count` that followed."""
+        best: tuple[int, tuple[int, ...]] = 0, ()
+        for index in self._indexes:
+            length, place = index.longest_match_with(last, len(last))
+            if length > best[0]:
+                following = index.tokens[place + 1 : place + 1 + count].tolist()
+                best = length, tuple(following[: following.index(_END)] if _END in following else following)
+        return best
+
+
 class DraftMethod:
-    """Drafts what followed before: the whole sequence, or else its last tokens in its own text or its prediction.
+    """Drafts what followed before: the whole sequence, or else its last tokens in its own text, its prediction, or the
+    latest outputs of its scope.
 
     While an output is the beginning of its prediction, it is drafted from there.
 
@@ -117,6 +165,22 @@ class DraftMethod:
         self._least = least
         self._most_match = most_match
         self._kv = kv
+        self._outputs: OrderedDict[str, LatestOutputs] = OrderedDict()  # by scope, the one used last at the end
+
+    def remember(self, seq: Sequence) -> None:
+        """Keep the output of a sequence that has ended, for drafts of others in its scope."""
+        if self._kv is None or not seq.output_token_ids:
+            return
+        scope = seq.request.cache_scope
+        outputs = self._outputs.setdefault(scope, LatestOutputs(self._least))
+        self._outputs.move_to_end(scope)
+        outputs.add(seq)
+        if len(self._outputs) > _MOST_SCOPES:
+            self._outputs.popitem(last=False)
+
+    def forget(self) -> None:
+        """Forget all outputs."""
+        self._outputs.clear()
 
     def draft(self, seq: Sequence, most: int) -> Draft | None:
         """Return at most `most` tokens that may follow the tokens of a running sequence; None if nothing is known."""
@@ -136,4 +200,10 @@ class DraftMethod:
         if not index.extend(seq):
             return None
         length, place = index.longest_match(self._most_match)
+        if length < self._most_match and (outputs := self._outputs.get(seq.request.cache_scope)) is not None:
+            matched, following = outputs.draft(
+                seq.tokens(max(0, seq.num_tokens - self._most_match), seq.num_tokens), most
+            )
+            if matched > length and following:
+                return Draft(following, "recent", matched)
         return Draft(index.after(place, most), "ngram", length) if length else None

@@ -84,6 +84,7 @@ class Lifecycle:
         by_prefix: whether waiting requests with the longest cached prefix are admitted first, as far as the policy
             allows.
         fetching: requests that wait for stores below host memory; None if there are no stores.
+        on_ended: called with each request that has ended.
 
     Attributes:
         live: the requests that have not ended.
@@ -101,6 +102,7 @@ class Lifecycle:
         *,
         by_prefix: bool = False,
         fetching: Fetching | None = None,
+        on_ended: Callable[[Request], None] | None = None,
     ) -> None:
         self.live: dict[RequestId, Request] = {}
         self.counters = SchedulerCounters()
@@ -115,6 +117,7 @@ class Lifecycle:
         length = partial(prefix_length, kv) if by_prefix else None
         self.waiting = WaitingQueue(self.policy, length, self.tenants.is_capped)
         self._failures: list[tuple[Request, Exception]] = []
+        self._on_ended = on_ended
 
     @property
     def num_free_places(self) -> int:
@@ -214,6 +217,8 @@ class Lifecycle:
         if seq.request.finished:
             self.live.pop(seq.request.request_id, None)
             self.policy.ended(seq.request)
+            if self._on_ended is not None:
+                self._on_ended(seq.request)
 
     def end_request(self, request_id: RequestId, reason: FinishReason = FinishReason.ABORT) -> Request | None:
         """End every sequence of a request and free its blocks; None if the request is unknown or has ended."""

@@ -58,7 +58,8 @@ class Scheduler:
         fetching: Fetching | None = None,
         speculator: Speculator | None = None,
     ) -> None:
-        lifecycle = Lifecycle(config, kv, policy, preemption, by_prefix=by_prefix, fetching=fetching)
+        on_ended = None if speculator is None else speculator.ended
+        lifecycle = Lifecycle(config, kv, policy, preemption, by_prefix=by_prefix, fetching=fetching, on_ended=on_ended)
         self.lifecycle = lifecycle
         self.config, self.kv, self.policy, self.counters = config, kv, lifecycle.policy, lifecycle.counters
         self.live, self.running, self.waiting = lifecycle.live, lifecycle.running, lifecycle.waiting

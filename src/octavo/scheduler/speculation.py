@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from math import sqrt
 from typing import NamedTuple
 
-from octavo.request import Sequence, SequenceId
+from octavo.request import Request, Sequence, SequenceId
 from octavo.scheduler.drafts import Draft, DraftMethod
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
 from octavo.scheduler.step_time import MOST_DECODES, StepTimeModel
@@ -139,6 +139,16 @@ class Speculator:
         self._num_steps = 0
         self._paused: dict[int, int] = {}  # by number of streams, the step until which none of them drafts
         self._last: tuple[int, int] | None = None  # drafted and accepted tokens of the last step; None without drafts
+
+    def ended(self, request: Request) -> None:
+        """Keep a request's outputs for drafts, unless they are beams."""
+        if not request.params.use_beam_search:
+            for seq in request.sequences:
+                self._method.remember(seq)
+
+    def forget(self) -> None:
+        """Forget the outputs of all requests that have ended."""
+        self._method.forget()
 
     def choose(self, streams: Seq[Sequence], most_rows: int) -> Drafts:
         """Return the drafts to verify in a step that computes what is missing of each of these sequences.
