@@ -3,12 +3,12 @@
     benchmarks/peers/setup.sh openvino; benchmarks/peers/setup.sh llamacpp     # once; also: vllm, transformers
     .venv/bin/python -m benchmarks.compare --workload single uniform64 mixed64 --engine octavo openvino llamacpp
 
-Each engine runs in its own process and environment: two requests to warm up, then the whole workload. Greedy,
-end-of-sequence ignored, prefix caching off, two threads, 2 GiB of KV cache, at most 64 sequences. An engine's name may
-be followed by the weights to use, as in `octavo:gguf`, and by a maximum of rounds, as in `vllm@1`, if its start takes
-minutes. OpenVINO, vLLM and transformers run SmolLM2 only; Octavo and llama.cpp also what random_llama.py wrote, with
-`--model`. Rates are output tokens per second, or prompt tokens per second if the workload is a prefill. Nothing else
-should be running.
+Each engine runs in its own process and environment: two requests to warm up, then the whole workload. Greedy, end-of-
+sequence ignored, prefix caching off, two threads, 2 GiB of KV cache, at most 64 sequences. An engine's name may be
+followed by the weights to use, as in `octavo:gguf`, for Octavo by a number of ranks that share the cores, as in
+`octavo:Q4_0+2`, and by a maximum of rounds, as in `vllm@1`, if its start takes minutes. OpenVINO, vLLM and transformers
+run SmolLM2 only; Octavo and llama.cpp also what random_llama.py wrote, with `--model`. Rates are output tokens per
+second, or prompt tokens per second if the workload is a prefill. Nothing else should be running.
 """
 
 from __future__ import annotations

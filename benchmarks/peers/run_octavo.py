@@ -6,11 +6,13 @@ import octavo
 from octavo import LLM, SamplingParams
 
 work = load()
-# bf16: the dequantised folder; gguf: the packaged Q4_1 file; Q4_0 and so on: that file
-weights = os.environ.get("WEIGHTS", "bf16")
+# bf16: the dequantised folder; gguf: the packaged Q4_1 file; Q4_0 and so on: that file. Q4_0+2: by two ranks
+named = os.environ.get("WEIGHTS", "bf16")
+weights, _, ranks = named.partition("+")
 llm, startup = timed(
     lambda: LLM(
         HF_DIR if weights == "bf16" else gguf() if weights == "gguf" else gguf(weights),
+        tensor_parallel_size=int(ranks or 1),
         max_num_seqs=64,
         kv_cache_memory="2GiB",
         enable_prefix_caching=os.environ.get("PREFIX", "0") == "1",
@@ -28,4 +30,4 @@ def run(w):
 
 run(work[:2])
 n, s = timed(run, work)
-report("octavo", octavo.__version__, weights, work, n, s, startup)
+report("octavo", octavo.__version__, named, work, n, s, startup)
