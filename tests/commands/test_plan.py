@@ -331,6 +331,11 @@ def test_every_well_known_model_has_a_table(capsys: pytest.CaptureFixture[str]) 
         (["llama-2-7b", "--context", "5000"], "a context of 5000 tokens is over max_model_len, which is 4096"),
         (["llama-2-7b", "--max-model-len", "5000"], "max_model_len is 5000, but llama-2-7b supports at most 4096"),
         (["qwen2.5-7b", "--tensor-parallel-size", "29"], "has 28 heads: 29 devices are more than can share it"),
+        (["deepseek-r1", "--device", "cpu", "--tensor-parallel-size", "2"], "caches latents that all heads share"),
+        (
+            ["qwen3-30b-a3b", "--device", "cpu", "--tensor-parallel-size", "32"],
+            "has the experts' intermediate_size 768",
+        ),
         (["llama-2-7b", "--concurrency", "0"], "concurrency must be at least 1, got 0"),
         (["llama-2-7b", "--block-size", "0"], "block_size must be at least 1, got 0"),
         (["llama-2-7b", "--memory", "lots"], "cannot read 'lots' as a number of bytes"),

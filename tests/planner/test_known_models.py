@@ -73,7 +73,7 @@ def test_a_row_counts_to_the_published_number_of_parameters(name: str, parameter
 def test_every_row_is_a_model_found_by_its_own_name(name: str) -> None:
     shape = find_shape(name)
     assert shape.name == name
-    assert len(shape.kv_layers) == shape.num_layers
+    assert len(shape.kv_layers) == shape.config.num_layers
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ class Share:
                 widths["the shared expert's intermediate_size"] = experts.shared_intermediate_size
         for name, width in widths.items():
             if -(-width // _PANEL) < self.count:
-                raise ConfigError(f"{prefix} has a {name} of {width}: each rank computes at least {_PANEL} outputs")
+                raise ConfigError(f"{prefix} has {name} {width}: each rank computes at least {_PANEL} outputs")
 
     def outputs(self, total: int) -> slice:
         """Return the rank's share of a matrix's outputs, in whole panels."""

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("plans are recorded for the measurement itself: --keep-plans FILE keeps them")
     require_writable(args.output)
     shape = find_shape(options.get("model", DEFAULT_MODEL))
-    speed = calibrate(engine_argv(options), args.seconds, shape.vocab_size, args.keep_plans)
+    speed = calibrate(engine_argv(options), args.seconds, shape.config.vocab_size, args.keep_plans)
     speed.write(args.output)
     if args.json:
         print(report.as_json_line({**asdict(speed), "file": args.output}))

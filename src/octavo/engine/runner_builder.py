@@ -478,7 +478,8 @@ def _size_before_loading(target: _Target) -> Sizing:
 def _size_loaded(sizing: Sizing, config: EngineConfig, model: CausalLM, weight_bytes: int) -> Sizing:
     """Return the sizes with the actual memory of the loaded model."""
     kv_layers = model.kv_layers if config.num_ranks == 1 else sizing.shape.kv_layers
-    shape = replace(sizing.shape, kv_layers=kv_layers, max_position_embeddings=model.max_position_embeddings)
+    whole = replace(sizing.shape.config, max_position_embeddings=model.max_position_embeddings)
+    shape = replace(sizing.shape, kv_layers=kv_layers, config=whole)
     return replace(
         sizing,
         shape=shape,

@@ -206,11 +206,11 @@ def activation_bytes(
     """
     size = DTYPE_BYTES[dtype]
     rows = min(max_rows, max_step)
-    stream = max_step * 3 * shape.hidden_size * size
+    stream = max_step * 3 * shape.config.hidden_size * size
     layer = stream + max_step * max(shape.attention_width, shape.mlp_width) * size
-    head = stream + rows * shape.vocab_size * (size + SAMPLER_COPIES * 4)
-    scored = min(max_step, scored_rows(shape.vocab_size))
-    scores = stream + (rows + SCORING_COPIES * scored) * shape.vocab_size * 4
+    head = stream + rows * shape.config.vocab_size * (size + SAMPLER_COPIES * 4)
+    scored = min(max_step, scored_rows(shape.config.vocab_size))
+    scores = stream + (rows + SCORING_COPIES * scored) * shape.config.vocab_size * 4
     partial = 0 if gpu_context is None else 2 * _partial_bytes(shape, rows, gpu_context)
     return max(layer, head, scores) + partial
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+from octavo.checkpoint.share import Share
 from octavo.config import BYTES, SWAP_BYTES, EngineConfig, checked_kv_cache_dtype, format_bytes
 from octavo.errors import ConfigError
 from octavo.kv_budget import KVBudget
@@ -152,7 +153,8 @@ class Deployment:
     """One model with one set of options. Bytes are per device, unless a name says otherwise.
 
     Raises:
-        ConfigError: the context exceeds max_model_len, or max_model_len exceeds what the model supports.
+        ConfigError: the context exceeds max_model_len, max_model_len exceeds what the model supports, or the ranks of a
+            CPU cannot share the model.
         UnsupportedModelError: there are more devices than query heads.
     """
 
@@ -160,7 +162,7 @@ class Deployment:
     options: PlanOptions
 
     def __post_init__(self) -> None:
-        limit, budget = self.model.max_position_embeddings, self.kv_budget
+        limit, budget = self.model.config.max_position_embeddings, self.kv_budget
         if (budget is None or not budget.evicts) and self.max_model_len > limit:
             raise ConfigError(f"max_model_len is {self.max_model_len}, but {self.model.name} supports at most {limit}")
         if self.context > self.max_model_len:
@@ -175,6 +177,8 @@ class Deployment:
                 f"context of {self.model.name}"
             )
         divide(self.model, self.options.tensor_parallel_size)
+        if self.options.device == "cpu":
+            Share(self.model.config, count=self.options.tensor_parallel_size)
 
     @property
     def kv_budget(self) -> KVBudget | None:
@@ -195,7 +199,7 @@ class Deployment:
 
     @property
     def max_model_len(self) -> int:
-        return self.options.max_model_len or self.model.max_position_embeddings
+        return self.options.max_model_len or self.model.config.max_position_embeddings
 
     @property
     def context(self) -> int:
@@ -315,10 +319,10 @@ class Deployment:
         on_device += process + (sizing.store_bytes if self.options.device == "cpu" else 0)
         return {
             "model": self.model.name,
-            "architecture": self.model.architecture,
+            "architecture": self.model.config.architecture,
             "parameters": self.model.parameters.total,
             "active_parameters": round(self.model.active_parameters),
-            "layers": self.model.num_layers,
+            "layers": self.model.config.num_layers,
             "query_heads": self.model.num_heads,
             "kv_heads": self.model.num_kv_heads,
             "device": self.options.device,
@@ -476,7 +480,10 @@ class Deployment:
         """The smallest number of such devices that holds the workload; None if no possible number does."""
         for size in even_groups(self.model):
             options = replace(self.options, concurrency=self.concurrency, tensor_parallel_size=size)
-            group = Deployment(self.model, options)
+            try:
+                group = Deployment(self.model, options)
+            except ConfigError:  # ranks of a CPU cannot share the model
+                continue
             if group.sequences_that_fit(group.cost) >= self.concurrency:
                 return size
         return None
@@ -494,6 +501,8 @@ class Deployment:
         if (published := self._published_weights) is not None:
             as_published = f": --weights {published} counts it so" if published in WEIGHT_BITS else ""
             notes.append(f"weights are counted in {self.dtype}, but published in {published}{as_published}")
+        if devices > 1 and self.options.device != "cpu":
+            notes.append("for planning only: Octavo divides a model among several devices on CPUs alone")
         if self.options.weights in _NOT_LOADED:
             notes.append(f"for planning only: Octavo does not load {self.options.weights} weights")
         if (budget := self.budget) is not None and budget.left < 0:

@@ -65,13 +65,14 @@ class RoutedExperts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The sizes of one model that memory depends on.
+    """The sizes of one model that memory depends on, or of the part of it that one device holds.
 
     Attributes:
+        config: the whole model.
+        num_heads: query heads.
         kv_layers: what the KV cache stores for each layer.
         attention_width: elements per token alive at once during attention: q, k, v, the rotated q and the output.
         mlp_width: elements per token alive at once in the MLP: gate, up and their product, for all experts of a token.
-        kv_cache_dtype: the codec that the checkpoint asks for, if any.
         packed_bytes: size of a GGUF file's weights once loaded on a CPU, where they stay quantised; None for other
             checkpoints.
         experts: those that not all tokens use; None without a mixture of experts.
@@ -80,17 +81,12 @@ class ModelShape:
     """
 
     name: str
-    architecture: str
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
+    config: ModelConfig
     num_heads: int
-    max_position_embeddings: int
     kv_layers: tuple[LayerKVSpec, ...]
     parameters: ParameterCount
     attention_width: int
     mlp_width: int
-    kv_cache_dtype: str | None = None
     packed_bytes: int | None = None
     experts: RoutedExperts | None = None
     published_weights: str | None = None
@@ -112,7 +108,7 @@ class ModelShape:
         Raises:
             ConfigError: see `formats.kv_dtype`.
         """
-        return kv_dtype(option, self.kv_cache_dtype or dtype, len(self.kv_layers))
+        return kv_dtype(option, self.config.kv_cache_dtype or dtype, len(self.kv_layers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,17 +166,12 @@ def model_shape(name: str, config: ModelConfig, raw: Mapping[str, Any] | None = 
         )
     return ModelShape(
         name=name,
-        architecture=config.architecture,
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
+        config=config,
         num_heads=config.num_heads,
-        max_position_embeddings=config.max_position_embeddings,
         kv_layers=counter.kv_layers(),
         parameters=counter.parameters(),
         attention_width=counter.attention_width(),
         mlp_width=counter.mlp_width(),
-        kv_cache_dtype=config.kv_cache_dtype,
         experts=counter.experts(),
         published_weights=published,
         notes=tuple(notes),
@@ -196,12 +187,8 @@ def shape_of_checkpoint(name: str, config: ModelConfig, num_parameters: int) -> 
     embedding = config.vocab_size * config.hidden_size
     return ModelShape(
         name=name,
-        architecture=config.architecture,
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
+        config=config,
         num_heads=config.num_heads,
-        max_position_embeddings=config.max_position_embeddings,
         kv_layers=_kv_layers(config, config.layer_windows),
         parameters=ParameterCount(
             embedding=embedding, head=0, kv_projections=0, divided=max(0, num_parameters - embedding), whole=0
@@ -209,7 +196,6 @@ def shape_of_checkpoint(name: str, config: ModelConfig, num_parameters: int) -> 
         attention_width=config.num_heads * (2 * config.head_dim + config.value_dim) + kv,
         mlp_width=_mlp_width(config, config.experts),
         experts=_routed_experts(config, config.experts, config.num_layers),
-        kv_cache_dtype=config.kv_cache_dtype,
         notes=(f"{config.architecture}: parameters counted from the files, keys and values from the configuration",),
     )
 

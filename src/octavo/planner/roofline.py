@@ -164,14 +164,14 @@ def roofline(
     """Estimate the step times of `num_devices` together; `shape` and `spec` describe one device's part of the model."""
     byte_s = 1 / (machine.gb_s * 1e9 * BANDWIDTH_REACHED)
     flop_s = 1 / (machine.tflop_s * 1e12 * RATE_REACHED)
-    base, per_row_beyond = shape.num_layers * machine.launch_us * 1e-6, 0.0
+    base, per_row_beyond = shape.config.num_layers * machine.launch_us * 1e-6, 0.0
     if num_devices > 1:
         if not machine.link_gb_s:
             raise ConfigError(f"no figure is known for links between several {machine.name}: use one device")
         # A ring sends 2 (n - 1) / n of the bytes; each of its steps waits some microseconds.
-        base += 2 * shape.num_layers * 10e-6
-        sent = 2 * (num_devices - 1) / num_devices * shape.hidden_size * 2
-        per_row_beyond = 2 * shape.num_layers * sent / (machine.link_gb_s * 1e9)
+        base += 2 * shape.config.num_layers * 10e-6
+        sent = 2 * (num_devices - 1) / num_devices * shape.config.hidden_size * 2
+        per_row_beyond = 2 * shape.config.num_layers * sent / (machine.link_gb_s * 1e9)
     # On a GPU, blocks go to the host and back; on a CPU they are read here and written there. A GPU's own copies are
     # faster, but a step's load does not distinguish them.
     host_s = 1 / (machine.host_gb_s * 1e9 * BANDWIDTH_REACHED) if machine.host_gb_s else 2 * byte_s
@@ -182,7 +182,7 @@ def roofline(
         per_context_token=spec.bytes_per_token * byte_s,
         per_chunk_work=attended * flop_s,
         # Sampling reads the logits a few times in fp32.
-        per_seq=5 * 4 * shape.vocab_size * byte_s,
+        per_seq=5 * 4 * shape.config.vocab_size * byte_s,
         per_moved_block=spec.block_bytes * host_s,
     )
 

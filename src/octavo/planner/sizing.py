@@ -61,7 +61,7 @@ class Sizing:
     host_available: int | None = None
 
     def __post_init__(self) -> None:
-        limit, budget = self.shape.max_position_embeddings, self.config.budget
+        limit, budget = self.shape.config.max_position_embeddings, self.config.budget
         if budget is not None and budget.tokens > limit:
             raise ConfigError(
                 f"kv_budget keeps {budget.tokens} tokens, but {self.config.model} supports a context of {limit}"
@@ -76,7 +76,7 @@ class Sizing:
 
     @property
     def max_model_len(self) -> int:
-        return self.config.max_model_len or self.shape.max_position_embeddings
+        return self.config.max_model_len or self.shape.config.max_position_embeddings
 
     @property
     def spec(self) -> KVCacheSpec:

@@ -93,7 +93,7 @@ class Plan:
     @property
     def max_model_len(self) -> int:
         measured = self._facts.get("max_model_len")
-        return self.config.max_model_len or measured or self.shape.max_position_embeddings
+        return self.config.max_model_len or measured or self.shape.config.max_position_embeddings
 
     @property
     def _facts(self) -> Mapping[str, Any]:

@@ -68,7 +68,7 @@ class CacheBudget:
         Raises:
             ConfigError: max_model_len exceeds the model's, or the memory does not hold one contiguous sequence.
         """
-        limit = shape.max_position_embeddings
+        limit = shape.config.max_position_embeddings
         max_model_len = config.max_model_len or min(limit, 2048)
         if max_model_len > limit:
             raise ConfigError(f"max_model_len is {max_model_len}, but {shape.name} supports at most {limit}")

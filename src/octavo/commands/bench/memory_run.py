@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     cost = None if speeds is None else _step_cost(budget, config, speeds)
     # No prefix caching, because nothing of one block size may help the next; sharing has a separate table.
     bench = _Bench(budget, {"enable_prefix_caching": False, **options}, speeds)
-    works = list(_works(args, budget, shape.vocab_size))
+    works = list(_works(args, budget, shape.config.vocab_size))
 
     from octavo import __version__
 
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
         "machine": report.machine(),
     }
     if args.simulate and not codecs if args.sharing is None else args.sharing:
-        result["sharing"] = list(_sharing(bench, works, args.samples, shape.vocab_size, args.workload_seed))
+        result["sharing"] = list(_sharing(bench, works, args.samples, shape.config.vocab_size, args.workload_seed))
     line = report.as_json_line(result)
     if args.output:
         memory_report.write(result, line, Path(args.output))
