@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import inf
@@ -20,7 +20,7 @@ from math import inf
 import numpy as np
 
 from octavo.errors import CacheError
-from octavo.kvcache.block import NULL_BLOCK, BlockTable, as_array, table_of, where
+from octavo.kvcache.block import NULL_BLOCK, BlockIds, BlockTable, as_array, table_of, where
 from octavo.kvcache.hashing import TokenChain, root_hash
 from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix import PrefixHit
@@ -84,7 +84,6 @@ class PinTable:
         self._pool = pool
         self._find = find
         self._pins: dict[str, Pin] = {}
-        self._held: dict[str, Counter[int]] = {}  # by tenant, how many of its pins hold a block
         self._next_expiry = inf  # no pin expires before it
 
     def __len__(self) -> int:
@@ -118,7 +117,6 @@ class PinTable:
         else:
             pin = Pin(pin_id, tenant, length * chain.block_size, blocks, ttl_seconds, expires_at)
             self._pool.pin(blocks)
-            self._held.setdefault(tenant, Counter()).update(blocks)
             if before is not None:
                 self._release([before])
             else:
@@ -160,45 +158,40 @@ class PinTable:
         return True
 
     def num_blocks_of(self, tenant: str) -> int:
-        """Return the number of blocks that the pins of a tenant hold."""
-        return len(self._held.get(tenant, ()))
+        """Return the number of blocks that the pins of a tenant hold. O(those, once for each pin)."""
+        return len(self._blocks_of(tenant))
 
     def check(self) -> Iterator[str]:
         """Yield every violation of the pins' own invariants. O(pinned blocks)."""
-        held: dict[str, Counter[int]] = {}
-        pinned = Counter[int]()
-        for pin in self._pins.values():
-            of_tenant = held.setdefault(pin.tenant, Counter())
-            of_tenant.update(pin.blocks)
-            pinned.update(pin.blocks)
+        held = Counter(block for pin in self._pins.values() for block in pin.blocks)
         counts = self._pool.blocks.pins_array
-        of_pool = {block: int(counts[block]) for block in np.flatnonzero(counts).tolist()}
-        yield from _compare("the pool", of_pool, pinned)
-        if len(pinned) > self.budget_blocks:
-            yield f"{len(pinned)} blocks are pinned, over the budget of {self.budget_blocks}"
-        if held.keys() != self._held.keys():
-            yield f"tenants {sorted(self._held)} are said to pin, but pins are those of {sorted(held)}"
-        for tenant, blocks in held.items():
-            counted = self._held.get(tenant)
-            yield from _compare(f"tenant {tenant!r}", counted or {}, blocks)
-            if len(blocks) > self.tenant_blocks:
-                yield f"tenant {tenant!r} pins {len(blocks)} blocks, over its share of {self.tenant_blocks}"
+        for block_id in sorted(held.keys() | np.flatnonzero(counts).tolist()):
+            if counts[block_id] != held[block_id]:
+                yield f"the pool counts {counts[block_id]} pins of block {block_id}, there are {held[block_id]}"
+        if len(held) > self.budget_blocks:
+            yield f"{len(held)} blocks are pinned, over the budget of {self.budget_blocks}"
+        for tenant in sorted({pin.tenant for pin in self._pins.values()}):
+            if (num_blocks := self.num_blocks_of(tenant)) > self.tenant_blocks:
+                yield f"tenant {tenant!r} pins {num_blocks} blocks, over its share of {self.tenant_blocks}"
+
+    def _blocks_of(self, tenant: str) -> BlockIds:
+        held = [as_array(pin.blocks) for pin in self._pins.values() if pin.tenant == tenant]
+        return np.unique(np.concatenate([*held, np.empty(0, np.int32)]))
 
     def _affordable(self, chain: TokenChain, length: int, tenant: str) -> tuple[int, BlockTable]:
         """Return the length of the longest prefix that is cached and within the limits, and the blocks that hold it.
 
         Under a sliding window a shorter prefix needs other blocks, so each length is looked up again.
         """
-        num_pinned = self._pool.num_with_pins
-        own: Mapping[int, int] = self._held.get(tenant, {})
-        free, own_free = self.budget_blocks - num_pinned, self.tenant_blocks - len(own)
+        own = self._blocks_of(tenant)
+        free, own_free = self.budget_blocks - self._pool.num_with_pins, self.tenant_blocks - len(own)
         while length > 0:
             tables = self._find(chain, length).tables
             length = len(tables[0])
             blocks = np.concatenate([as_array(table) for table in tables])
             blocks = where(blocks != NULL_BLOCK, blocks)
-            num_new = sum(block not in own for block in blocks.tolist())
-            excess = max(self._pool.num_unpinned(blocks) - free, num_new - own_free)
+            num_new = np.count_nonzero(np.isin(blocks, own, invert=True))
+            excess = max(self._pool.num_unpinned(blocks) - free, int(num_new) - own_free)
             if excess <= 0:
                 return length, table_of(blocks)
             # Shortening the prefix by one block frees at most one block per group.
@@ -209,22 +202,6 @@ class PinTable:
         for pin in pins:
             # The tail first, so that it is evicted before the head.
             self._pool.unpin(pin.blocks[::-1])
-            held = self._held[pin.tenant]
-            for block in pin.blocks:
-                if held[block] == 1:
-                    del held[block]
-                else:
-                    held[block] -= 1
-            if not held:
-                del self._held[pin.tenant]
-
-
-def _compare(name: str, counted: Mapping[int, int], held: Mapping[int, int]) -> Iterator[str]:
-    for block_id, pins in held.items():
-        if counted.get(block_id) != pins:
-            yield f"{name} counts {counted.get(block_id, 0)} pins of block {block_id}, there are {pins}"
-    if len(counted) != len(held):
-        yield f"{name} counts pins of {len(counted)} blocks, pins hold {len(held)}"
 
 
 def _expiry(pin: Pin) -> float:
