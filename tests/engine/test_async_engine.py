@@ -337,26 +337,6 @@ async def test_all_garbage_is_collected_once_the_engine_has_been_idle_for_a_whil
             assert len(await collect(engine, PROMPT, tokens(3))) == 3
 
 
-async def test_an_idle_audit_stops_for_a_request_and_begins_again(
-    core: EngineCore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However long it would take: these parts never end by themselves."""
-    parts: list[int] = []  # of each audit begun
-
-    def endless() -> Iterator[None]:
-        parts.append(0)
-        while True:
-            parts[-1] += 1
-            yield
-
-    monkeypatch.setattr(core.scheduler.kv, "audit_in_parts", endless)
-    async with started(core, idle_audit_seconds=0.01) as engine:
-        for audits in range(1, 4):  # it is idle from the start
-            await until(lambda audits=audits: len(parts) == audits and parts[-1] > 0)  # type: ignore[misc]
-            assert len(await collect(engine, PROMPT, tokens(3))) == 3
-    assert core.stats.num_audits == 0
-
-
 async def test_a_failed_audit_is_told_loudly_and_the_engine_goes_on(
     core: EngineCore, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -39,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 IDLE_AUDIT_SECONDS = 1.0
 IDLE_COLLECT_SECONDS = 60.0
-# An idle audit pauses after each structure, so that a request that arrives meanwhile does not wait for the others.
-AUDIT_PAUSE_SECONDS = 0.001
 # How long new requests, and how long aborts, may delay a step. Aborts may take longer, because until they are processed
 # steps are computed for clients that have left.
 TAKE_IN_SECONDS = 0.001
@@ -345,11 +343,9 @@ class AsyncEngine:
         self._audit()
 
     def _audit(self) -> None:
-        """Audit the block accounting, one structure after the other; stops as soon as a request arrives."""
+        """Audit the block accounting; a request that arrives meanwhile waits for it, about 1 ms per 1,500 blocks."""
         try:
-            for _ in self.core.scheduler.kv.audit_in_parts():
-                if self._wake.wait(AUDIT_PAUSE_SECONDS):
-                    return
+            self.core.scheduler.kv.audit()
             self.stats.on_audit(None)
         except CacheError as error:
             if self.stats.audit_problem != str(error):

@@ -7,7 +7,7 @@ references.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -380,28 +380,17 @@ class KVCacheManager:
         Raises:
             CacheError: an invariant is violated; the message lists every violation.
         """
-        for _ in self.audit_in_parts():
-            pass
-        return self.pool.count_states()
-
-    def audit_in_parts(self) -> Iterator[None]:
-        """Run the checks of `audit`, with a pause after each structure's, and raise its error at the end.
-
-        The caller may stop at a pause. After any change to the cache, begin again.
-        """
-        found: list[str] = []
-        for findings in (
-            self.pool.check(),
-            check_references(self.blocks, self.holdings.tables()),
-            self.prefix_cache.check(),
-            self.pins.check(),
-            self.ledger.check(),
-            self.hierarchy.check(),
-        ):
-            found += findings
-            yield
+        found = [
+            *self.pool.check(),
+            *check_references(self.blocks, self.holdings.tables()),
+            *self.prefix_cache.check(),
+            *self.pins.check(),
+            *self.ledger.check(),
+            *self.hierarchy.check(),
+        ]
         if found:
             raise CacheError("audit failed: " + "; ".join(found))
+        return self.pool.count_states()
 
     def _give_back(self, holding: Holding) -> None:
         for table in holding.empty_tables():

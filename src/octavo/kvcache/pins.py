@@ -163,7 +163,7 @@ class PinTable:
 
     def check(self) -> Iterator[str]:
         """Yield every violation of the pins' own invariants. O(pinned blocks)."""
-        held = Counter(block for pin in self._pins.values() for block in pin.blocks)
+        held = Counter[int](block for pin in self._pins.values() for block in pin.blocks)
         counts = self._pool.blocks.pins_array
         for block_id in sorted(held.keys() | np.flatnonzero(counts).tolist()):
             if counts[block_id] != held[block_id]:

@@ -170,10 +170,8 @@ class PrefixIndex:
         """Yield every violation of the index's own invariants. O(blocks)."""
         yield from self._blocks.keys.check()
         has_key, published = self._blocks.keys.ids(), self._blocks.published()
-        for block_id in np.setdiff1d(has_key, published).tolist():
-            yield f"block {block_id} has a key, but is not published in the prefix cache"
-        for block_id in np.setdiff1d(published, has_key).tolist():
-            yield f"block {block_id} is published in the prefix cache, but has no key"
+        for block_id in np.setxor1d(has_key, published, assume_unique=True).tolist():
+            yield f"block {block_id} has a key or is published in the prefix cache, but not both"
         yield from self._blocks.children.check(published)
 
     def _root(self, salt: str) -> BlockHash:
