@@ -17,7 +17,9 @@ import pytest
 from octavo.engine.core import EngineCore
 from octavo.engine.inspection import budget_fields
 from octavo.errors import ConfigError, RequestError
+from octavo.runner.batch import BatchBuilder, StepBatch
 from octavo.sampling_params import SamplingParams
+from octavo.scheduler.plan import StepPlan
 from tests.conftest import assert_idle
 from tests.engine.preempting import thrash
 from tests.engine.tiny_engine import MAX_MODEL_LEN, VOCAB_SIZE, tiny_core
@@ -125,6 +127,29 @@ def test_beams_and_parallel_samples_share_what_they_keep(mode: str) -> None:
         found, most = outputs(sampling, mode, max_num_batched_tokens=32)
         assert found == outputs(sampling, mode)[0]
         assert mode != "sinks" or most <= len(PROMPTS) * 3 * (BUDGET // 16 + 2)
+
+
+def test_bounds_are_computed_as_a_prompts_blocks_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[tuple[bool, int]] = []  # of each: whether it reads sparsely, and the blocks that it bounds
+    build = BatchBuilder.build
+
+    def recorded(self: BatchBuilder, plan: StepPlan) -> StepBatch:
+        batch = build(self, plan)
+        sparse = batch.attention.sparse
+        steps.append((False, 0) if sparse is None else (bool(sparse.num_read.any()), len(sparse.completed[0])))
+        return batch
+
+    monkeypatch.setattr(BatchBuilder, "build", recorded)
+    with tiny_core(**of_mode("sparse_read", max_num_batched_tokens=32)) as core:
+        request = core.inputs.make_request(PROMPTS[0], params(BUDGET, "sparse_read", max_tokens=30))
+        core.scheduler.add(request)
+        while core.has_work:
+            core.step()
+        assert budget_fields(request) == {"mode": "sparse_read", "tokens": BUDGET, "skipped_tokens": 150 + 29 - BUDGET}
+    prompt = [(False, 0), (False, 0), (False, 5), (False, 2), (False, 2)]  # 150 tokens: the last block is partial
+    assert steps[: len(prompt)] == prompt
+    assert all(sparse and bounded <= 1 for sparse, bounded in steps[len(prompt) :])
+    assert sum(bounded for _, bounded in steps) == (150 + 29) // 16
 
 
 def test_a_prompt_that_is_read_sparsely_is_scored_so_in_any_chunks() -> None:

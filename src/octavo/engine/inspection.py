@@ -159,11 +159,17 @@ def kv_report(scheduler: Scheduler) -> dict[str, Any]:
 
 
 def budget_fields(request: Request) -> dict[str, Any] | None:
-    """Return a request's budget for JSON, with the tokens that it has made its sequences let go; None without one."""
+    """Return a request's budget for JSON, with the tokens that its sequences have let go, or of which the next step
+    skips so many in a layer that reads sparsely; None without one.
+    """
     if (budget := request.params.kv_budget) is None:
         return None
     beyond = sum(max(0, seq.num_computed - budget.tokens) for seq in request.sequences)
-    return {"mode": budget.mode, "tokens": budget.tokens, "evicted_tokens": beyond if budget.evicts else 0}
+    return {
+        "mode": budget.mode,
+        "tokens": budget.tokens,
+        "evicted_tokens" if budget.evicts else "skipped_tokens": beyond,
+    }
 
 
 def limits_in_bytes(limits: KVLimits, block_bytes: int) -> dict[str, int | None]:

@@ -319,21 +319,25 @@ class _Layout:
         return SinkReads(to_device(budgets, device), self._block_size, to_device(seen_from, device))
 
     def _sparse(self) -> SparseReads | None:
-        """Return which queries read few blocks; None if none does."""
+        """Return which queries read few blocks, and the blocks whose bounds such queries of this step or of later ones
+        need; None if there are none.
+        """
         table, positions = self._table, self._ends.astype(np.int64) - 1
         budgets = table.budgets[self._query_rows]
         is_sparse = (budgets["read"] > 0) & (positions >= budgets["sparse_from"])
-        if not is_sparse.any():
-            return None
-        # They choose among full blocks, whose keys are written by now or before any layer of this step reads them.
+        # They choose among full blocks, whose keys are written by now or before any layer of this step reads them. A
+        # prompt's blocks follow as they fill once it exceeds the budget, so that the first answer's step is no longer.
         ends = positions // self._block_size + 1 - budgets["recent"]
+        exceeds = (budgets["read"] > 0) & (positions >= budgets["read"] * self._block_size)
         completed: list[list[np.ndarray]] = [[np.empty(0, np.int32)] for _ in table.tables]
-        for i in np.flatnonzero(is_sparse & (ends > budgets["bounded"])).tolist():
+        for i in np.flatnonzero(exceeds & (ends > budgets["bounded"])).tolist():
             row, end = int(self._query_rows[i]), int(ends[i])
             first = int(table.budgets["bounded"][row])  # or an earlier query of the row has them
             for blocks, of_group in zip(completed, table.tables, strict=True):
                 blocks.append(of_group[row, first:end])
             table.budgets["bounded"][row] = max(first, end)
+        if len(completed[0]) == 1 and not is_sparse.any():
+            return None
         device = self._batch.token_ids.device
         return SparseReads(
             num_read=to_device(np.where(is_sparse, budgets["read"], 0).astype(np.int32), device),

@@ -109,7 +109,8 @@ function showRequest(found) {
   for (const one of found.sequences) {
     const about = [`sequence ${one.seq_id}`, one.tables.length ? `${show(one.computed)} of ${show(one.tokens)} tokens` : "holds no blocks"];
     const { mode, tokens } = found.budget || {};
-    if (mode && one.computed > tokens) about.push(`keeps ${show(tokens)} (${mode}), ${show(one.computed - tokens)} let go`);
+    const [verb, rest] = mode === "sinks" ? ["keeps", "let go"] : ["reads", "skipped"];
+    if (mode && one.computed > tokens) about.push(`${verb} ${show(tokens)} (${mode}), ${show(one.computed - tokens)} ${rest}`);
     if (one.preemptions) about.push(`preempted ${one.preemptions} ×`);
     for (const table of one.tables.length ? one.tables : [[]]) {
       const cells = table.slice(0, Math.max(0, left)).map(tableCell);
