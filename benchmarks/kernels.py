@@ -212,7 +212,7 @@ def rowwise(count: int, seconds: float) -> Iterator[Figure]:
             ),
             f"silu_mul {rows} x 3072": ([partial(kernels.gate, gate_up, "silu", half)], Work(gate_up.nbytes * 3 // 2)),
             f"rope_write {rows} x 9/3 heads of 64": (
-                [partial(kernels.rope_write, qkv, kv.key, kv.value, cos, sin, places, places)],
+                [partial(kernels.rope_write, qkv, *kv.for_kernels, cos, sin, places, places)],
                 Work(2 * qkv.nbytes),
             ),
             f"torch.argmax {len(logits)} x 49152": ([partial(logits.argmax, -1)], Work(logits.nbytes)),

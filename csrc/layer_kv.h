@@ -39,6 +39,7 @@ struct LayerKV {
     // and `storage` the type of queries, of new keys and values, and of the output.
     CodedSide key_side{}, value_side{};
     bool coded() const { return key_side.code != kCodePlain; }
+    int key_dim() const { return coded() || storage == kF32 ? key_units : key_units * 2; }
 };
 // Whether codes may be decoded to bf16 before they are multiplied. Layers of float32 stay float32.
 inline bool decodes_to_bf16(const LayerKV& kv) { return kv.coded() && kv.storage == kBf16; }

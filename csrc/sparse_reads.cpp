@@ -73,7 +73,7 @@ void ChosenBlocks::choose(const AttentionCall& call) {
         task.block_stride = sparse.block_stride;
         task.query_head_stride = call.query_head_stride;
         task.group_size = group;
-        task.key_dim = call.kv.key_units * (call.kv.storage == kBf16 ? 2 : 1);
+        task.key_dim = call.kv.key_dim();
         for (int begin = piece.begin; begin < piece.end; begin += kScoredTogether) {
             task.blocks = table_of(piece.seq) + begin;
             task.count = std::min(piece.end - begin, kScoredTogether);

@@ -36,79 +36,51 @@ int check_rotation(const Tensor& cos, const Tensor& sin, int key_dim) {
     return static_cast<int>(cos.shape[1]) * 2;
 }
 
-LayerKV layer_kv(const Tensor& key, const Tensor& value) {
-    const Storage storage = storage_of(key, "key cache");
-    const int64_t pair = storage == kBf16 ? 2 : 1;
-    check_shape(key, "key cache", {-1, -1, -1, -1, pair});
-    const int64_t heads = key.shape[1], block_size = key.shape[3];
-    check_dtype(value, "value cache", key.dtype);
-    check_shape(value, "value cache", {key.shape[0], heads, block_size / pair, -1, pair});
-    const int64_t value_dim = value.shape[3];
-    const auto dense_block = [&](const Tensor& t) {
-        return t.stride[4] == 1 && t.stride[3] == pair && t.stride[2] == t.shape[3] * pair;
-    };
-    require(dense_block(key) && dense_block(value), "key and value cache must be dense within a head of a block");
-    require(heads > 0 && block_size % 16 == 0 && block_size > 0,
-            "block_size must be a multiple of 16, got " + std::to_string(block_size));
-    require(value_dim % 16 == 0 && value_dim > 0 && value_dim <= kMaxHeadDim,
-            "value_dim must be a multiple of 16 and at most " + std::to_string(kMaxHeadDim) + ", got " +
-                std::to_string(value_dim));
-    require(key.shape[2] > 0 && key.shape[2] * pair <= kMaxHeadDim,
-            "key_dim must be at most " + std::to_string(kMaxHeadDim) + ", got " + std::to_string(key.shape[2] * pair));
-    LayerKV kv{};
-    kv.key = key.base;
-    kv.value = value.base;
-    kv.key_block_stride = key.stride_bytes(0);
-    kv.key_head_stride = key.stride_bytes(1);
-    kv.value_block_stride = value.stride_bytes(0);
-    kv.value_head_stride = value.stride_bytes(1);
-    kv.num_blocks = key.shape[0];
-    kv.kv_heads = static_cast<int>(heads);
-    kv.key_units = static_cast<int>(key.shape[2]);
-    kv.value_dim = static_cast<int>(value_dim);
-    kv.block_size = static_cast<int>(block_size);
-    kv.storage = storage;
-    return kv;
-}
-
 namespace {
 
+constexpr const char* kCodeNames[kNumCodes] = {"floats", "fp8_e4m3", "fp8_e5m2", "int8", "int4"};
 Code code_of(const std::string& name) {
-    const char* names[kNumCodes] = {"", "fp8_e4m3", "fp8_e5m2", "int8", "int4"};
     for (int code = kCodePlain + 1; code < kNumCodes; ++code)
-        if (name == names[code]) return static_cast<Code>(code);
+        if (name == kCodeNames[code]) return static_cast<Code>(code);
     require(false, "codec '" + name + "' is not one of fp8_e4m3, fp8_e5m2, int8, int4");
     return kCodePlain;
 }
+bool is_fp8(Code code) { return code == kCodeE4m3 || code == kCodeE5m2; }
 
 // Whether an axis has this stride; that of an axis of one element does not matter.
 bool strided(const Tensor& tensor, int axis, int64_t stride) {
     return tensor.shape[axis] <= 1 || tensor.stride[axis] == stride;
 }
+// Whether the axes after that of the KV heads are dense.
+bool dense_in_head(const Tensor& tensor) {
+    int64_t stride = 1;
+    for (int axis = tensor.ndim; axis-- > 2; stride *= tensor.shape[axis])
+        if (!strided(tensor, axis, stride)) return false;
+    return true;
+}
 
-// The fields beside the codes of [blocks, heads, block_size] vectors.
-CodedSide coded_side(Code code, const CodedArguments& arguments, const char* name, int64_t blocks, int64_t heads,
-                     int64_t block_size, int64_t code_bytes) {
-    const auto& [_, codes, scale, zero, head_scales] = arguments;
+// Floats have no fields; those of a code lie beside [blocks, heads, block_size] vectors.
+CodedSide coded_side(Code code, const SideArguments& arguments, const char* name, const LayerKV& kv,
+                     int64_t code_bytes) {
     CodedSide side{};
+    if (code == kCodePlain) return side;
+    const auto& [_, codes, scale, zero, head_scales] = std::get<CodedArguments>(arguments);
     side.code = code;
     side.code_bytes = code_bytes;
     const auto add = [&](int index, const Tensor& field, int64_t bytes) {
         check_dtype(field, name, DType::u8);
-        check_shape(field, name, {blocks, heads, block_size, bytes});
-        require(strided(field, 3, 1) && strided(field, 2, bytes),
-                std::string(name) + " must have fields that are dense within a head of a block");
+        check_shape(field, name, {kv.num_blocks, kv.kv_heads, kv.block_size, bytes});
+        require(dense_in_head(field), std::string(name) + " must have fields that are dense within a head of a block");
         side.field[index] = field.base;
         side.field_block_stride[index] = field.stride[0];
         side.field_head_stride[index] = field.stride[1];
     };
-    const bool calibrated = code == kCodeE4m3 || code == kCodeE5m2;
-    const bool fits = scale.is_null() == calibrated && zero.is_null() == (code != kCodeInt4);
-    require(fits && head_scales.is_null() != calibrated, std::string(name) + " must have the fields of their codec");
+    const bool fits = scale.is_null() == is_fp8(code) && zero.is_null() == (code != kCodeInt4);
+    require(fits && head_scales.is_null() != is_fp8(code), std::string(name) + " must have the fields of their codec");
     if (!scale.is_null()) add(0, scale, 2);
     if (!zero.is_null()) add(1, zero, 1);
-    if (calibrated) {
-        check_dense(head_scales, name, DType::f32, {heads});
+    if (is_fp8(code)) {
+        check_dense(head_scales, name, DType::f32, {kv.kv_heads});
         side.head_scales = head_scales.data<float>();
     }
     return side;
@@ -116,53 +88,61 @@ CodedSide coded_side(Code code, const CodedArguments& arguments, const char* nam
 
 }  // namespace
 
-LayerKV coded_layer_kv(const CodedArguments& keys, const CodedArguments& values, DType dtype) {
-    const Code key_code = code_of(std::get<0>(keys)), value_code = code_of(std::get<0>(values));
+LayerKV layer_kv(const SideArguments& keys, const SideArguments& values, DType dtype) {
+    const auto split = [](const SideArguments& side) -> std::pair<Code, const Tensor&> {
+        if (const auto* floats = std::get_if<Tensor>(&side)) return {kCodePlain, *floats};
+        const auto& coded = std::get<CodedArguments>(side);
+        return {code_of(std::get<0>(coded)), std::get<1>(coded)};
+    };
+    const auto& [key_code, key] = split(keys);
+    const auto& [value_code, value] = split(values);
     require(key_code == value_code || (key_code == kCodeInt8 && value_code == kCodeInt4),
-            "keys in '" + std::get<0>(keys) + "' do not go with values in '" + std::get<0>(values) + "'");
-    const Tensor &key = std::get<1>(keys), &value = std::get<1>(values);
-    const bool fp8 = key_code == kCodeE4m3 || key_code == kCodeE5m2;
-    check_dtype(key, "key codes", DType::u8);
-    check_dtype(value, "value codes", DType::u8);
-    check_shape(key, "key codes", {-1, -1, -1, -1, 16, fp8 ? 1 : 4});
-    const int64_t blocks = key.shape[0], heads = key.shape[1], block_size = key.shape[2] * 16;
-    const int64_t together = fp8 ? 1 : 4;
-    check_shape(value, "value codes", {blocks, heads, block_size / together, -1, together});
-    const int64_t key_bytes = key.shape[3] * key.shape[5], value_bytes = value.shape[3];
-    require(strided(key, 5, 1) && strided(key, 4, key.shape[5]) && strided(key, 3, 16 * key.shape[5]) &&
-                strided(key, 2, 16 * key_bytes) && strided(value, 4, 1) && strided(value, 3, together) &&
-                strided(value, 2, together * value_bytes),
-            "key and value codes must be dense within a head of a block");
+            std::string("keys in ") + kCodeNames[key_code] + " do not go with values in " + kCodeNames[value_code]);
+    const bool plain = key_code == kCodePlain;
     LayerKV kv{};
+    kv.storage = plain ? storage_of(key, "key cache") : dtype == DType::bf16 ? kBf16 : kF32;
+    const int64_t pair = kv.storage == kBf16 ? 2 : 1, byte_group = is_fp8(key_code) ? 1 : 4;
+    const int64_t together = plain ? pair : byte_group;  // tokens of one dimension of a value
+    check_dtype(key, "key cache", plain ? key.dtype : DType::u8);
+    check_dtype(value, "value cache", key.dtype);
+    if (plain)
+        check_shape(key, "key cache", {-1, -1, -1, -1, pair});
+    else
+        check_shape(key, "key cache", {-1, -1, -1, -1, 16, byte_group});
+    const int64_t block_size = plain ? key.shape[3] : key.shape[2] * 16;
+    check_shape(value, "value cache", {key.shape[0], key.shape[1], block_size / together, -1, together});
+    require(dense_in_head(key) && dense_in_head(value), "key and value cache must be dense within a head of a block");
+    const int64_t key_units = plain ? key.shape[2] : key.shape[3] * byte_group;
+    const auto dims = [](Code code, int64_t units) { return static_cast<int>(code == kCodeInt4 ? 2 * units : units); };
     kv.key = key.base;
     kv.value = value.base;
-    kv.key_block_stride = key.stride[0];
-    kv.key_head_stride = key.stride[1];
-    kv.value_block_stride = value.stride[0];
-    kv.value_head_stride = value.stride[1];
-    kv.num_blocks = blocks;
-    kv.kv_heads = static_cast<int>(heads);
-    kv.key_units = static_cast<int>(key_bytes * (key_code == kCodeInt4 ? 2 : 1));
-    kv.value_dim = static_cast<int>(value_bytes * (value_code == kCodeInt4 ? 2 : 1));
+    kv.key_block_stride = key.stride_bytes(0);
+    kv.key_head_stride = key.stride_bytes(1);
+    kv.value_block_stride = value.stride_bytes(0);
+    kv.value_head_stride = value.stride_bytes(1);
+    kv.num_blocks = key.shape[0];
+    kv.kv_heads = static_cast<int>(key.shape[1]);
+    kv.key_units = dims(key_code, key_units);
+    kv.value_dim = dims(value_code, value.shape[3]);
     kv.block_size = static_cast<int>(block_size);
-    kv.storage = dtype == DType::bf16 ? kBf16 : kF32;
-    require(heads > 0 && block_size > 0, "a coded layer needs heads and tokens");
-    for (const int dim : {kv.key_units, kv.value_dim})
-        require(dim > 0 && dim % 16 == 0 && dim <= kMaxHeadDim,
-                "heads of coded layers must have a multiple of 16 and at most " + std::to_string(kMaxHeadDim) +
-                    " dimensions, got " +
-                    std::to_string(dim));
-    require(value_code != kCodeInt4 || kv.value_dim % 32 == 0,
-            "value_dim of int4 must be a multiple of 32, got " + std::to_string(kv.value_dim));
-    kv.key_side = coded_side(key_code, keys, "keys", blocks, heads, block_size, key_bytes);
-    kv.value_side = coded_side(value_code, values, "values", blocks, heads, block_size, value_bytes);
+    kv.key_side = coded_side(key_code, keys, "keys", kv, key_units);
+    kv.value_side = coded_side(value_code, values, "values", kv, value.shape[3]);
+    require(kv.kv_heads > 0 && block_size > 0 && block_size % 16 == 0,
+            "block_size must be a multiple of 16, got " + std::to_string(block_size));
+    const auto check_dim = [](const char* name, int dim, int multiple) {
+        require(dim > 0 && dim % multiple == 0 && dim <= kMaxHeadDim,
+                std::string(name) + " must be a multiple of " + std::to_string(multiple) + " and at most " +
+                    std::to_string(kMaxHeadDim) + ", got " + std::to_string(dim));
+    };
+    check_dim("key_dim", kv.key_dim(), plain ? static_cast<int>(pair) : 16);
+    check_dim("value_dim", kv.value_dim, value_code == kCodeInt4 ? 32 : 16);
     return kv;
 }
 
 void check_copies(const LayerKV& kv, const LayerKV& copies, int first_blocks, int recent_blocks) {
-    require(kv.coded() && copies.kv_heads == kv.kv_heads && copies.key_units == kv.key_units &&
+    require(kv.coded() && copies.coded() && copies.kv_heads == kv.kv_heads && copies.key_units == kv.key_units &&
                 copies.value_dim == kv.value_dim && copies.block_size == kv.block_size,
-            "copies must have the heads and the block size of their layer, which must be coded");
+            "copies must have the heads and the block size of their layer, and both must be coded");
     constexpr int kMost = 1 << 20;
     require(int64_t{first_blocks} * kv.block_size <= std::numeric_limits<int>::max(),
             std::to_string(first_blocks) + " first blocks of " + std::to_string(kv.block_size) +
@@ -184,7 +164,7 @@ void check_budgets(const Tensor& budgets, int64_t num_seqs, int sink_tokens) {
 }
 
 SparseReads bounds_of(const LayerKV& kv, const Tensor& bounds) {
-    const int64_t key_dim = int64_t{kv.key_units} * (kv.storage == kBf16 ? 2 : 1);
+    const int key_dim = kv.key_dim();
     check_dtype(bounds, "bounds", kv.storage == kBf16 ? DType::bf16 : DType::f32);
     check_shape(bounds, "bounds", {kv.num_blocks, kv.kv_heads, 2, key_dim});
     require(!kv.coded() && key_dim % 16 == 0 && strided(bounds, 3, 1) && strided(bounds, 2, key_dim),

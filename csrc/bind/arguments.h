@@ -5,6 +5,7 @@
 
 #include <string>
 #include <tuple>
+#include <variant>
 #include <vector>
 
 #include "bind/tensor.h"
@@ -20,12 +21,13 @@ Matrix matrix(const Tensor& tensor, const char* name, DType dtype);
 void check_dense(const Tensor& tensor, const char* name, DType dtype, std::initializer_list<int64_t> shape);
 // Frequencies of rotary embeddings, for heads of `key_dim`; returns how many dimensions rotate.
 int check_rotation(const Tensor& cos, const Tensor& sin, int key_dim);
-LayerKV layer_kv(const Tensor& key, const Tensor& value);
-// The keys or the values of a coded layer: (codec, codes, scales of vectors, zero points, scales of heads), with None
-// for what the codec does not have.
+// The keys or the values of a layer: floats, or (codec, codes, scales of vectors, zero points, scales of heads), with
+// None for what the codec does not have.
 using CodedArguments = std::tuple<std::string, Tensor, Tensor, Tensor, Tensor>;
-// `dtype` is that of queries, of new keys and values, and of the output.
-LayerKV coded_layer_kv(const CodedArguments& keys, const CodedArguments& values, DType dtype);
+using SideArguments = std::variant<Tensor, CodedArguments>;
+// `dtype` is that of queries, of new keys and values, and of the output. It is the cache's unless that is coded; whether
+// it is remains for the caller to check.
+LayerKV layer_kv(const SideArguments& keys, const SideArguments& values, DType dtype);
 // Raises unless `copies` may be the copies of a layer's first and most recent blocks.
 void check_copies(const LayerKV& kv, const LayerKV& copies, int first_blocks, int recent_blocks);
 // Raises unless `budgets` [num_seqs] are 0, or tokens of which more than the first `sink_tokens` are kept.

@@ -3,6 +3,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
@@ -312,8 +313,8 @@ class BoundDecoder {
         for (const auto& [key, value, group, window, copied, bounds] : caches) {
             kept.push_back(key);
             kept.push_back(value);
-            const LayerKV kv = nb::isinstance<nb::tuple>(key) ? coded_cache(key, value) : float_cache(key, value);
-            const int key_dim = kv.key_units * (s.storage == kBf16 && !kv.coded() ? 2 : 1);
+            const LayerKV kv = cache_of(key, value);
+            const int key_dim = kv.key_dim();
             require(kv.kv_heads == s.kv_heads && key_dim == s.key_dim && kv.value_dim == s.value_dim,
                     "a cache of " + std::to_string(kv.kv_heads) + " heads of " + std::to_string(key_dim) + " and " +
                         std::to_string(kv.value_dim) + " is not for " + std::to_string(s.kv_heads) + " heads of " +
@@ -325,7 +326,7 @@ class BoundDecoder {
                 const auto& [keys, values, copies_group, first_blocks, recent_blocks] = *copied;
                 kept.push_back(keys);
                 kept.push_back(values);
-                cache.copies = coded_cache(keys, values);
+                cache.copies = cache_of(keys, values);
                 check_copies(kv, cache.copies, first_blocks, recent_blocks);
                 require(copies_group >= 0, "the copies' group must not be negative");
                 cache.copies_group = copies_group;
@@ -504,16 +505,13 @@ class BoundDecoder {
         return tables;
     }
 
-    LayerKV float_cache(const nb::object& key_object, const nb::object& value_object) const {
-        Tensor key, value;
-        require(borrow_tensor(key_object.ptr(), &key) && borrow_tensor(value_object.ptr(), &value),
-                "key and value cache must be dense CPU tensors");
-        const LayerKV kv = layer_kv(key, value);
-        check_dtype(key, "key cache", dtype());
+    LayerKV cache_of(const nb::object& keys, const nb::object& values) const {
+        SideArguments sides[2];
+        require(nb::try_cast(keys, sides[0]) && nb::try_cast(values, sides[1]),
+                "key and value cache must be dense CPU tensors, or in a codec");
+        const LayerKV kv = layer_kv(sides[0], sides[1], dtype());
+        require(kv.storage == decoder_.shape.storage, std::string("key cache must be ") + dtype_name(dtype()));
         return kv;
-    }
-    LayerKV coded_cache(const nb::object& keys, const nb::object& values) const {
-        return coded_layer_kv(nb::cast<CodedArguments>(keys), nb::cast<CodedArguments>(values), dtype());
     }
 
     DType dtype() const { return decoder_.shape.storage == kBf16 ? DType::bf16 : DType::f32; }

@@ -3,6 +3,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <stdexcept>
@@ -20,9 +21,9 @@ namespace octavo {
 namespace {
 
 // Keys, values, block tables, and how many first and recent blocks are read in them.
-using CopiesToRead = std::tuple<CodedArguments, CodedArguments, Tensor, int, int>;
+using CopiesToRead = std::tuple<SideArguments, SideArguments, Tensor, int, int>;
 // Keys, values and slots.
-using CopiesToWrite = std::tuple<CodedArguments, CodedArguments, Tensor>;
+using CopiesToWrite = std::tuple<SideArguments, SideArguments, Tensor>;
 
 // Queries for the sinks, budgets, and the number of sinks.
 using SinksApart = std::tuple<Tensor, Tensor, int>;
@@ -30,21 +31,22 @@ using SinksApart = std::tuple<Tensor, Tensor, int>;
 // Bounds, and the blocks read of each sequence (SparseArguments).
 using SparseLayer = std::tuple<Tensor, SparseArguments>;
 
-void attend_layer(const LayerKV& kv, const RecentCopies& copies, const Tensor& query, const Tensor& out,
-                  const Tensor& block_tables, const Tensor& table_rows, const Tensor& query_start,
-                  const Tensor& context_lens, float scale, int window, float softcap, const Tensor& sinks,
-                  bool exact, const std::optional<SinksApart>& apart, const std::optional<SparseLayer>& sparse = {}) {
+void py_attend(const SideArguments& keys, const SideArguments& values, const Tensor& query, const Tensor& out,
+               const Tensor& block_tables, const Tensor& table_rows, const Tensor& query_start,
+               const Tensor& context_lens, float scale, int window, float softcap, const Tensor& sinks, bool exact,
+               const std::optional<CopiesToRead>& copied, const std::optional<SinksApart>& apart,
+               const std::optional<SparseLayer>& sparse) {
+    storage_of(query, "query");
+    const LayerKV kv = layer_kv(keys, values, query.dtype);
     AttentionCall call{};
     call.kv = kv;
-    call.copies = copies;
-    const int pair = kv.storage == kBf16 && !kv.coded() ? 2 : 1;
     const DType dtype = kv.storage == kBf16 ? DType::bf16 : DType::f32;
     check_rows(query, "query", 3);
     check_rows(out, "out", 3);
     check_dtype(query, "query", dtype);
     check_dtype(out, "out", dtype);
     const int64_t tokens = query.shape[0], heads = query.shape[1];
-    check_shape(query, "query", {-1, -1, int64_t{call.kv.key_units} * pair});
+    check_shape(query, "query", {-1, -1, kv.key_dim()});
     check_shape(out, "out", {tokens, heads, call.kv.value_dim});
     require(heads > 0 && heads % call.kv.kv_heads == 0, "query heads (" + std::to_string(heads) +
                                                             ") must be a multiple of KV heads (" +
@@ -80,6 +82,15 @@ void attend_layer(const LayerKV& kv, const RecentCopies& copies, const Tensor& q
     call.num_heads = static_cast<int>(heads);
     call.window = window;
     call.exact = exact;
+    if (copied) {
+        const auto& [copied_keys, copied_values, tables, first_blocks, recent_blocks] = *copied;
+        check_rows(tables, "copies' block_tables", 2);
+        check_dtype(tables, "copies' block_tables", DType::i32);
+        require(tables.shape[0] == block_tables.shape[0], "copies must have as many rows of block_tables");
+        call.copies = {layer_kv(copied_keys, copied_values, dtype), tables.data<const int32_t>(), tables.stride[0],
+                       tables.shape[1], first_blocks, recent_blocks};
+        check_copies(kv, call.copies.kv, first_blocks, recent_blocks);
+    }
     if (apart) {
         const auto& [sink_query, budgets, sink_tokens] = *apart;
         require(window == 0, "a layer with a sliding window has no budgets");
@@ -105,40 +116,14 @@ void attend_layer(const LayerKV& kv, const RecentCopies& copies, const Tensor& q
     attend(call);
 }
 
-void py_attend(const Tensor& key, const Tensor& value, const Tensor& query, const Tensor& out,
-               const Tensor& block_tables, const Tensor& table_rows, const Tensor& query_start,
-               const Tensor& context_lens, float scale, int window, float softcap, const Tensor& sinks,
-               bool exact, const std::optional<SinksApart>& apart, const std::optional<SparseLayer>& sparse) {
-    attend_layer(layer_kv(key, value), {}, query, out, block_tables, table_rows, query_start, context_lens, scale,
-                 window, softcap, sinks, exact, apart, sparse);
-}
-
-void py_attend_coded(const CodedArguments& keys, const CodedArguments& values, const Tensor& query, const Tensor& out,
-                     const Tensor& block_tables, const Tensor& table_rows, const Tensor& query_start,
-                     const Tensor& context_lens, float scale, int window, float softcap, const Tensor& sinks,
-                     bool exact, const std::optional<CopiesToRead>& copied, const std::optional<SinksApart>& apart) {
-    storage_of(query, "query");
-    const LayerKV kv = coded_layer_kv(keys, values, query.dtype);
-    RecentCopies copies{};
-    if (copied) {
-        const auto& [copied_keys, copied_values, tables, first_blocks, recent_blocks] = *copied;
-        check_rows(tables, "copies' block_tables", 2);
-        check_dtype(tables, "copies' block_tables", DType::i32);
-        require(tables.shape[0] == block_tables.shape[0], "copies must have as many rows of block_tables");
-        copies = {coded_layer_kv(copied_keys, copied_values, query.dtype), tables.data<const int32_t>(),
-                  tables.stride[0], tables.shape[1], first_blocks, recent_blocks};
-        check_copies(kv, copies.kv, first_blocks, recent_blocks);
-    }
-    attend_layer(kv, copies, query, out, block_tables, table_rows, query_start, context_lens, scale, window, softcap,
-                 sinks, exact, apart);
-}
-
-void rope_write_layer(const LayerKV& kv, const Tensor& qkv, const Tensor& cos, const Tensor& sin,
-                      const Tensor& positions, const Tensor& slots, const Tensor& query_norm, const Tensor& key_norm,
-                      float eps, const std::optional<CopiesToWrite>& copied = {}) {
+void py_rope_write(const Tensor& qkv, const SideArguments& keys, const SideArguments& values, const Tensor& cos,
+                   const Tensor& sin, const Tensor& positions, const Tensor& slots, const Tensor& query_norm,
+                   const Tensor& key_norm, float eps, const std::optional<CopiesToWrite>& copied) {
+    storage_of(qkv, "qkv");
+    const LayerKV kv = layer_kv(keys, values, qkv.dtype);
     const DType dtype = kv.storage == kBf16 ? DType::bf16 : DType::f32;
     const Matrix rows = matrix(qkv, "qkv", dtype);
-    const int key_dim = kv.key_units * (kv.storage == kBf16 && !kv.coded() ? 2 : 1);
+    const int key_dim = kv.key_dim();
     const int64_t query_width = rows.width - int64_t{kv.kv_heads} * (key_dim + kv.value_dim);
     require(query_width >= 0 && query_width % key_dim == 0,
             "qkv is " + std::to_string(rows.width) + " wide, which is no number of query heads of " +
@@ -164,8 +149,8 @@ void rope_write_layer(const LayerKV& kv, const Tensor& qkv, const Tensor& cos, c
     task.rotary_dim = rotary_dim;
     LayerKV copies{};
     if (copied) {
-        const auto& [keys, values, copies_slots] = *copied;
-        copies = coded_layer_kv(keys, values, dtype);
+        const auto& [copied_keys, copied_values, copies_slots] = *copied;
+        copies = layer_kv(copied_keys, copied_values, dtype);
         check_copies(kv, copies, 0, 1);
         check_dense(copies_slots, "copies' slots", DType::i64, {rows.rows});
         check_range(copies_slots.data<int64_t>(), rows.rows, copies.num_blocks * copies.block_size, "copies' slots");
@@ -174,20 +159,6 @@ void rope_write_layer(const LayerKV& kv, const Tensor& qkv, const Tensor& cos, c
     }
     nb::gil_scoped_release release;
     rope_write(kv.storage, task, rows.rows);
-}
-
-void py_rope_write(const Tensor& qkv, const Tensor& key, const Tensor& value, const Tensor& cos, const Tensor& sin,
-                   const Tensor& positions, const Tensor& slots, const Tensor& query_norm, const Tensor& key_norm,
-                   float eps) {
-    rope_write_layer(layer_kv(key, value), qkv, cos, sin, positions, slots, query_norm, key_norm, eps);
-}
-
-void py_rope_write_coded(const Tensor& qkv, const CodedArguments& keys, const CodedArguments& values, const Tensor& cos,
-                         const Tensor& sin, const Tensor& positions, const Tensor& slots, const Tensor& query_norm,
-                         const Tensor& key_norm, float eps, const std::optional<CopiesToWrite>& copied) {
-    storage_of(qkv, "qkv");
-    rope_write_layer(coded_layer_kv(keys, values, qkv.dtype), qkv, cos, sin, positions, slots, query_norm, key_norm,
-                     eps, copied);
 }
 
 void py_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, const Tensor& out, float eps) {
@@ -250,16 +221,11 @@ void py_set_num_threads(int count) {
 NB_MODULE(_native, m) {
     using namespace octavo;
     nb::set_leak_warnings(false);  // an engine that lives until Python exits is not a leak
-    m.def("attend", &py_attend, "key"_a, "value"_a, "query"_a, "out"_a, "block_tables"_a, "table_rows"_a,
+    m.def("attend", &py_attend, "keys"_a, "values"_a, "query"_a, "out"_a, "block_tables"_a, "table_rows"_a,
           "query_start"_a, "context_lens"_a, "scale"_a, "window"_a, "softcap"_a, "sinks"_a.none(), "exact"_a,
-          "apart"_a.none() = nb::none(), "sparse"_a.none() = nb::none());
-    m.def("rope_write", &py_rope_write, "qkv"_a, "key"_a, "value"_a, "cos"_a, "sin"_a, "positions"_a, "slots"_a,
-          "query_norm"_a.none(), "key_norm"_a.none(), "eps"_a);
-    m.def("attend_coded", &py_attend_coded, "keys"_a, "values"_a, "query"_a, "out"_a, "block_tables"_a, "table_rows"_a,
-          "query_start"_a, "context_lens"_a, "scale"_a, "window"_a, "softcap"_a, "sinks"_a.none(), "exact"_a,
-          "copies"_a.none(), "apart"_a.none() = nb::none());
-    m.def("rope_write_coded", &py_rope_write_coded, "qkv"_a, "keys"_a, "values"_a, "cos"_a, "sin"_a, "positions"_a,
-          "slots"_a, "query_norm"_a.none(), "key_norm"_a.none(), "eps"_a, "copies"_a.none());
+          "copies"_a.none(), "apart"_a.none(), "sparse"_a.none());
+    m.def("rope_write", &py_rope_write, "qkv"_a, "keys"_a, "values"_a, "cos"_a, "sin"_a, "positions"_a, "slots"_a,
+          "query_norm"_a.none(), "key_norm"_a.none(), "eps"_a, "copies"_a.none());
     m.def("rms_norm", &py_rms_norm, "x"_a, "residual"_a.none(), "weight"_a, "out"_a, "eps"_a);
     m.def("gated", &py_gated, "gate_up"_a, "out"_a, "activation"_a);
     m.def("argmax", &py_argmax, "logits"_a, "out"_a);

@@ -9,8 +9,7 @@
 //     DecodedRowPasses      coded     in vectors, once decoded to bf16           decoded_attention.h
 //     CodedTilePasses       coded     in matrix tiles, once decoded to bf16      tile_coded_attention.h
 //
-// A pass packs a head's queries (`pack`), adds a split of the context to the rows' state (`add`), and may put the final
-// state into order (`finish`).
+// A pass packs a head's queries (`pack`) and adds a split of the context to the rows' state (`add`).
 #pragma once
 
 #include "level/attention_softmax.h"
@@ -196,7 +195,6 @@ template <class Pass> void attend_by(const AttendTask& task, AttendScratch& scra
         tree.add(split);
     }
     const Rows total = tree.total();
-    pass.finish(task, total);
     if (task.partial)
         __builtin_memcpy(task.partial, total.base, sizeof(float) * num_rows * total.stride());
     else

@@ -71,7 +71,6 @@ struct CodedRowPasses {
             });
         });
     }
-    static void finish(const AttendTask&, const Rows&) {}
 };
 
 }  // namespace octavo::OCTAVO_LEVEL

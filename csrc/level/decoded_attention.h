@@ -46,7 +46,7 @@ class DecodedRowPasses {
             const Visible visible = visible_tokens(task, tiles.now.begin, 0, num_rows);
             if (visible.nothing()) return;
             decode_to_plain(kv, tiles, visible, scratch.keys, scratch.decoded);
-            load_factors(task, tiles.now, head, visible, code_unit, scratch.factors);
+            load_factors(task, tiles.now, head, visible, scratch.factors);
             Tile plain{};
             plain.begin = tiles.now.begin;
             for (int v = 0; v < kVectors; ++v) {
@@ -62,8 +62,6 @@ class DecodedRowPasses {
             });
         });
     }
-
-    static void finish(const AttendTask&, const Rows&) {}
 
   private:
     LayerKV decoded_;

@@ -10,14 +10,12 @@ namespace octavo::OCTAVO_LEVEL {
 
 enum Factor { kKeyScale, kValueScale, kFactors };
 
-// Loads the factors of a tile's tokens. `unit` is code_unit or what stands for it in tiles.
-template <class Unit>
-inline void load_factors(const AttendTask& task, const Tile& tile, int head, const Visible& visible, const Unit& unit,
-                         float* to) {
+// Loads the factors of a tile's tokens.
+inline void load_factors(const AttendTask& task, const Tile& tile, int head, const Visible& visible, float* to) {
     const LayerKV& kv = *task.kv;
     const Code keys = kv.key_side.code, values = kv.value_side.code;
-    const F16 key_head = F16::set1(kv.key_side.scale(task.kv_head + head) * unit(keys));
-    const F16 value_head = F16::set1(kv.value_side.scale(task.kv_head + head) * unit(values));
+    const F16 key_head = F16::set1(kv.key_side.scale(task.kv_head + head) * code_unit(keys));
+    const F16 value_head = F16::set1(kv.value_side.scale(task.kv_head + head) * code_unit(values));
     for (int v = 0; v < kVectors; ++v, to += 16) {
         F16 key = key_head, value = value_head;
         if (v >= visible.first_vector && v < visible.end_vector) {

@@ -104,7 +104,8 @@ inline void decode_values_to_pairs(const char* from, const char* next, const cha
     }
 }
 
-// One tile of the context for all rows that see any of it; `visible` is what they see together.
+// One tile of the context for all rows that see any of it; `visible` is what they see together. Values become whole
+// steps of 32 tokens, which matrix tiles multiply.
 inline void decode_to_plain(const LayerKV& kv, const TilePair& tiles, const Visible& visible, uint32_t* keys,
                             uint32_t* values) {
     const Tile &now = tiles.now, &next = tiles.next;
@@ -114,12 +115,13 @@ inline void decode_to_plain(const LayerKV& kv, const TilePair& tiles, const Visi
             decode_keys_to_pairs<code>(now.key[v], next.key[v], now.key_field[v][1], kv.key_units,
                                        keys + v * int64_t{kv.key_units} * 8);
         });
+    }
+    for (int v = visible.first_vector / 2 * 2; v < (visible.end_vector + 1) / 2 * 2; ++v)
         with_code(kv.value_side.code, [&](auto code) {
             decode_values_to_pairs<code>(now.value[v], next.value[v], now.value_field[v][1], kv.value_dim,
                                          visible.low - v * 16, visible.high - v * 16,
                                          values + v * int64_t{kv.value_dim} * 8);
         });
-    }
 }
 
 }  // namespace octavo::OCTAVO_LEVEL

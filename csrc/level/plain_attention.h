@@ -237,8 +237,6 @@ template <Storage S> struct RowPasses {
         });
     }
 
-    static void finish(const AttendTask&, const Rows&) {}
-
   private:
     template <bool Ask, class... Arguments> static void pass(int count, Arguments&&... arguments) {
         with_constant<kMaxRows>(count, [&](auto constant) { tile_rows<S, constant, Ask>(arguments...); });

@@ -99,10 +99,9 @@ template <bool Half> class MatrixTiles {
         tile_load<Values>(values, stride);
         tile_dot_bf16<T, 4, Values>();
     }
-    // N x 16 columns of the state. Values are [pair][16 columns]: pairs are `pair_units` apart, and sixteen columns
-    // `column_units`.
+    // N x 16 columns of the state. Values are [pair][column], with pairs `pair_units` apart.
     template <int N>
-    static void add_columns(const uint32_t* weights, const uint32_t* values, int64_t pair_units, int64_t column_units,
+    static void add_columns(const uint32_t* weights, const uint32_t* values, int64_t pair_units,
                             const Visible& visible, float* sums, int64_t sums_stride) {
         const int begin = visible.low / kTileTokens * (kTileTokens / 2);
         const int end = (visible.high + kTileTokens - 1) / kTileTokens * (kTileTokens / 2);
@@ -114,9 +113,9 @@ template <bool Half> class MatrixTiles {
             tile_load<4>(weights + pair, kTile * 4);
             const uint32_t* of_pair = values + pair * pair_units;
             add_value<0, 5>(of_pair, pair_units * 4);
-            if constexpr (N > 1) add_value<1, kOther>(of_pair + column_units, pair_units * 4);
-            if constexpr (N > 2) add_value<2, 5>(of_pair + 2 * column_units, pair_units * 4);
-            if constexpr (N > 3) add_value<3, kOther>(of_pair + 3 * column_units, pair_units * 4);
+            if constexpr (N > 1) add_value<1, kOther>(of_pair + 16, pair_units * 4);
+            if constexpr (N > 2) add_value<2, 5>(of_pair + 32, pair_units * 4);
+            if constexpr (N > 3) add_value<3, kOther>(of_pair + 48, pair_units * 4);
         }
         tile_store<0>(sums, sums_stride);
         if constexpr (N > 1) tile_store<1>(sums + 16, sums_stride);
@@ -152,8 +151,6 @@ class TilePasses : MatrixTiles<true> {
                      scratch);
         });
     }
-
-    static void finish(const AttendTask&, const Rows&) {}
 
   private:
     // All rows of one KV head over one tile of the context.
@@ -237,7 +234,7 @@ class TilePasses : MatrixTiles<true> {
     // The columns are dimensions, and the sum after the last of them.
     void add_values(const Visible& visible, int first_row, const Rows& rows, const AttendScratch& scratch) const {
         const auto add = [&]<int N>(int column) {
-            add_columns<N>(scratch.weights, scratch.values + column, stride_, 16, visible,
+            add_columns<N>(scratch.weights, scratch.values + column, stride_, visible,
                            rows.values(first_row) + column, int64_t{rows.stride()} * 4);
         };
         int column = 0;

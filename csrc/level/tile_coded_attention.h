@@ -1,18 +1,15 @@
 // Attention of prompts over coded keys and values in tiles, used if their bits may differ from a decode's.
 //
-// A split of the context is decoded once, into the core's second-level cache, for all the rows of a KV head, and
-// multiplied from there as in tile_attention.h, sixteen rows at a time:
-//
-//     scratch.keys       [tile of 64 tokens][16 tokens][dim / 2][token][2]
-//     scratch.decoded    [tile of 64 tokens][16 columns][token / 2][column][2]
+// A split of the context is decoded once (decoded_tile.h), into the core's second-level cache, for all the rows of a KV
+// head, and multiplied from there as in tile_attention.h, sixteen rows at a time.
 //
 // Queries (rotated if keys are) and weights (times their token's scale) are rounded to bf16, as for uncoded blocks.
 #pragma once
 
 #include "level/coded_attention.h"
 #include "level/decoded_rows.h"
+#include "level/decoded_tile.h"
 #include "level/tile_attention.h"
-#include "level/tile_codes.h"
 
 namespace octavo::OCTAVO_LEVEL {
 
@@ -38,18 +35,6 @@ class CodedTilePasses : MatrixTiles<false> {
         }
     }
 
-    // Reorders columns to dimensions.
-    static void finish(const AttendTask& task, const Rows& total) {
-        if (!is_fp8(task.kv->value_side.code)) return;
-        int column[kMaxHeadDim];
-        for (int d = 0; d < total.value_dim; ++d) column[d] = value_column(d);
-        float columns[kMaxHeadDim];
-        for (int r = 0; r < task.kv_heads * task.rows_per_head(); ++r) {
-            __builtin_memcpy(columns, total.values(r), int64_t{total.value_dim} * 4);
-            for (int d = 0; d < total.value_dim; ++d) total.values(r)[d] = columns[column[d]];
-        }
-    }
-
   private:
     static void decode(const AttendTask& task, const Split& split, int head, AttendScratch& scratch) {
         const LayerKV& kv = *task.kv;
@@ -59,11 +44,8 @@ class CodedTilePasses : MatrixTiles<false> {
         for (int begin = split.begin; begin < split.end; begin += kTile) {
             if (begin + kTile < split.end_position) next = locate(task, head, begin + kTile, split.end_position);
             const Visible visible = visible_tokens(task, begin, 0, task.rows_per_head());
-            with_code(kv.key_side.code, [&](auto code) { decode_tile_keys<code>(kv, {now, next}, visible, keys); });
-            with_code(kv.value_side.code,
-                      [&](auto code) { decode_tile_values<code>(kv, {now, next}, visible, values); });
-            for (int v = visible.first_vector; v < visible.end_vector; ++v) ask_fields(next, v);
-            load_factors(task, now, head, visible, tile_unit, factors);
+            decode_to_plain(kv, {now, next}, visible, keys, values);
+            load_factors(task, now, head, visible, factors);
             keys += keys_size(kv), values += values_size(kv), factors += kFactors * kTile;
             now = next;
         }
@@ -90,9 +72,8 @@ class CodedTilePasses : MatrixTiles<false> {
                 float rescale[kTileRows];
                 weigh_decoded_rows(task, begin, visible, factors, first, count, rows, scratch, rescale);
                 rescale_rows(rows, first, count, rows.value_dim, rescale);
-                constexpr int64_t kColumns = kTile / 2 * 16;  // units per sixteen columns
                 for (int column = 0; column < kv.value_dim; column += 64)
-                    add_columns<4>(scratch.weights, values + column / 16 * kColumns, 16, kColumns, visible,
+                    add_columns<4>(scratch.weights, values + column, kv.value_dim, visible,
                                    rows.values(first) + column, int64_t{rows.stride()} * 4);
             }
             keys += keys_size(kv), values += values_size(kv), factors += kFactors * kTile;

@@ -237,7 +237,7 @@ void attention() {
     std::printf("%-20s %-10s %10s %10s %8s %10s\n", "attention", "cache", "us", "best", "GB/s", "GFLOP/s");
     constexpr struct {
         int seqs, context, queries;
-    } kCases[] = {{16, 1024, 1}, {64, 4000, 1}, {1, 512, 512}, {1, 2048, 2048}, {1, 8192, 2048}};
+    } kCases[] = {{16, 1024, 1}, {64, 4000, 1}, {16, 4000, 5}, {1, 512, 512}, {1, 2048, 2048}, {1, 8192, 2048}};
     for (const auto& [seqs, context, queries] : kCases) {
         const int64_t blocks = int64_t{seqs} * context / kBlock;
         std::vector<int32_t> table, starts(1, 0), contexts(static_cast<size_t>(seqs), context);

@@ -1,8 +1,11 @@
 from torch import Tensor
 
+# Floats, or a codec, its codes, scales of vectors, zero points and scales of heads.
+_Side = Tensor | tuple[str, Tensor, Tensor | None, Tensor | None, Tensor | None]
+
 def attend(
-    key: Tensor,
-    value: Tensor,
+    keys: _Side,
+    values: _Side,
     query: Tensor,
     out: Tensor,
     block_tables: Tensor,
@@ -14,46 +17,14 @@ def attend(
     softcap: float,
     sinks: Tensor | None,
     exact: bool,
-    apart: tuple[Tensor, Tensor, int] | None = None,
-    sparse: tuple[Tensor, tuple[Tensor, Tensor, list[Tensor]]] | None = None,
-) -> None: ...
-
-_Coded = tuple[str, Tensor, Tensor | None, Tensor | None, Tensor | None]
-
-def attend_coded(
-    keys: _Coded,
-    values: _Coded,
-    query: Tensor,
-    out: Tensor,
-    block_tables: Tensor,
-    table_rows: Tensor,
-    query_start: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-    exact: bool,
-    copies: tuple[_Coded, _Coded, Tensor, int, int] | None,
-    apart: tuple[Tensor, Tensor, int] | None = None,
-) -> None: ...
-def rope_write_coded(
-    qkv: Tensor,
-    keys: _Coded,
-    values: _Coded,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    query_norm: Tensor | None,
-    key_norm: Tensor | None,
-    eps: float,
-    copies: tuple[_Coded, _Coded, Tensor] | None,
+    copies: tuple[_Side, _Side, Tensor, int, int] | None,
+    apart: tuple[Tensor, Tensor, int] | None,
+    sparse: tuple[Tensor, tuple[Tensor, Tensor, list[Tensor]]] | None,
 ) -> None: ...
 def rope_write(
     qkv: Tensor,
-    key: Tensor,
-    value: Tensor,
+    keys: _Side,
+    values: _Side,
     cos: Tensor,
     sin: Tensor,
     positions: Tensor,
@@ -61,6 +32,7 @@ def rope_write(
     query_norm: Tensor | None,
     key_norm: Tensor | None,
     eps: float,
+    copies: tuple[_Side, _Side, Tensor] | None,
 ) -> None: ...
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None: ...
 def gated(gate_up: Tensor, out: Tensor, activation: str) -> None: ...
@@ -191,11 +163,11 @@ class Decoder:
         self,
         caches: list[
             tuple[
-                Tensor | _Coded,
-                Tensor | _Coded,
+                _Side,
+                _Side,
                 int,
                 int,
-                tuple[_Coded, _Coded, int, int, int] | None,
+                tuple[_Side, _Side, int, int, int] | None,
                 Tensor | None,
             ]
         ],

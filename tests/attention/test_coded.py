@@ -87,9 +87,7 @@ def test_keys_and_values_are_encoded_on_the_way_to_the_bit(level: str, codec: st
     layer = found.coded_layers[0]
     # An angle of zero rotates nothing: what is stored is what was projected.
     still, flat = torch.ones(1, 40), torch.zeros(1, 40)
-    kernels.rope_write_coded(
-        qkv.clone(), layer.keys.for_kernels, layer.values.for_kernels, still, flat, torch.zeros(tokens).long(), slots
-    )
+    kernels.rope_write(qkv.clone(), *layer.for_kernels, still, flat, torch.zeros(tokens).long(), slots)
     expected.layers[0].write(keys, values, slots)
     assert torch.equal(found._bytes, expected._bytes)
 
@@ -106,10 +104,7 @@ def test_what_is_not_finite_has_the_references_codes(level: str, codec: str) -> 
     layer, slots = found.coded_layers[0], torch.arange(4) + 16
     for arena in (found, expected):
         set_scales(arena.coded_layers[0], torch.tensor([0.5]), torch.tensor([0.1]))
-    kernels.rope_write_coded(
-        qkv, layer.keys.for_kernels, layer.values.for_kernels, torch.ones(1, 8), torch.zeros(1, 8),
-        torch.zeros(4).long(), slots,
-    )  # fmt: skip
+    kernels.rope_write(qkv, *layer.for_kernels, torch.ones(1, 8), torch.zeros(1, 8), torch.zeros(4).long(), slots)
     expected.layers[0].write(qkv[:, None, 16:32], qkv[:, None, 32:], slots)
     assert torch.equal(layer.values.codes, expected.coded_layers[0].values.codes)
     read, wanted = (arena.layers[0].gather(torch.tensor([1]), 4)[1] for arena in (found, expected))
@@ -132,18 +127,17 @@ def test_what_no_kernel_reads_goes_to_the_reference() -> None:
 def test_the_kernels_refuse_what_does_not_fit() -> None:
     layer = KVArena(KVCacheSpec.build([LayerKVSpec(2, 64, 64)], 16, "int8"), 2).coded_layers[0]
     other = KVArena(KVCacheSpec.build([LayerKVSpec(2, 64, 64)], 16, "fp8_e4m3"), 2).coded_layers[0]
+    floats = KVArena(KVCacheSpec.build([LayerKVSpec(2, 64, 64)], 16, "float32"), 2).float_layers[0]
     query, one = torch.zeros(1, 4, 64), torch.zeros(1, dtype=torch.int32)
-    tables = (one.view(1, 1), one.long(), torch.tensor([0, 1]).int(), one + 1)
-    for keys, values in ((layer, other), (other, layer)):
-        with pytest.raises(ValueError, match="do not go with values"):
-            kernels.attend_coded(
-                keys.keys.for_kernels, values.values.for_kernels, query, *tables, value_dim=64, scale=1.0
-            )
-    _, codes, scale, *_ = layer.keys.for_kernels
-    unknown = ("nvfp4", codes, scale, None, None)
-    with pytest.raises(ValueError, match="'nvfp4' is not one of"):
-        kernels.attend_coded(unknown, layer.values.for_kernels, query, *tables, value_dim=64, scale=1.0)
-    with pytest.raises(ValueError, match="must have the fields of their codec"):
-        kernels.attend_coded(
-            ("int8", codes, None, None, None), layer.values.for_kernels, query, *tables, value_dim=64, scale=1.0
-        )
+    batched = (query, one.view(1, 1), one.long(), torch.tensor([0, 1]).int(), one + 1)
+    (keys, values), codes, scale = layer.for_kernels, layer.keys.codes, layer.keys.fields[0]
+    for sides, message in (
+        ((keys, other.for_kernels[1]), "keys in int8 do not go with values in fp8_e4m3"),
+        ((other.for_kernels[0], values), "keys in fp8_e4m3 do not go with values in int8"),
+        ((floats.key, values), "keys in floats do not go with values in int8"),
+        ((keys, floats.value), "keys in int8 do not go with values in floats"),
+        ((("nvfp4", codes, scale, None, None), values), "'nvfp4' is not one of"),
+        ((("int8", codes, None, None, None), values), "must have the fields of their codec"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kernels.attend(*sides, *batched, out=torch.empty_like(query), scale=1.0)

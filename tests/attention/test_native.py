@@ -308,13 +308,14 @@ def test_what_the_kernels_do_not_reach_falls_back_to_the_reference(block_size: i
 
 def native_arguments() -> dict:
     return {
-        "key": torch.zeros(5, 2, 32, 16, 2, dtype=torch.bfloat16),
-        "value": torch.zeros(5, 2, 8, 64, 2, dtype=torch.bfloat16),
+        "keys": torch.zeros(5, 2, 32, 16, 2, dtype=torch.bfloat16),
+        "values": torch.zeros(5, 2, 8, 64, 2, dtype=torch.bfloat16),
         "query": torch.zeros(3, 4, 64, dtype=torch.bfloat16),
         "block_tables": torch.tensor([[1, 2]], dtype=torch.int32),
         "table_rows": torch.tensor([0]),
         "query_start": torch.tensor([0, 3], dtype=torch.int32),
         "context_lens": torch.tensor([20], dtype=torch.int32),
+        "out": torch.empty(3, 4, 64, dtype=torch.bfloat16),
         "scale": 1.0,
     }
 
@@ -324,7 +325,10 @@ def native_arguments() -> dict:
     [
         ({"query": torch.zeros(3, 4, 64)}, r"query must be bfloat16, got float32 \[3, 4, 64\]"),
         ({"query": torch.zeros(3, 4, 32, dtype=torch.bfloat16)}, r"query must have shape \[\*, \*, 64\]"),
-        ({"query": torch.zeros(3, 3, 64, dtype=torch.bfloat16)}, r"query heads \(3\) must be a multiple of KV heads"),
+        (
+            {"query": torch.zeros(3, 3, 64, dtype=torch.bfloat16), "out": torch.empty(3, 3, 64).bfloat16()},
+            r"query heads \(3\) must be a multiple of KV heads",
+        ),
         ({"block_tables": torch.tensor([[1, 5]], dtype=torch.int32)}, "refers to block 5 of 5"),
         ({"block_tables": torch.tensor([[-1, 2]], dtype=torch.int32)}, "refers to block -1 of 5"),
         ({"table_rows": torch.tensor([1])}, r"table_rows\[0\] is 1, must be in \[0, 1\)"),
@@ -336,7 +340,7 @@ def native_arguments() -> dict:
         ({"query_start": torch.tensor([2**31 - 1, -(2**31)], dtype=torch.int32)}, "tokens 2147483647 to -2147483648"),
         ({"query_start": torch.tensor([-(2**31), 2**31 - 1], dtype=torch.int32)}, "tokens -2147483648 to 2147483647"),
         ({"sinks": torch.zeros(3)}, r"sinks must have shape \[4\]"),
-        ({"value": torch.zeros(5, 2, 8, 40, 2, dtype=torch.bfloat16)}, "value_dim must be a multiple of 16"),
+        ({"values": torch.zeros(5, 2, 8, 40, 2, dtype=torch.bfloat16)}, "value_dim must be a multiple of 16"),
         ({"window": -1}, "window must be positive"),
         ({"scale": 0.0}, "scale must be positive, got 0.0"),
         ({"scale": float("nan")}, "scale must be positive, got nan"),

@@ -162,9 +162,8 @@ def test_own_codes_and_copies_are_encoded_on_the_way_to_the_bit(level: str, code
     layer = found.layers[0]
     assert isinstance(layer, RecentKV)
     still, flat = torch.ones(1, 32), torch.zeros(1, 32)
-    keys, values = layer.own.for_kernels
-    kernels.rope_write_coded(
-        qkv.clone(), keys, values, still, flat, torch.zeros(tokens).long(), slots,
+    kernels.rope_write(
+        qkv.clone(), *layer.for_kernels, still, flat, torch.zeros(tokens).long(), slots,
         copies=(*layer.copies.for_kernels, copied),
     )  # fmt: skip
     for part, places in zip(expected.layers[0].parts, (slots, copied), strict=True):
@@ -179,7 +178,6 @@ def test_copies_that_do_not_fit_their_layer_are_refused() -> None:
     assert isinstance(kv, RecentKV)
     query, one = torch.zeros(1, 4, 64), torch.zeros(1, dtype=torch.int32)
     tables = (one.view(1, 1), one.long(), torch.tensor([0, 1]).int(), one + 1)
-    keys, values = kv.own.for_kernels
     for copied, block, first, recent, message in (
         (small.for_kernels, 0, 1, 1, "must have the heads and the block size"),
         (kv.copies.for_kernels, 0, 0, 0, "0 to 1048576 first blocks and 1 to 1048576 recent ones, got 0 and 0"),
@@ -188,4 +186,4 @@ def test_copies_that_do_not_fit_their_layer_are_refused() -> None:
     ):
         copies = (*copied, one.view(1, 1) + block, first, recent)
         with pytest.raises(ValueError, match=message):
-            kernels.attend_coded(keys, values, query, *tables, value_dim=64, scale=1.0, copies=copies)
+            kernels.attend(*kv.for_kernels, query, *tables, out=query, scale=1.0, copies=copies)

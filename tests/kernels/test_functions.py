@@ -214,7 +214,7 @@ def test_rope_write_rotates_and_stores(
         return torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., rotary_dim:]), dim=-1)
 
     chosen = norms if with_norm else {}
-    kernels.rope_write(qkv, kv.key, kv.value, angles.cos(), angles.sin(), positions, slots, eps=1e-6, **chosen)
+    kernels.rope_write(qkv, *kv.for_kernels, angles.cos(), angles.sin(), positions, slots, eps=1e-6, **chosen)
     assert_close(qkv[:, : heads * key_dim].view(tokens, heads, key_dim), exact(query, norms["query_norm"]))
     stored_key, stored_value = kv.gather(torch.arange(arena.num_blocks), arena.num_blocks * 16)
     assert_close(stored_key[slots], exact(key, norms["key_norm"]))
@@ -269,8 +269,8 @@ def test_rope_write_refuses_what_does_not_exist(change: dict[str, Any], message:
     kv = layer_cache(torch.float32, 1, 32, 32).float_layers[0]
     good: dict[str, Any] = {
         "qkv": torch.zeros(2, 4 * 32),
-        "key": kv.key,
-        "value": kv.value,
+        "keys": kv.key,
+        "values": kv.value,
         "cos": torch.zeros(50, 16),
         "sin": torch.zeros(50, 16),
         "positions": torch.tensor([0, 1]),

@@ -100,9 +100,7 @@ def attention(dtype: torch.dtype, codec: str | None, window: int | None) -> Iter
         kind: dict[str, Any] = {"query_norm": numbers(64, dtype=dtype), "key_norm": numbers(64, dtype=dtype)}
         cos, sin = angles[:, :32].contiguous(), angles[:, 32:].contiguous()
         slots = batch.groups[0].slot_mapping
-        write: Callable[..., None] = kernels.rope_write if codec is None else kernels.rope_write_coded
-        sides = (kv.key, kv.value) if codec is None else kv.for_kernels
-        write(qkv, *sides, cos, sin, batch.positions, slots, **(kind if step else {}))
+        kernels.rope_write(qkv, *kv.for_kernels, cos, sin, batch.positions, slots, **(kind if step else {}))
         query = qkv[:, :384].view(-1, 6, 64)
         yield query
         yield backend.attend(kv, query, batch, scale=0.125)

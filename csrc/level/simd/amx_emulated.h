@@ -74,44 +74,4 @@ template <int Sums, int A, int B> inline void tile_dot_bf16() {
     }
 }
 
-struct CodeWords {
-    const uint8_t *high, *low;
-};
-inline CodeWords load_code_words(const uint8_t* high, const uint8_t* low) { return {high, low}; }
-template <bool TwosComplement> inline uint32_t decode_word(char code, const CodeWords& words) {
-    const auto bits = static_cast<uint8_t>(code);
-    const int size = (TwosComplement && bits >= 128 ? -bits : bits) & 127;
-    return static_cast<uint32_t>(words.high[size] << 8 | words.low[size] | (bits & 128) << 8);
-}
-template <int Exponent> inline void decode_keys(const char* from, const CodeWords& words, U16* to) {
-    for (int pair = 0; pair < 2; ++pair)
-        for (int token = 0; token < 16; ++token) {
-            const char* first = from + pair * 32 + token;
-            to[pair].v[token] = decode_word<false>(first[0], words) | decode_word<false>(first[16], words) << 16;
-        }
-}
-inline void decode_quads(U16 codes, const CodeWords& words, U16* to) {
-    const auto word = [&](uint32_t quad, int byte) {
-        return decode_word<true>(static_cast<char>(quad >> byte * 8), words);
-    };
-    for (int pair = 0; pair < 2; ++pair)
-        for (int token = 0; token < 16; ++token)
-            to[pair].v[token] = word(codes.v[token], pair * 2) | word(codes.v[token], pair * 2 + 1) << 16;
-}
-template <int Exponent>
-inline void decode_values(const char* one, const char* other, const CodeWords& words, U16* to) {
-    for (int d = 0; d < 64; ++d)
-        to[d % 16 / 4].v[d / 16 * 4 + d % 4] = decode_word<false>(one[d], words) | decode_word<false>(other[d], words)
-                                                                                       << 16;
-}
-inline U16 subtract_bytes(U16 a, U16 b) {
-    for (int lane = 0; lane < 16; ++lane) {
-        uint32_t quad = 0;
-        for (int shift = 0; shift < 32; shift += 8)
-            quad |= (((a.v[lane] >> shift) - (b.v[lane] >> shift)) & 255) << shift;
-        a.v[lane] = quad;
-    }
-    return a;
-}
-
 }  // namespace octavo::OCTAVO_LEVEL

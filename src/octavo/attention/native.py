@@ -11,7 +11,7 @@ from octavo.kernels.functions import SparseLayer
 from octavo.storage.arena import FloatKV
 from octavo.storage.coded_kv import CodedKV
 from octavo.storage.layer_kv import LayerKV
-from octavo.storage.recent_kv import RecentKV, without_copies
+from octavo.storage.recent_kv import RecentKV
 
 _TILE = 16  # tokens or dimensions per vector register
 # Supported codes of keys and of values.
@@ -76,47 +76,37 @@ class NativeAttention(AttentionBackend):
         known = self._supported.get(id(kv))
         if known is None:
             known = self._supported[id(kv)] = kv, self.supports(kv)
-        batched = (batch.groups[kv.group].block_tables, batch.table_rows, batch.query_start, batch.context_lens)
-        own = without_copies(kv)
-        if known[1] and isinstance(own, CodedKV) and query.dtype in kernels.FLOAT_FORMATS:
-            copies = None
-            if isinstance(kv, RecentKV):
-                tables, kept = batch.groups[kv.copies.group].block_tables, kv.kept
-                copies = *kv.copies.for_kernels, tables, kept.sink_blocks, kept.recent_blocks
-            return kernels.attend_coded(
-                *own.for_kernels,
-                query,
-                *batched,
-                value_dim=kv.value_dim,
-                scale=scale,
-                window=kv.sliding_window,
-                softcap=softcap,
-                sinks=None if sinks is None else sinks.float(),
-                exact=self._exact,
-                copies=copies,
-                apart=apart,
-            )
-        if not known[1] or not isinstance(kv, FloatKV) or query.dtype is not kv.key.dtype:
+        same_type = query.dtype is kv.key.dtype if isinstance(kv, FloatKV) else query.dtype in kernels.FLOAT_FORMATS
+        if not (known[1] and same_type):
             return self._reference.attend(
                 kv, query, batch, scale=scale, softcap=softcap, sinks=sinks, sink_query=sink_query
             )
+        copies = None
+        if isinstance(kv, RecentKV):
+            tables, kept = batch.groups[kv.copies.group].block_tables, kv.kept
+            copies = *kv.copies.for_kernels, tables, kept.sink_blocks, kept.recent_blocks
         return kernels.attend(
-            kv.key,
-            kv.value,
+            *kv.for_kernels,
             query,
-            *batched,
+            batch.groups[kv.group].block_tables,
+            batch.table_rows,
+            batch.query_start,
+            batch.context_lens,
+            out=query.new_empty(query.shape[0], query.shape[1], kv.value_dim),
             scale=scale,
             window=kv.sliding_window,
             softcap=softcap,
             sinks=None if sinks is None else sinks.float(),
             exact=self._exact,
+            copies=copies,
             apart=apart,
             sparse=_sparse_arguments(kv, batch),
         )
 
 
-def _sparse_arguments(kv: FloatKV, batch: AttentionBatch) -> SparseLayer | None:
-    if kv.bounds is None or (sparse := batch.sparse) is None:
+def _sparse_arguments(kv: LayerKV, batch: AttentionBatch) -> SparseLayer | None:
+    sparse = batch.sparse
+    if sparse is None or not isinstance(kv, FloatKV) or kv.bounds is None:
         return None
     return kv.bounds, (sparse.num_read, sparse.num_recent, [sparse.completed[kv.group]])
 

@@ -11,7 +11,7 @@ from octavo.kernels.packed_weight import Activation
 
 if TYPE_CHECKING:
     from octavo import _native
-    from octavo.storage.coded_kv import CodedArguments
+    from octavo.storage.layer_kv import SideArguments
 
 
 SinksApart = tuple[torch.Tensor, torch.Tensor, int]
@@ -63,100 +63,47 @@ def ranks(
 
 
 def attend(
-    key: torch.Tensor,
-    value: torch.Tensor,
+    keys: SideArguments,
+    values: SideArguments,
     query: torch.Tensor,
     block_tables: torch.Tensor,
     table_rows: torch.Tensor,
     query_start: torch.Tensor,
     context_lens: torch.Tensor,
     *,
+    out: torch.Tensor,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     exact: bool = True,
+    copies: tuple[SideArguments, SideArguments, torch.Tensor, int, int] | None = None,
     apart: SinksApart | None = None,
     sparse: SparseLayer | None = None,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of ragged new tokens over paged keys and values (FlashAttention's online softmax).
 
     Args:
-        key: [num_blocks, kv_heads, key_dim // pair, block_size, pair], value: [num_blocks, kv_heads,
-            block_size // pair, value_dim, pair]; pair is 2 in bfloat16, 1 in float32 (`storage/arena.py`).
-        query: [num_tokens, num_heads, key_dim] in the cache's dtype; `num_heads` a multiple of `kv_heads`.
+        keys, values: `LayerKV.for_kernels`. Those in a codec are never decoded into memory.
+        query: [num_tokens, num_heads, key_dim] in bfloat16 or float32, that of the cache unless it is in a codec;
+            `num_heads` a multiple of the KV heads.
         block_tables: int32 [rows, max_blocks]; table_rows: int64 [num_seqs], each sequence's row of them.
         query_start: int32 [num_seqs + 1]; context_lens: int32 [num_seqs].
+        out: [num_tokens, num_heads, value_dim] in the query's dtype, which is written and returned.
         sinks: float32 [num_heads].
         exact: a token's result has the same bits whatever batch, chunk and number of threads it is computed with.
             Without it, where that is faster, a token that comes alone may be computed otherwise than a prompt's.
+        copies: the copies of some blocks of a layer in a codec (`storage/recent_kv.py`): keys, values, block tables,
+            and how many first and how many recent blocks are read in them.
         apart: for sequences that keep the first tokens and the last ones (`AttentionBatch.budgets`).
-        sparse: for sequences that read few blocks, the bounds of keys [num_blocks, kv_heads, 2, key_dim], and
+        sparse: for sequences that read few blocks of floats, the bounds of keys [num_blocks, kv_heads, 2, key_dim], and
             `AttentionBatch.sparse`.
-        out: [num_tokens, num_heads, value_dim] in the query's dtype; made when absent.
 
     Raises:
-        ValueError: block_size or value_dim is no multiple of 16, a head over 256 dimensions, mismatched shapes or
-            dtypes, a scale that is not positive, or a table that names blocks which do not exist.
+        ValueError: block_size or value_dim is no multiple of 16, a head over 576 dimensions, a codec without a kernel,
+            mismatched shapes or dtypes, a scale that is not positive, or a table that names blocks which do not exist.
     """
-    if out is None:
-        tokens, heads, key_dim = query.shape
-        value_dim = value.shape[3]
-        # empty_like is the cheaper by a microsecond
-        out = torch.empty_like(query) if key_dim == value_dim else query.new_empty(tokens, heads, value_dim)
     native.attend(
-        key,
-        value,
-        query,
-        out,
-        block_tables,
-        table_rows,
-        query_start,
-        context_lens,
-        scale,
-        window or 0,
-        softcap or 0.0,
-        sinks,
-        exact,
-        apart,
-        sparse,
-    )
-    return out
-
-
-def attend_coded(
-    keys: CodedArguments,
-    values: CodedArguments,
-    query: torch.Tensor,
-    block_tables: torch.Tensor,
-    table_rows: torch.Tensor,
-    query_start: torch.Tensor,
-    context_lens: torch.Tensor,
-    *,
-    value_dim: int,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    exact: bool = True,
-    copies: tuple[CodedArguments, CodedArguments, torch.Tensor, int, int] | None = None,
-    apart: SinksApart | None = None,
-) -> torch.Tensor:
-    """`attend` over keys and values in a codec, which are never decoded into memory.
-
-    Args:
-        keys, values: `CodedSide.for_kernels`.
-        query: [num_tokens, num_heads, key_dim] in bfloat16 or float32, which the result is in too.
-        copies: the copies of some blocks (`storage/recent_kv.py`): keys, values, block tables, and how many first and
-            how many recent blocks are read in them.
-        apart: as in `attend`.
-
-    Raises:
-        ValueError: a codec without a kernel, and as `attend` does.
-    """
-    out = query.new_empty(query.shape[0], query.shape[1], value_dim)
-    native.attend_coded(
         keys,
         values,
         query,
@@ -172,36 +119,15 @@ def attend_coded(
         exact,
         copies,
         apart,
+        sparse,
     )
     return out
 
 
-def rope_write_coded(
-    qkv: torch.Tensor,
-    keys: CodedArguments,
-    values: CodedArguments,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    *,
-    query_norm: torch.Tensor | None = None,
-    key_norm: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    copies: tuple[CodedArguments, CodedArguments, torch.Tensor] | None = None,
-) -> None:
-    """`rope_write` into keys and values in a codec (`CodedSide.for_kernels`), encoded in the same pass.
-
-    Args:
-        copies: keys, values and slots of the layer's copies, which are written too.
-    """
-    native.rope_write_coded(qkv, keys, values, cos, sin, positions, slots, query_norm, key_norm, eps, copies)
-
-
 def rope_write(
     qkv: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    keys: SideArguments,
+    values: SideArguments,
     cos: torch.Tensor,
     sin: torch.Tensor,
     positions: torch.Tensor,
@@ -210,23 +136,26 @@ def rope_write(
     query_norm: torch.Tensor | None = None,
     key_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
+    copies: tuple[SideArguments, SideArguments, torch.Tensor] | None = None,
 ) -> None:
     """Rotate a step's queries in place; rotate its keys and store them, and the values, in their slots.
 
-    With `query_norm` and `key_norm` (QK-norm, Qwen 3), each head is RMS-normalised before it is rotated.
+    With `query_norm` and `key_norm` (QK-norm, Qwen 3), each head is RMS-normalised before it is rotated. A cache in a
+    codec is encoded in the same pass.
 
     Args:
         qkv: [num_tokens, num_heads * key_dim + kv_heads * (key_dim + value_dim)], the fused product; its queries are
             overwritten, its keys and values may be.
-        key, value: one layer's cache, as in `attend`.
+        keys, values: one layer's cache, as in `attend`.
         cos, sin: float32 [max_position, rotary_dim / 2]; dimension i is paired with i + rotary_dim / 2.
         positions, slots: int64 [num_tokens]; a slot is block * block_size + offset.
         query_norm, key_norm: [key_dim], as in `rms_norm`.
+        copies: keys, values and slots of the layer's copies, which are written too.
 
     Raises:
         ValueError: mismatched shapes or dtypes, a position outside the table, a slot outside the cache.
     """
-    native.rope_write(qkv, key, value, cos, sin, positions, slots, query_norm, key_norm, eps)
+    native.rope_write(qkv, keys, values, cos, sin, positions, slots, query_norm, key_norm, eps, copies)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:

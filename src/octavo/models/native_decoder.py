@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -39,9 +39,8 @@ from octavo.models.program import (
 )
 from octavo.models.weight_reader import WeightReader, Weights
 from octavo.storage.arena import FloatKV
-from octavo.storage.coded_kv import CodedArguments, CodedKV
-from octavo.storage.layer_kv import LayerKV
-from octavo.storage.recent_kv import RecentKV, without_copies
+from octavo.storage.layer_kv import LayerKV, SideArguments
+from octavo.storage.recent_kv import RecentKV
 
 if TYPE_CHECKING:
     from octavo import _native
@@ -223,27 +222,25 @@ class NativeDecoder(Decoder):
         """Pass `kv` to the library; returns False if it does not support it."""
         if kv is not self._kv:
             self._kv = kv
-            self._kv_supported = all(map(NativeAttention.supports, kv))
-            caches = [
-                (*sides, layer.group, layer.sliding_window or 0, self._copies(layer), getattr(layer, "bounds", None))
-                for layer in kv
-                if (sides := self._sides(layer)) is not None
-            ]
-            self._kv_supported = self._kv_supported and len(caches) == len(kv)
+            same_type = all(layer.key.dtype is self.dtype for layer in kv if isinstance(layer, FloatKV))
+            self._kv_supported = same_type and all(map(NativeAttention.supports, kv))
             if self._kv_supported:
-                self._native.set_caches(caches)
+                self._native.set_caches(
+                    [
+                        (
+                            *layer.for_kernels,
+                            layer.group,
+                            layer.sliding_window or 0,
+                            self._copies(layer),
+                            getattr(layer, "bounds", None),
+                        )
+                        for layer in kv
+                    ]
+                )
         return self._kv_supported
 
-    def _sides(self, layer: LayerKV) -> tuple[Any, Any] | None:
-        """Return a layer's keys and values for the library; None if their type differs from the model's."""
-        layer = without_copies(layer)
-        if isinstance(layer, CodedKV):
-            return layer.for_kernels
-        same = isinstance(layer, FloatKV) and layer.key.dtype is self.dtype
-        return (layer.key, layer.value) if same and isinstance(layer, FloatKV) else None
-
     @staticmethod
-    def _copies(layer: LayerKV) -> tuple[CodedArguments, CodedArguments, int, int, int] | None:
+    def _copies(layer: LayerKV) -> tuple[SideArguments, SideArguments, int, int, int] | None:
         if not isinstance(layer, RecentKV):
             return None
         kept = layer.kept

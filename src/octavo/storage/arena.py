@@ -33,7 +33,7 @@ from octavo.kvcache.formats import KV_FORMATS, KVFormat
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.storage.codec import codecs_of
 from octavo.storage.coded_kv import CodedKV
-from octavo.storage.layer_kv import LayerKV
+from octavo.storage.layer_kv import LayerKV, SideArguments
 from octavo.storage.recent_kv import RecentKV, without_copies
 
 
@@ -59,6 +59,10 @@ class FloatKV(LayerKV):
     group: int
     sliding_window: int | None
     bounds: torch.Tensor | None = None
+
+    @property
+    def for_kernels(self) -> tuple[SideArguments, SideArguments]:
+        return self.key, self.value
 
     @property
     def block_size(self) -> int:

@@ -8,9 +8,7 @@ import torch
 
 from octavo.kvcache.spec import LayerKVSpec
 from octavo.storage.codec import LANES, Coded, VectorCodec, split_last
-from octavo.storage.layer_kv import LayerKV
-
-CodedArguments = tuple[str, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+from octavo.storage.layer_kv import LayerKV, SideArguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +29,7 @@ class CodedSide:
     scale: torch.Tensor
 
     @property
-    def for_kernels(self) -> CodedArguments:
-        """The arguments of the C++ library: codec, codes, scales of vectors, zero points, scales of heads."""
+    def for_kernels(self) -> SideArguments:
         scale, zero = (*self.fields, None, None)[:2]
         heads = self.scale if self.codec.format.calibrated else None
         return self.codec.format.name, self.codes, scale, zero, heads
@@ -111,8 +108,7 @@ class CodedKV(LayerKV):
         )
 
     @property
-    def for_kernels(self) -> tuple[CodedArguments, CodedArguments]:
-        """The arguments of the C++ library for keys and values."""
+    def for_kernels(self) -> tuple[SideArguments, SideArguments]:
         return self.keys.for_kernels, self.values.for_kernels
 
     @property

@@ -7,6 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
+SideArguments = torch.Tensor | tuple[str, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""The keys or the values of a layer for the C++ library: floats, or a codec, its codes, scales of vectors, zero points
+and scales of heads."""
+
 
 class LayerKV(ABC):
     """One layer's part of every block.
@@ -22,6 +26,11 @@ class LayerKV(ABC):
     def parts(self) -> Sequence[LayerKV]:
         """What new keys and values are written to: the layer itself, unless it is stored twice."""
         return (self,)
+
+    @property
+    @abstractmethod
+    def for_kernels(self) -> tuple[SideArguments, SideArguments]:
+        """The keys and values as arguments of the C++ library, without copies of some blocks."""
 
     @property
     @abstractmethod

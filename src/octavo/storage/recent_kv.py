@@ -25,7 +25,7 @@ import torch
 
 from octavo.kvcache.formats import Int8Copies
 from octavo.storage.coded_kv import CodedKV
-from octavo.storage.layer_kv import LayerKV
+from octavo.storage.layer_kv import LayerKV, SideArguments
 
 
 class Span(NamedTuple):
@@ -56,6 +56,10 @@ class RecentKV(LayerKV):
     def parts(self) -> Sequence[LayerKV]:
         """See `LayerKV.parts`."""
         return self.own, self.copies
+
+    @property
+    def for_kernels(self) -> tuple[SideArguments, SideArguments]:
+        return self.own.for_kernels
 
     @property
     def block_size(self) -> int:

@@ -134,6 +134,6 @@ def _kernel_calls(row: torch.Tensor, weight: torch.Tensor) -> dict[str, Call]:
         "kernels.rms_norm 1 x 64": partial(kernels.rms_norm, row, weight[0], 1e-5, out),
         "PackedWeight.linear 1 x 64 x 64": partial(kernels.PackedWeight.pack(weight).linear, row, None, out),
         "kernels.attend 1 token": partial(
-            kernels.attend, kv.key, kv.value, query, table, table_rows, start, length, scale=1.0, out=attended
+            kernels.attend, *kv.for_kernels, query, table, table_rows, start, length, scale=1.0, out=attended
         ),
     }
