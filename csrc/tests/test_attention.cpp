@@ -34,16 +34,16 @@ void check_row(const Batch& batch, const Memory& memory, size_t seq, int query, 
     if (batch.with_sinks) sum += std::exp(sink - top);
     std::vector<double> expected(static_cast<size_t>(batch.value_dim)), sizes(expected.size(), 1e-9);
     for (int token = low; token <= position; ++token) {
-        const std::vector<double> value = read(memory.values, token);
+        std::vector<double> value = read(memory.values, token);
+        if (batch.code.value == kCodeInt4) rotate(value, true);
         for (size_t d = 0; d < value.size(); ++d) {
             expected[d] += weights[static_cast<size_t>(token - low)] / sum * value[d];
             sizes[d] += weights[static_cast<size_t>(token - low)] / sum * std::abs(value[d]);
         }
     }
     const double most = *std::max_element(sizes.begin(), sizes.end());
-    if (batch.code.value == kCodeInt4) rotate(expected, true);
     for (size_t d = 0; d < expected.size(); ++d) {
-        // Weights are rounded to the storage type, and so is the result. A rotation spreads the rounding of one
+        // Weights are rounded to the storage type, and so is the result. A rotation spreads other errors of one
         // dimension over all of them.
         const double bound =
             batch.plain() ? (sizes[d] + 1e-6) * (batch.storage == kBf16 ? 0x1p-6 : 0x1p-15)
