@@ -29,7 +29,6 @@ from typing import Any
 from benchmarks import this_machine
 from octavo import LLM, SamplingParams
 from octavo.kvcache.block import BlockId
-from octavo.kvcache.prefix import PrefixMatcher
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.workloads.workload import random_token_ids
 from tests.redis_server import redis_server
@@ -98,16 +97,15 @@ class Switch:
     def __init__(self, llm: LLM) -> None:
         self._scheduler = llm.core.scheduler
         self._hierarchy = hierarchy = self._scheduler.kv.hierarchy
-        matcher = hierarchy._matcher
-        device_only = PrefixMatcher(self._scheduler.kv.prefix_cache, matcher._block_size, matcher._windows)
         self._used_again = hierarchy._used_again
-        self._on: tuple[Any, ...] = (self._scheduler.lifecycle.fetching, hierarchy._demotes, self._used_again, matcher)
-        self._off: tuple[Any, ...] = (None, "never", None, device_only)
+        fetching, host = self._scheduler.lifecycle.fetching, hierarchy._host_of_prefixes
+        self._on: tuple[Any, ...] = (fetching, hierarchy._demotes, self._used_again, host)
+        self._off: tuple[Any, ...] = (None, "never", None, None)
         self._published = hierarchy.published
 
     def turn(self, *, on: bool) -> None:
         hierarchy = self._hierarchy
-        self._scheduler.lifecycle.fetching, hierarchy._demotes, hierarchy._used_again, hierarchy._matcher = (
+        self._scheduler.lifecycle.fetching, hierarchy._demotes, hierarchy._used_again, hierarchy._host_of_prefixes = (
             self._on if on else self._off
         )
         hierarchy.published = self._published if on else self._unmark  # type: ignore[method-assign]

@@ -34,8 +34,7 @@ from octavo.kvcache.eviction.adaptive import GhostList
 from octavo.kvcache.hashing import Label, TokenChain, label_of, private_label
 from octavo.kvcache.host_memory import HostMemory, Slot
 from octavo.kvcache.pool import BlockPool
-from octavo.kvcache.prefix import PrefixHit, PrefixIndex, PrefixMatcher
-from octavo.kvcache.spec import Window
+from octavo.kvcache.prefix import PrefixHit, PrefixIndex
 from octavo.request import Sequence, SequenceId
 
 _TIERS = ("device", "host", "disk", "remote")  # in the order in which they are asked
@@ -68,7 +67,7 @@ class CacheHierarchy:
 
     Args:
         blocks, prefix_cache: those of the device.
-        windows: sliding window per group, None for full attention.
+        num_groups: groups of layers, each of which has its own block for the same tokens.
         demotion: `on_evict`, `on_second_use` or `all`.
     """
 
@@ -78,14 +77,14 @@ class CacheHierarchy:
         prefix_cache: PrefixIndex,
         host: HostMemory,
         block_size: int,
-        windows: Seq[Window | None],
+        num_groups: int,
         demotion: str,
     ) -> None:
         self.host = host
         self._blocks = blocks
         self._prefix_cache = prefix_cache
         self._block_size = block_size
-        self._num_groups = len(windows)
+        self._num_groups = num_groups
         self._demotes = demotion if host.num_prefix_slots else "never"
         by_use = self._demotes == "on_second_use"
         # By device block, whether it was used twice.
@@ -93,7 +92,7 @@ class CacheHierarchy:
         # Keys of evicted blocks that were used once; if one is published again, that is its second use.
         self._used_once = GhostList(4 * blocks.num_blocks if by_use else 1)
         # Without slots for prefixes, a sequence must not find blocks that others have left there.
-        self._matcher = PrefixMatcher(prefix_cache, block_size, windows, host if host.num_prefix_slots else None)
+        self._host_of_prefixes = host if host.num_prefix_slots else None
         self._left: dict[SequenceId, _Left] = {}
         self._wanted_by: dict[bytes, set[SequenceId]] = {}  # by key
         self._resuming: list[SequenceId] = []  # their loads are planned
@@ -249,7 +248,9 @@ class CacheHierarchy:
         """Return what a preempted sequence left, or the longest prefix of at most `most` blocks on device and host."""
         left = self._left.get(seq.seq_id)
         hit = None if left is None else self._find(left)
-        return self._matcher.longest(chain, most) if hit is None else hit
+        if hit is not None:
+            return hit
+        return self._prefix_cache.longest(chain, most, self._host_of_prefixes)
 
     def missing(self, seq: Sequence, chain: TokenChain, most: int) -> Iterator[Label]:
         """Yield the labels of those of the first `most` blocks that neither device nor host has, in order."""

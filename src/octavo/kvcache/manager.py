@@ -25,7 +25,7 @@ from octavo.kvcache.leaves import LeavesFirst
 from octavo.kvcache.ledger import CacheLedger, Latest, RequestCopy, Stock
 from octavo.kvcache.pins import PinTable
 from octavo.kvcache.pool import BlockPool, check_references
-from octavo.kvcache.prefix import PrefixHit, PrefixIndex, PrefixMatcher
+from octavo.kvcache.prefix import PrefixHit, PrefixIndex
 from octavo.kvcache.spec import KVCacheSpec, Window
 from octavo.request import CacheOutcome, CacheReport, PinReceipt, PinRequest, Request, Sequence
 
@@ -85,16 +85,17 @@ class KVCacheManager:
         if num_blocks < 2:
             raise CacheError(f"a pool needs the null block and at least one other, got {num_blocks}")
         self.blocks = BlockRecords(num_blocks, spec.block_size if caches else 0)
-        self.prefix_cache = PrefixIndex(self.blocks, identity, [group.window for group in spec.groups])
+        self._windows = spec.windows()
+        self.prefix_cache = PrefixIndex(self.blocks, identity, self._windows)
         policy = make_eviction_policy(eviction)
         if prefix_cache == "radix":
             policy = LeavesFirst(policy, self.prefix_cache)
-        self._windows = spec.windows()
-        self._matcher = PrefixMatcher(self.prefix_cache, spec.block_size, self._windows)
         host = HostMemory(
             num_swap_slots + num_prefix_slots, num_swap_slots, spec.block_size, make_eviction_policy(eviction)
         )
-        self.hierarchy = CacheHierarchy(self.blocks, self.prefix_cache, host, spec.block_size, self._windows, demotion)
+        self.hierarchy = CacheHierarchy(
+            self.blocks, self.prefix_cache, host, spec.block_size, len(self._windows), demotion
+        )
         self.ledger = CacheLedger(num_blocks if caches else 0, self.blocks, clock)
         self.evicted = Latest[BlockId](MOST_EVICTED)
         self.copied = Latest[RequestCopy](MOST_COPIED)
@@ -112,7 +113,7 @@ class KVCacheManager:
         self.pool = BlockPool(self.blocks, policy, on_evict)
         budget_blocks = int(pin_budget * (num_blocks - 1))
         tenant_blocks = int(pin_tenant_share * budget_blocks)
-        self.pins = PinTable(self.pool, budget_blocks, tenant_blocks, self._matcher.longest, clock)
+        self.pins = PinTable(self.pool, budget_blocks, tenant_blocks, self.prefix_cache.longest, clock)
         self.holdings = Holdings(self.pool, self.prefix_cache, spec)
         self.no_hit = PrefixHit(0, tuple(new_table() for _ in self._windows))
         self.slides = any(window is not None for window in self._windows)
@@ -136,12 +137,12 @@ class KVCacheManager:
     def match_on_device(self, seq: Sequence) -> PrefixHit:
         """Return the longest prefix of a sequence that the device has, up to `_COMPARED_BLOCKS`."""
         chain, most = self.holdings.matchable(seq)
-        return self._matcher.longest(chain, min(most, _COMPARED_BLOCKS))
+        return self.prefix_cache.longest(chain, min(most, _COMPARED_BLOCKS))
 
     def still_matches(self, seq: Sequence, num_tokens: int) -> bool:
         """Whether `match_on_device` most probably still finds `num_tokens` tokens; two look-ups per group."""
         chain, most = self.holdings.matchable(seq)
-        return self._matcher.ends_at(chain, num_tokens // self.spec.block_size, min(most, _COMPARED_BLOCKS))
+        return self.prefix_cache.ends_at(chain, num_tokens // self.spec.block_size, min(most, _COMPARED_BLOCKS))
 
     def tokens_after(self, seq: Sequence, most: int) -> tuple[int, ...]:
         """Return at most `most` tokens that followed all tokens of a running sequence before, as far as is cached."""

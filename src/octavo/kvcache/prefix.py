@@ -51,11 +51,29 @@ _ONE_BY_ONE = 16
 _COMPARED_AT_ONCE = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """Blocks that hold the beginning of a sequence.
+
+    Attributes:
+        num_tokens: number of tokens covered, at most all but the last of the sequence; a multiple of the block size,
+            unless a preempted sequence finds what it left.
+        tables: blocks per group; null if outside the group's window, or in `loads`.
+        loads: blocks that are not on the device: group, index in its table, and slot of host memory.
+    """
+
+    num_tokens: int
+    tables: tuple[BlockTable, ...]
+    loads: tuple[tuple[int, int, HostBlockId], ...] = ()
+
+
 class PrefixIndex:
     """Finds the block that holds a given prefix's last full block, per group of layers: a prefix of k full blocks in k
     look-ups. It records in `BlockRecords` what a published block contains.
 
-    Blocks of groups with a sliding window stand outside the tree, because a hit needs only those inside the window.
+    Blocks of groups with a sliding window stand outside the tree, because a hit needs only those inside the window. So
+    a hit of h blocks needs, in each group, the blocks that the token after it attends to: all h under full attention,
+    otherwise those inside the window, and the first blocks that stay.
 
     Args:
         blocks: the record of the pool's blocks; if it records no contents, nothing is cached.
@@ -64,14 +82,14 @@ class PrefixIndex:
     """
 
     def __init__(
-        self, blocks: BlockRecords, identity: tuple[str, ...], windows: Sequence[object | None] = (None,)
+        self, blocks: BlockRecords, identity: tuple[str, ...], windows: Sequence[Window | None] = (None,)
     ) -> None:
         self._blocks = blocks
         # Without prefix caching no block is ever full, so nothing is packed, hashed, looked up or published.
         self._block_size = blocks.block_size or sys.maxsize
         self._identity = (*identity, str(self._block_size))
         self._width = self._block_size * TOKEN_BYTES
-        self._in_tree = [window is None for window in windows]
+        self._windows = windows
         self._unsalted_root = root_hash(*self._identity, "")
 
     def tokens_after(self, chain: TokenChain, tail: Sequence[int], most: int) -> tuple[int, ...]:
@@ -126,6 +144,57 @@ class PrefixIndex:
         same = self._blocks.tokens[start : start + self._width] == chain.tokens(index, index + 1)
         return BlockId(block_id) if same else None
 
+    def longest(self, chain: TokenChain, most: int, host: HostMemory | None = None) -> PrefixHit:
+        """Return the longest prefix of at most `most` full blocks that all groups have cached on the device.
+
+        Args:
+            host: host memory, if blocks there are to be found too.
+        """
+        size, hit = self._block_size, most
+        tables = [new_table() for _ in self._windows]
+        for group, window in enumerate(self._windows):
+            if window is None:
+                tables[group] = self._leading_with(group, chain, hit, host)
+                hit = len(tables[group])
+        # A block missing at index j fails every hit that ends after j and still sees j, so the end moves to j.
+        is_whole = False
+        while not is_whole:
+            is_whole = True
+            for group, window in enumerate(self._windows):
+                if window is None:
+                    continue
+                first = window.passed(hit * size, size)
+                num_sinks = min(first, window.sink_blocks)
+                seen = (*range(num_sinks), *range(first, hit))
+                found = [self._get_with(group, chain, index, host) for index in seen]
+                missing = max((i for i, block in zip(seen, found, strict=True) if block is None), default=None)
+                if missing is not None:
+                    hit, is_whole = missing, False
+                    break
+                blocks = [block for block in found if block is not None]
+                tables[group] = new_table(
+                    [*blocks[:num_sinks], *[NULL_BLOCK] * (first - num_sinks), *blocks[num_sinks:]]
+                )
+        loads: list[tuple[int, int, HostBlockId]] = []
+        for group, table in enumerate(tables):
+            del table[hit:]
+            if host is not None:
+                for index in np.flatnonzero(as_array(table) < 0).tolist():
+                    loads.append((group, index, HostBlockId(-table[index])))
+                    table[index] = NULL_BLOCK
+        return PrefixHit(hit * size, tuple(tables), tuple(loads))
+
+    def ends_at(self, chain: TokenChain, length: int, most: int) -> bool:
+        """Whether the longest prefix most probably still has `length` blocks of at most `most`. O(groups).
+
+        Checks that its last block is cached in every group and the next one is not, because a prefix loses its tail
+        before its head.
+        """
+        groups, get = range(len(self._windows)), self.get
+        if length and any(get(group, chain, length - 1) is None for group in groups):
+            return False
+        return length == most or any(get(group, chain, length) is None for group in groups)
+
     def put(self, group: int, chain: TokenChain, index: int, block_id: BlockId) -> bool:
         """Publish a computed block; False (and nothing changes) if an equal block is already published."""
         blocks = self._blocks
@@ -152,7 +221,7 @@ class PrefixIndex:
     def parent(self, block_id: BlockId) -> BlockId | None:
         """Return the published block that a published block continues; None if there is none, or under a window."""
         blocks, group = self._blocks, self._blocks.groups[block_id]
-        if not self._in_tree[group]:
+        if self._windows[group] is not None:
             return None
         parent = blocks.keys.get(group_key(group, blocks.parent_prefix(block_id)))
         return None if parent is None else BlockId(parent)
@@ -160,7 +229,7 @@ class PrefixIndex:
     def children(self, block_id: BlockId) -> Iterator[BlockId]:
         """Iterate over the published blocks that continue a published one; there are none under a window."""
         blocks, group = self._blocks, self._blocks.groups[block_id]
-        if self._in_tree[group]:
+        if self._windows[group] is None:
             key = group_key(group, blocks.key(block_id))
             for child in blocks.children.of(key):
                 if blocks.groups[child] == group and blocks.parent_prefix(child) == key:
@@ -188,104 +257,18 @@ class PrefixIndex:
                 return start + int(differ.any(axis=1).argmax())
         return len(ids)
 
-
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
-    """Blocks that hold the beginning of a sequence.
-
-    Attributes:
-        num_tokens: number of tokens covered, at most all but the last of the sequence; a multiple of the block size,
-            unless a preempted sequence finds what it left.
-        tables: blocks per group; null if outside the group's window, or in `loads`.
-        loads: blocks that are not on the device: group, index in its table, and slot of host memory.
-    """
-
-    num_tokens: int
-    tables: tuple[BlockTable, ...]
-    loads: tuple[tuple[int, int, HostBlockId], ...] = ()
-
-
-class PrefixMatcher:
-    """Finds the longest prefix of a chain that all groups have cached, on the device or continued in host memory.
-
-    A hit of h blocks needs, in each group, the blocks that the token after it attends to: all h under full attention,
-    otherwise those inside the window, and the first blocks that stay.
-
-    Args:
-        windows: sliding window per group, None for full attention.
-        host: host memory, if blocks there are to be found.
-    """
-
-    def __init__(
-        self,
-        prefix_cache: PrefixIndex,
-        block_size: int,
-        windows: Sequence[Window | None],
-        host: HostMemory | None = None,
-    ) -> None:
-        self._prefix_cache = prefix_cache
-        self._host = host
-        self._block_size = block_size
-        self._windows = windows
-
-    def longest(self, chain: TokenChain, most: int) -> PrefixHit:
-        """Return the longest cached prefix of at most `most` full blocks."""
-        size, hit = self._block_size, most
-        tables = [new_table() for _ in self._windows]
-        for group, window in enumerate(self._windows):
-            if window is None:
-                tables[group] = self._leading(group, chain, hit)
-                hit = len(tables[group])
-        # A block missing at index j fails every hit that ends after j and still sees j, so the end moves to j.
-        is_whole = False
-        while not is_whole:
-            is_whole = True
-            for group, window in enumerate(self._windows):
-                if window is None:
-                    continue
-                first = window.passed(hit * size, size)
-                num_sinks = min(first, window.sink_blocks)
-                seen = (*range(num_sinks), *range(first, hit))
-                found = [self._get(group, chain, index) for index in seen]
-                missing = max((i for i, block in zip(seen, found, strict=True) if block is None), default=None)
-                if missing is not None:
-                    hit, is_whole = missing, False
-                    break
-                blocks = [block for block in found if block is not None]
-                tables[group] = new_table(
-                    [*blocks[:num_sinks], *[NULL_BLOCK] * (first - num_sinks), *blocks[num_sinks:]]
-                )
-        loads: list[tuple[int, int, HostBlockId]] = []
-        for group, table in enumerate(tables):
-            del table[hit:]
-            if self._host is not None:
-                for index in np.flatnonzero(as_array(table) < 0).tolist():
-                    loads.append((group, index, HostBlockId(-table[index])))
-                    table[index] = NULL_BLOCK
-        return PrefixHit(hit * size, tuple(tables), tuple(loads))
-
-    def ends_at(self, chain: TokenChain, length: int, most: int) -> bool:
-        """Whether the longest prefix most probably still has `length` blocks of at most `most`. O(groups).
-
-        Checks that its last block is cached in every group and the next one is not, because a prefix loses its tail
-        before its head.
-        """
-        groups, get = range(len(self._windows)), self._get
-        if length and any(get(group, chain, length - 1) is None for group in groups):
-            return False
-        return length == most or any(get(group, chain, length) is None for group in groups)
-
-    def _leading(self, group: int, chain: TokenChain, limit: int) -> BlockTable:
-        found = self._prefix_cache.leading(group, chain, limit)
-        if self._host is not None:
-            while len(found) < limit and (block := self._get(group, chain, len(found))) is not None:
+    def _leading_with(self, group: int, chain: TokenChain, limit: int, host: HostMemory | None) -> BlockTable:
+        """Return the blocks of `leading`, continued by those in host memory, as negative ids."""
+        found = self.leading(group, chain, limit)
+        if host is not None:
+            while len(found) < limit and (block := self._get_with(group, chain, len(found), host)) is not None:
                 found.append(block)
         return found
 
-    def _get(self, group: int, chain: TokenChain, index: int) -> BlockId | None:
+    def _get_with(self, group: int, chain: TokenChain, index: int, host: HostMemory | None) -> BlockId | None:
         """Return a block; one in host memory as a negative id, minus its slot."""
-        block = self._prefix_cache.get(group, chain, index)
-        if block is not None or self._host is None:
+        block = self.get(group, chain, index)
+        if block is not None or host is None:
             return block
-        slot = self._host.find(label_of(group, chain, index))
+        slot = host.find(label_of(group, chain, index))
         return None if slot is None else BlockId(-slot)
