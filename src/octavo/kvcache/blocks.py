@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -33,9 +34,10 @@ class BlockRecords:
 
     Args:
         num_blocks: size of the pool, including the null block.
-        block_size: tokens of a block; 0 if no block will be published, so that no contents are recorded.
+        block_size: tokens of a block; 0 to record none: of slots on disk, whose headers have them, or of a device's
+            blocks if none will be published, which then have no keys either.
         in_tree: whether parents, children and sources are recorded too: those of the device's blocks, not of slots in
-            host memory.
+            host memory or on disk.
     """
 
     def __init__(self, num_blocks: int, block_size: int = 0, *, in_tree: bool = True) -> None:
@@ -45,7 +47,7 @@ class BlockRecords:
         self.pins = array("i", [0]) * num_blocks
         self.groups = array("h", [UNPUBLISHED]) * num_blocks
         num_contents = num_blocks if block_size else 0
-        self.keys = KeyIndex(num_contents)
+        self.keys = KeyIndex(num_contents if in_tree else num_blocks)
         self.children = Children(num_contents * in_tree)
         self.parents = bytearray(num_contents * in_tree * DIGEST_BYTES)
         self.tokens = bytearray(num_contents * block_size * TOKEN_BYTES)
@@ -61,6 +63,12 @@ class BlockRecords:
 
     def is_published(self, block_id: int) -> bool:
         return self.groups[block_id] != UNPUBLISHED
+
+    def forget(self, block_ids: Sequence[BlockId]) -> int:
+        """Forget keys, so that these blocks are not published any more; returns how many of them had one."""
+        for block_id in block_ids:
+            self.groups[block_id] = UNPUBLISHED
+        return self.keys.discard(block_ids)
 
     def state(self, block_id: BlockId) -> BlockState:
         if block_id == NULL_BLOCK:

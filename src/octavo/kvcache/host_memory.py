@@ -455,8 +455,7 @@ class HostMemory:
 
     def _forget_key(self, slot: HostBlockId) -> None:
         """Forget the key of a slot with a reference, if it has one."""
-        self._records.keys.discard((slot,))
-        self._records.groups[slot] = UNPUBLISHED
+        self._records.forget((BlockId(slot),))
         if slot in self._writing:
             self._writing[slot].label = None
 
@@ -473,10 +472,8 @@ class HostMemory:
 
 def _forget_evicted(records: BlockRecords, tenants: Seq[str], num_used: Counter[str], slots: Seq[BlockId]) -> None:
     """Forget the keys of slots that the pool evicts."""
-    records.keys.discard(slots)
-    for slot in slots:
-        records.groups[slot] = UNPUBLISHED
-        num_used[tenants[slot]] -= 1
+    records.forget(slots)
+    num_used.subtract(tenants[slot] for slot in slots)
 
 
 def _ids(slots: Seq[HostBlockId]) -> Seq[BlockId]:

@@ -28,7 +28,7 @@ from octavo.kvcache.block import (
     new_table,
     table_of,
 )
-from octavo.kvcache.blocks import UNPUBLISHED, BlockRecords
+from octavo.kvcache.blocks import BlockRecords
 from octavo.kvcache.hashing import (
     DIGEST_BYTES,
     TOKEN,
@@ -211,11 +211,10 @@ class PrefixIndex:
     def drop(self, block_ids: Sequence[BlockId]) -> None:
         """Forget blocks that the pool evicts; raises KeyError if one is not published."""
         blocks = self._blocks
-        if blocks.keys.discard(block_ids) != len(block_ids):
+        if blocks.forget(block_ids) != len(block_ids):
             raise KeyError(f"not all of these blocks are published: {block_ids}")
         blocks.children.remove(block_ids)
         for block_id in block_ids:
-            blocks.groups[block_id] = UNPUBLISHED
             blocks.sources[block_id] = None
 
     def parent(self, block_id: BlockId) -> BlockId | None:

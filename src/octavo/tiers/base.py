@@ -5,7 +5,7 @@ A medium (files, slabs, Redis) moves the bytes of one block after another, and r
 makes it asynchronous:
 
     engine's thread                              store's threads
-      Store.lookup(key) ───> MISS | HIT | HIT_PENDING
+      Store.lookup(key) ───> True | False | None, if only the medium or a write in progress can tell
       Store.get(labels, buffers, seconds) ────>  medium.read, in pieces; each block's bytes are verified
       Store.put(label, buffer, tenant) ───────>  medium.write
       Store.ask(labels, seconds) ─────────────>  medium.ask, if lookup cannot tell
@@ -26,14 +26,6 @@ from octavo.kvcache.hashing import Label
 
 LAYOUT_VERSION = 3
 """Version of the layout of a block's bytes and of its verification; part of every key and header."""
-
-
-class LookupResult(Enum):
-    """What is known about a key without asking the medium."""
-
-    MISS = "miss"
-    HIT = "hit"
-    HIT_PENDING = "hit_pending"  # the block is being written, or only the medium can tell
 
 
 class Reason(StrEnum):

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from octavo.errors import ConfigError
 from octavo.kvcache.block import BlockId
-from octavo.kvcache.blocks import UNPUBLISHED, BlockRecords
+from octavo.kvcache.blocks import BlockRecords
 from octavo.kvcache.eviction import EvictionPolicy, LruEviction
 from octavo.kvcache.hashing import Label
 from octavo.kvcache.key_index import KeyIndex
@@ -101,12 +101,11 @@ class DiskMedium(Medium):
         self._fingerprint = fingerprint
         self._lock = threading.Lock()
         num_ids = size // (self._layout.slot_bytes + HEADER_BYTES) + 1
-        self._index = KeyIndex(num_ids)
-        self._records = BlockRecords(num_ids)
+        self._records = BlockRecords(num_ids, in_tree=False)
         self._headers: dict[BlockId, bytes] = {}  # of blocks; that of an evicted one stays until its slot is taken
         self._num_blocks_of = Counter[bytes]()  # by digest of the tenant
         # Not a method, so that no circle of references keeps a dropped engine.
-        self._forget = partial(_forget, self._index, self._records, self._headers, self._num_blocks_of)
+        self._forget = partial(_forget, self._records, self._headers, self._num_blocks_of)
         policy = LruEviction() if eviction is None else eviction
         self._pool = BlockPool(self._records, policy, (self._forget,), grows=True)
         self._slabs: list[_Slab] = []
@@ -147,7 +146,7 @@ class DiskMedium(Medium):
 
     @property
     def num_blocks(self) -> int:
-        return len(self._index)
+        return len(self._records.keys)
 
     def bytes_by_tenant(self) -> dict[str, int]:
         with self._lock:
@@ -155,7 +154,7 @@ class DiskMedium(Medium):
         return {self._names.name(digest): count * self._layout.block_bytes for digest, count in counts}
 
     def contains(self, key: bytes) -> bool:
-        return self._index.get(key) is not None
+        return self._records.keys.get(key) is not None
 
     def read(self, labels: Sequence[Label], buffers: Sequence[memoryview]) -> list[Reason | None]:
         self._read_ahead(labels)
@@ -165,7 +164,7 @@ class DiskMedium(Medium):
         if self._is_read_only:
             return Reason.READ_ONLY
         with self._lock:
-            if self._index.get(label.key) is not None:
+            if self._records.keys.get(label.key) is not None:
                 return None
             if not self._pool.num_free and not self._grow() and not self._pool.num_available:
                 return Reason.NO_SPACE
@@ -193,7 +192,7 @@ class DiskMedium(Medium):
         for slab in self._slabs:
             os.close(slab.file)
         self._slabs, self._firsts = [], []
-        self._index = KeyIndex(0)
+        self._records.keys = KeyIndex(0)
         if self._lock_file is not None:
             os.close(self._lock_file)
             self._lock_file = None
@@ -211,14 +210,14 @@ class DiskMedium(Medium):
         if len(labels) < 2 or not hasattr(os, "posix_fadvise"):
             return
         with self._lock:
-            slots = [slot for label in labels if (slot := self._index.get(label.key)) is not None]
+            slots = [slot for label in labels if (slot := self._records.keys.get(label.key)) is not None]
         for slot in slots:
             file, payload_at, _ = self._place(slot)
             os.posix_fadvise(file, payload_at, self._layout.block_bytes, os.POSIX_FADV_WILLNEED)
 
     def _read(self, label: Label, buffer: memoryview) -> Reason | None:
         with self._lock:
-            found = self._index.get(label.key)
+            found = self._records.keys.get(label.key)
             if found is None:
                 return Reason.ABSENT
             slot = BlockId(found)
@@ -251,7 +250,7 @@ class DiskMedium(Medium):
     def _enter(self, slot: BlockId, raw: bytes) -> None:
         """Enter the block in a slot that is referenced, unless its key is known."""
         header = _noted(raw)
-        if self._index.put(header.key, slot):
+        if self._records.keys.put(header.key, slot):
             self._headers[slot] = raw
             self._records.groups[slot] = 0
             self._pool.note_published(slot, 0, header.key)
@@ -341,7 +340,7 @@ class DiskMedium(Medium):
         self._pool.allocate(len(taken))
         for number, slot, raw in found:
             self._number = number
-            if (old := self._index.get(_noted(raw).key)) is not None:
+            if (old := self._records.keys.get(_noted(raw).key)) is not None:
                 self._drop(BlockId(old))
             self._enter(slot, raw)
         self._pool.release(taken[::-1])
@@ -382,16 +381,14 @@ class DiskMedium(Medium):
 
 
 def _forget(
-    index: KeyIndex,
     records: BlockRecords,
     headers: Mapping[BlockId, bytes],
     num_blocks_of: Counter[bytes],
     slots: Sequence[BlockId],
 ) -> None:
     """Forget the blocks in these slots, but not yet their headers."""
-    index.discard(slots)
+    records.forget(slots)
     for slot in slots:
-        records.groups[slot] = UNPUBLISHED
         tenant = _noted(headers[slot]).tenant
         num_blocks_of[tenant] -= 1
         if not num_blocks_of[tenant]:

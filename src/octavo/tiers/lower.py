@@ -13,7 +13,6 @@ Everything here happens in the engine's thread; the stores' own threads only tou
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
 
@@ -21,7 +20,7 @@ from octavo.kvcache.block import HostBlockId
 from octavo.kvcache.hashing import Label
 from octavo.kvcache.host_memory import HostMemory, Slot
 from octavo.least_served import LeastServed
-from octavo.tiers.base import LookupResult, Reason, Transfer
+from octavo.tiers.base import Reason, Transfer
 from octavo.tiers.store import Store
 
 # Maximum time that a request waits for room for its blocks, and then for the blocks; what is missing then is computed.
@@ -92,7 +91,7 @@ class LowerTiers:
             if state is Slot.FILLING:
                 fetch.coming.append(label)
             elif state is None:
-                store = next((s for s in self.stores if s.lookup(label.key) is not LookupResult.MISS), None)
+                store = next((s for s in self.stores if s.lookup(label.key) is not False), None)
                 if store is None:
                     break
                 found.setdefault(store, []).append(label)
@@ -337,12 +336,10 @@ class FetchQueue:
         self._held = LeastServed()  # slots
         # By tenant: the waiting requests in order of arrival, and how many slots each wants. No queue is empty.
         self._queues: dict[str, dict[Fetch, int]] = {}
-        self._num_wanted = Counter[str]()  # by tenant, summed over its queue
-        self._length = 0
 
     def __len__(self) -> int:
         """The number of waiting requests."""
-        return self._length
+        return sum(map(len, self._queues.values()))
 
     @property
     def num_left(self) -> int:
@@ -363,24 +360,17 @@ class FetchQueue:
 
     def num_wanted(self, tenant: str) -> int:
         """Return the number of slots that all of a tenant's waiting requests want."""
-        return self._num_wanted[tenant]
+        return sum(self._queues.get(tenant, {}).values())
 
     def join(self, fetch: Fetch) -> None:
         """Queue behind other requests of the same tenant; a request that is queued already may want more slots."""
-        queue, count = self._queues.setdefault(fetch.tenant, {}), min(fetch.num_wanted, self.most)
-        self._length += fetch not in queue
-        self._num_wanted[fetch.tenant] += count - queue.get(fetch, 0)
-        queue[fetch] = count
+        self._queues.setdefault(fetch.tenant, {})[fetch] = min(fetch.num_wanted, self.most)
 
     def leave(self, fetch: Fetch) -> None:
         """Leave the queue; does nothing if the request is not queued."""
         queue = self._queues.get(fetch.tenant, {})
-        if fetch not in queue:
-            return
-        self._num_wanted[fetch.tenant] -= queue.pop(fetch)
-        self._length -= 1
-        if not queue:
-            del self._queues[fetch.tenant], self._num_wanted[fetch.tenant]
+        if queue.pop(fetch, None) is not None and not queue:
+            del self._queues[fetch.tenant]
 
     def first(self) -> Fetch | None:
         """Return the next request, in O(waiting tenants)."""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from octavo.kvcache.hashing import Label
-from octavo.tiers.base import LookupResult, Medium, Reason, StoreCounters, Transfer, Work
+from octavo.tiers.base import Medium, Reason, StoreCounters, Transfer, Work
 
 logger = logging.getLogger(__name__)
 
@@ -106,29 +106,15 @@ class Store:
         """How often consecutive faults have stopped reads, and writes."""
         return {Work.READ: self._reading.num_closings, Work.WRITE: self._writing.num_closings}
 
-    def lookup(self, key: bytes) -> LookupResult:
-        """Return what is known about a key, without waiting."""
+    def lookup(self, key: bytes) -> bool | None:
+        """Return whether a block is there, without waiting; None if it is being written, or only `ask` can tell."""
         if not self.is_open:
-            return LookupResult.MISS
-        if self._is_writing(key):
-            return LookupResult.HIT_PENDING
-        try:
-            there = self.medium.contains(key)
-        except Exception as error:
-            self._reading.fault(error)
-            return LookupResult.MISS
-        if there is None:
-            return LookupResult.HIT_PENDING
-        return LookupResult.HIT if there else LookupResult.MISS
+            return False
+        return None if self._is_writing(key) else self._contains(key)
 
     def wants(self, key: bytes) -> bool:
         """Return, without waiting, whether a block should be stored: it is not known to be there or being written."""
-        if not self.is_writable:
-            return False
-        found = self.lookup(key)
-        if found is LookupResult.HIT_PENDING and self.must_ask:
-            return not self._is_writing(key)
-        return found is LookupResult.MISS
+        return self.is_writable and not self._is_writing(key) and not self._contains(key)
 
     def ask(self, labels: Sequence[Label], seconds: float) -> Transfer:
         """Find out which blocks are there; the outcome is None for those that are."""
@@ -158,6 +144,13 @@ class Store:
         if any(thread.is_alive() for thread in self._threads):
             self._out_of_time = True
             logger.warning("%s: closing without waiting for a transfer that takes over %g s", self.name, seconds)
+
+    def _contains(self, key: bytes) -> bool | None:
+        try:
+            return self.medium.contains(key)
+        except Exception as error:
+            self._reading.fault(error)
+            return False
 
     def _submit(self, transfer: Transfer) -> Transfer:
         with self._changed:
