@@ -143,6 +143,11 @@ def test_drafts_change_no_output_in_any_mode(options: dict[str, Any]) -> None:
     assert_drafts_change_nothing(make_jobs(4, 6, logprobs=None), **options)
 
 
+def test_more_drafts_than_places_fail_no_step_after_a_prompt(caplog: pytest.LogCaptureFixture) -> None:
+    assert_drafts_change_nothing(make_jobs(8, 5, logprobs=None), max_num_seqs=2)
+    assert not caplog.records
+
+
 @pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled")
 def test_drafts_change_no_output_deterministically() -> None:
     assert_drafts_change_nothing(make_jobs(5, 8), deterministic=True, kv_cache_dtype="int8", dtype="bfloat16")
@@ -158,6 +163,51 @@ def test_drafts_change_no_output_of_requests_that_are_preempted(mode: str) -> No
         speculate(core, Adversary(tokens_of(expected, jobs, 6), 6))
         assert run(core, jobs) == expected
         assert core.scheduler.counters.num_preemptions > 0
+
+
+def any_params(rng: random.Random, number: int) -> SamplingParams:
+    """Sampling of any kind that may verify drafts, with structured outputs in one request of four."""
+    structured = None
+    if rng.random() < 0.25:
+        structured = rng.choice(
+            [StructuredOutputsParams(choice=("yes indeed", "no never")), StructuredOutputsParams(regex="(ab|cd){4}e*")]
+        )
+    return SamplingParams(
+        n=rng.choice((1, 1, 1, 2, 3)),
+        temperature=rng.choice((0.0, 0.7, 1.3)),
+        top_p=rng.choice((1.0, 0.8)),
+        top_k=rng.choice((0, 20)),
+        min_p=rng.choice((0.0, 0.05)),
+        seed=number,
+        repetition_penalty=rng.choice((1.0, 1.3)),
+        presence_penalty=rng.choice((0.0, 0.6)),
+        frequency_penalty=rng.choice((0.0, 0.4)),
+        logit_bias=rng.choice((None, {rng.randrange(3, VOCAB_SIZE - 1): 6.0})),
+        stop=rng.choice(((), ("a",), ("e", "the"))),
+        max_tokens=rng.randint(2, 40),
+        ignore_eos=structured is None and rng.random() < 0.5,
+        logprobs=rng.choice((None, 0, 3)),
+        structured_outputs=structured,
+    )
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_drafts_change_no_output_of_a_thousand_requests_of_all_kinds(mode: str) -> None:
+    rng = random.Random(7)
+    jobs = [
+        ([rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 60))], any_params(rng, i)) for i in range(1000)
+    ]
+    deterministic = kernels.available()
+    with tiny_core(deterministic=deterministic) as core:
+        expected = run(core, jobs)
+    with tiny_core(deterministic=deterministic, num_blocks=100, preemption_mode=mode) as core:
+        thrash(core)
+        counters = speculate(core, Adversary(tokens_of(expected, jobs, 7), 7)).counters
+        assert run(core, jobs) == expected
+        assert core.scheduler.counters.num_preemptions > 100
+    assert counters.num_accepted_tokens > 2000
+    print(f"{core.scheduler.counters.num_preemptions} preemptions, {counters}")
 
 
 def test_beams_verify_no_draft() -> None:
@@ -202,6 +252,16 @@ def test_drafts_change_no_structured_output(logprobs: int | None) -> None:
     assert counters.num_accepted_tokens > 20
     assert sum(counters.accepted_per_position) == counters.num_accepted_tokens
     assert counters.num_draft_tokens > counters.num_accepted_tokens
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_parallel_samples_verify_drafts_from_their_own_token_on(seed: int) -> None:
+    params = SamplingParams(n=3, max_tokens=20, structured_outputs=StructuredOutputsParams(regex="(ab|cd){6}"))
+    jobs = [([5, 6, 8 + number], replace(params, seed=10 * seed + number)) for number in range(6)]
+    with tiny_core() as core:
+        expected = run(core, jobs)
+        speculate(core, Adversary(tokens_of(expected, jobs, seed), seed))
+        assert run(core, jobs) == expected
 
 
 def test_blocks_of_refuted_tokens_are_given_back() -> None:

@@ -197,6 +197,8 @@ class _Layout:
         count = len(self._row)
         if count > len(lengths):
             self._num_drafted = lengths - 1
+        if not in_graphs:  # buffers that other steps divide into longer queries
+            self._inputs.bounds[: count + 1] = self._inputs.indices[: count + 1] = np.arange(count + 1)
         return StepBatch(*self._inputs.decodes(count), num_sample_rows=count, num_logits=count, fits_graphs=in_graphs)
 
     def _ragged(self, plan: StepPlan, lengths: np.ndarray) -> StepBatch:

@@ -344,7 +344,10 @@ class SamplingTable:
                     first = starts[i] + of_prompt - state.snapshot.num_prompt_tokens
                     grammar.follow(first, token_ids[begin + of_prompt : end])
             if drafted:
-                self._along[row] = starts[i] + end - begin, _states_along(state, drafted)
+                num_tokens = starts[i] + end - begin
+                if grammar is not None:  # a fork's has followed what was forced after its parent's token
+                    grammar.return_to(num_tokens - state.snapshot.num_prompt_tokens)
+                self._along[row] = num_tokens, _states_along(state, drafted)
 
     def batch(
         self, rows: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64], seeds: Iterable[tuple[int, int]] = ()
