@@ -97,7 +97,7 @@ class InlineWorker:
     def __init__(self, reader: bytes) -> None:
         self._reader = pickle.loads(reader)
 
-    def read(self, method: str, parts: Sequence[bytes], seconds: float, niceness: int = 0) -> Any:
+    def read(self, method: str, parts: Sequence[bytes], seconds: float, *, is_niced: bool = False) -> Any:
         succeeded, value = pickle.loads(reader_pool._answer(self._reader, method, b"".join(parts)))
         if succeeded:
             return value

@@ -9,7 +9,7 @@ One pool of processes reads both. Large bodies and chats take turns separately, 
 bodies. The frames of `octavo.helper_process` hold:
 
     server  ── limit, pickled BodyReader ──>       once    ── nothing ──>  ready
-            ── niceness, method, then body  ──>            ── pickled result, or the error to raise ──>  server
+            ── niced?, method, then body    ──>            ── pickled result, or the error to raise ──>  server
 
 The cost of a body is limited: a process that exceeds the time limit is killed, and the operating system enforces the
 memory limit.
@@ -97,7 +97,7 @@ class ReaderPool:
         size = sum(map(len, parts))
         # Large bodies are not searched for their parts: counting them in 16 MB takes 8 ms.
         if size >= MEDIUM_BODY or (method not in _RENDERED and sum(map(_num_parts, parts)) >= MANY_PARTS):
-            return await self._large.run(tenant, partial(self._read, method, parts, LARGE_NICENESS))
+            return await self._large.run(tenant, partial(self._read, method, parts, is_niced=True))
         if method in _RENDERED or (method == "tokenize" and any(map(_may_have_messages, parts))):
             return await self._chats.run(tenant, partial(self._read, method, parts))
         work = partial(getattr(self._reader, method), b"".join(parts))
@@ -107,10 +107,10 @@ class ReaderPool:
         """Start a process in the background, so that the first chat need not wait for it."""
         self._chats.start(lambda: self._release(self._take()))
 
-    def _read(self, method: str, parts: tuple[bytes, ...], niceness: int = 0) -> Any:
+    def _read(self, method: str, parts: tuple[bytes, ...], *, is_niced: bool = False) -> Any:
         process = self._take()
         try:
-            return process.read(method, parts, self._seconds, niceness)
+            return process.read(method, parts, self._seconds, is_niced=is_niced)
         except (HelperEndedError, OSError) as error:
             process.close()
             logger.error("the process that read a body has ended: %s", error)
@@ -157,12 +157,12 @@ class ReaderProcess:
         self._process = HelperProcess(__name__, first=[memory.to_bytes(8, "little"), reader])
         self._first_rss: int | None = None  # unknown until it is ready
 
-    def read(self, method: str, parts: Sequence[bytes], seconds: float, niceness: int = 0) -> Any:
+    def read(self, method: str, parts: Sequence[bytes], seconds: float, *, is_niced: bool = False) -> Any:
         """Return what `BodyReader.<method>(raw)` returns; raise what it raises.
 
         Args:
             parts: the body, in parts that are joined by the process.
-            niceness: the niceness of reading it, relative to the server's.
+            is_niced: whether it is read with `LARGE_NICENESS`.
 
         Raises:
             ApiError: reading took longer than `seconds`, not counting the start of the process, or more memory than
@@ -173,21 +173,16 @@ class ReaderProcess:
         if self._first_rss is None:
             self._first_rss = self._process.rss
         try:
-            answer = self._process.ask(seconds, [bytes([niceness])], [method.encode()], parts)
+            answer = self._process.ask(seconds, [bytes([is_niced])], [method.encode()], parts)
         except HelperTooSlowError:
             raise BODY_TOO_SLOW(seconds) from None
         except HelperEndedError as error:
-            # Rust aborts when an allocation fails; Python raises MemoryError.
             if error.aborted:
                 raise BODY_TOO_COSTLY(self._memory) from None
             raise
         succeeded, value = pickle.loads(answer)
         if succeeded:
             return value
-        if isinstance(value, MemoryError):
-            # Replace the process rather than keep all the memory that it holds now.
-            self.close()
-            raise BODY_TOO_COSTLY(self._memory)
         raise value
 
     @property
@@ -205,21 +200,19 @@ class ReaderProcess:
 
 
 def main() -> None:
-    """Run the process: read bodies until the input ends."""
+    """Run the process: read bodies until the input ends. It aborts where memory runs out, as Rust does by itself."""
     requests, answers = requests_and_answers()
     try:
         memory = int.from_bytes(receive(requests), "little")
         reader = pickle.loads(receive(requests))
+        niced = ThreadPoolExecutor(1, initializer=_lower_priority)
+        # Started now, because its stack of 8 MiB would count towards the limit.
+        niced.submit(lambda: None).result()
         limit_memory(memory)
         send(answers, b"")
-        niced: ThreadPoolExecutor | None = None
         while True:
-            niceness, method, raw = receive(requests)[0], receive(requests).decode(), receive(requests)
-            if niceness and sys.platform == "linux":  # elsewhere a niceness is the whole process's, and for good
-                niced = niced or ThreadPoolExecutor(1, initializer=_lower_priority, initargs=(niceness,))
-                answer = niced.submit(_answer, reader, method, raw).result()
-            else:
-                answer = _answer(reader, method, raw)
+            is_niced, method, raw = any(receive(requests)), receive(requests).decode(), receive(requests)
+            answer = niced.submit(_answer, reader, method, raw).result() if is_niced else _answer(reader, method, raw)
             send(answers, answer)
             is_large = len(raw) + len(answer) >= _LARGE
             del raw, answer
@@ -227,24 +220,26 @@ def main() -> None:
                 return_free_memory()
     except (EOFError, BrokenPipeError):
         return
+    except MemoryError:
+        os.abort()
 
 
-def _lower_priority(niceness: int) -> None:
+def _lower_priority() -> None:
     """Add to the niceness of the calling thread only, as Linux allows; no process may take its own back."""
-    thread = threading.get_native_id()
-    os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + niceness, 19))
+    if sys.platform == "linux":  # elsewhere a niceness is the whole process's, and for good
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + LARGE_NICENESS, 19))
 
 
 def _answer(reader: Any, method: str, raw: bytes) -> bytes:
     try:
         return pickle.dumps((True, getattr(reader, method)(raw)), protocol=pickle.HIGHEST_PROTOCOL)
-    except MemoryError:
-        return pickle.dumps((False, MemoryError()), protocol=pickle.HIGHEST_PROTOCOL)
     except OctavoError as error:
         return pickle.dumps((False, error), protocol=pickle.HIGHEST_PROTOCOL)
     except BaseException as error:
-        if type(error).__name__ == "PanicException":
-            # A Rust binding met a null pointer because Python had no memory: this process can no longer be trusted.
+        # The second: a Rust binding met a null pointer because Python had no memory. Nothing is answered, because what
+        # filled the memory is still held here.
+        if isinstance(error, MemoryError) or type(error).__name__ == "PanicException":
             os.abort()
         if not isinstance(error, Exception):
             raise
