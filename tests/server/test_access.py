@@ -15,7 +15,8 @@ from tests.server.conftest import Running, running_server
 from tests.server.fake_engine import FakeEngine
 
 PUBLIC = {"/health", "/ready", "/ping", "/load", "/version", "/metrics", "/openapi.json", "/docs", "/", "/cache"}
-PUBLIC |= {f"/live/{name}" for name in ("chat.js", "chat.css", "blocks.js", "details.js", "page.js", "page.css")}
+PUBLIC |= {f"/live/{name}.js" for name in ("chat", "blocks", "details", "page", "docs")}
+PUBLIC |= {f"/live/{name}.css" for name in ("chat", "page", "docs")}
 ROUTER = "/router/"
 OPERATOR = ("/live/", "/debug/", "/reset_prefix_cache")
 

@@ -1,8 +1,9 @@
-"""The pages at `/`, to chat, and `/cache`: static files, and the changes of the cache as server-sent events.
+"""The pages at `/`, `/cache` and `/docs`: static files, and the changes of the cache as server-sent events.
 
     GET /                         the chat page, which uses /v1/models and /v1/chat/completions like any client
     GET /cache                    the live page of the cache, without data
-    GET /live/chat.js, chat.css, page.js, blocks.js, details.js, page.css
+    GET /docs                     the page of the API, which shows /openapi.json
+    GET /live/chat.js, chat.css, page.js, blocks.js, details.js, page.css, docs.js, docs.css
     GET /live/events              changes, at most ten times a second
     GET /live/requests/{id}       a request's block tables
     GET /live/blocks/{block}      a block's holders and contents
@@ -49,6 +50,7 @@ _QUIET_S = 2.0
 _PAGES = {
     "/": ("chat.html", "A page to chat with the model"),
     "/cache": ("page.html", "A page that shows the KV cache and the requests as they are"),
+    "/docs": ("docs.html", "A page that shows this description"),
 }
 _LOADED = {
     "chat.js": ("text/javascript", "The chat page's script"),
@@ -57,6 +59,8 @@ _LOADED = {
     "details.js": ("text/javascript", "Its script for what is chosen and what has happened"),
     "page.js": ("text/javascript", "Its main script"),
     "page.css": ("text/css", "Its style"),
+    "docs.js": ("text/javascript", "The script of the description's page"),
+    "docs.css": ("text/css", "Its style"),
 }
 # As many as the page draws of a request's block tables.
 _MOST_IDS = 256

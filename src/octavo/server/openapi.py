@@ -1,4 +1,4 @@
-"""The OpenAPI description of the API, from the declared endpoints, bodies and ranges, and the page that shows it."""
+"""The OpenAPI description of the API, from the declared endpoints, bodies and ranges."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ _REFUSALS = {
 
 
 class Description:
-    """The description of one server, and the page that shows it.
+    """The description of one server.
 
     Args:
         described: all endpoints of the server; those of the description may be added later.
@@ -147,10 +147,7 @@ class Description:
         self._endpoints = described
 
     def endpoints(self) -> list[Endpoint]:
-        return [
-            Endpoint("GET", "/openapi.json", self._openapi, "Description", "This description", Access.PUBLIC),
-            Endpoint("GET", "/docs", self._docs, "text/html", "A page that shows it", Access.PUBLIC),
-        ]
+        return [Endpoint("GET", "/openapi.json", self._openapi, "Description", "This description", Access.PUBLIC)]
 
     @cached_property
     def _described(self) -> bytes:
@@ -159,9 +156,6 @@ class Description:
     async def _openapi(self, request: Request) -> Response:
         # Made once; it takes a tenth of a second, so it runs in a thread and streams need not wait.
         return json_response(await asyncio.to_thread(lambda: self._described))
-
-    async def _docs(self, request: Request) -> Response:
-        return Response(DOCS_PAGE, media_type="text/html")
 
 
 def describe(version: str, server: Served, endpoints: Iterable[Endpoint]) -> dict[str, Any]:
@@ -216,83 +210,3 @@ def _responses(endpoint: Endpoint) -> dict[str, Any]:
 
 def _reference(name: str) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{name}"}
-
-
-DOCS_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>Octavo</title>
-<style>
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-summary { cursor: pointer; padding: .4rem 0; }
-details { border-bottom: 1px solid #ddd; }
-details > :not(summary) { margin-left: 1rem; }
-code, pre { font: 13px/1.45 ui-monospace, monospace; background: #f4f4f2; border-radius: 3px; padding: 0 .25em; }
-pre { padding: .6em; overflow-x: auto; }
-table { border-collapse: collapse; margin: .5rem 0 1rem; }
-td { border-top: 1px solid #eee; padding: .15rem .8rem .15rem 0; vertical-align: top; }
-.method { display: inline-block; width: 4.5em; font-weight: 600; }
-@media (prefers-color-scheme: dark) {
-  body { background: #1b1b1b; color: #ddd; } code, pre { background: #2a2a2a; } details, td { border-color: #333; }
-}
-</style>
-</head>
-<body>
-<h1>Octavo <small id="version"></small></h1>
-<p>Every path of this server, with the ranges of its fields. As data: <a href="openapi.json">openapi.json</a>.</p>
-<main id="paths">Loading …</main>
-<noscript>This page needs JavaScript; <a href="openapi.json">openapi.json</a> says the same.</noscript>
-<script>
-"use strict";
-const make = (tag, text, ...children) => {
-  const element = document.createElement(tag);
-  if (text) element.textContent = text;
-  element.append(...children);
-  return element;
-};
-const WORDS = {minimum: "≥", exclusiveMinimum: ">", maximum: "≤", minLength: "length ≥", maxLength: "length ≤",
-               minItems: "items ≥", maxItems: "items ≤", maxProperties: "entries ≤"};
-const kind = (schema, all) => {
-  if (schema.$ref) return schema.$ref.split("/").pop();
-  if (schema.anyOf) return schema.anyOf.filter(part => part.type !== "null").map(part => kind(part, all)).join(" | ");
-  if (schema.enum) return schema.enum.map(value => JSON.stringify(value)).join(" | ");
-  if ("const" in schema) return JSON.stringify(schema.const);
-  const ranges = Object.keys(WORDS).filter(name => name in schema).map(name => `${WORDS[name]} ${schema[name]}`);
-  const items = schema.type === "array" && schema.items ? ` of ${kind(schema.items, all)}` : "";
-  return (schema.type || "any") + items + (ranges.length ? ` (${ranges.join(", ")})` : "");
-};
-const table = (schema, all) => {
-  const required = new Set(schema.required || []);
-  return make("table", "", ...Object.entries(schema.properties || {}).map(([name, field]) =>
-    make("tr", "", make("td", "", make("code", name), required.has(name) ? " required" : ""),
-      make("td", kind(field, all)))));
-};
-const show = (path, method, operation, all) => {
-  const head = make("summary", "", make("span", method.toUpperCase()), make("code", path), " " + operation.summary);
-  head.firstChild.className = "method";
-  const section = make("details", "", head);
-  const body = operation.requestBody && operation.requestBody.content["application/json"];
-  if (body) {
-    section.append(make("p", "Body, for example:"), make("pre", JSON.stringify(body.example, null, 2)));
-    section.append(table(all[body.schema.$ref.split("/").pop()], all));
-  }
-  for (const [status, answer] of Object.entries(operation.responses)) {
-    const line = make("p", "", make("code", status), " " + answer.description);
-    const schema = answer.content && answer.content["application/json"] && answer.content["application/json"].schema;
-    section.append(line);
-    if (status === "200" && schema && schema.$ref) section.append(table(all[schema.$ref.split("/").pop()], all));
-  }
-  return section;
-};
-fetch("openapi.json").then(response => response.json()).then(description => {
-  document.getElementById("version").textContent = description.info.version;
-  const all = description.components.schemas;
-  document.getElementById("paths").replaceChildren(...Object.entries(description.paths).flatMap(([path, methods]) =>
-    Object.entries(methods).map(([method, operation]) => show(path, method, operation, all))));
-}).catch(error => { document.getElementById("paths").textContent = `openapi.json cannot be read: ${error}`; });
-</script>
-</body>
-</html>
-"""
