@@ -108,6 +108,12 @@ def _check_secret(secret: str, name: str) -> None:
         )
 
 
+def _check_address(address: str, name: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"{name} must be HOST:PORT, such as 0.0.0.0:9400, got {address!r}")
+
+
 def _read_object(given: str | dict[str, Any], name: str) -> str:
     """Return the text of a JSON object; raises `ConfigError` if it is not one."""
     try:
@@ -322,11 +328,10 @@ class EngineConfig(Options):
     )
     kv_remote_secret: str | None = _below(
         None,
-        "key that signs what is stored in --kv-remote, so that others who can write there cannot plant blocks; the "
-        "same on all servers, at least 16 characters; shows in `ps`: prefer $OCTAVO_KV_REMOTE_SECRET",
+        "key that signs what is stored in --kv-remote and handed to neighbours, so that others there cannot plant "
+        "blocks; the same on all servers, at least 16 characters; shows in `ps`: prefer $OCTAVO_KV_REMOTE_SECRET",
         metavar="KEY",
         check=_check_secret,
-        needs="kv_remote",
         secret=True,
     )
     kv_remote_ttl: int | None = _below(
@@ -336,6 +341,16 @@ class EngineConfig(Options):
         least=1,
         most=_LONGEST_TTL,
         needs="kv_remote",
+    )
+
+    kv_neighbours: str | None = _below(
+        None,
+        "HOST:PORT at which this server hands blocks in host memory to servers of the same model and secret; it also "
+        "fetches theirs, as a router hints (docs/operate/route.md); needs --kv-remote-secret, --kv-demotion all and "
+        "octavo[redis]",
+        metavar="HOST:PORT",
+        check=_check_address,
+        needs="kv_remote_secret",
     )
 
     max_num_seqs: int = _scheduling(
@@ -428,7 +443,14 @@ class EngineConfig(Options):
         if self.kv_scales is not None and self.calculate_kv_scales:
             raise ConfigError("kv_scales and calculate_kv_scales contradict each other: give one of them")
         if self.has_stores and not self.enable_prefix_caching:
-            raise ConfigError("kv_disk and kv_remote are for prefixes, but enable_prefix_caching is off")
+            raise ConfigError("kv_disk, kv_remote and kv_neighbours are for prefixes, but enable_prefix_caching is off")
+        if self.kv_remote_secret is not None and self.kv_remote is None and self.kv_neighbours is None:
+            raise ConfigError("kv_remote_secret needs kv_remote or kv_neighbours, which are not given")
+        if self.kv_neighbours is not None and self.kv_demotion != "all":
+            raise ConfigError(
+                "kv_neighbours hands out copies in host memory, and needs kv_demotion 'all' to have one of each block, "
+                f"got {self.kv_demotion!r}"
+            )
         if self.has_stores and self.kv_host_memory == 0:
             object.__setattr__(self, "kv_host_memory", STAGING_MEMORY)
         if self.kv_host_memory and not self.enable_prefix_caching:
@@ -450,7 +472,9 @@ class EngineConfig(Options):
         if self.device == "cuda":
             raise ConfigError(f"{several}only models on a CPU are split among ranks")
         if self.has_stores:
-            raise ConfigError(f"{several}kv_disk and kv_remote would store one rank's share of each block")
+            raise ConfigError(
+                f"{several}kv_disk, kv_remote and kv_neighbours would store one rank's share of each block"
+            )
         if self.calculate_kv_scales:
             raise ConfigError(
                 f"{several}calculate_kv_scales chooses scales in one process only: run octavo calibrate, and give its "
@@ -480,7 +504,7 @@ class EngineConfig(Options):
     @property
     def has_stores(self) -> bool:
         """Whether prefixes are stored below host memory."""
-        return self.kv_disk is not None or self.kv_remote is not None
+        return any(each is not None for each in (self.kv_disk, self.kv_remote, self.kv_neighbours))
 
     def replace(self, **changes: Any) -> EngineConfig:
         return replace(self, **changes)

@@ -123,6 +123,7 @@ class RequestContext:
         pins: prefixes of the prompt to pin once they are computed.
         pooling: how to pool the prompt into an embedding, without generating; None to generate.
         predicted_ids: tokens that the output may contain (OpenAI's `prediction`), from which drafts are made.
+        kv_hint: address of a neighbour (`--kv-neighbours`) that has more of the prompt cached, as a router knows.
     """
 
     request_id: str | None = None
@@ -137,6 +138,7 @@ class RequestContext:
     pins: tuple[PinRequest, ...] = ()
     pooling: Pooling | None = None
     predicted_ids: tuple[int, ...] = ()
+    kv_hint: str | None = None
 
 
 DEFAULT_CONTEXT = RequestContext()
@@ -359,7 +361,8 @@ class Request:
         uncomputed_charge: prompt tokens that were charged to its tenant, but are not computed yet.
         admitted_time, first_token_time: as `arrival_time`, of its first step and of its first token; None before.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; None before it.
-        cached_by_tier: these tokens by the tier where they were found: "device", "host", "disk", "remote".
+        kv_hint: address of a neighbour that has more of the prompt cached; None if none is known.
+        cached_by_tier: these tokens by the tier where they were found: "device", "host", "disk", "neighbour", "remote".
         cache_report: why there were not more; None before first admission.
         prompt_logprobs: log-probabilities collected while the prompt is computed; entry i is of prompt token i + 1.
         predicted_ids: tokens that the output may contain, from which drafts are made.
@@ -391,6 +394,7 @@ class Request:
     admitted_time: float | None = None
     first_token_time: float | None = None
     num_cached_tokens: int | None = None
+    kv_hint: str | None = None
     cached_by_tier: dict[str, int] = field(default_factory=dict)
     cache_report: CacheReport | None = None
     pin_receipts: list[PinReceipt] = field(default_factory=list)

@@ -8,7 +8,8 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,9 +17,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.datastructures import Headers
 
+from octavo.cluster.router import RelayedRequest, Router
+from octavo.cluster.selection import RoutedPrompt, Ticket
 from octavo.server.config import ServerConfig
 from octavo.server.errors import ApiError
-from octavo.server.routers import PROMPT_HEADER, RoutedPrompts, registered
+from octavo.server.routers import HINT_HEADER, KEY_HEADER, PROMPT_HEADER, RoutedPrompts, registered
 from octavo.workloads.server_process import running_server
 from tests.ports import free_port
 from tests.server.real_engine import MODEL, RealServer, real_server, slowed_down
@@ -123,6 +126,47 @@ def test_a_prompt_returns_to_where_it_is_cached_and_is_tokenised_once(
     assert counters["cached_tokens_total"] > 0
     assert counters["reservations"] == 0
     assert not any(name.startswith(("retries", "fallbacks")) for name in counters)
+
+
+def test_a_server_fetches_the_blocks_that_a_hint_names_and_answers_the_same() -> None:
+    pytest.importorskip("redis")
+    ports = [free_port() for _ in range(2)]
+    more: dict[str, Any] = {
+        "kv_demotion": "all",
+        "kv_host_memory": "64MiB",
+        "kv_remote_secret": "only our servers know",
+    }
+    with ExitStack() as stack:
+        pair = [stack.enter_context(worker(kv_neighbours=f"127.0.0.1:{port}", **more)) for port in ports]
+        routed = stack.enter_context(router(*addresses(*pair)))
+        first = routed.complete(text_of(1, 200)).json()
+        holder, other = sorted(pair, key=lambda server: -server.core.stats.host.stored)
+        assert holder.core.stats.host.stored > 6
+        headers = {KEY_HEADER: KEY, HINT_HEADER: f"127.0.0.1:{ports[pair.index(holder)]}"}
+        body = {"prompt": text_of(1, 200), "max_tokens": 4, "ignore_eos": True, "temperature": 0}
+        answer = other.client.post("/v1/completions", json=body, headers=headers).json()
+        assert answer["choices"] == first["choices"]
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+        store = other.core.stats.stores[0]
+        assert store.counters.read.blocks * other.core.scheduler.kv.spec.block_size > 100
+        for server in pair:
+            server.assert_nothing_runs()
+
+
+def test_a_hint_goes_to_the_server_with_the_routers_key_and_a_clients_own_does_not() -> None:
+    given = [(HINT_HEADER.encode(), b"10.6.6.6:1"), (KEY_HEADER.encode(), b"guessed"), (b"x", b"y")]
+    scope = {"headers": given, "state": {"request_id": "r"}}
+    anything: Any = SimpleNamespace(remove=None)
+    made = Router(ServerConfig(router_key=KEY), anything, anything, anything, anything, anything)
+    request: Any = SimpleNamespace(scope=scope)
+    target: Any = SimpleNamespace(facts={"fingerprint": "f"})
+    prompt = RoutedPrompt((1, 2), "")
+    for packed, hint in ((b"12345678", "10.0.0.7:9400"), (b"12345678", None), (b"", "10.0.0.7:9400")):
+        job = RelayedRequest(request, b"{}", None, [target], prompt, packed)
+        sent = dict(made.headers(job, Ticket(target, kv_hint=hint)))
+        assert (sent.get(HINT_HEADER), sent.get(KEY_HEADER)) == ((hint, KEY) if packed else (None, None))
+        assert sent["x"] == "y"
+    assert made.stats.hints == 1
 
 
 def test_the_answer_is_the_servers_whatever_was_asked(pair: tuple[RealServer, RealServer], routed: Routed) -> None:

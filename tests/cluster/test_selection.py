@@ -130,6 +130,37 @@ def test_the_index_follows_evictions_and_forgets_a_server_that_goes() -> None:
         asyncio.run(run(each))
 
 
+def test_a_server_with_less_of_a_prompt_gets_the_address_of_the_one_that_has_most() -> None:
+    async def run(each: list[Server]) -> None:
+        for number, server in enumerate(each):
+            server.worker.facts = {**server.worker.facts, "kv_neighbours": f"0.0.0.0:{9400 + number}"}
+        selection, (first, second) = await indexed(each), each
+        first.compute(PROMPT[: SIZE * 2])
+        second.compute(PROMPT, tenant="")
+        await until(lambda: overlap(selection, first.worker, PROMPT), SIZE * 2)
+        await until(lambda: overlap(selection, second.worker, PROMPT), SIZE * 8)
+        asked = {"model_name": first.worker.group, "token_ids": PROMPT, "cache_salt": None}
+        assert await selection._hint(asked, first.worker.worker_id) == "127.0.0.1:9401"
+        assert await selection._hint(asked, second.worker.worker_id) is None
+        assert await selection._hint({**asked, "cache_salt": "bob"}, first.worker.worker_id) is None
+        assert (await selection.choose([first.worker, second.worker], RoutedPrompt(PROMPT, ""))).kv_hint is None
+        second.worker.is_healthy = False
+        assert await selection._hint(asked, first.worker.worker_id) is None
+        second.worker.is_healthy, second.worker.facts = True, {**second.worker.facts, "kv_neighbours": None}
+        assert await selection._hint(asked, first.worker.worker_id) is None
+        # While it computes many prompts, the other one is chosen, and learns where the blocks are.
+        second.worker.facts = {**second.worker.facts, "kv_neighbours": "10.0.0.7:9400"}
+        tickets = [await selection.choose([first.worker, second.worker], RoutedPrompt(PROMPT, "")) for _ in range(40)]
+        hints = {(ticket.worker.url, ticket.kv_hint) for ticket in tickets}
+        assert hints <= {(first.worker.url, "10.0.0.7:9400"), (second.worker.url, None)}
+        for ticket in tickets:
+            await selection.done(ticket)
+        selection.close()
+
+    with servers() as each:
+        asyncio.run(run(each))
+
+
 def test_what_the_index_cannot_answer_goes_to_the_least_loaded_and_leaks_no_reservation() -> None:
     async def run(each: list[Server]) -> None:
         selection, workers = await indexed(each), [server.worker for server in each]

@@ -263,7 +263,10 @@ def test_a_rank_that_dies_while_the_engine_is_idle_is_replaced(tmp_path: Path, m
     [
         ({"tensor_parallel_size": 7}, "has 6 heads: give at most 6"),
         ({"tensor_parallel_size": 4}, "a hidden_size of 96: each rank computes at least 32 outputs"),
-        ({"tensor_parallel_size": 2, "kv_disk": "x"}, "kv_disk and kv_remote would store one rank's share"),
+        (
+            {"tensor_parallel_size": 2, "kv_disk": "x"},
+            "kv_disk, kv_remote and kv_neighbours would store one rank's share",
+        ),
         (
             {"tensor_parallel_size": 2, "kv_cache_dtype": "fp8", "calculate_kv_scales": True},
             "calculate_kv_scales chooses scales in one process only",

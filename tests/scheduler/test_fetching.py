@@ -21,7 +21,9 @@ class Store:
         self.fetches: list[SimpleNamespace] = []
         self.released: list[SimpleNamespace] = []
 
-    def prefetch(self, labels: Iterable[Label], tenant: str, seconds_to_compute: float | None) -> Any | None:
+    def prefetch(
+        self, labels: Iterable[Label], tenant: str, seconds_to_compute: float | None, kv_hint: str | None
+    ) -> Any | None:
         if len(list(labels)) < 9:
             return None
         self.fetches.append(SimpleNamespace(pending=True, late=False))

@@ -71,6 +71,19 @@ def test_other_tokens_are_refused(server: Running, how: dict[str, str], status: 
     assert server.engine.received == []
 
 
+def test_a_hint_is_taken_from_the_router_only(server: Running) -> None:
+    def hinted(key: str, hint: str) -> Any:
+        headers = {"Authorization": "Bearer mine", "Octavo-Router-Key": key, "Octavo-KV-Hint": hint}
+        return server.client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 1}, headers=headers)
+
+    for key, hint, status in (("mine", "h:9400", 403), ("way", "redis://h", 400), ("way", "h:1/0?x=y", 400)):
+        assert hinted(key, hint).status_code == status
+    assert server.engine.received == []
+    for hint in ("10.0.0.7:9400", "[::1]:9400", "octavo-1.workers.svc:9400"):
+        assert hinted("way", hint).status_code == 200
+        assert server.engine.received[-1]["context"].kv_hint == hint
+
+
 def test_an_id_that_is_no_token_is_refused_and_a_client_still_needs_its_key(server: Running) -> None:
     answer = sent(server, "/v1/completions", {"prompt": "hi"}, [10**6])
     assert answer.status_code == 400

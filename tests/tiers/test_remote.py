@@ -343,7 +343,7 @@ def test_the_secret_and_the_address_come_from_the_environment_and_are_in_no_prin
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_remote_secret": SECRET}, "needs kv_remote, which is not given"),
+        ({"kv_remote_secret": SECRET}, "needs kv_remote or kv_neighbours, which are not given"),
         ({"kv_remote_ttl": 5}, "needs kv_remote, which is not given"),
         ({"kv_remote": "redis://h", "kv_remote_secret": "tooth"}, "has 5 characters, but needs 16"),
         ({"kv_remote": "redis://h", "kv_remote_ttl": 0}, "must be between 1 and 315360000, got 0"),
@@ -356,10 +356,11 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message
 
 
 def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "octavo.tiers.remote")
+    for name in ("remote", "neighbours"):
+        monkeypatch.delitem(sys.modules, f"octavo.tiers.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(ConfigError, match=r"needs the redis package .*make -C .* install"):
-        _open_remote(EngineConfig(kv_remote="redis://h"), "redis://h", FINGERPRINT, BLOCK_BYTES)
+        list(_open_remote(EngineConfig(kv_remote="redis://h"), FINGERPRINT, BLOCK_BYTES))
 
 
 def test_nobody_there_is_no_error(caplog: pytest.LogCaptureFixture) -> None:

@@ -183,6 +183,8 @@ class _Collector:
         yield counter("choices", "Servers chosen.", [], [((), stats.choices)])
         yield counter("choice_seconds", "Time spent choosing them.", [], [((), stats.choice_seconds)])
         yield counter("prompt_tokens", "Tokens of prompts that were read.", [], [((), stats.prompt_tokens)])
+        hints = "Requests sent with the address of another server that has more of their prompt."
+        yield counter("kv_hints", hints, [], [((), stats.hints)])
         cached = "Of these, tokens that the chosen server had cached, as the index knew."
         yield counter("cached_tokens", cached, [], [((), stats.cached_tokens)])
         up = GaugeMetricFamily("octavo:router_worker_up", "Whether a server takes requests.", labels=["worker"])

@@ -40,7 +40,7 @@ from octavo.server.config import ServerConfig
 from octavo.server.errors import MODEL_MISSING, RETRY_AFTER_SECONDS, ApiError
 from octavo.server.http.connection import BodyIntake, ClientLeftError, InFlight
 from octavo.server.keys import ANYBODY
-from octavo.server.routers import KEY_HEADER, PROMPT_HEADER
+from octavo.server.routers import HINT_HEADER, KEY_HEADER, PROMPT_HEADER
 from octavo.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo.route")
@@ -75,7 +75,7 @@ _OF_CONNECTION = frozenset(
 )
 _NOT_SENT = _OF_CONNECTION | {
     *(b"host", b"content-length", b"expect", REQUEST_ID_HEADER),
-    *(name.encode() for name in (PROMPT_HEADER, KEY_HEADER)),
+    *(name.encode() for name in (PROMPT_HEADER, KEY_HEADER, HINT_HEADER)),
 }
 _NOT_RETURNED = _OF_CONNECTION | {b"date", b"server", REQUEST_ID_HEADER, b"request-id"}
 
@@ -173,6 +173,7 @@ class RouterStats:
         self.retries: Counter[str] = Counter()  # by reason
         self.broken_streams = 0
         self.choices, self.choice_seconds = 0, 0.0
+        self.hints = 0  # requests sent with the address of another server that has more of their prompt
         self.prompt_tokens = self.cached_tokens = 0  # of prompts that were looked at; as the index knew it
 
 
@@ -246,7 +247,7 @@ class Router:
         scope = cache_scope(client.tenant, client.cache_group, read.cache_salt)
         return RelayedRequest(request, body, model, largest, RoutedPrompt(ids, scope), np.asarray(ids, "<i4").tobytes())
 
-    def headers(self, job: RelayedRequest, worker: Worker) -> list[tuple[str, str]]:
+    def headers(self, job: RelayedRequest, ticket: Ticket) -> list[tuple[str, str]]:
         """Return the headers to send: the client's, and with token ids the router's own."""
         headers = [
             (name.decode("latin-1"), value.decode("latin-1"))
@@ -255,8 +256,11 @@ class Router:
         ]
         headers.append((REQUEST_ID_HEADER.decode(), job.request.scope["state"]["request_id"]))
         if job.packed:
-            given = f"{worker.facts['fingerprint']} {len(job.prompt.token_ids)}"
+            given = f"{ticket.worker.facts['fingerprint']} {len(job.prompt.token_ids)}"
             headers += [(PROMPT_HEADER, given), (KEY_HEADER, self._router_key)]
+            if ticket.kv_hint is not None:
+                headers.append((HINT_HEADER, ticket.kv_hint))
+                self.stats.hints += 1
         return headers
 
 
@@ -311,7 +315,7 @@ class _Relayed(Response):
         target = scope["path"] + (f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else "")
         try:
             async with worker.session.post(
-                target, data=job.body + job.packed, headers=self._router.headers(job, worker)
+                target, data=job.body + job.packed, headers=self._router.headers(job, ticket)
             ) as answer:
                 if answer.status == HTTPStatus.CONFLICT and job.packed:
                     stats.retries["other_tokenizer"] += 1

@@ -38,11 +38,13 @@ class Ticket:
     Attributes:
         selection_id: name of its reservation in an index; None if it has none.
         cached_tokens: tokens of the prompt that the server has cached, as far as is known.
+        kv_hint: address of another server that has more of them, and hands out its blocks; None if none is known.
     """
 
     worker: Worker
     selection_id: str | None = None
     cached_tokens: int = 0
+    kv_hint: str | None = None
 
 
 class Selection:
@@ -156,6 +158,7 @@ class PrefixSelection(Selection):
         try:
             async with asyncio.timeout(self._seconds):
                 chosen = await self._service.select_and_reserve(asked)
+                hint = await self._hint(asked, chosen["worker_id"])
         except asyncio.CancelledError:
             self._free_soon(selection_id)
             raise
@@ -170,7 +173,24 @@ class PrefixSelection(Selection):
             await self._free(selection_id)
             return await super().choose(workers, prompt)
         assert worker is not None
-        return self._ticket(worker, selection_id, chosen["overlap"]["longest_matched"])
+        ticket = self._ticket(worker, selection_id, chosen["overlap"]["longest_matched"])
+        ticket.kv_hint = hint
+        return ticket
+
+    async def _hint(self, asked: dict[str, Any], worker_id: int) -> str | None:
+        """Return the address of the server that has most of a prompt; None if the chosen one has as much of it."""
+        addresses = {
+            number: worker.neighbour_address
+            for number, worker in self._known.items()
+            if worker.neighbour_address is not None and (worker.is_healthy or number == worker_id)
+        }
+        if len(addresses) == 1 or worker_id not in addresses:
+            return None
+        wanted = {name: asked[name] for name in ("model_name", "token_ids", "cache_salt")}
+        scores = await self._service.overlap_scores(wanted)
+        blocks = {score["worker_id"]: score["device_blocks"] for score in scores["workers"]}
+        most = max(addresses, key=lambda number: blocks.get(number, 0))
+        return addresses[most] if blocks.get(most, 0) > blocks.get(worker_id, 0) else None
 
     async def first_token(self, ticket: Ticket) -> None:
         if ticket.selection_id is not None:

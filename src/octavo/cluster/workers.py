@@ -78,9 +78,20 @@ class Worker:
         address = (self.facts.get("kv_events") or {}).get(name)
         if not address or not address.startswith("tcp://"):
             return address
-        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        return f"tcp://{self._reachable(address.removeprefix('tcp://'))}"
+
+    @property
+    def neighbour_address(self) -> str | None:
+        """Where it hands blocks to others, as seen from here; None if nowhere."""
+        address = self.facts.get("kv_neighbours")
+        return None if address is None else self._reachable(address)
+
+    def _reachable(self, address: str) -> str:
+        """Return `HOST:PORT` with the host of its URL, if the address is of every interface or of its own machine."""
+        host, _, port = address.rpartition(":")
         is_pattern = host in ("*", "[::]", "0.0.0.0") or host.startswith("127.") or host == "localhost"
-        return f"tcp://{urlsplit(self.url).hostname if is_pattern else host}:{port}"
+        own = urlsplit(self.url).hostname or ""
+        return f"{(f'[{own}]' if ':' in own else own) if is_pattern else host}:{port}"
 
 
 class Workers:

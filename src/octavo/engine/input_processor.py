@@ -132,6 +132,7 @@ class InputProcessor:
             bad_word_ids=bad_word_ids,
             pooled=pooled,
             predicted_ids=context.predicted_ids,
+            kv_hint=context.kv_hint,
         )
         # Done here to keep it out of the engine's thread.
         self.scheduler.kv.holdings.hash_prompt(request)

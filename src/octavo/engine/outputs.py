@@ -63,7 +63,7 @@ class RequestOutput:
         prompt_logprobs: None for the first prompt token, then one entry per token; only if requested.
         outputs: all `n` completions (FINAL), or those with something new (DELTA).
         num_cached_tokens: number of prompt tokens that came from the prefix cache.
-        cached_by_tier: the same number by tier: "device", "host", "disk", "remote".
+        cached_by_tier: the same number by tier: "device", "host", "disk", "neighbour", "remote".
         finished: whether this is the last output.
         cache_report: why no more of the prompt came from the cache, as far as its tenant may know; set when finished.
         error: code of the failure if the request failed: `UNUSABLE_LOGITS`, `STEP_FAILED`, `RANK_LOST` or

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from octavo import kernels
 from octavo.config import EngineConfig, format_bytes
 from octavo.errors import ConfigError, how_to_install
 from octavo.kvcache.eviction import make_eviction_policy
+from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.planner.calculator import REMOTE_THREADS
@@ -59,10 +61,33 @@ def join_stores(
     memory = kv.hierarchy.host
     # Blocks waiting to be written are held in host memory; leave half of it for blocks that are read.
     most_write_bytes = memory.num_prefix_slots * kv.spec.block_bytes // 2
-    stores = _open_stores(config, kv.spec, identity, most_write_bytes)
+    fingerprint = _fingerprint(kv.spec, identity)
+    stores = _open_stores(config, kv.spec, fingerprint, most_write_bytes)
     names = " and ".join(f"{store.name} ({_held(store)})" for store in stores)
     logger.info("prefixes are loaded from %s if that takes less time than computing them, as measured", names)
-    return LowerTiers(memory, stores, lambda slot: host.row(slot - 1), kv.spec.block_bytes, time.monotonic)
+    tiers = LowerTiers(memory, stores, lambda slot: host.row(slot - 1), kv.spec.block_bytes, time.monotonic)
+    if config.kv_neighbours is not None:
+        try:
+            _join_neighbours(config, config.kv_neighbours, memory, tiers, host, fingerprint)
+        except BaseException:
+            tiers.close()
+            raise
+    return tiers
+
+
+def _join_neighbours(
+    config: EngineConfig, address: str, memory: HostMemory, tiers: LowerTiers, host: HostTier, fingerprint: bytes
+) -> None:
+    """Hand out what is in host memory, and fetch what requests' hints name."""
+    from octavo.tiers.lending import Lender, Shelf
+    from octavo.tiers.neighbours import NeighbourMedium
+
+    shelf = Shelf(memory, lambda slot: host.row(slot - 1))
+    lender = Lender(address, shelf, fingerprint, config.kv_remote_secret or "")
+    tiers.on_here, tiers.on_close = shelf.put, lender.close
+    for store in tiers.stores:
+        if isinstance(store.medium, NeighbourMedium):
+            tiers.on_hint = store.medium.expect
 
 
 def _held(store: Store) -> str:
@@ -70,12 +95,15 @@ def _held(store: Store) -> str:
     return "shared" if held is None else format_bytes(sum(held.values()))
 
 
-def _open_stores(
-    config: EngineConfig, spec: KVCacheSpec, identity: tuple[str, ...], most_write_bytes: int = MOST_WRITE_BYTES
-) -> list[Store]:
+def _fingerprint(spec: KVCacheSpec, identity: tuple[str, ...]) -> bytes:
     groups = ";".join(f"{group.layer_indices},{group.sliding_window}" for group in spec.groups)
     parts = (*identity, spec.dtype, str(spec.block_size), str(spec.block_bytes), groups)
-    fingerprint = blake2b("\0".join(parts).encode(), digest_size=16).digest()
+    return blake2b("\0".join(parts).encode(), digest_size=16).digest()
+
+
+def _open_stores(
+    config: EngineConfig, spec: KVCacheSpec, fingerprint: bytes, most_write_bytes: int = MOST_WRITE_BYTES
+) -> list[Store]:
     stores: list[Store] = []
     if config.kv_disk is not None:
         from octavo.tiers.disk import DiskMedium
@@ -90,23 +118,33 @@ def _open_stores(
             eviction=make_eviction_policy(config.eviction_policy),
         )
         stores.append(Store(medium, most_write_bytes=most_write_bytes))
-    if config.kv_remote is not None:
-        try:
-            remote = _open_remote(config, config.kv_remote, fingerprint, spec.block_bytes)
-            stores.append(Store(remote, num_threads=REMOTE_THREADS, most_write_bytes=most_write_bytes))
-        except BaseException:
-            for store in stores:
-                store.close()
-            raise
+    try:
+        # A neighbour before Redis, because it is asked only for what a hint says it has.
+        stores.extend(
+            Store(medium, num_threads=REMOTE_THREADS, most_write_bytes=most_write_bytes)
+            for medium in _open_remote(config, fingerprint, spec.block_bytes)
+        )
+    except BaseException:
+        for store in stores:
+            store.close()
+        raise
     return stores
 
 
-def _open_remote(config: EngineConfig, url: str, fingerprint: bytes, block_bytes: int) -> Medium:
+def _open_remote(config: EngineConfig, fingerprint: bytes, block_bytes: int) -> Iterator[Medium]:
+    secret = config.kv_remote_secret
+    if config.kv_neighbours is None and config.kv_remote is None:
+        return
     try:
+        from octavo.tiers.neighbours import NeighbourMedium
         from octavo.tiers.remote import RemoteMedium
     except ImportError as error:
-        raise ConfigError(f"kv_remote needs the redis package ({error}): {how_to_install('redis')}") from error
-    return RemoteMedium(url, fingerprint, block_bytes, secret=config.kv_remote_secret, ttl=config.kv_remote_ttl)
+        name = "kv_remote" if config.kv_remote is not None else "kv_neighbours"
+        raise ConfigError(f"{name} needs the redis package ({error}): {how_to_install('redis')}") from error
+    if config.kv_neighbours is not None:
+        yield NeighbourMedium(fingerprint, block_bytes, secret or "")
+    if config.kv_remote is not None:
+        yield RemoteMedium(config.kv_remote, fingerprint, block_bytes, secret=secret, ttl=config.kv_remote_ttl)
 
 
 def _digest_of_weights(path: Path) -> str:

@@ -37,7 +37,7 @@ from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix import PrefixHit, PrefixIndex
 from octavo.request import Sequence, SequenceId
 
-_TIERS = ("device", "host", "disk", "remote")  # in the order in which they are asked
+_TIERS = ("device", "host", "disk", "neighbour", "remote")  # in the order in which they are asked
 
 
 Demoted = tuple[BlockId, Label, str]

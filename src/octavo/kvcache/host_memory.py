@@ -179,6 +179,11 @@ class HostMemory:
         same = label.is_private or self._records.tokens[slot * self._width : (slot + 1) * self._width] == label.tokens
         return HostBlockId(slot) if same else None
 
+    def ready_slot(self, key: bytes) -> HostBlockId | None:
+        """Return the ready slot with this key, if any. Any thread may call it; what it returns may be outdated."""
+        slot = self._records.keys.get(key)
+        return None if slot is None or slot in self._writing else HostBlockId(slot)
+
     def state(self, key: bytes) -> Slot | None:
         """Return the state of the slot that has this key or is being written with it; None if there is none."""
         if (slot := self._records.keys.get(key)) is None:

@@ -1,7 +1,7 @@
 """Metrics of host memory and the stores below it, in Prometheus' format.
 
-Labels are `tier` (host, disk, remote), `operation` (read, write; of misses also open) and `reason` (the members of
-`Reason`), so that the number of series does not depend on requests.
+Labels are `tier` (host, disk, neighbour, remote), `operation` (read, write; of misses also open) and `reason` (the
+members of `Reason`), so that the number of series does not depend on requests.
 """
 
 from __future__ import annotations

@@ -98,16 +98,17 @@ def prefix_slots(spec: KVCacheSpec, host_memory: int, eviction_policy: str = DEF
 
 
 def store_bytes(
-    spec: KVCacheSpec, disk_size: int, *, remote: bool, eviction_policy: str = DEFAULT_EVICTION_POLICY
+    spec: KVCacheSpec, disk_size: int, *, num_remote: int, eviction_policy: str = DEFAULT_EVICTION_POLICY
 ) -> int:
-    """Return the host memory that the stores below host memory take: the disk's index, and Redis's blocks on their way.
+    """Return the host memory that the stores below host memory take: the disk's index, and blocks on their way.
 
     Blocks from disk are read to where they stay.
 
     Args:
         disk_size: `--kv-disk-size`; 0 without `--kv-disk`.
+        num_remote: number of stores that blocks come from over a network.
     """
-    on_their_way = REMOTE_THREADS * REMOTE_BLOCKS * spec.block_bytes if remote else 0
+    on_their_way = num_remote * REMOTE_THREADS * REMOTE_BLOCKS * spec.block_bytes
     if not disk_size:
         return on_their_way
     # Imported here: it needs xxhash, which most plans do without.

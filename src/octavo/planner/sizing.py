@@ -170,8 +170,8 @@ class Sizing:
         """The host memory that the stores take in addition to `kv_host_memory`."""
         config = self.config
         disk_size = 0 if config.kv_disk is None else config.kv_disk_size
-        remote = config.kv_remote is not None
-        return store_bytes(self.spec, disk_size, remote=remote, eviction_policy=config.eviction_policy)
+        num_remote = (config.kv_remote is not None) + (config.kv_neighbours is not None)
+        return store_bytes(self.spec, disk_size, num_remote=num_remote, eviction_policy=config.eviction_policy)
 
     def num_host_blocks(self, pool: PoolSize) -> int:
         """Return the number of host-memory blocks to allocate for swapped sequences.

@@ -272,7 +272,7 @@ class Fetching:
         labels = self._kv.hierarchy.missing(seq, *self._kv.holdings.matchable(seq))
         per_token = self.speed.seconds_per_token
         cost = None if per_token is None else per_token * self._kv.spec.block_size
-        fetch = self.tiers.prefetch(labels, seq.request.tenant, cost)
+        fetch = self.tiers.prefetch(labels, seq.request.tenant, cost, seq.request.kv_hint)
         if fetch is None:
             return False
         seq.status = SequenceStatus.PARKED

@@ -135,6 +135,7 @@ class Handling:
             traceparent=self.traceparent(request),
             pins=tuple(pin for prompt in read.prompts for pin in prompt.pins),
             predicted_ids=read.predicted_ids,
+            kv_hint=self.routed.kv_hint(request.headers),
             pooling=self._engine.info.pooling if isinstance(read, EmbeddingRequest) else None,
         )
         return Job(read.model, read.prompts, read.params, context, turnstile=self._turnstile)

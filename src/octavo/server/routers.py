@@ -7,6 +7,8 @@ the token ids, so that nothing is tokenised twice:
     Octavo-Router-Key: KEY                   clients cannot give other tokens than their text has
 
     {"messages": [...], ...}<NUMBER x 4 bytes, little-endian>
+
+    Octavo-KV-Hint: HOST:PORT                a neighbour that has more of the prompt cached; with the router's key
 """
 
 from __future__ import annotations
@@ -36,9 +38,10 @@ from octavo.server.errors import ApiError
 from octavo.server.keys import KeyRing
 from octavo.server.route import Access, Endpoint, json_response
 
-PROMPT_HEADER, KEY_HEADER = "octavo-prompt", "octavo-router-key"
+PROMPT_HEADER, KEY_HEADER, HINT_HEADER = "octavo-prompt", "octavo-router-key", "octavo-kv-hint"
 WORKER_PATH = "/router/worker"
 TOKEN_BYTES = 4
+_HINT = re.compile(r"[0-9A-Za-z.:_\[\]-]{1,255}:[0-9]{1,5}")
 _PROMPT = re.compile(r"([0-9a-f]{32}) ([0-9]{1,9})")
 
 
@@ -68,9 +71,7 @@ class RoutedPrompts:
         """
         if (given := headers.get(PROMPT_HEADER)) is None:
             return None
-        if self._routers.find(headers.get(KEY_HEADER, "")) is None:
-            message = "Token ids in place of a prompt are taken from a router only, by its key (--router-key)."
-            raise ApiError(HTTPStatus.FORBIDDEN, message, code="not_the_router")
+        self._prove(headers, "Token ids in place of a prompt")
         match = _PROMPT.fullmatch(given)
         size = TOKEN_BYTES * int(match[2]) if match is not None else 0
         if match is None or not 0 < size < len(body):
@@ -80,6 +81,24 @@ class RoutedPrompts:
             message = "The router's tokenizer, chat template or options are not this server's: send the body alone."
             raise ApiError(HTTPStatus.CONFLICT, message, code="other_tokenizer")
         return body[len(body) - size :]
+
+    def kv_hint(self, headers: Headers) -> str | None:
+        """Return the address of a neighbour that has more of the prompt cached; None if the request names none.
+
+        Raises:
+            ApiError: it does not come from the router (403), or is no address (400).
+        """
+        if (given := headers.get(HINT_HEADER)) is None:
+            return None
+        self._prove(headers, "Addresses of neighbours")
+        if _HINT.fullmatch(given) is None:
+            raise ApiError(HTTPStatus.BAD_REQUEST, f"{HINT_HEADER} must be HOST:PORT.", code="invalid_kv_hint")
+        return given
+
+    def _prove(self, headers: Headers, what: str) -> None:
+        if self._routers.find(headers.get(KEY_HEADER, "")) is None:
+            message = f"{what} are taken from a router only, by its key (--router-key)."
+            raise ApiError(HTTPStatus.FORBIDDEN, message, code="not_the_router")
 
     def endpoints(self, engine: EngineClient, reader: BodyReader, *, needs_key: bool) -> list[Endpoint]:
         async def describe(request: Request) -> Response:
@@ -98,13 +117,14 @@ class RoutedPrompts:
 
 
 def _engine_facts(core: EngineCore) -> dict[str, Any]:
-    """Return what a router must know of an engine; `kv_events` is null if it publishes none."""
+    """Return what a router must know of an engine; `kv_events` and `kv_neighbours` may be null."""
     events, kv = core.config.kv_events, core.scheduler.kv
     return {
         "model": core.config.model,
         "block_size": kv.spec.block_size,
         "num_blocks": kv.pool.num_blocks - 1,
         "max_num_batched_tokens": core.config.max_num_batched_tokens,
+        "kv_neighbours": core.config.kv_neighbours,
         "kv_events": None
         if events is None
         else {"endpoint": events.endpoint, "replay_endpoint": events.replay_endpoint, "topic": events.topic},

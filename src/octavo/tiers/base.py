@@ -53,11 +53,13 @@ class Medium(ABC):
     Attributes:
         name: name of the tier.
         must_ask: whether only `ask` can tell which blocks are there.
+        is_read_only: whether blocks are never written there.
         open_misses: blocks that were found damaged when it was opened, and whole files of them, by reason.
     """
 
     name: str
     must_ask = False
+    is_read_only = False
     open_misses: Mapping[Reason, int] = MappingProxyType({})
 
     @abstractmethod

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 TIMEOUT_SECONDS = 1.0
 """Timeout of connecting and of each answer, unless the URL has `?socket_timeout=…&socket_connect_timeout=…`."""
 
-_SIGNATURE_BYTES = 32
+SIGNATURE_BYTES = 32
 
 
 def _encoded(argument: bytes | memoryview | str | int) -> bytes | memoryview:
@@ -67,11 +67,8 @@ class RemoteMedium(Medium):
         self._fingerprint = fingerprint
         self._ttl = ttl
         self._key = None if secret is None else signing_key(secret)
-        namespace = fingerprint
-        if self._key is not None:
-            namespace = blake2b(fingerprint, key=self._key, digest_size=16, person=b"octavo-kv-name").digest()
-        self._prefix = b"octavo:" + namespace.hex().encode() + b":"
-        self._value_bytes = HEADER_BYTES + block_bytes + (_SIGNATURE_BYTES if self._key else 0)
+        self._prefix = name_prefix(fingerprint, self._key)
+        self._value_bytes = HEADER_BYTES + block_bytes + (SIGNATURE_BYTES if self._key else 0)
         try:
             # Without retries, because a second attempt would double the time that a slow server costs.
             self._redis: Any = redis.Redis.from_url(
@@ -136,13 +133,15 @@ class RemoteMedium(Medium):
         if there:
             return None
         # Without the tenant, so that a reader of that Redis does not learn whose blocks are whose.
-        header = make_header(self._fingerprint, label, payload)
-        signature = b"" if self._key is None else _sign(self._key, header, payload)
         try:
-            self._redis.set(name, b"".join((header, payload, signature)), ex=self._ttl)
+            self._redis.set(name, b"".join(signed(self._fingerprint, self._key, label, payload)), ex=self._ttl)
         except redis.OutOfMemoryError:
             return Reason.NO_SPACE
         return None
+
+    def give_up(self) -> None:
+        """End the answers that other threads wait for, as errors."""
+        self._redis.connection_pool.disconnect(inuse_connections=True)
 
     def close(self) -> None:
         self._redis.close()
@@ -160,7 +159,7 @@ class RemoteMedium(Medium):
         unsigned = HEADER_BYTES + buffer.nbytes
         if self._key is not None and len(value) == unsigned:
             return Reason.FORGED
-        if len(value) != unsigned + (_SIGNATURE_BYTES if self._key else 0):
+        if len(value) != unsigned + (SIGNATURE_BYTES if self._key else 0):
             return Reason.TRUNCATED
         if (reason := prove(bytes(header), self._fingerprint, label, payload)) is not None:
             return reason
@@ -193,6 +192,19 @@ def signing_key(secret: str) -> bytes:
     return blake3(secret.encode(), derive_key_context="octavo kv_remote_secret signature").digest()
 
 
+def name_prefix(fingerprint: bytes, key: bytes | None) -> bytes:
+    """Return what the names of a model's blocks begin with; nobody without the signing key can guess it."""
+    if key is not None:
+        fingerprint = blake2b(fingerprint, key=key, digest_size=16, person=b"octavo-kv-name").digest()
+    return b"octavo:" + fingerprint.hex().encode() + b":"
+
+
+def signed(fingerprint: bytes, key: bytes | None, label: Label, payload: memoryview) -> tuple[bytes, memoryview, bytes]:
+    """Return header, payload and signature of a value; without a key, the signature is empty."""
+    header = make_header(fingerprint, label, payload)
+    return header, payload, b"" if key is None else _sign(key, header, payload)
+
+
 def without_password(url: str) -> str:
     """Return a URL with its password masked, for messages."""
     shown = re.sub(r"(?<=//).*@", "***@", url)
@@ -212,7 +224,7 @@ def _sign(key: bytes, header: bytes | memoryview, payload: memoryview) -> bytes:
     # takes 0.05 ms, BLAKE2b 0.5.
     digest = blake3(header, key=key)
     digest.update(payload)
-    return digest.digest(_SIGNATURE_BYTES)
+    return digest.digest(SIGNATURE_BYTES)
 
 
 def _reason_of(error: Exception) -> Reason:

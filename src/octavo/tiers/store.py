@@ -99,7 +99,7 @@ class Store:
     @property
     def is_writable(self) -> bool:
         """Whether blocks may be written: it is open, and no faults of writes in a row have stopped them."""
-        return self.is_open and not self._writing.is_closed
+        return self.is_open and not self.medium.is_read_only and not self._writing.is_closed
 
     @property
     def num_closings(self) -> dict[Work, int]:
