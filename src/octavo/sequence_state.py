@@ -28,7 +28,7 @@ class Place:
         bound: blocks it is bound to take, including siblings, as counted in `RunningSet.reserve`.
         capacity: number of tokens that fit in blocks it does not share.
         publish_at: number of computed tokens from which they must be committed to the cache.
-        slow_path_at: number of computed tokens from which a drawn token needs more than being appended; 0 means always.
+        more_from: number of computed tokens from which a drawn token needs more than being appended; 0 means always.
         ending_ids: tokens that may end it, which need more than being appended too.
         num_sent: entries of each of its block tables that the runner has; 0 if the runner does not know it.
     """
@@ -44,7 +44,7 @@ class Place:
     capacity: int = 0
     bound: int = 0
     publish_at: int = 0
-    slow_path_at: int = 0
+    more_from: int = 0
     ending_ids: Container[int] = ()
     num_sent: int = 0
 

@@ -375,7 +375,7 @@ def test_a_request_whose_update_fails_ends_with_an_error_and_is_reported_once() 
         commit(seq)
 
     for seq in (*bad.sequences, *good.sequences):
-        seq.state.placed.publish_at = seq.state.placed.slow_path_at = 0  # all are to be published
+        seq.state.placed.publish_at = 0  # all are to be published
     with patch.object(engine.kv, "commit", fails_for_bad):
         updates = engine.finish_step(plan)
     assert [update.seq for update in updates] == good.sequences

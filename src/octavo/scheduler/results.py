@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from octavo.request import FinishReason, Sequence, SequenceStatus
+from octavo.request import FinishReason, Sequence
 from octavo.scheduler.lifecycle import Lifecycle
 from octavo.scheduler.plan import SequenceUpdate, StepResult
 from octavo.scheduler.plan_builder import PlannedRows
@@ -33,26 +33,31 @@ class ResultApplier:
                 states.add(pool.num_tokens, total)
         updates: list[SequenceUpdate] = []
         forced = result.forced
-        # Nearly every row only gains a token; `slow_path_at` and `ending_ids` identify those that need more.
-        streams = sequences[: plan.num_streams]
-        for draw, (seq, token_id) in enumerate(zip(streams, result.token_ids, strict=False)):
-            computed, place = seq.num_computed + 1, seq.state.place
-            if place is None or computed >= place.slow_path_at or token_id in place.ending_ids or draw in forced:
-                self._advance(seq, computed, (seq,), draw, result, updates)
-            else:
-                seq.num_computed = computed
+        for draw, (seq, token_id) in enumerate(zip(sequences[: plan.num_streams], result.token_ids, strict=False)):
+            if (place := seq.state.place) is None:
+                continue  # it has ended after the step was planned
+            computed = seq.num_computed = seq.num_computed + 1
+            if computed >= place.publish_at and not self._publish(seq):
+                continue
+            if computed >= place.more_from or token_id in place.ending_ids or draw in forced:
+                self._draw((seq,), draw, result, updates)
+            else:  # nearly every stream only gains a token
                 seq.output_token_ids.append(token_id)
                 updates.append(SequenceUpdate(seq, (token_id,)))
         draw = plan.num_streams
         for row, drawing in enumerate(rows.draws, start=plan.num_streams):
-            computed, accepted = plan.starts[row] + plan.lengths[row], 0
-            if draft := rows.drafts.get(row, ()):
-                accepted = self._num_accepted(sequences[row], draft, result.token_ids[draw : draw + len(draft)])
-                computed -= len(draft) - accepted
-            self._advance(sequences[row], computed, drawing, draw, result, updates, accepted)
+            seq, draft = sequences[row], rows.drafts.get(row, ())
+            first, draw = draw, draw + len(draft) + len(drawing)
+            if seq.finished:
+                continue  # it has ended after the step was planned
+            accepted = self._num_accepted(seq, draft, result.token_ids[first : first + len(draft)])
+            seq.output_token_ids.extend(draft[:accepted])
+            seq.num_computed = plan.starts[row] + plan.lengths[row] - len(draft) + accepted
+            self._policy.computed(seq)
+            if self._publish(seq) and drawing:
+                self._draw(drawing, first, result, updates, accepted)
             if accepted < len(draft):
-                self._lifecycle.trim(sequences[row])
-            draw += len(draft) + len(drawing)
+                self._lifecycle.trim(seq)
         return updates
 
     def _num_accepted(self, seq: Sequence, draft: Seq[int], drawn: Seq[int]) -> int:
@@ -63,42 +68,41 @@ class ResultApplier:
                 return place
         return len(draft)
 
-    def _advance(
+    def _publish(self, seq: Sequence) -> bool:
+        """Publish the blocks that a sequence has filled; False if that failed, and the request has ended."""
+        place, computed, size = seq.state.placed, seq.num_computed, self._kv.spec.block_size
+        if computed < place.publish_at:
+            return True
+        try:
+            self._kv.commit(seq)
+        except Exception as error:
+            self._lifecycle.fail(seq.request, error)
+            return False
+        place.publish_at = 0 if self._kv.slides else computed - computed % size + size
+        return True
+
+    def _draw(
         self,
-        seq: Sequence,
-        num_computed: int,
-        drawing: tuple[Sequence, ...],
+        seqs: tuple[Sequence, ...],
         draw: int,
         result: StepResult,
         updates: list[SequenceUpdate],
         num_accepted: int = 0,
     ) -> None:
-        """Advance any row: the sequences in `drawing` get the draws from number `draw` on.
+        """Continue a request's sequences, which have the draws from number `draw` on; if that fails, it ends.
 
         Args:
-            num_accepted: of a row that verifies a draft, the number of its tokens that are computed and stay; the only
-                sequence gets as many draws, and then one more.
+            num_accepted: draws before the only sequence's last, which it has appended already.
         """
-        if seq.status is SequenceStatus.FINISHED:
-            return  # it was ended when the update of a sibling failed, or after the step was planned
-        request = seq.request
+        request = seqs[0].request
         try:
-            seq.output_token_ids.extend(result.token_ids[draw : draw + num_accepted])
-            seq.num_computed = num_computed
-            place = seq.state.placed
-            self._policy.computed(seq)
-            if num_computed >= place.publish_at:
-                self._kv.commit(seq)
-                size = self._kv.spec.block_size
-                place.publish_at = 0 if self._kv.slides else num_computed - num_computed % size + size
-            search = request.search
-            if drawing and search is None:
-                self._append(drawing, draw, result, updates, num_accepted)
-            elif drawing:
-                search.take(drawing, draw, result, updates)
-            if search is None and not request.params.needs_logprobs:
+            if request.search is not None:
+                request.search.take(seqs, draw, result, updates)
+                return
+            self._append(seqs, draw, result, updates, num_accepted)
+            if not request.params.needs_logprobs and (place := seqs[0].state.place) is not None:
                 # The last token's key and value are never computed.
-                place.slow_path_at = min(place.publish_at, seq.max_num_tokens(self._max_model_len) - 1)
+                place.more_from = seqs[0].max_num_tokens(self._max_model_len) - 1
                 place.ending_ids = request.ending_ids
         except Exception as error:
             self._lifecycle.fail(request, error)
