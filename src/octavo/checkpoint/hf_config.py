@@ -420,35 +420,24 @@ def _yarn(parameters: dict[str, Any], factor: float) -> dict[str, Any]:
 
 def _layer_windows(fields: ConfigFields, native: NativeArchitecture | None, num_layers: int) -> tuple[int | None, ...]:
     """Return each layer's sliding window, by the rules of the family's configuration class in transformers."""
-    if native is not None and native.windowed == "never":
+    rule = native.windowed if native else "by_layer"
+    if rule == "never":
         return (None,) * num_layers
-    if native is not None and isinstance(native.windowed, int):
-        return _alternating_windows(fields, native.windowed, num_layers)
-    window = fields.get("sliding_window", native.default_window if native else None)
-    if window:
+    window: int | None = fields.get("sliding_window", native.default_window if native else None)
+    if window or isinstance(rule, int):
         window = fields.size("sliding_window", default=4096)
     window = window or None  # 0 in configurations of models without one
-    if native is not None and not fields.get("use_sliding_window", native.windowed == "always"):
+    if native is not None and not isinstance(rule, int) and not fields.get("use_sliding_window", rule == "always"):
         window = None
-    if native is not None and native.windowed == "always":
+    if rule == "always":
         return (window,) * num_layers
-    layer_types = fields.get("layer_types")
-    if layer_types is None:
-        if native is None:
-            return (None,) * num_layers
-        first = int(fields.get("max_window_layers", 28))
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    if len(layer_types) != num_layers:
-        raise CorruptModelError(f"{fields.source}: {len(layer_types)} layer_types for {num_layers} layers")
-    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
-
-
-def _alternating_windows(fields: ConfigFields, every: int, num_layers: int) -> tuple[int | None, ...]:
-    """Return windows of all layers but every n-th, unless the configuration has `layer_types`."""
-    window = fields.size("sliding_window", default=4096)
-    every = fields.size("sliding_window_pattern", default=fields.size("_sliding_window_pattern", default=every))
-    by_rule = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
-    kinds = fields.get("layer_types") or by_rule
+    kinds = fields.get("layer_types")
+    if isinstance(rule, int):
+        every = fields.size("sliding_window_pattern", default=fields.size("_sliding_window_pattern", default=rule))
+        kinds = kinds or ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
+    elif kinds is None:
+        first = int(fields.get("max_window_layers", 28)) if native else num_layers
+        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
     if len(kinds) != num_layers:
         raise CorruptModelError(f"{fields.source}: {len(kinds)} layer_types for {num_layers} layers")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

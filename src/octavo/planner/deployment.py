@@ -363,8 +363,11 @@ class Deployment:
                 }
                 for group in spec.groups
             ],
-            "by_kv_dtype": {dtype: self._by_dtype(dtype, concurrency) for dtype in KV_FORMATS},
-            "contiguous": self._contiguous(concurrency),
+            "by_kv_dtype": {
+                dtype: self._figures(self._spec(dtype, self.options.block_size), concurrency) for dtype in KV_FORMATS
+            },
+            # With max_model_len tokens reserved for each sequence.
+            "contiguous": self._figures(self._spec(self.kv_dtype, "max"), concurrency),
             "sliding_window": self._sliding_window(),
             "memory": self._memory(),
             "notes": list(self._notes()),
@@ -385,32 +388,20 @@ class Deployment:
         budget = self.kv_budget if dtype == self.kv_dtype else None  # a codec to compare with may not go with it
         return KVCacheSpec.build(self.shape.kv_layers, size, dtype, budget)
 
-    def _cost(self, spec: KVCacheSpec) -> SequenceCost:
-        return self._cost_of(spec, self.context)
-
-    def _cost_of(self, spec: KVCacheSpec, num_tokens: int) -> SequenceCost:
+    def _cost(self, spec: KVCacheSpec, num_tokens: int | None = None) -> SequenceCost:
+        """Return what a sequence of `num_tokens` takes; of `context` if None."""
         budget = self.kv_budget
         if budget is not None and budget.tokens < 2 * spec.block_size:
             budget = None  # a contiguous allocator keeps everything
-        return SequenceCost.of(spec, num_tokens, self.options.max_num_batched_tokens, budget)
+        return SequenceCost.of(spec, num_tokens or self.context, self.options.max_num_batched_tokens, budget)
 
-    def _by_dtype(self, dtype: str, concurrency: int) -> Mapping[str, int]:
-        cost = self._cost(self._spec(dtype, self.options.block_size))
-        figures = {
-            "kv_bytes_per_token": self._together(cost.spec.bytes_per_token),
-            "kv_bytes_per_sequence": self._together(cost.num_bytes),
-            "kv_bytes_total": self._together(cost.blocks_for(concurrency) * cost.spec.block_bytes),
-        }
-        if self.cache_bytes is not None:
-            figures["sequences_that_fit"] = self.sequences_that_fit(cost)
-        return figures
-
-    def _contiguous(self, concurrency: int) -> Mapping[str, Any]:
-        """The memory of a contiguous allocator, with max_model_len tokens reserved per sequence: `--block-size max`."""
-        cost = self._cost(self._spec(self.kv_dtype, "max"))
+    def _figures(self, spec: KVCacheSpec, concurrency: int) -> Mapping[str, Any]:
+        """What the sequences would take in a cache of another codec or block size."""
+        cost = self._cost(spec)
         figures: dict[str, Any] = {
+            "kv_bytes_per_token": self._together(spec.bytes_per_token),
             "kv_bytes_per_sequence": self._together(cost.num_bytes),
-            "kv_bytes_total": self._together(cost.blocks_for(concurrency) * cost.spec.block_bytes),
+            "kv_bytes_total": self._together(cost.blocks_for(concurrency) * spec.block_bytes),
             "waste": round(cost.waste, 6),
         }
         if self.cache_bytes is not None:
@@ -452,11 +443,6 @@ class Deployment:
         figures["smallest_tensor_parallel_size"] = self._smallest_group()
         return figures
 
-    def _with_context(self, context: int, spec: KVCacheSpec | None = None) -> int:
-        """Return how many sequences of that many tokens fit."""
-        cost = self._cost_of(spec or self.spec, context)
-        return self.sequences_that_fit(cost)
-
     def _by_context(self) -> list[dict[str, Any]]:
         """How many users of each context fit, up to the longest context: with this cache, and in other formats."""
         contexts = [context for context in _CONTEXTS if context < self.max_model_len] + [self.max_model_len]
@@ -464,17 +450,16 @@ class Deployment:
         return [
             {
                 "context": context,
-                "sequences_that_fit": self._with_context(context),
-                "by_kv_dtype": {dtype: self._with_context(context, spec) for dtype, spec in specs.items()},
+                "sequences_that_fit": self.sequences_that_fit(self._cost(self.spec, context)),
+                "by_kv_dtype": {n: self.sequences_that_fit(self._cost(spec, context)) for n, spec in specs.items()},
             }
             for context in contexts
         ]
 
     def _longest_context(self) -> int:
         """The longest context of which `concurrency` sequences fit, or one if none is given; 0: not one token fits."""
-        wanted = self.options.concurrency or 1
-        lengths = range(1, self.max_model_len + 1)
-        return bisect_left(lengths, True, key=lambda length: self._with_context(length) < wanted)
+        wanted, spec, lengths = self.options.concurrency or 1, self.spec, range(1, self.max_model_len + 1)
+        return bisect_left(lengths, True, key=lambda n: self.sequences_that_fit(self._cost(spec, n)) < wanted)
 
     def _smallest_group(self) -> int | None:
         """The smallest number of such devices that holds the workload; None if no possible number does."""

@@ -274,7 +274,7 @@ def find_rate(plan: Plan, demand: Demand, targets: Targets) -> LargestValue | No
     def simulate_at(rate: float) -> Results:
         return simulate(plan, demand.at_rate(rate), targets)
 
-    at_once = simulate(plan, _with(demand, rate=math.inf), targets)
+    at_once = simulate(plan, replace(demand, rate=math.inf), targets)
     if targets.met(at_once):
         return LargestValue(math.inf, at_once, None)
     start = demand.mean_rate
@@ -301,7 +301,7 @@ def find_replicas(plan: Plan, demand: Demand, targets: Targets, most: int = 1 <<
         return None
 
     def with_replicas(count: int) -> Results:
-        return simulate(plan, _with(demand, replicas=count), targets)
+        return simulate(plan, replace(demand, replicas=count), targets)
 
     most = min(most, demand.num_requests)
     too_few, count = 0, 1
@@ -323,10 +323,6 @@ def _check_search(demand: Demand, targets: Targets) -> None:
         raise ConfigError("give a latency target: --ttft-slo-ms, --itl-slo-ms or both")
     if demand.users is not None:
         raise ConfigError("a closed loop (--concurrency) slows down with its server: it has no largest rate")
-
-
-def _with(demand: Demand, **changes: Any) -> Demand:
-    return replace(demand, **changes)
 
 
 def variants(plan: Plan, sweeps: Sequence[tuple[str, Sequence[Any]]]) -> Iterator[tuple[dict[str, Any], Plan]]:
