@@ -83,6 +83,15 @@ def test_layers_store_what_a_probe_of_the_model_finds(family: str, tmp_path: Pat
     assert shape.kv_layers == TransformersModel(model).kv_layers
 
 
+def test_of_a_multimodal_model_the_text_model_is_counted(tmp_path: Path) -> None:
+    text = transformers_model("Gemma3").config.to_dict()
+    alone = model_shape("tiny", hf_model_config(text, tmp_path / "config.json"), text)
+    raw = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {**text, "architectures": None}}
+    shape = model_shape("tiny", hf_model_config(raw, tmp_path / "config.json"), raw)
+    assert (shape.parameters, shape.kv_layers) == (alone.parameters, alone.kv_layers)
+    assert shape.config.architecture == "Gemma3ForConditionalGeneration"
+
+
 @pytest.mark.parametrize(("family", "every"), [("Gemma2", 2), ("Gemma3", 6)])
 def test_windows_follow_the_familys_rule_where_layer_types_are_not_listed(
     family: str, every: int, tmp_path: Path

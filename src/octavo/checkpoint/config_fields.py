@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.errors import CorruptModelError, UnsupportedModelError
+from octavo.errors import CorruptModelError, UnsupportedModelError, shown
 
 MOST_SIZE = 1 << 40
 """The largest number that a model file may state as one of its sizes."""
@@ -25,6 +25,24 @@ _ALIASES = {
     "num_experts": ("num_local_experts", "n_routed_experts"),
     "partial_rotary_factor": ("rotary_pct",),
 }
+
+
+def uniform_size(value: object, key: str, source: object, minimum: int = 1) -> int:
+    """Return the size that a model file states under `key`, once or in a list for each layer.
+
+    Raises:
+        CorruptModelError: it is no integer of at least `minimum`, or is above `MOST_SIZE`.
+        UnsupportedModelError: it differs between layers.
+    """
+    if isinstance(value, list) and value:
+        if any(each != value[0] for each in value):
+            raise UnsupportedModelError(f"{source}: {key} differs between layers, which Octavo does not support")
+        value = value[0]
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise CorruptModelError(f"{source}: {key} must be an integer of at least {minimum}, got {shown(value)}")
+    if value > MOST_SIZE:
+        raise CorruptModelError(f"{source}: {key} is {value}, and at most {MOST_SIZE} is accepted")
+    return value
 
 
 class ConfigFields:
@@ -53,21 +71,11 @@ class ConfigFields:
             UnsupportedModelError: it differs between layers.
         """
         value = self.get(key)
-        if isinstance(value, list) and value:
-            if any(each != value[0] for each in value):
-                raise UnsupportedModelError(
-                    f"{self.source}: {key} differs between layers, which Octavo does not support"
-                )
-            value = value[0]
         if value is None:
             value = default
         if value is None:
             raise CorruptModelError(f"{self.source} does not state {key}")
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise CorruptModelError(f"{self.source}: {key} must be an integer of at least {minimum}, got {value!r}")
-        if value > MOST_SIZE:
-            raise CorruptModelError(f"{self.source}: {key} is {value}, and at most {MOST_SIZE} is accepted")
-        return value
+        return uniform_size(value, key, self.source, minimum)
 
     def dictionary(self, *keys: str) -> dict[str, Any]:
         """Return the value of the first of `keys` that is a non-empty object; {} if none is."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import gguf
 
-from octavo.checkpoint.config_fields import MOST_SIZE
+from octavo.checkpoint.config_fields import uniform_size
 from octavo.checkpoint.families import NATIVE_ARCHITECTURES, NativeArchitecture
 from octavo.checkpoint.gguf_file import GGUFFile
 from octavo.checkpoint.model_config import (
@@ -112,18 +112,7 @@ class _Keys:
 
     def uniform(self, key: str, *default: int) -> int:
         """Return a positive size; a file may give one per layer, which then must all be equal."""
-        value = self.get(key, *default)
-        values = set(value) if isinstance(value, list) else {value}
-        if len(values) != 1:
-            raise UnsupportedModelError(f"{self.file.path}: {self.prefix}.{key} differs between layers: {value}")
-        (size,) = values
-        if not isinstance(size, int) or size < 1:
-            raise CorruptModelError(f"{self.file.path}: {self.prefix}.{key} must be a positive integer, got {size!r}")
-        if size > MOST_SIZE:
-            raise CorruptModelError(
-                f"{self.file.path}: {self.prefix}.{key} is {size}, and at most {MOST_SIZE} is accepted"
-            )
-        return size
+        return uniform_size(self.get(key, *default), f"{self.prefix}.{key}", self.file.path)
 
 
 def _native(file: GGUFFile) -> tuple[str, NativeArchitecture]:

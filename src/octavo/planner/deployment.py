@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal
 
 from octavo.checkpoint.share import Share
-from octavo.config import BYTES, SWAP_BYTES, EngineConfig, checked_kv_cache_dtype, format_bytes
+from octavo.config import BYTES, EngineConfig, format_bytes
 from octavo.errors import ConfigError
 from octavo.kv_budget import KVBudget
 from octavo.kvcache.formats import KV_FORMATS
@@ -63,6 +63,15 @@ WEIGHT_BITS: Mapping[str, float] = {
 _AS_STORED = "as in the GGUF file"
 
 _option = partial(option, group="what is planned for")
+_OF_ENGINE = {entry.name: entry for entry in fields(EngineConfig)}
+
+
+def _shared(name: str) -> Any:
+    """Declare an option as the engine does."""
+    entry = _OF_ENGINE[name]
+    return _option(entry.default, **{k: v for k, v in entry.metadata["option"].items() if k != "group"})
+
+
 _size = partial(_option, unit=BYTES)
 
 
@@ -97,15 +106,8 @@ class PlanOptions(Options):
     dtype: Literal["auto", *DTYPE_BYTES] = _option(  # type: ignore[valid-type]
         "auto", "weights and activations; auto: bfloat16"
     )
-    kv_cache_dtype: str = _option(
-        "auto",
-        f"format of keys and values: {', '.join(KV_FORMATS)}, or a .toml file with a format for each layer; auto: the "
-        "checkpoint's, or --dtype; fp8: fp8_e4m3",
-        read=checked_kv_cache_dtype,
-    )
-    block_size: int | Literal["max"] = _option(
-        16, "tokens per block; max: one block of max_model_len tokens per sequence", least=1
-    )
+    kv_cache_dtype: str = _shared("kv_cache_dtype")
+    block_size: int | Literal["max"] = _shared("block_size")
     max_model_len: int | None = _option(
         None, "tokens that a contiguous allocator reserves for each sequence; default: the model's own limit", least=1
     )
@@ -114,27 +116,14 @@ class PlanOptions(Options):
         f"maximum number of sequences in one step; default: --concurrency, or {_DEFAULT_MAX_NUM_SEQS} without it",
         least=1,
     )
-    max_num_batched_tokens: int = _option(2048, "maximum number of tokens computed in one step", least=1)
-    kv_budget: str | None = _option(
-        None,
-        'JSON object that limits the keys and values that each sequence keeps, such as \'{"mode": "sinks", "tokens": '
-        "2048}'",
-        metavar="JSON",
-        read=lambda given: str(KVBudget.parse(given)),
-    )
+    max_num_batched_tokens: int = _shared("max_num_batched_tokens")
+    kv_budget: str | None = _shared("kv_budget")
     kv_cache_memory: int | None = _size(
         None, "memory for the KV cache of one device, such as 2GiB; default: what --memory leaves", least=1
     )
-    gpu_memory_utilization: float = _option(
-        0.9, "fraction of a GPU's memory for weights, activations and KV cache", above=0, most=1
-    )
-    swap_space: int | None = _option(
-        None,
-        "host memory for the blocks of preempted sequences, such as 1GiB; 0: none; default: 1GiB, or what is left",
-        unit=SWAP_BYTES,
-        least=0,
-    )
-    kv_host_memory: int = _size(0, "host memory for prefixes evicted from the KV cache, such as 8GiB; 0: none", least=0)
+    gpu_memory_utilization: float = _shared("gpu_memory_utilization")
+    swap_space: int | None = _shared("swap_space")
+    kv_host_memory: int = _shared("kv_host_memory")
     kv_disk_size: int = _size(0, "size of --kv-disk, such as 20GiB; 0: none", least=0)
     kv_remote: str | None = _option(
         None, "Redis or Valkey that prefixes are shared in; not connected to", metavar="URL"

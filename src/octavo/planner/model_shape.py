@@ -1,19 +1,20 @@
 """A model's architecture as far as its memory depends on it: keys and values per layer, parameters, activation widths.
 
-Native families are counted exactly, from their ModelConfig. Some families that run through transformers are counted
-from their `config.json`, by the rules of the transformers classes of the same name.
+Native families are counted exactly, from their ModelConfig; of multimodal ones, the text model is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 from octavo.checkpoint.config_fields import ConfigFields
 from octavo.checkpoint.families import NATIVE_ARCHITECTURES
+from octavo.checkpoint.hf_config import hf_model_config
 from octavo.checkpoint.kv_cache_scheme import only_kv_cache_scheme
-from octavo.checkpoint.model_config import ExpertsConfig, LatentConfig, ModelConfig
+from octavo.checkpoint.model_config import LatentConfig, ModelConfig
 from octavo.checkpoint.share import kv_heads_of, query_heads_of
 from octavo.errors import UnsupportedModelError
 from octavo.kvcache.formats import kv_dtype
@@ -111,29 +112,12 @@ class ModelShape:
         return kv_dtype(option, self.config.kv_cache_dtype or dtype, len(self.kv_layers))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Family:
-    """How a non-native family's parameters differ from Llama's.
-
-    Attributes:
-        num_norms: norms over the hidden size per layer.
-        windows: without `layer_types`, every layer but each n-th has a sliding window, where n is this number unless
-            the configuration has a `sliding_window_pattern`; None for no windows.
-    """
-
-    num_norms: int = 2
-    qk_norm: Literal["head", "projection", "none"] = "none"
-    windows: int | None = None
-
-
-_FAMILIES: Mapping[str, _Family] = {
-    # The text model of the multimodal ones.
-    "Gemma3ForConditionalGeneration": _Family(num_norms=4, qk_norm="head", windows=6),
-}
+# The text models of multimodal ones, which run through transformers.
+_TEXT_MODELS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
 
 # Native families whose layers have the parts that `_Counter` counts; others are counted in their files.
 _COUNTED_NATIVE = (name for name, native in NATIVE_ARCHITECTURES.items() if native.layer.gated)
-COUNTED_ARCHITECTURES = (*_COUNTED_NATIVE, *_FAMILIES)
+COUNTED_ARCHITECTURES = (*_COUNTED_NATIVE, *_TEXT_MODELS)
 
 
 def model_shape(name: str, config: ModelConfig, raw: Mapping[str, Any] | None = None) -> ModelShape:
@@ -147,15 +131,17 @@ def model_shape(name: str, config: ModelConfig, raw: Mapping[str, Any] | None = 
         CorruptModelError: `raw` lacks a size, which the message names.
     """
     architecture = config.architecture
-    multimodal = architecture == "Gemma3ForConditionalGeneration"
     if architecture not in COUNTED_ARCHITECTURES:
         raise UnsupportedModelError(
             f"{name}: the calculator cannot count {architecture}; it knows {', '.join(COUNTED_ARCHITECTURES)}"
         )
     fields = ConfigFields({**(raw or {}), **(raw or {}).get("text_config", {})}, name)
-    native = _Family(num_norms=config.layer.num_norms, qk_norm=config.layer.qk_norm)
-    counter = _Counter(config, _FAMILIES.get(architecture, native), fields)
-    notes = ["the text model alone, without the vision tower"] if multimodal else []
+    notes = []
+    if (text_model := _TEXT_MODELS.get(architecture)) is not None:
+        text = hf_model_config({**fields.content, "architectures": [text_model]}, Path(name) / "config.json")
+        config = replace(text, architecture=architecture)
+        notes.append("the text model alone, without the vision tower")
+    counter = _Counter(config, fields)
     quantization, published = fields.content.get("quantization_config"), None
     if quantization and not only_kv_cache_scheme(quantization):
         published = str(quantization.get("quant_method"))
@@ -168,10 +154,10 @@ def model_shape(name: str, config: ModelConfig, raw: Mapping[str, Any] | None = 
         name=name,
         config=config,
         num_heads=config.num_heads,
-        kv_layers=counter.kv_layers(),
+        kv_layers=_kv_layers(config),
         parameters=counter.parameters(),
         attention_width=counter.attention_width(),
-        mlp_width=counter.mlp_width(),
+        mlp_width=_mlp_width(config),
         experts=counter.experts(),
         published_weights=published,
         notes=tuple(notes),
@@ -189,13 +175,13 @@ def shape_of_checkpoint(name: str, config: ModelConfig, num_parameters: int) -> 
         name=name,
         config=config,
         num_heads=config.num_heads,
-        kv_layers=_kv_layers(config, config.layer_windows),
+        kv_layers=_kv_layers(config),
         parameters=ParameterCount(
             embedding=embedding, head=0, kv_projections=0, divided=max(0, num_parameters - embedding), whole=0
         ),
         attention_width=config.num_heads * (2 * config.head_dim + config.value_dim) + kv,
-        mlp_width=_mlp_width(config, config.experts),
-        experts=_routed_experts(config, config.experts, config.num_layers),
+        mlp_width=_mlp_width(config),
+        experts=_routed_experts(config, config.num_layers),
         notes=(f"{config.architecture}: parameters counted from the files, keys and values from the configuration",),
     )
 
@@ -249,19 +235,9 @@ def divide(shape: ModelShape, num_devices: int) -> ModelShape:
 class _Counter:
     """Counts one model's parts."""
 
-    def __init__(self, config: ModelConfig, family: _Family, fields: ConfigFields) -> None:
+    def __init__(self, config: ModelConfig, fields: ConfigFields) -> None:
         self._config = config
-        self.family = family
         self._fields = fields
-
-    def kv_layers(self) -> tuple[LayerKVSpec, ...]:
-        config, every = self._config, self.family.windows
-        windows = config.layer_windows
-        if every is not None and self._fields.content.get("layer_types") is None:
-            every = self._fields.size("sliding_window_pattern", every)
-            window = self._fields.size("sliding_window")
-            windows = tuple(None if (i + 1) % every == 0 else window for i in range(config.num_layers))
-        return _kv_layers(config, windows)
 
     def parameters(self) -> ParameterCount:
         config = self._config
@@ -274,7 +250,7 @@ class _Counter:
             head=0 if config.tie_word_embeddings else embedding,
             kv_projections=layers * kv,
             divided=layers * divided + mlp_divided,
-            whole=layers * (whole + self.family.num_norms * hidden) + mlp_whole + hidden,
+            whole=layers * (whole + config.layer.num_norms * hidden) + mlp_whole + hidden,
         )
 
     def attention_width(self) -> int:
@@ -283,11 +259,8 @@ class _Counter:
         attended = config.num_heads * config.value_dim
         return 2 * query + config.num_kv_heads * (config.head_dim + config.value_dim) + attended
 
-    def mlp_width(self) -> int:
-        return _mlp_width(self._config, self._config.experts)
-
     def experts(self) -> RoutedExperts | None:
-        return _routed_experts(self._config, self._config.experts, self._num_sparse_layers())
+        return _routed_experts(self._config, self._num_sparse_layers())
 
     def _attention(self) -> tuple[int, int, int]:
         """Return one layer's KV projections, other divided parameters, and whole parameters."""
@@ -295,7 +268,7 @@ class _Counter:
         bias = int(config.qkv_bias)
         kv = config.num_kv_heads * (config.head_dim + config.value_dim) * (hidden + bias)
         query = config.num_heads * config.head_dim * (hidden + bias)
-        normalised = {"head": 2, "projection": config.num_heads + config.num_kv_heads, "none": 0}[self.family.qk_norm]
+        normalised = {"head": 2, "projection": config.num_heads + config.num_kv_heads, "none": 0}[config.layer.qk_norm]
         whole = normalised * config.head_dim + hidden * int(config.output_bias)
         whole += config.num_heads if config.layer.sinks else 0
         return kv, query + config.attended_width * hidden, whole
@@ -335,20 +308,21 @@ class _Counter:
         return sum(self._config.has_experts(i) and (i + 1) % step == 0 and i not in dense for i in layers)
 
 
-def _mlp_width(config: ModelConfig, experts: ExpertsConfig | None) -> int:
+def _mlp_width(config: ModelConfig) -> int:
     """Return `ModelShape.mlp_width`. The outputs of all experts of a token are alive at once too."""
-    if experts is None:
+    if (experts := config.experts) is None:
         return 3 * config.intermediate_size
     inner = experts.active * experts.intermediate_size + experts.shared_intermediate_size
     return max(3 * config.intermediate_size, 3 * inner, inner + experts.active * config.hidden_size)
 
 
-def _routed_experts(config: ModelConfig, experts: ExpertsConfig | None, num_layers: int) -> RoutedExperts | None:
-    if experts is None or num_layers == 0:
+def _routed_experts(config: ModelConfig, num_layers: int) -> RoutedExperts | None:
+    if (experts := config.experts) is None or num_layers == 0:
         return None
     parameters = num_layers * experts.count * 3 * config.hidden_size * experts.intermediate_size
     return RoutedExperts(parameters=parameters, num_experts=experts.count, num_used=experts.active)
 
 
-def _kv_layers(config: ModelConfig, windows: tuple[int | None, ...]) -> tuple[LayerKVSpec, ...]:
-    return tuple(LayerKVSpec(config.num_kv_heads, config.head_dim, config.value_dim, window) for window in windows)
+def _kv_layers(config: ModelConfig) -> tuple[LayerKVSpec, ...]:
+    sizes = config.num_kv_heads, config.head_dim, config.value_dim
+    return tuple(LayerKVSpec(*sizes, window) for window in config.layer_windows)
