@@ -243,8 +243,9 @@ def test_the_engine_and_what_is_below_reach_no_web_framework(module: str) -> Non
         assert not (WEB | RULES.web_exceptions) & set(found), found
 
 
-def modules_loaded_by(statement: str) -> set[str]:
-    code = f"import sys\n{statement}\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+def modules_loaded_by(statement: str, depth: int = 1) -> set[str]:
+    """Return the modules that a statement loads, each by its first `depth` names."""
+    code = f"import sys\n{statement}\nprint(*sorted({{'.'.join(name.split('.')[:{depth}]) for name in sys.modules}}))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
     return set(ran.stdout.split())
 
@@ -263,6 +264,11 @@ def test_what_needs_no_model_starts_without_torch_and_numpy(statement: str) -> N
 
 def test_bookkeeping_starts_without_torch() -> None:
     assert not (HEAVY | WEB) & modules_loaded_by("import octavo.scheduler.scheduler, octavo.kvcache.manager")
+
+
+def test_a_process_that_reads_bodies_starts_without_the_engine_and_torch() -> None:
+    loaded = modules_loaded_by("import octavo.server.bodies.reader_pool", depth=3)
+    assert not (HEAVY | {"octavo.engine.core", "octavo.scheduler.scheduler", "octavo.kvcache.manager"}) & loaded
 
 
 @pytest.mark.slow

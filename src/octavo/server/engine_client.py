@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from octavo.engine.core import EngineCore
-from octavo.engine.inspection import EngineInfo
 from octavo.engine.outputs import OutputKind, RequestOutput
-from octavo.observe.stats import EngineStats
 from octavo.request import DEFAULT_CONTEXT, RequestContext
 from octavo.sampling_params import SamplingParams
-from octavo.scheduler.kv_limits import KVAmounts, KVLimits
+
+if TYPE_CHECKING:  # the processes that read bodies import this module, and neither the engine nor the scheduler
+    from octavo.engine.core import EngineCore
+    from octavo.engine.inspection import EngineInfo
+    from octavo.observe.stats import EngineStats
+    from octavo.scheduler.kv_limits import KVAmounts, KVLimits
 
 T = TypeVar("T")
 
