@@ -64,6 +64,16 @@ class TenantUse:
     refused: Counter[str] = field(default_factory=Counter)
     buckets: dict[str, Bucket] = field(default_factory=dict)
 
+    def bucket(self, what: str, per_minute: float | None, now: float) -> Bucket | None:
+        """Return the bucket of requests or tokens, anew if the rate has changed; None without a rate."""
+        if per_minute is None:
+            self.buckets.pop(what, None)
+            return None
+        bucket = self.buckets.get(what)
+        if bucket is None or bucket.per_minute != per_minute:
+            bucket = self.buckets[what] = Bucket(per_minute, now)
+        return bucket
+
     def merge(self, other: TenantUse) -> None:
         """Add the counts of another tenant to these."""
         for name in ("running", "requests", "prompt_tokens", "cached_tokens", "completion_tokens"):
@@ -88,25 +98,34 @@ class Charge:
         spent: the request's tokens so far; None until its prompt is known.
     """
 
-    def __init__(self, quotas: Quotas, client: Client) -> None:
-        self._quotas = quotas
+    def __init__(self, use: TenantUse, client: Client, clock: Callable[[], float]) -> None:
+        self._use = use
         self._client = client
+        self._clock = clock
         self.spent: Spent | None = None
 
     def begin(self, spent: Spent) -> None:
         """Charge the prompt's tokens, once the prompt is known; the output's tokens are charged at the end."""
         self.spent = spent
-        self._quotas.charge(self._client, spent.prompt_tokens, 0)
+        self._use.prompt_tokens += spent.prompt_tokens
+        self._take(spent.prompt_tokens)
 
     def end(self) -> None:
         """Charge the output's tokens and end the request, however it ended."""
+        self._use.running -= 1
         if self.spent is not None:
-            self._quotas.charge(self._client, 0, self.spent.completion_tokens)
-        self._quotas.leave(self._client, 0 if self.spent is None else self.spent.cached_tokens)
+            self._use.completion_tokens += self.spent.completion_tokens
+            self._use.cached_tokens += self.spent.cached_tokens
+            self._take(self.spent.completion_tokens)
 
     def refuse(self, reason: str) -> None:
         """Count the refusal of a request that was let in but then found a full queue."""
-        self._quotas.refuse(self._client, reason)
+        self._use.refused[reason] += 1
+
+    def _take(self, tokens: int) -> None:
+        now = self._clock()
+        if (bucket := self._use.bucket("tokens", self._client.tokens_per_minute, now)) is not None:
+            bucket.take(tokens, now)
 
 
 class Quotas:
@@ -139,24 +158,9 @@ class Quotas:
             raise
         use.running += 1
         use.requests += 1
-        if (requests := self._bucket(use, "requests", client.requests_per_minute, now)) is not None:
+        if (requests := use.bucket("requests", client.requests_per_minute, now)) is not None:
             requests.take(1, now)
-        return Charge(self, client)
-
-    def charge(self, client: Client, prompt_tokens: int, completion_tokens: int) -> None:
-        use, now = self._use(client), self._clock()
-        use.prompt_tokens += prompt_tokens
-        use.completion_tokens += completion_tokens
-        if (tokens := self._bucket(use, "tokens", client.tokens_per_minute, now)) is not None:
-            tokens.take(prompt_tokens + completion_tokens, now)
-
-    def leave(self, client: Client, cached_tokens: int) -> None:
-        use = self._use(client)
-        use.running -= 1
-        use.cached_tokens += cached_tokens
-
-    def refuse(self, client: Client, reason: str) -> None:
-        self._use(client).refused[reason] += 1
+        return Charge(use, client, self._clock)
 
     def shown_name(self, tenant: str) -> str:
         """Return the name under which a tenant is shown: its own, or `OTHERS`."""
@@ -180,11 +184,10 @@ class Quotas:
         if most is not None and use.running >= most:
             message = f"This API key's tenant has {use.running} requests running, the most it may have at once."
             raise RATE_LIMITED(message)
-        # Ask for one token only: a tenant that is out of debt may send a request of any size.
-        limits = (("requests", client.requests_per_minute, 1.0), ("tokens", client.tokens_per_minute, 1.0))
-        for what, per_minute, amount in limits:
-            bucket = self._bucket(use, what, per_minute, now)
-            if bucket is not None and (wait := bucket.seconds_until(amount, now)) > 0:
+        for what, per_minute in (("requests", client.requests_per_minute), ("tokens", client.tokens_per_minute)):
+            bucket = use.bucket(what, per_minute, now)
+            # For one token only: a tenant that is out of debt may send a request of any size.
+            if bucket is not None and (wait := bucket.seconds_until(1.0, now)) > 0:
                 message = f"This API key's tenant is over its rate of {per_minute:g} {what} per minute."
                 raise RATE_LIMITED(message, wait=wait)
 
@@ -195,15 +198,6 @@ class Quotas:
             if len(self._shown) < MAX_SHOWN_TENANTS:
                 self._shown.add(client.tenant)
         return use
-
-    def _bucket(self, use: TenantUse, what: str, per_minute: float | None, now: float) -> Bucket | None:
-        if per_minute is None:
-            use.buckets.pop(what, None)
-            return None
-        bucket = use.buckets.get(what)
-        if bucket is None or bucket.per_minute != per_minute:
-            bucket = use.buckets[what] = Bucket(per_minute, now)
-        return bucket
 
 
 class Metered:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import sys
 from array import array
@@ -15,7 +14,6 @@ from octavo.request import TokenLogprobs
 from octavo.server.answer_json import (
     dumps,
     event,
-    free,
     json_bytes,
     json_pieces,
 )
@@ -56,11 +54,10 @@ class CompletionAnswer(OpenAIAnswer):
             self._prompt_logprobs[prompt_index] = prompt_logprobs(self._texts, output.prompt_ids, given)
         return self._prompt_logprobs[prompt_index]
 
-    def ended(self) -> None:
-        """Free the prompt log-probabilities, which may be large, in a thread."""
-        lists, self._prompt_logprobs = list(self._prompt_logprobs.values()), {}
-        if lists:
-            asyncio.get_running_loop().run_in_executor(None, free, lists)
+    def bulk(self) -> list[list[Any]]:
+        lists: list[list[Any]] = list(self._prompt_logprobs.values())
+        self._prompt_logprobs = {}
+        return lists
 
     def assemble(self, outputs: list[RequestOutput]) -> list[bytes]:
         choices: list[dict[str, Any]] = []

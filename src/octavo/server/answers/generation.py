@@ -14,7 +14,7 @@ from octavo.engine.inspection import report_fields
 from octavo.engine.outputs import GRAMMAR_TOO_COMPLEX, RANK_LOST, UNUSABLE_LOGITS, OutputKind, RequestOutput
 from octavo.request import RequestContext
 from octavo.sampling_params import SamplingParams
-from octavo.server.answer_json import HEAVY, dumps, event, offload, weight_of
+from octavo.server.answer_json import HEAVY, dumps, event, free, offload, weight_of
 from octavo.server.apis import DONE
 from octavo.server.bodies.openai_bodies import ChatBody, CompletionBody
 from octavo.server.bodies.prompts import EncodedPrompt
@@ -187,7 +187,7 @@ class Answer:
             self.finished()
             return pieces
         finally:
-            self.ended()
+            self._free_bulk()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Run the job and yield the response, as its outputs arrive: one chunk of bytes for each, and a last one."""
@@ -200,7 +200,11 @@ class Answer:
             if last:
                 yield last
         finally:
-            self.ended()
+            self._free_bulk()
+
+    def _free_bulk(self) -> None:
+        if lists := self.bulk():
+            asyncio.get_running_loop().run_in_executor(None, free, lists)
 
     def weight(self, output: RequestOutput) -> int:
         """Estimate how many small objects are made when an output is written."""
@@ -224,8 +228,9 @@ class Answer:
     def finished(self) -> None:
         """Called on the event loop when the answer is whole, before its end is sent."""
 
-    def ended(self) -> None:
-        """Called on the event loop once the answer has ended, whole or not."""
+    def bulk(self) -> list[list[Any]]:
+        """Return the long lists of small objects that the answer holds, and let go of them: it has ended."""
+        return []
 
 
 class OpenAIAnswer(Answer):

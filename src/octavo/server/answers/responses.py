@@ -6,7 +6,6 @@ together exceed the limit, the oldest of the tenant that holds the most. Nothing
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -17,7 +16,6 @@ from octavo.engine.outputs import RequestOutput
 from octavo.request import FinishReason
 from octavo.server.answer_json import (
     ascii_bytes,
-    free,
     json_bytes,
     json_pieces,
 )
@@ -25,7 +23,7 @@ from octavo.server.answers.chat import Block, BlockKind, Change, Closed, Grew, O
 from octavo.server.answers.generation import Job
 from octavo.server.answers.logprobs import PartLogprobs, TokenTexts
 from octavo.server.bodies.body_reader import ChatRequest
-from octavo.server.bodies.responses_body import ResponsesBody, output_id, response_id_of
+from octavo.server.bodies.responses_body import ResponsesBody, id_of_item, response_id_of
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import ApiError
 
@@ -106,7 +104,13 @@ class ResponseStore:
             del self._tenants[tenant], self._sizes[tenant]
 
 
-_PREFIXES = {BlockKind.TEXT: "msg", BlockKind.REASONING: "rs", BlockKind.CALL: "fc"}
+# What of an item grows in a stream, as its events name it; and its type.
+_GROWING = {
+    BlockKind.TEXT: "output_text",
+    BlockKind.REASONING: "reasoning_text",
+    BlockKind.CALL: "function_call_arguments",
+}
+_TYPES = {BlockKind.TEXT: "message", BlockKind.REASONING: "reasoning", BlockKind.CALL: "function_call"}
 # Fields of the body that the response repeats, with the values it reports if they are not given.
 _REPEATED: dict[str, Any] = {
     "previous_response_id": None,
@@ -174,10 +178,10 @@ class ResponseAnswer(SingleChat):
         if self._stored is not None:
             self._store(self._id, self._stored)
 
-    def ended(self) -> None:
-        if self._logprobs:
-            lists, self._logprobs = list(self._logprobs.values()), {}
-            asyncio.get_running_loop().run_in_executor(None, free, lists)
+    def bulk(self) -> list[list[Any]]:
+        lists: list[list[Any]] = list(self._logprobs.values())
+        self._logprobs = {}
+        return lists
 
     def weight(self, output: RequestOutput) -> int:
         return super().weight(output) + (self.last_weight() if output.finished else 0)
@@ -232,69 +236,58 @@ class ResponseAnswer(SingleChat):
         return b"".join((f"event: {kind}\ndata: ".encode(), *pieces, b"\n\n"))
 
     def _change_events(self, change: Change, grown: list[dict[str, Any]]) -> list[bytes]:
-        block = change.block
+        block, is_call = change.block, change.block.kind is BlockKind.CALL
+        kind = f"response.{_GROWING[block.kind]}"
         where: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
-        name = {BlockKind.TEXT: "output_text", BlockKind.REASONING: "reasoning_text"}.get(block.kind)
-        if name is None:
-            return self._call_events(change, where)
-        part = where | {"content_index": 0}
+        if not is_call:
+            where["content_index"] = 0
 
         def logprobs(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
             return {"logprobs": entries} if block.kind is BlockKind.TEXT else {}
 
-        whole = self._logprobs.get(block.index, [])
         match change:
-            case Opened(block):
-                opened = self._event(
-                    "response.output_item.added", output_index=block.index, item=self._item(block, whole=False)
-                )
-                return [opened, self._event("response.content_part.added", **part, part=_part(block, "", ()))]
-            case Grew(_, text):
-                return [self._event(f"response.{name}.delta", **part, delta=text, **logprobs(grown))]
-            case Closed(block):
-                return [
-                    self._event(f"response.{name}.done", **part, text=block.text, **logprobs(whole)),
-                    self._event("response.content_part.done", **part, part=_part(block, block.text, whole)),
-                    self._event("response.output_item.done", output_index=block.index, item=self._item(block)),
-                ]
-
-    def _call_events(self, change: Change, where: dict[str, Any]) -> list[bytes]:
-        kind = "response.function_call_arguments"
-        match change:
-            case Opened(block):
+            case Opened():
                 item = self._item(block, whole=False)
-                return [self._event("response.output_item.added", output_index=block.index, item=item)]
+                events = [self._event("response.output_item.added", output_index=block.index, item=item)]
+                if not is_call:
+                    events.append(self._event("response.content_part.added", **where, part=_part(block, "", ())))
             case Grew(_, text):
-                return [self._event(f"{kind}.delta", **where, delta=text)]
-            case Closed(block):
-                return [
-                    self._event(f"{kind}.done", **where, name=block.name, arguments=block.text),
-                    self._event("response.output_item.done", output_index=block.index, item=self._item(block)),
-                ]
+                events = [self._event(f"{kind}.delta", **where, delta=text, **logprobs(grown))]
+            case Closed():
+                whole = self._logprobs.get(block.index, [])
+                if is_call:
+                    events = [self._event(f"{kind}.done", **where, name=block.name, arguments=block.text)]
+                else:
+                    part = _part(block, block.text, whole)
+                    events = [
+                        self._event(f"{kind}.done", **where, text=block.text, **logprobs(whole)),
+                        self._event("response.content_part.done", **where, part=part),
+                    ]
+                events.append(
+                    self._event("response.output_item.done", output_index=block.index, item=self._item(block))
+                )
+        return events
 
     def _item_id(self, block: Block) -> str:
-        return output_id(_PREFIXES[block.kind], self._id, block.index)
+        return id_of_item(_TYPES[block.kind], self._id, block.index)
 
     def _item(
         self, block: Block, *, whole: bool = True, logprobs: Sequence[dict[str, Any]] | None = None
     ) -> dict[str, Any]:
         text = block.text if whole else ""
-        head: dict[str, Any] = {"id": self._item_id(block), "status": self._status(block) if whole else "in_progress"}
+        status = self._status(block) if whole else "in_progress"
+        head: dict[str, Any] = {"id": self._item_id(block), "type": _TYPES[block.kind], "status": status}
         if block.kind is BlockKind.CALL:
-            called = {"type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": text}
-            return head | called
+            return head | {"call_id": block.call_id, "name": block.name, "arguments": text}
         entries = self._logprobs.get(block.index, ()) if logprobs is None else logprobs
         content = [_part(block, text, entries)] if whole else []
         if block.kind is BlockKind.REASONING:
-            return head | {"type": "reasoning", "summary": [], "content": content}
-        return head | {"type": "message", "role": "assistant", "content": content}
+            return head | {"summary": [], "content": content}
+        return head | {"role": "assistant", "content": content}
 
     def _status(self, block: Block) -> str:
         """Return the status of an item that has ended: only the last one can have been cut off."""
         return self._ending() if block is self.choice.blocks[-1] else "completed"
-
-    def _output(self) -> list[dict[str, Any]]:
-        return [self._item(block) for block in self.choice.blocks]
 
     def _ending(self) -> str:
         return "incomplete" if self.choice.completion.finish_reason is FinishReason.LENGTH else "completed"
@@ -316,7 +309,7 @@ class ResponseAnswer(SingleChat):
             **{name: default if given[name] is None else given[name] for name, default in _REPEATED.items()},
             "store": self._body.is_stored,
             "background": False,
-            "output": [] if running else self._output(),
+            "output": [] if running else [self._item(block) for block in self.choice.blocks],
             "usage": None if running else self._usage(),
         }
 

@@ -40,9 +40,9 @@ def response_id_of(request_id: str) -> str:
     return request_id.replace("-", "_", 1)
 
 
-def output_id(prefix: str, response_id: str, index: int) -> str:
-    """Return the id of an item of a response's output."""
-    return f"{prefix}_{response_id.partition('_')[2]}{index:04x}"
+def id_of_item(kind: str, response_id: str, index: int) -> str:
+    """Return the id of a response's item of this type."""
+    return f"{_PREFIXES.get(kind, 'item')}_{response_id.partition('_')[2]}{index:04x}"
 
 
 def response_of(item_id: str) -> str:
@@ -84,7 +84,7 @@ def with_ids(items: list[Item], response_id: str, earlier: Iterable[Item]) -> li
         if not isinstance(item_id, str) or not 0 < len(item_id) <= MAX_ID_LENGTH or item_id in known:
             # A type that is not a string is refused later; it may not even be hashable.
             kind = str(item.get("type", "message"))
-            item_id = output_id(_PREFIXES.get(kind, "item"), f"{response_id}i", index)
+            item_id = id_of_item(kind, f"{response_id}i", index)
         known.add(item_id)
         result.append({**item, "id": item_id})
     return result
