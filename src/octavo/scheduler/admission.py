@@ -163,7 +163,7 @@ class Admission:
                     self._hold(seq, refusal.shortage if refusal else 1)
                 return 0
             # No running sequence could free blocks by ending.
-            if not self._lifecycle.free_more():
+            if not self._kv.pins.yield_one():
                 return 0
         if num_new is None:
             return 0

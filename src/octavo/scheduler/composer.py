@@ -30,6 +30,7 @@ Drawn tokens are never lost, so each time the first draws a token, less work rem
 from __future__ import annotations
 
 import bisect
+from operator import attrgetter
 
 from octavo.request import Sequence, SequenceStatus
 from octavo.scheduler.admission import MOST_REFUSED, Admission
@@ -201,7 +202,7 @@ class StepComposer:
             context = 0 if self._latency is None else sum([seq.num_tokens for seq in draft.streams])
             step = StepBudget(left, self._latency, len(draft.streams), context)
             if claimant is not None and not short and self._admit(claimant, step, draft, self._policy.share_of_first):
-                bisect.insort(prompts, claimant, key=_order)
+                bisect.insort(prompts, claimant, key=attrgetter("order"))
             self._serve_prompts(prompts, step, draft, short)
 
     def _serve_stalled(self, draft: StepDraft) -> bool:
@@ -253,7 +254,7 @@ class StepComposer:
         while not self._extend(seq, 1, draft):
             # The first in order of service yields to no other, so that every request ends eventually.
             behind = self._others(seq) if seq is self._first() else self._behind(seq, draft)
-            if not behind and self._lifecycle.free_more():
+            if not behind and self._kv.pins.yield_one():
                 continue
             if self._lifecycle.preempt_one_of(behind or [seq]) is seq:
                 return False
@@ -352,7 +353,7 @@ class StepComposer:
             behind = [s for s in behind if self._tenants.helps(s, seq)]
             if behind:
                 self._lifecycle.preempt_one_of(behind)
-            elif len(self._running) > 1 or not self._lifecycle.free_more():
+            elif len(self._running) > 1 or not self._kv.pins.yield_one():
                 return 0
 
     def _extend(self, seq: Sequence, num_tokens: int, draft: StepDraft) -> bool:
@@ -370,7 +371,3 @@ class StepComposer:
             draft.copies.extend(copies)
             draft.copied.add(seq.seq_id)
         return True
-
-
-def _order(seq: Sequence) -> tuple[int, float, int]:
-    return seq.order

@@ -191,10 +191,6 @@ class Lifecycle:
             self._drop_blocks(seq)
         self.waiting.push(seq)
 
-    def free_more(self) -> bool:
-        """Let a pin yield when nothing else can progress; False if there is none."""
-        return self.kv.pins.yield_one()
-
     def start_over_if_lost(self, seq: Sequence) -> None:
         """Make a waiting sequence start over if it can no longer resume, because its blocks were given up."""
         if seq.num_computed and not self.kv.can_resume(seq):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 from collections import Counter
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import Window
@@ -115,11 +116,11 @@ class RunningSet:
 
     def after(self, seq: Sequence) -> list[Sequence]:
         """Return a running sequence and those behind it, in order of service."""
-        return self.order[bisect.bisect_left(self.order, seq.order, key=_order) :]
+        return self.order[bisect.bisect_left(self.order, seq.order, key=attrgetter("order")) :]
 
     def _enter(self, seq: Sequence, place: Place) -> None:
         if self.order and self.order[-1].order > seq.order:
-            bisect.insort(self.order, seq, key=_order)
+            bisect.insort(self.order, seq, key=attrgetter("order"))
         else:
             self.order.append(seq)  # the usual case
         seq.state.place = place
@@ -160,7 +161,3 @@ class RunningSet:
         bound = self._bound(place)
         self.reserve += bound - place.bound
         place.bound = bound
-
-
-def _order(seq: Sequence) -> tuple[int, float, int]:
-    return seq.order

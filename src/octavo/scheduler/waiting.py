@@ -18,6 +18,7 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from octavo.kvcache.manager import KVCacheManager
@@ -95,7 +96,7 @@ class WaitingQueue:
         line = self._lines.get(name)
         if line is None:
             is_capped = self._is_capped(seq.request.tenant)
-            line = self._lines[name] = _Line(SortedSequences(_order), is_capped)
+            line = self._lines[name] = _Line(SortedSequences(attrgetter("order")), is_capped)
             if not is_capped:
                 self._arrive(line, seq)
         line.seqs.add(seq)
@@ -165,7 +166,7 @@ class WaitingQueue:
         on.
         """
         if not self._policy.takes_turns:
-            merged = heapq.merge(*(self._first_of(line, count) for line in self._offered()), key=_order)
+            merged = heapq.merge(*(self._first_of(line, count) for line in self._offered()), key=attrgetter("order"))
             return list(islice(merged, count))
         ranked = sorted(self._offered(), key=self._rank)[:count]
         rows = chain.from_iterable(zip_longest(*(self._first_of(line, count) for line in ranked)))
@@ -340,7 +341,3 @@ class SortedSequences(list[Sequence]):
         if self[place : place + 1] != [seq]:
             raise ValueError(f"sequence {seq.seq_id} is not where its key says")
         del self[place], self._keys[place]
-
-
-def _order(seq: Sequence) -> Key:
-    return seq.order
