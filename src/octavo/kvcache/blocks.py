@@ -66,8 +66,9 @@ class BlockRecords:
 
     def forget(self, block_ids: Sequence[BlockId]) -> int:
         """Forget keys, so that these blocks are not published any more; returns how many of them had one."""
+        groups = self.groups
         for block_id in block_ids:
-            self.groups[block_id] = UNPUBLISHED
+            groups[block_id] = UNPUBLISHED
         return self.keys.discard(block_ids)
 
     def state(self, block_id: BlockId) -> BlockState:
