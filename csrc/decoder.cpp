@@ -293,7 +293,7 @@ AttentionCall Decoder::attention(const DecoderStep& step, const Attend& attend) 
         call.sinks_apart = {step.budgets, sink_queries_.base, sink_queries_.stride, step.sink_tokens};
     if (step.num_read && cache.bounds.bounds) {
         call.sparse = cache.bounds;
-        call.sparse.num_read = step.num_read;
+        call.sparse.num_read = step.num_read + cache.bounds_index * step.num_seqs;
         call.sparse.num_recent = step.num_recent;
         call.sparse.completed = tables.completed;
         call.sparse.num_completed = tables.num_completed;

@@ -110,6 +110,7 @@ struct LayerCache {
     LayerKV copies{};  // see RecentCopies
     int copies_group = 0, first_blocks = 0, recent_blocks = 0;
     SparseReads bounds{};  // where the bounds of its keys are; the rest is each step's
+    int64_t bounds_index = 0;  // how many layers before it have bounds
 };
 
 struct DecoderShape {
@@ -149,7 +150,8 @@ struct DecoderStep {
     const int32_t* budgets;
     const int64_t* sink_positions;
     int sink_tokens;
-    const int32_t *num_read, *num_recent;  // see SparseReads; null: all read everything
+    // See SparseReads: [layers with bounds][num_seqs] and [num_seqs]; null: all read everything.
+    const int32_t *num_read, *num_recent;
 };
 
 class Decoder {

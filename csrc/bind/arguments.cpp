@@ -176,11 +176,11 @@ SparseReads bounds_of(const LayerKV& kv, const Tensor& bounds) {
     return sparse;
 }
 
-void check_sparse(const Tensor& num_read, const Tensor& num_recent, int64_t num_seqs) {
-    check_dense(num_read, "num_read", DType::i32, {num_seqs});
+void check_sparse(const Tensor& num_read, const Tensor& num_recent, int64_t num_layers, int64_t num_seqs) {
+    check_dense(num_read, "num_read", DType::i32, {num_layers, num_seqs});
     check_dense(num_recent, "num_recent", DType::i32, {num_seqs});
-    for (int64_t i = 0; i < num_seqs; ++i) {
-        const int read = num_read.data<const int32_t>()[i], recent = num_recent.data<const int32_t>()[i];
+    for (int64_t i = 0; i < num_layers * num_seqs; ++i) {
+        const int read = num_read.data<const int32_t>()[i], recent = num_recent.data<const int32_t>()[i % num_seqs];
         require(read == 0 || (recent > 0 && read > recent),
                 "a sequence reads all blocks (0), or more than its most recent ones, got " + std::to_string(read) +
                     " and " + std::to_string(recent));

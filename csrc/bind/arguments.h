@@ -36,7 +36,7 @@ void check_budgets(const Tensor& budgets, int64_t num_seqs, int sink_tokens);
 // reads, the most recent ones among them, and for each group the blocks whose bounds are to be computed first.
 using SparseArguments = std::tuple<Tensor, Tensor, std::vector<Tensor>>;
 SparseReads bounds_of(const LayerKV& kv, const Tensor& bounds);
-void check_sparse(const Tensor& num_read, const Tensor& num_recent, int64_t num_seqs);
+void check_sparse(const Tensor& num_read, const Tensor& num_recent, int64_t num_layers, int64_t num_seqs);
 void check_completed(const Tensor& completed, int64_t num_blocks);
 void check_range(const int64_t* x, int64_t count, int64_t end, const char* name, int64_t begin = 0);
 Weight weight_of(const std::string& format, const Tensor& packed, int64_t outputs, int64_t inputs);

@@ -6,6 +6,7 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <memory>
 
 #include "bind/arguments.h"
@@ -33,6 +34,10 @@ using ColumnArguments = std::optional<std::pair<int64_t, int64_t>>;
 
 // Weight, bias or None, eps, whether it is centred.
 using NormArguments = std::tuple<nb::object, nb::object, float, bool>;
+
+int64_t num_bounded(const std::vector<LayerCache>& caches) {
+    return std::count_if(caches.begin(), caches.end(), [](const LayerCache& cache) { return cache.bounds.bounds; });
+}
 
 constexpr const char* kRegisterNames[kNumRegisters] = {"residual", "hidden", "branch", "qkv", "attended", "inner"};
 
@@ -339,6 +344,7 @@ class BoundDecoder {
                 require(borrow_tensor(bounds.ptr(), &view), "bounds must be a dense CPU tensor");
                 kept.push_back(bounds);
                 cache.bounds = bounds_of(kv, view);
+                cache.bounds_index = num_bounded(bound);
             }
             bound.push_back(cache);
         }
@@ -479,7 +485,7 @@ class BoundDecoder {
     void add_sparse(const SparseArguments& sparse, DecoderStep& step, std::vector<GroupTables>& tables) const {
         const auto& [num_read, num_recent, completed] = sparse;
         require(!decoder_.ranks, "sparse reads are not split among ranks");
-        check_sparse(num_read, num_recent, step.num_seqs);
+        check_sparse(num_read, num_recent, num_bounded(decoder_.caches), step.num_seqs);
         require(completed.size() == tables.size(), "completed must name blocks of each group");
         for (size_t group = 0; group < tables.size(); ++group) {
             for (const LayerCache& cache : decoder_.caches)

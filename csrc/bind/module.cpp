@@ -103,7 +103,7 @@ void py_attend(const SideArguments& keys, const SideArguments& values, const Ten
     }
     if (sparse) {
         const auto& [num_read, num_recent, completed] = std::get<1>(*sparse);
-        check_sparse(num_read, num_recent, seqs);
+        check_sparse(num_read, num_recent, 1, seqs);
         require(window == 0 && completed.size() == 1, "sparse reads are of one group, without a window");
         check_completed(completed[0], kv.num_blocks);
         call.sparse = bounds_of(kv, std::get<0>(*sparse));

@@ -3,7 +3,8 @@
     mode          keeps             reads in a step                                          published as
     sinks         `tokens` tokens   all it keeps: the first block, and the most recent ones  StreamingLLM (Xiao 2024)
     sparse_read   all tokens        `tokens` of them: the first block, the most recent ones, Quest (Tang et al. 2024)
-                                    and blocks whose keys may score highest in a layer
+                                    and blocks whose keys may score highest in a layer;
+                                    with `layers`, as many in the mean of the layers         Kim and Jung (2025)
 
 A budget that a sequence never exceeds changes nothing: it computes the same bits as without one.
 """
@@ -11,8 +12,9 @@ A budget that a sequence never exceeds changes nothing: it computes the same bit
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from octavo.errors import ConfigError, FieldError, shown
@@ -20,6 +22,7 @@ from octavo.option import json_object
 
 MODES = ("sinks", "sparse_read")
 _SHARE_OF_RECENT = 8
+_SHARE_OF_LEAST = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +34,14 @@ class KVBudget:
         tokens: the most tokens whose keys and values are kept, or read, in layers without a sliding window.
         dense_prompt: of sparse_read, whether tokens of the prompt read everything. If not, a budget's loss can be
             measured on a text.
+        layers: of sparse_read, the entropy of attention in each layer that reads sparsely (`calibration/entropy.py`),
+            by which `tokens` times their number is divided among them; empty: evenly. A server's apply to all requests.
     """
 
     mode: str
     tokens: int
     dense_prompt: bool = True
+    layers: tuple[float, ...] = ()
 
     @property
     def evicts(self) -> bool:
@@ -46,9 +52,24 @@ class KVBudget:
         """Return how many of the blocks that a token reads are the most recent ones: an eighth, at least one."""
         return max(1, self.tokens // block_size // _SHARE_OF_RECENT)
 
+    def blocks_read(self, block_size: int) -> tuple[int, ...]:
+        """Return how many blocks a token reads in each of `layers`, or in every layer.
+
+        Each layer has a quarter of the mean at least, and the rest in proportion to its entropy; fractions of blocks go
+        to those layers that lack most of one (Kim and Jung, "Entropy-guided KV caching", Mathematics 13(15):2366).
+        """
+        mean, count, entropy = self.tokens // block_size, len(self.layers), math.fsum(self.layers)
+        if not count:
+            return (mean,)
+        least = min(mean, max(mean // _SHARE_OF_LEAST, self.num_recent(block_size) + 1))
+        exact = [count * (mean - least) * of_layer / entropy for of_layer in self.layers]
+        left = count * (mean - least) - sum(map(int, exact))
+        lacking = set(sorted(range(count), key=lambda layer: int(exact[layer]) - exact[layer])[:left])
+        return tuple(least + int(blocks) + (layer in lacking) for layer, blocks in enumerate(exact))
+
     def reads_all_before(self, num_prompt_tokens: int, block_size: int) -> int:
         """Return the first position whose token may be computed from fewer than all tokens before it."""
-        within = self.tokens if self.evicts else self.tokens // block_size * block_size
+        within = self.tokens if self.evicts else min(self.blocks_read(block_size)) * block_size
         return max(within, num_prompt_tokens) if self.dense_prompt and not self.evicts else within
 
     @classmethod
@@ -65,7 +86,13 @@ class KVBudget:
             raise FieldError("kv_budget.tokens", f"must be a positive integer, got {shown(tokens)}")
         if type(dense := given.get("dense_prompt", True)) is not bool or ("dense_prompt" in given and mode == "sinks"):
             raise FieldError("kv_budget.dense_prompt", "must be true or false, and the mode sparse_read")
-        return cls(mode=str(mode), tokens=tokens, dense_prompt=dense)
+        layers = given.get("layers", ())
+        if not isinstance(layers, list | tuple) or ("layers" in given and (mode == "sinks" or not layers)):
+            raise FieldError("kv_budget.layers", "must be a list of the layers' entropies, and the mode sparse_read")
+        for entropy in layers:
+            if type(entropy) not in (int, float) or not 0 < entropy <= 1:
+                raise FieldError("kv_budget.layers", f"must be above 0 and at most 1, got {shown(entropy)}")
+        return cls(mode=str(mode), tokens=tokens, dense_prompt=dense, layers=tuple(map(float, layers)))
 
     @classmethod
     def parse(cls, given: str | Mapping[str, Any]) -> KVBudget:
@@ -77,7 +104,7 @@ class KVBudget:
             raise ConfigError(str(error)) from error
 
     def __str__(self) -> str:
-        return json.dumps({name: value for name, value in asdict(self).items() if value is not True})
+        return json.dumps({name: value for name, value in asdict(self).items() if value is not True and value != ()})
 
 
 def choose_budget(
@@ -105,6 +132,10 @@ def choose_budget(
         )
     if given is not None and default is not None and (given.mode != default.mode or given.tokens > default.tokens):
         raise FieldError("kv_budget", f"must be within this server's, {default}, got {given}")
+    if default is not None and budget.layers != default.layers:
+        if budget.layers:
+            raise FieldError("kv_budget.layers", "is this server's, not a request's: leave it out")
+        budget = replace(budget, layers=default.layers)
     if not 2 * block_size <= budget.tokens <= longest:
         numbers = f"must be from {2 * block_size}, two KV blocks, to {longest}, the model's context"
         raise FieldError("kv_budget.tokens", f"{numbers}, got {budget.tokens}")

@@ -56,7 +56,7 @@ def decoded(
     ends = [-(-length // SIZE) - recent for length in batch.context_lens.tolist()]
     full = [table[:end] for table, end in zip(batch.groups[0].block_tables, ends, strict=True)]
     of_each = torch.full((len(tensors),), read, dtype=torch.int32)
-    batch.sparse = SparseReads(of_each, torch.full_like(of_each, recent), [torch.cat(full)])
+    batch.sparse = SparseReads(of_each[None], torch.full_like(of_each, recent), [torch.cat(full)])
     query = torch.stack([query[-1] for query, _, _ in tensors]).to(stored)
     return backend.attend(paged.kv[0], query, batch, scale=DIM**-0.5), batch
 

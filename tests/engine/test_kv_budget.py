@@ -17,6 +17,7 @@ import pytest
 from octavo.engine.core import EngineCore
 from octavo.engine.inspection import budget_fields
 from octavo.errors import ConfigError, RequestError
+from octavo.kv_budget import KVBudget
 from octavo.runner.batch import BatchBuilder, StepBatch
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import StepPlan
@@ -26,22 +27,23 @@ from tests.engine.tiny_engine import MAX_MODEL_LEN, VOCAB_SIZE, tiny_core
 from tests.models.tiny import write_hf_model
 
 BUDGET = 64
-MODES = pytest.mark.parametrize("mode", ["sinks", "sparse_read"])
+MODES = pytest.mark.parametrize("mode", ["sinks", "sparse_read", "entropy"])
+ENTROPIES = [0.8, 0.3]
 _RANDOM = random.Random(1)
 PROMPTS = [[_RANDOM.randrange(3, VOCAB_SIZE - 1) for _ in range(length)] for length in (150, 40, 60)]
 
 
 def params(tokens: int | None = BUDGET, mode: str = "sinks", **more: Any) -> SamplingParams:
-    budget: Any = None if tokens is None else {"mode": mode, "tokens": tokens}
+    budget: Any = None if tokens is None else {"mode": mode.replace("entropy", "sparse_read"), "tokens": tokens}
     return SamplingParams(**{"max_tokens": 200, "temperature": 0, "ignore_eos": True, **more}, kv_budget=budget)
 
 
 @cache
 def deep_model() -> str:
-    """A model whose first two layers are not all it has: they read everything."""
+    """A model with two layers besides the first two, which read everything."""
     folder = Path(tempfile.mkdtemp(prefix="octavo-deep-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    write_hf_model(folder, "Llama", tokenizer=True, max_position_embeddings=MAX_MODEL_LEN, num_hidden_layers=3)
+    write_hf_model(folder, "Llama", tokenizer=True, max_position_embeddings=MAX_MODEL_LEN, num_hidden_layers=4)
     return str(folder)
 
 
@@ -49,7 +51,10 @@ def of_mode(mode: str, **options: Any) -> dict[str, Any]:
     """Options of an engine whose requests may have budgets of a mode; without one, they have everything."""
     if mode == "sinks":
         return options
-    return {"model": deep_model(), "kv_budget": {"mode": mode, "tokens": MAX_MODEL_LEN}, **options}
+    budget: dict[str, Any] = {"mode": "sparse_read", "tokens": MAX_MODEL_LEN}
+    if mode == "entropy":
+        budget["layers"] = ENTROPIES
+    return {"model": deep_model(), "kv_budget": budget, **options}
 
 
 def generate(core: EngineCore, sampling: SamplingParams) -> tuple[list[list[list[int]]], int]:
@@ -77,7 +82,7 @@ def outputs(sampling: SamplingParams, mode: str = "sinks", **options: Any) -> tu
 
 @MODES
 def test_a_budget_that_is_never_exceeded_changes_no_token(mode: str) -> None:
-    dense = {"model": deep_model()} if mode == "sparse_read" else {}
+    dense = {"model": deep_model()} if mode != "sinks" else {}
     assert outputs(params(800, mode), mode) == outputs(params(None), **dense)
 
 
@@ -225,10 +230,19 @@ def test_budgets_that_make_no_sense_are_refused_with_the_numbers() -> None:
     sparse = {"mode": "sparse_read", "tokens": 64}
     with tiny_core() as core, pytest.raises(RequestError, match="start the server with --kv-budget"):
         core.inputs.make_request([5], params(64, "sparse_read"))
+    with tiny_core(**of_mode("entropy")) as core:
+        request = core.inputs.make_request([5], params(64, "entropy"))
+        assert request.params.kv_budget == KVBudget(mode="sparse_read", tokens=64, layers=tuple(ENTROPIES))
+        with pytest.raises(RequestError, match="is this server's, not a request's"):
+            core.inputs.make_request([5], SamplingParams(kv_budget={**sparse, "layers": [1, 1]}))  # type: ignore[arg-type]
+    for entropies in ([], [0.5, 2], [0.5, True], 3):
+        with pytest.raises(RequestError, match=r"kv_budget\.layers"):
+            SamplingParams(kv_budget={**sparse, "layers": entropies})  # type: ignore[arg-type]
     for options, message in (
+        ({"kv_budget": {**sparse, "layers": [0.5] * 3}, "model": deep_model()}, "has 3 entropies, but 2 layers"),
         ({"max_model_len": 2000}, "supports at most 1024"),
         ({"kv_cache_dtype": "int8"}, "needs a cache of floats, got kv_cache_dtype int8"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size 1"),
     ):
-        with pytest.raises(ConfigError, match=message), tiny_core(kv_budget=sparse, **options):
+        with pytest.raises(ConfigError, match=message), tiny_core(**{"kv_budget": sparse, **options}):
             pass

@@ -58,8 +58,8 @@ class SparseReads:
     """The sequences of a step, of one token each, that read only some blocks of layers with bounds (`kv_budget.py`).
 
     Attributes:
-        num_read: int32 [num_seqs], blocks that each KV head reads: the first, the most recent ones, and those in which
-            a query of the head may score highest; 0 for a sequence that reads all.
+        num_read: int32 [layers with bounds, num_seqs], blocks that each KV head reads: the first, the most recent ones,
+            and those in which a query of the head may score highest; 0 for a sequence that reads all.
         num_recent: int32 [num_seqs]
         completed: int32 per group, blocks whose bounds no step has computed yet for the sequences that read them.
     """

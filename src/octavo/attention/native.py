@@ -108,7 +108,8 @@ def _sparse_arguments(kv: LayerKV, batch: AttentionBatch) -> SparseLayer | None:
     sparse = batch.sparse
     if sparse is None or not isinstance(kv, FloatKV) or kv.bounds is None:
         return None
-    return kv.bounds, (sparse.num_read, sparse.num_recent, [sparse.completed[kv.group]])
+    num_read = sparse.num_read[kv.bounds_index : kv.bounds_index + 1]
+    return kv.bounds, (num_read, sparse.num_recent, [sparse.completed[kv.group]])
 
 
 def _supports_codes(kv: CodedKV) -> bool:

@@ -41,7 +41,9 @@ class ReferenceAttention(AttentionBackend):
         bounds, context_lens = batch.query_start.tolist(), batch.context_lens.tolist()
         rows = batch.table_rows.tolist()
         sparse = batch.sparse if isinstance(kv, FloatKV) and kv.bounds is not None else None
-        num_read = [0] * batch.num_seqs if sparse is None else sparse.num_read.tolist()
+        num_read = [0] * batch.num_seqs
+        if sparse is not None and isinstance(kv, FloatKV):
+            num_read = sparse.num_read[kv.bounds_index].tolist()
         for i in range(batch.num_seqs):
             tables = [group.block_tables[rows[i]] for group in batch.groups]
             start, stop = bounds[i], bounds[i + 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from octavo.commands.common_options import add_json_option, add_window_options
 from octavo.commands.options import add_engine_options, engine_options
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.kv_budget import KVBudget
 from octavo.kvcache.formats import KV_FORMATS, layer_formats
 from octavo.workloads import report
 
@@ -19,7 +21,8 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Run a model over text and choose how to quantise its KV cache (docs/serve/kv_codecs.md). Without --search: write the
 scales of an fp8 or nvfp4 cache to a file next to the model, where `octavo serve` finds it. With --search: write a codec
-for the keys and the values of each layer, for --kv-cache-dtype FILE.
+for the keys and the values of each layer, for --kv-cache-dtype FILE. With --entropy: print the --kv-budget given, with
+the entropy of attention in each layer (docs/serve/kv_budgets.md).
 """
 
 
@@ -29,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--output", metavar="FILE", help="file to write; default: next to the model; with --search: kv_cache_table.toml"
     )
-    add_window_options(group, "8; with --search: 2", "512; with --search: 256")
+    add_window_options(group, "8; with --search: 2", "512; with --search: 256; with --entropy: 2048")
     group.add_argument(
         "--method",
         choices=("max", "percentile", "mse"),
@@ -46,6 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--search", action="store_true", help="search for a codec for the keys and the values of each layer"
+    )
+    group.add_argument(
+        "--entropy",
+        action="store_true",
+        help="measure the entropy of attention in each layer, by which a --kv-budget of sparse_read is divided",
     )
     group.add_argument(
         "--bits",
@@ -81,7 +89,27 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"exchanges must be 0 or more, got {args.exchanges}")
     options = engine_options(args)
     text = read_text(args.data)
+    if args.entropy:
+        return _entropy(args, options, text)
     return run_search(args, options, text) if args.search else _scales(args, options, text)
+
+
+def _entropy(args: argparse.Namespace, options: dict[str, Any], text: Text) -> int:
+    from octavo.calibration.entropy import layer_entropies
+    from octavo.calibration.text import windows_of
+    from octavo.commands.calibrate_search import loaded
+
+    budget = EngineConfig.from_options(options).budget
+    if budget is None or budget.evicts or args.search:
+        raise ConfigError("--entropy divides a budget: give --kv-budget of mode sparse_read, and no --search")
+    with loaded(options, length := args.window or 2048) as (llm, runner):
+        bounded = [layer.bounded for layer in runner.arena.spec.layers]
+        windows = windows_of(llm.tokenizer.encode(text.content), args.windows or 8, length, text.name)
+        found = layer_entropies(runner.model, runner.attention, windows)
+    means = [sum(of_layer) / len(found) for of_layer in zip(*found, strict=True)]
+    layers = [round(mean, 4) for mean, reads_few in zip(means, bounded, strict=True) if reads_few]
+    print(KVBudget.of({**json.loads(str(budget)), "layers": layers}))
+    return 0
 
 
 def _scales(args: argparse.Namespace, options: dict[str, Any], text: Text) -> int:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 SinksApart = tuple[torch.Tensor, torch.Tensor, int]
 """The queries of the sinks [num_tokens, num_heads, key_dim], budgets int32 [num_seqs], and the number of sinks."""
 SparseLayer = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]]
-"""The bounds of a layer's keys by block, and for each query how many blocks it reads and how many of these are recent,
-with the blocks of each group that are complete now (`AttentionBatch.sparse`)."""
+"""The bounds of a layer's keys by block, and for each query how many blocks it reads, [1, num_seqs], and how many of
+these are recent, [num_seqs], with the blocks of each group that are complete now (`AttentionBatch.sparse`)."""
 
 
 def make_decoder(

@@ -150,6 +150,12 @@ class KVCacheSpec:
                 replace(layer, bounded=layer.sliding_window is None and index >= _DENSE_LAYERS)
                 for index, layer in enumerate(layers)
             ]
+            count = sum(layer.bounded for layer in layers)
+            if budget.layers and len(budget.layers) != count:
+                raise ConfigError(
+                    f"kv_budget.layers has {len(budget.layers)} entropies, but {count} layers read sparsely: those "
+                    f"after the first {_DENSE_LAYERS} without a sliding window"
+                )
         groups = _group_layers(layers)
         unsized = cls(tuple(layers), groups, block_size, dtype, 0)
         used = max(map(unsized.used_bytes, groups))

@@ -342,7 +342,7 @@ class _Layout:
             return None
         device = self._batch.token_ids.device
         return SparseReads(
-            num_read=to_device(np.where(is_sparse, budgets["read"], 0).astype(np.int32), device),
+            num_read=to_device(np.where(is_sparse, table.blocks_read[:, self._query_rows], 0).astype(np.int32), device),
             num_recent=to_device(np.where(is_sparse, budgets["recent"], 0).astype(np.int32), device),
             completed=[to_device(np.unique(np.concatenate(blocks)), device) for blocks in completed],
         )
@@ -357,6 +357,7 @@ class BatchBuilder:
         max_rows: maximum number of sequences known at once.
         max_blocks: maximum length of a block table.
         mirrored: whether the device has its own memory; by default, if it is not a CPU.
+        num_bounded: number of layers with bounds of keys.
 
     Attributes:
         inputs: the buffers of steps of up to `padded_size(max_rows)` decodes; other steps have larger ones.
@@ -370,10 +371,13 @@ class BatchBuilder:
         max_blocks: int,
         device: torch.device | str = "cpu",
         mirrored: bool | None = None,
+        num_bounded: int = 0,
     ) -> None:
         self._block_size = block_size
         self._device = torch.device(device)
-        self.sequences = SequenceTable(num_groups, max_rows, max_blocks, self._device, mirrored, block_size)
+        self.sequences = SequenceTable(
+            num_groups, max_rows, max_blocks, self._device, mirrored, block_size, num_bounded
+        )
         self.inputs = self._new_inputs(padded_size(max_rows))
         self._large_inputs = self._new_inputs(_LEAST_TOKENS)
         self._layout: _Layout | None = None  # of the last plan

@@ -85,6 +85,7 @@ class ModelRunner:
             max_blocks=spec.blocks_for_tokens(max_model_len),
             device=model.device,
             mirrored=True if capture is not None else None,
+            num_bounded=sum(layer.bounded for layer in spec.layers),
         )
         self.graphs: DecodeGraphs | None = None
         if capture is not None and isinstance(model, Decoder):

@@ -17,8 +17,9 @@ from octavo.storage.device_copy import to_device
 
 Rows = npt.NDArray[np.int64]
 
-# Of a sequence's budget: the tokens that it keeps (0: all), or the blocks that it reads (0: all) and how many of them
-# are the most recent ones; the first position that reads so few; and the leading blocks whose bounds are known.
+# Of a sequence's budget: the tokens that it keeps (0: all), or the fewest blocks that it reads in a layer (0: all) and
+# how many of them are the most recent ones; the first position that reads so few; and the leading blocks whose bounds
+# are known.
 BUDGET = np.dtype([("kept", "i4"), ("read", "i4"), ("recent", "i4"), ("sparse_from", "i8"), ("bounded", "i8")])
 BudgetRow = tuple[int, int, int, int, int]
 _NO_BUDGET: BudgetRow = (0, 0, 0, 0, 0)
@@ -39,12 +40,14 @@ class SequenceTable:
         max_blocks: maximum length of a block table.
         mirrored: whether the device has its own memory; by default, if it is not a CPU.
         block_size: tokens per block.
+        num_bounded: number of layers with bounds of keys.
 
     Attributes:
         tables: int32 [max_rows, max_blocks], one per group.
         grammars: compiler of grammars for structured outputs; None if there are none.
         planned_rows: int64 [rows]; the row of each sequence of the last applied plan.
         budgets: BUDGET [max_rows]; zeros for a sequence without one.
+        blocks_read: int32 [num_bounded, max_rows], of a row whose budget reads few.
         num_budgets: number of sequences with a budget.
         device_tables: the tables as tensors: on a CPU the same memory, otherwise a copy that each plan updates.
     """
@@ -57,6 +60,7 @@ class SequenceTable:
         device: torch.device | str = "cpu",
         mirrored: bool | None = None,
         block_size: int = 16,
+        num_bounded: int = 0,
     ) -> None:
         self._block_size = block_size
         # Zeros are mapped on first touch, so unused rows cost no memory.
@@ -69,6 +73,7 @@ class SequenceTable:
         self._written: list[tuple[int, int, int]] = []  # (row, first, end) that the copies lack
         self.sampling = SamplingTable(max_rows)
         self.budgets = np.zeros(max_rows, BUDGET)
+        self.blocks_read = np.zeros((num_bounded, max_rows), np.int32)
         self.num_budgets = 0
         self.grammars: GrammarCompiler | None = None
         self._lengths = [0] * max_rows  # length of each row's tables
@@ -100,6 +105,8 @@ class SequenceTable:
             self.sampling.put(row, state)
             if (budget := new.sampling.params.kv_budget) is not None:
                 self._set_budget(row, self._budget_of(budget, new.sampling.num_prompt_tokens))
+                if not budget.evicts:
+                    self.blocks_read[:, row] = budget.blocks_read(self._block_size)
             self._write(row, 0, new.tables)
         row_of = self._rows
         for delta in plan.tables:
@@ -125,6 +132,7 @@ class SequenceTable:
         parent, child = self._rows[fork.parent], self._take_row(fork.child)
         self.sampling.fork(parent, child, fork.seed)
         self._set_budget(child, self.budgets[parent].item())
+        self.blocks_read[:, child] = self.blocks_read[:, parent]
         length = self._lengths[child] = self._lengths[parent]
         for table in self.tables:
             table[child, :length] = table[parent, :length]
@@ -133,9 +141,9 @@ class SequenceTable:
     def _budget_of(self, budget: KVBudget, num_prompt_tokens: int) -> BudgetRow:
         if budget.evicts:
             return (budget.tokens, 0, 0, 0, 0)
-        read, size = budget.tokens // self._block_size, self._block_size
+        size = self._block_size
         first = budget.reads_all_before(num_prompt_tokens, size)
-        return (0, read, budget.num_recent(size), first, 0)
+        return (0, min(budget.blocks_read(size)), budget.num_recent(size), first, 0)
 
     def _set_budget(self, row: int, budget: BudgetRow) -> None:
         self.num_budgets += int(budget != _NO_BUDGET) - int(self.budgets[row].item() != _NO_BUDGET)

@@ -52,6 +52,7 @@ class FloatKV(LayerKV):
         key: [num_blocks, kv_heads, key_dim // pair, block_size, pair]
         value: [num_blocks, kv_heads, block_size // pair, value_dim, pair]
         bounds: [num_blocks, kv_heads, 2, key_dim], what the kernels know of a block's keys; None unless bounded
+        bounds_index: number of layers with bounds before this one
     """
 
     key: torch.Tensor
@@ -59,6 +60,7 @@ class FloatKV(LayerKV):
     group: int
     sliding_window: int | None
     bounds: torch.Tensor | None = None
+    bounds_index: int = 0
 
     @property
     def for_kernels(self) -> tuple[SideArguments, SideArguments]:
@@ -252,7 +254,8 @@ class KVArena:
             shape, strides = (self.num_blocks, heads, 2, layer.key_dim), (2 * layer.key_dim, layer.key_dim, 1)
             after = first + heads * (layer.key_dim + layer.value_dim) * size
             bounds = typed.as_strided(shape, (block_stride, *strides), after)
-        return FloatKV(key, value, group, layer.sliding_window, bounds)
+        before = sum(other.bounded for other in spec.layers[:index])
+        return FloatKV(key, value, group, layer.sliding_window, bounds, before)
 
 
 def pair_width(block_size: int, key_dim: int, element_bytes: int) -> int:
