@@ -72,15 +72,14 @@ class Study:
             replicas = find_replicas(plan, demand, targets)
             figures = _refused(plan, demand) if replicas is None else replicas[1].report() | _note(replicas[1], targets)
             yield {"replicas": replicas and replicas[0]} | figures
-        elif self.rates is None:
-            results = simulate(plan, demand)
-            note = _note(results, targets) if targets.given and math.isfinite(demand.mean_rate) else {}
-            yield _within(targets, results) | results.report() | note
         else:
-            for rate in _rates(self.rates, plan, demand):
-                results = simulate(plan, replace(demand, rate=rate))
-                note = _note(results, targets) if math.isfinite(rate) else {}
-                yield {"rate": rate} | _within(targets, results) | results.report() | note
+            for rate in [None] if self.rates is None else _rates(self.rates, plan, demand):
+                asked = demand if rate is None else replace(demand, rate=rate)
+                results = simulate(plan, asked)
+                steady = (rate is not None or targets.given) and math.isfinite(asked.mean_rate)
+                note = _note(results, targets) if steady else {}
+                head = {} if rate is None else {"rate": rate}
+                yield head | _within(targets, results) | results.report() | note
 
     def _largest_rate(self, plan: Plan, targets: Targets) -> dict[str, Any]:
         found = find_rate(plan, self.demand, targets)
