@@ -41,8 +41,8 @@ STORES = (*DEVICE, "host", "disk", "redis")
 PROMPT_TOKENS = 128
 # Blocks on the device where a store below it is probed: twelve prompts. And prompts between a secret and its trial.
 SMALL_POOL, GROUP = 100, 10
-# Trials without which nothing is said, however long they take.
-LEAST = 8
+# Trials without which nothing is said, and seconds in which a victim may send prompts, however slow starts were.
+LEAST, LEAST_PLANTING = 8, 10.0
 VOCABULARY = 49_152
 KEYS = """
 [tenants.victim]
@@ -176,19 +176,19 @@ def plant(victim: Tenant, rng: random.Random, count: int, until: float = float("
 
 
 def probe(store: str, trials: int, seconds: float, model: str) -> Findings:
-    """Run up to `trials` trials within about `seconds`, not counting starts of servers."""
+    """Run up to `trials` trials within about `seconds`, starts of servers included."""
     found = Findings(store)
+    began = time.monotonic()
     rng = random.Random(1)
     with ExitStack() as stack:
         options = [model, *options_of(store, stack)]
         planted: list[list[int]] = []
         if store in ("disk", "redis"):
             with tenants_of(*options) as (victim, _, _):
-                planted = plant(victim, rng, trials, time.monotonic() + seconds / 3)
-            seconds *= 2 / 3
+                planted = plant(victim, rng, trials, max(began + seconds / 3, time.monotonic() + LEAST_PLANTING))
         with tenants_of(*options) as (victim, prober, loaded):
-            until = time.monotonic() + seconds
-            while found.trials < trials and time.monotonic() < until:
+            until = began + seconds
+            while found.trials < trials and (found.trials < LEAST or time.monotonic() < until):
                 secrets = planted[found.trials :][:GROUP] if planted else plant(victim, rng, GROUP)
                 if not secrets:
                     break
