@@ -9,6 +9,7 @@ from octavo.errors import ConfigError
 from octavo.kvcache.block import BlockId, BlockTransfer, HostBlockId
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.runner import swapping
+from octavo.scheduler.plan import StepPlan
 from octavo.storage.arena import KVArena
 from octavo.tiers.host import HostTier
 from tests.kvcache.caches import FULL
@@ -46,7 +47,8 @@ def test_an_arenas_blocks_survive_the_way_out_and_back_into_others(
     arena.float_layers[0].key[1:4].normal_()
     before = arena.float_layers[0].key[1:4].clone()
     out = [BlockTransfer(BlockId(i + 1), HostBlockId(2 - i)) for i in range(3)]
-    swapping.swap_out(arena, tier, out)
+    mover = swapping.BlockMover(arena, tier)
+    mover.begin(StepPlan(stores=tuple(out)))
     arena.float_layers[0].key.fill_(7)
-    swapping.swap_in(arena, tier, [BlockTransfer(BlockId(swap.device + 3), swap.host) for swap in out])
+    mover.begin(StepPlan(loads=tuple(BlockTransfer(BlockId(swap.device + 3), swap.host) for swap in out)))
     assert torch.equal(arena.float_layers[0].key[4:7], before)

@@ -81,24 +81,6 @@ def make_link(device: torch.device) -> HostLink:
     return CudaLink(device) if device.type == "cuda" else SAME_MEMORY
 
 
-def swap_out(arena: KVArena, tier: HostTier, swaps: Sequence[BlockTransfer], link: HostLink = SAME_MEMORY) -> None:
-    """Copy blocks from the device to a tier; those on the device may be overwritten once this returns."""
-    for piece in _pieces(arena, swaps):
-        on_device, on_host = [swap.device for swap in piece], [swap.host for swap in piece]
-        if link.is_apart:
-            copied = arena.read_blocks(on_device)
-            tier.write(on_host, link.to_host(copied, link.ready(copied)))
-        else:
-            tier.write(on_host, arena.rows(on_device))
-
-
-def swap_in(arena: KVArena, tier: HostTier, swaps: Sequence[BlockTransfer], link: HostLink = SAME_MEMORY) -> None:
-    """Copy blocks from a tier to the device."""
-    for piece in _pieces(arena, swaps):
-        rows = link.to_device(tier.rows([swap.host for swap in piece]))
-        arena.write_blocks([swap.device for swap in piece], rows)
-
-
 class BlockMover:
     """Executes a plan's transfers before its computation; a GPU's blocks are stored while the model computes.
 
@@ -133,22 +115,19 @@ class BlockMover:
 
     def begin(self, plan: StepPlan) -> None:
         """Do the transfers that must precede the computation. `finish` must follow, even if this raises."""
-        arena, tier = self._arena, self._tier
+        tier = self._tier
         self.load_seconds = self.store_seconds = 0.0
         if self._ranks is not None:
             self._ranks.copy_blocks(plan)
-        if tier is not None and (out := plan.stores):
-            if self._link.is_apart:
-                self._swap_out_in_thread(tier, out)
-            else:
-                began = time.perf_counter()
-                swap_out(arena, tier, out)
-                self.store_seconds = time.perf_counter() - began
-        arena.copy_blocks(plan.copies)
-        if tier is not None and (into := plan.loads):
+        if tier is not None:
+            self._store(tier, plan.stores)
+        self._arena.copy_blocks(plan.copies)
+        if tier is not None and plan.loads:
             self.finish()
             began = time.perf_counter()
-            swap_in(arena, tier, into, self._link)
+            for piece in self._pieces(plan.loads):
+                rows = self._link.to_device(tier.rows([swap.host for swap in piece]))
+                self._arena.write_blocks([swap.device for swap in piece], rows)
             self.load_seconds = time.perf_counter() - began
 
     def finish(self) -> None:
@@ -160,25 +139,27 @@ class BlockMover:
         for store in stores:
             self.store_seconds += store.result()
 
-    def _swap_out_in_thread(self, tier: HostTier, swaps: Sequence[BlockTransfer]) -> None:
-        for piece in _pieces(self._arena, swaps):
+    def _store(self, tier: HostTier, swaps: Sequence[BlockTransfer]) -> None:
+        link, stores = self._link, self._stores
+        for piece in self._pieces(swaps):
+            on_device, on_host = [swap.device for swap in piece], [swap.host for swap in piece]
+            if not link.is_apart:
+                self.store_seconds += _write(tier, on_host, self._arena.rows(on_device), link, None)
+                continue
             # At most one piece is copied aside while another is being stored.
-            if len(self._stores) > 1:
-                self.store_seconds += self._stores.pop(0).result()
-            rows = self._arena.read_blocks([swap.device for swap in piece])
-            ids = [swap.host for swap in piece]
-            self._stores.append(self._thread.submit(_store, tier, ids, rows, self._link, self._link.ready(rows)))
+            if len(stores) > 1:
+                self.store_seconds += stores.pop(0).result()
+            rows = self._arena.read_blocks(on_device)
+            stores.append(self._thread.submit(_write, tier, on_host, rows, link, link.ready(rows)))
+
+    def _pieces(self, swaps: Sequence[BlockTransfer]) -> Iterator[Sequence[BlockTransfer]]:
+        size = max(1, _PIECE_BYTES // self._arena.spec.block_bytes)
+        return (swaps[start : start + size] for start in range(0, len(swaps), size))
 
 
-def _store(tier: HostTier, ids: Sequence[int], rows: torch.Tensor, link: HostLink, ready: Any) -> float:
+def _write(tier: HostTier, ids: Sequence[int], rows: Any, link: HostLink, ready: Any) -> float:
     began = time.perf_counter()
     # Inference mode is per thread, and the rows were created in it.
     with torch.inference_mode():
         tier.write(ids, link.to_host(rows, ready))
     return time.perf_counter() - began
-
-
-def _pieces(arena: KVArena, swaps: Sequence[BlockTransfer]) -> Iterator[Sequence[BlockTransfer]]:
-    size = max(1, _PIECE_BYTES // arena.spec.block_bytes)
-    for start in range(0, len(swaps), size):
-        yield swaps[start : start + size]
