@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from octavo import kernels
 from octavo.sampling.batch import SamplingBatch
-from octavo.sampling.choice import Choice, DrawMasks, NativeChoice
+from octavo.sampling.choice import Choice, DrawMasks, NativeChoice, with_limits
 from octavo.sampling.draw import uniforms
 from octavo.sampling.penalties import add_amounts, adjust, penalise_repetition
 from tests.levels import LEVELS
@@ -131,12 +131,15 @@ def test_allowed_tokens_are_those_of_logits_that_forbid_all_others(
     found = []
     for choice in (Choice(), NativeChoice()):
         adjusted = logits.clone()
-        adjust(adjusted, batch, limits=not choice.leaves_out)
+        adjust(adjusted, batch)
         token_ids, valid = choice.choose(adjusted, batch)
         found.append([int(t) if ok else None for t, ok in zip(token_ids, valid, strict=True)])
     assert found[1][1] is None or found[1][1] in allowed
     if found[0] != found[1]:
         adjust(logits, batch)
+        limits = with_limits(None, batch, vocab)
+        assert limits is not None
+        limits.apply(logits, np.arange(3))
         close = [is_close_call(logits[i : i + 1], batch.select(np.array([i])), again=False) for i in range(3)]
         assert all(each or a == b for each, a, b in zip(close, *found, strict=True))
 
@@ -172,7 +175,7 @@ def test_draws_with_masks_without_and_with_limits_of_their_own_are_drawn_as_alon
     words = np.random.default_rng(1).integers(0, 2**32, (2, 10), dtype=np.uint32)
     masks = DrawMasks(words, np.array([1, -1, -1, 0, 1, -1]))
     adjusted = logits.clone()
-    adjust(adjusted, batch, limits=not choice.leaves_out)
+    adjust(adjusted, batch)
     together, valid = choice.choose(adjusted, batch, masks)
     assert bool(valid.all())
     alone = []

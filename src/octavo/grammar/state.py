@@ -1,4 +1,4 @@
-"""The state of a sequence's grammar, which `SamplingTable` keeps."""
+"""The state of a sequence's grammar, which the runner keeps (`runner/sequences.py`)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _LIMITS = (
 
 
 class GrammarFinding(NamedTuple):
-    """What another thread found out about the state of a grammar.
+    """What was found out about the state of a grammar.
 
     Attributes:
         is_followed: whether the matcher has followed the output.
@@ -116,7 +116,7 @@ class GrammarState:
         self._mask: Mask | None = None
         # Findings of another thread about several states, and this state's place among them. Until they are ready, the
         # matcher belongs to that thread.
-        self._pending: PendingFindings | None = None
+        self._pending: PendingFindings | list[GrammarFinding] | None = None
         self._place = 0
         self.token_ids = list(token_ids)
         live_states.add(self)
@@ -259,8 +259,8 @@ class GrammarState:
         self._mask = mask
         self._since_mask = 0
 
-    def find_later(self, findings: PendingFindings, place: int) -> None:
-        """Let another thread find out what may come next; the matcher belongs to it until `findings` are ready."""
+    def find_later(self, findings: PendingFindings | list[GrammarFinding], place: int) -> None:
+        """Take what was found out about what may come next; if it is pending, the matcher belongs to another thread."""
         self._pending, self._place = findings, place
 
     def _take_findings(self) -> None:

@@ -177,7 +177,7 @@ class _Layout:
         self, plan: StepPlan, rows: Rows, table: SequenceTable, inputs: StepInputs, block_size: int, *, in_graphs: bool
     ) -> None:
         self._rows, self._table, self._inputs, self._block_size = rows, table, inputs, block_size
-        self._follows_tokens = table.sampling.follows(rows)
+        self._follows_tokens = table.follows_tokens(rows)
         self._sum_of_starts = self._steps_left = 0  # steps before some token enters its row's next block
         lengths, num_tokens = np.array(plan.lengths, dtype=np.int64), len(plan.token_ids)
         self._bounds = _bounds(lengths)
@@ -273,7 +273,7 @@ class _Layout:
         """Write a step's numbers, and return its batch."""
         table, batch, attention = self._table, self._batch, self._batch.attention
         if self._follows_tokens:
-            table.sampling.count(self._rows, plan.starts, self._bounds, plan.token_ids, self._num_drafted)
+            table.follow_tokens(self._rows, plan.starts, self._bounds, plan.token_ids, self._num_drafted)
         self._inputs.token_ids[: len(plan.token_ids)] = plan.token_ids
         total, before = sum(plan.starts), self._sum_of_starts
         self._sum_of_starts = total
@@ -303,7 +303,7 @@ class _Layout:
         drawn = positions if self._drawn is None else positions[self._drawn]
         depends = self._follows_tokens and self._num_drafted is not None  # each draw of a row has its own state
         if batch.sampling is _NO_DRAWS or depends:
-            batch.sampling = self._table.sampling.batch(self.drawing_rows, drawn + 1, self._seeds)
+            batch.sampling = self._table.draws(self.drawing_rows, drawn + 1, self._seeds)
             batch.is_plain = len(drawn) > 0 and batch.sampling.is_plain
             self._not_output = batch.sampling.records["num_prompt_tokens"] - 1
         else:
@@ -390,7 +390,7 @@ class BatchBuilder:
         rows = self.sequences.apply(plan)
         pending, places = self._pending(plan)
         draws = self._draws_of(rows[pending]) if len(pending) else None
-        follows = draws is not None and self.sequences.sampling.follows(rows[pending])
+        follows = draws is not None and self.sequences.follows_tokens(rows[pending])
         if draws is not None and (follows or not isinstance(self._drawn, torch.Tensor)):
             # Penalties count the tokens on the host, for which a device is waited for.
             drawn = self._drawn.tolist() if isinstance(self._drawn, torch.Tensor) else self._drawn

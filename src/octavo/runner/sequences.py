@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.kv_budget import KVBudget
 from octavo.request import SequenceId
-from octavo.sampling.batch import SamplingState, SamplingTable
+from octavo.sampling.batch import MASK_64, RECORD, SamplingBatch, SamplingState, record_of
 from octavo.scheduler.plan import SequenceForked, StepPlan
 from octavo.storage.device_copy import to_device
 
@@ -71,7 +72,12 @@ class SequenceTable:
             for table in self.tables
         ]
         self._written: list[tuple[int, int, int]] = []  # (row, first, end) that the copies lack
-        self.sampling = SamplingTable(max_rows)
+        self._records = np.zeros(max_rows, dtype=RECORD)
+        self._following = np.zeros(max_rows, dtype=np.bool_)  # whether tokens must be counted, or followed by a grammar
+        self._states: list[SamplingState | None] = [None] * max_rows
+        # By row that verifies a draft and must be sent its tokens: the state before each of them and after the last,
+        # and the number of tokens in the first. The next step's start says which of them holds.
+        self._along: dict[int, tuple[int, list[SamplingState]]] = {}
         self.budgets = np.zeros(max_rows, BUDGET)
         self.blocks_read = np.zeros((num_bounded, max_rows), np.int32)
         self.num_budgets = 0
@@ -102,7 +108,8 @@ class SequenceTable:
         for new in plan.new:
             row = self._take_row(new.seq_id)
             state = SamplingState.of(new.sampling, np.frombuffer(new.token_ids, dtype=np.int32), self.grammars)
-            self.sampling.put(row, state)
+            self._records[row], self._states[row] = record_of(state.snapshot), state
+            self._following[row] = state.counts is not None or state.grammar is not None
             if (budget := new.sampling.params.kv_budget) is not None:
                 self._set_budget(row, self._budget_of(budget, new.sampling.num_prompt_tokens))
                 if not budget.evicts:
@@ -118,19 +125,89 @@ class SequenceTable:
             self.planned_rows = np.fromiter((row_of[seq_id] for seq_id in plan.seq_ids), np.int64, len(plan.seq_ids))
         return self.planned_rows
 
+    def follows_tokens(self, rows: npt.NDArray[np.int64]) -> bool:
+        """Whether any of these sequences' tokens must be passed to `follow_tokens`."""
+        return bool(self._following[rows].any())
+
+    def follow_tokens(
+        self,
+        rows: npt.NDArray[np.int64],
+        starts: Seq[int],
+        bounds: npt.NDArray[np.int32],
+        token_ids: Seq[int],
+        num_drafted: npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        """Count a step's tokens for penalties, and let grammars follow them; tokens already known are skipped.
+
+        Args:
+            starts: position of each row's first token.
+            bounds: row i has token_ids[bounds[i] : bounds[i + 1]].
+            num_drafted: int64 [rows]; the last tokens of each row that are unverified. None if none is.
+        """
+        for i in np.flatnonzero(self._following[rows]).tolist():
+            row = int(rows[i])
+            if (along := self._along.pop(row, None)) is not None:
+                first, states = along
+                self._states[row] = states[starts[i] - first]
+            state = self._state(row)
+            begin, end = int(bounds[i]), int(bounds[i + 1])
+            drafted = token_ids[end - int(num_drafted[i]) : end] if num_drafted is not None else ()
+            end -= len(drafted)
+            if (counts := state.counts) is not None:
+                for token_id in token_ids[begin + counts.num_tokens - starts[i] : end]:
+                    counts.append(token_id)
+            if (grammar := state.grammar) is not None:
+                of_prompt = max(0, state.snapshot.num_prompt_tokens - starts[i])
+                if begin + of_prompt < end:
+                    first = starts[i] + of_prompt - state.snapshot.num_prompt_tokens
+                    grammar.follow(first, token_ids[begin + of_prompt : end])
+            if drafted:
+                num_tokens = starts[i] + end - begin
+                if grammar is not None:  # a fork's has followed what was forced after its parent's token
+                    grammar.return_to(num_tokens - state.snapshot.num_prompt_tokens)
+                self._along[row] = num_tokens, _states_along(state, drafted)
+
+    def draws(
+        self, rows: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64], seeds: Iterable[tuple[int, int]] = ()
+    ) -> SamplingBatch:
+        """Return the draws from these rows, in order.
+
+        Args:
+            num_tokens: int64 [draws]; number of tokens of the sequence before the one being drawn.
+            seeds: (draw, seed) of draws that do not use the seed of their row.
+        """
+        records = self._records[rows]
+        for draw, seed in seeds:
+            records[draw]["seed"] = seed & MASK_64
+        states = [self._state(row) for row in rows.tolist()]
+        if self._along:
+            for draw, (row, count) in enumerate(zip(rows.tolist(), num_tokens.tolist(), strict=True)):
+                if (along := self._along.get(row)) is not None:
+                    first, following = along
+                    states[draw] = following[count - first]
+        return SamplingBatch(records, num_tokens - records["num_prompt_tokens"], states)
+
+    def _state(self, row: int) -> SamplingState:
+        state = self._states[row]
+        assert state is not None, f"row {row} holds no sequence"
+        return state
+
     def _take_row(self, seq_id: SequenceId) -> int:
         row = self._rows[seq_id] = self._free_rows.pop()
         return row
 
     def _drop(self, seq_id: SequenceId) -> None:
         row = self._rows.pop(seq_id)
-        self.sampling.clear(row)
+        self._following[row], self._states[row] = False, None
+        self._along.pop(row, None)
         self._set_budget(row, _NO_BUDGET)
         self._free_rows.append(row)
 
     def _fork(self, fork: SequenceForked) -> None:
         parent, child = self._rows[fork.parent], self._take_row(fork.child)
-        self.sampling.fork(parent, child, fork.seed)
+        self._states[child], self._following[child] = self._state(parent).fork(), self._following[parent]
+        self._records[child] = self._records[parent]
+        self._records[child]["seed"] = fork.seed & MASK_64
         self._set_budget(child, self.budgets[parent].item())
         self.blocks_read[:, child] = self.blocks_read[:, parent]
         length = self._lengths[child] = self._lengths[parent]
@@ -169,3 +246,19 @@ class SequenceTable:
         for table, on_device in zip(self.tables, self.device_tables, strict=True):
             places = to_device(rows * table.shape[1] + columns, on_device.device)
             on_device.view(-1).index_copy_(0, places, to_device(table[rows, columns], on_device.device))
+
+
+def _states_along(state: SamplingState, drafted: Iterable[int]) -> list[SamplingState]:
+    """Return the state before each drafted token, and after the last.
+
+    A token that the grammar refuses is not drawn, so the draws after it are dropped; any state serves for them.
+    """
+    states, is_valid = [state], True
+    for token_id in drafted:
+        state = states[-1].fork()
+        states.append(state)
+        if state.counts is not None:
+            state.counts.append(token_id)
+        if state.grammar is not None and is_valid:
+            is_valid = state.grammar.follow_draft(token_id)
+    return states

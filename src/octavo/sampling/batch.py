@@ -1,7 +1,7 @@
 """The inputs of a step's draws besides logits, gathered from a table of running sequences.
 
-SamplingTable     one row per running sequence: a record of numbers, and a `SamplingState` with all else
-  └─ batch ──>    SamplingBatch: the rows of a step's draws
+SequenceTable     one row per running sequence: a record of numbers, and a `SamplingState` with all else
+  └─ draws ──>    SamplingBatch: the rows of a step's draws
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -90,7 +90,7 @@ def _grown(array: IntArray) -> IntArray:
 # The maximum temperature: if it were infinite in float32, masked logits would become NaN.
 _HOTTEST = 1e30
 
-_RECORD = np.dtype(
+RECORD = np.dtype(
     [
         ("seed", np.uint64),
         ("num_prompt_tokens", np.int64),
@@ -107,7 +107,7 @@ _RECORD = np.dtype(
         ("structured", np.bool_),  # by a grammar, which handles `min_tokens` too
     ]
 )
-_MASK_64 = 2**64 - 1
+MASK_64 = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +146,8 @@ class SamplingState:
 
     Attributes:
         counts: token counts, if a penalty needs them.
-        allowed: the tokens that it may draw in ascending order; None for all.
-        allowed_words: the same as a mask with one bit per token, 32 per word: indices and values of the nonzero words.
+        allowed_words: the tokens that it may draw, as a mask with one bit per token, 32 per word: indices and values of
+            the nonzero words; None for all.
         grammar: state of a structured output's grammar after the tokens so far.
         biases: token ids of `logit_bias`, and their float32 biases.
         ends: the tokens that `min_tokens` forbids at first.
@@ -156,7 +156,6 @@ class SamplingState:
 
     snapshot: SamplingSnapshot
     counts: TokenCounts | None = None
-    allowed: npt.NDArray[np.int64] | None = None
     allowed_words: tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]] | None = None
     grammar: GrammarState | None = None
     biases: tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None = None
@@ -179,8 +178,6 @@ class SamplingState:
             assert grammars is not None, "requests with grammars are rejected when there is no tokenizer"
             output = token_ids[snapshot.num_prompt_tokens :].tolist()
             grammar = GrammarState(grammars.in_use(params.structured_outputs), output)
-        given = params.allowed_token_ids
-        allowed = None if given is None else np.array(sorted(given), dtype=np.int64)
         # Converted to arrays once, because a thousand biases of 64 sequences took 4 ms per step.
         biases = ends = None
         if bias := params.logit_bias:
@@ -188,8 +185,8 @@ class SamplingState:
         if params.min_tokens:
             ends = np.array([*snapshot.eos_token_ids, *params.stop_token_ids], dtype=np.int64)
         bad_words = BadWords.of(snapshot.bad_word_ids) if snapshot.bad_word_ids else None
-        words = None if allowed is None else _words(allowed)
-        return cls(snapshot, counts, allowed, words, grammar, biases, ends, bad_words)
+        allowed = None if params.allowed_token_ids is None else _words(sorted(params.allowed_token_ids))
+        return cls(snapshot, counts, allowed, grammar, biases, ends, bad_words)
 
     @property
     def counted(self) -> TokenCounts:
@@ -199,16 +196,8 @@ class SamplingState:
 
     def fork(self) -> SamplingState:
         """Return a copy for a forked sequence."""
-        return SamplingState(
-            self.snapshot,
-            None if self.counts is None else self.counts.fork(),
-            self.allowed,
-            self.allowed_words,
-            None if self.grammar is None else self.grammar.fork(),
-            self.biases,
-            self.ends,
-            self.bad_words,
-        )
+        counts = None if self.counts is None else self.counts.fork()
+        return replace(self, counts=counts, grammar=None if self.grammar is None else self.grammar.fork())
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +205,7 @@ class SamplingBatch:
     """The draws of one step.
 
     Attributes:
-        records: `_RECORD` [draws].
+        records: `RECORD` [draws].
         positions: int64 [draws]; number of output tokens before the one being drawn.
         states: one per draw.
     """
@@ -228,9 +217,9 @@ class SamplingBatch:
     @classmethod
     def of(cls, states: Seq[SamplingState], positions: Seq[int]) -> SamplingBatch:
         """Build the inputs of draws from these sequences, one each."""
-        records = np.zeros(len(states), dtype=_RECORD)
+        records = np.zeros(len(states), dtype=RECORD)
         for i, state in enumerate(states):
-            records[i] = _record(state.snapshot)
+            records[i] = record_of(state.snapshot)
         return cls(records, np.array(positions, dtype=np.int64), list(states))
 
     def __len__(self) -> int:
@@ -279,128 +268,17 @@ class SamplingBatch:
         return SamplingBatch(self.records[draws], self.positions[draws], [self.states[i] for i in draws.tolist()])
 
 
-class SamplingTable:
-    """The sampling state of running sequences, one row each."""
-
-    def __init__(self, max_rows: int) -> None:
-        self._records = np.zeros(max_rows, dtype=_RECORD)
-        self._following = np.zeros(max_rows, dtype=np.bool_)  # whether tokens must be counted, or followed by a grammar
-        self._states: list[SamplingState | None] = [None] * max_rows
-        # By row that verifies a draft and must be told its tokens: the state before each of them and after the last,
-        # and the number of tokens in the first. The next step's start says which of them holds.
-        self._along: dict[int, tuple[int, list[SamplingState]]] = {}
-
-    def put(self, row: int, state: SamplingState) -> None:
-        self._records[row] = _record(state.snapshot)
-        self._following[row] = state.counts is not None or state.grammar is not None
-        self._states[row] = state
-
-    def fork(self, parent: int, child: int, seed: int) -> None:
-        """Copy row `parent` to row `child`, with its own seed."""
-        self._records[child] = self._records[parent]
-        self._records[child]["seed"] = seed & _MASK_64
-        self._following[child] = self._following[parent]
-        self._states[child] = self._state(parent).fork()
-
-    def clear(self, row: int) -> None:
-        self._following[row] = False
-        self._states[row] = None
-        self._along.pop(row, None)
-
-    def follows(self, rows: npt.NDArray[np.int64]) -> bool:
-        """Whether any sequence's tokens must be passed to `count`."""
-        return bool(self._following[rows].any())
-
-    def count(
-        self,
-        rows: npt.NDArray[np.int64],
-        starts: Seq[int],
-        bounds: npt.NDArray[np.int32],
-        token_ids: Seq[int],
-        num_drafted: npt.NDArray[np.int64] | None = None,
-    ) -> None:
-        """Count a step's tokens for penalties, and let grammars follow them; tokens already known are skipped.
-
-        Args:
-            starts: position of each row's first token.
-            bounds: row i has token_ids[bounds[i] : bounds[i + 1]].
-            num_drafted: int64 [rows]; the last tokens of each row that are unverified. None if none is.
-        """
-        for i in np.flatnonzero(self._following[rows]).tolist():
-            row = int(rows[i])
-            if (along := self._along.pop(row, None)) is not None:
-                first, states = along
-                self._states[row] = states[starts[i] - first]
-            state = self._state(row)
-            begin, end = int(bounds[i]), int(bounds[i + 1])
-            drafted = token_ids[end - int(num_drafted[i]) : end] if num_drafted is not None else ()
-            end -= len(drafted)
-            if (counts := state.counts) is not None:
-                for token_id in token_ids[begin + counts.num_tokens - starts[i] : end]:
-                    counts.append(token_id)
-            if (grammar := state.grammar) is not None:
-                of_prompt = max(0, state.snapshot.num_prompt_tokens - starts[i])
-                if begin + of_prompt < end:
-                    first = starts[i] + of_prompt - state.snapshot.num_prompt_tokens
-                    grammar.follow(first, token_ids[begin + of_prompt : end])
-            if drafted:
-                num_tokens = starts[i] + end - begin
-                if grammar is not None:  # a fork's has followed what was forced after its parent's token
-                    grammar.return_to(num_tokens - state.snapshot.num_prompt_tokens)
-                self._along[row] = num_tokens, _states_along(state, drafted)
-
-    def batch(
-        self, rows: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64], seeds: Iterable[tuple[int, int]] = ()
-    ) -> SamplingBatch:
-        """Return the draws from these rows, in order.
-
-        Args:
-            num_tokens: int64 [draws]; number of tokens of the sequence before the one being drawn.
-            seeds: (draw, seed) of draws that do not use the seed of their row.
-        """
-        records = self._records[rows]
-        for draw, seed in seeds:
-            records[draw]["seed"] = seed & _MASK_64
-        states = [self._state(row) for row in rows.tolist()]
-        if self._along:
-            for draw, (row, count) in enumerate(zip(rows.tolist(), num_tokens.tolist(), strict=True)):
-                if (along := self._along.get(row)) is not None:
-                    first, following = along
-                    states[draw] = following[count - first]
-        return SamplingBatch(records, num_tokens - records["num_prompt_tokens"], states)
-
-    def _state(self, row: int) -> SamplingState:
-        state = self._states[row]
-        assert state is not None, f"row {row} holds no sequence"
-        return state
-
-
-def _states_along(state: SamplingState, drafted: Iterable[int]) -> list[SamplingState]:
-    """Return the state before each drafted token, and after the last.
-
-    A token that the grammar refuses is not drawn, so the draws after it are dropped; any state serves for them.
-    """
-    states, is_valid = [state], True
-    for token_id in drafted:
-        state = states[-1].fork()
-        states.append(state)
-        if state.counts is not None:
-            state.counts.append(token_id)
-        if state.grammar is not None and is_valid:
-            is_valid = state.grammar.follow_draft(token_id)
-    return states
-
-
-def _words(token_ids: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
+def _words(allowed: Seq[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
+    token_ids = np.array(allowed, dtype=np.int64)
     places, first = np.unique(token_ids // 32, return_index=True)
     bits = np.left_shift(np.uint32(1), (token_ids % 32).astype(np.uint32))
     return places, np.bitwise_or.reduceat(bits, first)
 
 
-def _record(snapshot: SamplingSnapshot) -> tuple[Any, ...]:
+def record_of(snapshot: SamplingSnapshot) -> tuple[Any, ...]:
     params = snapshot.params
     return (
-        snapshot.seed & _MASK_64,
+        snapshot.seed & MASK_64,
         snapshot.num_prompt_tokens,
         params.min_tokens,
         min(params.temperature, _HOTTEST),

@@ -26,8 +26,8 @@ _AT_ONCE = 2**20
 
 
 def slices(rows: DrawRows, logits: torch.Tensor) -> Iterator[DrawRows]:
-    """Return slices of the rows, each small enough to be processed at once."""
-    at_once = max(1, _AT_ONCE // logits.shape[1])
+    """Return slices of the rows, each small enough to be processed at once; of a GPU's, all together."""
+    at_once = max(1, len(rows) if logits.is_cuda else _AT_ONCE // logits.shape[1])
     return (rows[first : first + at_once] for first in range(0, len(rows), at_once))
 
 
@@ -35,12 +35,6 @@ def look_at(tensor: torch.Tensor, rows: DrawRows) -> torch.Tensor:
     """Return some rows, which must be in ascending order; read-only, because adjacent rows are not copied."""
     if rows[-1] - rows[0] == len(rows) - 1:
         return tensor[int(rows[0]) : int(rows[-1]) + 1]
-    return select(tensor, rows)
-
-
-def select(tensor: torch.Tensor, rows: DrawRows) -> torch.Tensor:
-    if len(rows) == len(tensor):
-        return tensor
     return tensor[torch.from_numpy(rows).to(tensor.device)]
 
 
@@ -63,17 +57,18 @@ class DrawMasks:
     words: Words
     mask_of: npt.NDArray[np.int64]
 
+    def apply(self, logits: torch.Tensor, draws: DrawRows) -> None:
+        """Set the logits of forbidden tokens to -inf, in place: float32 [draws, vocab], a row for each of the draws."""
+        mask_of = self.mask_of[draws]
+        mask(logits, np.flatnonzero(mask_of >= 0), self.words[mask_of[mask_of >= 0]])
+
 
 class Choice:
     """Chooses and scores tokens, with torch operations on any device. The result for a row depends on that row alone.
 
     It is the oracle of its subclasses, and what draws where they do not run.
 
-    Attributes:
-        leaves_out: whether `choose` excludes tokens not in `allowed_token_ids`; if not, their logits must be -inf.
     """
-
-    leaves_out = False
 
     def choose(
         self,
@@ -88,25 +83,28 @@ class Choice:
 
         Args:
             logits: float32 [*, vocab]; read-only.
-            masks: of structured outputs.
+            masks: of structured outputs; those of `allowed_token_ids` are added.
             rows: the row of logits of each draw, in ascending order; if None, row i belongs to draw i.
             again: whether to use the second random number of each draw in place of its first.
 
         Returns:
             int64 [draws] token ids, and bool [draws]: whether the row's logits allow a choice.
         """
-        logits = logits if rows is None else select(logits, rows)
-        numbers = batch.numbers(again=again)
-        token_ids = torch.empty(len(batch), dtype=torch.int64, device=logits.device)
-        valid = torch.empty(len(batch), dtype=torch.bool, device=logits.device)
-        for draws in slices(np.arange(len(batch)), logits):
-            some = look_at(logits, draws)
+        masks = with_limits(masks, batch, logits.shape[1])
+        rows = np.arange(len(batch)) if rows is None else rows
+        return self._draw(logits, rows, batch.numbers(again=again), masks)
+
+    def _draw(
+        self, logits: torch.Tensor, rows: DrawRows, numbers: npt.NDArray[np.float64], masks: DrawMasks | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do what `choose` does with a row of logits, and of `SamplingBatch.numbers`, for each draw."""
+        found = []
+        for draws in slices(np.arange(len(rows)), logits):
+            some = look_at(logits, rows[draws])
             if masks is not None:
-                some, mask_of = some.clone(), masks.mask_of[draws]
-                mask(some, np.flatnonzero(mask_of >= 0), masks.words[mask_of[mask_of >= 0]])
-            drawn, proper = draw(some, numbers[draws])
-            place(token_ids, draws, drawn)
-            place(valid, draws, proper)
+                masks.apply(some := some.clone(), draws)
+            found.append(draw(some, numbers[draws]))
+        token_ids, valid = map(torch.cat, zip(*found, strict=True))
         return token_ids, valid
 
     def score(
@@ -156,23 +154,11 @@ class NativeChoice(Choice):
     of a row's mass. Each row is processed by one thread, without the GIL.
     """
 
-    leaves_out = True
-
-    def choose(
-        self,
-        logits: torch.Tensor,
-        batch: SamplingBatch,
-        masks: DrawMasks | None = None,
-        rows: DrawRows | None = None,
-        *,
-        again: bool = False,
+    def _draw(
+        self, logits: torch.Tensor, rows: DrawRows, numbers: npt.NDArray[np.float64], masks: DrawMasks | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if batch.records["limited"].any():
-            masks = _with_limits(masks, batch, logits.shape[1])
-        inputs = [np.arange(len(batch)) if rows is None else rows, batch.numbers(again=again)]
-        if masks is not None:
-            inputs += [masks.words.view(np.int32), masks.mask_of]
-        token_ids, valid = kernels.draw_tokens(logits, *map(torch.from_numpy, inputs))
+        bits = () if masks is None else (masks.words.view(np.int32), masks.mask_of)
+        token_ids, valid = kernels.draw_tokens(logits, *map(torch.from_numpy, (rows, numbers, *bits)))
         return token_ids, valid.view(torch.bool)
 
     def score(
@@ -194,9 +180,11 @@ class NativeChoice(Choice):
         return values, ids
 
 
-def _with_limits(masks: DrawMasks | None, batch: SamplingBatch, vocab: int) -> DrawMasks:
-    """Add a mask for each draw that is limited by `allowed_token_ids`."""
+def with_limits(masks: DrawMasks | None, batch: SamplingBatch, vocab: int) -> DrawMasks | None:
+    """Add a mask for each draw that is limited by `allowed_token_ids`; None if there is no mask at all."""
     draws = np.flatnonzero(batch.records["limited"])
+    if not len(draws):
+        return masks
     words = np.zeros((len(draws), -(-vocab // 32)), dtype=np.uint32)
     for row, i in zip(words, draws.tolist(), strict=True):
         limited = batch.states[i].allowed_words

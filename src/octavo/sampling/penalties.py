@@ -1,13 +1,12 @@
-"""Adjusts logits before a token is chosen: allowed tokens, minimum length, biases and penalties.
+"""Adjusts logits before a token is chosen: minimum length, biases and penalties.
 
-Each adjustment changes a few tokens of a row (except `allowed_token_ids`, which masks all others), so it is done by
-index arithmetic on flat positions `row * vocab + token_id`, with one gather and one scatter per kind for the whole
-batch.
+Each adjustment changes a few tokens of a row, so it is done by index arithmetic on flat positions
+`row * vocab + token_id`, with one gather and one scatter per kind for the whole batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -21,46 +20,31 @@ from octavo.storage.device_copy import to_device
 _LARGEST = 1e30
 
 
-def adjust(logits: torch.Tensor, batch: SamplingBatch, *, limits: bool = True) -> None:
+def adjust(logits: torch.Tensor, batch: SamplingBatch) -> None:
     """Adjust logits, float32 [rows, vocab], in place, in vLLM's order; row i belongs to draw i.
 
-    1. `allowed_token_ids`: all others to -inf, if `limits`; otherwise the draw excludes them, with the same result.
-    2. `bad_words`: the last token of each to -inf, if the output ends with the tokens before it. Where this would leave
+    1. `bad_words`: the last token of each to -inf, if the output ends with the tokens before it. Where this would leave
        no token to draw, words of several tokens are allowed for this draw; words of one token never are.
-    3. `min_tokens`: end-of-sequence and stop token ids to -inf, until the output has that many tokens (also with
+    2. `min_tokens`: end-of-sequence and stop token ids to -inf, until the output has that many tokens (also with
        `ignore_eos`, although end-of-sequence would not end it then). Not if a grammar decides which tokens may come.
-    4. `logit_bias`: added.
-    5. `repetition_penalty`, over prompt and output: x / r if x > 0, else x * r (Keskar et al. 2019, CTRL, 4.1).
-    6. `frequency_penalty` times the token's count in the output, and `presence_penalty` if it occurs there at all:
+    3. `logit_bias`: added.
+    4. `repetition_penalty`, over prompt and output: x / r if x > 0, else x * r (Keskar et al. 2019, CTRL, 4.1).
+    5. `frequency_penalty` times the token's count in the output, and `presence_penalty` if it occurs there at all:
        subtracted (OpenAI).
 
-    Token ids outside the vocabulary are ignored, because they cannot be drawn.
+    Token ids outside the vocabulary are ignored, because they cannot be drawn. `allowed_token_ids` are a mask, which
+    the draw applies.
     """
     rows = [(i, batch.states[i]) for i in np.flatnonzero(batch.records["adjusted"]).tolist()]
     ending = np.flatnonzero(batch.must_not_end).tolist()
-    flat = logits.view(-1)
-    vocab = logits.shape[1]
-    if limits:
-        _allow_only(logits, rows)
-    ends = [(i, ids) for i in ending if (ids := batch.states[i].ends) is not None]
-    index = _flat_index([*_bad_words(vocab, rows, set(ending)), *ends], vocab)
-    if index.size:
-        flat.index_fill_(0, _to(flat, index), -torch.inf)
+    _forbid(logits, _bad_words(logits.shape[1], rows, set(ending)))
+    _forbid(logits, [(i, ids) for i in ending if (ids := batch.states[i].ends) is not None])
     _add(logits, [(i, *state.biases) for i, state in rows if state.biases is not None])
     _penalise_repetition(logits, rows)
     _penalise_counts(logits, rows)
 
 
 _Rows = list[tuple[int, SamplingState]]
-
-
-def _allow_only(logits: torch.Tensor, rows: _Rows) -> None:
-    for i, state in rows:
-        if (allowed := state.allowed) is not None:
-            kept = _to(logits, allowed[allowed < logits.shape[1]])
-            values = logits[i, kept]
-            logits[i] = -torch.inf
-            logits[i, kept] = values
 
 
 def _bad_words(vocab: int, rows: _Rows, ending: set[int]) -> Iterator[tuple[int, IntArray]]:
@@ -76,12 +60,16 @@ def _bad_words(vocab: int, rows: _Rows, ending: set[int]) -> Iterator[tuple[int,
 
 def _leaves_any(forbidden: list[int], state: SamplingState, vocab: int, *, must_not_end: bool) -> bool:
     """Whether a token is left that the sequence may draw, if it may draw none of `forbidden`."""
-    never = set(forbidden)
+    never, allowed = set(forbidden), state.snapshot.params.allowed_token_ids
     if must_not_end and state.ends is not None:
         never.update(state.ends.tolist())
-    if len(never) < (vocab if state.allowed is None else len(state.allowed)):
+    if len(never) < (vocab if allowed is None else len(allowed)):
         return True
-    return not never.issuperset(range(vocab) if state.allowed is None else state.allowed.tolist())
+    return not never.issuperset(range(vocab) if allowed is None else allowed)
+
+
+def _forbid(logits: torch.Tensor, pieces: Iterable[tuple[int, IntArray]]) -> None:
+    _add(logits, [(row, token_ids, np.full(len(token_ids), -np.inf, np.float32)) for row, token_ids in pieces])
 
 
 def _add(logits: torch.Tensor, pieces: list[tuple[int, IntArray, npt.NDArray[np.float32]]]) -> None:
@@ -148,16 +136,6 @@ def _penalise_counts(logits: torch.Tensor, rows: _Rows) -> None:
             penalty = params.presence_penalty + params.frequency_penalty * counts.output_counts
             pieces.append((i, counts.output_ids, (-penalty).astype(np.float32)))
     _add(logits, pieces)
-
-
-def _flat_index(pieces: list[tuple[int, IntArray]], vocab: int) -> IntArray:
-    """Return the flat positions of the (row, token ids) pieces, without ids outside the vocabulary."""
-    if not pieces:
-        return np.empty(0, np.int64)
-    token_ids = np.concatenate([ids for _, ids in pieces])
-    starts = np.repeat(np.array([row * vocab for row, _ in pieces], dtype=np.int64), [len(ids) for _, ids in pieces])
-    inside: IntArray = (starts + token_ids)[(token_ids >= 0) & (token_ids < vocab)]
-    return inside
 
 
 def _to(flat: torch.Tensor, array: npt.NDArray[np.generic]) -> torch.Tensor:

@@ -26,14 +26,11 @@ from octavo import kernels
 from octavo.errors import LogitsError
 from octavo.request import TokenLogprobs, TopLogprobs
 from octavo.sampling.batch import SamplingBatch
-from octavo.sampling.choice import Choice, DrawRows, NativeChoice, select
+from octavo.sampling.choice import Choice, DrawRows, NativeChoice, look_at, with_limits
 from octavo.sampling.penalties import adjust
 from octavo.sampling.structured import StructuredDraws
 from octavo.scheduler.plan import Candidate, SamplingSnapshot, StepResult
 from octavo.storage.device_copy import begin_copy_to_host
-
-# Number of rows scored at a time, so that intermediate results stay in a core's cache.
-_SCORED_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +111,10 @@ class Sampler:
             return self._draw(logits, batch, own, overwrite_logits=overwrite_logits)
         # Apart, because the two ways of finding candidates round differently, and neighbours must not matter.
         kinds = (np.flatnonzero(is_beam & ~batch.adjusted), np.flatnonzero(is_beam & batch.adjusted))
-        parts = [(rows, self._candidates(select(logits, rows), batch.select(rows))) for rows in kinds if len(rows)]
+        parts = [(rows, self._candidates(look_at(logits, rows), batch.select(rows))) for rows in kinds if len(rows)]
         if len(others := np.flatnonzero(~is_beam)):
             parts.append(
-                (others, self._draw(select(logits, others), batch.select(others), own[others], overwrite_logits=True))
+                (others, self._draw(look_at(logits, others), batch.select(others), own[others], overwrite_logits=True))
             )
         return _merged(parts, len(batch))
 
@@ -132,10 +129,7 @@ class Sampler:
     ) -> DeviceDraws:
         """Sample for a batch that `is_plain`, without waiting for the tokens; arguments as of `sample`."""
         logits = logits.float().contiguous() if row_of is None else _spread(logits, len(batch), row_of)
-        if batch.adjusted.any():
-            logits = logits if overwrite_logits else logits.clone()
-            adjust(logits, batch, limits=not self._choice.leaves_out)
-        token_ids, valid = self._choice.choose(logits, batch)
+        token_ids, valid = self._choice.choose(self._adjusted(logits, batch, overwrite_logits), batch)
         return DeviceDraws(token_ids, _to_host(token_ids, valid), batch)
 
     @torch.inference_mode()
@@ -147,13 +141,9 @@ class Sampler:
             targets: one token id per row.
             num_top: number of most likely tokens to report with each.
         """
-        scored: list[TokenLogprobs] = []
-        for first in range(0, len(targets), _SCORED_ROWS):
-            some = targets[first : first + _SCORED_ROWS]
-            token_ids = torch.tensor(some, dtype=torch.int64, device=logits.device)
-            rows = logits[first : first + len(some)].float()
-            scored += self._choice.score(rows, np.arange(len(some)), token_ids, [num_top] * len(some))
-        return tuple(scored)
+        token_ids = torch.tensor(targets, dtype=torch.int64, device=logits.device)
+        rows, num_tops = np.arange(len(targets)), [num_top] * len(targets)
+        return tuple(self._choice.score(logits[: len(targets)].float(), rows, token_ids, num_tops))
 
     def _draw(
         self, logits: torch.Tensor, batch: SamplingBatch, own: npt.NDArray[np.bool_], *, overwrite_logits: bool
@@ -162,10 +152,7 @@ class Sampler:
             return self.draw(logits, batch, overwrite_logits=overwrite_logits).result()
         structured = np.flatnonzero(batch.records["structured"])
         overwrite_logits = overwrite_logits and not batch.records["needs_logprobs"].any()
-        chosen_from = logits
-        if batch.adjusted.any():
-            chosen_from = logits if overwrite_logits else logits.clone()
-            adjust(chosen_from, batch, limits=not self._choice.leaves_out)
+        chosen_from = self._adjusted(logits, batch, overwrite_logits)
         forced: dict[int, tuple[int, ...]] = {}
         if len(structured):
             token_ids, valid, forced = self._structured.draw(chosen_from, batch, structured, own)
@@ -182,6 +169,13 @@ class Sampler:
             scored = self._choice.score(logits, wanted, token_ids, num_top)
             logprobs = dict(zip(draws, scored, strict=True))
         return StepResult(tuple(drawn), logprobs, forced=forced)
+
+    def _adjusted(self, logits: torch.Tensor, batch: SamplingBatch, overwrite: bool) -> torch.Tensor:
+        if not batch.adjusted.any():
+            return logits
+        logits = logits if overwrite else logits.clone()
+        adjust(logits, batch)
+        return logits
 
     def _candidates(self, logits: torch.Tensor, batch: SamplingBatch) -> StepResult:
         """Return each beam's likeliest tokens; biases and penalties change log-probabilities, as in transformers.
@@ -200,6 +194,8 @@ class Sampler:
         if is_adjusted:
             logprobs = logits.log_softmax(-1)
             adjust(logprobs, batch)
+            if (limits := with_limits(None, batch, logits.shape[1])) is not None:
+                limits.apply(logprobs, np.arange(len(batch)))
             first, ids = self._choice.likeliest(logprobs, most)
             # Not `first`, whose rows add up to 1 again, but it is not finite if a row is not a distribution.
             values = torch.where(first.isfinite(), logprobs.gather(1, ids), first)

@@ -39,6 +39,7 @@ import numpy.typing as npt
 import torch
 
 from octavo.errors import GrammarError
+from octavo.grammar.compiler import Vocabulary
 from octavo.grammar.state import GrammarBroken, GrammarFinding, GrammarState, PendingFindings, allows_free_text
 from octavo.sampling.batch import SamplingBatch, SamplingState
 from octavo.sampling.choice import Choice, DrawMasks, DrawRows, Flags, look_at, place
@@ -60,7 +61,6 @@ class StructuredDraws:
 
     def __init__(self, choice: Choice) -> None:
         self._choice = choice
-        self._thread = _MaskThread()
 
     def draw(
         self, logits: torch.Tensor, batch: SamplingBatch, structured: DrawRows, own: Flags
@@ -103,7 +103,6 @@ class StructuredDraws:
         mine = np.flatnonzero(own).tolist()
         forced = self.go_on(
             [states[i] for i in mine],
-            [positions[i] for i in mine],
             [drawn[i] for i in mine],
             followed[mine].tolist(),
             logits.shape[1],
@@ -162,21 +161,45 @@ class StructuredDraws:
             masks.append(mask := grammar.mask)
             if mask is None:
                 due[id(grammar)] = state
-        filled, broken = self._fill(list(due.values()), vocab)
+        grammars, num_words = grammars_of(list(due.values())), -(-vocab // 32)
+        filled = np.empty((len(due), num_words), dtype=np.uint32)
+        matchers: list[tuple[Any, int]] = []
+        broken: dict[int, str] = {}
+        for row, grammar in enumerate(grammars):
+            try:
+                matchers.append((grammar.matcher, row))
+            except GrammarBroken as error:
+                broken[id(grammar)] = str(error)
+        for matcher, row in self._compute(matchers, filled, grammars):
+            grammar = grammars[row]
+            try:
+                # A mask that became too complex is tried once more, without searching for forced tokens.
+                if grammar.give_up_forcing():
+                    matcher = grammar.matcher
+                    if not self._compute([(matcher, row)], filled, grammars):
+                        continue
+                raise GrammarBroken(matcher.get_error(), len(grammar.token_ids))
+            except GrammarBroken as error:
+                broken[id(grammar)] = str(error)
         if broken:
-            reasons = {identity: broken[row] for row, identity in enumerate(due) if row in broken}
             of = zip(states, map(id, grammars_of(states)), strict=True)
-            raise GrammarError({s.snapshot.request_id: reasons[identity] for s, identity in of if identity in reasons})
+            raise GrammarError({s.snapshot.request_id: broken[identity] for s, identity in of if identity in broken})
+        finish_masks(filled, list(due.values()))
         row_of = {identity: row for row, identity in enumerate(due)}
-        words = np.empty((len(states), -(-vocab // 32)), dtype=np.uint32)
+        words = np.empty((len(states), num_words), dtype=np.uint32)
         for word, mask, state in zip(words, masks, states, strict=True):
             word[:] = filled[row_of[id(state.grammar)]] if mask is None else mask
         return words
 
+    def _compute(
+        self, matchers: list[tuple[Any, int]], words: Words, grammars: Seq[GrammarState]
+    ) -> list[tuple[Any, int]]:
+        return _compute(self._executor, matchers, words, grammars[0].eos_token_id) if matchers else []
+
     def go_on(
-        self, states: Seq[SamplingState], positions: Seq[int], token_ids: Seq[int], followed: Seq[bool], vocab: int
+        self, states: Seq[SamplingState], token_ids: Seq[int], followed: Seq[bool], vocab: int
     ) -> dict[int, tuple[int, ...]]:
-        """Let each grammar follow its draw, and compute what may come next.
+        """Let each grammar follow its draw, and compute what may come next: for many draws, in another thread.
 
         Args:
             followed: bool [draws]: whether the grammar has already followed its draw in `accept`.
@@ -186,151 +209,24 @@ class StructuredDraws:
             later steps. Empty for more than `_MOST_TO_FORCE` draws.
         """
         if len(states) > _MOST_TO_FORCE:
-            self._thread.go_on(states, token_ids, followed, vocab)
+            self._find_out(states, token_ids, followed, vocab, self._thread)
             return {}
-        due = [i for i, has_followed in enumerate(followed) if not has_followed]
-        grammars = grammars_of(states)
-        self.follow([grammars[i] for i in due], [token_ids[i] for i in due])
-        return self.look_ahead(states, positions, token_ids, vocab)
-
-    def look_ahead(
-        self, states: Seq[SamplingState], positions: Seq[int], token_ids: Seq[int], vocab: int
-    ) -> dict[int, tuple[int, ...]]:
-        """Find and follow the forced tokens after the draws, which have been followed; returns them like `go_on`."""
-        going: dict[int, GrammarState] = {}
-        for i, (state, grammar) in enumerate(zip(states, grammars_of(states), strict=True)):
-            if may_go_on(state) and grammar.is_valid and token_ids[i] not in grammar.eos_token_ids:
-                going[i] = grammar
-        going = _outside_free_text(going)
         forced: dict[int, list[int]] = {}
-        while going:
-            forcing: dict[int, int] = {}
-            for i, token_id in self._find_only({i: states[i] for i in going}, vocab).items():
-                params, already = states[i].snapshot.params, forced.setdefault(i, [])
-                room = min((params.max_tokens or 1) - positions[i] - 1, MOST_FORCED) - len(already)
-                # With logprobs or stop strings a token is drawn rather than forced, because it is reported with its
-                # log-probability, or may end the text.
-                if room > 0 and not params.needs_logprobs and not params.stop:
-                    already.append(token_id)
-                    forcing[i] = token_id
-            forced_on = {i: going[i] for i in forcing}
-            self.follow(list(forced_on.values()), list(forcing.values()))
-            going = _outside_free_text(
-                {
-                    i: grammar
-                    for i, grammar in forced_on.items()
-                    if grammar.is_valid and forcing[i] not in grammar.eos_token_ids
-                }
-            )
+        self._find_out(states, token_ids, followed, vocab)
+        going = list(range(len(states)))
+        while going := [i for i in going if _force(states[i], forced.setdefault(i, []))]:
+            self._find_out([states[i] for i in going], [forced[i][-1] for i in going], [False] * len(going), vocab)
         return {i: tuple(following) for i, following in forced.items() if following}
 
-    def _find_only(self, states: dict[int, SamplingState], vocab: int) -> dict[int, int]:
-        """Compute and keep the masks of some grammars; returns the token of each that allows only one."""
-        words, broken = self._fill(list(states.values()), vocab)
-        for row, grammar in enumerate(grammars_of(list(states.values()))):
-            if row in broken:
-                grammar.failed()  # reported when it draws again
-            else:
-                grammar.keep(words[row])
-        single = np.flatnonzero(np.bitwise_count(words).sum(-1) == 1)
-        _, token_ids = positions_of(words[single])
-        numbers = list(states)
-        return {numbers[row]: token_id for row, token_id in zip(single.tolist(), token_ids.tolist(), strict=True)}
-
-    def follow(self, grammars: Seq[GrammarState], token_ids: Seq[int]) -> None:
-        """Advance grammars by tokens that they allow."""
-        going: list[tuple[Any, int]] = []
-        followers: list[GrammarState] = []
-        for grammar, token_id in zip(grammars, token_ids, strict=True):
-            if token_id not in grammar.eos_token_ids:
-                going.append((grammar.matcher, token_id))
-                followers.append(grammar)
-            grammar.drew(token_id)
-        if going:
-            for grammar, ok in zip(followers, self._executor.consume_token_par(going), strict=True):
-                if not ok:
-                    grammar.failed()
-
-    def _fill(self, states: Seq[SamplingState], vocab: int) -> tuple[Words, dict[int, str]]:
-        """Fill a mask for each grammar; also returns the reasons of broken ones by row, whose masks are empty."""
-        grammars = grammars_of(states)
-        words = np.empty((len(grammars), -(-vocab // 32)), dtype=np.uint32)
-        broken: dict[int, str] = {}
-        matchers: list[tuple[Any, int]] = []
-        for row, grammar in enumerate(grammars):
-            try:
-                matchers.append((grammar.matcher, row))
-            except GrammarBroken as error:
-                broken[row] = str(error)
-        self._compute(matchers, words)
-        for matcher, row in matchers:
-            if not matcher.is_stopped():
-                continue
-            if matcher.is_error():
-                try:
-                    matcher = self._compute_anew(grammars[row], row, words)
-                except GrammarBroken as error:
-                    broken[row] = str(error)
-                    continue
-            if matcher.is_stopped():
-                words[row] = 0
-                _set(words[row], grammars[row].eos_token_id)
-        words[list(broken)] = 0
-        finish_masks(words, states)
-        return words, broken
-
-    def _compute(self, matchers: list[tuple[Any, int]], words: Words) -> None:
-        if matchers:
-            self._executor.unsafe_compute_mask_ptr(matchers, words.ctypes.data, words.shape[1] * 4, len(words))
-
-    def _compute_anew(self, grammar: GrammarState, row: int, words: Words) -> Any:
-        """Retry a mask that became too complex, without searching for forced tokens; raises `GrammarBroken`."""
-        matcher = grammar.matcher
-        if grammar.give_up_forcing():
-            matcher = grammar.matcher
-            self._compute([(matcher, row)], words)
-        if matcher.is_error():
-            raise GrammarBroken(matcher.get_error(), len(grammar.token_ids))
-        return matcher
-
-    @cached_property
-    def _executor(self) -> Any:
-        from llguidance import LLExecutor
-
-        return LLExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))))
-
-
-def _some(
-    places: npt.NDArray[np.int64], states: list[SamplingState], positions: list[int]
-) -> tuple[list[SamplingState], list[int]]:
-    chosen = places.tolist()
-    return [states[i] for i in chosen], [positions[i] for i in chosen]
-
-
-def _set(words: Words, token_id: int) -> None:
-    words[token_id // 32] |= np.uint32(1 << token_id % 32)
-
-
-def _outside_free_text(grammars: dict[int, GrammarState]) -> dict[int, GrammarState]:
-    found: dict[int, GrammarState] = {}
-    for i, grammar in grammars.items():
-        try:
-            if not grammar.in_free_text:
-                found[i] = grammar
-        except GrammarBroken:
-            continue  # reported when it draws again
-    return found
-
-
-_Task = tuple[SamplingState, Any, int, bool]
-"""A state, its matcher, the token that was drawn, and whether the matcher has already followed it."""
-
-
-class _MaskThread:
-    """Advances the grammars of many draws, and fills their next masks, in a thread started by the first use."""
-
-    def go_on(self, states: Seq[SamplingState], token_ids: Seq[int], followed: Seq[bool], vocab: int) -> None:
-        """Let each grammar follow its draw, and find out what may come next, without waiting for it."""
+    def _find_out(
+        self,
+        states: Seq[SamplingState],
+        token_ids: Seq[int],
+        followed: Seq[bool],
+        vocab: int,
+        thread: ThreadPoolExecutor | None = None,
+    ) -> None:
+        """Let each grammar follow its draw, and find out what may come next; in a thread, without waiting for it."""
         asked: list[GrammarState] = []
         tasks: list[_Task] = []
         for state, grammar, token_id, has_followed in zip(
@@ -341,55 +237,94 @@ class _MaskThread:
                 asked.append(grammar)
             if not has_followed:
                 grammar.drew(token_id)
-        if asked:
-            vocabulary = asked[0].compiled.vocabulary
-            task = self._thread.submit(self._find, tasks, vocabulary.eos_token_ids, vocabulary.probes, -(-vocab // 32))
-            findings = PendingFindings(task)
-            for index, grammar in enumerate(asked):
-                grammar.find_later(findings, index)
-
-    def _find(
-        self, tasks: list[_Task], ends: frozenset[int], probes: Seq[list[int]], num_words: int
-    ) -> list[GrammarFinding]:
-        moves = [
-            (matcher, token_id) for _, matcher, token_id, followed in tasks if not followed and token_id not in ends
-        ]
-        accepted = iter(self._executor.consume_token_par(moves) if moves else ())
-        found: list[GrammarFinding] = []
-        masked: list[tuple[int, SamplingState, Any]] = []
-        for index, (state, matcher, token_id, has_followed) in enumerate(tasks):
-            is_end = token_id in ends
-            is_followed = has_followed or is_end or next(accepted)
-            in_free_text: bool | None = None
-            if is_followed and not is_end and may_go_on(state):
-                in_free_text = allows_free_text(matcher, probes)
-                is_followed = in_free_text or not matcher.is_error()
-                if is_followed and not in_free_text:
-                    masked.append((index, state, matcher))
-            found.append(GrammarFinding(is_followed, in_free_text))
-        self._fill(masked, num_words, found)
-        return found
-
-    def _fill(self, masked: list[tuple[int, SamplingState, Any]], num_words: int, found: list[GrammarFinding]) -> None:
-        """Add the masks to the findings at these indices; `StructuredDraws.fill` handles the others."""
-        if not masked:
+        if not asked:
             return
-        words = np.empty((len(masked), num_words), dtype=np.uint32)
-        matchers = [(matcher, row) for row, (_, _, matcher) in enumerate(masked)]
-        self._executor.unsafe_compute_mask_ptr(matchers, words.ctypes.data, num_words * 4, len(words))
-        is_filled = [not matcher.is_stopped() for matcher, _ in matchers]
-        words[np.logical_not(is_filled)] = 0
-        finish_masks(words, [state for _, state, _ in masked])
-        for (index, _, _), ok, mask in zip(masked, is_filled, words, strict=True):
-            if ok:
-                found[index] = found[index]._replace(mask=mask)
+        vocabulary = asked[0].compiled.vocabulary
+        findings: PendingFindings | list[GrammarFinding]
+        if thread is not None:
+            findings = PendingFindings(thread.submit(_find, self._single, tasks, vocabulary, vocab))
+        else:
+            findings = _find(self._executor, tasks, vocabulary, vocab)
+        for index, grammar in enumerate(asked):
+            grammar.find_later(findings, index)
 
     @cached_property
     def _executor(self) -> Any:
         from llguidance import LLExecutor
 
-        return LLExecutor(1)
+        return LLExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))))
+
+    @cached_property
+    def _single(self) -> Any:
+        from llguidance import LLExecutor
+
+        return LLExecutor(1)  # the model needs the cores
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(max_workers=1, thread_name_prefix="octavo-masks")
+
+
+def _some(
+    places: npt.NDArray[np.int64], states: list[SamplingState], positions: list[int]
+) -> tuple[list[SamplingState], list[int]]:
+    chosen = places.tolist()
+    return [states[i] for i in chosen], [positions[i] for i in chosen]
+
+
+def _force(state: SamplingState, already: list[int]) -> bool:
+    """Add the only token that may come next to those that are forced; False if none is."""
+    mask = None if state.grammar is None else state.grammar.mask
+    if mask is None or np.count_nonzero(mask) != 1 or np.bitwise_count(mask).sum() != 1:
+        return False
+    params = state.snapshot.params
+    # With logprobs or stop strings a token is drawn rather than forced, because it is reported with its
+    # log-probability, or may end the text.
+    if len(already) == MOST_FORCED or params.needs_logprobs or params.stop:
+        return False
+    already.append(int(positions_of(mask[None])[1][0]))
+    return True
+
+
+_Task = tuple[SamplingState, Any, int, bool]
+"""A state, its matcher, the token that was drawn, and whether the matcher has already followed it."""
+
+
+def _find(executor: Any, tasks: list[_Task], vocabulary: Vocabulary, vocab: int) -> list[GrammarFinding]:
+    """Advance matchers by the tokens that were drawn, and find out what may come next."""
+    ends = vocabulary.eos_token_ids
+    moves = [(matcher, token_id) for _, matcher, token_id, followed in tasks if not followed and token_id not in ends]
+    accepted = iter(executor.consume_token_par(moves) if moves else ())
+    found: list[GrammarFinding] = []
+    masked: list[int] = []
+    for index, (state, matcher, token_id, has_followed) in enumerate(tasks):
+        is_end = token_id in ends
+        is_followed = has_followed or is_end or next(accepted)
+        in_free_text: bool | None = None
+        if is_followed and not is_end and may_go_on(state):
+            in_free_text = allows_free_text(matcher, vocabulary.probes)
+            is_followed = in_free_text or not matcher.is_error()
+            if is_followed and not in_free_text:
+                masked.append(index)
+        found.append(GrammarFinding(is_followed, in_free_text))
+    if masked:
+        words = np.empty((len(masked), -(-vocab // 32)), dtype=np.uint32)
+        matchers = [(tasks[index][1], row) for row, index in enumerate(masked)]
+        broken = {row for _, row in _compute(executor, matchers, words, vocabulary.eos_token_id)}
+        words[list(broken)] = 0
+        finish_masks(words, [tasks[index][0] for index in masked])
+        for row, index in enumerate(masked):
+            if row not in broken:  # or `StructuredDraws.fill` computes it
+                found[index] = found[index]._replace(mask=words[row])
+    return found
+
+
+def _compute(executor: Any, matchers: list[tuple[Any, int]], words: Words, eos_token_id: int) -> list[tuple[Any, int]]:
+    """Fill the masks of matchers, each in its row; returns those in error, whose masks are meaningless."""
+    executor.unsafe_compute_mask_ptr(matchers, words.ctypes.data, words.shape[1] * 4, len(words))
+    stopped = [(matcher, row) for matcher, row in matchers if matcher.is_stopped()]
+    for matcher, row in stopped:
+        if not matcher.is_error():
+            words[row] = 0
+            words[row, eos_token_id // 32] = np.uint32(1 << eos_token_id % 32)
+    return [(matcher, row) for matcher, row in stopped if matcher.is_error()]

@@ -17,49 +17,35 @@ Four bits at a time means that floats are ordered like integers, and each pass c
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 
 from octavo.attention.triton.launch import INTERPRETED
-from octavo.request import TokenLogprobs
-from octavo.sampling.batch import SamplingBatch
-from octavo.sampling.choice import Choice, DrawMasks, DrawRows, look_at, place, select, token_logprobs
+from octavo.sampling.choice import Choice, DrawMasks, DrawRows, look_at, place
 from octavo.storage.device_copy import to_device
 
 
 class TritonChoice(Choice):
-    """A `Choice` whose draws are one kernel, which also applies masks; scoring uses torch, with one transfer."""
+    """A `Choice` whose draws are one kernel, which also applies masks."""
 
-    def choose(
-        self,
-        logits: torch.Tensor,
-        batch: SamplingBatch,
-        masks: DrawMasks | None = None,
-        rows: DrawRows | None = None,
-        *,
-        again: bool = False,
+    def _draw(
+        self, logits: torch.Tensor, rows: DrawRows, numbers: npt.NDArray[np.float64], masks: DrawMasks | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = logits if rows is None else select(logits, rows)
+        logits, table = look_at(logits, rows), _table(logits, numbers)
         draws = np.arange(0) if masks is None else np.flatnonzero(masks.mask_of >= 0)
-        table = _table(logits, batch, again=again)
-        token_ids, valid = draw_rows(logits, table) if len(draws) < len(batch) else _no_draws(logits)
-        if masks is not None and len(draws):
-            words = torch.from_numpy(masks.words[masks.mask_of[draws]].view(np.int32)).to(logits.device)
-            chosen, proper = draw_rows(select(logits, draws), select(table, draws), words)
-            place(token_ids, draws, chosen)
-            place(valid, draws, proper)
+        if masks is None or not len(draws):
+            token_ids, valid = draw_rows(logits, table)
+            return token_ids, valid.bool()
+        words = torch.from_numpy(masks.words[masks.mask_of[draws]].view(np.int32)).to(logits.device)
+        chosen, proper = draw_rows(look_at(logits, draws), look_at(table, draws), words)
+        if len(draws) == len(rows):
+            return chosen, proper.bool()
+        token_ids, valid = draw_rows(logits, table)
+        place(token_ids, draws, chosen)
+        place(valid, draws, proper)
         return token_ids, valid.bool()
-
-    def score(
-        self, logits: torch.Tensor, rows: DrawRows, token_ids: torch.Tensor, num_top: list[int]
-    ) -> list[TokenLogprobs]:
-        return token_logprobs(look_at(logits, rows), look_at(token_ids, rows), num_top)
-
-
-def _no_draws(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    token_ids, valid = (torch.empty(len(logits), dtype=torch.int64, device=logits.device) for _ in range(2))
-    return token_ids, valid
 
 
 def draw_masked_row(vocab_size: int, device: torch.device) -> int:
@@ -72,9 +58,9 @@ def draw_masked_row(vocab_size: int, device: torch.device) -> int:
     return int(token_ids.item())
 
 
-def _table(logits: torch.Tensor, batch: SamplingBatch, *, again: bool) -> torch.Tensor:
+def _table(logits: torch.Tensor, numbers: npt.NDArray[np.float64]) -> torch.Tensor:
     """Return the table of `PARAMETERS`, float64 [draws, 6], moved to the device in one transfer."""
-    uniform, temperature, min_p, top_p, top_k = batch.numbers(again=again).T
+    uniform, temperature, min_p, top_p, top_k = numbers.T
     is_greedy = temperature == 0.0
     with np.errstate(divide="ignore"):
         log_min_p = np.log(min_p.astype(np.float32))
@@ -86,7 +72,7 @@ def _table(logits: torch.Tensor, batch: SamplingBatch, *, again: bool) -> torch.
 _TILE = 1024
 _WARPS = 8
 
-# The columns of a table of draws; see `draw.DrawParams` for their meaning.
+# The columns of a table of draws; see `SamplingBatch.numbers`.
 PARAMETERS = ("uniform", "temperature", "log_min_p", "top_p", "top_k", "greedy")
 
 
