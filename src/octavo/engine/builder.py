@@ -1,17 +1,15 @@
-"""Builds an engine from options: the runner, in this process or another, the tokenizer, the cache, the scheduler."""
+"""Builds an engine from options: the runner, the tokenizer, the cache, the scheduler."""
 
 from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from octavo import kernels
-from octavo.checkpoint.model_config import ModelConfig
 from octavo.checkpoint.model_source import (
-    ModelSource,
     load_model_config,
     model_fingerprint,
     model_of,
@@ -19,7 +17,7 @@ from octavo.checkpoint.model_source import (
 from octavo.config import EngineConfig, format_bytes
 from octavo.engine.core import EngineCore
 from octavo.engine.kv_events import KVEventPublisher, NullPublisher
-from octavo.engine.runner_builder import RunnerFacts, build_runner
+from octavo.engine.runner_builder import RunnerFacts, build_runner, dtype_name
 from octavo.engine.tiers import join_stores, tier_identity
 from octavo.errors import ConfigError
 from octavo.grammar.compiler import GrammarCompiler
@@ -29,7 +27,7 @@ from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.plan_log import PlanLog
 from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.waiting import Fetching
-from octavo.text.loading import load_tokenizer
+from octavo.text.loading import begin_loading, load_tokenizer
 from octavo.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -49,26 +47,30 @@ def build_engine(config: EngineConfig, begun: Future[Tokenizer | None] | None = 
     source = model_of(config)
     if config.speculative_config is not None and not load_model_config(source).runs_natively:
         raise ConfigError("speculative_config is not available for models that run through transformers")
-    runner, facts, tokenizer, grammars = _build_runner(config, source, begun)
-    runner.use_grammars(grammars)  # shared with the engine
-    host, plan_log = runner.host, None
+    begun = begun or begin_loading(config)
+    runner, facts = build_runner(config)
+    model, attention, host, plan_log = runner.model, runner.attention.name, runner.host, None
     assert host is not None, "built with the runner"
     try:
+        tokenizer = load_tokenizer(config) if begun is None else begun.result()
+        limit = config.limits.max_grammar_ms
+        grammars = GrammarCompiler(lambda: tokenizer, facts.vocab_size, model.eos_token_ids, limit)
+        runner.use_grammars(grammars)  # shared with the engine
         if config.record_plans is not None:
-            plan_log = PlanLog(config.record_plans, _recorded_facts(config, facts))
+            plan_log = PlanLog(config.record_plans, _recorded_facts(config, facts, attention))
         # Products in another dtype, and quantised ones, which round activations, give other keys and values.
         identity = (
             model_fingerprint(Path(source.path)),
             *([str(config.hf_overrides)] if config.hf_overrides else []),
             # By which transformers' "longrope" and "dynamic" choose frequencies.
             *([] if load_model_config(source).runs_natively else [str(facts.max_model_len)]),
-            facts.dtype,
+            dtype_name(model.dtype),
             facts.spec.dtype,
             config.quantization,
-            facts.layout,
+            runner.arena.layout.value,
             *([facts.kv_scales] if facts.kv_scales else []),
             *(["bounds"] if any(layer.bounded for layer in facts.spec.layers) else []),
-            *tier_identity(config, Path(source.path), facts.attention),
+            *tier_identity(config, Path(source.path), attention),
         )
         kv = assemble_cache(
             config,
@@ -90,7 +92,7 @@ def build_engine(config: EngineConfig, begun: Future[Tokenizer | None] | None = 
         facts.num_blocks - 1,
         facts.spec.block_size,
         format_bytes(facts.num_host_blocks * facts.spec.block_bytes),
-        facts.attention,
+        attention,
     )
     core = EngineCore(
         config=config,
@@ -98,11 +100,11 @@ def build_engine(config: EngineConfig, begun: Future[Tokenizer | None] | None = 
         scheduler=scheduler,
         runner=runner,
         tokenizer=tokenizer,
-        eos_token_ids=facts.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
+        eos_token_ids=model.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
         grammars=grammars,
         tiers=tiers,
         publisher=publisher,
-        plans_ahead=_plans_ahead(config, facts),
+        plans_ahead=_plans_ahead(config, runner),
         plan_log=plan_log,
     )
     logger.info("%s; loaded in %.1f s", core.summary, time.perf_counter() - started)
@@ -117,42 +119,21 @@ def _start_publisher(config: EngineConfig, kv: KVCacheManager) -> NullPublisher:
     return KVEventPublisher(events, kv.events, kv.spec.block_size)
 
 
-def _plans_ahead(config: EngineConfig, facts: RunnerFacts) -> bool:
+def _plans_ahead(config: EngineConfig, runner: ModelRunner) -> bool:
     """Whether steps are planned ahead: not with drafts, which follow a token that must be known."""
     if config.speculative_config is not None:
         # Kernels read blocks of a multiple of 16 tokens; those of AMX round by the number of rows.
-        on_kernels = facts.attention == "native" and facts.spec.block_size % 16 == 0
+        on_kernels = runner.attention.name == "native" and runner.arena.spec.block_size % 16 == 0
         is_exact = config.deterministic or (on_kernels and not kernels.isa().startswith("amx"))
         logger.info(
             "speculative decoding: the output is that without drafts, %s",
             "bit for bit" if is_exact else "within rounding; start with --deterministic for bit for bit",
         )
         return False
-    return facts.device == "cuda" if config.async_scheduling is None else config.async_scheduling
+    return runner.model.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
 
 
-def _build_runner(
-    config: EngineConfig, source: ModelSource, begun: Future[Tokenizer | None] | None
-) -> tuple[ModelRunner, RunnerFacts, Tokenizer | None, GrammarCompiler]:
-    """Build the runner, and load the tokenizer in another thread meanwhile, unless it has `begun`."""
-
-    def load_text(model: ModelConfig | RunnerFacts) -> tuple[Tokenizer | None, GrammarCompiler]:
-        tokenizer = load_tokenizer(config) if begun is None else begun.result()
-        limit = config.limits.max_grammar_ms
-        return tokenizer, GrammarCompiler(lambda: tokenizer, model.vocab_size, model.eos_token_ids, limit)
-
-    model_config = load_model_config(source)
-    if not model_config.runs_natively:
-        # Sequentially, because both may import transformers, whose lazy modules two threads must not import at once.
-        runner, facts = build_runner(config)
-        return runner, facts, *load_text(facts)
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        loading = thread.submit(load_text, model_config)
-        runner, facts = build_runner(config)
-        return runner, facts, *loading.result()
-
-
-def _recorded_facts(config: EngineConfig, facts: RunnerFacts) -> dict[str, Any]:
+def _recorded_facts(config: EngineConfig, facts: RunnerFacts, attention: str) -> dict[str, Any]:
     """Return what a reader of recorded plans must know about the engine that executed them."""
     return {
         "model": facts.model_name,
@@ -164,5 +145,5 @@ def _recorded_facts(config: EngineConfig, facts: RunnerFacts) -> dict[str, Any]:
         "max_num_seqs": facts.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "weight_bytes": facts.weight_bytes,
-        "attention": facts.attention,
+        "attention": attention,
     }

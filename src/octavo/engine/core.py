@@ -111,13 +111,11 @@ class EngineCore:
         self.stats.fetching = scheduler.lifecycle.fetching
         self.inputs = InputProcessor(
             config=config,
+            info=info,
             scheduler=scheduler,
             tokenizer=tokenizer,
-            vocab_size=info.vocab_size,
             eos_token_ids=eos_token_ids,
             grammars=grammars,
-            context_length=info.context_length,
-            budget_refusal=info.budget_refusal,
         )
         self.outputs = OutputProcessor(tokenizer)
         self._recovery = Recovery(scheduler, runner, self.stats)

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from octavo.config import EngineConfig
+from octavo.engine.inspection import EngineInfo
 from octavo.errors import ContextLengthError, RequestError
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.kv_budget import KVBudget, choose_budget
@@ -34,30 +35,26 @@ class InputProcessor:
     Args:
         eos_token_ids: ids that end every request that does not ignore them.
         grammars: compiles structured outputs; if None, they are not supported.
-        context_length, budget_refusal: as in `EngineInfo`.
     """
 
     def __init__(
         self,
         *,
         config: EngineConfig,
+        info: EngineInfo,
         scheduler: Scheduler,
         tokenizer: Tokenizer | None,
-        vocab_size: int,
         eos_token_ids: frozenset[int],
         grammars: GrammarCompiler | None,
-        context_length: int | None = None,
-        budget_refusal: str = "",
     ) -> None:
         self.config = config
         self.scheduler = scheduler
         self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
+        self._info = info
+        self.vocab_size = info.vocab_size
         self.max_model_len = scheduler.config.max_model_len
         self.eos_token_ids = eos_token_ids
         self.grammars = grammars
-        self._context_length = context_length or self.max_model_len
-        self._budget_refusal = budget_refusal
         self._ids = itertools.count()
         self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
 
@@ -97,8 +94,8 @@ class InputProcessor:
             params.kv_budget,
             self.config.budget,
             block_size=self.scheduler.kv.spec.block_size,
-            longest=self._context_length,
-            refusal=self._budget_refusal,
+            longest=self._info.context_length or self.max_model_len,
+            refusal=self._info.budget_refusal,
         )
         params = params if budget == params.kv_budget else replace(params, kv_budget=budget)
         token_ids = self._tokenize(prompt, add_special_tokens)

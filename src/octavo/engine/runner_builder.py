@@ -60,26 +60,17 @@ _RECORDING_S = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerFacts(EngineInfo):
-    """`EngineInfo`, and what else is known once a runner is built, in this or another process.
+    """`EngineInfo`, and the sizes of the cache, of which a runner may hold a rank's share.
 
     Attributes:
-        eos_token_ids: the model's, without those of its tokenizer.
-        dtype: torch's name of the dtype that the model computes in.
-        layout: layout of a block's bytes; engines can share blocks only if it is the same.
         kv_scales: identifies the scales with which blocks are coded; empty if the codec has no chosen scales.
-        device: torch's name of the device type ("cpu", "cuda").
     """
 
     spec: KVCacheSpec
     num_blocks: int
     num_host_blocks: int
     num_prefix_blocks: int
-    eos_token_ids: frozenset[int]
-    attention: str
-    dtype: str
-    layout: str
     kv_scales: str
-    device: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +82,6 @@ class _Target:
     model: ModelConfig
     dtype: torch.dtype
     device: torch.device
-
-    @property
-    def dtype_name(self) -> str:
-        return _name(self.dtype)
 
     @property
     def on_cpu(self) -> bool:
@@ -168,8 +155,8 @@ def _require_splittable(target: _Target) -> None:
     config = target.config
     if config.num_ranks > 1 and not replace(target, device=torch.device("cpu")).runs_on_kernels:
         raise ConfigError(
-            f"tensor_parallel_size is {config.num_ranks}, but {config.model} in {target.dtype_name} does not run "
-            "on the native decoder here, which alone is split among ranks"
+            f"tensor_parallel_size is {config.num_ranks}, but {config.model} in {dtype_name(target.dtype)} does not "
+            "run on the native decoder here, which alone is split among ranks"
         )
     target.share(0)
 
@@ -200,7 +187,7 @@ def _start_ranks(target: _Target, sizing: Sizing, num_threads: int) -> RankGroup
                 config=config,
                 rank=rank,
                 spec=sizing.rank_spec(rank),
-                dtype=target.dtype_name,
+                dtype=dtype_name(target.dtype),
                 num_threads=num_threads,
                 file=-1,
                 memory=memory,
@@ -280,13 +267,8 @@ def _join(
         kv_scales=kv_scales,
         vocab_size=model.vocab_size,
         hidden_size=target.model.hidden_size,
-        eos_token_ids=model.eos_token_ids,
         weight_bytes=weight_bytes,
         architecture=family_name(target.model.architecture),
-        attention=attention.name,
-        dtype=_name(model.dtype),
-        layout=arena.layout.value,
-        device=device.type,
     )
     for layer in arena.calibrated_layers.values():
         # Only from now on, because the steps computed to warm up held no real text.
@@ -463,8 +445,8 @@ def _size_before_loading(target: _Target) -> Sizing:
     sizing = Sizing(
         config=config,
         shape=shape,
-        dtype=target.dtype_name,
-        kv_dtype=shape.kv_dtype(config.kv_cache_dtype, target.dtype_name),
+        dtype=dtype_name(target.dtype),
+        kv_dtype=shape.kv_dtype(config.kv_cache_dtype, dtype_name(target.dtype)),
         available=limited_memory(available_memory() if target.on_cpu else _available_on_gpu(config, target.device)),
         cache_share=CPU_MEMORY_SHARE if target.on_cpu else 1.0,
         tied_head_copied=target.model.runs_natively and packed and not native,
@@ -483,7 +465,7 @@ def _size_loaded(sizing: Sizing, config: EngineConfig, model: CausalLM, weight_b
     return replace(
         sizing,
         shape=shape,
-        kv_dtype=shape.kv_dtype(config.kv_cache_dtype, _name(model.dtype)),
+        kv_dtype=shape.kv_dtype(config.kv_cache_dtype, dtype_name(model.dtype)),
         loaded_weights=weight_bytes,
     )
 
@@ -501,7 +483,8 @@ def _stored_bytes(target: _Target) -> int | None:
     return loaded_bytes(GGUFFile(source.path))
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 

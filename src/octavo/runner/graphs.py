@@ -121,15 +121,13 @@ class DecodeGraphs:
 
     def _record(self, sizes: tuple[int, int]) -> Replay | None:
         """Record a step; None if that fails, as for too little memory: then it is always launched kernel by kernel."""
-        step = self._step(*sizes)
+        step = self._replays[sizes] = self._step(*sizes)
         if not self._may_record:
-            self._replays[sizes] = step
             return None
         try:
             replay = self._replays[sizes] = self._capture(step)
         except torch.OutOfMemoryError as error:
             logger.warning("decodes of %d sequences within %d tokens are not recorded: %s", *sizes, error)
-            self._replays[sizes] = step
             return None
         except RuntimeError:
             # A step that cannot be recorded can still be launched; if the GPU itself has failed, that fails too.
@@ -138,7 +136,6 @@ class DecodeGraphs:
                 "kernel by kernel, as with --enforce-eager",
                 *sizes,
             )
-            self._replays[sizes] = step
             self._may_record = False
             return None
         return replay
