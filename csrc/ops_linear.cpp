@@ -21,7 +21,7 @@ constexpr int kThreadsThatPackAlone = 4;
 constexpr int64_t kGroupsWorthAThread = 2;  // to quantise
 constexpr int64_t kBytesWorthAThread = 32 << 10;
 // In bytes read by one row; a core reads 64 KiB in about three microseconds. To begin a task costs a third of one: the
-// first lines of its weights have not been prefetched, and threads wait for each other's tickets.
+// first lines of its weights have not been prefetched.
 constexpr int64_t kWorkWorthAThread = 64 << 10, kMostWorkPerTask = 512 << 10;
 constexpr int64_t kRowsThatCostNothing = 8;  // more than a core multiplies while it waits for the weights
 

@@ -21,11 +21,10 @@
 
 #include "cores.h"
 #include "parking.h"
+#include "task_shares.h"
 
 namespace octavo {
 namespace {
-
-using Task = void (*)(void* context, int index);
 
 // Sets rounding and subnormals to C++'s defaults while it lives: torch.set_flush_denormal changes those of the calling
 // thread, which would then compute other bits than the workers.
@@ -78,39 +77,26 @@ template <class Done> bool spin_until(const Done& done, Clock::duration time) {
 
 thread_local bool t_in_task = false;
 
-struct alignas(64) Worker {
+struct Worker {
     std::thread thread;
-    std::atomic<bool> in_task{false};
     std::chrono::nanoseconds ran{};  // when the leader began to watch
 };
 
 class Pool {
   public:
-    ~Pool() {
-        stop_.store(true);
-        call_workers();
-        call_back();
-        for (Worker& worker : workers_) worker.thread.join();
-    }
-
     // Returns false, having done nothing, if another thread leads.
-    bool try_run(int num_tasks, Task task, void* context, int threads) {
+    bool try_run(int num_tasks, TaskFunction task, void* context, int threads) {
+        if (num_tasks >= Shares::kMostTasks) return false;
         std::unique_lock leader(leader_, std::try_to_lock);
         if (!leader.owns_lock()) return false;
-        grow(threads - 1);
-        task_ = task;
-        context_ = context;
-        num_tasks_ = num_tasks;
-        // Many threads take several tasks at a time, to reduce contention for the ticket.
-        constexpr int kThreadsThatTakeOne = 16;
-        share_ = threads <= kThreadsThatTakeOne ? num_tasks : 4 * threads;
-        unfinished_.store(static_cast<uint32_t>(num_tasks), std::memory_order_relaxed);
-        leader_core_.store(current_core(), std::memory_order_relaxed);
-        ticket_.store(++round_ << 32 | static_cast<uint32_t>(num_tasks), std::memory_order_release);
-        call_workers();
-        std::atomic<bool> in_task{false};
-        take_tasks(in_task);
-        wait_for_workers();
+        grow(std::min(threads, Shares::kMostThreads) - 1);
+        if (const int core = current_core(); core != leader_core_.load(std::memory_order_relaxed))
+            leader_core_.store(core, std::memory_order_relaxed);
+        shares_.open(task, context, num_tasks, std::min(threads, static_cast<int>(workers_.size()) + 1));
+        wake();
+        const Shares::Terms terms = shares_.terms();
+        take_tasks(terms, 0);
+        wait_for_workers(terms);
         if (failed_.load(std::memory_order_relaxed)) {
             failed_.store(false, std::memory_order_relaxed);
             std::rethrow_exception(std::exchange(thrown_, nullptr));
@@ -119,45 +105,41 @@ class Pool {
     }
 
     void wake() {
-        if (sleepers_.load() > 0) call_workers();
+        if (sleepers_.load() > 0) unpark_all(shares_.opened);
     }
 
   private:
+    using Shares = TaskShares<std::atomic>;
+
     // Called by the leader. If the system refuses more threads, the existing ones do the work.
     void grow(int count) {
         const int before = active_.load(std::memory_order_relaxed);
         if (count != before) active_.store(count, std::memory_order_relaxed);
-        if (count > before) call_back();
+        if (count > before) {
+            grown_.fetch_add(1);
+            unpark_all(grown_);
+        }
         while (static_cast<int>(workers_.size()) < count) {
-            const int index = static_cast<int>(workers_.size());
-            Worker& worker = workers_.emplace_back();
+            const int self = static_cast<int>(workers_.size()) + 1;
             try {
-                worker.thread = std::thread([this, index, &worker] { work(index, worker.in_task); });
+                workers_.push_back({std::thread([this, self] { work(self); })});
             } catch (const std::system_error&) {
-                workers_.pop_back();
                 return;
             }
         }
     }
 
-    // Wakes the workers that were not wanted before.
-    void call_back() {
-        grown_.fetch_add(1);
-        unpark_all(grown_);
-    }
-
-    void call_workers() {
-        epoch_.fetch_add(1);
-        if (sleepers_.load() > 0) unpark_all(epoch_);
-    }
-
-    void wait_for_workers() {
-        const auto finished = [this] { return unfinished_.load(std::memory_order_acquire) == 0; };
+    void wait_for_workers(const Shares::Terms& terms) {
+        const auto finished = [&] { return shares_.all_done(terms); };
         if (spin_until(finished, kSpin) || bring_preempted_here(finished)) return;
-        // Whoever finishes the last task does so first and then looks for the leader; the leader does it the other way
+        // Whoever does the last task reports it first and then looks for the leader; the leader does it the other way
         // round, so that no wake-up is lost.
         leader_parks_.store(true);
-        for (uint32_t left; (left = unfinished_.load()) != 0;) park(unfinished_, left);
+        for (;;) {
+            const uint32_t rung = bell_.load();
+            if (finished()) break;
+            park(bell_, rung);
+        }
         leader_parks_.store(false, std::memory_order_relaxed);
     }
 
@@ -165,44 +147,44 @@ class Pool {
     // to leave. Returns whether all has been finished meanwhile.
     template <class Finished> bool bring_preempted_here(const Finished& finished) {
         const auto begin = Clock::now();
-        Worker* watched[kMostWatched];
-        int count = 0;
-        for (Worker& worker : workers_)
-            if (worker.in_task.load(std::memory_order_relaxed)) {
-                worker.ran = run_time(worker.thread);
-                watched[count++] = &worker;
-                if (count == kMostWatched) break;
+        int watched[kMostWatched], count = 0;
+        for (int i = 0; i < static_cast<int>(workers_.size()) && count < kMostWatched; ++i)
+            if (shares_.in_task(i + 1).load(std::memory_order_relaxed)) {
+                workers_[i].ran = run_time(workers_[i].thread);
+                watched[count++] = i;
             }
         if (spin_until(finished, kWatch)) return true;
         const auto half = (Clock::now() - begin) / 2;
-        for (Worker* const worker : std::span(watched, count))
-            if (worker->in_task.load(std::memory_order_relaxed) && run_time(worker->thread) - worker->ran < half)
-                move_to_core(worker->thread, current_core());
+        for (const int i : std::span(watched, count)) {
+            Worker& worker = workers_[i];
+            if (shares_.in_task(i + 1).load(std::memory_order_relaxed) && run_time(worker.thread) - worker.ran < half)
+                move_to_core(worker.thread, current_core());
+        }
         return finished();
     }
 
-    void work(int index, std::atomic<bool>& in_task) {
+    void work(int self) {
         const DefaultRounding rounding;
-        while (!stop_.load()) {
+        for (;;) {
             // Read before `active_`: an unwanted worker does not fall asleep if that changes meanwhile.
-            const uint32_t epoch = epoch_.load(), grown = grown_.load();
-            if (index >= active_.load(std::memory_order_relaxed)) {
-                // Not among the sleepers: those are woken in every round.
-                if (!stop_.load()) park(grown_, grown);
+            const uint32_t grown = grown_.load();
+            if (self > active_.load(std::memory_order_relaxed)) {
+                park(grown_, grown);  // not among the sleepers: those are woken in every round
                 continue;
             }
-            if (has_tasks()) leave_the_leader_alone();
-            if (take_tasks(in_task)) continue;
-            if (spin_until([&] { return epoch_.load(std::memory_order_relaxed) != epoch; }, kSpin)) continue;
-            // The caller advances the epoch first and then looks for sleepers; a sleeper does it the other way round,
-            // so that no wake-up is lost.
+            const Shares::Terms terms = shares_.terms();
+            const auto round = static_cast<uint32_t>(terms.round);
+            if (shares_.has_tasks(terms, self)) leave_the_leader_alone();
+            take_tasks(terms, self);
+            const auto opened = [&] { return shares_.opened.load(std::memory_order_relaxed) != round; };
+            if (spin_until(opened, kSpin)) continue;
+            // The leader opens a round first and then looks for sleepers; a sleeper does it the other way round, so
+            // that no wake-up is lost.
             sleepers_.fetch_add(1);
-            if (!stop_.load()) park(epoch_, epoch);
+            park(shares_.opened, round);
             sleepers_.fetch_sub(1);
         }
     }
-
-    bool has_tasks() const { return static_cast<uint32_t>(ticket_.load(std::memory_order_relaxed)) != 0; }
 
     // Two threads of ours on one core are as slow as one, while another process has a core for itself.
     void leave_the_leader_alone() {
@@ -210,53 +192,40 @@ class Pool {
         if (core >= 0 && core == leader_core_.load(std::memory_order_relaxed)) leave_core(core);
     }
 
-    bool take_tasks(std::atomic<bool>& in_task) {
-        bool any = false;
-        uint64_t ticket = ticket_.load(std::memory_order_acquire);
-        while (const auto left = static_cast<uint32_t>(ticket)) {
-            // The share was written before the ticket; if it is already that of a later round, the exchange fails.
-            const uint32_t count =
-                std::max<uint32_t>(1, left / static_cast<uint32_t>(share_.load(std::memory_order_relaxed)));
-            if (!ticket_.compare_exchange_weak(ticket, ticket - count, std::memory_order_acquire)) continue;
-            // The round cannot end, nor its members change, before these tasks are done.
-            const int first = num_tasks_ - static_cast<int>(left);
+    void take_tasks(const Shares::Terms& terms, int self) {
+        Shares::Visit visit{self};
+        std::atomic<bool>& in_task = shares_.in_task(self);
+        for (Shares::Taken taken; (taken = shares_.next(terms, visit)).count > 0;) {
             t_in_task = true;
             in_task.store(true, std::memory_order_relaxed);
-            for (uint32_t i = 0; i < count; ++i) {
+            for (int i = 0; i < taken.count; ++i) {
                 try {
-                    task_(context_, first + static_cast<int>(i));
+                    terms.task(terms.context, taken.first + i * terms.threads);
                 } catch (...) {
                     if (!failed_.exchange(true)) thrown_ = std::current_exception();
                 }
             }
             t_in_task = false;
             in_task.store(false, std::memory_order_relaxed);
-            any = true;
-            if (unfinished_.fetch_sub(count) == count && leader_parks_.load()) unpark_all(unfinished_);
-            ticket = ticket_.load(std::memory_order_acquire);
         }
-        return any;
+        if (visit.taken && self && leader_parks_.load() && shares_.all_done(terms)) {
+            bell_.fetch_add(1);
+            unpark_all(bell_);
+        }
     }
 
-    alignas(64) std::atomic<uint64_t> ticket_{0};
-    alignas(64) std::atomic<uint32_t> unfinished_{0};
-    std::atomic<bool> leader_parks_{false};
-    alignas(64) std::atomic<uint32_t> epoch_{0};
-    std::atomic<uint32_t> grown_{0};  // advances when `active_` grows
-    std::atomic<int> active_{0};      // workers that are wanted
-    std::atomic<bool> stop_{false};
+    Shares shares_;
     alignas(64) std::atomic<int> sleepers_{0};  // workers that sleep until the next round
-    // What every worker reads at each claim is written between rounds alone.
-    alignas(64) Task task_ = nullptr;
-    void* context_ = nullptr;
-    int num_tasks_ = 0;
+    // What workers read, and what is written rarely.
+    alignas(64) std::atomic<uint32_t> grown_{0};  // advances when `active_` grows
+    std::atomic<int> active_{0};                  // workers that are wanted
     std::atomic<int> leader_core_{-1};
-    std::atomic<int> share_{1};
-    alignas(64) std::atomic<bool> failed_{false};
-    std::exception_ptr thrown_;
-    uint64_t round_ = 0;
+    std::atomic<bool> leader_parks_{false};
+    std::atomic<uint32_t> bell_{0};  // rung for a leader that has parked
+    std::atomic<bool> failed_{false};
+    alignas(64) std::exception_ptr thrown_;
     std::mutex leader_;
-    std::deque<Worker> workers_;  // which do not move when it grows
+    std::deque<Worker> workers_;  // the leader's
 };
 
 std::atomic<int> g_num_threads{hardware_threads()};
@@ -301,7 +270,7 @@ void wake_threads() {
 
 namespace detail {
 
-void run_tasks(int num_tasks, Task task, void* context) {
+void run_tasks(int num_tasks, TaskFunction task, void* context) {
     const DefaultRounding rounding;
     const int threads = num_threads();
     if (num_tasks > 1 && threads > 1 && !t_in_task && pool().try_run(num_tasks, task, context, threads)) return;

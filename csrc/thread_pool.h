@@ -1,14 +1,12 @@
 // A pool of threads that kernels split their work over; the threads persist from call to call.
 //
-// The calling thread leads, one leader at a time, and hands rounds of tasks to the workers:
-//
-//     ticket   | round | tasks not yet taken |     one 64-bit word: taking a task proves that the round is still on
-//
-// The leader takes tasks too, and waits for the tasks that others have taken, never for the others themselves: a worker
-// that the system has preempted delays nobody unless it is in the middle of a task, and then it continues on the core
-// of the leader, which has nothing else to do. A worker that finds itself on the leader's core goes to another one. A
-// worker without work spins for some tens of microseconds, longer than the time between two products, then sleeps and
-// costs nothing. Workers beyond the number of threads that is set sleep until it grows: no round wakes them.
+// The calling thread leads, one leader at a time, and opens rounds of tasks. Every thread has a share of them, and
+// takes over what others have not begun (task_shares.h). The leader waits for the tasks that others have taken, never
+// for the others themselves: a worker that the system has preempted delays nobody unless it is in the middle of a task.
+// Then it continues on the core of the leader, which has nothing else to do. A worker that finds itself on the leader's
+// core goes to another one. A worker without work spins for some tens of microseconds, longer than the time between two
+// products, then sleeps and costs nothing. Workers beyond the number of threads that is set sleep until it grows: no
+// round wakes them.
 //
 // OpenMP is not used: its threads wait for each other at the end of every region, and spin for milliseconds after it.
 #pragma once

@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <fstream>
 #include <map>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -15,6 +16,7 @@
 
 #include "cores.h"
 #include "harness.h"
+#include "task_shares.h"
 #include "thread_pool.h"
 
 namespace octavo::test {
@@ -47,6 +49,42 @@ TEST_ONCE(every_task_runs_once_on_any_number_of_threads) {
         if (random_int(0, 3) == 0) wake_threads();
         if (random_int(0, 20) == 0) std::this_thread::sleep_for(std::chrono::microseconds(random_int(1, 300)));
         CHECK(Round(random_int(0, random_int(0, 9) ? 50 : 3000)).each_once());
+    }
+}
+
+// Threads that come in any order, and of which some never come, played one after the other.
+TEST_ONCE(shares_are_taken_once_whoever_comes_when) {
+    using Shares = TaskShares<std::atomic>;
+    const auto shares = std::make_unique<Shares>();
+    for (int i = cases(300); i > 0; --i) {
+        const int threads = random_int(1, random_bool() ? 6 : 128), tasks = random_int(1, random_bool() ? 40 : 3000);
+        describe_case(std::to_string(tasks) + " tasks, " + std::to_string(threads) + " threads");
+        shares->open(nullptr, nullptr, tasks, threads);
+        const Shares::Terms terms = shares->terms();
+        CHECK(terms.num_tasks == tasks && terms.threads <= threads);
+        std::vector<int> counts(static_cast<size_t>(tasks));
+        std::vector<Shares::Visit> coming;
+        for (int thread = 0; thread < threads; ++thread)
+            if (thread == 0 || random_bool()) coming.push_back({thread});
+        while (!coming.empty()) {
+            CHECK(!shares->all_done(terms) || std::count(counts.begin(), counts.end(), 1) == tasks);
+            // The leader comes last to whatever nobody else takes.
+            const size_t next = static_cast<size_t>(random_int(coming.size() > 1, static_cast<int>(coming.size()) - 1));
+            const Shares::Taken taken = shares->next(terms, coming[next]);
+            for (int task = 0; task < taken.count; ++task)
+                ++counts[static_cast<size_t>(taken.first + task * terms.threads)];
+            if (taken.count == 0) coming.erase(coming.begin() + static_cast<std::ptrdiff_t>(next));
+        }
+        CHECK(shares->all_done(terms));
+        for (const int count : counts) CHECK(count == 1);
+        // Who comes too late finds nothing, in the next round too.
+        Shares::Visit late{threads - 1};
+        CHECK(shares->next(terms, late).count == 0);
+        shares->open(nullptr, nullptr, tasks, threads);
+        late = {threads - 1};
+        CHECK(shares->next(terms, late).count == 0 && !shares->all_done(shares->terms()));
+        for (Shares::Visit leader{0}; shares->next(shares->terms(), leader).count > 0;) {}
+        CHECK(shares->all_done(shares->terms()));
     }
 }
 

@@ -202,7 +202,10 @@ def test_rope_write_rotates_and_stores(
     angles = torch.rand(100, rotary_dim // 2, generator=generator) * 6
     positions = torch.randint(100, (tokens,), generator=generator)
     slots = torch.randperm(arena.num_blocks * 16, generator=generator)[:tokens]
-    norms = {"query_norm": randn(key_dim, dtype=dtype, seed=1), "key_norm": randn(key_dim, dtype=dtype, seed=2)}
+    norms: dict[str, Any] = {
+        "query_norm": randn(key_dim, dtype=dtype, seed=1),
+        "key_norm": randn(key_dim, dtype=dtype, seed=2),
+    }
     query, key, value = qkv.clone().split([heads * key_dim, kv_heads * key_dim, kv_heads * value_dim], dim=-1)
 
     def exact(heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

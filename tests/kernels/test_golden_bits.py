@@ -93,6 +93,7 @@ def attention(dtype: torch.dtype, codec: str | None, window: int | None) -> Iter
     name = codec or str(dtype).removeprefix("torch.")
     sequences = PagedSequences([layer], 16, 3, 700, dtype=name)
     kv, backend = sequences.kv[0], NativeAttention()
+    keys, values = kv.for_kernels
     for step, new in enumerate(({0: 600, 1: 33}, {0: 1, 1: 17, 2: 5}, {0: 1, 1: 1, 2: 1})):
         batch = sequences.step(new)
         qkv = numbers(batch.num_tokens, 10 * 64, dtype=dtype, seed=step)
@@ -100,7 +101,7 @@ def attention(dtype: torch.dtype, codec: str | None, window: int | None) -> Iter
         kind: dict[str, Any] = {"query_norm": numbers(64, dtype=dtype), "key_norm": numbers(64, dtype=dtype)}
         cos, sin = angles[:, :32].contiguous(), angles[:, 32:].contiguous()
         slots = batch.groups[0].slot_mapping
-        kernels.rope_write(qkv, *kv.for_kernels, cos, sin, batch.positions, slots, **(kind if step else {}))
+        kernels.rope_write(qkv, keys, values, cos, sin, batch.positions, slots, **(kind if step else {}))
         query = qkv[:, :384].view(-1, 6, 64)
         yield query
         yield backend.attend(kv, query, batch, scale=0.125)
