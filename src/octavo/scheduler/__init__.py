@@ -7,8 +7,8 @@ scheduler                    what the engine calls: add, schedule, update, end
 composer | results           which tokens a step computes: those of streams, then of prompts; what its draws change
 beam | speculation           beam search; which drafted tokens a step verifies
 drafts                       tokens that may follow, from text that is known
-admission                    which sequences start to run, and who may overtake
-step_budget                  what a step may take: time and tokens; turns among streams
+admission | stream_turns     which sequences start to run, and who may overtake; turns among streams
+step_budget                  what a step may take: time and tokens
 
 lifecycle                    the requests, and the transitions of their sequences between these two:
 waiting | kv_limits          lines in order of admission, and waits for a store's blocks; what can ever be served

@@ -188,7 +188,7 @@ class Admission:
         scored = seq.request.is_scored
         hit = self._match(seq)
         start = hit.num_tokens
-        num_new = budget.chunk(start, seq.num_tokens - start, scored=scored, share=share)
+        num_new = budget.chunk(start, seq.num_tokens - start, scored=scored, is_new=True, share=share)
         if not num_new:
             return None
         reserve = self._reserve(seq, start + num_new)

@@ -38,7 +38,8 @@ from octavo.scheduler.lifecycle import Lifecycle
 from octavo.scheduler.plan import MOST_FORCED
 from octavo.scheduler.plan_builder import PlannedRows, StepDraft
 from octavo.scheduler.speculation import Speculator
-from octavo.scheduler.step_budget import LatencyTarget, StepBudget, StreamTurns
+from octavo.scheduler.step_budget import LatencyTarget, StepBudget
+from octavo.scheduler.stream_turns import StreamTurns
 
 
 class StepComposer:
@@ -90,6 +91,8 @@ class StepComposer:
                 return draft
             self._share(draft)
             if self._moves_blocks:
+                if self._latency is not None:
+                    self._latency.skip_step()
                 return StepDraft(ahead=True)
             if draft:
                 self._admission.begin_step()

@@ -1,41 +1,23 @@
 """What a step may take: tokens and, if running streams have a latency target, time.
 
-`LatencyTarget` says how long the step may take, `StreamTurns` which streams have a token in it, and `StepBudget` is
-what its prompts share.
-
-    time of a step   ├─ base ─┤─ tenant a ─┤─ b ─┤─ c ……………………… cut ┤         a and b ask for less than their share
-                     └───────────── latency target ─────────────────┘         c's streams take turns
-
-Where the streams of several tenants together exceed the latency target, each tenant may use an equal share of what the
-target leaves, in proportion to its weight, and what one does not use the others may (max-min fairness). A tenant that
-asks for no more than its share has a token for each of its streams in every step. The streams of the others take turns:
-next is the tenant that will have received least time for its weight, and of its streams the one served least recently
-(weighted fair queueing: Demers et al., SIGCOMM 1989). One of them is served in every step, however long it takes.
-Streams of one tenant alone are never cut: no other waits for them.
+`StepBudget` is what the prompts of one step share; `LatencyTarget` says how long the step may take.
 """
 
 from __future__ import annotations
 
 import bisect
-import heapq
 import math
-from collections import defaultdict
 from functools import partial
 from typing import NamedTuple
 
-from octavo.least_served import LeastServed
-from octavo.request import Sequence, SequenceId
 from octavo.scheduler.step_time import StepLoad, StepTimeModel
 
 SHARE_OF_PROMPTS = 0.125
 """The time that prompts may use however little the target leaves them, as a part of the streams' time."""
 
-SHARE_WITH_PROMPTS = 0.5
-"""The part of the time that streams may use in a step whose time is shared, if there are prompts to compute: with the
-share above alone, a prompt of 1,000 tokens takes 213 steps instead of 35."""
-
-FIRST_CHUNK = 16
-"""The most prompt tokens in the first chunk that streams wait for; each may be twice as long as the longest so far."""
+LEAST_CHUNK = 16
+"""Prompt tokens computed at once in such time, because each chunk reads the keys and values of all tokens before it.
+Also the most in the first chunk that streams wait for; each may be twice as long as the longest so far."""
 
 
 class StreamTime(NamedTuple):
@@ -65,8 +47,11 @@ class LatencyTarget:
     and its usual error on top. The model is not extrapolated far: a chunk is at most twice as long as the longest one
     measured together with streams.
 
-    Prompts do not starve. Where streams leave them less of `seconds`, they may use `SHARE_OF_PROMPTS` of the streams'
-    time all the same, and at least a token.
+    Prompts do not starve. Where streams leave them little of `seconds`, or nothing, they may use `SHARE_OF_PROMPTS` of
+    the streams' time all the same. What is too little for `LEAST_CHUNK` tokens adds up from step to step:
+
+        target   ─────────────────────────────────────────█████──
+        streams  ████████  ████████  ████████  ████████  ████████     one step in five exceeds the target
 
     Args:
         seconds: target for the time between two tokens of a stream.
@@ -76,8 +61,10 @@ class LatencyTarget:
     def __init__(self, seconds: float, model: StepTimeModel | None = None) -> None:
         self.seconds = seconds
         self.model = StepTimeModel() if model is None else model
-        self.longest_chunk = FIRST_CHUNK
+        self._longest = LEAST_CHUNK
         self._fastest = math.inf  # seconds of the shortest step
+        self._last: StepBudget | None = None
+        self._saved = 0.0  # prompt time carried over, in seconds
 
     def observe(self, load: StepLoad, seconds: float, *, num_chunk_tokens: int = 0) -> None:
         """Learn from a step that took `seconds`, from the end of the previous step to its own.
@@ -85,12 +72,28 @@ class LatencyTarget:
         Args:
             num_chunk_tokens: prompt tokens that it computed together with streams.
         """
-        self.longest_chunk = max(self.longest_chunk, num_chunk_tokens)
+        self._longest = max(self._longest, num_chunk_tokens)
         self._fastest = min(self._fastest, seconds) if seconds > 0 else self._fastest
         self.model.observe(load, seconds)
 
+    def skip_step(self) -> None:
+        """Note that the step whose budget began last is not computed."""
+        self._last = None
+
+    def begin(self, budget: StepBudget) -> tuple[float, int, float]:
+        """Note the budget of the next step.
+
+        Returns:
+            The predicted time that the step may take, in seconds; the maximum number of prompt tokens in it; and the
+            prompt time carried over from earlier steps, in seconds.
+        """
+        if self._last is not None:
+            self._saved = self._last.left_for_prompts(self._saved)
+        self._last = budget
+        return self._predicted_limit, 2 * self._longest, self._saved
+
     @property
-    def predicted_limit(self) -> float:
+    def _predicted_limit(self) -> float:
         """The prediction of a step that keeps the target although it may be wrong by its usual error."""
         return self.seconds / (1 + self.model.usual_error)
 
@@ -104,87 +107,8 @@ class LatencyTarget:
         # The fit may take what streams always need for the time of an empty step.
         base, of_rows = min(predict(StepLoad()), self._fastest), predict(StepLoad(num_streams, 0, 0.0, num_streams))
         of_all = predict(StepLoad(num_streams, context, 0.0, num_streams))
-        available = max(self.predicted_limit - base, base)
+        available = max(self._predicted_limit - base, base)
         return StreamTime(of_all - base, available, (of_rows - base) / num_streams, (of_all - of_rows) / context)
-
-
-class StreamTurns:
-    """Decides which streams have a token in a step.
-
-    Args:
-        latency: predicts how long the streams take; if None, no step is too short for them.
-    """
-
-    def __init__(self, latency: LatencyTarget | None) -> None:
-        self._latency = latency
-        self._turn = 0  # rises with every turn; streams keep the one in which they were last served
-        self._received = LeastServed()  # time per weight, of tenants whose streams take turns
-
-    def time_of(self, streams: list[Sequence]) -> StreamTime | None:
-        """Return the time of these streams if they belong to several tenants and exceed the target; else None."""
-        if self._latency is None or len(streams) < 2:
-            return None
-        tenant = streams[0].request.tenant
-        if all(seq.request.tenant == tenant for seq in streams):
-            return None
-        time = self._latency.stream_time(len(streams), sum([seq.num_tokens for seq in streams]))
-        return time if time.wanted > time.available else None
-
-    def within_time(self, streams: list[Sequence], *, have_prompts: bool) -> list[Sequence]:
-        """Return the streams that have a token in a step that keeps the latency target, in their given order."""
-        time = self.time_of(streams)
-        if time is None:
-            self._received = LeastServed()
-            return streams
-        of_tenant: dict[str, list[tuple[Sequence, float]]] = defaultdict(list)
-        for seq in streams:
-            of_tenant[seq.request.tenant].append((seq, time.of(seq.num_tokens) / seq.request.weight))
-        chosen = self._in_turns(of_tenant, time.available * (SHARE_WITH_PROMPTS if have_prompts else 1.0))
-        return [seq for seq in streams if seq.seq_id in chosen]
-
-    def _in_turns(self, of_tenant: dict[str, list[tuple[Sequence, float]]], available: float) -> set[SequenceId]:
-        """Return the streams that have their turn.
-
-        Args:
-            of_tenant: each tenant's streams, with their seconds per weight.
-            available: seconds that they may take together.
-        """
-        received = self._received
-        for tenant in set(received) - of_tenant.keys():
-            received.forget(tenant)
-        known = list(received)
-        for tenant in of_tenant.keys() - set(known):
-            received.arrive(tenant, known)
-        lines = {tenant: sorted(own, key=_last_served, reverse=True) for tenant, own in of_tenant.items()}
-        heap = [(received[tenant] + line[-1][1], tenant) for tenant, line in lines.items()]
-        heapq.heapify(heap)
-        chosen: set[SequenceId] = set()
-        over = None
-        while heap:
-            _, tenant = heapq.heappop(heap)
-            seq, cost = lines[tenant][-1]
-            seconds = cost * seq.request.weight
-            if seconds > available:
-                if over is not None or len(lines[tenant]) < len(of_tenant[tenant]):
-                    continue
-                over = tenant  # with its first stream; tenants that ask for no more than their share come before it
-            lines[tenant].pop()
-            available -= seconds
-            received.charge(tenant, cost)
-            chosen.add(seq.seq_id)
-            self._turn += 1
-            seq.state.last_served = self._turn
-            if line := lines[tenant]:
-                heapq.heappush(heap, (received[tenant] + line[-1][1], tenant))
-        cut = [tenant for tenant, line in lines.items() if line or tenant == over]
-        for tenant in lines.keys() - set(cut):
-            received.forget(tenant)  # it had all that it asked for, and gets neither credit nor debt for that
-            received.arrive(tenant, cut)
-        return chosen
-
-
-def _last_served(stream: tuple[Sequence, float]) -> int:
-    return stream[0].state.last_served
 
 
 MOST_NEWCOMERS = 8
@@ -220,27 +144,41 @@ class StepBudget:
         self.num_newcomers = MOST_NEWCOMERS if with_streams else num_tokens
         self._num_scored = MOST_SCORED_TOKENS if with_streams else num_tokens
         self._model = target.model if target is not None and with_streams else None
+        self._was_asked = False
         if target is not None and self._model is not None:
             self._load = StepLoad(num_streams, context, 0.0, num_streams)
-            least = (1 + SHARE_OF_PROMPTS) * self._model.predict(self._load)
-            self._seconds, self._most = max(target.predicted_limit, least), 2 * target.longest_chunk
+            self._of_streams = self._model.predict(self._load)
+            self._seconds, self._most, saved = target.begin(self)
+            self._due = saved + SHARE_OF_PROMPTS * self._of_streams
+            self._lacking = 0.0  # seconds that prompts would have used, if the target left them too few
 
-    def chunk(self, start: int, missing: int, *, scored: bool = False, share: int = 1) -> int:
-        """Return the longest chunk of a prompt that fits; 0 if the step is full. One token always fits.
+    def chunk(self, start: int, missing: int, *, scored: bool = False, is_new: bool = False, share: int = 1) -> int:
+        """Return the longest chunk of a prompt that fits; 0 if the step is full.
 
         Args:
             start: computed tokens of the prompt.
             missing: tokens of the prompt that remain to be computed.
             scored: whether log-probabilities of its tokens are wanted.
+            is_new: whether it is the prompt's first, of which one may always enter, with a token.
             share: divisor of what fits, of which at least a token is left.
         """
-        fits = min(missing, self.num_tokens, self._num_scored if scored else missing)
-        if self._model is not None and fits > 0:
-            # The predicted time rises with the tokens.
-            sizes = range(1, min(fits, self._most - self.num_taken) + 1)
-            within = bisect.bisect_right(sizes, self._seconds, key=partial(self._seconds_with, start))
-            fits = max(within, int(not self.num_taken))
+        fits = self._longest(start, missing, scored=scored, is_new=is_new)
         return max(min(1, fits), fits // share)
+
+    def _longest(self, start: int, missing: int, *, scored: bool, is_new: bool) -> int:
+        most = min(missing, self.num_tokens, self._num_scored if scored else missing)
+        if self._model is None or most <= 0:
+            return most
+        self._was_asked = True
+        # The predicted time rises with the tokens.
+        sizes = range(1, min(most, self._most - self.num_taken) + 1)
+        fits = bisect.bisect_right(sizes, self._seconds, key=partial(self._seconds_with, start))
+        least = min(most, LEAST_CHUNK - self.num_taken)
+        if fits < least:
+            self._lacking = self._seconds_with(start, least) - self._of_streams
+            if self._lacking <= self._due:
+                return least
+        return max(fits, int(is_new and not self.num_taken))
 
     def take(self, start: int, num_tokens: int, *, scored: bool = False) -> None:
         """Add a chunk to the step."""
@@ -250,6 +188,13 @@ class StepBudget:
             self._num_scored -= num_tokens
         if self._model is not None:
             self._load = self._load.with_chunk(start, num_tokens)
+
+    def left_for_prompts(self, saved: float) -> float:
+        """Return the seconds that prompts are due once the step is planned, of which `saved` were due before."""
+        if not self._was_asked:
+            return saved
+        assert self._model is not None, "it is asked for the time"
+        return min(max(self._due - (self._model.predict(self._load) - self._of_streams), 0.0), self._lacking)
 
     def _seconds_with(self, start: int, num_tokens: int) -> float:
         assert self._model is not None
