@@ -227,7 +227,7 @@ def main() -> None:
         beforehand = Speed.read(arguments.speed)
     else:
         options = (f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items())
-        beforehand = calibrate([MODEL, *options], arguments.seconds, find_shape(MODEL).vocab_size)
+        beforehand = calibrate([MODEL, *options], arguments.seconds, find_shape(MODEL).config.vocab_size)
     rate = saturation(beforehand, 150)
     loads: list[Load] = [
         closed_load(beforehand, rate, arguments.run_seconds)
