@@ -25,8 +25,8 @@ int check_rotation(const Tensor& cos, const Tensor& sin, int key_dim);
 // None for what the codec does not have.
 using CodedArguments = std::tuple<std::string, Tensor, Tensor, Tensor, Tensor>;
 using SideArguments = std::variant<Tensor, CodedArguments>;
-// `dtype` is that of queries, of new keys and values, and of the output. It is the cache's unless that is coded; whether
-// it is remains for the caller to check.
+// `dtype` is that of queries, of new keys and values, and of the output. It is the cache's unless that is coded, which
+// remains for the caller to check.
 LayerKV layer_kv(const SideArguments& keys, const SideArguments& values, DType dtype);
 // Raises unless `copies` may be the copies of a layer's first and most recent blocks.
 void check_copies(const LayerKV& kv, const LayerKV& copies, int first_blocks, int recent_blocks);

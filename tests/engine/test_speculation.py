@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from dataclasses import replace
 from typing import Any
@@ -145,7 +146,7 @@ def test_drafts_change_no_output_in_any_mode(options: dict[str, Any]) -> None:
 
 def test_more_drafts_than_places_fail_no_step_after_a_prompt(caplog: pytest.LogCaptureFixture) -> None:
     assert_drafts_change_nothing(make_jobs(8, 5, logprobs=None), max_num_seqs=2)
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled")

@@ -20,7 +20,9 @@ class Proc:
         monkeypatch.setattr(os, "sysconf", lambda name: 100)
 
     def totals(self, user: int, nice: int, system: int, idle: int, stolen: int) -> None:
-        (self.folder / "stat").write_text(f"cpu  {user} {nice} {system} {idle} 0 0 0 {stolen} 0 0\ncpu0 1 2 3\n")
+        written = self.folder / "stat.new"  # whole at once: a watch reads it meanwhile
+        written.write_text(f"cpu  {user} {nice} {system} {idle} 0 0 0 {stolen} 0 0\ncpu0 1 2 3\n")
+        written.replace(self.folder / "stat")
 
     def process(self, pid: int, user: int, ended: int = 0, children: str = "") -> None:
         """A process with its own ticks, those of its children that have ended, and living children of its thread."""
