@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from octavo.errors import ConfigError
 from octavo.kv_budget import KVBudget
 from octavo.limits import DEFAULT_LIMITS, RequestLimits
-from octavo.option import MILLISECONDS, SECONDS, Options, Unit, json_object, option, options_of
+from octavo.option import MILLISECONDS, SECONDS, Options, Unit, check_address, json_object, option, options_of
 from octavo.speculative_config import METHODS, SpeculativeConfig
 
 DEFAULT_MODEL = "smollm2"
@@ -106,12 +106,6 @@ def _check_secret(secret: str, name: str) -> None:
             f"{name} has {len(secret)} characters, but needs {_SHORTEST_SECRET}: anyone who can read the store could "
             "brute-force a shorter one"
         )
-
-
-def _check_address(address: str, name: str) -> None:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ConfigError(f"{name} must be HOST:PORT, such as 0.0.0.0:9400, got {address!r}")
 
 
 def _read_object(given: str | dict[str, Any], name: str) -> str:
@@ -349,7 +343,7 @@ class EngineConfig(Options):
         "fetches theirs, as a router hints (docs/operate/route.md); needs --kv-remote-secret, --kv-demotion all and "
         "octavo[redis]",
         metavar="HOST:PORT",
-        check=_check_address,
+        check=check_address,
         needs="kv_remote_secret",
     )
 

@@ -366,6 +366,13 @@ def json_object(given: object, name: str) -> dict[str, Any]:
     return dict(values)
 
 
+def check_address(address: str, name: str) -> None:
+    """Raise `ConfigError` if an address is not `HOST:PORT`."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"{name} must be HOST:PORT, such as 10.0.0.7:8000, got {shown(address)}")
+
+
 def unknown_name(name: str, configs: Iterable[type[Any]]) -> str:
     """Return the end of an error about an unknown option: what replaces it if it was removed, or the nearest name."""
     known: list[str] = []

@@ -317,7 +317,7 @@ def test_options_that_make_no_sense_are_refused() -> None:
     for changes, message in (
         ({"kv_remote_secret": None}, "needs kv_remote_secret, which is not given"),
         ({"kv_demotion": "on_evict"}, "needs kv_demotion 'all' .* got 'on_evict'"),
-        ({"kv_neighbours": "9400"}, "must be HOST:PORT, such as 0.0.0.0:9400, got '9400'"),
+        ({"kv_neighbours": "9400"}, "must be HOST:PORT, such as 10.0.0.7:8000, got '9400'"),
         ({"kv_neighbours": "h:99999"}, "must be HOST:PORT"),
         ({"tensor_parallel_size": 2}, "kv_neighbours would store one rank's share"),
     ):

@@ -9,7 +9,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from octavo.errors import ConfigError, shown
-from octavo.option import SECONDS, Options, option
+from octavo.option import SECONDS, Options, check_address, option
 
 _workers = partial(option, group="workers (docs/operate/route.md)")
 _choice = partial(option, group="choice of a server")
@@ -25,12 +25,6 @@ def checked_url(url: str, name: str = "a worker") -> str:
 
 def _check_urls(url: str, name: str) -> None:
     checked_url(url, name)
-
-
-def _check_dns(address: str, name: str) -> None:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ConfigError(f"{name} must be HOST:PORT, such as octavo-workers.default.svc:8000, got {shown(address)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +44,7 @@ class RouterConfig(Options):
         None,
         "HOST:PORT whose addresses are all servers, looked up repeatedly: a headless Kubernetes service",
         metavar="HOST:PORT",
-        check=_check_dns,
+        check=check_address,
     )
     accept_workers: bool = _workers(
         False, "let servers register at POST /workers with the router's key; they must do so again within 30 seconds"

@@ -24,7 +24,7 @@ _TOKEN_BITS = 24
 _MOST_OCCURRENCES = 8
 # Tokens indexed in one step, so that no step waits long for a prompt: 4,096 take about 2 ms.
 _INDEXED_AT_ONCE = 4096
-# Of each scope the latest 8,192 to 16,384 tokens of outputs are kept, in all about 2 MB, for the scopes used last.
+# Of each of the scopes used last, the latest 8,192 to 16,384 tokens of outputs are kept: about 2 MB a scope.
 _KEPT_OUTPUTS = 8192
 _MOST_SCOPES = 32
 _END = -1  # stands between two outputs; no token

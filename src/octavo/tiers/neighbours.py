@@ -82,7 +82,9 @@ class NeighbourMedium(Medium):
     def expect(self, labels: Sequence[Label], address: str) -> None:
         """Remember that the neighbour at `HOST:PORT` may have these blocks."""
         with self._lock:
-            self._hints.update(dict.fromkeys((label.key for label in labels), address))
+            for label in labels:
+                self._hints[label.key] = address
+                self._hints.move_to_end(label.key)  # or a hint that comes again would be the first to go
             while len(self._hints) > MOST_HINTS:
                 self._hints.popitem(last=False)
 
