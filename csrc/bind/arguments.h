@@ -49,6 +49,7 @@ Epilogue epilogue_of(const std::string& activation);  // of the gate; "" for non
 
 void bind_linear(nanobind::module_& m);
 void bind_decoder(nanobind::module_& m);
+void bind_ranks(nanobind::module_& m);
 void bind_sampling(nanobind::module_& m);
 void bind_vocabulary(nanobind::module_& m);
 

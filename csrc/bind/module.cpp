@@ -230,6 +230,7 @@ NB_MODULE(_native, m) {
     m.def("gated", &py_gated, "gate_up"_a, "out"_a, "activation"_a);
     m.def("argmax", &py_argmax, "logits"_a, "out"_a);
     bind_linear(m);
+    bind_ranks(m);
     bind_decoder(m);
     bind_sampling(m);
     bind_vocabulary(m);
