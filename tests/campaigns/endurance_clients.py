@@ -169,8 +169,8 @@ class Manner:
 class Client:
     """Sends requests to one server."""
 
-    def __init__(self, port: int) -> None:
-        self._port = port
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+        self._address = host, port
 
     async def ask(self, question: Question, key: str, manner: Manner = Manner(), *, stream: bool = True) -> Reply:
         """Send a request on a new connection, and read the answer in the given manner."""
@@ -191,7 +191,7 @@ class Client:
         received: list[bytes] = []
         try:
             async with asyncio.timeout(manner.leaves_after):
-                await loop.sock_connect(connection, ("127.0.0.1", self._port))
+                await loop.sock_connect(connection, self._address)
                 await loop.sock_sendall(connection, "\r\n".join([*lines, "", ""]).encode() + body)
                 while True:
                     if manner.pause:
@@ -199,7 +199,7 @@ class Client:
                     if not (piece := await loop.sock_recv(connection, manner.piece)):
                         break
                     received.append(piece)
-        except (TimeoutError, ConnectionError):
+        except OSError:  # refused, reset, unreachable, or it has left
             pass
         finally:
             connection.close()
