@@ -42,6 +42,7 @@ from octavo.llm import LLM
 from octavo.pooling import Pooling
 from octavo.request import PinRequest, Request, RequestContext, RequestId
 from octavo.runner.batch import BatchBuilder
+from octavo.runner.sequences import SequenceTable
 from octavo.sampling.penalties import adjust
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
@@ -125,7 +126,7 @@ class BatchOnly:
     """A runner that builds each step's tensors, and whose model and sampler take no time."""
 
     def __init__(self, rows: int, max_blocks: int) -> None:
-        self.batches = BatchBuilder(1, BLOCK, rows, max_blocks)
+        self.batches = BatchBuilder(SequenceTable(1, rows, max_blocks, block_size=BLOCK))
         self.seconds = 0.0  # of the last build
         self.drawing = 0.0  # of the stand-in for the sampler
 
@@ -427,7 +428,7 @@ def long_request() -> Figures:
         admitting.append(time.perf_counter() - started)
     assert again.num_cached_tokens == MILLION - BLOCK
     started = time.perf_counter()
-    scheduler.lifecycle.end_request(again.request_id)
+    scheduler.end_request(again.request_id)
     ending = time.perf_counter() - started
     return {
         "a request of 1 M tokens: longest gap of the event loop, median of 3": ms(gaps[1]),
@@ -484,7 +485,7 @@ def repetition_penalty() -> Figures:
     for length in (100_000, MILLION):
         scheduler = make_scheduler(make_kv(70_000), seqs=2, budget=1 << 21)
         scheduler.add(make_request([5] * length, repetition_penalty=1.1, temperature=0.0, max_tokens=100))
-        batches = BatchBuilder(1, BLOCK, 2, MAX_MODEL_LEN // BLOCK)
+        batches = BatchBuilder(SequenceTable(1, 2, MAX_MODEL_LEN // BLOCK, block_size=BLOCK))
         seconds = []
         for number in range(12):
             plan = scheduler.schedule()

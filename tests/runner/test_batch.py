@@ -16,6 +16,7 @@ from octavo.kvcache.block import BlockId
 from octavo.kvcache.spec import LayerKVSpec
 from octavo.request import RequestId, SequenceId
 from octavo.runner.batch import BatchBuilder, StepBatch
+from octavo.runner.sequences import SequenceTable
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import NewSequence, SamplingSnapshot, StepPlan
 from tests.kvcache.caches import FULL, sliding
@@ -27,7 +28,7 @@ MAX_SEQS = 8
 
 
 def make_builder(num_groups: int = 1) -> BatchBuilder:
-    return BatchBuilder(num_groups, BLOCK, max_rows=MAX_SEQS, max_blocks=50)
+    return BatchBuilder(SequenceTable(num_groups, MAX_SEQS, 50, block_size=BLOCK))
 
 
 def assert_says_what_is_planned(batch: StepBatch, plan: StepPlan, engine: Harness) -> None:

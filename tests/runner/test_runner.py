@@ -161,7 +161,7 @@ def test_unusable_logits_name_their_request_and_the_step_can_be_done_again_witho
         rig.runner.execute(rig.engine.scheduler.schedule())
     assert caught.value.request_ids == [ailing.request_id]
     rig.engine.scheduler.abandon_step()
-    rig.engine.scheduler.lifecycle.end_request(ailing.request_id, FinishReason.ERROR)
+    rig.engine.scheduler.end_request(ailing.request_id, FinishReason.ERROR)
     rig.run()
     assert [s.output_token_ids for s in sound.sequences] == [list(range(12, 22))] * 2
 
@@ -199,7 +199,7 @@ def test_a_plan_made_ahead_goes_on_with_what_was_drawn_and_is_refused_after_a_fa
     scheduler.update(*rig.step())
     plan = scheduler.schedule()
     collect = rig.runner.launch(plan)
-    scheduler.lifecycle.end_request(first.request_id)
+    scheduler.end_request(first.request_id)
     ahead = scheduler.schedule()
     assert ahead.token_ids == (DRAWN,)
     collect_ahead = rig.runner.launch(ahead)

@@ -1,13 +1,12 @@
 """Builds a step's tensors from its plan; the only place where slots are computed.
 
-plan ──> _Layout      which tokens, queries and draws there are; stays while the same rows compute as many
+plan ──> StepBatch    which tokens, queries and draws there are; stays while the same rows compute as many
            └ write    a step's numbers ──> StepInputs, buffers at fixed addresses, as a CUDA graph requires
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from operator import add
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ from octavo.storage.device_copy import to_device, write_to_device
 _TOKENS, _ROWS, _LENGTHS, _BOUNDS, _INDICES, _POSITIONS, _SLOTS = range(7)
 _NO_ROWS: Rows = np.empty(0, np.int64)
 _NO_DRAWS = SamplingBatch.of((), ())
-_MOST_LAYOUTS = 32  # kept; a stream that verifies drafts of up to 8 tokens has 9
+_MOST_BATCHES = 32  # kept; a stream that verifies drafts of up to 8 tokens has 9
 _LEAST_TOKENS = 512  # for which the buffers of prompts have room
 
 
@@ -120,39 +119,8 @@ class InputViews(NamedTuple):
     logits_indices: torch.Tensor
 
 
-@dataclass(slots=True)
 class StepBatch:
-    """One step's inputs.
-
-    Attributes:
-        token_ids: int64 [num_tokens]
-        logits_indices: int64 [outputs]; tokens whose logits or hidden states are needed: first those to sample from,
-            then those to score, then those to pool.
-        sampling: the draws.
-        sample_rows: the logits row of each draw; None if row i belongs to draw i.
-        num_sample_rows: number of rows to sample from.
-        num_logits: number of rows that need logits, which are all but the pooled ones.
-        scores: (first row, positions to score) for prompt logprobs.
-        pools: (first row, positions to pool) for embeddings.
-        fits_graphs: whether all its tokens are decodes, in `BatchBuilder.inputs`.
-        is_plain: whether it draws tokens, and nothing but their ids is wanted.
-    """
-
-    token_ids: torch.Tensor
-    attention: AttentionBatch
-    logits_indices: torch.Tensor
-    num_sample_rows: int
-    num_logits: int
-    sample_rows: list[int] | None = None
-    scores: list[tuple[int, PromptScores]] = field(default_factory=list)
-    pools: list[tuple[int, PromptPool]] = field(default_factory=list)
-    fits_graphs: bool = False
-    sampling: SamplingBatch = _NO_DRAWS
-    is_plain: bool = False
-
-
-class _Layout:
-    """Which tokens, queries and draws a step has. Usually the next has the same, and only its numbers are written.
+    """One step's inputs. Usually the next step has the same tokens, queries and draws: only its numbers are written.
 
         plan        | row 4: 3 tokens, 2 draws | row 7: 4 tokens, 1 draw |    row 4 is a decode that verifies a token
         queries     | 4 | 4 | 4                | 7                       |
@@ -170,13 +138,24 @@ class _Layout:
         in_graphs: whether graphs read these buffers.
 
     Attributes:
+        token_ids: int64 [num_tokens]
+        logits_indices: int64 [outputs]; tokens whose logits or hidden states are needed: first those to sample from,
+            then those to score, then those to pool.
+        sampling: the draws.
+        sample_rows: the logits row of each draw; None if row i belongs to draw i.
+        num_sample_rows: number of rows to sample from.
+        num_logits: number of rows that need logits, which are all but the pooled ones.
+        scores: (first row, positions to score) for prompt logprobs.
+        pools: (first row, positions to pool) for embeddings.
+        fits_graphs: whether all its tokens are decodes, in `BatchBuilder.inputs`.
+        is_plain: whether it draws tokens, and nothing but their ids is wanted.
         drawing_rows: int64 [draws], the table row of each.
     """
 
     def __init__(
-        self, plan: StepPlan, rows: Rows, table: SequenceTable, inputs: StepInputs, block_size: int, *, in_graphs: bool
+        self, plan: StepPlan, rows: Rows, table: SequenceTable, inputs: StepInputs, *, in_graphs: bool
     ) -> None:
-        self._rows, self._table, self._inputs, self._block_size = rows, table, inputs, block_size
+        self._rows, self._table, self._inputs, self._block_size = rows, table, inputs, table.block_size
         self._follows_tokens = table.follows_tokens(rows)
         self._sum_of_starts = self._steps_left = 0  # steps before some token enters its row's next block
         lengths, num_tokens = np.array(plan.lengths, dtype=np.int64), len(plan.token_ids)
@@ -188,20 +167,26 @@ class _Layout:
         self._drawn: Rows | None = None  # the token before each draw; None if each token has one
         self._num_drafted: Rows | None = None  # the last tokens of each row that are unverified
         self._seeds: list[tuple[int, int]] = []
-        self._batch = self._decodes(lengths, in_graphs) if _each_draws(plan) else self._ragged(plan, lengths)
+        self.sample_rows: list[int] | None = None
+        self.scores: list[tuple[int, PromptScores]] = []
+        self.pools: list[tuple[int, PromptPool]] = []
+        self.sampling, self.is_plain = _NO_DRAWS, False
+        self.fits_graphs = in_graphs and _each_draws(plan)
+        views = self._decodes(lengths) if _each_draws(plan) else self._ragged(plan, lengths)
+        self.token_ids, self.attention, self.logits_indices = views
         self._positions, self._ends = inputs.positions[:num_tokens], inputs.lengths[: len(self._query_rows)]
         self._places = inputs.places[:, :num_tokens]  # positions and slots
 
-    def _decodes(self, lengths: np.ndarray, in_graphs: bool) -> StepBatch:
-        """Return the batch of a step in which each token is a query, and draws."""
-        count = len(self._row)
+    def _decodes(self, lengths: np.ndarray) -> InputViews:
+        """Return the inputs of a step in which each token is a query, and draws."""
+        self.num_sample_rows = self.num_logits = count = len(self._row)
         if count > len(lengths):
             self._num_drafted = lengths - 1
-        if not in_graphs:  # buffers that other steps divide into longer queries
+        if not self.fits_graphs:  # buffers that other steps divide into longer queries
             self._inputs.bounds[: count + 1] = self._inputs.indices[: count + 1] = np.arange(count + 1)
-        return StepBatch(*self._inputs.decodes(count), num_sample_rows=count, num_logits=count, fits_graphs=in_graphs)
+        return self._inputs.decodes(count)
 
-    def _ragged(self, plan: StepPlan, lengths: np.ndarray) -> StepBatch:
+    def _ragged(self, plan: StepPlan, lengths: np.ndarray) -> InputViews:
         own = np.array(plan.draws, dtype=np.int64)  # at the last positions of each row; siblings draw at the very last
         for row, siblings in plan.sibling_seeds.items():
             own[row] -= len(siblings)
@@ -220,27 +205,25 @@ class _Layout:
         query_start = _bounds(query_lengths)
         self._query_rows, self._last = self._rows[query_row], np.cumsum(query_lengths) - 1
         self._drawn = outputs = np.flatnonzero(lengths[self._row] - self._place <= own[self._row])
-        num_own, sample_rows = len(outputs), None
+        self.num_sample_rows = num_outputs = len(outputs)
         if plan.sibling_seeds:
-            times, last_own = np.ones(num_own, dtype=np.int64), np.cumsum(own) - 1
+            times, last_own = np.ones(num_outputs, dtype=np.int64), np.cumsum(own) - 1
             for row, siblings in plan.sibling_seeds.items():
                 times[last_own[row]] += len(siblings)
             end = np.cumsum(times)  # of the draws from each row of logits
             for row, siblings in plan.sibling_seeds.items():
                 self._seeds += enumerate(siblings, start=int(end[last_own[row]]) - len(siblings))
-            sample_rows = np.repeat(np.arange(num_own), times)
-            self._drawn = outputs[sample_rows]
+            sample_rows = np.repeat(np.arange(num_outputs), times)
+            self.sample_rows, self._drawn = sample_rows.tolist(), outputs[sample_rows]
         self.drawing_rows = self._token_rows[self._drawn]
-        pieces, num_outputs = [outputs], num_own
-        scores: list[tuple[int, PromptScores]] = []
-        pools: list[tuple[int, PromptPool]] = []
+        pieces = [outputs]
         for score in plan.scores:
-            scores.append((num_outputs, score))
+            self.scores.append((num_outputs, score))
             pieces.append(self._tokens(plan, score.row, score.first, len(score.targets)))
             num_outputs += len(score.targets)
-        num_logits = num_outputs
+        self.num_logits = num_outputs
         for pool in plan.pools:
-            pools.append((num_outputs, pool))
+            self.pools.append((num_outputs, pool))
             pieces.append(self._tokens(plan, pool.row, pool.first, pool.num_tokens))
             num_outputs += pool.num_tokens
         self._inputs.bounds[: len(query_start)] = query_start
@@ -248,30 +231,23 @@ class _Layout:
         views = self._inputs.views(len(query_row), len(self._row), num_outputs)
         views.attention.max_query_len = int(query_lengths.max())
         self._singles = np.flatnonzero(query_lengths == 1)
-        return StepBatch(
-            *views,
-            num_sample_rows=num_own,
-            num_logits=num_logits,
-            sample_rows=None if sample_rows is None else sample_rows.tolist(),
-            scores=scores,
-            pools=pools,
-        )
+        return views
 
     def _tokens(self, plan: StepPlan, row: int, position: int, count: int) -> Rows:
         first = int(self._bounds[row]) + position - plan.starts[row]
         return np.arange(first, first + count)
 
     def begin(self) -> None:
-        """Go on with this layout after another."""
+        """Go on with these inputs after others."""
         self._inputs.pad(len(self._positions))
         self._inputs.rows[: len(self._query_rows)] = self._query_rows
         self._steps_left = 0
         if self._follows_tokens:
-            self._batch.sampling = _NO_DRAWS  # states were replaced if another step has verified drafts
+            self.sampling = _NO_DRAWS  # states were replaced if another step has verified drafts
 
-    def write(self, plan: StepPlan) -> StepBatch:
-        """Write a step's numbers, and return its batch."""
-        table, batch, attention = self._table, self._batch, self._batch.attention
+    def write(self, plan: StepPlan) -> None:
+        """Write a step's numbers."""
+        table, attention = self._table, self.attention
         if self._follows_tokens:
             table.follow_tokens(self._rows, plan.starts, self._bounds, plan.token_ids, self._num_drafted)
         self._inputs.token_ids[: len(plan.token_ids)] = plan.token_ids
@@ -279,7 +255,7 @@ class _Layout:
         self._sum_of_starts = total
         if self._steps_left and not plan.tables and total == before + len(self._rows):
             # Usually each row is one token further in the block that it was in.
-            for numbers in (self._places, self._ends, batch.sampling.positions):
+            for numbers in (self._places, self._ends, self.sampling.positions):
                 numbers += 1  # in place
             attention.max_context_len += 1
             attention.total_decode_len += len(self._ends)
@@ -288,10 +264,9 @@ class _Layout:
             self._write_places(plan)
         attention.sinks, attention.sparse = (self._sinks(), self._sparse()) if table.num_budgets else (None, None)
         self._inputs.push()
-        return batch
 
     def _write_places(self, plan: StepPlan) -> None:
-        batch, attention, positions, ends = self._batch, self._batch.attention, self._positions, self._ends
+        attention, positions, ends = self.attention, self._positions, self._ends
         np.add(np.array(plan.starts, dtype=np.int64)[self._row], self._place, out=positions)
         np.add(positions if self._last is None else positions[self._last], 1, out=ends, casting="same_kind")
         blocks, offsets = np.divmod(positions, self._block_size)
@@ -302,12 +277,12 @@ class _Layout:
         attention.total_decode_len = int((ends if self._last is None else ends[self._singles]).sum())
         drawn = positions if self._drawn is None else positions[self._drawn]
         depends = self._follows_tokens and self._num_drafted is not None  # each draw of a row has its own state
-        if batch.sampling is _NO_DRAWS or depends:
-            batch.sampling = self._table.draws(self.drawing_rows, drawn + 1, self._seeds)
-            batch.is_plain = len(drawn) > 0 and batch.sampling.is_plain
-            self._not_output = batch.sampling.records["num_prompt_tokens"] - 1
+        if self.sampling is _NO_DRAWS or depends:
+            self.sampling = self._table.draws(self.drawing_rows, drawn + 1, self._seeds)
+            self.is_plain = len(drawn) > 0 and self.sampling.is_plain
+            self._not_output = self.sampling.records["num_prompt_tokens"] - 1
         else:
-            np.subtract(drawn, self._not_output, out=batch.sampling.positions)
+            np.subtract(drawn, self._not_output, out=self.sampling.positions)
         self._steps_left = 0 if depends else self._block_size - 1 - int(offsets.max())
 
     def _sinks(self) -> SinkReads | None:
@@ -317,7 +292,7 @@ class _Layout:
         if not ((self._ends > budgets) & (budgets > 0)).any():
             return None
         seen_from = np.where(of_tokens > 0, np.minimum(self._positions, of_tokens - 1), self._positions)
-        device = self._batch.token_ids.device
+        device = self.token_ids.device
         return SinkReads(to_device(budgets, device), self._block_size, to_device(seen_from, device))
 
     def _sparse(self) -> SparseReads | None:
@@ -340,7 +315,7 @@ class _Layout:
             table.budgets["bounded"][row] = max(first, end)
         if len(completed[0]) == 1 and not is_sparse.any():
             return None
-        device = self._batch.token_ids.device
+        device = self.token_ids.device
         return SparseReads(
             num_read=to_device(np.where(is_sparse, table.blocks_read[:, self._query_rows], 0).astype(np.int32), device),
             num_recent=to_device(np.where(is_sparse, budgets["recent"], 0).astype(np.int32), device),
@@ -351,37 +326,16 @@ class _Layout:
 class BatchBuilder:
     """Builds each step's `StepBatch`, from its plan and what earlier plans said about its sequences.
 
-    Args:
-        num_groups: number of groups of layers, each with its own block tables.
-        block_size: tokens per block.
-        max_rows: maximum number of sequences known at once.
-        max_blocks: maximum length of a block table.
-        mirrored: whether the device has its own memory; by default, if it is not a CPU.
-        num_bounded: number of layers with bounds of keys.
-
     Attributes:
         inputs: the buffers of steps of up to `padded_size(max_rows)` decodes; other steps have larger ones.
     """
 
-    def __init__(
-        self,
-        num_groups: int,
-        block_size: int,
-        max_rows: int,
-        max_blocks: int,
-        device: torch.device | str = "cpu",
-        mirrored: bool | None = None,
-        num_bounded: int = 0,
-    ) -> None:
-        self._block_size = block_size
-        self._device = torch.device(device)
-        self.sequences = SequenceTable(
-            num_groups, max_rows, max_blocks, self._device, mirrored, block_size, num_bounded
-        )
-        self.inputs = self._new_inputs(padded_size(max_rows))
+    def __init__(self, sequences: SequenceTable) -> None:
+        self.sequences = sequences
+        self.inputs = self._new_inputs(padded_size(len(sequences.budgets)))
         self._large_inputs = self._new_inputs(_LEAST_TOKENS)
-        self._layout: _Layout | None = None  # of the last plan
-        self._layouts: dict[tuple[int, ...], _Layout] = {}  # of decodes of these rows, by the rows' lengths
+        self._batch: StepBatch | None = None  # of the last plan
+        self._batches: dict[tuple[int, ...], StepBatch] = {}  # of decodes of these rows, by the rows' lengths
         self._rows = _NO_ROWS
         self._drawn: torch.Tensor | Sequence[int] = ()  # by the last plan
 
@@ -398,7 +352,8 @@ class BatchBuilder:
             for place, draw in zip(places.tolist(), draws.tolist(), strict=True):
                 token_ids[place] = drawn[draw]
             plan, draws = plan._replace(token_ids=tuple(token_ids)), None
-        batch = self._layout_of(plan, rows).write(plan)
+        batch = self._batch_of(plan, rows)
+        batch.write(plan)
         if draws is not None:
             self._write_drawn(batch.token_ids, places, draws)
         return batch
@@ -414,7 +369,7 @@ class BatchBuilder:
 
     def _draws_of(self, rows: Rows) -> Rows:
         """Return the draw of the last plan from each of these rows, of several from one row the first: int64 [rows]."""
-        drawing = _NO_ROWS if self._layout is None else self._layout.drawing_rows
+        drawing = _NO_ROWS if self._batch is None else self._batch.drawing_rows
         if rows.shape == drawing.shape and (rows == drawing).all():
             return np.arange(len(rows))
         draw_of = {row: draw for draw, row in reversed(list(enumerate(drawing.tolist())))}
@@ -439,33 +394,33 @@ class BatchBuilder:
     def forget(self, plan: StepPlan) -> None:
         """Apply a plan without rows, which only makes the runner forget sequences."""
         self.sequences.apply(plan)
-        self._layout = None
-        self._layouts.clear()
+        self._batch = None
+        self._batches.clear()
 
-    def _layout_of(self, plan: StepPlan, rows: Rows) -> _Layout:
+    def _batch_of(self, plan: StepPlan, rows: Rows) -> StepBatch:
         if rows is not self._rows:
-            self._layouts.clear()
+            self._batches.clear()
             self._rows = rows
         each_draws = _each_draws(plan)
-        layout = self._layouts.get(plan.lengths) if each_draws else None
-        if layout is None:
+        batch = self._batches.get(plan.lengths) if each_draws else None
+        if batch is None:
             # A row may need logits and a hidden state of its last token.
             most = len(plan.token_ids) + (0 if each_draws else len(rows))
             is_usual = each_draws and most <= self.inputs.capacity
             if not is_usual and most > self._large_inputs.capacity:
                 self._large_inputs = self._new_inputs(1 << (most - 1).bit_length())
             inputs = self.inputs if is_usual else self._large_inputs
-            layout = _Layout(plan, rows, self.sequences, inputs, self._block_size, in_graphs=is_usual)
-            if is_usual and len(self._layouts) < _MOST_LAYOUTS:
-                self._layouts[plan.lengths] = layout
-        if layout is not self._layout:
-            layout.begin()
-            self._layout = layout
-        return layout
+            batch = StepBatch(plan, rows, self.sequences, inputs, in_graphs=is_usual)
+            if is_usual and len(self._batches) < _MOST_BATCHES:
+                self._batches[plan.lengths] = batch
+        if batch is not self._batch:
+            batch.begin()
+            self._batch = batch
+        return batch
 
     def _new_inputs(self, capacity: int) -> StepInputs:
         tables = self.sequences
-        return StepInputs(capacity, tables.device_tables, self._device, mirrored=tables.mirrored)
+        return StepInputs(capacity, tables.device_tables, tables.device, mirrored=tables.mirrored)
 
 
 def _each_draws(plan: StepPlan) -> bool:

@@ -22,6 +22,7 @@ from octavo.request import TokenLogprobs
 from octavo.runner.batch import BatchBuilder, StepBatch
 from octavo.runner.graphs import Capture, DecodeGraphs
 from octavo.runner.ranks import RankGroup
+from octavo.runner.sequences import SequenceTable
 from octavo.runner.swapping import BlockMover, make_link
 from octavo.sampling.sampler import Sampler, make_choice
 from octavo.scheduler.plan import PromptScores, StepPlan, StepResult
@@ -78,15 +79,16 @@ class ModelRunner:
         self._num_threads = num_threads if kernels.available() else None
         self.max_model_len = max_model_len
         spec = arena.spec
-        self._batches = BatchBuilder(
+        sequences = SequenceTable(
             num_groups=len(spec.groups),
-            block_size=spec.block_size,
             max_rows=max_num_seqs,
             max_blocks=spec.blocks_for_tokens(max_model_len),
             device=model.device,
             mirrored=True if capture is not None else None,
+            block_size=spec.block_size,
             num_bounded=sum(layer.bounded for layer in spec.layers),
         )
+        self._batches = BatchBuilder(sequences)
         self.graphs: DecodeGraphs | None = None
         if capture is not None and isinstance(model, Decoder):
             inputs = self._batches.inputs

@@ -63,10 +63,10 @@ class SequenceTable:
         block_size: int = 16,
         num_bounded: int = 0,
     ) -> None:
-        self._block_size = block_size
+        self.block_size, self.device = block_size, torch.device(device)
         # Zeros are mapped on first touch, so unused rows cost no memory.
         self.tables = [np.zeros((max_rows, max_blocks), dtype=np.int32) for _ in range(num_groups)]
-        self.mirrored = torch.device(device).type != "cpu" if mirrored is None else mirrored
+        self.mirrored = self.device.type != "cpu" if mirrored is None else mirrored
         self.device_tables = [
             torch.zeros(table.shape, dtype=torch.int32, device=device) if self.mirrored else torch.from_numpy(table)
             for table in self.tables
@@ -113,7 +113,7 @@ class SequenceTable:
             if (budget := new.sampling.params.kv_budget) is not None:
                 self._set_budget(row, self._budget_of(budget, new.sampling.num_prompt_tokens))
                 if not budget.evicts:
-                    self.blocks_read[:, row] = budget.blocks_read(self._block_size)
+                    self.blocks_read[:, row] = budget.blocks_read(self.block_size)
             self._write(row, 0, new.tables)
         row_of = self._rows
         for delta in plan.tables:
@@ -218,7 +218,7 @@ class SequenceTable:
     def _budget_of(self, budget: KVBudget, num_prompt_tokens: int) -> BudgetRow:
         if budget.evicts:
             return (budget.tokens, 0, 0, 0, 0)
-        size = self._block_size
+        size = self.block_size
         first = budget.reads_all_before(num_prompt_tokens, size)
         return (0, min(budget.blocks_read(size)), budget.num_recent(size), first, 0)
 
