@@ -98,14 +98,14 @@ class Switch:
         self._scheduler = llm.core.scheduler
         self._hierarchy = hierarchy = self._scheduler.kv.hierarchy
         self._used_again = hierarchy._used_again
-        fetching, host = self._scheduler.lifecycle.fetching, hierarchy._host_of_prefixes
+        fetching, host = self._scheduler.fetching, hierarchy._host_of_prefixes
         self._on: tuple[Any, ...] = (fetching, hierarchy._demotes, self._used_again, host)
         self._off: tuple[Any, ...] = (None, "never", None, None)
         self._published = hierarchy.published
 
     def turn(self, *, on: bool) -> None:
         hierarchy = self._hierarchy
-        self._scheduler.lifecycle.fetching, hierarchy._demotes, hierarchy._used_again, hierarchy._host_of_prefixes = (
+        self._scheduler.fetching, hierarchy._demotes, hierarchy._used_again, hierarchy._host_of_prefixes = (
             self._on if on else self._off
         )
         hierarchy.published = self._published if on else self._unmark  # type: ignore[method-assign]

@@ -30,7 +30,7 @@ class Place:
         publish_at: number of computed tokens from which they must be committed to the cache.
         more_from: number of computed tokens from which a drawn token needs more than being appended; 0 means always.
         ending_ids: tokens that may end it, which need more than being appended too.
-        num_sent: entries of each of its block tables that the runner has; 0 if the runner does not know it.
+        num_sent: entries of each of its block tables that the runner has as they are; -1 if it does not know it.
     """
 
     held: int
@@ -46,7 +46,7 @@ class Place:
     publish_at: int = 0
     more_from: int = 0
     ending_ids: Container[int] = ()
-    num_sent: int = 0
+    num_sent: int = -1
 
 
 @dataclass(eq=False, slots=True)

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from octavo.engine.core import EngineCore
 from octavo.request import RequestId
-from octavo.scheduler.results import ResultApplier
+from octavo.scheduler.scheduler import Scheduler
 
 Strikes = Callable[[set[str]], bool]
 """Given the ids of the requests concerned, whether to raise now."""
@@ -90,7 +90,7 @@ ENDING_PLACES: dict[str, Callable[[EngineCore, Strikes], Any]] = {
     "before a commit": lambda core, strikes: _before(core.scheduler.kv, "commit", strikes, _of_sequence),
     "after a commit": lambda core, strikes: _after(core.scheduler.kv, "commit", strikes, _of_sequence),
     "half-way through an update": lambda core, strikes: _after(
-        ResultApplier, "_append", strikes, lambda self, seqs, *rest: {seqs[0].request.request_id}
+        Scheduler, "_append", strikes, lambda self, seqs, *rest: {seqs[0].request.request_id}
     ),
     "in its output": lambda core, strikes: _before(
         core.outputs, "_take_in", strikes, lambda tracked, update: {tracked.request.request_id}

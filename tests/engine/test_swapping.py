@@ -100,8 +100,8 @@ def test_auto_changes_no_token_where_it_recomputes_some_and_swaps_others(make_ll
     # Not by `make_llm`, whose engines swap every preempted sequence.
     llm = LLM(str(tiny_llama), dtype="float32", device="cpu", num_threads=1, **tight(enable_prefix_caching=False))
     thrash(llm.core)
-    assert llm.core.scheduler.lifecycle.preemption.mode == "auto"
-    measured = llm.core.scheduler.lifecycle.preemption = OftenCheaper(mode="auto")
+    assert llm.core.scheduler.preemption.mode == "auto"
+    measured = llm.core.scheduler.preemption = OftenCheaper(mode="auto")
     outputs = llm.generate(*workload(), use_tqdm=False)
     assert measured.seconds_per_block is not None
     assert 0 < measured.seconds_per_block < 1
@@ -144,7 +144,7 @@ def test_an_aborted_swapped_request_leaves_nothing_in_host_memory(make_llm: Make
 
 def test_without_swap_space_auto_recomputes_and_swap_is_refused(make_llm: MakeLLM, tiny_llama: Path) -> None:
     core = make_llm(tiny_llama, swap_space=0).core
-    assert core.scheduler.lifecycle.preemption.mode == "recompute"
+    assert core.scheduler.preemption.mode == "recompute"
     assert core.runner.host is None or core.runner.host.num_blocks == 0
     with pytest.raises(ConfigError, match="preemption_mode is 'swap', but swap_space is 0"):
         EngineConfig.from_options({"preemption_mode": "swap", "swap_space": "0"})

@@ -341,7 +341,7 @@ def test_the_times_of_transfers_and_what_loads_are_weighed_against_are_told(
     assert stats.host_loads.total > 0
     assert first.core.stats.host_stores.total > 0
     assert stats.fetching is not None
-    assert stats.fetching.speed is second.core.scheduler.lifecycle.preemption
+    assert stats.fetching.speed is second.core.scheduler.preemption
     assert stats.fetching.speed.seconds_per_token is not None
     assert stats.fetching.speed.seconds_per_block is not None
     second.core.close()

@@ -44,7 +44,7 @@ def _remember() -> None:
     def remembering(self: Scheduler) -> StepPlan:
         plan = schedule(self)
         if plan:
-            _SEQUENCES.update(zip(plan.seq_ids, self.lifecycle.builder._in_flight[-1].sequences, strict=True))
+            _SEQUENCES.update(zip(plan.seq_ids, self.builder._in_flight[-1].sequences, strict=True))
         return plan
 
     Scheduler.schedule = remembering

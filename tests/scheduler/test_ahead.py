@@ -53,7 +53,7 @@ def test_tokens_computed_for_an_ended_request_are_dropped_and_not_charged() -> N
     plan, ahead = engine.scheduler.schedule(), engine.scheduler.schedule()
     engine.finish_step(plan)
     received = turns.recent("leaving")
-    engine.scheduler.lifecycle.finish(leaving.sequences[0], FinishReason.STOP, "stop")
+    engine.scheduler.finish(leaving.sequences[0], FinishReason.STOP, "stop")
     assert engine.kv.pool.num_active == 2
     (update,) = engine.finish_step(ahead)
     assert update.seq.request is staying
@@ -79,7 +79,7 @@ def test_only_draws_within_a_grammar_are_awaited_until_their_request_has_ended(
     following = engine.add(3, max_tokens=40, **params)
     engine.step()
     assert len(run_ahead(engine, most=4)) == (1 if is_awaited else 4)
-    engine.scheduler.lifecycle.end_request(following.request_id)
+    engine.scheduler.end_request(following.request_id)
     assert len(run_ahead(engine, most=4)) == 4
 
 

@@ -49,9 +49,9 @@ REACHED: dict[tuple[str, Any], Any] = {
     ("scheduling_policy", "priority"): lambda s: isinstance(s.policy, AgeingPriority) and s.policy.seconds == 60.0,
     ("kv_demotion", "all"): lambda s: s.kv.hierarchy._demotes == "all",
     ("pin_tenant_share", 0.2): lambda s: s.kv.pins.tenant_blocks == 5,
-    ("preemption_mode", "recompute"): lambda s: s.lifecycle.preemption.mode == "recompute",
-    ("preemption_mode", "swap"): lambda s: s.lifecycle.preemption.mode == "swap",
-    ("preemption_mode", "auto"): lambda s: s.lifecycle.preemption.mode == "auto" and s.lifecycle.preemption is SPEED,
+    ("preemption_mode", "recompute"): lambda s: s.preemption.mode == "recompute",
+    ("preemption_mode", "swap"): lambda s: s.preemption.mode == "swap",
+    ("preemption_mode", "auto"): lambda s: s.preemption.mode == "auto" and s.preemption is SPEED,
     ("max_num_seqs", 7): lambda s: s.config.max_num_seqs == 7,
     ("itl_slo_ms", 50.0): lambda s: s.config.itl_slo_ms == 50.0,
     ("max_num_batched_tokens", 99): lambda s: s.config.max_num_batched_tokens == 99,
@@ -91,13 +91,13 @@ def test_sizes_identity_policy_and_clock_arrive() -> None:
 
 def test_without_host_memory_everything_is_recomputed() -> None:
     for mode in ("auto", "swap", "recompute"):
-        assert scheduler(0, speed=None, preemption_mode=mode).lifecycle.preemption.mode == "recompute"
+        assert scheduler(0, speed=None, preemption_mode=mode).preemption.mode == "recompute"
 
 
 def test_auto_begins_with_unknown_speeds_that_the_scheduler_measures() -> None:
     found = scheduler(5, speed=None)
-    assert found.lifecycle.preemption.mode == "auto"
-    assert found.lifecycle.preemption == Preemption(None, None, "auto")
+    assert found.preemption.mode == "auto"
+    assert found.preemption == Preemption(None, None, "auto")
 
 
 @pytest.mark.parametrize(("deterministic", "mode"), [(False, "swap"), (True, "auto")])
@@ -105,7 +105,7 @@ def test_auto_swaps_where_recomputing_rounds_differently(deterministic: bool, mo
     spec = KVCacheSpec.build([LayerKVSpec(1, 32, 32)], 16, "int8")
     config = EngineConfig(deterministic=deterministic)
     kv = assemble_cache(config, spec, 33, num_host_blocks=5)
-    assert assemble_scheduler(config, kv, 64).lifecycle.preemption.mode == mode
+    assert assemble_scheduler(config, kv, 64).preemption.mode == mode
 
 
 def test_more_headroom_is_held_where_tenants_take_turns() -> None:

@@ -107,7 +107,7 @@ def test_an_abort_at_any_step_leaves_nothing() -> None:
             request = engine.add(list(range(9)), ignore_eos=True, max_tokens=20, width=4)
             for _ in range(num_steps):
                 engine.step()
-            engine.scheduler.lifecycle.end_request(request.request_id)
+            engine.scheduler.end_request(request.request_id)
             assert {seq.finish_reason for seq in request.sequences} <= {FinishReason.ABORT, FinishReason.LENGTH}
             engine.kv.audit()
             assert (

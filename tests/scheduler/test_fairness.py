@@ -75,7 +75,7 @@ def test_tenants_that_always_wait_differ_by_a_bound_that_does_not_grow(
         received = [received_by(server, tenant) for tenant in shapes]
         assert max(received) - min(received) <= bound
     for request in server.scheduler.requests:
-        server.scheduler.lifecycle.end_request(request.request_id)
+        server.scheduler.end_request(request.request_id)
     server.kv.audit()
 
 
@@ -227,7 +227,7 @@ def test_cached_tokens_of_a_prompt_are_not_charged_and_neither_is_recomputation(
     server.step()
     # 16 of 20 are in full blocks before the last token.
     assert received_by(server, "a") == 20 + 4 + 2 * OUTPUT_TOKEN
-    server.scheduler.lifecycle.preempt(seq)
+    server.scheduler.preempt(seq)
     while not seq.finished:
         server.step()
     assert received_by(server, "a") == 20 + 4 + 9 * OUTPUT_TOKEN
@@ -239,7 +239,7 @@ def test_what_was_charged_of_a_prompt_that_is_aborted_before_it_is_computed_is_g
     server.step()
     assert received_by(server, "a") == 40
     server.step()
-    server.scheduler.lifecycle.end_request(request.request_id)
+    server.scheduler.end_request(request.request_id)
     assert received_by(server, "a") == 16  # two chunks of 8
     server.kv.audit()
 
@@ -249,8 +249,8 @@ def test_what_was_computed_of_a_prompt_is_charged_though_a_preemption_threw_it_a
     request = server.add(40, 4, tenant="a")
     for _ in range(3):
         server.step()
-    server.scheduler.lifecycle.preempt(request.sequences[0])
-    server.scheduler.lifecycle.end_request(request.request_id)
+    server.scheduler.preempt(request.sequences[0])
+    server.scheduler.end_request(request.request_id)
     assert received_by(server, "a") == 24
 
 
@@ -258,7 +258,7 @@ def test_nothing_is_given_back_of_a_prompt_that_was_computed() -> None:
     server = tenants_server()
     request = server.add(20, 4, tenant="a")
     server.step()
-    server.scheduler.lifecycle.end_request(request.request_id)
+    server.scheduler.end_request(request.request_id)
     assert received_by(server, "a") == 20 + OUTPUT_TOKEN
     assert request.uncomputed_charge == 0
 

@@ -75,7 +75,7 @@ def test_a_request_does_not_wait_for_a_store_that_is_late(harness: Harness, stor
 
 def test_a_request_that_ends_while_it_waits_for_a_store_lets_go_of_its_fetch(harness: Harness, store: Store) -> None:
     request = harness.add(40)
-    harness.scheduler.lifecycle.end_request(request.request_id)
+    harness.scheduler.end_request(request.request_id)
     assert request.sequences[0].finish_reason is FinishReason.ABORT
     assert store.released == store.fetches
     assert harness.scheduler.num_waiting == 0

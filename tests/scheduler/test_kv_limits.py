@@ -90,7 +90,7 @@ def test_a_capped_tenants_waiting_requests_can_be_aborted_wherever_they_stand() 
     server.step()
     assert server.scheduler.num_waiting == 5
     for number in (1, 4, 2):
-        server.scheduler.lifecycle.end_request(requests[number].request_id)
+        server.scheduler.end_request(requests[number].request_id)
     assert server.scheduler.num_waiting == 2
     server.run()
     assert [request.sequences[0].num_output_tokens for request in requests] == [4, 0, 0, 4, 0, 4]
@@ -135,9 +135,9 @@ def test_a_request_that_others_floors_leave_no_room_for_is_refused_with_the_numb
 
 
 def test_the_longest_output_is_that_of_the_tenant() -> None:
-    capacity = server_with({"a": KVLimits(cap=4), "b": KVLimits(floor=30)}).scheduler.capacity
+    tenants = server_with({"a": KVLimits(cap=4), "b": KVLimits(floor=30)}).scheduler.tenants
     # The last token's key and value are never needed.
-    assert [capacity.max_sequence_tokens(tenant) for tenant in ("a", "b", "c")] == [17, 64, 41]
+    assert [tenants.max_sequence_tokens(tenant) for tenant in ("a", "b", "c")] == [17, 64, 41]
 
 
 def test_pins_yield_for_a_floor() -> None:

@@ -39,7 +39,7 @@ def test_speeds_are_learnt_from_steps_and_swapping_is_tried_until_they_are_known
 def test_a_steps_stores_and_loads_tell_how_long_a_block_takes() -> None:
     scheduler, moved = Harness().scheduler, (BlockTransfer(BlockId(1), HostBlockId(0)),)
     scheduler.observe(StepPlan(stores=moved * 3, loads=moved), 1.0, moving_seconds=2.0)
-    assert scheduler.lifecycle.preemption.seconds_per_block == 0.5
+    assert scheduler.preemption.seconds_per_block == 0.5
 
 
 def test_recomputing_is_checked_against_swapping_now_and_then() -> None:
@@ -64,7 +64,7 @@ def test_a_swapped_sequence_goes_on_where_it_was() -> None:
     engine = swapping_engine(prefix_caching=False)
     first, second = preempt_second(engine)
     assert (engine.scheduler.num_swapped, second.sequences[0].num_computed) == (1, 12)
-    engine.scheduler.lifecycle.end_request(first.request_id)
+    engine.scheduler.end_request(first.request_id)
     plan = engine.step()
     assert shares(plan) == {second.request_id: 1}, "one token, not thirteen"
     assert len(plan.loads) == 3
@@ -99,7 +99,7 @@ def test_an_aborted_swapped_sequence_frees_its_host_blocks() -> None:
     engine = swapping_engine(prefix_caching=False)
     _, second = preempt_second(engine)
     assert engine.kv.hierarchy.host.num_kept == 3
-    engine.scheduler.lifecycle.end_request(second.request_id)
+    engine.scheduler.end_request(second.request_id)
     assert (engine.kv.hierarchy.host.num_kept, engine.scheduler.num_swapped) == (0, 0)
     engine.run()
 

@@ -153,8 +153,7 @@ def test_an_aborted_requests_prefix_is_not_pinned() -> None:
     service = Service()
     request = service.add(list(range(3000)), ttl=60)
     service.step()
-    service.scheduler.lifecycle.end_request(request.request_id)
+    service.scheduler.end_request(request.request_id)
     service.complete([1, 2, 3])
     assert request.pin_receipts == []
     assert len(service.kv.pins) == 0
-    assert not service.scheduler._to_pin

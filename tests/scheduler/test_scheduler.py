@@ -107,7 +107,7 @@ def test_a_preempted_sequence_finds_its_blocks_in_the_prefix_cache() -> None:
     for _ in range(3):
         engine.step()
     assert status(second) is SequenceStatus.WAITING
-    engine.scheduler.lifecycle.end_request(first.request_id)
+    engine.scheduler.end_request(first.request_id)
     plan = engine.step()
     [item] = rows_of(plan)
     # Of its 13 tokens the first 8 or more still lie in blocks that nobody took.
@@ -132,7 +132,7 @@ def test_a_lower_priority_number_is_served_first_and_preempted_last() -> None:
     later, soon = engine.add(3), engine.add(3, priority=-2)
     plan = engine.step()
     assert list(shares(plan)) == [soon.request_id, urgent.request_id]
-    engine.scheduler.lifecycle.end_request(soon.request_id)
+    engine.scheduler.end_request(soon.request_id)
     engine.step()
     assert next(iter(shares(engine.step()))) == urgent.request_id
     engine.run()
@@ -203,7 +203,7 @@ def test_an_aborted_parallel_request_gives_back_the_places_it_held() -> None:
     other = engine.add(2)
     engine.step()
     assert status(other) is SequenceStatus.WAITING
-    engine.scheduler.lifecycle.end_request(parent.request_id)
+    engine.scheduler.end_request(parent.request_id)
     assert all(s.finish_reason is FinishReason.ABORT for s in parent.sequences)
     assert other.request_id in shares(engine.step())
 
@@ -220,7 +220,7 @@ def test_admission_leaves_the_watermark_to_those_that_run() -> None:
     assert scheduler.schedule().seq_ids == (alone.sequences[0].seq_id,)
     assert kv.pool.num_available == 10
     scheduler.abandon_step()
-    scheduler.lifecycle.end_request(alone.request_id)
+    scheduler.end_request(alone.request_id)
     assert scheduler.schedule().seq_ids == (second.sequences[0].seq_id,)
 
 
@@ -336,9 +336,9 @@ def test_a_request_id_in_use_is_refused_and_its_holder_goes_on() -> None:
 def test_ending_twice_and_ending_the_unknown_do_nothing() -> None:
     engine = Harness()
     request = engine.add(3)
-    assert engine.scheduler.lifecycle.end_request(request.request_id) is request
-    assert engine.scheduler.lifecycle.end_request(request.request_id) is None
-    engine.scheduler.lifecycle.finish(request.sequences[0], FinishReason.STOP)
+    assert engine.scheduler.end_request(request.request_id) is request
+    assert engine.scheduler.end_request(request.request_id) is None
+    engine.scheduler.finish(request.sequences[0], FinishReason.STOP)
     assert request.sequences[0].finish_reason is FinishReason.ABORT
     assert (engine.scheduler.num_waiting, engine.scheduler.num_running) == (0, 0)
     assert not engine.scheduler.schedule()
@@ -356,7 +356,7 @@ def test_aborting_a_wide_request_looks_at_each_sequence_only_a_few_times(monkeyp
         return seq.status is SequenceStatus.FINISHED
 
     monkeypatch.setattr(Sequence, "finished", property(finished))
-    engine.scheduler.lifecycle.end_request(request.request_id)
+    engine.scheduler.end_request(request.request_id)
     assert request.finished
     assert looks <= 5 * 64
     engine.kv.audit()
@@ -379,8 +379,8 @@ def test_a_request_whose_update_fails_ends_with_an_error_and_is_reported_once() 
     with patch.object(engine.kv, "commit", fails_for_bad):
         updates = engine.finish_step(plan)
     assert [update.seq for update in updates] == good.sequences
-    assert engine.scheduler.lifecycle.take_failures() == [(bad, error)]
-    assert engine.scheduler.lifecycle.take_failures() == []
+    assert engine.scheduler.take_failures() == [(bad, error)]
+    assert engine.scheduler.take_failures() == []
     assert {(seq.status, seq.finish_reason) for seq in bad.sequences} == {(SequenceStatus.FINISHED, FinishReason.ERROR)}
     assert engine.scheduler.requests == [good]
     engine.run()

@@ -27,7 +27,6 @@ from octavo.scheduler.lifecycle import SchedulerConfig
 from octavo.scheduler.plan import SequenceDropped, StepPlan
 from octavo.scheduler.policy import AgeingPriority, make_policy
 from octavo.scheduler.preemption import Preemption
-from octavo.scheduler.results import ResultApplier
 from octavo.scheduler.scheduler import Scheduler
 from tests.kvcache.caches import COPIES, FULL, Clock, make_manager, make_request, positions_seen, sliding
 from tests.scheduler import beams
@@ -274,7 +273,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         if live := [r for r in self.requests if not r.finished]:
             request = data.draw(st.sampled_from(live))
-            self.scheduler.lifecycle.end_request(request.request_id)
+            self.scheduler.end_request(request.request_id)
             assert request.finished
 
     @precondition(lambda self: self.samples)
@@ -284,7 +283,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         drawing = [r for r in self.requests if not r.params.use_beam_search]
         live = [s for r in drawing for s in r.sequences if s.status is SequenceStatus.RUNNING and s.num_output_tokens]
         if live:
-            self.scheduler.lifecycle.finish(data.draw(st.sampled_from(live)), FinishReason.STOP, "stop")
+            self.scheduler.finish(data.draw(st.sampled_from(live)), FinishReason.STOP, "stop")
 
     @rule()
     def step(self) -> None:
@@ -394,7 +393,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.abandon_step()
         if plan:
             ailing = data.draw(st.sampled_from([seq.request for seq in planned]))
-            self.scheduler.lifecycle.end_request(ailing.request_id, FinishReason.ERROR)
+            self.scheduler.end_request(ailing.request_id, FinishReason.ERROR)
 
     @precondition(lambda self: self.faults)
     @rule(
@@ -416,7 +415,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.scheduler
         with ExitStack() as stack:
             if place in ("schedule", "update"):
-                taking: list[tuple[Any, str]] = [(ResultApplier, "_append"), (BeamDecoding, "take")]
+                taking: list[tuple[Any, str]] = [(Scheduler, "_append"), (BeamDecoding, "take")]
                 raising = _Raising(nth, done)
                 for owner, name in taking if operation == "take" else [(scheduler.kv, operation)]:
                     stack.enter_context(patch.object(owner, name, raising.instead_of(getattr(owner, name))))
@@ -436,7 +435,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.take_in(plan)
             except _InjectedError:
                 self.start_over(data)
-        for request, error in scheduler.lifecycle.take_failures():
+        for request, error in scheduler.take_failures():
             assert isinstance(error, _InjectedError)
             assert request.finished
             self.num_contained += 1

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.errors import CapacityError
-from octavo.request import PinRequest, Request, Sequence, SequenceStatus
+from octavo.request import Request, Sequence, SequenceStatus
 from octavo.scheduler.lifecycle import DEFAULT_HEADROOM_TOKENS, DEFAULT_WATERMARK
 from octavo.scheduler.plan import StepPlan
 from octavo.scheduler.step_budget import MOST_NEWCOMERS, MOST_SCORED_TOKENS
 from octavo.scheduler.waiting import SortedSequences
-from tests.kvcache.caches import make_request, make_sequence
+from tests.kvcache.caches import make_sequence
 from tests.scheduler.kit import Harness, outputs
 
 
@@ -85,7 +85,7 @@ def test_an_early_request_that_comes_back_takes_no_running_streams_token() -> No
     streams = [server.add(50, max_tokens=10_000) for _ in range(8)]
     for _ in range(3):
         server.step()
-    server.scheduler.lifecycle.preempt(first.sequences[0])
+    server.scheduler.preempt(first.sequences[0])
     before = sum(outputs(request)[0] for request in streams)
     for _ in range(20):
         server.step()
@@ -197,17 +197,6 @@ def test_a_head_that_does_not_fit_is_not_looked_up_again_before_something_has_ch
     assert len(looked_up) <= 1
 
 
-def test_requests_that_wait_with_pins_cost_a_step_nothing() -> None:
-    server = server_of(seqs=1)
-    server.add(10, max_tokens=100)
-    for _ in range(50):
-        request = make_request([1] * 50, max_tokens=10)
-        request.pins = (PinRequest(48, 60.0),)
-        server.scheduler.add(request)
-    server.step()
-    assert not server.scheduler._to_pin
-
-
 def test_what_waits_is_counted_and_what_is_aborted_is_gone_at_once() -> None:
     server = server_of(seqs=1)
     server.add(10, max_tokens=100)
@@ -215,7 +204,7 @@ def test_what_waits_is_counted_and_what_is_aborted_is_gone_at_once() -> None:
     waiting = [server.add(30, priority=5) for _ in range(100)]
     assert server.scheduler.num_waiting == 100
     for request in waiting:
-        server.scheduler.lifecycle.end_request(request.request_id)
+        server.scheduler.end_request(request.request_id)
     assert server.scheduler.num_waiting == 0
     queue = server.scheduler.waiting
     assert not queue._by_size

@@ -213,7 +213,7 @@ def test_an_output_is_remembered_however_its_request_ends_but_not_beams() -> Non
     stopped = engine.add(5)
     beams = engine.add(5, max_tokens=3, width=2)
     engine.steps(2)
-    engine.scheduler.lifecycle.finish(stopped.sequences[0], FinishReason.STOP)
+    engine.scheduler.finish(stopped.sequences[0], FinishReason.STOP)
     engine.run()
     assert beams.finished
     assert remembered == [(7, 7), (7, 7)]

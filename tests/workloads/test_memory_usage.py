@@ -120,7 +120,7 @@ def test_averages_are_weighted_by_time_and_shares_are_of_the_time_that_memory_wa
     bench.add("b", num_prompt=17, num_output=2)
     bench.step()
     bench.observer.observe(3.0)  # b waits: one block is free, two are needed
-    bench.scheduler.lifecycle.end_request(RequestId("b"))
+    bench.scheduler.end_request(RequestId("b"))
     bench.observer.observe(1.0)  # nobody waits
     usage = bench.observer.usage()
     assert usage.short_share == 0.75

@@ -108,7 +108,7 @@ class EngineCore:
         memory = scheduler.kv.hierarchy.host
         self.stats.host = memory.counters if memory.num_prefix_slots else None
         self.stats.stores = () if tiers is None else tuple(tiers.stores)
-        self.stats.fetching = scheduler.lifecycle.fetching
+        self.stats.fetching = scheduler.fetching
         self.inputs = InputProcessor(
             config=config,
             info=info,
@@ -172,7 +172,7 @@ class EngineCore:
 
     def end(self, request_id: RequestId, reason: FinishReason = FinishReason.ABORT) -> Ended | None:
         """End a request and free its blocks at once; None if it has already ended."""
-        request = self.scheduler.lifecycle.end_request(request_id, reason)
+        request = self.scheduler.end_request(request_id, reason)
         if request is None:
             return None
         self.stats.on_finished(request, reason, time.monotonic())
@@ -281,14 +281,14 @@ class EngineCore:
 
     def _report(self, updates: list[SequenceUpdate]) -> StepNews:
         """Return the results of a step, including requests that failed while its tokens were processed."""
-        lifecycle = self.scheduler.lifecycle
-        failures = lifecycle.take_failures() + find_stop_strings(updates, lifecycle.finish)
-        if failures:
-            updates = _without(updates, failures)
-        for request, error in failures:
+        find_stop_strings(updates, self.scheduler.finish, self.scheduler.fail)
+        failed = {}
+        for request, error in self.scheduler.take_failures():
             self._recovery.log(error, [request.request_id], "taking in its tokens failed: it ends")
-        ended = self._fail([request for request, _ in failures])
-        if failures:
+            failed[request.request_id] = request
+        ended = self._fail(list(failed.values()))
+        if failed:
+            updates = [update for update in updates if update.seq.request.request_id not in failed]
             self._recovery.audit()
         try:
             self.stats.on_step(updates, time.monotonic())
@@ -411,8 +411,3 @@ def _book_admission(stats: EngineStats, request: Request) -> None:
 
 def _raise(error: Exception) -> NoReturn:
     raise error
-
-
-def _without(updates: list[SequenceUpdate], failures: list[tuple[Request, Exception]]) -> list[SequenceUpdate]:
-    failed = {request.request_id for request, _ in failures}
-    return [update for update in updates if update.seq.request.request_id not in failed]

@@ -99,19 +99,9 @@ class InputProcessor:
         )
         params = params if budget == params.kv_budget else replace(params, kv_budget=budget)
         token_ids = self._tokenize(prompt, add_special_tokens)
-        max_tokens = params.max_tokens
-        if max_tokens is None:
-            max_tokens = self._longest_output(len(token_ids), context.tenant, budget)
-            params = params.with_max_tokens(max_tokens)
+        if params.max_tokens is None:
+            params = params.with_max_tokens(self._longest_output(len(token_ids), context.tenant, budget))
         pooled = None if context.pooling is None else PooledStates(context.pooling, len(token_ids))
-        self.scheduler.capacity.check(
-            len(token_ids),
-            0 if pooled else max_tokens,
-            params.num_sequences,
-            params.width_param,
-            context.tenant,
-            budget,
-        )
         request = Request(
             request_id=RequestId(context.request_id or f"req-{next(self._ids)}"),
             prompt_token_ids=token_ids,
@@ -131,6 +121,7 @@ class InputProcessor:
             predicted_ids=context.predicted_ids,
             kv_hint=context.kv_hint,
         )
+        self.scheduler.tenants.check(request)
         # Done here to keep it out of the engine's thread.
         self.scheduler.kv.holdings.hash_prompt(request)
         return request
@@ -189,8 +180,8 @@ class InputProcessor:
                 f"but the prompt alone has {num_prompt_tokens}",
                 param="prompt",
             )
-        # If the prompt fills the cache, one token makes `Capacity.check` refuse it, with the numbers.
-        return max(1, self.scheduler.capacity.max_sequence_tokens(tenant, budget) - num_prompt_tokens)
+        # If the prompt fills the cache, one token makes `TenantLimits.check` refuse it, with the numbers.
+        return max(1, self.scheduler.tenants.max_sequence_tokens(tenant, budget) - num_prompt_tokens)
 
     def _tokenize(self, prompt: Prompt, add_special_tokens: bool) -> array[int]:
         token_ids = packed_token_ids(

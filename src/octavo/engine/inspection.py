@@ -102,7 +102,7 @@ def kv_report(scheduler: Scheduler) -> dict[str, Any]:
     kv = scheduler.kv
     kv.pins.expire()
     size = kv.spec.block_bytes
-    requests, limits = scheduler.requests, scheduler.lifecycle.tenants.limits
+    requests, limits = scheduler.requests, scheduler.tenants.limits
     stock = kv.stock(requests)
     held = {holding.request.request_id: holding for holding in stock.holdings}
     totals = CacheTotals()

@@ -25,6 +25,7 @@ from octavo.text.detokenizer import IncrementalDetokenizer
 from octavo.text.tokenizer import Tokenizer
 
 FinishSequence = Callable[[Sequence, FinishReason, int | str | None], None]
+FailRequest = Callable[[Request, Exception], None]
 
 
 def read(detokenizer: IncrementalDetokenizer, update: SequenceUpdate, first: int = 0) -> str:
@@ -49,24 +50,20 @@ def watch_stop_strings(request: Request, tokenizer: Tokenizer | None) -> None:
         request.stop_readers = [detokenizer.copy() for _ in request.sequences]
 
 
-def find_stop_strings(updates: Iterable[SequenceUpdate], finish: FinishSequence) -> list[tuple[Request, Exception]]:
+def find_stop_strings(updates: Iterable[SequenceUpdate], finish: FinishSequence, fail: FailRequest) -> None:
     """Read a step's tokens of requests with stop strings, and end the sequences in which one is complete.
 
-    Returns:
-        The requests for which this raised, with the exceptions; all their sequences have been ended.
+    Args:
+        fail: called with each request for which this raised, and the exception.
     """
-    failed: dict[RequestId, tuple[Request, Exception]] = {}
     for update in updates:
         request = update.seq.request
-        if request.stop_readers is None or request.request_id in failed:
+        if request.stop_readers is None or update.seq.finish_reason is FinishReason.ERROR:
             continue
         try:
             _find_stop_string(request.stop_readers[update.seq.index], update, finish)
         except Exception as error:
-            failed[request.request_id] = (request, error)
-            for seq in request.sequences:
-                finish(seq, FinishReason.ERROR, None)
-    return list(failed.values())
+            fail(request, error)
 
 
 def _find_stop_string(detokenizer: IncrementalDetokenizer, update: SequenceUpdate, finish: FinishSequence) -> None:

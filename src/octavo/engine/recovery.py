@@ -155,7 +155,7 @@ class Recovery:
         if culprit is None:
             return []
         self._probe(error)
-        request = self._scheduler.lifecycle.end_request(culprit, FinishReason.ERROR)
+        request = self._scheduler.end_request(culprit, FinishReason.ERROR)
         self._restart(error)
         return [] if request is None else [request]
 
@@ -176,8 +176,8 @@ class Recovery:
             return self.step_failed(rows, error)
         self.log(error, list(touched), "they end")
         for request_id in touched:
-            self._scheduler.lifecycle.end_request(request_id, FinishReason.ERROR)
-        self._scheduler.lifecycle.take_failures()
+            self._scheduler.end_request(request_id, FinishReason.ERROR)
+        self._scheduler.take_failures()
         self._restart(error)
         return list(touched.values())
 
@@ -195,8 +195,8 @@ class Recovery:
         self.log(error, [request.request_id for request in running], "they end, and the runner is started again")
         self.isolation = FaultIsolation()
         for request in running:
-            scheduler.lifecycle.end_request(request.request_id, FinishReason.ERROR)
-        scheduler.lifecycle.take_failures()
+            scheduler.end_request(request.request_id, FinishReason.ERROR)
+        scheduler.take_failures()
         self._restart(error)
         # Nothing that was computed is left.
         for pin in list(scheduler.kv.pins):
@@ -241,14 +241,14 @@ class Recovery:
             try:
                 plan = scheduler.schedule()
                 scheduler.update(plan, self._runner.execute(plan))
-                if not scheduler.lifecycle.take_failures():
+                if not scheduler.take_failures():
                     return
             except LogitsError:
                 return  # it was computed
             except Exception:
                 logger.warning("attempt %d of %d to compute a token for no request failed too", attempt, PROBES)
             finally:
-                scheduler.lifecycle.end_request(request.request_id)
+                scheduler.end_request(request.request_id)
         raise EngineDeadError(f"nothing can be computed any more: {error}") from error
 
     def _runnable_tokens(self) -> dict[RequestId, int]:

@@ -4,7 +4,7 @@ checks this drawing.
 assembly                     builds the cache and the scheduler from options
 scheduler                    what the engine calls: add, schedule, update, end
 
-composer | results           which tokens a step computes: those of streams, then of prompts; what its draws change
+composer                     which tokens a step computes: those of streams, then of prompts
 beam | speculation           beam search; which drafted tokens a step verifies
 drafts                       tokens that may follow, from text that is known
 admission | stream_turns     which sequences start to run, and who may overtake; turns among streams

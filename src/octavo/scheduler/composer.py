@@ -107,9 +107,8 @@ class StepComposer:
             self._lifecycle.preempt_one_of(idle or order[1:] or order)
             self._share(draft)
         for seq, num_new in list(draft.chunks.values()):
-            is_output = seq.num_computed >= seq.num_prompt_tokens and seq.seq_id not in draft.admitted
             # More of the output must be computed again after a preemption.
-            if is_output and num_new == seq.num_missing <= MOST_FORCED + 1:
+            if seq.num_computed >= seq.num_prompt_tokens and num_new == seq.num_missing <= MOST_FORCED + 1:
                 draft.runs[seq.seq_id] = draft.chunks.pop(seq.seq_id)
         if self._speculator is not None and not draft.chunks:
             self._add_drafts(self._speculator, draft)
@@ -318,7 +317,6 @@ class StepComposer:
         self._policy.admitted(seq)
         budget.take(seq.num_computed, num_new, scored=seq.request.is_scored)
         budget.num_newcomers -= 1 + seq.num_pending_siblings
-        draft.admitted.add(seq.seq_id)
         draft.chunks[seq.seq_id] = (seq, num_new)
         return True
 
@@ -372,5 +370,6 @@ class StepComposer:
         self._running.grew(seq)
         if copies:
             draft.copies.extend(copies)
-            draft.copied.add(seq.seq_id)
+            place = seq.state.placed
+            place.num_sent = min(place.num_sent, seq.num_computed // kv.spec.block_size)  # the rest is a copy
         return True

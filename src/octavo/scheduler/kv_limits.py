@@ -8,8 +8,8 @@ A tenant may take the blocks that are available beyond the unused floors of all 
 tenant, so no sequence is ever preempted for a floor, unless the floor was raised while others held more. Blocks that
 are cached or pinned but unused count towards no tenant: they are evicted, and pins yield, for a floor.
 
-Neither limit applies to a sequence that runs alone, nor a cap to a tenant's only running sequence: `Capacity` checked
-on arrival that they fit, and every accepted request must complete even if the limits have changed since.
+Neither limit applies to a sequence that runs alone, nor a cap to a tenant's only running sequence: it was
+checked on arrival that they fit, and every accepted request must complete even if the limits have changed since.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from octavo.errors import CapacityError, ConfigError, ContextLengthError
 from octavo.kv_budget import KVBudget
 from octavo.kvcache.spec import KVCacheSpec
-from octavo.request import Sequence, SequenceStatus
+from octavo.request import Request, Sequence, SequenceStatus
 
 if TYPE_CHECKING:  # the options of `octavo serve` need the amounts, and no numpy
     from octavo.kvcache.manager import KVCacheManager
@@ -42,6 +42,9 @@ class KVLimits:
 
     floor: int = 0
     cap: int | None = None
+
+
+_NO_LIMITS = KVLimits()
 
 
 def resolve_limits(amounts: KVAmounts, spec: KVCacheSpec, num_blocks: int, max_step: int) -> dict[str, KVLimits]:
@@ -71,7 +74,7 @@ def resolve_limits(amounts: KVAmounts, spec: KVCacheSpec, num_blocks: int, max_s
         if limit.cap is not None and limit.cap < limit.floor:
             numbers = f"{limit.cap} KV blocks of {size} tokens, below its kv_floor of {limit.floor}"
             raise ConfigError(f"kv_cap of tenant {tenant} is {numbers}")
-        if limit != KVLimits():
+        if limit != _NO_LIMITS:
             limits[tenant] = limit
     total = sum(limit.floor for limit in limits.values())
     if total > num_blocks:
@@ -85,23 +88,35 @@ def resolve_limits(amounts: KVAmounts, spec: KVCacheSpec, num_blocks: int, max_s
 
 
 class TenantLimits:
-    """Decides whether a tenant may take the blocks that its sequences need."""
+    """Decides which requests could ever be served, and whether a tenant may take the blocks that its sequences need.
 
-    def __init__(self, kv: KVCacheManager, running: RunningSet) -> None:
+    `check` and `max_sequence_tokens` are thread-safe, because nothing that they read is changed in place.
+
+    Args:
+        max_num_seqs: maximum number of sequences that run at once.
+        max_step: maximum number of tokens in a step, for which a sliding window holds blocks too.
+    """
+
+    def __init__(
+        self, kv: KVCacheManager, running: RunningSet, *, max_num_seqs: int, max_model_len: int, max_step: int
+    ) -> None:
         self._kv = kv
         self._running = running
-        self.set_limits({})
+        self._num_blocks = kv.pool.num_blocks - 1
+        self._max_num_seqs, self._max_model_len, self._max_step = max_num_seqs, max_model_len, max_step
+        self.limits: Mapping[str, KVLimits] = {}
+        # Blocks, the budget of a sequence, and the longest one that they hold.
+        self._longest: tuple[int, KVBudget | None, int] = (-1, None, 0)
 
     def set_limits(self, limits: Mapping[str, KVLimits]) -> None:
         """Replace the tenants' floors and caps."""
         self.limits = limits
-        self._floors = {tenant: limit.floor for tenant, limit in limits.items() if limit.floor}
 
     def __bool__(self) -> bool:
         return bool(self.limits)
 
     def is_capped(self, tenant: str) -> bool:
-        return tenant in self.limits and self.limits[tenant].cap is not None
+        return self._limits_of(tenant).cap is not None
 
     def room(self, seq: Sequence) -> int:
         """Return the number of available blocks that a sequence may take, running or waiting."""
@@ -117,10 +132,9 @@ class TenantLimits:
         For a waiting sequence, also without those that the tenant's running sequences are still bound to take.
         """
         tenant = seq.request.tenant
-        if not self.is_capped(tenant) or not any(other is not seq for other in self._running_of(tenant)):
+        cap = self._limits_of(tenant).cap
+        if cap is None or not any(other is not seq for other in self._running_of(tenant)):
             return math.inf
-        cap = self.limits[tenant].cap
-        assert cap is not None
         return cap - (self._held(tenant) if seq.status is SequenceStatus.RUNNING else self.use_of(tenant))
 
     def is_within_floor(self, tenant: str, num_blocks: int) -> bool:
@@ -130,7 +144,7 @@ class TenantLimits:
     @property
     def num_kept(self) -> int:
         """The number of available blocks that are kept for tenants' floors."""
-        return sum(map(self._unused_floor, self._floors))
+        return sum(map(self._unused_floor, self.limits))
 
     def use_of(self, tenant: str) -> int:
         """Return the blocks that a tenant holds or is still bound to take; -1 if none of its sequences runs."""
@@ -143,7 +157,7 @@ class TenantLimits:
             return True
         if self.cap_left(seq) <= 0:
             return False
-        return self._held(others) > self._floors.get(others, 0)
+        return self._held(others) > self._limits_of(others).floor
 
     def restore_floor(self, tenant: str) -> bool:
         """Let pins yield until a tenant's floor is available; returns whether any did."""
@@ -156,12 +170,12 @@ class TenantLimits:
 
     def _unused_floor(self, tenant: str) -> int:
         """Return how many blocks of its floor a tenant does not hold."""
-        floor = self._floors.get(tenant, 0)
+        floor = self._limits_of(tenant).floor
         return max(0, floor - self._held(tenant)) if floor else 0
 
     def _kept_for_others(self, tenant: str) -> int:
         """Return the number of available blocks that a tenant may not take: the unused floors of all others."""
-        return sum(self._unused_floor(other) for other in self._floors if other != tenant)
+        return sum(self._unused_floor(other) for other in self.limits if other != tenant)
 
     def _bound_of(self, tenant: str) -> int:
         """Return the blocks that the tenant's running sequences are still bound to take."""
@@ -174,47 +188,19 @@ class TenantLimits:
     def _running_of(self, tenant: str) -> list[Sequence]:
         return [seq for seq in self._running.order if seq.request.tenant == tenant]
 
+    def _limits_of(self, tenant: str) -> KVLimits:
+        return self.limits.get(tenant, _NO_LIMITS)
 
-class Capacity:
-    """Checks whether a request could ever be served, however long it waits.
-
-    Args:
-        num_blocks: number of blocks in the pool, without the null block.
-        max_step: maximum number of tokens in a step, for which a sliding window holds blocks too.
-    """
-
-    def __init__(self, spec: KVCacheSpec, num_blocks: int, *, max_num_seqs: int, max_model_len: int, max_step: int):
-        self._spec = spec
-        self._num_blocks = num_blocks
-        self._max_num_seqs = max_num_seqs
-        self._max_model_len = max_model_len
-        self._max_step = max_step
-        self._limits: Mapping[str, KVLimits] = {}
-        # Blocks, the budget of a sequence, and the longest one that they hold.
-        self._longest: tuple[int, KVBudget | None, int] = (-1, None, 0)
-
-    def check(
-        self,
-        num_prompt_tokens: int,
-        max_tokens: int,
-        n: int = 1,
-        n_param: str = "n",
-        tenant: str = "",
-        budget: KVBudget | None = None,
-    ) -> None:
-        """Refuse a request that can never be served, with the numbers in the error.
-
-        Args:
-            max_tokens: maximum number of output tokens; if 0, only the prompt is computed.
-            n: number of sequences computed from one prompt.
-            n_param: the name of the parameter that sets `n`.
-            tenant: the tenant whose floor and cap apply.
-            budget: what each sequence keeps.
+    def check(self, request: Request) -> None:
+        """Refuse a request that could not be served however long it waits, with the numbers in the error.
 
         Raises:
             ContextLengthError: prompt + max_tokens is over max_model_len.
-            CapacityError: one sequence needs more blocks than its tenant can have, or n is over max_num_seqs.
+            CapacityError: one sequence needs more blocks than its tenant can have, or there are more sequences than run
+                at once.
         """
+        params, tenant = request.params, request.tenant
+        num_prompt_tokens, max_tokens = len(request.prompt_token_ids), request.most_output_tokens
         limit = self._max_model_len
         total = num_prompt_tokens + max_tokens
         if total > limit:
@@ -223,31 +209,26 @@ class Capacity:
                 f"{num_prompt_tokens} in the prompt and {max_tokens} for the completion (max_tokens)",
                 param="max_tokens" if num_prompt_tokens < limit else "prompt",
             )
-        if n > self._max_num_seqs:
+        if (width := params.num_sequences) > self._max_num_seqs:
             raise CapacityError(
-                f"{n_param} is {n}, but at most {self._max_num_seqs} sequences run at once, the smaller of "
-                "max_num_seqs and max_num_batched_tokens",
-                param=n_param,
+                f"{params.width_param} is {width}, but at most {self._max_num_seqs} sequences run at once, the smaller "
+                "of max_num_seqs and max_num_batched_tokens",
+                param=params.width_param,
             )
-        if (blocks := self._blocks(num_prompt_tokens + max(1, max_tokens), budget)) > (
-            most := self._most_blocks(tenant)
-        ):
+        blocks, most = self._blocks(num_prompt_tokens + max(1, max_tokens), params.kv_budget), self._most_blocks(tenant)
+        if blocks > most:
             if most == self._num_blocks:
                 limit_is = f"the cache has {most} in all"
-            elif most == self._cap(tenant):
+            elif most == self._limits_of(tenant).cap:
                 limit_is = f"this API key's tenant may hold {most} at once (kv_cap)"
             else:
                 # Others' floors are the reason, but no tenant is told of another's.
                 limit_is = f"at most {most} are available to this API key's tenant"
             raise CapacityError(
                 f"{num_prompt_tokens} prompt tokens and {max_tokens} output tokens need {blocks} KV blocks of "
-                f"{self._spec.block_size} tokens, but {limit_is}",
+                f"{self._kv.spec.block_size} tokens, but {limit_is}",
                 param="max_tokens",
             )
-
-    def set_limits(self, limits: Mapping[str, KVLimits]) -> None:
-        """Replace the tenants' floors and caps. Thread-safe like `check`, because nothing is changed in place."""
-        self._limits = limits
 
     def max_sequence_tokens(self, tenant: str = "", budget: KVBudget | None = None) -> int:
         """Return the length of a tenant's longest sequence that `check` accepts, in tokens; 0 if none fits."""
@@ -260,17 +241,13 @@ class Capacity:
             return longest
         return self._longest[2]
 
-    def _cap(self, tenant: str) -> int:
-        limits = self._limits.get(tenant)
-        return self._num_blocks if limits is None or limits.cap is None else limits.cap
-
     def _most_blocks(self, tenant: str) -> int:
         """Return the blocks that a tenant can have if no other tenant holds more than its floor."""
-        if not self._limits:
-            return self._num_blocks
-        kept = sum(limits.floor for other, limits in self._limits.items() if other != tenant)
-        return min(self._num_blocks - kept, self._cap(tenant))
+        limits = self.limits
+        left = self._num_blocks - sum(limit.floor for other, limit in limits.items() if other != tenant)
+        cap = self._limits_of(tenant).cap
+        return left if cap is None else min(left, cap)
 
     def _blocks(self, total: int, budget: KVBudget | None) -> int:
         # The last token's key and value are never computed.
-        return self._spec.peak_blocks(total - 1, self._max_step, budget)
+        return self._kv.spec.peak_blocks(total - 1, self._max_step, budget)

@@ -84,13 +84,13 @@ class Lifecycle:
         by_prefix: whether waiting requests with the longest cached prefix are admitted first, as far as the policy
             allows.
         fetching: requests that wait for stores below host memory; None if there are no stores.
-        on_ended: called with each request that has ended.
 
     Attributes:
         live: the requests that have not ended.
         running, waiting: their sequences that hold blocks, and that wait for some.
         tenants: the blocks that tenants may take.
         builder: what the runner knows of them.
+        on_admitted, on_ended: called once with each request, when it is first admitted, and when it has ended.
     """
 
     def __init__(
@@ -102,7 +102,6 @@ class Lifecycle:
         *,
         by_prefix: bool = False,
         fetching: Fetching | None = None,
-        on_ended: Callable[[Request], None] | None = None,
     ) -> None:
         self.live: dict[RequestId, Request] = {}
         self.counters = SchedulerCounters()
@@ -113,11 +112,18 @@ class Lifecycle:
         self.fetching = fetching
         self.builder = PlanBuilder(kv)
         self.running = RunningSet(kv, config.headroom_tokens, on_leave=self.builder.drop)
-        self.tenants = TenantLimits(kv, self.running)
+        self.tenants = TenantLimits(
+            kv,
+            self.running,
+            max_num_seqs=config.num_places,
+            max_model_len=config.max_model_len,
+            max_step=config.max_num_batched_tokens,
+        )
         length = partial(prefix_length, kv) if by_prefix else None
         self.waiting = WaitingQueue(self.policy, length, self.tenants.is_capped)
         self._failures: list[tuple[Request, Exception]] = []
-        self._on_ended = on_ended
+        self.on_admitted: Callable[[Request], None] = lambda request: None
+        self.on_ended: Callable[[Request], None] = lambda request: None
 
     @property
     def num_free_places(self) -> int:
@@ -134,6 +140,11 @@ class Lifecycle:
         self.waiting.admit(seq)
         seq.status = SequenceStatus.RUNNING
         self.running.enter(seq)
+        if self.fetching is not None:
+            self.fetching.release(seq)
+        if not seq.request.was_admitted:
+            seq.request.was_admitted = True
+            self.on_admitted(seq.request)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Fork `child` from `parent` over the same blocks; blocks that the child held are released.
@@ -213,8 +224,7 @@ class Lifecycle:
         if seq.request.finished:
             self.live.pop(seq.request.request_id, None)
             self.policy.ended(seq.request)
-            if self._on_ended is not None:
-                self._on_ended(seq.request)
+            self.on_ended(seq.request)
 
     def end_request(self, request_id: RequestId, reason: FinishReason = FinishReason.ABORT) -> Request | None:
         """End every sequence of a request and free its blocks; None if the request is unknown or has ended."""
@@ -248,20 +258,33 @@ class Lifecycle:
         failures, self._failures = self._failures, []
         return failures
 
-    def hold_back(self, seq: Sequence) -> None:
-        """Move a waiting sequence out of the line, until `start_over` lets it run."""
-        self.waiting.discard(seq)
+    def hold(self, request: Request) -> None:
+        """Make a request that was just added wait until a `restart` that lets it run."""
+        seq = request.sequences[0]
+        if self.fetching is not None:
+            self.fetching.release(seq)
+        if seq.status is SequenceStatus.WAITING:
+            self.waiting.discard(seq)
         seq.status = SequenceStatus.PARKED
         seq.state.is_held = True
 
-    def abandon_plans(self) -> None:
-        """Abandon the plans in flight: the runner's state is unknown, so it is sent every sequence again."""
+    def abandon_step(self) -> None:
+        """Abandon the plans in flight, which gave no result; their stores are lost, the runner's state is unknown."""
         self.builder.abandon()
         for seq in self.running:
-            seq.state.placed.num_sent = 0
+            seq.state.placed.num_sent = -1
+        self.kv.hierarchy.fail()
 
-    def start_over(self, may_run: MayRun | None) -> None:
-        """Release the blocks of every sequence, and requeue it or, if it may not run, hold it back."""
+    def restart(self, may_run: MayRun | None = None) -> None:
+        """Start over after a failed step, relying only on the requests and their tokens.
+
+        All plans are dropped. Every sequence releases its blocks, on the device and in host memory, and waits to be
+        recomputed; full blocks that were computed are found in the prefix cache.
+
+        Args:
+            may_run: whether a request may run before the next restart; the others keep waiting. By default all may.
+        """
+        self.abandon_step()
         self.running.clear()
         self.waiting.clear()
         for seq in [seq for request in self.live.values() for seq in request.sequences]:

@@ -63,9 +63,7 @@ class StepDraft:
         streams: sequences that compute one token.
         runs: sequences that compute what a grammar has forced after their last drawn token, and how many tokens.
         chunks: sequences that compute prompt tokens, and how many.
-        admitted: those of `chunks` that have just been admitted.
         drafts: those of `streams` and `runs` that verify a draft, and its tokens.
-        copied: sequences whose first block to write to is a new copy, which the runner does not know yet.
         copies: block copies to make before anything is computed.
     """
 
@@ -74,9 +72,7 @@ class StepDraft:
         self.streams: list[Sequence] = []
         self.runs: dict[SequenceId, tuple[Sequence, int]] = {}
         self.chunks: dict[SequenceId, tuple[Sequence, int]] = {}
-        self.admitted: set[SequenceId] = set()
         self.drafts: dict[SequenceId, tuple[Sequence, tuple[int, ...]]] = {}
-        self.copied: set[SequenceId] = set()
         self.copies: list[BlockCopy] = []
 
     def __bool__(self) -> bool:
@@ -154,7 +150,7 @@ class PlanBuilder:
         if not draft:
             return StepPlan()
         self.is_building = True
-        size, copied, drafts = self._block_size, draft.copied, draft.drafts
+        size, drafts = self._block_size, draft.drafts
         sequences: list[Sequence] = []
         starts: list[int] = []
         token_ids: list[int] = []
@@ -166,9 +162,8 @@ class PlanBuilder:
             if not output or seq_id in drafts:
                 others.append((seq, 1))  # it may draw for siblings too, or verify a draft
                 continue
-            place = seq.state.place
-            if place is None or start >= place.num_sent * size or seq_id in copied:
-                self._send(len(sequences), seq, start, start + 1, copied=seq_id in copied)
+            if start >= seq.state.placed.num_sent * size:
+                self._send(len(sequences), seq, start + 1)
             add_sequence(seq)
             add_start(start)
             add_token(output[-1])
@@ -183,7 +178,7 @@ class PlanBuilder:
             start, request = seq.num_computed, seq.request
             end = start + num_new
             _, verified = drafts.get(seq.seq_id, (seq, ()))
-            self._send(row, seq, start, end + len(verified), copied=seq.seq_id in copied)
+            self._send(row, seq, end + len(verified))
             drawing = request.drawing(seq) if end == seq.num_tokens else ()
             if verified:
                 drafted[row] = verified
@@ -266,28 +261,23 @@ class PlanBuilder:
 
     def drop(self, seq: Sequence) -> None:
         """Make the runner drop a sequence that stops running, before its blocks or its id are reused."""
-        if seq.state.placed.num_sent:
+        if seq.state.placed.num_sent >= 0:
             self._changes.append(SequenceDropped(seq.seq_id))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Note that `child` was forked from `parent`, over the same blocks."""
-        if sent := parent.state.placed.num_sent:
+        if (sent := parent.state.placed.num_sent) >= 0:
             child.state.placed.num_sent = sent
             self._changes.append(SequenceForked(child.seq_id, parent.seq_id, child.seed))
 
-    def _send(self, row: int, seq: Sequence, start: int, end: int, *, copied: bool) -> None:
-        """Send the runner what it needs to compute tokens `start .. end` of a row's sequence."""
-        size, place = self._block_size, seq.state.placed
-        if not (sent := place.num_sent):
-            self._send_whole(seq)
-        elif copied or end > sent * size:
-            first = min(sent, start // size) if copied else sent
-            tables = self._kv.tables(seq)
-            self._tables.append(TableDelta(row, first, tuple(tuple(table[first:]) for table in tables)))
-            place.num_sent = len(tables[0])
-
-    def _send_whole(self, seq: Sequence) -> None:
-        request, tables = seq.request, self._kv.tables(seq)
+    def _send(self, row: int, seq: Sequence, end: int) -> None:
+        """Send the runner what it needs to compute the tokens of a row's sequence before `end`."""
+        request, place, tables = seq.request, seq.state.placed, self._kv.tables(seq)
+        if (first := place.num_sent) >= 0:
+            if end > first * self._block_size:
+                self._tables.append(TableDelta(row, first, tuple(tuple(table[first:]) for table in tables)))
+                place.num_sent = len(tables[0])
+            return
         params = request.params
         sampling = SamplingSnapshot(
             request.request_id,
@@ -298,8 +288,8 @@ class PlanBuilder:
             request.num_candidates,
             request.bad_word_ids,
         )
-        needs_tokens = params.counts_tokens or params.structured_outputs is not None
-        token_ids = array("i", seq.token_ids).tobytes() if needs_tokens else b""
-        self._sent_grammars |= params.structured_outputs is not None
+        has_grammar = params.structured_outputs is not None
+        token_ids = array("i", seq.token_ids).tobytes() if params.counts_tokens or has_grammar else b""
+        self._sent_grammars |= has_grammar
         self._new.append(NewSequence(seq.seq_id, sampling, tuple(table[:] for table in tables), token_ids))
-        seq.state.placed.num_sent = len(tables[0])
+        place.num_sent = len(tables[0])

@@ -10,21 +10,22 @@ and a resumption after preemption differ only in the distance.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from itertools import chain
 
 from octavo.errors import RequestError
 from octavo.kvcache.manager import KVCacheManager
-from octavo.request import Request, Sequence, SequenceStatus
+from octavo.request import FinishReason, Request, Sequence, SequenceStatus
 from octavo.scheduler.admission import Admission
 from octavo.scheduler.beam import BeamDecoding
 from octavo.scheduler.composer import StepComposer
-from octavo.scheduler.kv_limits import Capacity, KVAmounts, KVLimits, resolve_limits
+from octavo.scheduler.kv_limits import KVAmounts, KVLimits, resolve_limits
 from octavo.scheduler.lifecycle import Lifecycle, MayRun, SchedulerConfig
 from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
+from octavo.scheduler.plan_builder import PlannedRows
 from octavo.scheduler.policy import Policy
 from octavo.scheduler.preemption import Preemption
-from octavo.scheduler.results import ResultApplier
 from octavo.scheduler.speculation import Speculator
 from octavo.scheduler.step_budget import LatencyTarget
 from octavo.scheduler.step_time import StepLoad, StepTimeModel
@@ -33,18 +34,12 @@ from octavo.scheduler.waiting import Fetching
 _MOMENT = 0.005
 
 
-class Scheduler:
+class Scheduler(Lifecycle):
     """Decides each step, and advances the sequences by its result.
 
     Args:
         config, kv, policy, preemption, by_prefix, fetching: see `Lifecycle`.
         speculator: chooses drafts for steps to verify; by default, there are none.
-
-    Attributes:
-        lifecycle: the requests that have not ended, and the transitions of their sequences.
-        live, running, waiting, counters: those of `lifecycle`.
-        capacity: checks which requests can ever be served.
-        on_admitted: called once with each request, when it is first admitted.
     """
 
     def __init__(
@@ -58,27 +53,14 @@ class Scheduler:
         fetching: Fetching | None = None,
         speculator: Speculator | None = None,
     ) -> None:
-        on_ended = None if speculator is None else speculator.ended
-        lifecycle = Lifecycle(config, kv, policy, preemption, by_prefix=by_prefix, fetching=fetching, on_ended=on_ended)
-        self.lifecycle = lifecycle
-        self.config, self.kv, self.policy, self.counters = config, kv, lifecycle.policy, lifecycle.counters
-        self.live, self.running, self.waiting = lifecycle.live, lifecycle.running, lifecycle.waiting
-        self._builder, self._tenants = lifecycle.builder, lifecycle.tenants
+        super().__init__(config, kv, policy, preemption, by_prefix=by_prefix, fetching=fetching)
         self.speculator = speculator
+        if speculator is not None:
+            self.on_ended = speculator.ended
         times = StepTimeModel() if speculator is None else speculator.times
         self._latency = None if config.itl_slo_ms is None else LatencyTarget(config.itl_slo_ms / 1e3, times)
-        self._admission = Admission(lifecycle)
-        self._composer = StepComposer(lifecycle, self._admission, self._latency, speculator)
-        self._results = ResultApplier(lifecycle)
-        self._to_pin: list[Sequence] = []  # whose prefixes are still to be pinned
-        self.on_admitted: Callable[[Request], None] = lambda request: None
-        self.capacity = Capacity(
-            kv.spec,
-            kv.pool.num_blocks - 1,
-            max_num_seqs=config.num_places,
-            max_model_len=config.max_model_len,
-            max_step=config.max_num_batched_tokens,
-        )
+        self._admission = Admission(self)
+        self._composer = StepComposer(self, self._admission, self._latency, speculator)
 
     @property
     def num_running(self) -> int:
@@ -86,7 +68,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + (0 if self.lifecycle.fetching is None else len(self.lifecycle.fetching))
+        return len(self.waiting) + (0 if self.fetching is None else len(self.fetching))
 
     @property
     def num_swapped(self) -> int:
@@ -101,12 +83,12 @@ class Scheduler:
     @property
     def planned(self) -> list[Sequence]:
         """The sequence of each row of the plan in flight; of two plans, the first."""
-        return self._builder.in_flight.sequences
+        return self.builder.in_flight.sequences
 
     @property
     def drawing(self) -> list[Sequence]:
         """The sequence of each draw of the plan in flight; of two plans, the first."""
-        return self._builder.in_flight.drawing
+        return self.builder.in_flight.drawing
 
     @property
     def has_work(self) -> bool:
@@ -116,25 +98,17 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            RequestError: the request id is in use, or `Capacity.check` refuses the request; nothing has changed.
+            RequestError: the request id is in use, or `TenantLimits.check` refuses the request; nothing has changed.
         """
         if request.request_id in self.live:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
-        params = request.params
-        self.capacity.check(
-            len(request.prompt_token_ids),
-            request.most_output_tokens,
-            params.num_sequences,
-            params.width_param,
-            request.tenant,
-            params.kv_budget,
-        )
+        self.tenants.check(request)
         self.policy.queued(request)
         self.live[request.request_id] = request
-        if params.use_beam_search:
-            request.search = BeamDecoding(request, self.lifecycle)
+        if request.params.use_beam_search:
+            request.search = BeamDecoding(request, self)
         seq = request.sequences[0]
-        if self.lifecycle.fetching is None or seq.request.needs_all_tokens or not self.lifecycle.fetching.begin(seq):
+        if self.fetching is None or seq.request.needs_all_tokens or not self.fetching.begin(seq):
             self.waiting.push(seq)
 
     def resolve_limits(self, amounts: KVAmounts) -> dict[str, KVLimits]:
@@ -148,12 +122,11 @@ class Scheduler:
         their own floors, and a lowered cap once enough of the tenant's requests have ended.
         """
         waiting = [seq for r in self.live.values() for seq in r.sequences if seq.status is SequenceStatus.WAITING]
-        before = self._tenants.limits
+        before = self.tenants.limits
         moving = [seq for seq in waiting if before.get(seq.request.tenant) != limits.get(seq.request.tenant)]
         for seq in moving:
             self.waiting.discard(seq)
-        self.capacity.set_limits(limits)
-        self._tenants.set_limits(limits)
+        self.tenants.set_limits(limits)
         if limits and self.kv.pool.owners is None:
             self.kv.count_owners(self.live.values())
         for seq in moving:
@@ -168,9 +141,9 @@ class Scheduler:
         its result must be awaited first. `update` must be called for both in order; what a sequence that ends in the
         first computes in the second is discarded. A step that gives no result must be abandoned first.
         """
-        builder, fetching = self._builder, self.lifecycle.fetching
+        builder, fetching = self.builder, self.fetching
         if builder.is_building:
-            self.lifecycle.abandon_plans()  # planning the last step raised
+            self.abandon_step()  # planning the last step raised
         if builder.num_in_flight:
             # Two steps are in flight at most, and only a step with none before it admits requests that were fetched.
             if builder.num_in_flight > 1 or (fetching is not None and len(fetching) > 0):
@@ -185,9 +158,6 @@ class Scheduler:
             for seq in fetching.arrived():
                 self.waiting.push(seq)
         draft = self._composer.compose()
-        for seq_id, (seq, _) in draft.chunks.items():
-            if seq_id in draft.admitted:
-                self._note_admitted(seq)
         if draft and hierarchy.host.has_transfers:
             return builder.build(draft, *hierarchy.take())
         return builder.build(draft)
@@ -199,45 +169,163 @@ class Scheduler:
         """
         if len(result.token_ids) != plan.num_draws:
             raise ValueError(f"{plan.num_draws} tokens were to be drawn, {len(result.token_ids)} came back")
-        rows = self._builder.complete(plan)
+        rows = self.builder.complete(plan)
         finished = SequenceStatus.FINISHED
         first = chain(rows.sequences[: plan.num_streams], chain.from_iterable(rows.draws))
         self.policy.drawn(seq for seq in first if seq.status is not finished)
         self.kv.hierarchy.complete()
-        updates = self._results.apply(result, rows)
+        updates = self._apply(result, rows)
         if result.forced or rows.drafts:
             more = (update for update in updates if update.seq.request.search is None)
             self.policy.drawn(update.seq for update in more for _ in update.token_ids[1:])
         if self.speculator is not None:
             self.speculator.learn({rows.sequences[row].seq_id: ids for row, ids in rows.drafts.items()}, updates)
-        if self._to_pin:
-            self._to_pin = [seq for seq in self._to_pin if not self._pin_computed(seq)]
         return updates
 
-    def restart(self, may_run: MayRun | None = None) -> None:
-        """Start over after a failed step, relying only on the requests and their tokens.
+    def _apply(self, result: StepResult, rows: PlannedRows) -> list[SequenceUpdate]:
+        """Advance the sequence of each row, and return the tokens that they gained."""
+        plan, sequences = rows.plan, rows.sequences
+        for scores, logprobs in zip(plan.scores, result.prompt_logprobs, strict=True):
+            sequences[scores.row].request.prompt_logprobs.extend(logprobs)
+        for pool, total in zip(plan.pools, result.pooled, strict=True):
+            if (states := sequences[pool.row].request.pooled) is not None:
+                states.add(pool.num_tokens, total)
+        updates: list[SequenceUpdate] = []
+        forced = result.forced
+        for draw, (seq, token_id) in enumerate(zip(sequences[: plan.num_streams], result.token_ids, strict=False)):
+            if (place := seq.state.place) is None:
+                continue  # it has ended after the step was planned
+            computed = seq.num_computed = seq.num_computed + 1
+            if computed >= place.publish_at and not self._publish(seq):
+                continue
+            if computed >= place.more_from or token_id in place.ending_ids or draw in forced:
+                self._draw((seq,), draw, result, updates)
+            else:  # nearly every stream only gains a token
+                seq.output_token_ids.append(token_id)
+                updates.append(SequenceUpdate(seq, (token_id,)))
+        draw = plan.num_streams
+        for row, drawing in enumerate(rows.draws, start=plan.num_streams):
+            seq, draft = sequences[row], rows.drafts.get(row, ())
+            first, draw = draw, draw + len(draft) + len(drawing)
+            if seq.finished:
+                continue  # it has ended after the step was planned
+            accepted = self._num_accepted(seq, draft, result.token_ids[first : first + len(draft)])
+            seq.output_token_ids.extend(draft[:accepted])
+            seq.num_computed = plan.starts[row] + plan.lengths[row] - len(draft) + accepted
+            self.policy.computed(seq)
+            if self._publish(seq) and drawing:
+                self._draw(drawing, first, result, updates, accepted)
+            if accepted < len(draft):
+                self.trim(seq)
+        return updates
 
-        All plans are dropped. Every sequence releases its blocks, on the device and in host memory, and waits to be
-        recomputed; full blocks that were computed are found in the prefix cache.
+    def _num_accepted(self, seq: Sequence, draft: Seq[int], drawn: Seq[int]) -> int:
+        """Return how many tokens of a draft were drawn too, up to the one that ends the sequence, exclusively."""
+        num_output = len(seq.output_token_ids)
+        for place, (token_id, wanted) in enumerate(zip(drawn, draft, strict=True)):
+            if token_id != wanted or self._ending(seq, token_id, num_output + place + 1) is not None:
+                return place
+        return len(draft)
+
+    def _publish(self, seq: Sequence) -> bool:
+        """Publish the blocks that a sequence has filled, and pin those that its request wants pinned.
+
+        Returns:
+            False if that failed, and the request has ended.
+        """
+        place, computed, size = seq.state.placed, seq.num_computed, self.kv.spec.block_size
+        if computed < place.publish_at:
+            return True
+        try:
+            self.kv.commit(seq)
+            request = seq.request
+            for wanted in request.pins[len(request.pin_receipts) :]:
+                if computed < wanted.num_tokens // size * size:
+                    break
+                request.pin_receipts.append(self.kv.pin(request, wanted))
+        except Exception as error:
+            self.fail(seq.request, error)
+            return False
+        place.publish_at = 0 if self.kv.slides else computed - computed % size + size
+        return True
+
+    def _draw(
+        self,
+        seqs: tuple[Sequence, ...],
+        draw: int,
+        result: StepResult,
+        updates: list[SequenceUpdate],
+        num_accepted: int = 0,
+    ) -> None:
+        """Continue a request's sequences, which have the draws from number `draw` on; if that fails, it ends.
 
         Args:
-            may_run: whether a request may run before the next restart; the others keep waiting. By default all may.
+            num_accepted: draws before the only sequence's last, which it has appended already.
         """
-        self.abandon_step()
+        request = seqs[0].request
+        try:
+            if request.search is not None:
+                request.search.take(seqs, draw, result, updates)
+                return
+            self._append(seqs, draw, result, updates, num_accepted)
+            if not request.params.needs_logprobs and (place := seqs[0].state.place) is not None:
+                # The last token's key and value are never computed.
+                place.more_from = seqs[0].max_num_tokens(self.config.max_model_len) - 1
+                place.ending_ids = request.ending_ids
+        except Exception as error:
+            self.fail(request, error)
+
+    def _append(
+        self,
+        seqs: Seq[Sequence],
+        first_draw: int,
+        result: StepResult,
+        updates: list[SequenceUpdate],
+        num_accepted: int,
+    ) -> None:
+        """Append to each sequence the token it drew, and what its grammar forces after it.
+
+        Args:
+            seqs: the one that computed the prompt, whose blocks are committed, and those that are forked from it.
+            num_accepted: draws before these, which the only sequence has appended already.
+        """
+        for sibling in seqs[1:]:
+            self.fork(seqs[0], sibling)
+        logprobs_of, forced = result.logprobs, result.forced
+        for draw, seq in enumerate(seqs, start=first_draw + num_accepted):
+            update = SequenceUpdate(seq, result.token_ids[draw - num_accepted : draw + 1])
+            update.earlier_logprob = seq.cumulative_logprob
+            if draw in logprobs_of:
+                update.logprobs = tuple(logprobs_of[i] for i in range(draw - num_accepted, draw + 1))
+                for known in update.logprobs:
+                    seq.cumulative_logprob += known.logprob
+            update.cumulative_logprob = seq.cumulative_logprob
+            if draw in forced:
+                update.token_ids = (*update.token_ids, *forced[draw])
+            for length, token_id in enumerate(update.token_ids[num_accepted:], start=num_accepted + 1):
+                seq.output_token_ids.append(token_id)
+                if (ending := self._ending(seq, token_id, len(seq.output_token_ids))) is not None:
+                    self.finish(seq, *ending)
+                    update.token_ids = update.token_ids[:length]
+                    update.note_end()
+                    break
+            updates.append(update)
+
+    def _ending(self, seq: Sequence, token_id: int, num_output: int) -> tuple[FinishReason, int | None] | None:
+        """Return the finish and stop reasons of a sequence if its output token number `num_output` ends it."""
+        request, params = seq.request, seq.request.params
+        # A grammar allows end-of-sequence before `min_tokens` only if no other token fits.
+        may_stop = num_output >= params.min_tokens or params.structured_outputs is not None
+        if may_stop and token_id in (ending_ids := request.ending_ids):
+            return FinishReason.STOP, ending_ids[token_id]
+        if num_output >= (params.max_tokens or 1) or seq.num_prompt_tokens + num_output >= self.config.max_model_len:
+            return FinishReason.LENGTH, None
+        return None
+
+    def restart(self, may_run: MayRun | None = None) -> None:
+        super().restart(may_run)
         self._composer.start_over()
         self._admission.start_over()
-        for request in self.live.values():
-            if request.sequences[0].status is SequenceStatus.RUNNING:
-                self._note_admitted(request.sequences[0])
-        self.lifecycle.start_over(may_run)
-
-    def hold(self, request: Request) -> None:
-        """Make a request that was just added wait until a `restart` that lets it run."""
-        seq = request.sequences[0]
-        if self.lifecycle.fetching is not None and self.lifecycle.fetching.is_waiting(seq):
-            self.lifecycle.fetching.release(seq)
-            self.waiting.push(seq)
-        self.lifecycle.hold_back(seq)
 
     def observe(self, plan: StepPlan, seconds: float, moving_seconds: float = 0.0) -> None:
         """Learn from a step's duration, measured from the end of the previous step if there was no pause in between.
@@ -251,13 +339,13 @@ class Scheduler:
             self._latency.observe(load, seconds, num_chunk_tokens=num_chunk_tokens if plan.num_streams else 0)
         if self.speculator is not None and plan.is_decodes:
             self.speculator.observe(plan, seconds)
-        self.lifecycle.preemption.computed(num_chunk_tokens, seconds)
-        self.lifecycle.preemption.moved(len(plan.stores) + len(plan.loads), moving_seconds)
+        self.preemption.computed(num_chunk_tokens, seconds)
+        self.preemption.moved(len(plan.stores) + len(plan.loads), moving_seconds)
 
     def wait_for_loads(self) -> None:
         """Wait up to 5 ms for blocks from stores, while there is nothing to compute."""
-        if self.lifecycle.fetching is not None and len(self.lifecycle.fetching):
-            self.lifecycle.fetching.tiers.wait(_MOMENT)
+        if self.fetching is not None and len(self.fetching):
+            self.fetching.tiers.wait(_MOMENT)
 
     def idle_plan(self) -> StepPlan | None:
         """Return a plan with the pending stores that makes the runner forget grammars; call `idle_done` after it.
@@ -267,7 +355,7 @@ class Scheduler:
         hierarchy = self.kv.hierarchy
         if self.live:
             return None
-        return self._builder.idle_plan(hierarchy.take()[0] if hierarchy.host.has_transfers else ())
+        return self.builder.idle_plan(hierarchy.take()[0] if hierarchy.host.has_transfers else ())
 
     def idle_done(self, *, done: bool) -> None:
         """Note that the plan from `idle_plan` is done, or has failed."""
@@ -275,36 +363,3 @@ class Scheduler:
             self.kv.hierarchy.complete()
         else:
             self.abandon_step()
-
-    def abandon_step(self) -> None:
-        """Abandon the plans in flight, which gave no result; their stores are lost, the runner's state is unknown."""
-        self.lifecycle.abandon_plans()
-        self.kv.hierarchy.fail()
-
-    def _note_admitted(self, seq: Sequence) -> None:
-        request = seq.request
-        if seq.index:
-            return
-        if self.lifecycle.fetching is not None:
-            self.lifecycle.fetching.release(seq)
-        if not request.was_admitted:
-            request.was_admitted = True
-            self.on_admitted(request)
-        if request.pins and seq not in self._to_pin:
-            self._to_pin.append(seq)
-
-    def _pin_computed(self, seq: Sequence) -> bool:
-        """Pin the prefixes of an admitted request that are computed by now; returns whether none is left to pin.
-
-        Must run after a step and before anything else is allocated, while sequences that ended in it are still cached.
-        """
-        request, size = seq.request, self.kv.spec.block_size
-        for wanted in request.pins[len(request.pin_receipts) :]:
-            if seq.num_computed < wanted.num_tokens // size * size:
-                return seq.finished
-            try:
-                request.pin_receipts.append(self.kv.pin(request, wanted))
-            except Exception as error:
-                self.lifecycle.fail(request, error)
-                return True
-        return True

@@ -281,10 +281,6 @@ class Fetching:
         self._waiting[seq] = None
         return True
 
-    def is_waiting(self, seq: Sequence) -> bool:
-        """Whether a sequence waits for a fetch."""
-        return seq in self._waiting
-
     def arrived(self) -> list[Sequence]:
         """Return the sequences that need not wait any longer."""
         self.tiers.poll()

@@ -213,7 +213,7 @@ def too_short(results: Results, *, met: bool = False) -> str | None:
 
 def num_refused(plan: Plan, demand: Demand) -> int:
     """Return how many requests can never be served, on however many servers, because the KV cache is too small."""
-    longest = plan.server().scheduler.capacity.max_sequence_tokens()
+    longest = plan.server().scheduler.tenants.max_sequence_tokens()
     if longest >= plan.max_model_len:
         return 0
     shapes = (clip(shape, plan.max_model_len) for shape in itertools.islice(demand.shapes(), demand.num_requests))
