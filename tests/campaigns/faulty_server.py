@@ -122,7 +122,7 @@ def main() -> int:
     if faults.scheduler is not None:
         found["scheduler"] = asdict(faults.scheduler.counters)
         hierarchy = faults.scheduler.kv.hierarchy
-        found["swap"] = asdict(hierarchy.host.swapped)
+        found["swap"] = asdict(hierarchy.swapped)
     counters.write_text(json.dumps(found))
     return code
 

@@ -90,7 +90,7 @@ def test_ranks_give_the_bits_of_one(
         with made(tmp_path, tensor_parallel_size=count, **options) as llm:
             found = [bits(llm.generate(prompts, params, use_tqdm=False)) for _ in range(2)]
             assert llm.core.scheduler.counters.num_preemptions > 0
-            assert llm.core.scheduler.kv.hierarchy.host.swapped.blocks_in > 0
+            assert llm.core.scheduler.kv.hierarchy.swapped.blocks_in > 0
             found.append(bits(llm.generate(prompts[:2], SamplingParams(prompt_logprobs=1, max_tokens=1))))
             assert_idle(llm.core)
         assert expected is None or found == expected

@@ -153,4 +153,4 @@ def test_preempted_sequences_resume_with_the_cold_tokens(engines: Engines, mode:
     thrash(llm.core)
     assert tokens(llm.generate(PROMPTS, params, use_tqdm=False)) == expected()
     assert llm.core.scheduler.counters.num_preemptions > 0
-    assert (llm.core.scheduler.kv.hierarchy.host.swapped.blocks_in > 0) == (mode == "swap")
+    assert (llm.core.scheduler.kv.hierarchy.swapped.blocks_in > 0) == (mode == "swap")

@@ -61,7 +61,7 @@ def test_swapping_changes_no_token(
     llm = make_llm(folder, preemption_mode="swap", **tight(**cache))
     thrash(llm.core)
     outputs = llm.generate(*workload(), use_tqdm=False)
-    swapped = llm.core.scheduler.kv.hierarchy.host.swapped
+    swapped = llm.core.scheduler.kv.hierarchy.swapped
     assert swapped.blocks_in > 0
     assert llm.core.scheduler.counters.recomputed_tokens == 0
     assert llm.core.stats.gauges().swapped_in_bytes == swapped.blocks_in * block_bytes(llm.core)
@@ -108,7 +108,7 @@ def test_auto_changes_no_token_where_it_recomputes_some_and_swaps_others(make_ll
     assert measured.seconds_per_token is not None
     assert 0 < measured.seconds_per_token < 1
     assert llm.core.scheduler.counters.recomputed_tokens > 0
-    assert llm.core.scheduler.kv.hierarchy.host.swapped.blocks_in > 0
+    assert llm.core.scheduler.kv.hierarchy.swapped.blocks_in > 0
     assert_same(outputs, alone(make_llm, tiny_llama))
 
 
@@ -121,7 +121,7 @@ def test_parallel_samples_are_the_same_when_they_are_swapped(
     params = SamplingParams(n=5, seed=70, temperature=temperature, max_tokens=20, ignore_eos=True)
     llm = make_llm(tiny_llama, block_size=4, num_blocks=20, max_num_batched_tokens=16, preemption_mode="swap", **cache)
     (together,) = llm.generate(prompt, params, use_tqdm=False)
-    assert llm.core.scheduler.kv.hierarchy.host.swapped.sequences_in > 0
+    assert llm.core.scheduler.kv.hierarchy.swapped.sequences_in > 0
     (free,) = make_llm(tiny_llama, enable_prefix_caching=False).generate(prompt, params, use_tqdm=False)
     assert [c.token_ids for c in together.outputs] == [c.token_ids for c in free.outputs]
 
@@ -138,7 +138,7 @@ def test_an_aborted_swapped_request_leaves_nothing_in_host_memory(make_llm: Make
     assert core.stats.gauges().num_swapped == core.scheduler.num_swapped
     for request in requests:
         core.abort(request.request_id)
-    assert core.scheduler.kv.hierarchy.host.num_kept == 0
+    assert core.scheduler.kv.hierarchy.num_kept == 0
     assert core.stats.gauges().num_swapped == 0
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from octavo.errors import CacheError
 from octavo.kvcache.block import BlockId, HostBlockId
-from octavo.kvcache.hashing import Label
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import PinRequest
 from tests.kvcache.caches import admit_and_compute, make_manager, make_sequence
@@ -32,7 +31,7 @@ def busy_manager() -> KVCacheManager:
 
 
 def _forget_a_place(kv: KVCacheManager) -> None:
-    next(iter(kv.hierarchy._wanted_by.values())).clear()
+    next(iter(kv.hierarchy._kept.values())).sequences.clear()
 
 
 def _forget_a_sequence(kv: KVCacheManager) -> None:
@@ -50,13 +49,6 @@ def _lose_a_key(kv: KVCacheManager) -> None:
 
 def _forget_a_store(kv: KVCacheManager) -> None:
     kv.hierarchy.host._stores_in_flight.clear()
-
-
-def _lose_a_host_key(kv: KVCacheManager) -> None:
-    host = kv.hierarchy.host
-    (slot,) = host._writing
-    label = Label(b"k" * 16, b"p" * 16, bytes(16))
-    host._writing[slot].label = label
 
 
 CORRUPTIONS: dict[str, tuple[Callable[[KVCacheManager], Any], str]] = {
@@ -84,12 +76,11 @@ CORRUPTIONS: dict[str, tuple[Callable[[KVCacheManager], Any], str]] = {
         lambda kv: kv.hierarchy.host.hold([HostBlockId(1)]),
         "counts 3 references, tables hold 2",
     ),
-    "a store that nobody makes": (_forget_a_store, "are storing, those written are"),
-    "a host block that comes and is not found": (_lose_a_host_key, "with a key that the index does not have"),
-    "a host block of nobody": (_forget_a_sequence, "need 0 slots of host memory, 1 are kept"),
-    "a lost hope": (_forget_a_place, "and is not noted there"),
+    "a store that nobody makes": (_forget_a_store, "noted as written by steps, those are"),
+    "a host block of nobody": (_forget_a_sequence, "needs of preempted sequences are noted, they have 0"),
+    "a lost hope": (_forget_a_place, "is not noted as needed"),
     "a miscounted transfer": (
-        lambda kv: setattr(kv.hierarchy.host.swapped, "blocks_in", 5),
+        lambda kv: setattr(kv.hierarchy.swapped, "blocks_in", 5),
         "blocks were moved out",
     ),
 }

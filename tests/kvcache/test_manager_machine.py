@@ -423,7 +423,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.manager.forget(seq)
         hierarchy, host = self.manager.hierarchy, self.manager.hierarchy.host
         assert not self.manager.audit()[BlockState.ACTIVE]
-        assert (len(self.manager.holdings), hierarchy.num_preempted, host.num_kept) == (0, 0, 0)
+        assert (len(self.manager.holdings), hierarchy.num_preempted, hierarchy.num_kept) == (0, 0, 0)
         assert host.pool.num_available == host.num_slots
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
+import numpy as np
 
 from octavo.kvcache.block import BlockId, new_table
 from octavo.kvcache.pool import BlockOwners
@@ -48,4 +48,6 @@ def test_counting_may_begin_while_blocks_are_held() -> None:
 def test_a_wrong_count_is_found() -> None:
     owners = BlockOwners(4)
     owners.took([BlockId(1), BlockId(2)], "a")
-    assert list(owners.check(array("i", [0, 1, 0, 0]))) == ["1 blocks count for tenant 'a', but 2 are counted"]
+    assert list(owners.check(np.array([False, True, False, False]))) == [
+        "1 blocks count for tenant 'a', but 2 are counted"
+    ]

@@ -36,7 +36,7 @@ def test_without_a_prefix_cache_all_blocks_leave_and_come_back() -> None:
     held = list(manager.tables(seq)[0])
     assert manager.demote(seq)
     assert not manager.audit()[BlockState.ACTIVE]
-    assert (host_of(manager).num_kept, manager.hierarchy.num_preempted) == (3, 1)
+    assert (manager.hierarchy.num_kept, manager.hierarchy.num_preempted) == (3, 1)
     assert step(manager) == (held, [])
     hit = manager.match(seq)
     assert (hit.num_tokens, len(hit.loads)) == (10, 3)
@@ -95,9 +95,9 @@ def test_a_cached_block_of_a_preempted_sequence_moves_when_it_is_evicted() -> No
 def test_where_the_host_has_no_room_nothing_changes() -> None:
     manager = make_manager(num_blocks=8, num_host_blocks=2, prefix_caching=False)
     seq = running(manager, 10)
-    before = manager.audit(), host_of(manager).num_kept
+    before = manager.audit(), manager.hierarchy.num_kept
     assert not manager.demote(seq)
-    assert (manager.audit(), host_of(manager).num_kept) == before
+    assert (manager.audit(), manager.hierarchy.num_kept) == before
 
 
 def test_a_sequence_restarts_from_its_cached_blocks_when_an_evicted_one_finds_no_room() -> None:
@@ -107,8 +107,8 @@ def test_a_sequence_restarts_from_its_cached_blocks_when_an_evicted_one_finds_no
     other = running(manager, 11, first=50)
     assert not manager.can_resume(seq)
     manager.audit()
-    assert host_of(manager).num_kept == 0
-    assert manager.hierarchy.host.swapped.sequences_lost == 1
+    assert manager.hierarchy.num_kept == 0
+    assert manager.hierarchy.swapped.sequences_lost == 1
     manager.forget(other)
     assert manager.match(seq).num_tokens == 4
     assert resume(manager, seq, 7)
@@ -123,11 +123,11 @@ def test_an_evicted_block_that_two_preempted_sequences_want_is_stored_once_for_b
     step(manager)
     manager.reset_prefix_cache()
     assert len(step(manager)[0]) == 2
-    assert host_of(manager).num_kept == 4, "two of its own, and two that both need"
+    assert manager.hierarchy.num_kept == 4, "two of its own, and two that both need"
     for seq in both:
         assert resume(manager, seq)
         assert len(step(manager)[1]) == 3
-    counters = host_of(manager).swapped
+    counters = manager.hierarchy.swapped
     assert (counters.blocks_out, counters.blocks_in, counters.blocks_dropped) == (4, 4, 0)
     assert host_of(manager).pool.num_free == 8
 
@@ -160,7 +160,7 @@ def test_what_was_to_come_back_with_the_same_step_is_kept_without_being_read() -
     assert manager.demote(seq)
     assert step(manager) == ([], [])
     assert manager.match(seq).num_tokens == 10
-    assert host_of(manager).swapped.blocks_out == 3
+    assert manager.hierarchy.swapped.blocks_out == 3
 
 
 def test_blocks_outside_a_window_stay_null() -> None:
@@ -191,9 +191,9 @@ def test_coming_back_needs_room_for_all_and_changes_nothing_without() -> None:
     manager.demote(seq)
     step(manager)
     running(manager, 11, first=50)
-    before = manager.audit(), host_of(manager).num_kept
+    before = manager.audit(), manager.hierarchy.num_kept
     assert not resume(manager, seq)
-    assert (manager.audit(), host_of(manager).num_kept) == before
+    assert (manager.audit(), manager.hierarchy.num_kept) == before
 
 
 def test_shared_blocks_at_the_beginning_cost_nothing_to_restore() -> None:
@@ -242,7 +242,7 @@ def test_a_sequence_whose_blocks_a_failed_step_was_to_store_cannot_resume() -> N
     manager.hierarchy.fail()
     manager.audit()
     assert (manager.can_resume(lost), manager.can_resume(kept)) == (False, True)
-    assert host_of(manager).swapped.sequences_lost == 1
+    assert manager.hierarchy.swapped.sequences_lost == 1
     assert manager.match(lost).num_tokens == 8, "what the prefix cache has is found as by any other"
 
 
@@ -256,7 +256,7 @@ def test_a_sequence_that_is_preempted_again_before_a_step_takes_its_loads_leaves
         assert resume(manager, seq)
         assert manager.demote(seq)
         manager.audit()
-    assert (manager.match(seq).num_tokens, host_of(manager).swapped.sequences_out) == (10, 1)
+    assert (manager.match(seq).num_tokens, manager.hierarchy.swapped.sequences_out) == (10, 1)
     manager.forget(seq)
     assert host_of(manager).pool.num_free == 3
     assert not manager.hierarchy.host.has_transfers
@@ -270,7 +270,7 @@ def test_preempted_sequences_of_one_tenant_do_not_displace_those_of_another() ->
         seq.output_token_ids.append(99)
     assert manager.demote(first)
     assert not manager.demote(second)
-    assert (manager.can_resume(first), host_of(manager).by_tenant()) == (True, {"ada": 3})
+    assert (manager.can_resume(first), host_of(manager).pool.by_tenant()) == (True, {"ada": 3})
 
 
 def test_a_sequence_that_has_nothing_to_load_resumes_alone() -> None:
@@ -285,6 +285,6 @@ def test_a_sequence_that_has_nothing_to_load_resumes_alone() -> None:
     assert (manager.can_resume(moved), manager.can_resume(cached)) == (True, False)
     manager.audit()
     assert len(step(manager)[1]) == 1
-    assert host_of(manager).num_kept == 0
-    swapped = host_of(manager).swapped
+    assert manager.hierarchy.num_kept == 0
+    swapped = manager.hierarchy.swapped
     assert (swapped.sequences_in, swapped.blocks_out, swapped.blocks_in) == (2, 1, 1)

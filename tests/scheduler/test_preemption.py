@@ -98,9 +98,9 @@ def test_a_full_host_falls_back_to_computing_again(num_host_blocks: int) -> None
 def test_an_aborted_swapped_sequence_frees_its_host_blocks() -> None:
     engine = swapping_engine(prefix_caching=False)
     _, second = preempt_second(engine)
-    assert engine.kv.hierarchy.host.num_kept == 3
+    assert engine.kv.hierarchy.num_kept == 3
     engine.scheduler.end_request(second.request_id)
-    assert (engine.kv.hierarchy.host.num_kept, engine.scheduler.num_swapped) == (0, 0)
+    assert (engine.kv.hierarchy.num_kept, engine.scheduler.num_swapped) == (0, 0)
     engine.run()
 
 

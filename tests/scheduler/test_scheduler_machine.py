@@ -545,7 +545,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             kv = self.scheduler.kv
             stock = kv.stock(self.scheduler.requests)
             assert {state: count * kv.spec.block_bytes for state, count in stock.states.items()} == kv.bytes_by_state()
-            assert sum(stock.swapped.values()) == kv.hierarchy.host.num_kept
+            assert sum(stock.swapped.values()) == kv.hierarchy.num_kept
             for state, count in stock.states.items():
                 owned = sum(of_tenant.get(state, 0) for of_tenant in stock.tenants.values())
                 assert owned == (0 if state is BlockState.FREE else count)

@@ -189,4 +189,4 @@ def test_who_stays_gets_what_the_same_request_gets_alone(engine: str) -> None:
         assert struck
         assert server.core.stats.gauges().num_preemptions > 0
         if engine == "swapping":
-            assert server.core.scheduler.kv.hierarchy.host.swapped.sequences_in > 0
+            assert server.core.scheduler.kv.hierarchy.swapped.sequences_in > 0

@@ -160,8 +160,7 @@ def test_floors_and_caps_are_shown_under_a_bounded_number_of_names(monkeypatch: 
 
 def test_what_tenants_have_below_the_device_is_shown_by_tier(tmp_path: Path) -> None:
     stats = EngineStats(max_model_len=100)
-    stats.host, stats.block_bytes = HostCounters(), 100
-    stats.host.slots.update({"ada": 2, "bob": 1, "gone": 0})
+    stats.host, stats.block_bytes = HostCounters(by_tenant=lambda: {"ada": 2, "bob": 1}), 100
     store = Store(disk(tmp_path))
     put(store, 1, 2, tenant="ada")
     put(store, 3, tenant="eve")

@@ -93,7 +93,7 @@ class Setup:
 
     def audit(self) -> None:
         """Prove that somebody answers for every hold and every slot that is being filled."""
-        assert list(self.host.check()) == []
+        assert list(self.host.check([])) == []
         fetches = [*self.tiers._unreleased, *(f for f in self.tiers._fetches if f.released)]
         held = sum(len(f.held) + sum(len(slots) for _, _, slots in f.transfers) for f in fetches)
         assert self.tiers._queue.num_held == held
@@ -108,7 +108,7 @@ class Setup:
         for fetch in self.fetches:
             self.tiers.release(fetch)
         self.tiers.close(SECONDS)
-        assert list(self.host.check()) == []
+        assert list(self.host.check([])) == []
         assert (num_held(self.host), self.tiers._queue.num_held, len(self.tiers._queue)) == (0, 0, 0)
 
 

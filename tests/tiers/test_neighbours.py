@@ -16,7 +16,7 @@ from octavo.errors import ConfigError
 from octavo.kvcache.block import HostBlockId
 from octavo.kvcache.eviction import make_eviction_policy
 from octavo.kvcache.hashing import Label
-from octavo.kvcache.host_memory import HostMemory
+from octavo.kvcache.host_memory import HostMemory, Lent
 from octavo.tiers import neighbours
 from octavo.tiers.base import Reason
 from octavo.tiers.store import Store
@@ -25,7 +25,7 @@ from tests.tiers.stores import BLOCK_BYTES, FINGERPRINT, SECONDS, get, label, pa
 pytest.importorskip("redis")
 
 from octavo.tiers import lending
-from octavo.tiers.lending import Lender, Shelf
+from octavo.tiers.lending import Lender
 from octavo.tiers.neighbours import NeighbourMedium
 from octavo.tiers.remote import signed
 
@@ -39,17 +39,15 @@ class Neighbour:
     def __init__(self, *numbers: int, fingerprint: bytes = FINGERPRINT, secret: str = SECRET) -> None:
         self.host = HostMemory(NUM_SLOTS, 0, 4, make_eviction_policy("lru"))
         self.rows = [bytearray(BLOCK_BYTES) for _ in range(NUM_SLOTS + 1)]
-        self.shelf = Shelf(self.host, lambda slot: memoryview(self.rows[slot]))
         for number in numbers:
             self.fill(number)
-        self.lender = Lender("127.0.0.1:0", self.shelf, fingerprint, secret)
+        self.lender = Lender("127.0.0.1:0", self.host, lambda slot: memoryview(self.rows[slot]), fingerprint, secret)
 
     def fill(self, number: int) -> HostBlockId:
         slot = self.host.reserve(label(number), "ada")
         assert slot is not None
         self.rows[slot][:] = payload(number)
         assert self.host.filled(slot, "test", hold=False)
-        self.shelf.put(slot, label(number))
         return slot
 
 
@@ -107,7 +105,7 @@ def test_only_blocks_of_a_hint_are_asked_for_and_nothing_is_written(
     assert neighbour.lender.num_lent == 2
     assert (store.counters.read.blocks, store.counters.read.bytes) == (2, 2 * BLOCK_BYTES)
     assert [store.lookup(each.key) for each in labels] == [False] * 3, "a hint is used once"
-    assert list(neighbour.host.check()) == []
+    assert list(neighbour.host.check([])) == []
 
 
 @pytest.mark.parametrize(
@@ -139,13 +137,12 @@ def test_a_slot_that_gets_another_block_is_not_handed_out_under_its_old_name(
     assert get(store, labels)[0] == [Reason.ABSENT]
     monkeypatch.undo()
 
-    def too_late(label: Label) -> bool:
+    def too_late(lent: Lent) -> bool:
         """Find the block unchanged, and change it just after."""
-        (slot,) = (slot for slot in range(NUM_SLOTS + 1) if neighbour.shelf._labels[slot] == label)
-        neighbour.rows[slot][:] = payload(99)
+        neighbour.rows[lent.slot][:] = payload(99)
         return True
 
-    monkeypatch.setattr(neighbour.shelf, "has", too_late)
+    monkeypatch.setattr(neighbour.host, "still_lends", too_late)
     labels = expect(store, neighbour.lender.address, 12)
     assert get(store, labels) == ([Reason.CHECKSUM], [bytearray(BLOCK_BYTES)])
 
@@ -328,4 +325,4 @@ def test_options_that_make_no_sense_are_refused() -> None:
 def test_an_address_in_use_is_an_error(open_neighbour: Callable[..., Neighbour]) -> None:
     address = open_neighbour().lender.address
     with pytest.raises(ConfigError, match=f"kv_neighbours: cannot listen at {address}: .*in use"):
-        Lender(address, open_neighbour().shelf, FINGERPRINT, SECRET)
+        Lender(address, open_neighbour().host, lambda slot: memoryview(b""), FINGERPRINT, SECRET)

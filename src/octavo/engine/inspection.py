@@ -109,7 +109,7 @@ def kv_report(scheduler: Scheduler) -> dict[str, Any]:
     for of_tenant in kv.ledger.totals.values():
         totals.merge(of_tenant)
     counters = kv.pins.counters
-    host = kv.hierarchy.host
+    host, swapped = kv.hierarchy.host, kv.hierarchy.swapped
     return {
         "block_size": kv.spec.block_size,
         "block_bytes": size,
@@ -120,10 +120,10 @@ def kv_report(scheduler: Scheduler) -> dict[str, Any]:
         },
         "swap": {
             "space_bytes": host.num_swap_slots * size,
-            "free_bytes": (host.num_swap_slots - host.num_kept) * size,
-            "out_bytes": host.swapped.blocks_out * size,
-            "in_bytes": host.swapped.blocks_in * size,
-            "dropped_bytes": host.swapped.blocks_dropped * size,
+            "free_bytes": (host.num_swap_slots - kv.hierarchy.num_kept) * size,
+            "out_bytes": swapped.blocks_out * size,
+            "in_bytes": swapped.blocks_in * size,
+            "dropped_bytes": swapped.blocks_dropped * size,
         },
         "prefix_cache": _totals(totals),
         "tenants": {
@@ -184,7 +184,7 @@ def tiers_report(host: HostMemory, stores: Sequence[Store], block_bytes: int) ->
     `tenants` has the bytes of each tenant in a tier, which are unknown for Redis; the sums are exact.
     """
     counters = host.counters
-    by_tenant = {tenant: count * block_bytes for tenant, count in sorted(host.by_tenant().items())}
+    by_tenant = {tenant: count * block_bytes for tenant, count in sorted(counters.by_tenant().items())}
     report: dict[str, Any] = {
         "host": {
             "space_bytes": host.num_slots * block_bytes,

@@ -13,7 +13,6 @@ from octavo import kernels
 from octavo.config import EngineConfig, format_bytes
 from octavo.errors import ConfigError, how_to_install
 from octavo.kvcache.eviction import make_eviction_policy
-from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.planner.calculator import REMOTE_THREADS
@@ -65,29 +64,12 @@ def join_stores(
     stores = _open_stores(config, kv.spec, fingerprint, most_write_bytes)
     names = " and ".join(f"{store.name} ({_held(store)})" for store in stores)
     logger.info("prefixes are loaded from %s if that takes less time than computing them, as measured", names)
-    tiers = LowerTiers(memory, stores, lambda slot: host.row(slot - 1), kv.spec.block_bytes, time.monotonic)
-    if config.kv_neighbours is not None:
-        try:
-            _join_neighbours(config, config.kv_neighbours, memory, tiers, host, fingerprint)
-        except BaseException:
-            tiers.close()
-            raise
-    return tiers
-
-
-def _join_neighbours(
-    config: EngineConfig, address: str, memory: HostMemory, tiers: LowerTiers, host: HostTier, fingerprint: bytes
-) -> None:
-    """Hand out what is in host memory, and fetch what requests' hints name."""
-    from octavo.tiers.lending import Lender, Shelf
-    from octavo.tiers.neighbours import NeighbourMedium
-
-    shelf = Shelf(memory, lambda slot: host.row(slot - 1))
-    lender = Lender(address, shelf, fingerprint, config.kv_remote_secret or "")
-    tiers.on_here, tiers.on_close = shelf.put, lender.close
-    for store in tiers.stores:
-        if isinstance(store.medium, NeighbourMedium):
-            tiers.on_hint = store.medium.expect
+    try:
+        return LowerTiers(memory, stores, lambda slot: host.row(slot - 1), kv.spec.block_bytes, time.monotonic)
+    except BaseException:
+        for store in stores:
+            store.close()
+        raise
 
 
 def _held(store: Store) -> str:
@@ -142,7 +124,7 @@ def _open_remote(config: EngineConfig, fingerprint: bytes, block_bytes: int) -> 
         name = "kv_remote" if config.kv_remote is not None else "kv_neighbours"
         raise ConfigError(f"{name} needs the redis package ({error}): {how_to_install('redis')}") from error
     if config.kv_neighbours is not None:
-        yield NeighbourMedium(fingerprint, block_bytes, secret or "")
+        yield NeighbourMedium(fingerprint, block_bytes, secret or "", config.kv_neighbours)
     if config.kv_remote is not None:
         yield RemoteMedium(config.kv_remote, fingerprint, block_bytes, secret=secret, ttl=config.kv_remote_ttl)
 

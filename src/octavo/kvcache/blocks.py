@@ -36,8 +36,8 @@ class BlockRecords:
         num_blocks: size of the pool, including the null block.
         block_size: tokens of a block; 0 to record none: of slots on disk, whose headers have them, or of a device's
             blocks if none will be published, which then have no keys either.
-        in_tree: whether parents, children and sources are recorded too: those of the device's blocks, not of slots in
-            host memory or on disk.
+        in_tree: whether children and sources are recorded too: those of the device's blocks, not of slots in host
+            memory or on disk.
     """
 
     def __init__(self, num_blocks: int, block_size: int = 0, *, in_tree: bool = True) -> None:
@@ -49,7 +49,7 @@ class BlockRecords:
         num_contents = num_blocks if block_size else 0
         self.keys = KeyIndex(num_contents if in_tree else num_blocks)
         self.children = Children(num_contents * in_tree)
-        self.parents = bytearray(num_contents * in_tree * DIGEST_BYTES)
+        self.parents = bytearray(num_contents * DIGEST_BYTES)
         self.tokens = bytearray(num_contents * block_size * TOKEN_BYTES)
         self.sources: list[Source | None] = [None] * (num_blocks * in_tree)
         # The same memory as arrays of numpy.
@@ -80,23 +80,29 @@ class BlockRecords:
             return BlockState.FREE
         return BlockState.PINNED if self.pins[block_id] else BlockState.CACHED
 
+    def write(self, block_id: int, parent: bytes, tokens: bytes) -> None:
+        """Record the contents of a block that has a key."""
+        width = self.block_size * TOKEN_BYTES
+        self.parents[block_id * DIGEST_BYTES : (block_id + 1) * DIGEST_BYTES] = parent
+        self.tokens[block_id * width : (block_id + 1) * width] = tokens
+
     # Of published blocks
 
-    def key(self, block_id: BlockId) -> bytes:
+    def key(self, block_id: int) -> bytes:
         """Return a block's key, which covers its group too."""
         return self.keys.key(block_id)
 
-    def parent_prefix(self, block_id: BlockId) -> bytes:
+    def parent_prefix(self, block_id: int) -> bytes:
         """Return the key of the prefix before a block, which is the same in all groups."""
         return bytes(self.parents[block_id * DIGEST_BYTES : (block_id + 1) * DIGEST_BYTES])
 
-    def token_bytes(self, block_id: BlockId) -> bytes:
+    def token_bytes(self, block_id: int) -> bytes:
         """Return a block's packed token ids; raises KeyError if it is not published."""
         if not self.is_published(block_id):
             raise KeyError(block_id)
         width = self.block_size * TOKEN_BYTES
         return bytes(self.tokens[block_id * width : (block_id + 1) * width])
 
-    def label(self, block_id: BlockId) -> Label:
+    def label(self, block_id: int) -> Label:
         """Return a block's label, by which other tiers know it."""
         return Label(self.key(block_id), self.parent_prefix(block_id), self.token_bytes(block_id))

@@ -1,7 +1,7 @@
 """The tiers below the device, as the cache manager sees them: evicting demotes blocks, resuming matches them.
 
     manager ── published, hit, evicted ──store_prefix──> transfers of the next step <─┐
-            ── leave, evicted ───────────────keep──────>                              │
+            ── leave, evicted ──────────────keep───────>                              │
             ── match ────> what a sequence left, else the device's blocks, then the host's
             ── load ──────────────────────────────────────────────────────────────────┘
 
@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockTable, BlockTransfer, HostBlockId, new_table
 from octavo.kvcache.blocks import BlockRecords
@@ -45,13 +45,29 @@ Demoted = tuple[BlockId, Label, str]
 
 
 @dataclass(slots=True)
+class SwapCounters:
+    """Totals of preempted sequences since the start, and of the blocks kept for them in host memory.
+
+    `blocks_out` is exactly `blocks_in` + `blocks_dropped` + the blocks that are still kept.
+    """
+
+    blocks_out: int = 0
+    blocks_in: int = 0  # loaded back
+    blocks_dropped: int = 0  # never loaded back: their sequence ended, was given up, or found the block on the device
+    sequences_out: int = 0
+    sequences_in: int = 0
+    sequences_lost: int = 0  # given up, because there was no room for a block that the device evicted
+
+
+@dataclass(slots=True)
 class _Left:
-    """What a preempted sequence had computed, and the keys by which it finds it.
+    """What a preempted sequence had computed, and where it finds it.
 
     Attributes:
         num_full: leading blocks that have the key of their prefix.
         lengths: lengths of its tables.
-        keys: key of each block by group and index, without null blocks.
+        blocks: what it needs by group and index, without null blocks.
+        loading: slots of host memory that the next step loads, because the sequence resumes with it.
     """
 
     chain: TokenChain
@@ -59,7 +75,24 @@ class _Left:
     num_tokens: int
     num_full: int
     lengths: list[int]
-    keys: dict[tuple[int, int], bytes]
+    blocks: dict[tuple[int, int], _Kept]
+    loading: tuple[HostBlockId, ...] = ()
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A block that preempted sequences need.
+
+    Attributes:
+        key: key of its prefix, or a private one.
+        slot: its slot of host memory, which is held once for all of them; None while only the device has it.
+        is_back: whether one of them has loaded it.
+    """
+
+    key: bytes
+    sequences: set[SequenceId] = field(default_factory=set)
+    slot: HostBlockId | None = None
+    is_back: bool = False
 
 
 class CacheHierarchy:
@@ -69,6 +102,10 @@ class CacheHierarchy:
         blocks, prefix_cache: those of the device.
         num_groups: groups of layers, each of which has its own block for the same tokens.
         demotion: `on_evict`, `on_second_use` or `all`.
+
+    Attributes:
+        swapped: what was kept for preempted sequences so far.
+        num_kept: number of slots that are held for preempted sequences.
     """
 
     def __init__(
@@ -93,9 +130,10 @@ class CacheHierarchy:
         self._used_once = GhostList(4 * blocks.num_blocks if by_use else 1)
         # Without slots for prefixes, a sequence must not find blocks that others have left there.
         self._host_of_prefixes = host if host.num_prefix_slots else None
+        self.swapped = SwapCounters()
+        self.num_kept = 0
         self._left: dict[SequenceId, _Left] = {}
-        self._wanted_by: dict[bytes, set[SequenceId]] = {}  # by key
-        self._resuming: list[SequenceId] = []  # their loads are planned
+        self._kept: dict[bytes, _Kept] = {}  # by key: all that is left
         self._closing: list[Demoted] | None = None  # what is evicted while the engine closes
 
     # What happens to the device's blocks
@@ -118,10 +156,10 @@ class CacheHierarchy:
 
     def evicted(self, block_ids: Seq[BlockId]) -> None:
         """Called when cached blocks are evicted; their memory does not change before the next step."""
-        if self._wanted_by:
+        if self._kept:
             for block_id in block_ids:
-                if (owners := self._wanted_by.get(self._blocks.key(block_id))) is not None:
-                    self._keep_evicted(block_id, owners)
+                if (kept := self._kept.get(self._blocks.key(block_id))) is not None and kept.slot is None:
+                    self._keep_evicted(block_id, kept)
         if (again := self._used_again) is not None:
             once = [block_id for block_id in block_ids if not again[block_id]]
             # All at once: 26 together take a sixth of the time.
@@ -152,14 +190,37 @@ class CacheHierarchy:
             else:
                 self._closing.append(demoted)
 
-    def _keep_evicted(self, block_id: BlockId, owners: set[SequenceId]) -> None:
-        label = self._blocks.label(block_id)
-        if not self.host.keep([(block_id, label)], self._left[min(owners)].tenant):
-            for seq_id in list(owners):
-                self.host.swapped.sequences_lost += 1
-                self._give_up(seq_id)
-
     # Preempted sequences
+
+    def _keep(self, blocks: Seq[tuple[BlockId, Label]], tenant: str) -> Seq[HostBlockId] | None:
+        """Hold a slot of the swap space for each block; None if it has no room for all of them."""
+        if self.num_kept + len(blocks) > self.host.num_swap_slots:
+            return None
+        if (slots := self.host.keep(blocks, tenant)) is not None:
+            self.num_kept += len(slots)
+            self.swapped.blocks_out += len(slots)
+        return slots
+
+    def _keep_evicted(self, block_id: BlockId, kept: _Kept) -> None:
+        tenant = self._left[min(kept.sequences)].tenant
+        if (slots := self._keep([(block_id, self._blocks.label(block_id))], tenant)) is not None:
+            (kept.slot,) = slots
+            return
+        for seq_id in list(kept.sequences):
+            self.swapped.sequences_lost += 1
+            self._give_up(seq_id)
+
+    def _let_go(self, kept: _Kept) -> None:
+        if kept.slot is not None:
+            self.num_kept -= 1
+            self.swapped.blocks_in += kept.is_back
+            self.swapped.blocks_dropped += not kept.is_back
+            self.host.release((kept.slot,))
+            kept.slot = None
+
+    def kept_slots(self) -> Iterator[HostBlockId]:
+        """Iterate over the slots that are held for preempted sequences."""
+        return (kept.slot for kept in self._kept.values() if kept.slot is not None)
 
     @property
     def num_preempted(self) -> int:
@@ -173,8 +234,7 @@ class CacheHierarchy:
     def host_blocks(self, seq_id: SequenceId) -> list[HostBlockId]:
         """Return the slots that are kept for a preempted sequence, perhaps for others too."""
         left = self._left.get(seq_id)
-        slots = () if left is None else map(self.host.kept, left.keys.values())
-        return [slot for slot in slots if slot is not None]
+        return [] if left is None else [kept.slot for kept in left.blocks.values() if kept.slot is not None]
 
     def leave(self, seq: Sequence, tables: list[BlockTable], chain: TokenChain) -> bool:
         """Keep the blocks of a sequence that is about to release them, so that it can resume.
@@ -182,9 +242,9 @@ class CacheHierarchy:
         Returns:
             Whether the swap space has room for those that would be lost; if not, nothing has changed.
         """
-        if seq.seq_id in self._left:
+        if (left := self._left.get(seq.seq_id)) is not None:
             # It was to resume with the step that is being planned, so everything is still where it was.
-            self._resuming.remove(seq.seq_id)
+            left.loading = ()
             self.host.cancel_loads(seq.seq_id)
             return True
         if not self.host.num_swap_slots:
@@ -200,31 +260,34 @@ class CacheHierarchy:
                     continue
                 is_full = index < num_full
                 label = label_of(group, chain, index) if is_full else private_label(seq.seq_id, group, index)
-                left.keys[group, index] = label.key
+                left.blocks[group, index] = kept = self._kept.get(label.key) or _Kept(label.key)
                 if is_full and (published := self._prefix_cache.get(group, chain, index)) is not None:
                     cached.append(published)
-                else:
+                elif kept.slot is None:
                     moved.append((block, label))
-        if not self.host.keep(moved, left.tenant):
+        if (slots := self._keep(moved, left.tenant)) is None:
             return False
         self.host.cancel_loads(seq.seq_id)
         self.hit(cached)
-        for key in left.keys.values():
-            self._wanted_by.setdefault(key, set()).add(seq.seq_id)
+        for kept in left.blocks.values():
+            self._kept[kept.key] = kept
+            kept.sequences.add(seq.seq_id)
+        for (_, label), slot in zip(moved, slots, strict=True):
+            self._kept[label.key].slot = slot
         self._left[seq.seq_id] = left
-        self.host.swapped.sequences_out += 1
+        self.swapped.sequences_out += 1
         return True
 
     def _find(self, left: _Left) -> PrefixHit | None:
         """Return everything that a preempted sequence had computed, as a hit; None if a failed step has lost some."""
         tables = tuple(new_table([NULL_BLOCK] * length) for length in left.lengths)
         loads: list[tuple[int, int, HostBlockId]] = []
-        for (group, index), key in left.keys.items():
+        for (group, index), kept in left.blocks.items():
             block = self._prefix_cache.get(group, left.chain, index) if index < left.num_full else None
             if block is not None:
                 tables[group][index] = block
-            elif (slot := self.host.kept(key)) is not None:
-                loads.append((group, index, slot))
+            elif kept.slot is not None:
+                loads.append((group, index, kept.slot))
             else:
                 return None
         return PrefixHit(left.num_tokens, tables, tuple(loads))
@@ -233,14 +296,13 @@ class CacheHierarchy:
         """Forget what a preempted sequence left, and keep nothing for it any longer."""
         if (left := self._left.pop(seq_id, None)) is None:
             return
-        if seq_id in self._resuming:
-            self._resuming.remove(seq_id)
-        for (_, index), key in left.keys.items():
-            owners = self._wanted_by[key]
-            owners.remove(seq_id)
-            if not owners:
-                del self._wanted_by[key]
-                self.host.let_go(key, is_private=index >= left.num_full)
+        for (_, index), kept in left.blocks.items():
+            kept.sequences.remove(seq_id)
+            if not kept.sequences:
+                if kept.slot is not None and index >= left.num_full:  # by its key the sequence may soon leave another
+                    self.host.forget((kept.slot,))
+                self._let_go(kept)
+                del self._kept[kept.key]
 
     # Finding and loading blocks
 
@@ -276,19 +338,18 @@ class CacheHierarchy:
 
     def load(self, seq: Sequence, tables: list[BlockTable], hit: PrefixHit, pool: BlockPool) -> None:
         """Allocate blocks in a sequence's tables for those blocks of a hit that the next step must load."""
-        host, resumes = self.host, seq.seq_id in self._left
-        if not hit.loads and not resumes:
-            return
-        # Hold the slots first, because allocating evicts blocks, which may take any slot that is not held.
-        slots = [slot for _, _, slot in hit.loads]
-        host.hold(slots, to_load=not resumes)
-        blocks = pool.allocate(len(slots), seq.request.tenant)
-        for (group, index, _), block in zip(hit.loads, blocks, strict=True):
-            tables[group][index] = block
-        host.plan_loads(slots, blocks, seq.seq_id, resumes=resumes)
-        if resumes and hit.loads:
-            self._resuming.append(seq.seq_id)
-        elif resumes:
+        left = self._left.get(seq.seq_id)
+        if hit.loads:
+            # Hold the slots first, because allocating evicts blocks, which may take any slot that is not held.
+            slots = tuple(slot for _, _, slot in hit.loads)
+            self.host.hold(slots, to_load=left is None)
+            blocks = pool.allocate(len(slots), seq.request.tenant)
+            for (group, index, _), block in zip(hit.loads, blocks, strict=True):
+                tables[group][index] = block
+            self.host.plan_loads(slots, blocks, seq.seq_id)
+            if left is not None:
+                left.loading = slots
+        elif left is not None:
             self._note_resumed(seq.seq_id)
 
     def forget(self, seq_id: SequenceId) -> None:
@@ -300,11 +361,14 @@ class CacheHierarchy:
 
     def take(self) -> tuple[list[BlockTransfer], list[BlockTransfer]]:
         """Return the next step's stores and loads, which are in flight until `complete` or `fail`."""
-        moved = self.host.take()
-        resumed, self._resuming = self._resuming, []
-        for seq_id in resumed:
+        stores, loads = self.host.take()
+        self.host.counters.loaded += len(loads)
+        for seq_id, left in [(seq_id, left) for seq_id, left in self._left.items() if left.loading]:
+            self.host.counters.loaded -= len(left.loading)
+            for kept in left.blocks.values():
+                kept.is_back |= kept.slot in left.loading
             self._note_resumed(seq_id)
-        return moved
+        return stores, loads
 
     def complete(self) -> None:
         """Note that the step is done and all its transfers have arrived."""
@@ -312,35 +376,38 @@ class CacheHierarchy:
 
     def fail(self) -> None:
         """Note that the step failed: what it was to store is lost, and so are preempted sequences that need it."""
-        if self.host.fail():
+        if lost := set(self.host.fail()):
+            for kept in self._kept.values():
+                if kept.slot in lost:
+                    self._let_go(kept)
             for seq_id, left in list(self._left.items()):
                 if self._find(left) is None:
-                    self.host.swapped.sequences_lost += 1
+                    self.swapped.sequences_lost += 1
                     self._give_up(seq_id)
 
     def _note_resumed(self, seq_id: SequenceId) -> None:
         """Forget what a sequence left that has it back."""
-        self.host.swapped.sequences_in += 1
+        self.swapped.sequences_in += 1
         self._give_up(seq_id)
 
     def check(self) -> Iterator[str]:
         """Check all invariants. O(slots ever used + blocks of preempted sequences)."""
-        yield from self.host.check()
-        yield from self._check_preempted()
-
-    def _check_preempted(self) -> Iterator[str]:
-        num_wants, kept = 0, set[HostBlockId]()
+        slots = list(self.kept_slots())
+        yield from self.host.check(slots)
+        needs = Counter[bytes]()
         for seq_id, left in self._left.items():
-            for (group, index), key in left.keys.items():
-                num_wants += 1
-                if seq_id not in self._wanted_by.get(key, ()):
-                    yield f"sequence {seq_id} needs block {index} of group {group}, and is not noted there"
-                published = self._prefix_cache.get(group, left.chain, index) if index < left.num_full else None
-                if (slot := self.host.kept(key)) is not None:
-                    kept.add(slot)
-                elif published is None:
-                    yield f"sequence {seq_id} needs block {index} of group {group}, which is nowhere"
-        if num_wants != (num_noted := sum(map(len, self._wanted_by.values()))):
-            yield f"{num_noted} needs of preempted sequences are noted, they have {num_wants}"
-        if len(kept) != self.host.num_kept:
-            yield f"preempted sequences need {len(kept)} slots of host memory, {self.host.num_kept} are kept"
+            needs.update(kept.key for kept in left.blocks.values())
+            if any(seq_id not in kept.sequences for kept in left.blocks.values()):
+                yield f"sequence {seq_id} needs a block that is not noted as needed by it"
+            if self._find(left) is None:
+                yield f"sequence {seq_id} needs a block that is nowhere"
+        if needs != (noted := {key: len(kept.sequences) for key, kept in self._kept.items()}):
+            yield f"{sum(noted.values())} needs of preempted sequences are noted, they have {needs.total()}"
+        if len(slots) != self.num_kept or self.num_kept > self.host.num_swap_slots:
+            yield f"{len(slots)} slots are kept, {self.num_kept} counted, {self.host.num_swap_slots} may be"
+        swapped = self.swapped
+        if swapped.blocks_out != swapped.blocks_in + swapped.blocks_dropped + self.num_kept:
+            yield (
+                f"{swapped.blocks_out} blocks were moved out, but {swapped.blocks_in} back, "
+                f"{swapped.blocks_dropped} were dropped and {self.num_kept} are kept"
+            )

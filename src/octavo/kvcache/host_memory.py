@@ -1,7 +1,7 @@
 """Host memory for blocks: which slot holds what, and what the next step copies there and back. The runner moves bytes.
 
 One pool of slots serves two uses: prefixes that the device evicted, and blocks that preempted sequences left behind. It
-is a `BlockPool` like the device's, whose records give each slot's key, tokens and references:
+is a `BlockPool` like the device's, whose records give each slot's key, parent, tokens and references:
 
     free ──store_prefix, keep──> storing ──complete──> ready ──evict──> free     a step writes it
       └────reserve─────────────> filling ──filled───────^                        a store below does: disk, remote
@@ -11,24 +11,22 @@ not fetched again. The key is that of the prefix that the block ends; or, for a 
 caching, a private key of the preempted sequence that it belongs to.
 
 A slot is referenced by whoever writes it, and by each hold: a step copies it to the device, a store writes it out, a
-request waits for it, or it is kept for preempted sequences. Like the device's blocks, slots without references are
-cached if they can be found, and free if not. The swap space limits how many slots are kept; prefixes take all remaining
-ones, and yield them to preempted sequences.
+request waits for it, or preempted sequences need it. Like the device's blocks, slots without references are cached if
+they can be found, and free if not.
 
 A step's transfers are planned until `take`, and then in flight until `complete` or `fail`. A block stored only for
-preempted sequences is not stored at all if they let go of it before a step has taken it.
+preempted sequences is not stored at all if they release it before a step has taken it.
 
 The null block of the pool is no slot, so slot 1 is row 0 of the memory that the runner and the stores move.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from itertools import chain
 from typing import NamedTuple, cast
 
@@ -36,7 +34,7 @@ import numpy as np
 
 from octavo.errors import CacheError
 from octavo.kvcache.block import BlockId, BlockTransfer, HostBlockId, new_table
-from octavo.kvcache.blocks import UNPUBLISHED, BlockRecords
+from octavo.kvcache.blocks import BlockRecords
 from octavo.kvcache.eviction import EvictionPolicy
 from octavo.kvcache.eviction.adaptive import GhostList
 from octavo.kvcache.hashing import DIGEST_BYTES, TOKEN_BYTES, Label
@@ -44,38 +42,34 @@ from octavo.kvcache.key_index import KeyIndex
 from octavo.kvcache.pool import BlockPool, check_references
 from octavo.request import SequenceId
 
+_PREFIX, _PRIVATE = 0, 1  # groups of slots with a key
+
 
 class Slot(Enum):
-    """The state of a slot that has a key."""
+    """The state of a slot that has a key or is being written."""
 
-    STORING = "storing"  # being written by a step
-    FILLING = "filling"  # being filled by a store
+    STORING = "storing"  # a step writes it as a prefix, for all sequences
+    KEEPING = "keeping"  # a step writes it for preempted sequences alone
+    FILLING = "filling"  # a store fills it
     READY = "ready"
-
-
-@dataclass(slots=True)
-class _Write:
-    """A slot that is being written.
-
-    Attributes:
-        label: label by which it will be found; None if it will not be.
-        as_prefix: whether a step stores it for all sequences, and not only for preempted ones.
-    """
-
-    state: Slot
-    label: Label | None
-    as_prefix: bool = False
 
 
 class _Load(NamedTuple):
     slot: HostBlockId
     seq_id: SequenceId
-    resumes: bool  # whether the sequence was preempted, and the slot kept for it
+
+
+class Lent(NamedTuple):
+    """A ready slot as seen by another thread. Its contents are the label's as long as its `fill` stays the same."""
+
+    slot: HostBlockId
+    fill: int
+    label: Label
 
 
 @dataclass(slots=True)
 class HostCounters:
-    """Totals of prefixes since the start, in blocks, and who has slots now. Any thread may read."""
+    """Totals of prefixes since the start, in blocks, and a count of the slots in use by tenant. Any thread may read."""
 
     stored: int = 0  # from the device
     filled: int = 0  # from a store
@@ -83,22 +77,7 @@ class HostCounters:
     evicted: int = 0
     refused: int = 0  # no slot was free or evictable
     lost: int = 0  # the step failed
-    slots: Counter[str] = field(default_factory=Counter)  # in use, by tenant
-
-
-@dataclass(slots=True)
-class SwapCounters:
-    """Totals of preempted sequences since the start, and of the blocks kept for them in host memory.
-
-    `blocks_out` is exactly `blocks_in` + `blocks_dropped` + the blocks that are still kept.
-    """
-
-    blocks_out: int = 0
-    blocks_in: int = 0  # loaded back
-    blocks_dropped: int = 0  # never loaded back: their sequence ended, was given up, or found the block on the device
-    sequences_out: int = 0
-    sequences_in: int = 0
-    sequences_lost: int = 0  # given up, because there was no room for a block that the device evicted
+    by_tenant: Callable[[], dict[str, int]] = dict
 
 
 class HostMemory:
@@ -113,8 +92,8 @@ class HostMemory:
         eviction: policy that chooses which prefix to evict.
 
     Attributes:
-        swapped: what was kept for preempted sequences so far.
-        on_ready: called with each slot that a step has just filled with a prefix, and its label.
+        on_ready: called with each slot that a step has just filled with a prefix.
+        records: what each slot contains.
         pool: references of slots, which are free, cached or active as the device's blocks.
         holders: each returns the slots that it holds, once for each time; audits compare them with the references.
         fillers: each returns the slots that it has reserved and not yet made ready, for audits.
@@ -125,20 +104,18 @@ class HostMemory:
             raise CacheError(f"of {num_slots} slots of host memory {num_swap_slots} cannot be for swapping")
         self.num_slots = num_slots
         self.num_swap_slots = num_swap_slots
-        self.counters = HostCounters()
-        self.swapped = SwapCounters()
-        self.on_ready: Callable[[HostBlockId, Label], None] = lambda slot, label: None
+        self.on_ready: Callable[[HostBlockId], None] = lambda slot: None
         self.holders: list[Callable[[], Iterable[HostBlockId]]] = []
         self.fillers: list[Callable[[], Iterable[HostBlockId]]] = []
-        self._width = block_size * TOKEN_BYTES
-        self._records = BlockRecords(num_slots + 1, block_size, in_tree=False)
-        self._tenants = [""] * (num_slots + 1)
-        # Not a method, so that no circle of references keeps a dropped engine's memory.
-        forget = partial(_forget_evicted, self._records, self._tenants, self.counters.slots)
-        self.pool = BlockPool(self._records, eviction, (forget,))
+        self.records = BlockRecords(num_slots + 1, block_size, in_tree=False)
+        # Not a method of this, so that no circle of references keeps a dropped engine's memory.
+        self.pool = BlockPool(self.records, eviction, (self.records.forget,))
+        self.pool.count_owners(())
+        self.counters = HostCounters(by_tenant=self.pool.by_tenant)
+        self._num_fills = 0
+        self._fills = array("Q", [0]) * (num_slots + 1)  # by slot: a new number each time a prefix is ready, 0 for none
         self._origins: dict[HostBlockId, str] = {}  # of slots filled by a store and not loaded since
-        self._kept: dict[HostBlockId, bool] = {}  # for preempted sequences; whether one has loaded it back
-        self._writing: dict[HostBlockId, _Write] = {}
+        self._writing: dict[HostBlockId, Slot] = {}
         # Planned for the next step.
         self._stores: dict[HostBlockId, BlockId] = {}
         self._loads: dict[BlockId, _Load] = {}
@@ -156,48 +133,47 @@ class HostMemory:
         return self.num_slots - self.num_swap_slots
 
     @property
-    def num_kept(self) -> int:
-        """The number of slots that are kept for preempted sequences."""
-        return len(self._kept)
-
-    @property
     def has_transfers(self) -> bool:
         """Whether the next step has anything to move."""
         return bool(self._stores or self._loads)
-
-    def by_tenant(self) -> dict[str, int]:
-        """Return the number of slots in use by tenant."""
-        return {tenant: count for tenant, count in self.counters.slots.items() if count}
 
     # Looking up and holding
 
     def find(self, label: Label) -> HostBlockId | None:
         """Return the ready slot with this label's key and tokens, if any."""
-        slot = self._records.keys.get(label.key)
+        slot = self._slot(label.key)
         if slot is None or slot in self._writing:
             return None
-        same = label.is_private or self._records.tokens[slot * self._width : (slot + 1) * self._width] == label.tokens
-        return HostBlockId(slot) if same else None
-
-    def ready_slot(self, key: bytes) -> HostBlockId | None:
-        """Return the ready slot with this key, if any. Any thread may call it; what it returns may be outdated."""
-        slot = self._records.keys.get(key)
-        return None if slot is None or slot in self._writing else HostBlockId(slot)
+        return slot if label.is_private or self.records.token_bytes(slot) == label.tokens else None
 
     def state(self, key: bytes) -> Slot | None:
-        """Return the state of the slot that has this key or is being written with it; None if there is none."""
-        if (slot := self._records.keys.get(key)) is None:
+        """Return the state of the slot that has this key; None if there is none."""
+        slot = self._slot(key)
+        return None if slot is None else self._writing.get(slot, Slot.READY)
+
+    def lend(self, key: bytes) -> Lent | None:
+        """Return the ready prefix with this key, if any. Any thread may call it, and then `still_lends`."""
+        slot = self._slot(key)
+        if slot is None or not (fill := self._fills[slot]):
             return None
-        write = self._writing.get(HostBlockId(slot))
-        return Slot.READY if write is None else write.state
+        try:
+            label = self.records.label(slot)
+        except KeyError:  # evicted just now
+            return None
+        return Lent(slot, fill, label) if label.key == key else None
+
+    def still_lends(self, lent: Lent) -> bool:
+        """Return whether all that was read of a slot since `lend` belongs to its label."""
+        return self._fills[lent.slot] == lent.fill
 
     def origin(self, slot: HostBlockId) -> str:
         """Return the tier that a slot's bytes came from; after their first use it is the host."""
         return self._origins.get(slot, "host")
 
     def tenant(self, slot: HostBlockId) -> str:
-        """Return the tenant that a slot is accounted to."""
-        return self._tenants[slot]
+        """Return the tenant that a slot counts for."""
+        assert self.pool.owners is not None
+        return self.pool.owners.of(slot)
 
     def hold(self, slots: Seq[HostBlockId], *, to_load: bool = False) -> None:
         """Protect slots from eviction until `release`; to load them is a use."""
@@ -205,93 +181,76 @@ class HostMemory:
 
     def release(self, slots: Seq[HostBlockId]) -> None:
         """Drop one hold of each slot. Raises CacheError if one is released more often than held."""
-        references = self._records.references
-        for slot in slots:
-            if references[slot] == 1:
-                if not self.num_prefix_slots:
-                    self._forget_key(slot)
-                self.counters.slots[self._tenants[slot]] -= not self._records.is_published(slot)
+        references = self.records.references
+        if not self.num_prefix_slots:
+            self.forget([slot for slot in slots if references[slot] == 1])
         self.pool.release(_ids(slots))
+        for slot in slots:
+            if references[slot] == 1 and slot in self._stores and self._writing[slot] is Slot.KEEPING:
+                # Nobody wants it any more but the step that has not taken it.
+                del self._stores[slot]
+                self.not_filled(slot)
+
+    def forget(self, slots: Iterable[HostBlockId]) -> None:
+        """Forget the keys of slots with a reference, so that they are free once nobody holds them."""
+        self.records.forget(_ids([*slots]))
 
     # From the device
 
     def store_prefix(self, block_id: BlockId, label: Label, tenant: str) -> None:
         """Plan to store a block of the device with the next step, until which its contents must not change."""
-        if (known := self._records.keys.get(label.key)) is None:
+        if (slot := self._slot(label.key)) is None:
             if (slot := self._take_slot(Slot.STORING, label, tenant)) is not None:
                 self._stores[slot] = block_id
-                self._writing[slot].as_prefix = True
-            return
-        slot = HostBlockId(known)
-        if (write := self._writing.get(slot)) is not None:
-            write.as_prefix |= write.state is Slot.STORING
-        elif not self._records.references[slot]:
+        elif self._writing.get(slot) is Slot.KEEPING:
+            self._writing[slot] = Slot.STORING
+        elif not self.records.references[slot]:
             # To be evicted as late as if it had been used just now.
             self.hold((slot,))
             self.release((slot,))
 
-    def keep(self, blocks: Seq[tuple[BlockId, Label]], tenant: str) -> bool:
-        """Keep blocks of the device for a preempted sequence, and plan to store those that no slot has yet.
+    def keep(self, blocks: Seq[tuple[BlockId, Label]], tenant: str) -> list[HostBlockId] | None:
+        """Hold a slot for each of these blocks of the device, and plan to store those that no slot has yet.
 
         Returns:
-            Whether the swap space has room for all of them; if not, nothing has changed.
+            The slots; None, and nothing has changed, if there is no room for all of them.
         """
-        slots: list[HostBlockId | None] = []
+        known: list[HostBlockId | None] = []
         for block_id, label in blocks:
             state = self.state(label.key)
-            if state is None and block_id not in self._loads:
-                slots.append(None)
-            elif state is Slot.STORING or (state is Slot.READY and self.find(label) is not None):
-                slots.append(HostBlockId(self._records.keys.get(label.key) or 0))
-            else:
-                # A store is filling it, or its slot was forgotten before a step has loaded it.
-                return False
-        more = [slot for slot in slots if slot not in self._kept]
-        num_taken = sum(slot is None or not self._records.references[slot] for slot in more)
-        if len(self._kept) + len(more) > self.num_swap_slots or num_taken > self.pool.num_available:
-            return False
+            if (state is None and block_id in self._loads) or state is Slot.FILLING:
+                return None  # a store is filling it, or its slot was forgotten before a step has loaded it
+            if state is Slot.READY and self.find(label) is None:
+                return None
+            known.append(self._slot(label.key))
+        if sum(slot is None or not self.records.references[slot] for slot in known) > self.pool.num_available:
+            return None
         # First those that are there, so that they are not evicted for the others.
-        self._keep_slots([slot for slot in slots if slot is not None])
-        for (block_id, label), known in zip(blocks, slots, strict=True):
-            if known is None:
-                taken = self._take_slot(Slot.STORING, label, tenant)
-                assert taken is not None
-                self._stores[taken] = block_id
-                self._keep_slots([taken])
-        return True
-
-    def kept(self, key: bytes) -> HostBlockId | None:
-        """Return the slot with this key, if it is kept; it may still be written."""
-        slot = self._records.keys.get(key)
-        return HostBlockId(slot) if slot in self._kept else None
-
-    def let_go(self, key: bytes, *, is_private: bool) -> None:
-        """Keep the slot with this key, if any, no longer. It stays as a prefix, unless the key is private."""
-        if (slot := self.kept(key)) is not None:
-            self._let_go_slot(slot, is_private=is_private)
-            self._cancel_store(slot)
+        self.hold([slot for slot in known if slot is not None])
+        slots: list[HostBlockId] = []
+        for (block_id, label), there in zip(blocks, known, strict=True):
+            if (slot := there) is None:
+                slot = self._take_slot(Slot.KEEPING, label, tenant)
+                assert slot is not None
+                self._stores[slot] = block_id
+                self.hold((slot,))
+            slots.append(slot)
+        return slots
 
     # To the device
 
-    def plan_loads(
-        self, slots: Seq[HostBlockId], block_ids: Seq[BlockId], seq_id: SequenceId, *, resumes: bool = False
-    ) -> None:
+    def plan_loads(self, slots: Seq[HostBlockId], block_ids: Seq[BlockId], seq_id: SequenceId) -> None:
         """Plan to copy slots' bytes with the next step to blocks that the sequence has just been given.
 
         The caller's holds of the slots become the loads'.
-
-        Args:
-            resumes: whether the sequence was preempted, and the slots kept for it.
         """
         for slot, block_id in zip(slots, block_ids, strict=True):
-            self._loads[block_id] = _Load(slot, seq_id, resumes)
+            self._loads[block_id] = _Load(slot, seq_id)
 
     def cancel_loads(self, seq_id: SequenceId) -> None:
         """Cancel the loads of a sequence that no step has taken, because it gives up its blocks."""
         for block_id in [block for block, load in self._loads.items() if load.seq_id == seq_id]:
-            slot = self._loads.pop(block_id).slot
-            self.release((slot,))
-            self._cancel_store(slot)
+            self.release((self._loads.pop(block_id).slot,))
 
     # With steps
 
@@ -302,11 +261,6 @@ class HostMemory:
         """
         stores = [BlockTransfer(block, HostBlockId(slot - 1)) for slot, block in self._stores.items()]
         loads = [BlockTransfer(block, HostBlockId(load.slot - 1)) for block, load in self._loads.items()]
-        for load in self._loads.values():
-            if not load.resumes:
-                self.counters.loaded += 1
-            elif load.slot in self._kept:  # unless the sequence was given up meanwhile
-                self._kept[load.slot] = True
         self._stores_in_flight.extend(self._stores)
         self._loads_in_flight.extend(load.slot for load in self._loads.values())
         self._stores.clear()
@@ -317,28 +271,24 @@ class HostMemory:
         """Note that the step is done and all its transfers have arrived."""
         stored, self._stores_in_flight = self._stores_in_flight, []
         for slot in stored:
-            as_prefix = self._writing[slot].as_prefix
-            label = self._become_ready(slot)
-            if label is not None and as_prefix:
+            as_prefix = self._writing[slot] is Slot.STORING
+            if self._become_ready(slot) and as_prefix:
                 self.counters.stored += 1
-                self.on_ready(slot, label)
+                self.on_ready(slot)
         self._end_loads()
 
-    def fail(self) -> bool:
+    def fail(self) -> list[HostBlockId]:
         """Note that the step failed: the slots it was to store have undefined contents, so forget their keys.
 
         Returns:
-            Whether there were any.
+            Those slots.
         """
         lost, self._stores_in_flight = self._stores_in_flight, []
         for slot in lost:
-            self.counters.lost += self._writing[slot].as_prefix
-            self._forget_key(slot)
-            if slot in self._kept:
-                self._let_go_slot(slot, is_private=False)
-            self._become_ready(slot)
+            self.counters.lost += self._writing[slot] is Slot.STORING
+            self.not_filled(slot)
         self._end_loads()
-        return bool(lost)
+        return lost
 
     # With stores below
 
@@ -359,7 +309,7 @@ class HostMemory:
         Returns:
             False if the slot was freed instead, because nothing could find it: `clear` was called, or its key taken.
         """
-        if self._become_ready(slot) is None:
+        if not self._become_ready(slot):
             return False
         self._origins[slot] = origin
         self.counters.filled += 1
@@ -368,53 +318,48 @@ class HostMemory:
         return True
 
     def not_filled(self, slot: HostBlockId) -> None:
-        """Free a reserved slot that is no longer being filled."""
-        self._forget_key(slot)
+        """Forget a slot that is no longer being written, which is free once nobody holds it."""
+        self.forget((slot,))
         self._become_ready(slot)
 
-    def clear(self) -> None:
+    def clear(self, kept: Iterable[HostBlockId]) -> None:
         """Forget all prefixes, including those being written, except those kept for preempted sequences."""
         self.pool.evict_all_cached()
-        for slot in map(HostBlockId, list(self._records.keys)):
-            if slot not in self._kept:
-                self._forget_key(slot)
-        for write in self._writing.values():
-            write.as_prefix = False
+        self.forget(set(map(HostBlockId, self.records.keys)).difference(kept))
+        for slot, state in self._writing.items():
+            if state is Slot.STORING:
+                self._writing[slot] = Slot.KEEPING
         for slot in list(self._stores):
-            self._cancel_store(slot)
+            self.hold((slot,))
+            self.release((slot,))  # which cancels the store if nobody else holds the slot
 
-    def check(self) -> Iterator[str]:
-        """Check every slot, the index, and that each reference and each write has a known owner. O(slots)."""
-        records, writing = self._records, self._writing
+    def check(self, kept: Iterable[HostBlockId]) -> Iterator[str]:
+        """Check every slot, the index, and that each reference and each write has a known owner. O(slots).
+
+        Args:
+            kept: the slots that are held for preempted sequences.
+        """
+        records, writing = self.records, self._writing
         for found in chain(self.pool.check(), records.keys.check()):
             yield f"host memory: {found}"
-        written = {Slot.STORING: {*self._stores, *self._stores_in_flight}}
-        written[Slot.FILLING] = set(chain.from_iterable(filler() for filler in self.fillers))
-        for state, slots in written.items():
-            if slots != (noted := {slot for slot, write in writing.items() if write.state is state}):
-                yield f"slots {sorted(noted)} of host memory are {state.value}, those written are {sorted(slots)}"
-        held = [*self._kept, *(load.slot for load in self._loads.values()), *self._loads_in_flight, *writing]
+        filling = {slot for slot, state in writing.items() if state is Slot.FILLING}
+        for noted, written, how in (
+            (filling, set(chain.from_iterable(filler() for filler in self.fillers)), "filled by stores"),
+            (writing.keys() - filling, {*self._stores, *self._stores_in_flight}, "written by steps"),
+        ):
+            if noted != written:
+                yield f"slots {sorted(noted)} of host memory are noted as {how}, those are {sorted(written)}"
+        held = [*kept, *(load.slot for load in self._loads.values()), *self._loads_in_flight, *writing]
         held += chain.from_iterable(holder() for holder in self.holders)
         for found in check_references(records, [new_table(held)]):
             yield f"host memory: {found}"
         if has_key := np.setxor1d(records.keys.ids(), records.published()).tolist():
             yield f"slots {has_key} of host memory have a key or are published, but not both"
-        for slot, write in writing.items():
-            if write.label is not None and records.keys.get(write.label.key) != slot:
-                yield f"slot {slot} of host memory is being written with a key that the index does not have"
-            if write.label is None and records.is_published(slot):
-                yield f"slot {slot} of host memory is being written without a label, and has a key"
-        used = np.flatnonzero((records.references_array != 0) | (records.groups_array != UNPUBLISHED)).tolist()
-        if self.by_tenant() != (tenants := Counter(self._tenants[slot] for slot in used)):
-            yield f"slots of host memory by tenant are {dict(tenants)}, counted are {self.by_tenant()}"
-        swapped = self.swapped
-        if swapped.blocks_out != swapped.blocks_in + swapped.blocks_dropped + len(self._kept):
-            yield (
-                f"{swapped.blocks_out} blocks were moved out, but {swapped.blocks_in} back, "
-                f"{swapped.blocks_dropped} were dropped and {len(self._kept)} are kept"
-            )
-        if len(self._kept) > self.num_swap_slots:
-            yield f"{len(self._kept)} slots are kept for preempted sequences, {self.num_swap_slots} may be"
+        if lent := [slot for slot in writing if self._fills[slot]]:
+            yield f"slots {lent} of host memory are lent while they are being written"
+
+    def _slot(self, key: bytes) -> HostBlockId | None:
+        return cast("HostBlockId | None", self.records.keys.get(key))
 
     def _take_slot(self, state: Slot, label: Label, tenant: str) -> HostBlockId | None:
         """Take a free or evictable slot for writing, with the writer's reference; None if there is none."""
@@ -422,63 +367,31 @@ class HostMemory:
             self.counters.refused += 1
             return None
         self.counters.evicted += not self.pool.num_free
-        slot = HostBlockId(self.pool.allocate(1)[0])
-        self._tenants[slot] = tenant
-        self.counters.slots[tenant] += 1
-        is_found = self._records.keys.put(label.key, slot)
-        if is_found:
-            self._records.groups[slot] = 0
-        self._writing[slot] = _Write(state, label if is_found else None)
+        slot = HostBlockId(self.pool.allocate(1, tenant)[0])
+        self._fills[slot] = 0
+        self._writing[slot] = state
+        if self.records.keys.put(label.key, slot):
+            self.records.groups[slot] = _PRIVATE if label.is_private else _PREFIX
+            if not label.is_private:
+                self.records.write(slot, label.parent, label.tokens)
         return slot
 
-    def _keep_slots(self, slots: Seq[HostBlockId]) -> None:
-        more = [slot for slot in dict.fromkeys(slots) if slot not in self._kept]
-        self._kept.update(dict.fromkeys(more, False))
-        self.swapped.blocks_out += len(more)
-        self.hold(more)
-
-    def _let_go_slot(self, slot: HostBlockId, *, is_private: bool) -> None:
-        if self._kept.pop(slot):
-            self.swapped.blocks_in += 1
-        else:
-            self.swapped.blocks_dropped += 1
-        if is_private:
-            self._forget_key(slot)
+    def _become_ready(self, slot: HostBlockId) -> bool:
+        """Release a slot that is no longer written; returns whether it can be found from now on."""
+        del self._writing[slot]
+        self._origins.pop(slot, None)
+        if self.records.groups[slot] == _PREFIX:
+            self.pool.note_published(BlockId(slot), 0, self.records.key(slot))
+            self._num_fills += 1
+            self._fills[slot] = self._num_fills
         self.release((slot,))
-
-    def _cancel_store(self, slot: HostBlockId) -> None:
-        """Cancel a store that was planned only for preempted sequences, if none is left and no step has taken it."""
-        if slot in self._stores and not self._writing[slot].as_prefix and self._records.references[slot] == 1:
-            del self._stores[slot]
-            self.not_filled(slot)
+        return self.records.is_published(slot)
 
     def _end_loads(self) -> None:
         loaded, self._loads_in_flight = self._loads_in_flight, []
         for slot in loaded:
             self._origins.pop(slot, None)
             self.release((slot,))
-
-    def _forget_key(self, slot: HostBlockId) -> None:
-        """Forget the key of a slot with a reference, if it has one."""
-        self._records.forget((BlockId(slot),))
-        if slot in self._writing:
-            self._writing[slot].label = None
-
-    def _become_ready(self, slot: HostBlockId) -> Label | None:
-        """Release a slot that is written; returns its label if it can be found by it from now on."""
-        label = self._writing.pop(slot).label
-        self._origins.pop(slot, None)
-        if label is not None and not label.is_private:
-            self._records.tokens[slot * self._width : (slot + 1) * self._width] = label.tokens
-            self.pool.note_published(BlockId(slot), 0, label.key)
-        self.release((slot,))
-        return label if self._records.is_published(slot) else None
-
-
-def _forget_evicted(records: BlockRecords, tenants: Seq[str], num_used: Counter[str], slots: Seq[BlockId]) -> None:
-    """Forget the keys of slots that the pool evicts."""
-    records.forget(slots)
-    num_used.subtract(tenants[slot] for slot in slots)
 
 
 def _ids(slots: Seq[HostBlockId]) -> Seq[BlockId]:

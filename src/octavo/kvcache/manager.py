@@ -343,8 +343,8 @@ class KVCacheManager:
 
     def has_swap_room(self, seq: Sequence) -> bool:
         """Whether the swap space has room for all blocks that only this sequence holds."""
-        host = self.hierarchy.host
-        return self.holdings.restore_cost(seq).blocks <= host.num_swap_slots - host.num_kept
+        num_left = self.hierarchy.host.num_swap_slots - self.hierarchy.num_kept
+        return self.holdings.restore_cost(seq).blocks <= num_left
 
     def can_resume(self, seq: Sequence) -> bool:
         """Whether `match` finds everything that a demoted sequence had computed; this may become false at any time."""
@@ -369,7 +369,7 @@ class KVCacheManager:
         store stay.
         """
         count = self.pool.evict_all_cached()
-        self.hierarchy.host.clear()
+        self.hierarchy.host.clear(self.hierarchy.kept_slots())
         return count
 
     def audit(self) -> dict[BlockState, int]:

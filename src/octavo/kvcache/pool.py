@@ -50,7 +50,7 @@ class BlockPool:
         self,
         blocks: BlockRecords,
         eviction: EvictionPolicy,
-        on_evict: Sequence[Callable[[Sequence[BlockId]], None]],
+        on_evict: Sequence[Callable[[Sequence[BlockId]], object]],
         *,
         grows: bool = False,
     ) -> None:
@@ -114,12 +114,13 @@ class BlockPool:
             self.owners.took(taken, tenant)
         return taken
 
-    def acquire(self, block_ids: Sequence[BlockId], tenant: str = "", hit_by: int | None = None) -> None:
+    def acquire(self, block_ids: Sequence[BlockId], tenant: str | None = None, hit_by: int | None = None) -> None:
         """Add a tenant's reference to each active, cached or pinned block.
 
         Null blocks are skipped, the others distinct.
 
         Args:
+            tenant: whom blocks that were not in use count for; None for whom they counted for last.
             hit_by: priority of the request that found them as a prefix, if one did, for the eviction policy.
 
         Raises:
@@ -226,6 +227,12 @@ class BlockPool:
         states = (BlockState.FREE, BlockState.CACHED, BlockState.PINNED, BlockState.ACTIVE)
         return dict(zip(states, (free, cached, pinned, active), strict=True))
 
+    def by_tenant(self) -> dict[str, int]:
+        """Return the number of blocks in use or cached by the tenant that they count for. O(blocks); for any thread."""
+        assert self.owners is not None
+        blocks = self.blocks
+        return self.owners.count((blocks.references_array != 0) | (blocks.groups_array != UNPUBLISHED))
+
     def check(self) -> Iterator[str]:
         """Yield every violation of the pool's own invariants. O(blocks)."""
         free = _times(self._free, self.num_blocks)
@@ -255,7 +262,7 @@ class BlockPool:
                 f"but free stack: {bool(free[i])}, eviction policy: {bool(cached[i])}"
             )
         if self.owners is not None:
-            yield from self.owners.check(self.blocks.references)
+            yield from self.owners.check(self.blocks.references_array != 0)
 
     def _add_references(self, block_ids: Sequence[BlockId]) -> tuple[SomeBlocks, SomeBlocks, SomeBlocks]:
         """Return the blocks without null blocks; of these, those that had no reference; of these, those without pin."""
@@ -354,23 +361,31 @@ class BlockOwners:
 
     def __init__(self, num_blocks: int) -> None:
         self._owner = array("i", bytes(4 * num_blocks))
-        self._index: dict[str, int] = {}
-        self._held: list[int] = []
+        self._indices = {"": 0}
+        self._tenants = [""]
+        self._held = [0]
 
     def held(self, tenant: str) -> int:
         """Return the number of blocks in use that count for a tenant."""
-        index = self._index.get(tenant)
+        index = self._indices.get(tenant)
         return 0 if index is None else self._held[index]
 
-    def took(self, blocks: SomeBlocks, tenant: str) -> None:
-        """Count these blocks, which were not in use, for a tenant."""
-        index = self._index.get(tenant)
-        if index is None:
-            index = self._index[tenant] = len(self._held)
-            self._held.append(0)
+    def of(self, block: int) -> str:
+        """Return the tenant that a block counts for, or did when it was last in use."""
+        return self._tenants[self._owner[block]]
+
+    def took(self, blocks: SomeBlocks, tenant: str | None) -> None:
+        """Count these blocks, which were not in use, for a tenant; for whom they counted for last if None."""
+        owner, held = self._owner, self._held
+        if tenant is not None:
+            index = self._indices.setdefault(tenant, len(held))
+            if index == len(held):
+                self._tenants.append(tenant)
+                held.append(0)
+            for block in blocks:
+                owner[block] = index
         for block in blocks:
-            self._owner[block] = index
-        self._held[index] += len(blocks)
+            held[owner[block]] += 1
 
     def gave_back(self, blocks: SomeBlocks) -> None:
         """Discount these blocks, which are no longer in use."""
@@ -378,10 +393,14 @@ class BlockOwners:
         for block in blocks:
             held[owner[block]] -= 1
 
-    def check(self, ref_counts: array[int]) -> Iterator[str]:
+    def count(self, holds: npt.NDArray[np.bool_]) -> dict[str, int]:
+        """Return how many of the blocks selected by a mask count for each tenant. O(blocks)."""
+        counts = np.bincount(np.array(self._owner)[holds], minlength=len(self._tenants)).tolist()
+        return {tenant: count for tenant, count in zip(self._tenants, counts, strict=False) if count}
+
+    def check(self, in_use: npt.NDArray[np.bool_]) -> Iterator[str]:
         """Yield every tenant whose count does not match the blocks in use. O(blocks)."""
-        in_use = np.array(self._owner)[np.array(ref_counts) != 0]
-        found = np.bincount(in_use, minlength=len(self._held)).tolist()
-        for tenant, index in self._index.items():
-            if found[index] != self._held[index]:
-                yield f"{found[index]} blocks count for tenant {tenant!r}, but {self._held[index]} are counted"
+        found = self.count(in_use)
+        for tenant, held in zip(self._tenants, self._held, strict=True):
+            if found.get(tenant, 0) != held:
+                yield f"{found.get(tenant, 0)} blocks count for tenant {tenant!r}, but {held} are counted"

@@ -30,7 +30,6 @@ from octavo.kvcache.block import (
 )
 from octavo.kvcache.blocks import BlockRecords
 from octavo.kvcache.hashing import (
-    DIGEST_BYTES,
     TOKEN,
     TOKEN_BYTES,
     FullBlocks,
@@ -200,9 +199,8 @@ class PrefixIndex:
         blocks = self._blocks
         if blocks.is_published(block_id) or not blocks.keys.put(group_key(group, chain.key(index + 1)), block_id):
             return False
-        blocks.tokens[block_id * self._width : (block_id + 1) * self._width] = chain.tokens(index, index + 1)
         parent = chain.key(index)
-        blocks.parents[block_id * DIGEST_BYTES : (block_id + 1) * DIGEST_BYTES] = parent
+        blocks.write(block_id, parent, chain.tokens(index, index + 1))
         blocks.children.add(block_id, parent)
         blocks.groups[block_id] = group
         blocks.sources[block_id] = chain.source

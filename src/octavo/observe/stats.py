@@ -108,19 +108,18 @@ class Gauges:
     def of(cls, scheduler: Scheduler) -> Gauges:
         """Read the present values, from any thread. O(1)."""
         kv, counters, size = scheduler.kv, scheduler.counters, scheduler.kv.spec.block_bytes
-        host = kv.hierarchy.host
         return cls(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_swapped=scheduler.num_swapped,
             kv_usage=kv.usage,
             kv_bytes=kv.bytes_by_state(),
-            swapped_bytes=host.num_kept * size,
+            swapped_bytes=kv.hierarchy.num_kept * size,
             num_preemptions=counters.num_preemptions,
             deferred_tokens=counters.num_deferred_tokens,
             evicted_blocks=kv.evicted.count,
-            swapped_out_bytes=host.swapped.blocks_out * size,
-            swapped_in_bytes=host.swapped.blocks_in * size,
+            swapped_out_bytes=kv.hierarchy.swapped.blocks_out * size,
+            swapped_in_bytes=kv.hierarchy.swapped.blocks_in * size,
             speculation=None if scheduler.speculator is None else scheduler.speculator.counters,
         )
 

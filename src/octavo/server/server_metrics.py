@@ -87,8 +87,7 @@ class TenantCollector(Collector):
         stats = self._stats
         tiers: dict[str, Mapping[str, int]] = {}
         if stats.host is not None:
-            slots = stats.host.slots.copy()
-            tiers["host"] = {tenant: count * stats.block_bytes for tenant, count in slots.items() if count}
+            tiers["host"] = {tenant: count * stats.block_bytes for tenant, count in stats.host.by_tenant().items()}
         tiers |= {store.name: held for store in stats.stores if (held := store.medium.bytes_by_tenant()) is not None}
         amounts: Counter[tuple[str, str]] = Counter()
         for tier, held in tiers.items():

@@ -17,12 +17,14 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from types import MappingProxyType
 
+from octavo.kvcache.block import HostBlockId
 from octavo.kvcache.hashing import Label
+from octavo.kvcache.host_memory import HostMemory
 
 LAYOUT_VERSION = 3
 """Version of the layout of a block's bytes and of its verification; part of every key and header."""
@@ -65,6 +67,12 @@ class Medium(ABC):
     @abstractmethod
     def contains(self, key: bytes) -> bool | None:
         """Return whether the medium has a key, without waiting for anything; None if it must be asked."""
+
+    def lend(self, memory: HostMemory, row: Callable[[HostBlockId], memoryview]) -> None:  # noqa: B027
+        """Let other servers ask for what is in host memory until `close`; most media do not."""
+
+    def expect(self, labels: Sequence[Label], address: str) -> None:  # noqa: B027
+        """Note that the neighbour at `HOST:PORT` may have these blocks."""
 
     def ask(self, labels: Sequence[Label]) -> list[Reason | None]:
         """Return None for each block that is there, and a reason for the others; called only if `must_ask`.

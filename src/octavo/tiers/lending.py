@@ -1,6 +1,6 @@
 """Hands blocks in host memory to other servers, which ask as they would ask a Redis that can only be read.
 
-    neighbour ── STRLEN octavo:NAMESPACE:KEY ───> Lender ──> Shelf: is it in host memory?
+    neighbour ── STRLEN octavo:NAMESPACE:KEY ───> Lender: is it in host memory?
               <─ header, payload, signature ─────        GETRANGE octavo:NAMESPACE:KEY 0 -1
 
 The namespace is a keyed hash (`remote.name_prefix`), so a client that can name a block has the secret, and serves the
@@ -25,8 +25,8 @@ from typing import BinaryIO
 
 from octavo.errors import ConfigError
 from octavo.kvcache.block import HostBlockId
-from octavo.kvcache.hashing import DIGEST_BYTES, Label
-from octavo.kvcache.host_memory import HostMemory
+from octavo.kvcache.hashing import DIGEST_BYTES
+from octavo.kvcache.host_memory import HostMemory, Lent
 from octavo.tiers.header import HEADER_BYTES
 from octavo.tiers.remote import SIGNATURE_BYTES, name_prefix, signed, signing_key
 
@@ -48,40 +48,12 @@ _MOST_ARGUMENT_BYTES = 256
 _MORE = getattr(socket, "MSG_MORE", 0)
 
 
-class Shelf:
-    """The labels of what is in host memory. The engine's thread puts blocks there, any thread may look.
-
-    Args:
-        row: returns the memory of a slot.
-    """
-
-    def __init__(self, host: HostMemory, row: Callable[[HostBlockId], memoryview]) -> None:
-        self._host = host
-        self._row = row
-        self._labels: list[Label | None] = [None] * (host.num_slots + 1)
-
-    def put(self, slot: HostBlockId, label: Label) -> None:
-        """Note a slot that can be found from now on."""
-        # An object of its own for each time, by which `find` recognises that the slot has been filled again.
-        self._labels[slot] = Label(*label)
-
-    def find(self, key: bytes) -> tuple[Label, memoryview] | None:
-        """Return a block's label and memory, whose bytes are its own if `has` says so after they were read."""
-        slot = self._host.ready_slot(key)
-        label = None if slot is None else self._labels[slot]
-        return None if slot is None or label is None or label.key != key else (label, self._row(slot))
-
-    def has(self, label: Label) -> bool:
-        """Return whether the slot of a label that `find` returned has had the same contents since."""
-        slot = self._host.ready_slot(label.key)
-        return slot is not None and self._labels[slot] is label
-
-
 class Lender:
     """Answers neighbours, in a thread for each connection.
 
     Args:
         address: `HOST:PORT` to listen at; port 0 takes a free one.
+        row: returns the memory of a slot.
         fingerprint: 16 bytes that identify the weights, dtype, codec and block size.
 
     Attributes:
@@ -92,10 +64,18 @@ class Lender:
         ConfigError: the address cannot be listened at.
     """
 
-    def __init__(self, address: str, shelf: Shelf, fingerprint: bytes, secret: str) -> None:
+    def __init__(
+        self,
+        address: str,
+        memory: HostMemory,
+        row: Callable[[HostBlockId], memoryview],
+        fingerprint: bytes,
+        secret: str,
+    ) -> None:
         self.num_lent = 0
         self._is_closed = False
-        self._shelf = shelf
+        self._memory = memory
+        self._row = row
         self._fingerprint = fingerprint
         self._key = signing_key(secret)
         self._prefix = name_prefix(fingerprint, self._key)
@@ -162,7 +142,7 @@ class Lender:
                 connection.sendall(b"+PONG\r\n")
             case [b"STRLEN", name]:
                 found = self._find(name)
-                length = 0 if found is None else HEADER_BYTES + found[1].nbytes + SIGNATURE_BYTES
+                length = 0 if found is None else HEADER_BYTES + self._row(found.slot).nbytes + SIGNATURE_BYTES
                 connection.sendall(b":%d\r\n" % length)
             case [b"GETRANGE", name, _, _]:
                 self._send(connection, name)
@@ -173,18 +153,18 @@ class Lender:
         pieces: tuple[bytes | memoryview, ...] = ()
         if (found := self._find(name)) is not None:
             with self._signing:
-                sealed = signed(self._fingerprint, self._key, *found)
-                if self._shelf.has(found[0]):
+                sealed = signed(self._fingerprint, self._key, found.label, self._row(found.slot))
+                if self._memory.still_lends(found):
                     pieces, self.num_lent = sealed, self.num_lent + 1
         connection.sendall(b"$%d\r\n" % sum(map(len, pieces)), _MORE)
         for piece in pieces:
             connection.sendall(piece, _MORE)
         connection.sendall(b"\r\n")
 
-    def _find(self, name: bytes) -> tuple[Label, memoryview] | None:
+    def _find(self, name: bytes) -> Lent | None:
         if not name.startswith(self._prefix) or len(name) != len(self._prefix) + 2 * DIGEST_BYTES:
             return None
-        return self._shelf.find(bytes.fromhex(name[len(self._prefix) :].decode()))
+        return self._memory.lend(bytes.fromhex(name[len(self._prefix) :].decode()))
 
 
 def _commands(reader: BinaryIO) -> Iterator[list[bytes]]:

@@ -45,11 +45,6 @@ class LowerTiers:
         block_bytes: size of a slot.
         clock: a monotonic clock, in seconds.
         load_seconds: maximum time of a load, see `LOAD_SECONDS`.
-
-    Attributes:
-        on_here: called with each slot that can be found from now on, and its label.
-        on_hint: called with the labels that a request lacks, and the address of the neighbour that has them.
-        on_close: called once nothing is moved any more.
     """
 
     def __init__(
@@ -64,9 +59,6 @@ class LowerTiers:
     ) -> None:
         self.stores = stores
         self.num_not_worth = 0  # loads that were expected to take longer than computing
-        self.on_here: Callable[[HostBlockId, Label], None] = lambda slot, label: None
-        self.on_hint: Callable[[Sequence[Label], str], None] = lambda labels, address: None
-        self.on_close: Callable[[], None] = lambda: None
         self._host = host
         self._row = row
         self._block_bytes = block_bytes
@@ -82,6 +74,7 @@ class LowerTiers:
         host.fillers.append(self._filling)
         for store in stores:
             store.on_done = self._arrived.set
+            store.medium.lend(host, row)
 
     def prefetch(
         self, labels: Iterable[Label], tenant: str, seconds_to_compute: float | None, kv_hint: str | None = None
@@ -99,7 +92,9 @@ class LowerTiers:
         found: dict[Store, list[Label]] = {}
         labels = islice(labels, self._queue.most)
         if kv_hint is not None:
-            self.on_hint(labels := list(labels), kv_hint)
+            labels = list(labels)
+            for each in self.stores:
+                each.medium.expect(labels, kv_hint)
         for label in labels:
             state = host.state(label.key)
             if state is Slot.FILLING:
@@ -146,8 +141,8 @@ class LowerTiers:
                 if not transfer.done:
                     on_their_way.append((store, transfer, slots))
                     continue
-                for slot, label, reason in zip(slots, transfer.labels, transfer.outcomes, strict=True):
-                    self._take_in(fetch, store, slot, label, reason)
+                for slot, reason in zip(slots, transfer.outcomes, strict=True):
+                    self._take_in(fetch, store, slot, reason)
             fetch.transfers = on_their_way
         self._start_loads()
         for fetch in self._fetches:
@@ -190,10 +185,9 @@ class LowerTiers:
         for store in self.stores:
             store.close(seconds)
         self.poll()
-        self.on_close()
         if not self._writing and not self._unreleased:
             # Nothing is held any more; host memory, to which this refers, must not refer back to be freed at once.
-            self._host.on_ready, self._host.holders, self._host.fillers = lambda slot, label: None, [], []
+            self._host.on_ready, self._host.holders, self._host.fillers = lambda slot: None, [], []
 
     def _held(self) -> Iterator[HostBlockId]:
         yield from (slot for _, slot in self._writing)
@@ -274,19 +268,17 @@ class LowerTiers:
         for label in coming:
             self._is_here(fetch, label)
 
-    def _take_in(self, fetch: Fetch, store: Store, slot: HostBlockId, label: Label, reason: Reason | None) -> None:
+    def _take_in(self, fetch: Fetch, store: Store, slot: HostBlockId, reason: Reason | None) -> None:
         hold = not fetch.released
         if reason is not None:
             self._host.not_filled(slot)
-        elif self._host.filled(slot, store.name, hold=hold):
-            self.on_here(slot, label)
-            if hold:
-                fetch.held.append(slot)
-                return
+        elif self._host.filled(slot, store.name, hold=hold) and hold:
+            fetch.held.append(slot)
+            return
         self._queue.release(fetch.tenant, 1)
 
-    def _write_down(self, slot: HostBlockId, label: Label) -> None:
-        self.on_here(slot, label)
+    def _write_down(self, slot: HostBlockId) -> None:
+        label = self._host.records.label(slot)
         for store in self.stores:
             if store.wants(label.key):
                 self._host.hold((slot,))

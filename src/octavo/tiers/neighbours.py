@@ -16,8 +16,11 @@ from collections.abc import Callable, Sequence
 import redis
 
 from octavo.errors import ConfigError
+from octavo.kvcache.block import HostBlockId
 from octavo.kvcache.hashing import Label
+from octavo.kvcache.host_memory import HostMemory
 from octavo.tiers.base import Medium, Reason
+from octavo.tiers.lending import Lender
 from octavo.tiers.remote import TIMEOUT_SECONDS, RemoteMedium
 from octavo.tiers.store import Breaker
 
@@ -54,6 +57,7 @@ class NeighbourMedium(Medium):
         fingerprint: 16 bytes that identify the weights, dtype, codec and block size.
         block_bytes: size of a block.
         secret: the servers' common secret; without it a neighbour finds no block.
+        lend_at: `HOST:PORT` at which others may ask for what is in this host memory.
         call_seconds: see `CALL_SECONDS`.
     """
 
@@ -66,6 +70,7 @@ class NeighbourMedium(Medium):
         fingerprint: bytes,
         block_bytes: int,
         secret: str,
+        lend_at: str | None = None,
         *,
         call_seconds: float = CALL_SECONDS,
         clock: Callable[[], float] = time.monotonic,
@@ -73,14 +78,19 @@ class NeighbourMedium(Medium):
         self._fingerprint = fingerprint
         self._block_bytes = block_bytes
         self._secret = secret
+        self._lend_at = lend_at
+        self._lender: Lender | None = None
         self._call_seconds = call_seconds
         self._clock = clock
         self._hints: OrderedDict[bytes, str] = OrderedDict()
         self._peers: OrderedDict[str, _Peer] = OrderedDict()
         self._lock = threading.Lock()
 
+    def lend(self, memory: HostMemory, row: Callable[[HostBlockId], memoryview]) -> None:
+        if self._lend_at is not None:
+            self._lender = Lender(self._lend_at, memory, row, self._fingerprint, self._secret)
+
     def expect(self, labels: Sequence[Label], address: str) -> None:
-        """Remember that the neighbour at `HOST:PORT` may have these blocks."""
         with self._lock:
             for label in labels:
                 self._hints[label.key] = address
@@ -112,6 +122,8 @@ class NeighbourMedium(Medium):
         return Reason.READ_ONLY
 
     def close(self) -> None:
+        if self._lender is not None:
+            self._lender.close()
         for peer in self._peers.values():
             if peer.medium is not None:
                 peer.medium.close()
