@@ -19,7 +19,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from typing import Any
 from benchmarks import this_machine
 from octavo.workloads.http import EventLines, PostUrl, post_json
 from octavo.workloads.server_process import RunningServer, fetch_json, running_server
+from tests.ports import free_port
 
 STRATEGIES = ("prefix", "least_loaded", "round_robin")
 KEY = "benchmark-router-key"
@@ -35,7 +36,6 @@ SYSTEM = "You are a librarian of the section {topic}, and answer questions about
 QUESTION = "Question {turn} about {topic}: which book should I read next, and on which shelf of the section is it?"
 PAUSE_S = 0.2
 IDLE_S = 5.0
-_FIRST_PORT = 27100
 
 
 @dataclass
@@ -59,21 +59,20 @@ class Figures:
 
 
 @contextmanager
-def cluster(strategy: str, memory: str) -> Iterator[RunningServer]:
-    """Two servers and a router, which is returned."""
+def cluster(strategy: str, memory: str, options: Sequence[Sequence[str]] = ((), ())) -> Iterator[RunningServer]:
+    """Servers and a router, which is returned; `options` are those of each server."""
     with ExitStack() as stack:
         named: list[str] = []
-        for number in range(2):
-            ports = _FIRST_PORT + 2 * number, _FIRST_PORT + 2 * number + 1
-            addresses = [f"tcp://127.0.0.1:{port}" for port in ports]
+        for own in options:
+            addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
             events = {"enable_kv_cache_events": True, "endpoint": addresses[0], "replay_endpoint": addresses[1]}
             serving = ("--num-threads", "1", "--kv-cache-memory", memory, "--router-key", KEY, "--no-access-log")
-            server = stack.enter_context(running_server((*serving, "--kv-events-config", json.dumps(events))))
+            server = stack.enter_context(running_server((*serving, *own, "--kv-events-config", json.dumps(events))))
             named += ("--worker", server.base_url)
         command = (sys.executable, "-m", "octavo", "route")
-        options = ("--router-key", KEY, "--strategy", strategy, "--no-access-log")
-        router = stack.enter_context(running_server((*named, *options), command))
-        while fetch_json(router.base_url + "/health")["workers"] < 2:
+        routing = ("--router-key", KEY, "--strategy", strategy, "--no-access-log")
+        router = stack.enter_context(running_server((*named, *routing), command))
+        while fetch_json(router.base_url + "/health")["workers"] < len(options):
             time.sleep(0.1)
         yield router
 

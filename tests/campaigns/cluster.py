@@ -245,7 +245,7 @@ class Cluster:
 
     def _redis(self, host: Host) -> Server:
         folder = self._folder / "redis"
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         options = ["--bind", host.address, "--port", str(REDIS_PORT), "--protected-mode", "no", "--dir", str(folder)]
         options += ["--save", "", "--maxmemory", "32mb", "--maxmemory-policy", "allkeys-lru"]
         return Server(host, ["redis-server", *options], self._folder / "redis.log")

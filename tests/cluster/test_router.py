@@ -153,11 +153,48 @@ def test_a_server_fetches_the_blocks_that_a_hint_names_and_answers_the_same() ->
             server.assert_nothing_runs()
 
 
+def test_a_server_for_prefill_computes_long_prompts_of_one_for_decode_which_fetches_them() -> None:
+    pytest.importorskip("redis")
+    more: dict[str, Any] = {
+        "kv_demotion": "all",
+        "kv_host_memory": "64MiB",
+        "kv_remote_secret": "only our servers know",
+    }
+    with ExitStack() as stack:
+        prefill, decode = (
+            stack.enter_context(worker({"role": role}, kv_neighbours=f"127.0.0.1:{free_port()}", **more))
+            for role in ("prefill", "decode")
+        )
+        routed = stack.enter_context(router(*addresses(prefill, decode), "--prefill-tokens", "100"))
+        for seed in range(3):
+            answer = routed.complete(text_of(seed, 200), cache_salt="s" * seed or None).json()
+            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert cached > answer["usage"]["prompt_tokens"] - 40
+        assert routed.counters()["prefills_total/2xx"] == 3
+        assert prefill.counters()["vllm:generation_tokens_total"] == 3, "one for each prompt"
+        chat = {"messages": [{"role": "user", "content": text_of(7, 150)}], "max_tokens": 5, "temperature": 0}
+        answer = routed.client.post("/v1/chat/completions", json=chat).json()
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+        again = routed.client.post("/v1/chat/completions", json=chat).json()
+        assert again["choices"] == answer["choices"]
+        routed.complete("a short one")
+        assert routed.counters()["prefills_total/2xx"] == 4
+        routed.until(lambda counters: counters["reservations"] == 0)
+        alone = stack.enter_context(real_server())
+        assert alone.post("/v1/chat/completions", chat).json()["choices"] == answer["choices"]
+        for server in (prefill, decode):
+            server.assert_nothing_runs()
+        prefill.server.should_exit = True
+        routed.until(lambda counters: counters[f"worker_up/{prefill.url}"] == 0)
+        assert routed.complete(text_of(9, 200)).status_code == 200
+        assert routed.counters()["prefills_total/2xx"] == 4
+
+
 def test_a_hint_goes_to_the_server_with_the_routers_key_and_a_clients_own_does_not() -> None:
     given = [(HINT_HEADER.encode(), b"10.6.6.6:1"), (KEY_HEADER.encode(), b"guessed"), (b"x", b"y")]
     scope = {"headers": given, "state": {"request_id": "r"}}
     anything: Any = SimpleNamespace(remove=None)
-    made = Router(ServerConfig(router_key=KEY), anything, anything, anything, anything, anything)
+    made = Router(ServerConfig(router_key=KEY), anything, anything, anything, anything, anything, 512)
     request: Any = SimpleNamespace(scope=scope)
     target: Any = SimpleNamespace(facts={"fingerprint": "f"})
     prompt = RoutedPrompt((1, 2), "")

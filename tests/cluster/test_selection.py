@@ -173,7 +173,7 @@ def test_what_the_index_cannot_answer_goes_to_the_least_loaded_and_leaks_no_rese
         await until(lambda: overlap(selection, workers[0], PROMPT), SIZE * 8)
         # A server that failed is not among those to choose from, though its blocks are still in the index.
         ticket = await selection.choose(workers[1:], RoutedPrompt(PROMPT, ""))
-        assert (ticket.worker, selection.fallbacks["excluded"]) == (workers[1], 1)
+        assert (ticket.worker, ticket.cached_tokens) == (workers[1], 0)
         await selection.done(ticket)
         selection._seconds = 0.0
         ticket = await selection.choose(workers, RoutedPrompt(PROMPT, ""))

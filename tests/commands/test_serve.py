@@ -37,6 +37,7 @@ def test_server_options_reach_the_server(octavo_command: OctavoCommand, served: 
         (["--port", "70000"], "port must be between 0 and 65535, got 70000"),
         (["--kv-cache-memory", "lots"], "cannot read 'lots' as a number of bytes"),
         (["--max-body-size", "0"], "max_body_size must be at least 1, got 0"),
+        (["--role", "decode"], "role decode needs kv_neighbours"),
     ],
 )
 def test_options_that_make_no_sense_are_told_before_the_server_starts(

@@ -75,7 +75,8 @@ async def _route_on(listener: Any, router_config: RouterConfig, config: ServerCo
 def make_router(router_config: RouterConfig, config: ServerConfig, access: AcceptedKeys, in_flight: InFlight) -> Router:
     workers = Workers(router_config, config.router_key or "", new_session)
     readers = Readers(config, router_config.tokenizer)
-    return Router(config, access, workers, make_selection(router_config), readers, in_flight)
+    selection = make_selection(router_config)
+    return Router(config, access, workers, selection, readers, in_flight, router_config.prefill_tokens)
 
 
 def create_router_app(
@@ -185,6 +186,7 @@ class _Collector:
         yield counter("prompt_tokens", "Tokens of prompts that were read.", [], [((), stats.prompt_tokens)])
         hints = "Requests sent with the address of another server that has more of their prompt."
         yield counter("kv_hints", hints, [], [((), stats.hints)])
+        yield counter("prefills", "Prompts computed by another server first.", ["status"], stats.prefills.items())
         cached = "Of these, tokens that the chosen server had cached, as the index knew."
         yield counter("cached_tokens", cached, [], [((), stats.cached_tokens)])
         up = GaugeMetricFamily("octavo:router_worker_up", "Whether a server takes requests.", labels=["worker"])

@@ -71,6 +71,12 @@ class RouterConfig(Options):
     selection_timeout: float = _choice(
         0.25, "time that the index may take to choose, before the least loaded is taken", unit=SECONDS, above=0
     )
+    prefill_tokens: int = _choice(
+        512,
+        "least number of tokens to compute for which a prompt goes to a server of --role prefill or both first, if its "
+        "answer comes from one of --role decode",
+        least=1,
+    )
     replica_sync_port: int | None = _choice(
         None, "port on which this router shares its choices with other routers (unencrypted)", least=1, most=65535
     )

@@ -10,6 +10,7 @@ are cached under its own scope.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections import Counter
@@ -155,6 +156,7 @@ class RelayedRequest:
 
     Attributes:
         packed: token ids, which follow the body; empty if it goes alone.
+        cache_salt: that of the body, which is part of the prompt's scope.
     """
 
     request: Request
@@ -163,6 +165,7 @@ class RelayedRequest:
     workers: list[Worker]
     prompt: RoutedPrompt
     packed: bytes = b""
+    cache_salt: str = ""
 
 
 class RouterStats:
@@ -174,6 +177,7 @@ class RouterStats:
         self.broken_streams = 0
         self.choices, self.choice_seconds = 0, 0.0
         self.hints = 0  # requests sent with the address of another server that has more of their prompt
+        self.prefills: Counter[str] = Counter()  # prompts sent to another server first, by how that ended
         self.prompt_tokens = self.cached_tokens = 0  # of prompts that were looked at; as the index knew it
 
 
@@ -182,7 +186,7 @@ class Router:
 
     Args:
         access: whose key a request carries.
-        router_key: proves to servers that token ids come from a router.
+        prefill_tokens: see `RouterConfig.prefill_tokens`.
     """
 
     def __init__(
@@ -193,6 +197,7 @@ class Router:
         selection: Selection,
         readers: Readers,
         in_flight: InFlight,
+        prefill_tokens: int,
     ) -> None:
         self.workers = workers
         self.selection = selection
@@ -201,6 +206,7 @@ class Router:
         self._access = access
         self._router_key = config.router_key or ""
         self._in_flight = in_flight
+        self._prefill_tokens = prefill_tokens
         self._intake = BodyIntake(config.max_body_size, config.max_total_body_size)
         workers.on_up = self._on_up
         workers.on_down = selection.remove
@@ -245,7 +251,8 @@ class Router:
         else:
             return RelayedRequest(request, body, model, largest, RoutedPrompt((), ""))
         scope = cache_scope(client.tenant, client.cache_group, read.cache_salt)
-        return RelayedRequest(request, body, model, largest, RoutedPrompt(ids, scope), np.asarray(ids, "<i4").tobytes())
+        packed = np.asarray(ids, "<i4").tobytes()
+        return RelayedRequest(request, body, model, largest, RoutedPrompt(ids, scope), packed, read.cache_salt)
 
     def headers(self, job: RelayedRequest, ticket: Ticket) -> list[tuple[str, str]]:
         """Return the headers to send: the client's, and with token ids the router's own."""
@@ -254,7 +261,10 @@ class Router:
             for name, value in job.request.scope["headers"]
             if name not in _NOT_SENT
         ]
-        headers.append((REQUEST_ID_HEADER.decode(), job.request.scope["state"]["request_id"]))
+        return headers + self._own_headers(job, ticket)
+
+    def _own_headers(self, job: RelayedRequest, ticket: Ticket) -> list[tuple[str, str]]:
+        headers = [(REQUEST_ID_HEADER.decode(), job.request.scope["state"]["request_id"])]
         if job.packed:
             given = f"{ticket.worker.facts['fingerprint']} {len(job.prompt.token_ids)}"
             headers += [(PROMPT_HEADER, given), (KEY_HEADER, self._router_key)]
@@ -262,6 +272,42 @@ class Router:
                 headers.append((HINT_HEADER, ticket.kv_hint))
                 self.stats.hints += 1
         return headers
+
+    async def prefill(self, job: RelayedRequest, ticket: Ticket) -> None:
+        """Let another server compute a long prompt first, if the one that answers is for decoding: it fetches the
+        blocks. Where that fails, it computes the prompt itself.
+        """
+        worker, num_tokens = ticket.worker, len(job.prompt.token_ids)
+        if worker.role != "decode" or not job.packed or num_tokens - ticket.cached_tokens < self._prefill_tokens:
+            return
+        group = [each for each in self.workers.answering(job.model) if each.group == worker.group]
+        if not (others := [each for each in group if each.role != "decode" and each.neighbour_address is not None]):
+            return
+        own = await self.selection.choose(others, job.prompt)
+        try:
+            if num_tokens - own.cached_tokens >= self._prefill_tokens:
+                self.stats.prefills[await self._compute_prompt(job, own)] += 1
+            ticket.kv_hint = own.worker.neighbour_address
+        finally:
+            await asyncio.shield(self.selection.done(own))
+
+    async def _compute_prompt(self, job: RelayedRequest, ticket: Ticket) -> str:
+        """Let a server compute a prompt, as for a completion of one token; returns how that ended."""
+        body: dict[str, Any] = {"model": ticket.worker.names[0], "prompt": "-", "max_tokens": 1}
+        if job.cache_salt:
+            body["cache_salt"] = job.cache_salt
+        headers = [("content-type", "application/json"), *self._own_headers(job, ticket)]
+        if (key := presented_key(job.request.scope)) is not None:
+            headers.append(("authorization", f"Bearer {key}"))
+        sent = json.dumps(body).encode() + job.packed
+        try:
+            async with ticket.worker.session.post("/v1/completions", data=sent, headers=headers) as answer:
+                await answer.read()
+                return f"{answer.status // 100}xx"
+        except (OSError, _client_error()) as error:
+            logger.warning("lost %s while it computed a prompt: %s", ticket.worker.url, error)
+            await self.workers.suspect(ticket.worker)
+            return "lost"
 
 
 class _Relayed(Response):
@@ -297,10 +343,12 @@ class _Relayed(Response):
             if not left:
                 break
             began = time.perf_counter()
-            ticket = await self._router.selection.choose(left, job.prompt)
+            for_answers = [worker for worker in left if worker.role != "prefill"] or left
+            ticket = await self._router.selection.choose(for_answers, job.prompt)
             self._router.stats.choices += 1
             self._router.stats.choice_seconds += time.perf_counter() - began
             try:
+                await self._router.prefill(job, ticket)
                 if await self._send_to(ticket, send, is_last=len(left) == 1):
                     return
             finally:

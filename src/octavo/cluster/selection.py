@@ -154,6 +154,7 @@ class PrefixSelection(Selection):
             "selection_id": selection_id,
             "token_ids": list(prompt.token_ids),
             "cache_salt": prompt.scope or None,
+            "allowed_worker_ids": [worker.worker_id for worker in workers if worker.worker_id in self._known],
         }
         try:
             async with asyncio.timeout(self._seconds):
@@ -168,7 +169,7 @@ class PrefixSelection(Selection):
             logger.warning("the index could not choose a server: %s", error)
             return await super().choose(workers, prompt)
         worker = self._known.get(chosen["worker_id"])
-        if worker not in workers:
+        if worker not in workers:  # it was lost while the index chose
             self.fallbacks["excluded"] += 1
             await self._free(selection_id)
             return await super().choose(workers, prompt)

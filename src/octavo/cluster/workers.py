@@ -68,6 +68,11 @@ class Worker:
         return tuple(self.facts.get("names", ()))
 
     @property
+    def role(self) -> str:
+        """What it is for: see `ServerConfig.role`."""
+        return str(self.facts.get("role", "both"))
+
+    @property
     def group(self) -> str:
         """What servers must have in common to share an index: names, tokens, and size of blocks."""
         facts, publishes = self.facts, self.event_address("endpoint") is not None

@@ -57,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     server_config = ServerConfig(**settings.given(ServerConfig))
     configure_logging(server_config.log_level, server_config.log_format)
     config = share_among_tenants(EngineConfig.from_options(settings.given(EngineConfig)), server_config)
+    check_role(config, server_config)
     settings.log()
     logger.info("loading %s", config.model)
     with remembered_interrupt() as interrupt:
@@ -136,6 +137,15 @@ def _cannot_write(path: Path, is_folder: bool) -> str | None:
     if not above.is_dir():
         return f"{above} is a file" if above.exists() else f"there is no folder {above}"
     return None if os.access(above, os.W_OK) else f"{above} is not writable"
+
+
+def check_role(config: EngineConfig, server: ServerConfig) -> None:
+    """Raise `ConfigError` if prompts are to be computed apart, but their blocks cannot be handed over."""
+    if server.role != "both" and config.kv_neighbours is None:
+        raise ConfigError(
+            f"role {server.role} needs kv_neighbours, because the server that answers fetches a prompt's blocks from "
+            "the one that computed it"
+        )
 
 
 def share_among_tenants(config: EngineConfig, server: ServerConfig) -> EngineConfig:

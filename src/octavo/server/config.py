@@ -108,6 +108,11 @@ class ServerConfig(Options):
         metavar="URL",
         check=_check_url,
     )
+    role: Literal["both", "prefill", "decode"] = _access(
+        "both",
+        "what routers send here; decode: answers, whose long prompts another server computes first; prefill: such "
+        "prompts, and whole requests if no other server takes them; both: either (docs/operate/route.md)",
+    )
     metrics_access: Literal["open", "admin"] = _access(
         "open",
         "who may read /metrics; admin: requests with an admin key only; numbers by tenant always need an admin key",

@@ -99,7 +99,7 @@ class Handling:
         self._turnstile = Turnstile(AT_ONCE, lambda: engine.is_planning, lambda: engine.is_stepping)
         self.intake = BodyIntake(config.max_body_size, config.max_total_body_size)
         self.reading = ReaderPool(self._reader, config.max_body_seconds, config.max_body_memory)
-        self.routed = RoutedPrompts(routers, self._reader.prompt_fingerprint)
+        self.routed = RoutedPrompts(routers, self._reader.prompt_fingerprint, config.role)
 
     def warm_up(self) -> None:
         """Start the process that reads chats in the background, so that the first chat need not wait for it."""

@@ -51,10 +51,12 @@ class RoutedPrompts:
     Args:
         routers: the router's key.
         fingerprint: returns that of the server's own prompts, see `BodyReader.prompt_fingerprint`.
+        role: see `ServerConfig.role`.
     """
 
-    def __init__(self, routers: KeyRing, fingerprint: Callable[[], str]) -> None:
+    def __init__(self, routers: KeyRing, fingerprint: Callable[[], str], role: str) -> None:
         self._routers = routers
+        self._role = role
         self._compute_fingerprint = fingerprint
         self._instance = secrets.token_hex(8)
 
@@ -104,6 +106,7 @@ class RoutedPrompts:
         async def describe(request: Request) -> Response:
             worker = {
                 "instance": self._instance,
+                "role": self._role,
                 "names": reader.names,
                 "fingerprint": self._fingerprint,
                 "prompt_settings": reader.prompt_settings,
