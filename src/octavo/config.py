@@ -384,7 +384,8 @@ class EngineConfig(Options):
     speculative_config: str | dict | None = _scheduling(  # type: ignore[type-arg]  # noqa: RUF009 (the default is None)
         None,
         "JSON object that turns on speculative decoding (docs/serve/speculation.md): tokens are drafted from text that "
-        f"is known, verified several at once, and the output stays the same; method: {' or '.join(METHODS)}; "
+        f"is known or by a smaller model, and the output stays the same; method: "
+        f"{', '.join(METHODS)}; model: that of draft_model; "
         "num_speculative_tokens (8), prompt_lookup_min (3), prompt_lookup_max (8)",
         metavar="JSON",
         read=lambda given: str(SpeculativeConfig.parse(given)),

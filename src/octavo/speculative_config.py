@@ -9,7 +9,7 @@ from typing import Any
 from octavo.errors import ConfigError, shown
 from octavo.option import json_object
 
-METHODS = ("ngram", "suffix")
+METHODS = ("ngram", "suffix", "draft_model")
 
 _BOUNDS = {"num_speculative_tokens": (1, 64), "prompt_lookup_min": (2, 16), "prompt_lookup_max": (2, 64)}
 
@@ -20,13 +20,15 @@ class SpeculativeConfig:
 
     Attributes:
         method: "ngram": from the request's own text; "suffix": also from what followed the same text in the prefix
-            cache.
+            cache; "draft_model": as "suffix", and from a smaller model where that is more likely to be right.
+        model: the smaller model, a name as for `--model`; it must have the same tokenizer.
         num_speculative_tokens: maximum number of tokens in a draft.
         prompt_lookup_min, prompt_lookup_max: length of the text that must occur before, in tokens. A draft is no longer
             than it.
     """
 
     method: str
+    model: str | None = None
     num_speculative_tokens: int = 8
     prompt_lookup_min: int = 3
     prompt_lookup_max: int = 8
@@ -47,6 +49,12 @@ class SpeculativeConfig:
                     )
         if (method := values.get("method")) not in METHODS:
             raise ConfigError(f"method in speculative_config must be one of {', '.join(METHODS)}, got {shown(method)}")
+        model = values.get("model")
+        if (method == "draft_model") != isinstance(model, str) or model == "":
+            raise ConfigError(
+                f"model in speculative_config names the model of method draft_model, and of no other: got method "
+                f"{method} with model {shown(model)}"
+            )
         config = cls(**values)
         if config.prompt_lookup_min > config.prompt_lookup_max:
             raise ConfigError(
@@ -56,4 +64,4 @@ class SpeculativeConfig:
         return config
 
     def __str__(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps({name: value for name, value in asdict(self).items() if value is not None})

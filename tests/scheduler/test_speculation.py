@@ -190,7 +190,9 @@ def test_a_draft_ends_before_the_last_token_that_may_be_drawn() -> None:
     [
         ("[", "must be a JSON object"),
         ([1], "must be a JSON object"),
-        ({"method": "eagle"}, "one of ngram, suffix"),
+        ({"method": "eagle"}, "one of ngram, suffix, draft_model"),
+        ({"method": "draft_model"}, "model None"),
+        ({"method": "suffix", "model": "smollm2"}, "model 'smollm2'"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "from 1 to 64"),
         ({"method": "ngram", "tokens": 3}, "has no 'tokens'"),
         ({"method": "ngram", "prompt_lookup_min": 9}, "prompt_lookup_max"),

@@ -128,6 +128,7 @@ def _tables(report: Mapping[str, Any]) -> Iterator[str]:
             "activations": f"{_size(report['activation_bytes_per_device'])}, estimated",
             "KV cache": _size(report["kv_bytes_total_per_device"]),
             "swap space": _swap(report),
+            **_draft_model(report["draft_model_bytes"]),
             **_host_prefixes(report),
             **_stores(report),
             **({"process": _size(report["process_bytes"])} if report["process_bytes"] else {}),
@@ -239,6 +240,14 @@ def _swap(report: Mapping[str, Any]) -> str:
     if report["device"] != "cpu":
         return f"{_size(size)}, in the host's memory"
     return _size(size) if report["swap_is_needed"] else f"{_size(size)}, or what is left"
+
+
+def _draft_model(sizes: Mapping[str, int]) -> dict[str, str]:
+    """Return the row for the draft model; empty if none is asked for."""
+    if not any(sizes.values()):
+        return {}
+    parts = ", ".join(f"{_size(size)} of {name}" for name, size in sizes.items())
+    return {"draft model": f"{_size(sum(sizes.values()))}: {parts}"}
 
 
 def _host_prefixes(report: Mapping[str, Any]) -> dict[str, str]:

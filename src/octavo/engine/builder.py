@@ -16,12 +16,14 @@ from octavo.checkpoint.model_source import (
 )
 from octavo.config import EngineConfig, format_bytes
 from octavo.engine.core import EngineCore
+from octavo.engine.draft_model import LoadedDraftModel
 from octavo.engine.kv_events import KVEventPublisher, NullPublisher
 from octavo.engine.runner_builder import RunnerFacts, build_runner, dtype_name
 from octavo.engine.tiers import join_stores, tier_identity
 from octavo.errors import ConfigError
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.kvcache.manager import KVCacheManager
+from octavo.planner.draft_model import draft_model_of
 from octavo.runner.runner import ModelRunner
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.plan_log import PlanLog
@@ -48,7 +50,16 @@ def build_engine(config: EngineConfig, begun: Future[Tokenizer | None] | None = 
     if config.speculative_config is not None and not load_model_config(source).runs_natively:
         raise ConfigError("speculative_config is not available for models that run through transformers")
     begun = begun or begin_loading(config)
-    runner, facts = build_runner(config)
+    # Before the model, which takes what it leaves.
+    draft_model = (
+        None if (name := draft_model_of(config.speculative_config)) is None else LoadedDraftModel(config, name)
+    )
+    try:
+        runner, facts = build_runner(config, 0 if draft_model is None else draft_model.bytes_to_come)
+    except BaseException:
+        if draft_model is not None:
+            draft_model.close()
+        raise
     model, attention, host, plan_log = runner.model, runner.attention.name, runner.host, None
     assert host is not None, "built with the runner"
     try:
@@ -82,10 +93,19 @@ def build_engine(config: EngineConfig, begun: Future[Tokenizer | None] | None = 
         )
         tiers, preemption = join_stores(config, kv, host, identity), Preemption()
         fetching = None if tiers is None else Fetching(kv, tiers, preemption)
-        scheduler = assemble_scheduler(config, kv, facts.max_model_len, preemption=preemption, fetching=fetching)
+        scheduler = assemble_scheduler(
+            config,
+            kv,
+            facts.max_model_len,
+            preemption=preemption,
+            fetching=fetching,
+            draft_model=None if draft_model is None else draft_model.drafts_for(runner, tokenizer),
+        )
         publisher = _start_publisher(config, kv)
     except BaseException:
         runner.close()
+        if draft_model is not None:
+            draft_model.close()
         raise
     logger.debug(
         "%d blocks of %d tokens, swap space: %s, attention: %s",
@@ -106,6 +126,7 @@ def build_engine(config: EngineConfig, begun: Future[Tokenizer | None] | None = 
         publisher=publisher,
         plans_ahead=_plans_ahead(config, runner),
         plan_log=plan_log,
+        draft_model=draft_model,
     )
     logger.info("%s; loaded in %.1f s", core.summary, time.perf_counter() - started)
     return core

@@ -44,7 +44,8 @@ from octavo.scheduler.scheduler import Scheduler
 from octavo.text.tokenizer import Tokenizer
 from octavo.tiers.lower import LowerTiers
 
-if TYPE_CHECKING:  # it imports torch, which a server does later
+if TYPE_CHECKING:  # they import torch, which a server does later
+    from octavo.engine.draft_model import LoadedDraftModel
     from octavo.runner.runner import Collect, ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class EngineCore:
         grammars: compiles structured outputs; if None, they are not supported.
         publisher: tells indexes outside the engine what the cache stores and removes.
         plan_log: records each plan and how long it took.
+        draft_model: the model that the scheduler's drafts come from, which is closed with the engine.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class EngineCore:
         plans_ahead: bool = False,
         publisher: NullPublisher | None = None,
         plan_log: PlanLog | None = None,
+        draft_model: LoadedDraftModel | None = None,
     ) -> None:
         self.config = config
         self.info = info
@@ -120,6 +123,7 @@ class EngineCore:
         self.outputs = OutputProcessor(tokenizer)
         self._recovery = Recovery(scheduler, runner, self.stats)
         self._plans_ahead = plans_ahead
+        self._draft_model = draft_model
         self._ahead: _StepInFlight | None = None  # handed over while the previous step was computed
         scheduler.on_admitted = partial(_book_admission, self.stats)
         self._plan_log, self._computed_at = plan_log, 0.0  # when the last result arrived
@@ -341,6 +345,8 @@ class EngineCore:
             self.tiers.close()
         self.publisher.close()
         self.runner.close()
+        if self._draft_model is not None:
+            self._draft_model.close()
         if self._plan_log is not None:
             self._plan_log.close()
 

@@ -104,8 +104,11 @@ class _Target:
         return Share(self.model, rank, self.config.num_ranks)
 
 
-def build_runner(config: EngineConfig) -> tuple[ModelRunner, RunnerFacts]:
+def build_runner(config: EngineConfig, set_aside: int = 0) -> tuple[ModelRunner, RunnerFacts]:
     """Load the model and allocate its cache, in the process that calls this.
+
+    Args:
+        set_aside: bytes of a CPU's memory that were allocated for something else, but not written yet.
 
     Raises:
         ModelError, ConfigError: see `build_engine`.
@@ -120,7 +123,7 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, RunnerFacts]:
     model_config = _for_device(load_model_config(source), source, device)
     target = _with_dtype(_Target(config, source, model_config, torch.bfloat16, device))
     target = _with_number_of_ranks(target)
-    sizing = _size_before_loading(target)
+    sizing = _size_before_loading(target, set_aside)
     num_threads = config.num_threads or max(1, default_num_threads() // target.config.num_ranks)
     if target.config.num_ranks == 1:
         return _join(target, sizing, _load_with_threads(target, num_threads), num_threads)
@@ -429,7 +432,7 @@ def _require_kernels(prefix: str, model: CausalLM, arena: KVArena, attention: At
     raise ConfigError(f"{prefix}: {reason}")
 
 
-def _size_before_loading(target: _Target) -> Sizing:
+def _size_before_loading(target: _Target, set_aside: int) -> Sizing:
     """Compute the sizes from the configuration alone, so that a model that cannot fit is refused before it is loaded.
 
     Raises:
@@ -447,7 +450,9 @@ def _size_before_loading(target: _Target) -> Sizing:
         shape=shape,
         dtype=dtype_name(target.dtype),
         kv_dtype=shape.kv_dtype(config.kv_cache_dtype, dtype_name(target.dtype)),
-        available=limited_memory(available_memory() if target.on_cpu else _available_on_gpu(config, target.device)),
+        available=limited_memory(
+            available_memory() - set_aside if target.on_cpu else _available_on_gpu(config, target.device)
+        ),
         cache_share=CPU_MEMORY_SHARE if target.on_cpu else 1.0,
         tied_head_copied=target.model.runs_natively and packed and not native,
         loaded_weights=_stored_bytes(target) if native else None,

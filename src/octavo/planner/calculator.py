@@ -7,7 +7,7 @@ With a GPU, the swap space is not part of this memory: it lies in the host's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from octavo.config import DEFAULT_EVICTION_POLICY, EngineConfig, format_bytes
@@ -20,6 +20,23 @@ from octavo.planner.model_shape import ModelShape
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of one weight or activation. Cache sizes are in `kvcache/formats.py`."""
+
+WEIGHT_BITS: Mapping[str, float] = {
+    "float32": 32,
+    "bfloat16": 16,
+    "float16": 16,
+    "fp8": 8,
+    "q8_0": 8.5,
+    "q6_k": 6.5625,
+    "q5_k_m": 5.70,
+    "q4_k_m": 4.89,
+    "q4_1": 5,
+    "q4_0": 4.5,
+    "mxfp4": 4.25,
+    "int4": 4.25,
+}
+"""Bits of a weight by kind, scales included: ggml's blocks; for mixtures of blocks (…_m) what Llama 3.1 8B takes;
+`int4` with a scale of 16 bits for each group of 64, `fp8` with a scale for each block of 128 × 128 or more."""
 
 # A block of "max" is rounded up to whole tiles of the kernels.
 MAX_BLOCK_MULTIPLE = 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from octavo.kvcache.spec import KVCacheSpec
 from octavo.option import Options, option
 from octavo.planner.calculator import (
     DTYPE_BYTES,
+    WEIGHT_BITS,
     MemoryBudget,
     PoolSize,
     SequenceCost,
@@ -24,6 +25,7 @@ from octavo.planner.calculator import (
     weight_bytes,
     without_windows,
 )
+from octavo.planner.draft_model import DraftMemory, draft_memory
 from octavo.planner.machine import CPU_MEMORY_SHARE
 from octavo.planner.model_shape import ModelShape, divide, even_groups
 from octavo.planner.sizing import Sizing
@@ -41,24 +43,6 @@ _COMPARED = ("fp8_e4m3", "int4")
 
 # Kinds of weights that no loader of ours reads.
 _NOT_LOADED = ("fp8", "int4")
-
-WEIGHT_BITS: Mapping[str, float] = {
-    "float32": 32,
-    "bfloat16": 16,
-    "float16": 16,
-    "fp8": 8,
-    "q8_0": 8.5,
-    "q6_k": 6.5625,
-    "q5_k_m": 5.70,
-    "q4_k_m": 4.89,
-    "q4_1": 5,
-    "q4_0": 4.5,
-    "mxfp4": 4.25,
-    "int4": 4.25,
-}
-"""Bits of a weight by kind, scales included: ggml's blocks; for mixtures of blocks (…_m) what Llama 3.1 8B takes;
-`int4` with a scale of 16 bits for each group of 64, `fp8` with a scale for each block of 128 × 128 or more."""
-
 
 _AS_STORED = "as in the GGUF file"
 
@@ -117,6 +101,7 @@ class PlanOptions(Options):
         least=1,
     )
     max_num_batched_tokens: int = _shared("max_num_batched_tokens")
+    speculative_config: str | None = _shared("speculative_config")
     kv_budget: str | None = _shared("kv_budget")
     kv_cache_memory: int | None = _size(
         None, "memory for the KV cache of one device, such as 2GiB; default: what --memory leaves", least=1
@@ -197,32 +182,48 @@ class Deployment:
     @property
     def sizing(self) -> Sizing:
         """The same sizes that the engine would compute when it starts; the memory is unlimited if none is given."""
-        options, on_cpu = self.options, self.options.device == "cpu"
-        share = 1.0 if on_cpu else options.gpu_memory_utilization
-        size = options.kv_disk_size
-        disk: dict[str, Any] = {"kv_disk": ".", "kv_disk_size": size} if size else {}
-        config = EngineConfig(
-            model=self.model.name,
-            block_size=options.block_size,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            swap_space=options.swap_space,
-            kv_host_memory=options.kv_host_memory,
-            kv_remote=options.kv_remote,
-            kv_budget=options.kv_budget,
-            **disk,
-        )
+        on_cpu, config = self.options.device == "cpu", self._config
         return Sizing(
             config=config,
             shape=self.shape,
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
-            available=_UNLIMITED if options.memory is None else int(options.memory * share),
+            available=self._available - self.draft_model.total,
             cache_share=CPU_MEMORY_SHARE if on_cpu else 1.0,
             tied_head_copied=False,
             loaded_weights=self.weights,
             host_available=None if on_cpu else _UNLIMITED,
+        )
+
+    @property
+    def draft_model(self) -> DraftMemory:
+        """What the draft model takes; zeros without one."""
+        on_cpu = self.options.device == "cpu"
+        return draft_memory(self._config, self.dtype, on_cpu=on_cpu, available=self._available)
+
+    @property
+    def _available(self) -> int:
+        if self.options.memory is None:
+            return _UNLIMITED
+        return int(self.options.memory * (1.0 if self.options.device == "cpu" else self.options.gpu_memory_utilization))
+
+    @property
+    def _config(self) -> EngineConfig:
+        options = self.options
+        size = options.kv_disk_size
+        disk: dict[str, Any] = {"kv_disk": ".", "kv_disk_size": size} if size else {}
+        return EngineConfig(
+            model=self.model.name,
+            block_size=options.block_size,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            speculative_config=options.speculative_config,
+            swap_space=options.swap_space,
+            kv_host_memory=options.kv_host_memory,
+            kv_remote=options.kv_remote,
+            kv_budget=options.kv_budget,
+            **disk,
         )
 
     @property
@@ -303,7 +304,7 @@ class Deployment:
         concurrency = self.concurrency
         cache = cost.blocks_for(concurrency) * spec.block_bytes
         on_device = self.weights + sizing.activations + cache + spec.block_bytes
-        on_device += sizing.swap_set_aside + sizing.prefixes_set_aside
+        on_device += sizing.swap_set_aside + sizing.prefixes_set_aside + self.draft_model.total
         process = PROCESS_BYTES if self.options.device == "cpu" else 0
         on_device += process + (sizing.store_bytes if self.options.device == "cpu" else 0)
         return {
@@ -341,6 +342,7 @@ class Deployment:
             "host_prefix_bytes": sizing.config.kv_host_memory,
             "host_prefix_slots": sizing.num_prefix_blocks,
             "store_bytes": sizing.store_bytes,
+            "draft_model_bytes": asdict(self.draft_model),
             "process_bytes": process,
             "memory_needed_per_device": on_device,
             "kv_groups": [

@@ -53,6 +53,7 @@ class ModelRunner:
         ranks: the other ranks of a model that is split.
 
     Attributes:
+        num_threads: see above; None where there are no kernels.
         is_computing: whether the model is computing, which hardly needs the GIL. Other threads may read it.
     """
 
@@ -76,7 +77,7 @@ class ModelRunner:
         self._calibrated = list(arena.calibrated_layers.values())
         self.attention = attention
         self.host = host
-        self._num_threads = num_threads if kernels.available() else None
+        self.num_threads = num_threads if kernels.available() else None
         self.max_model_len = max_model_len
         spec = arena.spec
         sequences = SequenceTable(
@@ -196,8 +197,8 @@ class ModelRunner:
             self._mover.finish()
 
     def _compute(self, plan: StepPlan) -> Collect:
-        if self._num_threads is not None and kernels.num_threads() != self._num_threads:
-            kernels.set_num_threads(self._num_threads)  # another engine of this process has set its own
+        if self.num_threads is not None and kernels.num_threads() != self.num_threads:
+            kernels.set_num_threads(self.num_threads)  # another engine of this process has set its own
         batch = self._batches.build(plan)
         attention = self.attention
         if self._calibrated and any(layer.finds_scales for layer in self._calibrated):

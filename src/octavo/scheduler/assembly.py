@@ -17,6 +17,7 @@ from typing import Literal
 from octavo.config import EngineConfig
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec
+from octavo.scheduler.draft_model import DraftModel
 from octavo.scheduler.drafts import DraftMethod
 from octavo.scheduler.lifecycle import SchedulerConfig
 from octavo.scheduler.policy import make_policy
@@ -69,10 +70,12 @@ def assemble_scheduler(
     *,
     preemption: Preemption | None = None,
     fetching: Fetching | None = None,
+    draft_model: DraftModel | None = None,
 ) -> Scheduler:
     """Return the scheduler that the options describe, for a cache from `assemble_cache` with the same options.
 
     Args:
+        draft_model: that of `speculative_config`, once it is loaded.
         preemption: the speeds to begin with; by default they are unknown until measured. Its mode is set.
         fetching: see `Scheduler`.
     """
@@ -92,17 +95,19 @@ def assemble_scheduler(
         preemption=preemption,
         by_prefix=config.prefix_cache == "radix" and config.enable_prefix_caching,
         fetching=fetching,
-        speculator=_speculator(config, kv, max_model_len),
+        speculator=_speculator(config, kv, max_model_len, draft_model),
     )
 
 
-def _speculator(config: EngineConfig, kv: KVCacheManager, max_model_len: int) -> Speculator | None:
+def _speculator(
+    config: EngineConfig, kv: KVCacheManager, max_model_len: int, draft_model: DraftModel | None
+) -> Speculator | None:
     if config.speculative_config is None:
         return None
     wanted = SpeculativeConfig.parse(config.speculative_config)
-    tree = kv if wanted.method == "suffix" else None
+    tree = kv if wanted.method != "ngram" else None
     method = DraftMethod(wanted.prompt_lookup_min, wanted.prompt_lookup_max, tree)
-    return Speculator(method, wanted.num_speculative_tokens, max_model_len)
+    return Speculator(method, wanted.num_speculative_tokens, max_model_len, draft_model)
 
 
 def _preemption_mode(config: EngineConfig, kv: KVCacheManager) -> Literal["auto", "recompute", "swap"]:

@@ -10,6 +10,10 @@ added in the order of their probability, those of all sequences together, and th
 is largest. **Probabilities** are learnt by source and length of the match, and by sequence. A draft is kept until a
 token refutes it, and its match grows with each token that comes true, verified or not: so observing costs no row.
 
+A draft model is asked by the same rule, with the time that it takes in T, where it is more likely to be right than what
+was found in text. Its tokens then compete for rows with all others. Where it was not worth asking for long, it is asked
+for one token at times, for 0.2 % of the time at most, to learn whether it has become so.
+
 Everything here must cost less than it may gain. Where no number of rows could pay, nothing is drafted for some steps,
 and a sequence for which no draft is found is looked at less often. Under load each row adds as much time as a stream
 does, so that drafts fade by themselves. No draft lengthens a step by more than 5 % where a stream has none. Prompts'
@@ -26,6 +30,7 @@ from math import sqrt
 from typing import NamedTuple
 
 from octavo.request import Request, Sequence, SequenceId
+from octavo.scheduler.draft_model import MOST_LACKING, DraftModel
 from octavo.scheduler.drafts import Draft, DraftMethod
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
 from octavo.scheduler.step_time import MOST_DECODES, StepTimeModel
@@ -47,6 +52,14 @@ _NO_DRAFTS: Drafts = {}
 
 _ASSUMED_RATE = 0.9  # of accepted drafts, where it is asked whether any number of rows could pay
 _PAUSE = 32  # steps without drafts once they could not
+
+_MODEL = "draft_model"
+_MODEL_FORGETTING = 0.99  # of the tokens that count for a draft model's acceptance
+_TEXT_AHEAD = 0.1  # by which a draft model must be more likely right than text, which costs nothing
+_PROBING = 0.002  # of the time may go to asking a draft model that is not worth it, as far as is known
+_MOST_CAUGHT_UP = 512  # tokens at a time that a draft model computes to catch up with a sequence
+_REPAID = 64  # tokens within which a draft model must repay what it took to catch up
+
 _MOST_SKIPPED = 3  # tokens of a sequence between two looks for a draft
 _PATIENCE = 4  # looks without a draft before one more token is skipped
 
@@ -103,6 +116,10 @@ class Followed:
         self.place = self.start = self.look_at = self.misses = 0
         self.rate = _Rate()
 
+    def begin(self, draft: Draft, num_tokens: int) -> None:
+        """Follow a draft, of a sequence that has so many tokens."""
+        self.draft, self.place, self.start = draft, 0, num_tokens
+
 
 class _Base(NamedTuple):
     """What a step computes without drafts: one token of each stream, and what grammars force.
@@ -121,7 +138,8 @@ class Speculator:
     """Chooses the drafts that steps verify, and learns from what becomes of them.
 
     Args:
-        method: finds the drafts.
+        method: finds drafts in text.
+        model: drafts where that is worth its time; None without a draft model.
         most: maximum number of tokens in a draft.
         max_model_len: maximum number of tokens of a sequence.
 
@@ -129,9 +147,10 @@ class Speculator:
         times: how long steps take.
     """
 
-    def __init__(self, method: DraftMethod, most: int, max_model_len: int) -> None:
+    def __init__(self, method: DraftMethod, most: int, max_model_len: int, model: DraftModel | None = None) -> None:
         self.counters = SpeculationCounters(accepted_per_position=[0] * most)
         self._method = method
+        self._model = model
         self._most = most
         self._max_model_len = max_model_len
         self.times = StepTimeModel()
@@ -139,16 +158,22 @@ class Speculator:
         self._num_steps = 0
         self._paused: dict[int, int] = {}  # by number of streams, the step until which none of them drafts
         self._last: tuple[int, int] | None = None  # drafted and accepted tokens of the last step; None without drafts
+        self._choosing = 0.0  # seconds that choosing the drafts of the last step took
+        self._for_probing = 0.0  # seconds for which a draft model may be asked that is not worth it
 
     def ended(self, request: Request) -> None:
         """Keep a request's outputs for drafts, unless they are beams."""
         if not request.params.use_beam_search:
             for seq in request.sequences:
                 self._method.remember(seq)
+                if self._model is not None:
+                    self._model.forget(seq.seq_id)
 
     def forget(self) -> None:
-        """Forget the outputs of all requests that have ended."""
+        """Forget the outputs of all requests that have ended, and the draft model's cache."""
         self._method.forget()
+        if self._model is not None:
+            self._model.forget_all()
 
     def choose(self, streams: Seq[Sequence], most_rows: int) -> Drafts:
         """Return the drafts to verify in a step that computes what is missing of each of these sequences.
@@ -157,6 +182,7 @@ class Speculator:
             most_rows: the maximum number of tokens in the step.
         """
         self._num_steps += 1
+        self._choosing = 0.0
         num_known = sum([seq.num_missing for seq in streams])
         if self._paused.get(num_known, 0) > self._num_steps:
             return _NO_DRAFTS
@@ -169,8 +195,11 @@ class Speculator:
             follows = followed.draft is not None and self._compare(seq, followed)
             if follows or (followed.look_at <= seq.num_tokens and self._look(seq, followed)):
                 drafting.append((seq, followed))
-        chosen = self._choose(streams, num_known, drafting, most_rows - num_known) if drafting else _NO_DRAFTS
-        self.counters.saved_seconds -= time.perf_counter() - began
+        chosen = _NO_DRAFTS
+        if drafting or self._model is not None:
+            chosen = self._choose(streams, num_known, drafting, most_rows - num_known)
+        self._choosing = time.perf_counter() - began
+        self.counters.saved_seconds -= self._choosing
         return chosen
 
     def _choose(
@@ -183,6 +212,8 @@ class Speculator:
         if not self._may_pay(base, alone, most_rows):
             self._paused[num_known] = self._num_steps + _PAUSE
             return _NO_DRAFTS
+        if self._model is not None:
+            drafting = self._ask(self._model, streams, drafting, base, alone)
         rows: list[tuple[float, int]] = []  # (probability, number) of each drafted token, ascending position
         for number, (seq, followed) in enumerate(drafting):
             rows += [(chance, number) for chance in self._chances(seq, followed)]
@@ -227,20 +258,92 @@ class Speculator:
             lengths[number] = lengths.get(number, 0) + 1
         return lengths
 
+    def _ask(
+        self,
+        model: DraftModel,
+        streams: Seq[Sequence],
+        drafting: list[tuple[Sequence, Followed]],
+        base: _Base,
+        alone: float,
+    ) -> list[tuple[Sequence, Followed]]:
+        """Let a draft model draft where that is worth its time; returns the sequences that have drafts."""
+        rates = self._rates_of(_MODEL)
+        asked: list[tuple[float, int, Sequence]] = []  # (chance, tokens that the draft's cache lacks, sequence)
+        for seq in streams:
+            followed: Followed = seq.state.followed
+            if not self._may_draft(seq) or self._num_left(seq) < 1:
+                continue
+            chance = self._chance(rates[_MOST_MATCH], followed.rate)
+            if followed.draft is not None and next(iter(self._chances(seq, followed)), 0.0) > chance - _TEXT_AHEAD:
+                continue
+            if lacking := model.num_lacking(seq):
+                asked.append((chance, lacking, seq))
+        del asked[model.max_num_seqs :]
+        if not asked:
+            return drafting
+        length = self._length(model, asked, base, alone)
+        if not length:
+            self._for_probing += _PROBING * alone
+            length, asked = 1, [min(asked, key=lambda each: each[1])]
+            seconds = self._asking_seconds(model, asked, 1, base)
+            cost = seconds + self.times.decode_seconds(base.num_rows + 1, base.context) - alone
+            if cost > self._for_probing or (base.num_streams > 1 and cost > (_MOST_DELAY - 1) * alone):
+                return drafting
+            self._for_probing = 0.0
+        ready = [seq for _, lacking, seq in asked if lacking <= MOST_LACKING]
+        if behind := next(((lacking, seq) for _, lacking, seq in asked if lacking > MOST_LACKING), None):
+            count, most = MOST_LACKING // 4, _MOST_CAUGHT_UP
+            allowed = alone if base.num_streams == 1 else (_MOST_DELAY - 1) * alone
+            while count < most and model.seconds(2 * count, 1, 1, base.context) <= allowed:
+                count *= 2
+            model.catch_up(behind[1], min(count, behind[0] - 1))
+        if ready:
+            drafts = model.draft(ready, length)
+            for seq, token_ids in zip(ready, drafts, strict=True):
+                if token_ids:
+                    seq.state.followed.begin(Draft(token_ids, _MODEL, _MOST_MATCH), seq.num_tokens)
+        return [(seq, seq.state.followed) for seq in streams if seq.state.followed.draft is not None]
+
+    def _length(self, model: DraftModel, asked: Seq[tuple[float, int, Sequence]], base: _Base, alone: float) -> int:
+        """Return the length of drafts with which a step yields most tokens per second; 0 if none pays."""
+        count = base.num_streams
+        expected, best, best_length = float(count), _LEAST_GAIN * count / alone, 0
+        for length in range(1, self._most + 1):
+            rows = base.num_rows + length * len(asked)
+            if rows > MOST_DECODES:
+                break
+            expected += sum([chance**length for chance, _, _ in asked])
+            seconds = self.times.decode_seconds(rows, base.context) + self._asking_seconds(model, asked, length, base)
+            if len(asked) < count and seconds > _MOST_DELAY * alone:
+                break
+            if expected > best * seconds:
+                best, best_length = expected / seconds, length
+        return best_length
+
+    def _asking_seconds(
+        self, model: DraftModel, asked: Seq[tuple[float, int, Sequence]], length: int, base: _Base
+    ) -> float:
+        """Predict what a draft of a model takes, with its share of catching up with long texts."""
+        behind = sum([lacking for _, lacking, _ in asked if lacking > MOST_LACKING])
+        lacking = sum([min(lacking, MOST_LACKING) for _, lacking, _ in asked]) if not behind else len(asked)
+        seconds = model.seconds(lacking, len(asked), length, base.context)
+        return seconds + model.seconds(behind, 1, 1, base.context) / _REPAID if behind else seconds
+
+    @staticmethod
+    def _may_draft(seq: Sequence) -> bool:
+        request = seq.request
+        return bool(seq.output_token_ids) and not request.params.use_beam_search and request.pooled is None
+
     def _look(self, seq: Sequence, followed: Followed) -> bool:
         """Look for a draft for a sequence; returns whether there is one."""
-        request = seq.request
-        if not seq.output_token_ids:
+        if not self._may_draft(seq):
             return False
-        if request.params.use_beam_search or request.pooled is not None:
-            followed.look_at = self._max_model_len + 1
-            return False
-        followed.place = 0
         if (draft := self._method.draft(seq, _KEPT)) is None:
             followed.misses += 1
             followed.look_at = seq.num_tokens + 1 + min(_MOST_SKIPPED, followed.misses // _PATIENCE)
             return False
-        followed.draft, followed.start, followed.misses = draft, seq.num_tokens, 0
+        followed.misses = 0
+        followed.begin(draft, seq.num_tokens)
         return True
 
     def _compare(self, seq: Sequence, followed: Followed) -> bool:
@@ -250,7 +353,8 @@ class Speculator:
         rates = self._rates_of(draft.source)
         for token_id in seq.tokens(followed.start + followed.place, seq.num_tokens):
             accepted = token_id == draft.token_ids[followed.place]
-            rates[min(draft.match + followed.place, _MOST_MATCH)].count(accepted=accepted)
+            forgetting = _MODEL_FORGETTING if draft.source == _MODEL else 1.0
+            rates[min(draft.match + followed.place, _MOST_MATCH)].count(accepted=accepted, forgetting=forgetting)
             followed.rate.count(accepted=accepted, forgetting=_FORGETTING)
             followed.place += 1
             if not accepted or followed.place == len(draft.token_ids):
@@ -268,12 +372,16 @@ class Speculator:
         most = min(self._most, match, len(followed.draft.token_ids) - place, self._num_left(seq))
         rates, chance = self._rates_of(followed.draft.source), 1.0
         for position in range(match, match + most):
-            every = rates[min(position, _MOST_MATCH)]
-            weight = min(_PRIOR, every.tried)
-            tried = own.tried + weight
-            mean = (own.accepted + weight * every.accepted / every.tried) / tried
-            chance *= max(0.0, mean - _CAUTION * sqrt(mean * (1 - mean) / tried))
+            chance *= self._chance(rates[min(position, _MOST_MATCH)], own)
             yield chance
+
+    @staticmethod
+    def _chance(every: _Rate, own: _Rate) -> float:
+        """Return the probability that a token is accepted, with caution, from all sequences' rate and its own."""
+        weight = min(_PRIOR, every.tried)
+        tried = own.tried + weight
+        mean = (own.accepted + weight * every.accepted / every.tried) / tried
+        return max(0.0, mean - _CAUTION * sqrt(mean * (1 - mean) / tried))
 
     def _num_left(self, seq: Sequence) -> int:
         """Return how many tokens may be drafted: the last that may be drawn is never computed."""
@@ -317,6 +425,7 @@ class Speculator:
         if self._last is None and self._num_steps % _SAMPLED:
             return
         count = plan.num_rows
+        seconds -= self._choosing  # which is counted already, and says nothing about rows
         context = sum(plan.starts) / count + 1
         if self._last is not None:
             num_drafted, gained = self._last
