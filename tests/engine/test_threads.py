@@ -50,7 +50,8 @@ def test_each_engine_of_a_process_keeps_its_number_of_threads(
     for llm, threads in ((one, 3), (other, 2), (one, 3)):
         seen: list[int] = []
         with monkeypatch.context() as patch:
-            patch.setattr(llm.core.runner.model, "forward", counting_threads(llm.core.runner.model.forward, seen))
+            step = llm.core.runner.model.forward_in_part
+            patch.setattr(llm.core.runner.model, "forward_in_part", counting_threads(step, seen))
             llm.generate(["Once"], params)
         assert set(seen) == {threads}
 

@@ -271,7 +271,7 @@ def test_logits_in_parts_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch,
     paged = PagedSequences(ours.kv_layers, 16, 1, 12)
     batch, ids, rows = paged.step({0: 12}), torch.arange(12) % VOCAB, torch.tensor([11, 3, 4, 5, 6, 11])
     whole = ours.forward(ids, batch, paged.kv, backend(), rows).clone()
-    now, later = ours.forward_in_part(ids, batch, paged.kv, backend(), rows, 1, 6)
+    now, later = ours.forward_in_part(ids, batch, paged.kv, backend(), rows, 1)
     torch.testing.assert_close(now, whole[:1])
     torch.testing.assert_close(later.logits(1, 4), whole[1:4])
     torch.testing.assert_close(later.logits(4, 6), whole[4:])
@@ -284,7 +284,7 @@ def test_logits_in_parts_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch,
             with pytest.raises(ValueError, match=f"1 rows from {first} of the last step's 6 are wanted"):
                 ours._native.logits(first, torch.zeros(1, VOCAB))
         with pytest.raises(ValueError, match="logits has 7 rows for 6 logits_indices"):
-            ours.forward_in_part(ids, batch, paged.kv, backend(), rows, 7, 7)
+            ours.forward_in_part(ids, batch, paged.kv, backend(), rows, 7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -294,11 +294,11 @@ def test_hidden_states_are_what_the_head_reads(monkeypatch: pytest.MonkeyPatch, 
     batch, ids, rows = paged.step({0: 12}), torch.arange(12) % VOCAB, torch.tensor([11, 3, 4])
     found = []
     for backend in (NativeAttention(), ReferenceAttention()):
-        _, later = ours.forward_in_part(ids, batch, paged.kv, backend, rows, 1, 1)
+        _, later = ours.forward_in_part(ids, batch, paged.kv, backend, rows, 1)
         found.append(later.hidden(1, 3))
     assert found[0].dtype is torch.float32
     torch.testing.assert_close(found[0], found[1], atol=1e-4 if dtype is torch.float32 else 0.06, rtol=0)
-    _, later = ours.forward_in_part(ids, batch, paged.kv, NativeAttention(), rows, 1, 1)
+    _, later = ours.forward_in_part(ids, batch, paged.kv, NativeAttention(), rows, 1)
     with pytest.raises(ValueError, match="2 rows from 2 of the last step's 3"):
         later.hidden(2, 4)
 

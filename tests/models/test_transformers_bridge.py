@@ -366,7 +366,7 @@ def test_logits_asked_for_in_slices_are_those_of_one_pass_and_no_more_are_made_a
         bridge._model.get_output_embeddings().register_forward_hook(
             lambda module, inputs, output: made.append(output.shape[-2])
         )
-        now, later = bridge.forward_in_part(*in_part, num_now=1, num_logits=len(rows))
+        now, later = bridge.forward_in_part(*in_part, num_now=1)
         slices = [later.logits(first, min(first + 6, 21)) for first in range(1, 21, 6)]
     torch.testing.assert_close(torch.cat([now, *slices]), at_once, atol=1e-4, rtol=1e-4)
     assert made == [1, 6, 6, 6, 2]
@@ -383,6 +383,6 @@ def test_hidden_states_are_those_of_transformers_decoder(name: str) -> None:
         paged = PagedSequences(ours.kv_layers, 4, 1, 12)
         rows = torch.tensor([11, 2, 3, 4])
         step = (ids, paged.step({0: 12}), paged.kv, ReferenceAttention(), rows)
-        logits, later = ours.forward_in_part(*step, num_now=1, num_logits=2)
+        logits, later = ours.forward_in_part(*step, num_now=1)
     assert (logits.shape, later.logits(0, 2).shape) == ((1, VOCAB), (2, VOCAB))
     torch.testing.assert_close(later.hidden(1, 4), expected[rows[1:]], atol=1e-4, rtol=0)

@@ -50,26 +50,6 @@ class CausalLM(ABC):
     budget_refusal = ""
 
     @abstractmethod
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        batch: AttentionBatch,
-        kv: Sequence[LayerKV],
-        attention: AttentionBackend,
-        logits_indices: torch.Tensor,
-    ) -> torch.Tensor:
-        """Compute one step's tokens and store their keys and values. Runs under the caller's `torch.inference_mode`.
-
-        Args:
-            token_ids: int64 [num_tokens], ragged as `batch` describes.
-            kv: one for each of `kv_layers`.
-            logits_indices: int64 [rows], the tokens of this step whose next-token logits are wanted.
-
-        Returns:
-            float32 [rows, vocab_size], which the next call may overwrite.
-        """
-
-    @abstractmethod
     def forward_in_part(
         self,
         token_ids: torch.Tensor,
@@ -78,11 +58,27 @@ class CausalLM(ABC):
         attention: AttentionBackend,
         logits_indices: torch.Tensor,
         num_now: int,
-        num_logits: int,
     ) -> tuple[torch.Tensor, LaterRows]:
-        """Compute a step like `forward`, but return only the logits of the first `num_now` rows, and access to other
-        rows.
+        """Compute one step's tokens and store their keys and values. Runs under the caller's `torch.inference_mode`.
 
-        All logits of a long prompt that is scored would take gigabytes, so they are requested a few rows at a time. Of
-        rows from `num_logits` on, only hidden states may be requested.
+        Args:
+            token_ids: int64 [num_tokens], ragged as `batch` describes.
+            kv: one for each of `kv_layers`.
+            logits_indices: int64 [rows], the tokens of this step whose next-token logits or hidden states are wanted.
+            num_now: number of rows whose logits are returned. All logits of a long prompt that is scored would take
+                gigabytes, so the others are requested a few rows at a time.
+
+        Returns:
+            float32 [num_now, vocab_size], which the next call may overwrite, and access to all rows.
         """
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        batch: AttentionBatch,
+        kv: Sequence[LayerKV],
+        attention: AttentionBackend,
+        logits_indices: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compute a step like `forward_in_part`, and return the logits of all rows, float32 [rows, vocab_size]."""
+        return self.forward_in_part(token_ids, batch, kv, attention, logits_indices, len(logits_indices))[0]

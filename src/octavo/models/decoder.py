@@ -94,17 +94,6 @@ class Decoder(CausalLM):
         """Return the reader from which `__init__` takes its matrices."""
         return WeightReader(self.config, weights, self.dtype, self.device, linear)
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        batch: AttentionBatch,
-        kv: Sequence[LayerKV],
-        attention: AttentionBackend,
-        logits_indices: torch.Tensor,
-    ) -> torch.Tensor:
-        """See `CausalLM.forward`."""
-        return self._apply_head(self._hidden(token_ids, batch, kv, attention, logits_indices))
-
     def forward_in_part(
         self,
         token_ids: torch.Tensor,
@@ -113,7 +102,6 @@ class Decoder(CausalLM):
         attention: AttentionBackend,
         logits_indices: torch.Tensor,
         num_now: int,
-        num_logits: int,
     ) -> tuple[torch.Tensor, LaterRows]:
         """See `CausalLM.forward_in_part`."""
         hidden = self._hidden(token_ids, batch, kv, attention, logits_indices)

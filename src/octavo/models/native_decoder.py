@@ -132,19 +132,6 @@ class NativeDecoder(Decoder):
             and config.hidden_act in NATIVE_ACTIVATIONS
         )
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        batch: AttentionBatch,
-        kv: Sequence[LayerKV],
-        attention: AttentionBackend,
-        logits_indices: torch.Tensor,
-    ) -> torch.Tensor:
-        """See `CausalLM.forward`."""
-        if not isinstance(attention, NativeAttention) or not self._bind(kv):
-            return super().forward(token_ids, batch, kv, attention, logits_indices)
-        return self._compute(token_ids, batch, logits_indices, len(logits_indices))
-
     def forward_in_part(
         self,
         token_ids: torch.Tensor,
@@ -153,11 +140,10 @@ class NativeDecoder(Decoder):
         attention: AttentionBackend,
         logits_indices: torch.Tensor,
         num_now: int,
-        num_logits: int,
     ) -> tuple[torch.Tensor, LaterRows]:
         """See `CausalLM.forward_in_part`."""
         if not isinstance(attention, NativeAttention) or not self._bind(kv):
-            return super().forward_in_part(token_ids, batch, kv, attention, logits_indices, num_now, num_logits)
+            return super().forward_in_part(token_ids, batch, kv, attention, logits_indices, num_now)
         later = LaterRows(self._later_logits, self._later_hidden)
         return self._compute(token_ids, batch, logits_indices, num_now), later
 

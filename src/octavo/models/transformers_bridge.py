@@ -150,19 +150,6 @@ class TransformersModel(CausalLM):
         _drop_encoders(model)
         return cls(model.to(device), packed=packed, format=format, max_len=max_len)
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        batch: AttentionBatch,
-        kv: Sequence[LayerKV],
-        attention: AttentionBackend,
-        logits_indices: torch.Tensor,
-    ) -> torch.Tensor:
-        """See `CausalLM.forward`."""
-        return _run(
-            self._model, _Step(self._layer_of, batch, kv, attention), token_ids, batch.positions, logits_indices
-        ).float()
-
     def forward_in_part(
         self,
         token_ids: torch.Tensor,
@@ -171,19 +158,19 @@ class TransformersModel(CausalLM):
         attention: AttentionBackend,
         logits_indices: torch.Tensor,
         num_now: int,
-        num_logits: int,
     ) -> tuple[torch.Tensor, LaterRows]:
         """See `CausalLM.forward_in_part`."""
         kept: list[Any] = []
         hook = self._model.get_decoder().register_forward_hook(lambda module, inputs, output: kept.append(output))
         try:
-            logits = self.forward(token_ids, batch, kv, attention, logits_indices[:num_now])
+            step = _Step(self._layer_of, batch, kv, attention)
+            logits = _run(self._model, step, token_ids, batch.positions, logits_indices[:num_now]).float()
         finally:
             hook.remove()
-        hidden, output_type = kept[0].last_hidden_state[0][logits_indices], type(kept[0])
+        hidden, output_type = kept[0].last_hidden_state[0], type(kept[0])
         return logits, LaterRows(
-            logits=lambda first, last: self._head(hidden[first:last], output_type),
-            hidden=lambda first, last: hidden[first:last].float(),
+            logits=lambda first, last: self._head(hidden[logits_indices[first:last]], output_type),
+            hidden=lambda first, last: hidden[logits_indices[first:last]].float(),
         )
 
     def _head(self, hidden: torch.Tensor, output_type: Any) -> torch.Tensor:

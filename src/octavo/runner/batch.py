@@ -144,7 +144,6 @@ class StepBatch:
         sampling: the draws.
         sample_rows: the logits row of each draw; None if row i belongs to draw i.
         num_sample_rows: number of rows to sample from.
-        num_logits: number of rows that need logits, which are all but the pooled ones.
         scores: (first row, positions to score) for prompt logprobs.
         pools: (first row, positions to pool) for embeddings.
         fits_graphs: whether all its tokens are decodes, in `BatchBuilder.inputs`.
@@ -179,7 +178,7 @@ class StepBatch:
 
     def _decodes(self, lengths: np.ndarray) -> InputViews:
         """Return the inputs of a step in which each token is a query, and draws."""
-        self.num_sample_rows = self.num_logits = count = len(self._row)
+        self.num_sample_rows = count = len(self._row)
         if count > len(lengths):
             self._num_drafted = lengths - 1
         if not self.fits_graphs:  # buffers that other steps divide into longer queries
@@ -221,7 +220,6 @@ class StepBatch:
             self.scores.append((num_outputs, score))
             pieces.append(self._tokens(plan, score.row, score.first, len(score.targets)))
             num_outputs += len(score.targets)
-        self.num_logits = num_outputs
         for pool in plan.pools:
             self.pools.append((num_outputs, pool))
             pieces.append(self._tokens(plan, pool.row, pool.first, pool.num_tokens))
@@ -279,7 +277,7 @@ class StepBatch:
         depends = self._follows_tokens and self._num_drafted is not None  # each draw of a row has its own state
         if self.sampling is _NO_DRAWS or depends:
             self.sampling = self._table.draws(self.drawing_rows, drawn + 1, self._seeds)
-            self.is_plain = len(drawn) > 0 and self.sampling.is_plain
+            self.is_plain = len(drawn) > 0 and self.sampling.is_plain and not (self.scores or self.pools)
             self._not_output = self.sampling.records["num_prompt_tokens"] - 1
         else:
             np.subtract(drawn, self._not_output, out=self.sampling.positions)

@@ -204,34 +204,28 @@ class ModelRunner:
         if self._calibrated and any(layer.finds_scales for layer in self._calibrated):
             attention = ReferenceAttention()  # kernels require scales that have already been chosen
         step = (batch.token_ids, batch.attention, self.arena.layers, attention, batch.logits_indices)
-        if not batch.scores and not batch.pools:
-            self.is_computing = True
-            try:
-                has_graph = batch.fits_graphs and attention is self.attention and batch.attention.sinks is None
-                if self.graphs is not None and has_graph:
-                    logits = self.graphs.logits(batch.attention)
-                else:
-                    logits = self.model.forward(*step)
-            finally:
-                self.is_computing = False
-            if batch.is_plain:
-                draws = self._sampler.draw(logits, batch.sampling, batch.sample_rows, overwrite_logits=True)
-                self._batches.note_drawn(draws.token_ids)
-                return draws.result
-            return self._later(
-                partial(self._sampler.sample, logits, batch.sampling, batch.sample_rows, overwrite_logits=True)
-            )
         self.is_computing = True
         try:
-            logits, later = self.model.forward_in_part(*step, batch.num_sample_rows, batch.num_logits)
+            has_graph = batch.fits_graphs and attention is self.attention and batch.attention.sinks is None
+            if self.graphs is not None and has_graph:
+                logits, later = self.graphs.logits(batch.attention), None
+            else:
+                logits, later = self.model.forward_in_part(*step, batch.num_sample_rows)
         finally:
             self.is_computing = False
+        if batch.is_plain:
+            draws = self._sampler.draw(logits, batch.sampling, batch.sample_rows, overwrite_logits=True)
+            self._batches.note_drawn(draws.token_ids)
+            return draws.result
         return self._later(partial(self._sample_and_score, batch, logits, later))
 
     @torch.inference_mode()
-    def _sample_and_score(self, batch: StepBatch, logits: torch.Tensor, later: LaterRows) -> StepResult:
+    def _sample_and_score(self, batch: StepBatch, logits: torch.Tensor, later: LaterRows | None) -> StepResult:
+        sampled = self._sampler.sample(logits, batch.sampling, batch.sample_rows, overwrite_logits=True)
+        if later is None or not (batch.scores or batch.pools):
+            return sampled
         return replace(
-            self._sampler.sample(logits, batch.sampling, batch.sample_rows),
+            sampled,
             prompt_logprobs=tuple(self._score(first, score, later) for first, score in batch.scores),
             pooled=tuple(_sum_hidden(first, pool.num_tokens, later) for first, pool in batch.pools),
         )
