@@ -16,16 +16,15 @@ import heapq
 import json
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from benchmarks import this_machine
 from octavo.config import EngineConfig
 from octavo.kvcache.block import BlockId
 from octavo.kvcache.eviction import EVICTION_POLICIES, EvictionPolicy, make_eviction_policy
-from octavo.kvcache.eviction.policies import SomeBlocks
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.request import Request, RequestId
@@ -155,46 +154,22 @@ def measure_two_tiers(policy: str, pool_blocks: int, host_blocks: int, prompts: 
     return TieredResult(policy, pool_blocks, host_blocks, on_device / total, in_host / total)
 
 
-class Recorder(EvictionPolicy):
+class Recorder:
     """A policy that records its calls, so that they can be repeated and timed alone."""
 
     def __init__(self, inner: EvictionPolicy) -> None:
         self._inner = inner
         self.operations: list[Operation] = []
 
-    def reserve(self, num_blocks: int) -> None:
-        self.operations.append(("reserve", (num_blocks,)))
-        self._inner.reserve(num_blocks)
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self.operations.append((name, arguments))
+            return getattr(self._inner, name)(*arguments)
 
-    def publish(self, block_id: BlockId, priority: int, key: bytes = b"") -> None:
-        self.operations.append(("publish", (block_id, priority, key)))
-        self._inner.publish(block_id, priority, key)
-
-    def hit(self, block_ids: SomeBlocks, priority: int) -> None:
-        self.operations.append(("hit", (block_ids, priority)))
-        self._inner.hit(block_ids, priority)
-
-    def add(self, block_ids: SomeBlocks) -> None:
-        self.operations.append(("add", (block_ids,)))
-        self._inner.add(block_ids)
-
-    def remove(self, block_ids: SomeBlocks) -> None:
-        self.operations.append(("remove", (block_ids,)))
-        self._inner.remove(block_ids)
-
-    def evict(self, count: int) -> list[BlockId]:
-        self.operations.append(("evict", (count,)))
-        return self._inner.evict(count)
-
-    def restore(self, block_id: BlockId) -> None:
-        self.operations.append(("restore", (block_id,)))
-        self._inner.restore(block_id)
+        return call
 
     def __len__(self) -> int:
         return len(self._inner)
-
-    def __contains__(self, block_id: object) -> bool:
-        return block_id in self._inner
 
     def __iter__(self) -> Iterator[BlockId]:
         return iter(self._inner)
@@ -204,7 +179,8 @@ def us_per_operation(policy: str, pool_blocks: int, prompts: Sequence[Prompt]) -
     """The µs per call of each method of a policy, over the calls of a whole replay."""
     config = options("hashed", policy)
     manager = assemble_cache(config, SPEC, pool_blocks + 1)
-    manager.pool._eviction = recorder = Recorder(manager.pool._eviction)
+    recorder = Recorder(manager.pool._eviction)
+    manager.pool._eviction = cast(EvictionPolicy, recorder)
     replay(manager, make_requests(prompts, False))
     fresh = make_eviction_policy(policy)
     fresh.reserve(pool_blocks + 1)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from octavo.kvcache.block import BlockId
 from octavo.kvcache.blocks import BlockRecords
-from octavo.kvcache.eviction import EVICTION_POLICIES, make_eviction_policy
-from octavo.kvcache.leaves import LeavesFirst
+from octavo.kvcache.eviction import EVICTION_POLICIES, EvictionPolicy, make_eviction_policy
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import PrefixIndex
 from octavo.request import Sequence
@@ -30,13 +29,14 @@ def make_tree() -> PrefixIndex:
     return PrefixIndex(BlockRecords(200, block_size=1), ())
 
 
-def leaves_first(name: str, tree: PrefixIndex) -> LeavesFirst:
-    policy = LeavesFirst(make_eviction_policy(name), tree)
+def leaves_first(name: str, tree: PrefixIndex) -> EvictionPolicy:
+    policy = make_eviction_policy(name)
+    policy.tree = tree
     policy.reserve(200)
     return policy
 
 
-def one_by_one(policy: LeavesFirst, count: int) -> list[BlockId]:
+def one_by_one(policy: EvictionPolicy, count: int) -> list[BlockId]:
     return [victim for _ in range(count) for victim in policy.evict(1)]
 
 

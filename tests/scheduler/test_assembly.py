@@ -12,7 +12,6 @@ import pytest
 import octavo
 from octavo.config import EngineConfig
 from octavo.kvcache.eviction import FifoEviction
-from octavo.kvcache.leaves import LeavesFirst
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
@@ -36,12 +35,8 @@ def scheduler(num_host_blocks: int = 0, speed: Preemption | None = SPEED, **opti
 # Option, value -> what shows that it has arrived.
 REACHED: dict[tuple[str, Any], Any] = {
     ("enable_prefix_caching", False): lambda s: not s.kv.caches_prefixes,
-    ("prefix_cache", "hashed"): lambda s: (
-        not isinstance(s.kv.pool._eviction, LeavesFirst) and s.waiting._prefix_length is None
-    ),
-    ("prefix_cache", "radix"): lambda s: (
-        isinstance(s.kv.pool._eviction, LeavesFirst) and s.waiting._prefix_length is not None
-    ),
+    ("prefix_cache", "hashed"): lambda s: s.kv.pool._eviction.tree is None and s.waiting._prefix_length is None,
+    ("prefix_cache", "radix"): lambda s: s.kv.pool._eviction.tree is not None and s.waiting._prefix_length is not None,
     ("eviction_policy", "fifo"): lambda s: isinstance(s.kv.pool._eviction, FifoEviction),
     ("pin_budget", 0.5): lambda s: s.kv.pins.budget_blocks == 50,
     ("scheduling_policy", "fcfs"): lambda s: type(s.policy) is FirstComeFirstServed,

@@ -21,7 +21,6 @@ from octavo.kvcache.hashing import group_key
 from octavo.kvcache.hierarchy import CacheHierarchy
 from octavo.kvcache.holdings import Holding, Holdings
 from octavo.kvcache.host_memory import HostMemory
-from octavo.kvcache.leaves import LeavesFirst
 from octavo.kvcache.ledger import CacheLedger, Latest, RequestCopy, Stock
 from octavo.kvcache.pins import PinTable
 from octavo.kvcache.pool import BlockPool, check_references
@@ -88,8 +87,7 @@ class KVCacheManager:
         self._windows = spec.windows()
         self.prefix_cache = PrefixIndex(self.blocks, identity, self._windows)
         policy = make_eviction_policy(eviction)
-        if prefix_cache == "radix":
-            policy = LeavesFirst(policy, self.prefix_cache)
+        policy.tree = self.prefix_cache if prefix_cache == "radix" else None
         host = HostMemory(
             num_swap_slots + num_prefix_slots, num_swap_slots, spec.block_size, make_eviction_policy(eviction)
         )

@@ -38,7 +38,7 @@ TOKEN_ID_BYTES = 4
 _RANKED_BYTES = 72
 # The first layers attend broadly: no few blocks hold most of their attention (Tang et al. 2024, section 4.1).
 _DENSE_LAYERS = 2
-_EVICTION_BYTES = {"lru": 8, "adaptive": 101}
+_EVICTION_BYTES = {"lru": 9, "adaptive": 102}
 
 
 def eviction_bytes(policy: str) -> int:
