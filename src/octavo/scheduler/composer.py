@@ -36,7 +36,7 @@ from octavo.request import Sequence, SequenceStatus
 from octavo.scheduler.admission import MOST_REFUSED, Admission
 from octavo.scheduler.lifecycle import Lifecycle
 from octavo.scheduler.plan import MOST_FORCED
-from octavo.scheduler.plan_builder import PlannedRows, StepDraft
+from octavo.scheduler.plan_builder import PlannedStep
 from octavo.scheduler.speculation import Speculator
 from octavo.scheduler.step_budget import LatencyTarget, StepBudget
 from octavo.scheduler.stream_turns import StreamTurns
@@ -71,50 +71,51 @@ class StepComposer:
         self._stalled: Sequence | None = None  # the first in order of service, if it found no blocks in the last step
         self._lacked_blocks = False  # whether a step composed ahead lacked some, for which others may have to yield
 
-    def compose(self, computing: PlannedRows | None = None, num_ending: int = 0) -> StepDraft:
+    def compose(self, computing: PlannedStep | None = None, num_ending: int = 0) -> PlannedStep:
         """Decide how many tokens each sequence computes in the next step, with blocks for all of them.
 
         With a step in flight, this is the step after it, with the tokens that it draws pending (`PlanBuilder.pending`).
-        Then the draft is empty if the result must be awaited first (`_must_await`), and in these cases:
+        Then the step is empty if the result must be awaited first (`_must_await`), and in these cases:
 
         - Streams take turns, or need blocks that are shared, or that a tenant or the pool does not have: others may
           have to yield. Prompts take what is available, but the next step is not composed ahead then.
         - A block was evicted that must be stored first. Those that were taken are kept for the next step.
 
         Args:
-            computing: the rows in flight.
+            computing: the step in flight.
             num_ending: how many of their sequences draw their last token, so that others may have their places.
         """
-        draft = StepDraft(ahead=computing is not None)
+        step = PlannedStep(ahead=computing is not None)
         if computing is not None:
             if self._must_await(computing, num_ending):
-                return draft
-            self._share(draft)
+                return step
+            self._share(step)
             if self._moves_blocks:
                 if self._latency is not None:
                     self._latency.skip_step()
-                return StepDraft(ahead=True)
-            if draft:
+                return PlannedStep(ahead=True)
+            if step:
                 self._admission.begin_step()
-            return draft
+            return step
         self._admission.begin_step()
         self._lacked_blocks = False
-        self._share(draft, self._claim() if self._policy.may_claim else None)
-        while not draft and len(self._running):
+        self._share(step, self._claim() if self._policy.may_claim else None)
+        while not step and len(self._running):
             # No sequence with tokens to compute found blocks, so beams that wait for siblings must yield.
             order = self._running.order
             idle = [seq for seq in order if not seq.num_missing]
             self._lifecycle.preempt_one_of(idle or order[1:] or order)
-            self._share(draft)
-        for seq, num_new in list(draft.chunks.values()):
-            # More of the output must be computed again after a preemption.
-            if seq.num_computed >= seq.num_prompt_tokens and num_new == seq.num_missing <= MOST_FORCED + 1:
-                draft.runs[seq.seq_id] = draft.chunks.pop(seq.seq_id)
-        if self._speculator is not None and not draft.chunks:
-            self._add_drafts(self._speculator, draft)
-        return draft
+            self._share(step)
+        for seq, num_new in list(step.chunks.values()):
+            # One that resumes, or has more of its output to compute again after a preemption, goes on in a chunk.
+            is_output = seq.num_computed >= seq.num_prompt_tokens and seq.state.placed.num_sent >= 0
+            if is_output and num_new == seq.num_missing <= MOST_FORCED + 1:
+                step.runs[seq.seq_id] = step.chunks.pop(seq.seq_id)
+        if self._speculator is not None and not step.chunks:
+            self._add_drafts(self._speculator, step)
+        return step
 
-    def _must_await(self, computing: PlannedRows, num_ending: int) -> bool:
+    def _must_await(self, computing: PlannedStep, num_ending: int) -> bool:
         """Whether the result of the step in flight must be known before another is composed, in these cases:
 
         - A beam runs, or a sequence whose grammar must follow its token, or siblings are about to fork.
@@ -133,9 +134,9 @@ class StepComposer:
         """Whether the next step must move blocks to or from host memory."""
         return self._kv.hierarchy.host.has_transfers
 
-    def _add_drafts(self, speculator: Speculator, draft: StepDraft) -> None:
+    def _add_drafts(self, speculator: Speculator, step: PlannedStep) -> None:
         """Let sequences verify drafts, as far as there are blocks that nobody has to yield."""
-        streams = [*draft.streams, *(seq for seq, _ in draft.runs.values())]
+        streams = [*step.streams, *(seq for seq, _ in step.runs.values())]
         for seq_id, (seq, tokens) in speculator.choose(streams, self._max_tokens).items():
             place, num_known = seq.state.placed, seq.num_missing
             if seq.num_computed + num_known + len(tokens) > place.capacity:
@@ -144,7 +145,7 @@ class StepComposer:
                 else:
                     tokens = tokens[: place.capacity - seq.num_computed - num_known]
             if tokens:
-                draft.drafts[seq_id] = seq, tokens
+                step.drafts[seq_id] = tokens
 
     def start_over(self) -> None:
         """Forget the last step, because nothing runs any more."""
@@ -176,8 +177,8 @@ class StepComposer:
             victims = [seq for seq in victims if self._tenants.helps(seq, head)]
         return head
 
-    def _share(self, draft: StepDraft, claimant: Sequence | None = None) -> None:
-        short = not draft.ahead and self._serve_stalled(draft)
+    def _share(self, step: PlannedStep, claimant: Sequence | None = None) -> None:
+        short = not step.ahead and self._serve_stalled(step)
         streams: list[Sequence] = []
         prompts: list[Sequence] = []
         for seq in self._running.order:
@@ -187,7 +188,7 @@ class StepComposer:
             elif missing:
                 prompts.append(seq)
         num_streams = len(streams)
-        if draft.ahead and self._turns.time_of(streams) is not None:
+        if step.ahead and self._turns.time_of(streams) is not None:
             return
         have_prompts = bool(prompts) or (len(self._waiting) > 0 and self._admission.has_place)
         streams = self._turns.within_time(streams, have_prompts=have_prompts)
@@ -195,26 +196,26 @@ class StepComposer:
         if self._policy.takes_turns and self._may_run_out(len(streams)):
             first = self._first()
             streams.sort(key=lambda seq: (seq is not first, *self._policy.key(seq)))
-        short |= self._serve_streams(streams, draft)
-        if draft.ahead and short:
-            draft.streams.clear()
+        short |= self._serve_streams(streams, step)
+        if step.ahead and short:
+            step.streams.clear()
             return
-        left = self._max_tokens - len(draft.streams)
+        left = self._max_tokens - len(step.streams)
         if left > 0 and (prompts or len(self._waiting)):
-            context = 0 if self._latency is None else sum([seq.num_tokens for seq in draft.streams])
-            step = StepBudget(left, self._latency, len(draft.streams), context)
-            if claimant is not None and not short and self._admit(claimant, step, draft, self._policy.share_of_first):
+            context = 0 if self._latency is None else sum([seq.num_tokens for seq in step.streams])
+            budget = StepBudget(left, self._latency, len(step.streams), context)
+            if claimant is not None and not short and self._admit(claimant, budget, step, self._policy.share_of_first):
                 bisect.insort(prompts, claimant, key=attrgetter("order"))
-            self._serve_prompts(prompts, step, draft, short)
+            self._serve_prompts(prompts, budget, step, short)
 
-    def _serve_stalled(self, draft: StepDraft) -> bool:
+    def _serve_stalled(self, step: PlannedStep) -> bool:
         """Find blocks for the first in order of service if the last step had none; returns whether another yielded."""
         first, self._stalled = self._stalled, None
         if first is None or first is not self._first():
             return False
         wanted = min(first.num_missing, self._kv.spec.block_size)
         yielded = False
-        while not self._extend(first, wanted, draft) and (others := self._others(first)):
+        while not self._extend(first, wanted, step) and (others := self._others(first)):
             self._lifecycle.preempt_one_of(others)
             yielded = True
         return yielded
@@ -230,10 +231,10 @@ class StepComposer:
         # As a last resort regardless of floors and caps, because the first must progress.
         return [seq for seq in behind if helps(seq, first)] or [seq for seq in others if helps(seq, first)] or others
 
-    def _serve_streams(self, streams: list[Sequence], draft: StepDraft) -> bool:
+    def _serve_streams(self, streams: list[Sequence], step: PlannedStep) -> bool:
         """Give each stream one token, in order of service; returns whether blocks ran out."""
         running = SequenceStatus.RUNNING
-        served, short = draft.streams, False
+        served, short = step.streams, False
         # Without a call for each of them, because this runs for every token of every stream.
         full = [seq for seq in streams if (place := seq.state.place) and seq.num_computed >= place.capacity]
         if not full or self._kv.extend_all(full):
@@ -244,27 +245,27 @@ class StepComposer:
         for seq in streams:
             if short and seq.status is not running:
                 continue
-            if seq.num_computed >= seq.state.placed.capacity and not self._extend(seq, 1, draft):
+            if seq.num_computed >= seq.state.placed.capacity and not self._extend(seq, 1, step):
                 short = True
-                if draft.ahead or not self._take_from_those_behind(seq, draft):
+                if step.ahead or not self._take_from_those_behind(seq, step):
                     continue
             served.append(seq)
         return short
 
-    def _take_from_those_behind(self, seq: Sequence, draft: StepDraft) -> bool:
+    def _take_from_those_behind(self, seq: Sequence, step: PlannedStep) -> bool:
         """Find blocks for a stream's next token; False if the stream itself had to yield."""
-        while not self._extend(seq, 1, draft):
+        while not self._extend(seq, 1, step):
             # The first in order of service yields to no other, so that every request ends eventually.
-            behind = self._others(seq) if seq is self._first() else self._behind(seq, draft)
+            behind = self._others(seq) if seq is self._first() else self._behind(seq, step)
             if not behind and self._kv.pins.yield_one():
                 continue
             if self._lifecycle.preempt_one_of(behind or [seq]) is seq:
                 return False
         return True
 
-    def _behind(self, seq: Sequence, draft: StepDraft) -> list[Sequence]:
+    def _behind(self, seq: Sequence, step: PlannedStep) -> list[Sequence]:
         """Return the sequence itself and those that may yield to it, in order of service."""
-        helps, may_take, first, served = self._tenants.helps, self._policy.may_take, self._first(), set(draft.streams)
+        helps, may_take, first, served = self._tenants.helps, self._policy.may_take, self._first(), set(step.streams)
         others = (other for other in self._running.order if other is not first and other not in served)
         return [other for other in others if may_take(seq, other) and helps(other, seq)]
 
@@ -273,24 +274,24 @@ class StepComposer:
         available = self._kv.pool.num_available - self._tenants.num_kept
         return available < 2 * num_streams * len(self._kv.spec.groups)
 
-    def _serve_prompts(self, prompts: list[Sequence], budget: StepBudget, draft: StepDraft, short: bool) -> None:
+    def _serve_prompts(self, prompts: list[Sequence], budget: StepBudget, step: PlannedStep, short: bool) -> None:
         if short:
             prompts = [seq for seq in prompts if seq.status is SequenceStatus.RUNNING]
         admission, waiting = self._admission, self._waiting
-        admits = admission.has_place and not short and not draft.ahead
+        admits = admission.has_place and not short and not step.ahead
         head = waiting.head() if admits else None
         ranking, share, first = self._policy.prompt_key, self._policy.share_of_first, self._policy.first_prompt(prompts)
         by_rank = sorted(prompts, key=ranking)
         if first is not None and (head is None or first.order < head.order):
             if len(prompts) > 1 or head is not None:
-                short |= self._serve_prompt(first, budget, draft, share)
+                short |= self._serve_prompt(first, budget, step, share)
         elif head is not None:
             alone = not prompts and len(waiting) == 1
-            if self._admit(head, budget, draft, 1 if alone else share):
+            if self._admit(head, budget, step, 1 if alone else share):
                 by_rank = sorted((*by_rank, head), key=ranking)
             elif first is not None:
                 # The head does not fit yet, so the first running prompt is served next.
-                short |= self._serve_prompt(first, budget, draft, share)
+                short |= self._serve_prompt(first, budget, step, share)
         refused: list[Sequence] = []
         place = 0
         while budget.num_tokens > 0:
@@ -301,75 +302,75 @@ class StepComposer:
                 nearest = waiting.candidates(len(refused) + 1)
                 newcomer = next((seq for seq in nearest if seq not in refused), None)
             if newcomer is not None and (prompt is None or ranking(newcomer) < ranking(prompt)):
-                if not self._admit(newcomer, budget, draft, 1):
+                if not self._admit(newcomer, budget, step, 1):
                     refused.append(newcomer)
             elif prompt is not None:
                 place += 1
                 if prompt.status is SequenceStatus.RUNNING:
-                    short |= self._serve_prompt(prompt, budget, draft, 1)
+                    short |= self._serve_prompt(prompt, budget, step, 1)
             else:
                 break
 
-    def _admit(self, seq: Sequence, budget: StepBudget, draft: StepDraft, share: int) -> bool:
+    def _admit(self, seq: Sequence, budget: StepBudget, step: PlannedStep, share: int) -> bool:
         num_new = self._admission.admit(seq, budget, share)
         if not num_new:
             return False
         self._policy.admitted(seq)
         budget.take(seq.num_computed, num_new, scored=seq.request.is_scored)
         budget.num_newcomers -= 1 + seq.num_pending_siblings
-        draft.chunks[seq.seq_id] = (seq, num_new)
+        step.chunks[seq.seq_id] = (seq, num_new)
         return True
 
-    def _serve_prompt(self, seq: Sequence, budget: StepBudget, draft: StepDraft, share: int) -> bool:
+    def _serve_prompt(self, seq: Sequence, budget: StepBudget, step: PlannedStep, share: int) -> bool:
         """Serve a chunk of a prompt, on top of what it has in this step; returns whether it lacked blocks."""
-        _, has = draft.chunks.get(seq.seq_id, (seq, 0))
+        _, has = step.chunks.get(seq.seq_id, (seq, 0))
         start = seq.num_computed + has
         scored = seq.request.is_scored
         chunk = budget.chunk(start, seq.num_missing - has, scored=scored, share=share)
         if not chunk:
             return False
-        num_new = self._make_room(seq, has, chunk, draft)
+        num_new = self._make_room(seq, has, chunk, step)
         if num_new:
             budget.take(start, num_new, scored=scored)
-            draft.chunks[seq.seq_id] = (seq, has + num_new)
-        elif not has and not draft.ahead and seq is self._first():
+            step.chunks[seq.seq_id] = (seq, has + num_new)
+        elif not has and not step.ahead and seq is self._first():
             self._stalled = seq
         return num_new < chunk
 
-    def _make_room(self, seq: Sequence, has: int, chunk: int, draft: StepDraft) -> int:
+    def _make_room(self, seq: Sequence, has: int, chunk: int, step: PlannedStep) -> int:
         """Find blocks for as much of a chunk as possible; returns the number of its tokens."""
         while True:
-            if self._extend(seq, has + chunk, draft):
+            if self._extend(seq, has + chunk, step):
                 return chunk
             place = seq.state.placed
             blocks = self._tenants.room(seq) // len(self._kv.spec.groups)
             fits = place.capacity + blocks * self._kv.spec.block_size - seq.num_computed - has
-            if 0 < fits < chunk and self._extend(seq, has + fits, draft):
+            if 0 < fits < chunk and self._extend(seq, has + fits, step):
                 return fits
-            if draft.ahead:
+            if step.ahead:
                 self._lacked_blocks = True
-            if has or draft.ahead:
+            if has or step.ahead:
                 return 0
-            behind = [s for s in self._running.after(seq)[1:] if s.seq_id not in draft.chunks and s.num_missing != 1]
+            behind = [s for s in self._running.after(seq)[1:] if s.seq_id not in step.chunks and s.num_missing != 1]
             behind = [s for s in behind if self._tenants.helps(s, seq)]
             if behind:
                 self._lifecycle.preempt_one_of(behind)
             elif len(self._running) > 1 or not self._kv.pins.yield_one():
                 return 0
 
-    def _extend(self, seq: Sequence, num_tokens: int, draft: StepDraft) -> bool:
+    def _extend(self, seq: Sequence, num_tokens: int, step: PlannedStep) -> bool:
         """Allocate blocks for a running sequence's next tokens; False if there are too few."""
         kv, tenants = self._kv, self._tenants
-        if draft.ahead and not seq.state.placed.capacity:
+        if step.ahead and not seq.state.placed.capacity:
             return False  # it shares a block, which must be copied
         copies = kv.extend(seq, num_tokens, tenants.room)
-        if copies is None and not draft.ahead and tenants.restore_floor(seq.request.tenant):
+        if copies is None and not step.ahead and tenants.restore_floor(seq.request.tenant):
             copies = kv.extend(seq, num_tokens, tenants.room)
         if copies is None:
             return False
         self._running.grew(seq)
         if copies:
-            draft.copies.extend(copies)
+            step.copies.extend(copies)
             place = seq.state.placed
             place.num_sent = min(place.num_sent, seq.num_computed // kv.spec.block_size)  # the rest is a copy
         return True

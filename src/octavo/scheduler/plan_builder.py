@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, repeat
-from typing import NamedTuple
 
 from octavo.errors import OctavoError
 from octavo.kvcache.block import BlockCopy, BlockTransfer
@@ -26,36 +25,8 @@ from octavo.scheduler.plan import (
 )
 
 
-class PlannedRows(NamedTuple):
-    """The live sequences of a plan.
-
-    Attributes:
-        sequences: the sequence of each row.
-        draws: for each row after the streams, the sequences that draw a token after its last.
-        drafts: by row, the tokens that it verifies, after each of which its sequence draws too.
-    """
-
-    plan: StepPlan
-    sequences: list[Sequence]
-    draws: list[tuple[Sequence, ...]]
-    drafts: dict[int, tuple[int, ...]]
-
-    @property
-    def drawing(self) -> list[Sequence]:
-        """The sequence of each draw."""
-        num_streams = self.plan.num_streams
-        drawing = self.sequences[:num_streams]
-        for row, draws in enumerate(self.draws, start=num_streams):
-            drawing += draws[:1] * len(self.drafts.get(row, ()))
-            drawing += draws
-        return drawing
-
-
-_NO_ROWS = PlannedRows(StepPlan(), [], [], {})
-
-
-class StepDraft:
-    """What a step computes, while it is being decided.
+class PlannedStep:
+    """What a step computes: while it is decided, and then by its plan, until its result is processed.
 
     Attributes:
         ahead: whether the step before is still being computed, and the tokens that it draws are pending. Then nothing
@@ -63,8 +34,10 @@ class StepDraft:
         streams: sequences that compute one token.
         runs: sequences that compute what a grammar has forced after their last drawn token, and how many tokens.
         chunks: sequences that compute prompt tokens, and how many.
-        drafts: those of `streams` and `runs` that verify a draft, and its tokens.
+        drafts: tokens that sequences of `streams` and `runs` verify, after each of which they draw too.
         copies: block copies to make before anything is computed.
+        sequences: the sequence of each row of the plan.
+        draws: for each row after the plan's streams, the sequences that draw a token after its last.
     """
 
     def __init__(self, *, ahead: bool = False) -> None:
@@ -72,17 +45,30 @@ class StepDraft:
         self.streams: list[Sequence] = []
         self.runs: dict[SequenceId, tuple[Sequence, int]] = {}
         self.chunks: dict[SequenceId, tuple[Sequence, int]] = {}
-        self.drafts: dict[SequenceId, tuple[Sequence, tuple[int, ...]]] = {}
+        self.drafts: dict[SequenceId, tuple[int, ...]] = {}
         self.copies: list[BlockCopy] = []
+        self.plan = StepPlan()
+        self.sequences: list[Sequence] = []
+        self.draws: list[tuple[Sequence, ...]] = []
 
     def __bool__(self) -> bool:
         return bool(self.streams or self.runs or self.chunks)
 
+    @property
+    def drawing(self) -> list[Sequence]:
+        """The sequence of each draw."""
+        num_streams = self.plan.num_streams
+        drawing = self.sequences[:num_streams]
+        for seq, draws in zip(self.sequences[num_streams:], self.draws, strict=True):
+            drawing += draws[:1] * len(self.drafts.get(seq.seq_id, ()))
+            drawing += draws
+        return drawing
+
 
 class PlanBuilder:
-    """Makes plans of drafts, and tracks those in flight.
+    """Makes the plans of steps, and tracks those in flight.
 
-        build(draft) ──> plan in flight ─┬─ complete(plan)   the runner knows what it said
+        build(step) ──> plan in flight ─┬─ complete(plan)   the runner knows what it said
                                          └─ abandon()        the runner's state is unknown
         pending         around a second `build`, while the first plan is in flight
         drop, fork      between two plans, in the order in which they happen
@@ -99,7 +85,7 @@ class PlanBuilder:
         self._reset = True
         self._sent_grammars = False  # whether the runner may hold grammar states
         self._step = 0
-        self._in_flight: deque[PlannedRows] = deque()  # two at most
+        self._in_flight: deque[PlannedStep] = deque()  # two at most
         self._new: list[NewSequence] = []
         self._tables: list[TableDelta] = []
 
@@ -118,10 +104,10 @@ class PlanBuilder:
         Yields:
             The number of those that end.
         """
-        rows, plan = self._in_flight[-1], self._in_flight[-1].plan
-        num_ending, draws = 0, chain(repeat(True, plan.num_streams), map(bool, rows.draws))
+        step, plan = self._in_flight[-1], self._in_flight[-1].plan
+        num_ending, draws = 0, chain(repeat(True, plan.num_streams), map(bool, step.draws))
         advanced: list[tuple[Sequence, int, bool]] = []
-        for seq, start, length, has_drawn in zip(rows.sequences, plan.starts, plan.lengths, draws, strict=True):
+        for seq, start, length, has_drawn in zip(step.sequences, plan.starts, plan.lengths, draws, strict=True):
             if seq.state.place is None:
                 continue  # it has ended in the meantime
             goes_on = has_drawn and seq.num_tokens + 1 < seq.max_num_tokens(max_model_len)
@@ -139,25 +125,24 @@ class PlanBuilder:
                     seq.output_token_ids.pop()
 
     @property
-    def in_flight(self) -> PlannedRows:
-        """The rows of the plan whose result is awaited; of two plans, the first."""
-        return self._in_flight[0] if self._in_flight else _NO_ROWS
+    def in_flight(self) -> PlannedStep:
+        """The step whose result is awaited; of two, the first."""
+        return self._in_flight[0] if self._in_flight else PlannedStep()
 
     def build(
-        self, draft: StepDraft, stores: Iterable[BlockTransfer] = (), loads: Iterable[BlockTransfer] = ()
+        self, step: PlannedStep, stores: Iterable[BlockTransfer] = (), loads: Iterable[BlockTransfer] = ()
     ) -> StepPlan:
         """Return the plan of a step. Without rows it is empty, and changes are sent with the next one."""
-        if not draft:
+        if not step:
             return StepPlan()
         self.is_building = True
-        size, drafts = self._block_size, draft.drafts
-        sequences: list[Sequence] = []
+        size, drafts, sequences = self._block_size, step.drafts, step.sequences
         starts: list[int] = []
         token_ids: list[int] = []
         others: list[tuple[Sequence, int]] = []
         # Streams are the first rows, each of which draws one token. In one loop for speed: it runs for every token.
         add_sequence, add_start, add_token = sequences.append, starts.append, token_ids.append
-        for seq in draft.streams:
+        for seq in step.streams:
             output, start, seq_id = seq.output_token_ids, seq.num_computed, seq.seq_id
             if not output or seq_id in drafts:
                 others.append((seq, 1))  # it may draw for siblings too, or verify a draft
@@ -168,20 +153,17 @@ class PlanBuilder:
             add_start(start)
             add_token(output[-1])
         num_streams = len(sequences)
-        lengths, num_draws, draws = [1] * num_streams, [1] * num_streams, []
-        drafted: dict[int, tuple[int, ...]] = {}
+        lengths, num_draws = [1] * num_streams, [1] * num_streams
         sibling_seeds: dict[int, tuple[int, ...]] = {}
         scores: list[PromptScores] = []
         pools: list[PromptPool] = []
-        others += draft.runs.values()
-        for row, (seq, num_new) in enumerate(chain(others, draft.chunks.values()), start=num_streams):
+        others += step.runs.values()
+        for row, (seq, num_new) in enumerate(chain(others, step.chunks.values()), start=num_streams):
             start, request = seq.num_computed, seq.request
             end = start + num_new
-            _, verified = drafts.get(seq.seq_id, (seq, ()))
+            verified = drafts.get(seq.seq_id, ())
             self._send(row, seq, end + len(verified))
             drawing = request.drawing(seq) if end == seq.num_tokens else ()
-            if verified:
-                drafted[row] = verified
             if len(drawing) > 1:
                 sibling_seeds[row] = tuple(sibling.seed for sibling in drawing[1:])
             if (num_top := request.params.prompt_logprobs) is not None:
@@ -193,14 +175,14 @@ class PlanBuilder:
                 if first < last:
                     pools.append(PromptPool(row, first, last - first))
             sequences.append(seq)
-            draws.append(drawing)
+            step.draws.append(drawing)
             starts.append(start)
             lengths.append(num_new + len(verified))
             num_draws.append(len(drawing) + len(verified))
             token_ids += seq.tokens(start, end)
             token_ids += verified
         self._step += 1
-        plan = StepPlan(
+        step.plan = StepPlan(
             step=self._step,
             seq_ids=tuple([seq.seq_id for seq in sequences]),
             starts=tuple(starts),
@@ -217,25 +199,25 @@ class PlanBuilder:
             new=tuple(self._new),
             tables=tuple(self._tables),
             stores=tuple(stores),
-            copies=tuple(draft.copies),
+            copies=tuple(step.copies),
             loads=tuple(loads),
-            ahead=draft.ahead,
+            ahead=step.ahead,
         )
         self._changes, self._new, self._tables = [], [], []
         self._reset = self.is_building = False
-        self._in_flight.append(PlannedRows(plan, sequences, draws, drafted))
-        return plan
+        self._in_flight.append(step)
+        return step.plan
 
-    def complete(self, plan: StepPlan) -> PlannedRows:
-        """Note that `plan` was executed, and return its rows; an empty plan has none.
+    def complete(self, plan: StepPlan) -> PlannedStep:
+        """Note that `plan` was executed, and return its step.
 
         Raises:
             OctavoError: it is not the first of the plans in flight.
         """
         if not plan:
-            return _NO_ROWS
+            return PlannedStep()
         if not self._in_flight or plan.step != self._in_flight[0].plan.step:
-            awaited = [rows.plan.step for rows in self._in_flight]
+            awaited = [step.plan.step for step in self._in_flight]
             raise OctavoError(f"the result is of step {plan.step}; awaited are those of {awaited}, in this order")
         return self._in_flight.popleft()
 

@@ -23,7 +23,7 @@ from octavo.scheduler.composer import StepComposer
 from octavo.scheduler.kv_limits import KVAmounts, KVLimits, resolve_limits
 from octavo.scheduler.lifecycle import Lifecycle, MayRun, SchedulerConfig
 from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
-from octavo.scheduler.plan_builder import PlannedRows
+from octavo.scheduler.plan_builder import PlannedStep
 from octavo.scheduler.policy import Policy
 from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.speculation import Speculator
@@ -157,10 +157,8 @@ class Scheduler(Lifecycle):
         if fetching is not None:
             for seq in fetching.arrived():
                 self.waiting.push(seq)
-        draft = self._composer.compose()
-        if draft and hierarchy.host.has_transfers:
-            return builder.build(draft, *hierarchy.take())
-        return builder.build(draft)
+        step = self._composer.compose()
+        return builder.build(step, *(hierarchy.take() if step and hierarchy.host.has_transfers else ()))
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
         """Process a step's result: publish blocks, then continue each request with what was drawn for it.
@@ -169,22 +167,22 @@ class Scheduler(Lifecycle):
         """
         if len(result.token_ids) != plan.num_draws:
             raise ValueError(f"{plan.num_draws} tokens were to be drawn, {len(result.token_ids)} came back")
-        rows = self.builder.complete(plan)
+        step = self.builder.complete(plan)
         finished = SequenceStatus.FINISHED
-        first = chain(rows.sequences[: plan.num_streams], chain.from_iterable(rows.draws))
+        first = chain(step.sequences[: plan.num_streams], chain.from_iterable(step.draws))
         self.policy.drawn(seq for seq in first if seq.status is not finished)
         self.kv.hierarchy.complete()
-        updates = self._apply(result, rows)
-        if result.forced or rows.drafts:
+        updates = self._apply(result, step)
+        if result.forced or step.drafts:
             more = (update for update in updates if update.seq.request.search is None)
             self.policy.drawn(update.seq for update in more for _ in update.token_ids[1:])
         if self.speculator is not None:
-            self.speculator.learn({rows.sequences[row].seq_id: ids for row, ids in rows.drafts.items()}, updates)
+            self.speculator.learn(step.drafts, updates)
         return updates
 
-    def _apply(self, result: StepResult, rows: PlannedRows) -> list[SequenceUpdate]:
+    def _apply(self, result: StepResult, step: PlannedStep) -> list[SequenceUpdate]:
         """Advance the sequence of each row, and return the tokens that they gained."""
-        plan, sequences = rows.plan, rows.sequences
+        plan, sequences = step.plan, step.sequences
         for scores, logprobs in zip(plan.scores, result.prompt_logprobs, strict=True):
             sequences[scores.row].request.prompt_logprobs.extend(logprobs)
         for pool, total in zip(plan.pools, result.pooled, strict=True):
@@ -204,8 +202,9 @@ class Scheduler(Lifecycle):
                 seq.output_token_ids.append(token_id)
                 updates.append(SequenceUpdate(seq, (token_id,)))
         draw = plan.num_streams
-        for row, drawing in enumerate(rows.draws, start=plan.num_streams):
-            seq, draft = sequences[row], rows.drafts.get(row, ())
+        for row, drawing in enumerate(step.draws, start=plan.num_streams):
+            seq = sequences[row]
+            draft = step.drafts.get(seq.seq_id, ())
             first, draw = draw, draw + len(draft) + len(drawing)
             if seq.finished:
                 continue  # it has ended after the step was planned
