@@ -32,6 +32,7 @@ from octavo.checkpoint.model_source import resolve_model
 from octavo.config import EngineConfig
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.core import EngineCore
+from octavo.engine.input_processor import InputProcessor
 from octavo.engine.inspection import EngineInfo
 from octavo.engine.outputs import OutputKind
 from octavo.kvcache.eviction import EVICTION_POLICIES
@@ -107,19 +108,22 @@ INFO = EngineInfo(
 )
 
 
+def make_inputs(scheduler: Scheduler, tokenizer: Tokenizer | None) -> InputProcessor:
+    return InputProcessor(
+        config=EngineConfig(),
+        info=INFO,
+        scheduler=scheduler,
+        tokenizer=tokenizer,
+        eos_token_ids=frozenset(),
+        grammars=None,
+    )
+
+
 def make_core(
     num_blocks: int, runner: Any, *, seqs: int, budget: int, tokenizer: Tokenizer | None, plans_ahead: bool = False
 ) -> EngineCore:
     scheduler = make_scheduler(make_kv(num_blocks), seqs=seqs, budget=budget)
-    return EngineCore(
-        config=EngineConfig(),
-        info=INFO,
-        scheduler=scheduler,
-        runner=runner,
-        tokenizer=tokenizer,
-        eos_token_ids=frozenset(),
-        plans_ahead=plans_ahead,
-    )
+    return EngineCore(make_inputs(scheduler, tokenizer), runner, plans_ahead=plans_ahead)
 
 
 class BatchOnly:
@@ -190,7 +194,7 @@ def python_of_a_step() -> Figures:
         core = make_core(streams * 64, runner, seqs=streams, budget=16_384, tokenizer=tokenizer, plans_ahead=is_ahead)
         for i in range(streams):
             params = SamplingParams(max_tokens=500, ignore_eos=True, stop=stop)
-            core.add(core.make_request([i % 40_000 + 300] * (20 + i % BLOCK), params), kind=OutputKind.DELTA)
+            core.add(core.inputs.make([i % 40_000 + 300] * (20 + i % BLOCK), params), kind=OutputKind.DELTA)
         with as_in_a_server():
             for _ in range(5):
                 core.step()
@@ -223,7 +227,7 @@ def host_share() -> Figures:
 
     core.runner.model.forward = timed_forward
     sampler_time = SamplerTime(core.runner._sampler)
-    core.add(core.make_request("Once upon a time", SamplingParams(max_tokens=400, ignore_eos=True, temperature=0.0)))
+    core.add(core.inputs.make("Once upon a time", SamplingParams(max_tokens=400, ignore_eos=True, temperature=0.0)))
     for _ in range(40):
         core.step()
     shares, steps = [], []
@@ -360,14 +364,7 @@ def holds_of_a_long_request(prompt: list[int]) -> tuple[_Holds, Scheduler]:
             return news
 
     scheduler = make_scheduler(make_kv(70_000), seqs=8)
-    core = Watched(
-        config=EngineConfig(),
-        info=INFO,
-        scheduler=scheduler,
-        runner=Elsewhere(),  # type: ignore[arg-type]
-        tokenizer=None,
-        eos_token_ids=frozenset(),
-    )
+    core = Watched(make_inputs(scheduler, None), Elsewhere())  # type: ignore[arg-type]
     pins = (PinRequest(MILLION // 2, 60.0), PinRequest(MILLION, 60.0))
     gaps: list[float] = []
     loop: list[float] = []

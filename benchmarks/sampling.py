@@ -78,7 +78,7 @@ def measure(llm: LLM, sampler: Sampler, streams: int, tokens: int, way: dict[str
     core.runner._sampler = sampler
     for i in range(streams):
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=i, **way)
-        core.add(core.make_request([100 + i, *range(200, 232)], params))
+        core.add(core.inputs.make([100 + i, *range(200, 232)], params))
     while core.scheduler.num_waiting or core.scheduler.num_running < streams:
         core.step()
     core.step()

@@ -155,7 +155,7 @@ def measure(
             while waiting and len(sent) < concurrency:
                 each = waiting.popleft()
                 params = SamplingParams(max_tokens=each.max_tokens, temperature=0.0, ignore_eos=True)
-                request = core.make_request(each.prompt_token_ids, params)
+                request = core.inputs.make(each.prompt_token_ids, params)
                 sent[request.request_id], without_token[request.request_id] = time.perf_counter(), request
                 core.add(request)
             outputs = core.step()

@@ -225,7 +225,7 @@ def test_prompt_logprobs_survive_preemption_in_the_middle_of_the_prompt(make_llm
     core = llm.core
     thrash(core)
     first, second = (
-        core.make_request(p, SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=0, ignore_eos=True))
+        core.inputs.make(p, SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=0, ignore_eos=True))
         for p in prompts
     )
     core.add(second)
@@ -438,7 +438,7 @@ def test_ctrl_c_ends_open_streams_too(llm: LLM, monkeypatch: pytest.MonkeyPatch)
 
 def test_leaving_the_with_block_ends_what_was_open(make_llm: MakeLLM, tiny_llama: Path) -> None:
     with make_llm(tiny_llama) as llm:
-        llm.core.add(llm.core.make_request([5, 6, 7], GREEDY))
+        llm.core.add(llm.core.inputs.make([5, 6, 7], GREEDY))
         llm.core.step()
     assert_idle(llm.core)
 

@@ -225,7 +225,7 @@ class LLM:
             with _naming(index, len(prompts)):
                 content, options = _read_prompt(prompt)
                 context = RequestContext(**options, pooling=pooling)
-                request = self.core.make_request(content, each, context, add_special_tokens=add_special_tokens)
+                request = self.core.inputs.make(content, each, context, add_special_tokens=add_special_tokens)
             requests.append((request, content if isinstance(content, str) else None))
         return requests
 

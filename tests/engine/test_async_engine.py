@@ -218,7 +218,7 @@ async def test_arrivals_and_departures_each_delay_a_step_for_a_bounded_time(
     monkeypatch.setattr(async_engine, "TAKE_IN_SECONDS", 1)
     monkeypatch.setattr(async_engine, "GIVE_UP_SECONDS", give_up_seconds)
     engine = AsyncEngine(core, "tiny")
-    waiting, coming = [[core.make_request(PROMPT, tokens(4, n=3)) for _ in range(5)] for _ in range(2)]
+    waiting, coming = [[core.inputs.make(PROMPT, tokens(4, n=3)) for _ in range(5)] for _ in range(2)]
     for request in waiting:
         core.queue(request)
     for request in coming:
@@ -403,7 +403,7 @@ def expect(engine: AsyncEngine, count: int) -> dict[RequestId, tuple[Sequence, S
     """Streams that wait for outputs of requests which the engine's thread knows nothing of."""
     expected = {}
     for _ in range(count):
-        request = engine.core.make_request(PROMPT, tokens(9))
+        request = engine.core.inputs.make(PROMPT, tokens(9))
         engine.core.outputs.add(request, None, OutputKind.DELTA)
         stream = engine._open(request.request_id)
         expected[request.request_id] = (request.sequences[0], stream)
@@ -426,7 +426,7 @@ async def test_a_step_of_many_outputs_is_handed_out_in_several_turns_of_the_even
 
 async def test_requests_that_end_are_told_so_a_few_sequences_at_a_time(core: EngineCore) -> None:
     async with started(core) as engine:
-        wide = [core.make_request(PROMPT, tokens(9, n=DELIVERED_AT_ONCE)) for _ in range(3)]
+        wide = [core.inputs.make(PROMPT, tokens(9, n=DELIVERED_AT_ONCE)) for _ in range(3)]
         for request in wide:
             core.outputs.add(request, None, OutputKind.FINAL)
         streams = [engine._open(request.request_id) for request in wide]

@@ -98,7 +98,7 @@ def play(core: EngineCore, script: Script, around: Around = untouched) -> Played
         step = 0
         while step <= last or core.has_work:
             for prompt, params in script.arrivals.get(step, []):
-                request = core.make_request(prompt, SamplingParams(**params))
+                request = core.inputs.make(prompt, SamplingParams(**params))
                 numbers[request.request_id] = len(requests)
                 requests.append(request)
                 core.add(request)
@@ -236,7 +236,7 @@ def test_blocks_that_steps_ahead_have_filled_are_found_again() -> None:
 
 
 def test_a_request_aborted_while_a_step_is_in_flight_leaves_nothing_behind(core: EngineCore) -> None:
-    requests = [core.make_request([5 + i, 6, 7], SamplingParams(max_tokens=50, ignore_eos=True)) for i in range(3)]
+    requests = [core.inputs.make([5 + i, 6, 7], SamplingParams(max_tokens=50, ignore_eos=True)) for i in range(3)]
     for request in requests:
         core.add(request)
     for _ in range(5):
@@ -301,7 +301,7 @@ def test_logits_that_cannot_be_sampled_end_their_request_and_no_other(core: Engi
 
 def test_a_failed_step_in_flight_ends_no_request_if_all_have_left(core: EngineCore) -> None:
     params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0)
-    leaving, staying = core.make_request([5, 6], params), core.make_request([7, 8], params)
+    leaving, staying = core.inputs.make([5, 6], params), core.inputs.make([7, 8], params)
     core.add(leaving)
     fails = False
 

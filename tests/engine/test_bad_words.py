@@ -15,9 +15,7 @@ from tests.engine.tiny_engine import VOCAB_SIZE, assert_drained, tiny_core
 
 def complete(core: EngineCore, **params: Any) -> list[CompletionOutput]:
     """One request's completions, with seed 1 at a temperature that makes the tiny model ramble."""
-    request = core.make_request(
-        [1, 2, 3], SamplingParams(**{"ignore_eos": True, "max_tokens": 24, "seed": 1, **params})
-    )
+    request = core.inputs.make([1, 2, 3], SamplingParams(**{"ignore_eos": True, "max_tokens": 24, "seed": 1, **params}))
     core.add(request)
     while core.has_work:
         for output in core.step():
@@ -76,7 +74,7 @@ def test_bad_words_hold_after_a_preemption() -> None:
         params = SamplingParams(ignore_eos=True, max_tokens=60, seed=1, allowed_token_ids=allowed, bad_words=[word])
         expected = complete(roomy, allowed_token_ids=allowed, max_tokens=60, bad_words=[word])[0].token_ids
     with tiny_core(num_blocks=8, enable_prefix_caching=False) as core:
-        requests = [core.make_request([1, 2, 3], params) for _ in range(6)]
+        requests = [core.inputs.make([1, 2, 3], params) for _ in range(6)]
         for request in requests:
             core.add(request)
         found: dict[str, RequestOutput] = {}
@@ -100,7 +98,7 @@ def test_bad_words_hold_after_a_preemption() -> None:
 def test_what_cannot_be_is_refused_with_the_numbers(params: dict[str, Any], param: str, says: str) -> None:
     with tiny_core(limits={"max_allowed_token_ids": 256}) as core:
         with pytest.raises(RequestError, match=says) as refusal:
-            core.make_request([1], SamplingParams(**params))
+            core.inputs.make([1], SamplingParams(**params))
         assert refusal.value.param == param
         assert_drained(core)
 
@@ -109,9 +107,9 @@ def test_a_bad_word_and_min_tokens_that_rule_out_the_whole_vocabulary_are_refuse
     with tiny_core(limits={"max_stop_token_ids": VOCAB_SIZE}) as core:
         stops = set(range(VOCAB_SIZE)).difference(letters(core)[:1])
         for words in ["b"], ["aa"]:
-            core.make_request([1], SamplingParams(stop_token_ids=stops, bad_words=words, min_tokens=1))
+            core.inputs.make([1], SamplingParams(stop_token_ids=stops, bad_words=words, min_tokens=1))
         with pytest.raises(RequestError, match="none of the 320 tokens of the vocabulary") as refusal:
-            core.make_request([1], SamplingParams(stop_token_ids=stops, bad_words=["a"], min_tokens=1))
+            core.inputs.make([1], SamplingParams(stop_token_ids=stops, bad_words=["a"], min_tokens=1))
         assert refusal.value.param == "stop_token_ids"
 
 

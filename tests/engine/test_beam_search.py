@@ -209,7 +209,7 @@ def test_an_aborted_search_leaves_nothing_behind(make_llm: MakeLLM, tiny_llama: 
     core = make_llm(tiny_llama, block_size=2, num_blocks=128, max_num_batched_tokens=6).core
     for num_steps in range(12):
         params = SamplingParams(use_beam_search=True, best_of=5, n=2, max_tokens=20, ignore_eos=True)
-        request = core.make_request(prompts()[4], params)
+        request = core.inputs.make(prompts()[4], params)
         core.add(request)
         for _ in range(num_steps):
             core.step()
@@ -249,7 +249,7 @@ def test_sixty_four_samples_of_one_prompt_share_its_blocks(make_llm: MakeLLM, ti
     llm = make_llm(tiny_llama, block_size=4, max_num_seqs=64)
     how: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True}
     core = llm.core
-    request = core.make_request(prompts()[8], SamplingParams(n=64, seed=9, **how))
+    request = core.inputs.make(prompts()[8], SamplingParams(n=64, seed=9, **how))
     core.add(request)
     core.step()
     assert core.scheduler.num_running == 64

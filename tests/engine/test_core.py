@@ -35,7 +35,7 @@ def add_all(core: EngineCore, token_ids: list[list[int]]) -> list[Request]:
     requests = []
     for i, prompt in enumerate(token_ids):
         params = SamplingParams(temperature=i % 2, seed=i, n=1 + i % 3, max_tokens=10, ignore_eos=True)
-        requests.append(core.make_request(prompt, params))
+        requests.append(core.inputs.make(prompt, params))
         core.add(requests[-1])
     return requests
 
@@ -81,7 +81,7 @@ def test_blocks_that_held_nan_do_not_taint_their_next_owner(
     expected = [tokens(drain(core)[r.request_id]) for r in add_all(core, prompts(1))]
     poison(core)
     for _ in range(3):
-        core.add(core.make_request([POISON] * 80, SamplingParams(max_tokens=2)))
+        core.add(core.inputs.make([POISON] * 80, SamplingParams(max_tokens=2)))
         assert [c.finish_reason for c in next(iter(drain(core).values())).outputs] == [FinishReason.ERROR]
         core.scheduler.kv.reset_prefix_cache()
         assert [tokens(drain(core)[r.request_id]) for r in add_all(core, prompts(1))] == expected
@@ -94,15 +94,15 @@ def test_a_block_that_slid_out_of_a_window_is_not_read_whatever_its_next_holder_
 ) -> None:
     core = make_llm(tiny_mistral, num_blocks=40, enable_prefix_caching=False, **options).core
     params = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
-    alone = core.make_request([5, 6, 7], params)
+    alone = core.inputs.make([5, 6, 7], params)
     core.add(alone)
     expected = tokens(drain(core)[alone.request_id])
     poison(core)
-    request = core.make_request([5, 6, 7], params)
+    request = core.inputs.make([5, 6, 7], params)
     core.add(request)
     outputs: dict[str, RequestOutput] = {}
     for _ in range(12):
-        core.add(core.make_request([POISON] * 40, SamplingParams(max_tokens=2)))
+        core.add(core.inputs.make([POISON] * 40, SamplingParams(max_tokens=2)))
         for _ in range(5):
             outputs |= {output.request_id: output for output in core.step()}
     outputs |= drain(core)
@@ -114,12 +114,12 @@ def test_a_request_that_fails_late_keeps_what_it_said(make_llm: MakeLLM, tiny_ll
     core = make_llm(tiny_llama).core
     prompt = [5, 6, 7]
     # A bias makes it say the poisonous token after a few others of its own.
-    first = core.make_request(prompt, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    first = core.inputs.make(prompt, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
     core.add(first)
     free = tokens(drain(core)[first.request_id])[0]
     core.runner.model._embedding[free[2]] = float("nan")
     expected = free[: free.index(free[2]) + 1]
-    request = core.make_request(prompt, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=0))
+    request = core.inputs.make(prompt, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=0))
     core.add(request)
     (completion,) = drain(core)[request.request_id].outputs
     assert (completion.token_ids, completion.finish_reason) == (expected, FinishReason.ERROR)
@@ -128,7 +128,7 @@ def test_a_request_that_fails_late_keeps_what_it_said(make_llm: MakeLLM, tiny_ll
 
 def test_an_abort_frees_the_blocks_at_once_and_returns_what_was_said(make_llm: MakeLLM, tiny_llama: Path) -> None:
     core = make_llm(tiny_llama).core
-    request = core.make_request([5, 6, 7], SamplingParams(temperature=0, n=2, max_tokens=50, ignore_eos=True))
+    request = core.inputs.make([5, 6, 7], SamplingParams(temperature=0, n=2, max_tokens=50, ignore_eos=True))
     core.add(request, prompt="five six seven")
     for _ in range(4):
         assert core.step() == []
@@ -144,7 +144,7 @@ def test_an_abort_frees_the_blocks_at_once_and_returns_what_was_said(make_llm: M
 
 def test_what_has_never_run_is_aborted_without_output(make_llm: MakeLLM, tiny_llama: Path) -> None:
     core = make_llm(tiny_llama, max_num_seqs=1).core
-    running, waiting = (core.make_request([5], SamplingParams(max_tokens=5, ignore_eos=True)) for _ in range(2))
+    running, waiting = (core.inputs.make([5], SamplingParams(max_tokens=5, ignore_eos=True)) for _ in range(2))
     core.add(running)
     core.add(waiting)
     core.step()
@@ -167,7 +167,7 @@ def test_closing_aborts_whatever_waits_or_runs(make_llm: MakeLLM, tiny_llama: Pa
 def test_deltas_of_parallel_samples_carry_their_index_and_only_what_is_new(make_llm: MakeLLM, tiny_llama: Path) -> None:
     core = make_llm(tiny_llama).core
     params = SamplingParams(n=3, seed=1, max_tokens=6, ignore_eos=True, prompt_logprobs=0)
-    request = core.make_request([5, 6, 7], params)
+    request = core.inputs.make([5, 6, 7], params)
     core.add(request, kind=OutputKind.DELTA)
     deltas = []
     while core.has_work:
@@ -181,7 +181,7 @@ def test_deltas_of_parallel_samples_carry_their_index_and_only_what_is_new(make_
 def test_an_id_in_use_is_refused_before_anything_changes(make_llm: MakeLLM, tiny_llama: Path) -> None:
     core = make_llm(tiny_llama).core
     first, twin = (
-        core.make_request([5], SamplingParams(max_tokens=3), RequestContext(request_id="x")) for _ in range(2)
+        core.inputs.make([5], SamplingParams(max_tokens=3), RequestContext(request_id="x")) for _ in range(2)
     )
     core.add(first)
     with pytest.raises(RequestError, match="request id 'x' is in use"):
@@ -217,7 +217,7 @@ def test_what_a_prompt_ends_in_is_looked_up_once_for_all_its_completions(monkeyp
 
     monkeypatch.setattr(processor, "IncrementalDetokenizer", making)
     with tiny_core() as core:
-        request = core.make_request([5, 6, 7], SamplingParams(n=8, max_tokens=2))
+        request = core.inputs.make([5, 6, 7], SamplingParams(n=8, max_tokens=2))
         core.add(request)
         while core.has_work:
             core.step()

@@ -82,7 +82,7 @@ def test_the_last_tokens_state_needs_nothing_that_is_cached_and_the_mean_compute
 def test_what_was_pooled_before_a_preemption_is_not_pooled_again(make_llm: MakeLLM) -> None:
     llm = make_llm(tiny_model(), max_num_batched_tokens=8)
     core, params = llm.core, SamplingParams()
-    request = core.make_request(prompts()[4], params, RequestContext(pooling=Pooling.MEAN))
+    request = core.inputs.make(prompts()[4], params, RequestContext(pooling=Pooling.MEAN))
     core.add(request)
     for _ in range(3):
         core.step()
@@ -98,9 +98,9 @@ def test_embeddings_are_computed_with_streams_and_scores(make_llm: MakeLLM) -> N
     llm = make_llm(tiny_model(), max_num_batched_tokens=40)
     core = llm.core
     tokens: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
-    others = [core.make_request(ids, SamplingParams(**tokens, prompt_logprobs=1)) for ids in prompts()]
+    others = [core.inputs.make(ids, SamplingParams(**tokens, prompt_logprobs=1)) for ids in prompts()]
     alone = llm.generate([{"prompt_token_ids": ids} for ids in prompts()], SamplingParams(**tokens), use_tqdm=False)
-    pooled = [core.make_request(ids, SamplingParams(), RequestContext(pooling=Pooling.MEAN)) for ids in prompts()]
+    pooled = [core.inputs.make(ids, SamplingParams(), RequestContext(pooling=Pooling.MEAN)) for ids in prompts()]
     for request in (x for pair in zip(others, pooled, strict=True) for x in pair):
         core.add(request)
     done: dict[str, Any] = {}

@@ -59,7 +59,7 @@ def of_mode(mode: str, **options: Any) -> dict[str, Any]:
 
 def generate(core: EngineCore, sampling: SamplingParams) -> tuple[list[list[list[int]]], int]:
     """The output of each prompt's sequences, and the most blocks that were held at once."""
-    requests = [core.inputs.make_request(prompt, sampling) for prompt in PROMPTS]
+    requests = [core.inputs.make(prompt, sampling) for prompt in PROMPTS]
     for request in requests:
         core.scheduler.add(request)
     most = 0
@@ -146,7 +146,7 @@ def test_bounds_are_computed_as_a_prompts_blocks_fill(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(BatchBuilder, "build", recorded)
     with tiny_core(**of_mode("sparse_read", max_num_batched_tokens=32)) as core:
-        request = core.inputs.make_request(PROMPTS[0], params(BUDGET, "sparse_read", max_tokens=30))
+        request = core.inputs.make(PROMPTS[0], params(BUDGET, "sparse_read", max_tokens=30))
         core.scheduler.add(request)
         while core.has_work:
             core.step()
@@ -162,7 +162,7 @@ def test_a_prompt_that_is_read_sparsely_is_scored_so_in_any_chunks() -> None:
         budget: Any = {"mode": "sparse_read", "tokens": BUDGET, "dense_prompt": False}
         sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, kv_budget=budget)
         with tiny_core(**of_mode("sparse_read", **options)) as core:
-            request = core.inputs.make_request(PROMPTS[0], sampling)
+            request = core.inputs.make(PROMPTS[0], sampling)
             core.scheduler.add(request)
             while core.has_work:
                 core.step()
@@ -178,7 +178,7 @@ def test_a_context_beyond_the_models_own_is_computed_in_constant_memory() -> Non
     budget = {"mode": "sinks", "tokens": BUDGET}
     options = {"kv_budget": budget, "max_model_len": 20_000, "num_blocks": 24, "max_num_batched_tokens": 32}
     with tiny_core(**options) as core:
-        request = core.inputs.make_request(PROMPTS[0], params(None, max_tokens=2500))
+        request = core.inputs.make(PROMPTS[0], params(None, max_tokens=2500))
         core.scheduler.add(request)
         most = 0
         while core.has_work:
@@ -198,7 +198,7 @@ def test_a_million_tokens_take_constant_memory_and_time() -> None:
     budget = {"mode": "sinks", "tokens": 512}
     options = {"kv_budget": budget, "max_model_len": 1_100_000, "num_blocks": 64, "max_num_batched_tokens": 32}
     with tiny_core(**options) as core:
-        core.scheduler.add(core.inputs.make_request(PROMPTS[0], params(None, max_tokens=1_000_000)))
+        core.scheduler.add(core.inputs.make(PROMPTS[0], params(None, max_tokens=1_000_000)))
         seconds, memory = [], []
         while core.has_work:
             started = time.process_time()
@@ -215,10 +215,10 @@ def test_a_million_tokens_take_constant_memory_and_time() -> None:
 
 def test_budgets_that_make_no_sense_are_refused_with_the_numbers() -> None:
     with tiny_core(kv_budget={"mode": "sinks", "tokens": 128}) as core:
-        assert core.inputs.make_request([5], params(None)).params.kv_budget == core.config.budget
+        assert core.inputs.make([5], params(None)).params.kv_budget == core.config.budget
         for tokens, message in ((256, "within this server's"), (20, "from 32, two KV blocks, to 1024")):
             with pytest.raises(RequestError, match=message):
-                core.inputs.make_request([5], params(tokens))
+                core.inputs.make([5], params(tokens))
     for wrong in ({"mode": "half", "tokens": 9}, {"mode": "sinks"}, {"mode": "sinks", "tokens": 9, "keep": 1}):
         with pytest.raises(RequestError, match="kv_budget"):
             SamplingParams(kv_budget=wrong)  # type: ignore[arg-type]
@@ -229,12 +229,12 @@ def test_budgets_that_make_no_sense_are_refused_with_the_numbers() -> None:
         pass
     sparse = {"mode": "sparse_read", "tokens": 64}
     with tiny_core() as core, pytest.raises(RequestError, match="start the server with --kv-budget"):
-        core.inputs.make_request([5], params(64, "sparse_read"))
+        core.inputs.make([5], params(64, "sparse_read"))
     with tiny_core(**of_mode("entropy")) as core:
-        request = core.inputs.make_request([5], params(64, "entropy"))
+        request = core.inputs.make([5], params(64, "entropy"))
         assert request.params.kv_budget == KVBudget(mode="sparse_read", tokens=64, layers=tuple(ENTROPIES))
         with pytest.raises(RequestError, match="is this server's, not a request's"):
-            core.inputs.make_request([5], SamplingParams(kv_budget={**sparse, "layers": [1, 1]}))  # type: ignore[arg-type]
+            core.inputs.make([5], SamplingParams(kv_budget={**sparse, "layers": [1, 1]}))  # type: ignore[arg-type]
     for entropies in ([], [0.5, 2], [0.5, True], 3):
         with pytest.raises(RequestError, match=r"kv_budget\.layers"):
             SamplingParams(kv_budget={**sparse, "layers": entropies})  # type: ignore[arg-type]

@@ -298,7 +298,7 @@ def test_an_engine_publishes_what_its_steps_store_and_evict() -> None:
             for number in range(12):
                 prompt = [3 + (number * 31 + place) % 200 for place in range(18)]
                 context = RequestContext(tenant="ab"[number % 2])
-                core.add(core.make_request(prompt, SamplingParams(max_tokens=6, ignore_eos=True), context))
+                core.add(core.inputs.make(prompt, SamplingParams(max_tokens=6, ignore_eos=True), context))
                 while core.has_work:
                     core.step()
             for missed in reader.ask(0):

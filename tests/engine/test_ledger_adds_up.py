@@ -78,7 +78,7 @@ def test_all_sums_are_exact_after_every_step_under_preemption_cancellation_retri
 
         def ask(tokens: list[int], tenant: str, request_id: str | None = None) -> None:
             params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
-            requests.append(core.make_request(tokens, params, RequestContext(tenant=tenant, request_id=request_id)))
+            requests.append(core.inputs.make(tokens, params, RequestContext(tenant=tenant, request_id=request_id)))
             core.add(requests[-1])
 
         for round_ in range(240):
@@ -117,7 +117,7 @@ def test_a_step_whose_logits_are_unusable_leaves_no_host_block_behind_and_its_pr
     with tiny_core(block_size=4, **options) as core:
         thrash(core)
         params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
-        requests = [core.make_request(list(range(10 * i, 10 * i + 14)), params) for i in range(2)]
+        requests = [core.inputs.make(list(range(10 * i, 10 * i + 14)), params) for i in range(2)]
         for request in requests:
             core.add(request)
         while not core.scheduler.num_swapped:

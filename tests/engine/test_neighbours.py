@@ -27,7 +27,7 @@ def options(address: str, **more: Any) -> dict[str, Any]:
 
 def ask(llm: LLM, hint: str | None = None, tenant: str = "ada", prompt: list[int] = PROMPT) -> Request:
     context, core = RequestContext(tenant=tenant, kv_hint=hint), llm.core
-    request = core.make_request(prompt, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True), context)
+    request = core.inputs.make(prompt, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True), context)
     core.add(request)
     while core.has_work:
         core.step()

@@ -166,7 +166,10 @@ def test_forks_beams_and_scores_are_the_same(two_ranks: LLM, make_llm: MakeLLM, 
 def test_an_aborted_request_leaves_the_others_their_tokens(two_ranks: LLM, make_llm: MakeLLM) -> None:
     core = two_ranks.core
     params = SamplingParams(max_tokens=20, seed=4, ignore_eos=True)
-    leaving, staying = core.make_request(list(range(3, 20)), params), core.make_request(list(range(30, 50)), params)
+    leaving, staying = (
+        core.inputs.make(list(range(3, 20)), params),
+        core.inputs.make(list(range(30, 50)), params),
+    )
     core.add(leaving)
     core.add(staying)
     for _ in range(4):
@@ -183,7 +186,7 @@ def test_a_rank_that_is_killed_ends_the_running_requests_and_the_group_restarts(
     core, params = two_ranks.core, SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0, logprobs=1)
     prompt = list(range(3, 40))
     expected = bits(two_ranks.generate({"prompt_token_ids": prompt}, params, use_tqdm=False))
-    running = core.make_request(prompt, params)
+    running = core.inputs.make(prompt, params)
     core.add(running)
     for _ in range(5):
         core.step()
@@ -194,7 +197,7 @@ def test_a_rank_that_is_killed_ends_the_running_requests_and_the_group_restarts(
     while not group.failure and time.monotonic() < until:
         time.sleep(0.01)
     assert group.failure, "the rank has not ended"
-    waiting = core.make_request(prompt, params)
+    waiting = core.inputs.make(prompt, params)
     core.add(waiting)
     outputs = []
     while core.has_work:

@@ -40,7 +40,7 @@ def add_all(core: EngineCore) -> None:
         if i % 4 == 3:
             options |= {"logprobs": 1, "prompt_logprobs": 1}
         prompt = [5 + i, 6, 7, 8, 9] * (1 + i % 5)
-        request = core.make_request(prompt, SamplingParams(**options), RequestContext(request_id=f"request-{i}"))
+        request = core.inputs.make(prompt, SamplingParams(**options), RequestContext(request_id=f"request-{i}"))
         core.add(request, kind=OutputKind.FINAL)
 
 
@@ -157,7 +157,7 @@ def test_two_culprits_end_and_newcomers_meanwhile_are_served(undisturbed: dict[s
             for late in range(6):
                 outputs |= {output.request_id: output for output in core.step()}
                 params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-                core.add(core.make_request([9, 9], params, RequestContext(request_id=f"late-{late}")))
+                core.add(core.inputs.make([9, 9], params, RequestContext(request_id=f"late-{late}")))
             outputs |= run(core)
         assert {name for name, output in outputs.items() if output.error} == culprits
         late_tokens = {tuple(ids[0]) for name, ids in tokens(outputs).items() if name.startswith("late")}

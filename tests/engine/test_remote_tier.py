@@ -55,7 +55,7 @@ def test_what_redis_lacks_takes_no_host_memory_and_another_tenant_finds_nothing(
     core, (store,) = second.core, second.core.tiers.stores
     for tenant, salt in (("eve", ""), ("eve", "forged")):
         context = RequestContext(tenant=tenant, cache_salt=salt)
-        request = core.make_request(PROMPT, SamplingParams(max_tokens=1), context)
+        request = core.inputs.make(PROMPT, SamplingParams(max_tokens=1), context)
         core.add(request)
         while core.has_work:
             core.step()

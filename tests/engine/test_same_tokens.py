@@ -144,13 +144,13 @@ def test_one_request_preempted_again_and_again_gives_the_same_tokens(make_llm: M
     expected = make_llm(tiny_llama).generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)[0].outputs[0]
     core = llm.core
     thrash(core)
-    victim = core.make_request(prompt, sampling)
+    victim = core.inputs.make(prompt, sampling)
     core.add(victim)
     outputs = []
     for arrival in range(4):
         while not victim.finished and victim.sequences[0].num_output_tokens < 2 + 5 * arrival:
             outputs += core.step()
-        urgent = core.make_request(
+        urgent = core.inputs.make(
             [5 + arrival] * 30, SamplingParams(max_tokens=4, ignore_eos=True), RequestContext(priority=-1)
         )
         core.add(urgent)
@@ -189,7 +189,7 @@ def test_deltas_add_up_to_the_whole(make_llm: MakeLLM, tiny_llama: Path) -> None
     core = make_llm(tiny_llama).core
     prompts, params = workload()
     for prompt, sampling in zip(prompts, params, strict=True):
-        core.add(core.make_request(prompt["prompt_token_ids"], sampling), kind=OutputKind.DELTA)
+        core.add(core.inputs.make(prompt["prompt_token_ids"], sampling), kind=OutputKind.DELTA)
     order = list(core.scheduler.live)
     whole = {request_id: CompletionOutput(0, logprobs=[]) for request_id in order}
     while core.has_work:

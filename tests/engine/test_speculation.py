@@ -32,7 +32,7 @@ Job = tuple[list[int], SamplingParams]
 def run(core: EngineCore, jobs: list[Job]) -> list[list[CompletionOutput]]:
     """Return each request's completions; all arrive at once."""
     requests = [
-        core.make_request(prompt, params, RequestContext(request_id=str(i))) for i, (prompt, params) in enumerate(jobs)
+        core.inputs.make(prompt, params, RequestContext(request_id=str(i))) for i, (prompt, params) in enumerate(jobs)
     ]
     for request in requests:
         core.add(request)
@@ -271,7 +271,7 @@ def test_blocks_of_refuted_tokens_are_given_back() -> None:
         expected = run(core, [job])[0][0].token_ids
         wrong = [(token_id + 1) % VOCAB_SIZE for token_id in expected]
         counters = speculate(core, _Always(wrong)).counters
-        request = core.make_request(*job)
+        request = core.inputs.make(*job)
         core.add(request)
         (seq,) = request.sequences
         while core.has_work:
@@ -326,7 +326,7 @@ def test_a_prediction_is_drafted_from_its_beginning_and_again_after_it_was_wrong
         counters = core.scheduler.speculator.counters
         accepted = counters.num_accepted_tokens
         wrong = [*expected.token_ids[:20], 3, *expected.token_ids[21:]]
-        core.add(core.make_request([5, 6, 7], params, RequestContext(predicted_ids=tuple(wrong))))
+        core.add(core.inputs.make([5, 6, 7], params, RequestContext(predicted_ids=tuple(wrong))))
         steps, outputs = 0, []
         while core.has_work:
             outputs += core.step()
@@ -346,7 +346,7 @@ def test_usage_has_the_accepted_tokens_up_to_a_stop_string() -> None:
         ((expected,),) = run(core, [job])
         assert 1 < len(expected.token_ids) < 40
         speculate(core, _Always(without.token_ids))
-        core.add(core.make_request(*job))
+        core.add(core.inputs.make(*job))
         outputs = []
         while core.has_work:
             outputs += core.step()

@@ -248,7 +248,7 @@ def test_a_request_aborted_in_mid_grammar_leaves_nothing(make_llm: MakeLLM, tiny
     llm = make_llm(tiny_llama)
     core = llm.core
     params = SamplingParams(max_tokens=200, n=3, structured_outputs=StructuredOutputsParams(grammar='start: "a" start'))
-    requests = [core.make_request("x" * i, params) for i in range(1, 4)]
+    requests = [core.inputs.make("x" * i, params) for i in range(1, 4)]
     for request in requests:
         core.add(request)
     for _ in range(5):
@@ -363,7 +363,7 @@ def test_a_prompt_that_does_not_fit_is_refused_before_its_grammar_is_compiled(
     llm = make_llm(tiny_llama)
     wanted = StructuredOutputsParams(regex="(?=a)b")
     with pytest.raises(ContextLengthError):
-        llm.core.make_request([5] * 256, SamplingParams(max_tokens=None, structured_outputs=wanted))
+        llm.core.inputs.make([5] * 256, SamplingParams(max_tokens=None, structured_outputs=wanted))
 
 
 # Schemas whose every output is short: a random model would go on for ever where it may.

@@ -131,7 +131,7 @@ def test_an_aborted_swapped_request_leaves_nothing_in_host_memory(make_llm: Make
     thrash(core)
     requests = []
     for prompt, params in zip(*workload(), strict=True):
-        requests.append(core.make_request(prompt["prompt_token_ids"], params))
+        requests.append(core.inputs.make(prompt["prompt_token_ids"], params))
         core.add(requests[-1])
     while not core.scheduler.num_swapped:
         core.step()

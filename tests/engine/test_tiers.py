@@ -115,7 +115,7 @@ def test_another_tenant_finds_nothing_in_host_memory(make_llm: MakeLLM, tiny_lla
     llm = make_llm(tiny_llama, kv_host_memory="2MiB", kv_demotion="all", block_size=4)
     core, cached = llm.core, []
     for tenant in ("a", "b", "b"):
-        request = core.make_request(list(range(3, 43)), SamplingParams(max_tokens=1), RequestContext(tenant=tenant))
+        request = core.inputs.make(list(range(3, 43)), SamplingParams(max_tokens=1), RequestContext(tenant=tenant))
         core.add(request)
         while core.has_work:
             core.step()
@@ -249,7 +249,7 @@ def test_a_late_load_is_computed_instead_and_delays_no_other_request(
     core, finished = second.core, []
     for name, prompt in (("late", PROMPT), ("other", [9, 8, 7])):
         params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-        core.add(core.make_request(prompt, params, RequestContext(request_id=name)))
+        core.add(core.inputs.make(prompt, params, RequestContext(request_id=name)))
     while core.has_work:
         finished += [output for output in core.step() if output.finished]
         if [output.request_id for output in finished] == ["other"]:
@@ -280,7 +280,7 @@ def test_other_weights_find_nothing_on_disk(make_llm: MakeLLM, tiny_llama: Path,
 def ask_as(llm: Any, tenant: str, salt: str) -> Request:
     core = llm.core
     context = RequestContext(tenant=tenant, cache_salt=salt)
-    request: Request = core.make_request(PROMPT, SamplingParams(max_tokens=1), context)
+    request: Request = core.inputs.make(PROMPT, SamplingParams(max_tokens=1), context)
     core.add(request)
     while core.has_work:
         core.step()

@@ -46,7 +46,7 @@ def core() -> Iterator[EngineCore]:
 
 def said(core: EngineCore, grammar: str, seed: int) -> tuple[str, FinishReason | None]:
     params = SamplingParams(max_tokens=400, seed=seed, structured_outputs=StructuredOutputsParams(grammar=grammar))
-    core.add(core.make_request([1, 2, 3], params))
+    core.add(core.inputs.make([1, 2, 3], params))
     while core.has_work:
         for output in core.step():
             if output.finished:

@@ -119,7 +119,7 @@ def test_without_a_trace_of_the_clients_a_new_one_begins(traced: Running, collec
 
 def test_a_request_that_never_ran_has_only_its_wait(traced: Running, collector: Collector) -> None:
     core = traced.engine.core
-    request = core.make_request([5], _params())
+    request = core.inputs.make([5], _params())
     core.stats.tracer.on_finished(request, _abort(), request.arrival_time + 1)
     core.stats.tracer.close()
     assert sorted(span.name for span in collector.spans) == ["llm_request", "queue"]
@@ -130,7 +130,7 @@ def test_spans_tell_what_a_request_had_when_it_ended(
 ) -> None:
     core = traced.engine.core
     tracer = core.stats.tracer
-    request = core.make_request([5], _params())
+    request = core.inputs.make([5], _params())
     request.sequences[0].output_token_ids.append(7)
     make = tracer._make_spans
     # The event loop lets go of a request's sequences while its spans are made.

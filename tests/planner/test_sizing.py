@@ -57,7 +57,7 @@ def suggested_config(error: ConfigError) -> EngineConfig:
 
 def generate_a_token(config: EngineConfig) -> None:
     engine = build_engine(config)
-    request = engine.make_request([1, 2, 3], SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0))
+    request = engine.inputs.make([1, 2, 3], SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0))
     engine.add(request)
     while engine.has_work:
         engine.step()

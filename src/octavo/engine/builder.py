@@ -17,6 +17,7 @@ from octavo.checkpoint.model_source import (
 from octavo.config import EngineConfig, format_bytes
 from octavo.engine.core import EngineCore
 from octavo.engine.draft_model import LoadedDraftModel
+from octavo.engine.input_processor import InputProcessor
 from octavo.engine.kv_events import KVEventPublisher, NullPublisher
 from octavo.engine.runner_builder import RunnerFacts, build_runner, dtype_name
 from octavo.engine.tiers import join_stores, tier_identity
@@ -114,14 +115,17 @@ def build_engine(config: EngineConfig, begun: Future[Tokenizer | None] | None = 
         format_bytes(facts.num_host_blocks * facts.spec.block_bytes),
         attention,
     )
-    core = EngineCore(
+    inputs = InputProcessor(
         config=config,
         info=facts,
         scheduler=scheduler,
-        runner=runner,
         tokenizer=tokenizer,
         eos_token_ids=model.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
         grammars=grammars,
+    )
+    core = EngineCore(
+        inputs,
+        runner,
         tiers=tiers,
         publisher=publisher,
         plans_ahead=_plans_ahead(config, runner),

@@ -10,9 +10,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from octavo.config import EngineConfig, format_bytes
-from octavo.engine.input_processor import InputProcessor, Prompt
-from octavo.engine.inspection import EngineInfo, PinInfo, kv_report, limits_in_bytes, list_pins, tiers_report
+from octavo.config import format_bytes
+from octavo.engine.input_processor import InputProcessor
+from octavo.engine.inspection import PinInfo, kv_report, limits_in_bytes, list_pins, tiers_report
 from octavo.engine.kv_events import NullPublisher
 from octavo.engine.outputs import (
     GRAMMAR_TOO_COMPLEX,
@@ -27,21 +27,15 @@ from octavo.engine.outputs import (
 from octavo.engine.processor import OutputProcessor, find_stop_strings, watch_stop_strings
 from octavo.engine.recovery import Recovery, live_rows, planned_rows
 from octavo.errors import GrammarError, LogitsError
-from octavo.grammar.compiler import GrammarCompiler
 from octavo.observe.stats import EngineStats, Gauges
 from octavo.request import (
-    DEFAULT_CONTEXT,
     FinishReason,
     Request,
-    RequestContext,
     RequestId,
 )
-from octavo.sampling_params import SamplingParams
 from octavo.scheduler.kv_limits import KVLimits
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
 from octavo.scheduler.plan_log import PlanLog
-from octavo.scheduler.scheduler import Scheduler
-from octavo.text.tokenizer import Tokenizer
 from octavo.tiers.lower import LowerTiers
 
 if TYPE_CHECKING:  # they import torch, which a server does later
@@ -69,8 +63,7 @@ class EngineCore:
     between two steps find one in flight.
 
     Args:
-        eos_token_ids: ids that end every request that does not ignore them.
-        grammars: compiles structured outputs; if None, they are not supported.
+        inputs: makes the requests, for the scheduler.
         publisher: tells indexes outside the engine what the cache stores and removes.
         plan_log: records each plan and how long it took.
         draft_model: the model that the scheduler's drafts come from, which is closed with the engine.
@@ -78,26 +71,19 @@ class EngineCore:
 
     def __init__(
         self,
-        *,
-        config: EngineConfig,
-        info: EngineInfo,
-        scheduler: Scheduler,
+        inputs: InputProcessor,
         runner: ModelRunner,
-        tokenizer: Tokenizer | None,
-        eos_token_ids: frozenset[int],
-        grammars: GrammarCompiler | None = None,
+        *,
         tiers: LowerTiers | None = None,
         plans_ahead: bool = False,
         publisher: NullPublisher | None = None,
         plan_log: PlanLog | None = None,
         draft_model: LoadedDraftModel | None = None,
     ) -> None:
-        self.config = config
-        self.info = info
-        self.scheduler = scheduler
-        self.runner = runner
-        self.tokenizer = tokenizer
-        self.tiers = tiers
+        self.inputs, self.runner, self.tiers = inputs, runner, tiers
+        self.config, self.info, self.tokenizer = inputs.config, inputs.info, inputs.tokenizer
+        self.scheduler = scheduler = inputs.scheduler
+        config, info = self.config, self.info
         self.publisher = NullPublisher() if publisher is None else publisher
         self.stats = EngineStats(max_model_len=info.max_model_len, gauges=partial(Gauges.of, weakref.proxy(scheduler)))
         self.stats.block_bytes = scheduler.kv.spec.block_bytes
@@ -112,15 +98,7 @@ class EngineCore:
         self.stats.host = memory.counters if memory.num_prefix_slots else None
         self.stats.stores = () if tiers is None else tuple(tiers.stores)
         self.stats.fetching = scheduler.fetching
-        self.inputs = InputProcessor(
-            config=config,
-            info=info,
-            scheduler=scheduler,
-            tokenizer=tokenizer,
-            eos_token_ids=eos_token_ids,
-            grammars=grammars,
-        )
-        self.outputs = OutputProcessor(tokenizer)
+        self.outputs = OutputProcessor(self.tokenizer)
         self._recovery = Recovery(scheduler, runner, self.stats)
         self._plans_ahead = plans_ahead
         self._draft_model = draft_model
@@ -143,19 +121,8 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def make_request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        context: RequestContext = DEFAULT_CONTEXT,
-        *,
-        add_special_tokens: bool = True,
-    ) -> Request:
-        """Tokenise and validate a request; see `InputProcessor.make_request`. Thread-safe."""
-        return self.inputs.make_request(prompt, params, context, add_special_tokens=add_special_tokens)
-
     def add(self, request: Request, *, prompt: str | None = None, kind: OutputKind = OutputKind.FINAL) -> None:
-        """Queue a request from `make_request`; `step` and `abort` return its outputs."""
+        """Queue a request from `inputs`; `step` and `abort` return its outputs."""
         self.queue(request)
         self.outputs.add(request, prompt, kind)
 

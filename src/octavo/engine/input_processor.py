@@ -50,7 +50,7 @@ class InputProcessor:
         self.config = config
         self.scheduler = scheduler
         self.tokenizer = tokenizer
-        self._info = info
+        self.info = info
         self.vocab_size = info.vocab_size
         self.max_model_len = scheduler.config.max_model_len
         self.eos_token_ids = eos_token_ids
@@ -58,7 +58,7 @@ class InputProcessor:
         self._ids = itertools.count()
         self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
 
-    def make_request(
+    def make(
         self,
         prompt: Prompt,
         params: SamplingParams,
@@ -85,7 +85,7 @@ class InputProcessor:
     def make_without_grammar(
         self, prompt: Prompt, params: SamplingParams, context: RequestContext, *, add_special_tokens: bool = True
     ) -> Request:
-        """Do all that `make_request` does but compiling the grammar, which the caller does."""
+        """Do all that `make` does but compiling the grammar, which the caller does."""
         if context.pooling is not None:
             params = _EMBEDDING
         self.config.limits.check_context(context.priority, context.cache_salt)
@@ -94,8 +94,8 @@ class InputProcessor:
             params.kv_budget,
             self.config.budget,
             block_size=self.scheduler.kv.spec.block_size,
-            longest=self._info.context_length or self.max_model_len,
-            refusal=self._info.budget_refusal,
+            longest=self.info.context_length or self.max_model_len,
+            refusal=self.info.budget_refusal,
         )
         params = params if budget == params.kv_budget else replace(params, kv_budget=budget)
         token_ids = self._tokenize(prompt, add_special_tokens)

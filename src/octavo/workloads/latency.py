@@ -95,7 +95,7 @@ def rates(runs: Sequence[LatencyRun], prompt_tokens: int, batch_size: int, weigh
 def _run_once(llm: LLM, requests: Sequence[BenchRequest]) -> LatencyRun:
     core = llm.core
     batch = [
-        core.make_request(
+        core.inputs.make(
             request.prompt_token_ids,
             SamplingParams(max_tokens=request.max_tokens, ignore_eos=True, temperature=0.0, detokenize=False),
         )

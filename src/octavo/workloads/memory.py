@@ -159,7 +159,7 @@ class RealEngine:
         params = SamplingParams(
             n=n, max_tokens=request.max_tokens, ignore_eos=True, temperature=temperature, detokenize=False
         )
-        queued: Request = self._core.make_request(request.prompt_token_ids, params)
+        queued: Request = self._core.inputs.make(request.prompt_token_ids, params)
         self._core.add(queued, kind=OutputKind.FINAL)
         return queued
 
