@@ -54,6 +54,7 @@ def test_a_latency_target_holds_for_99_of_100_steps_of_a_noisy_device() -> None:
             chunk = budget.chunk(start, 8000 - start)
             assert chunk >= 1
             budget.take(start, chunk)
+            budget.settle()
             load = StepLoad(8, sum(lengths), 0.0, 8).with_chunk(start, chunk)
             seconds = device(load) * rng.uniform(0.9, 1.15)
             target.observe(load, seconds, num_chunk_tokens=chunk)
@@ -76,6 +77,7 @@ def compute_beside(target: LatencyTarget, lengths: list[int], prompt: int) -> li
         if chunk:
             budget.take(start, chunk)
             step = load.with_chunk(start, chunk)
+        budget.settle()
         target.observe(step, device(step), num_chunk_tokens=chunk)
         steps.append(step)
         start += chunk
@@ -105,9 +107,11 @@ def test_what_prompts_have_saved_is_not_spent_by_those_that_come_later() -> None
     for load in loads(random.Random(5), 200):
         target.observe(load, device(load))
     for _ in range(100):  # a prompt of which a piece would take three steps' share is aborted and begins anew
-        StepBudget(2040, target, 16, 48_000).chunk(5000, 1000)
+        budget = StepBudget(2040, target, 16, 48_000)
+        budget.chunk(5000, 1000)
+        budget.settle()
     for _ in range(100):  # nobody asks
-        StepBudget(2040, target, 16, 48_000)
+        StepBudget(2040, target, 16, 48_000).settle()
     time, taken = StepBudget(2040, target, 16, 48_000), 0
     while chunk := time.chunk(taken, 1000):
         time.take(taken, chunk)
@@ -133,6 +137,7 @@ def test_chunks_grow_again_after_steps_so_late_that_single_tokens_were_left() ->
         budget = StepBudget(2040, target, len(lengths), sum(lengths))
         chunk = budget.chunk(start, 10**6)
         budget.take(start, chunk)
+        budget.settle()
         slowed = random.Random(step).choice((1.0, 8.0)) if 100 < step < 160 else 1.0
         target.observe(
             StepLoad(8, sum(lengths), 0.0, 8).with_chunk(start, chunk),
@@ -157,6 +162,7 @@ def test_a_target_holds_where_even_short_chunks_at_the_end_of_a_long_prompt_exce
         chunk = budget.chunk(start, 8000 - start)
         assert chunk
         budget.take(start, chunk)
+        budget.settle()
         load = StepLoad(8, sum(lengths), 0.0, 8).with_chunk(start, chunk)
         seconds = slow_attention(load) * rng.gauss(1.0, 0.08)
         target.observe(load, seconds, num_chunk_tokens=chunk)

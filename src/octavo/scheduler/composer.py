@@ -89,23 +89,25 @@ class StepComposer:
         if computing is not None:
             if self._must_await(computing, num_ending):
                 return step
-            self._share(step)
+            budget = self._share(step)
             if self._moves_blocks:
-                if self._latency is not None:
-                    self._latency.skip_step()
                 return PlannedStep(ahead=True)
             if step:
                 self._admission.begin_step()
+            if budget is not None:
+                budget.settle()
             return step
         self._admission.begin_step()
         self._lacked_blocks = False
-        self._share(step, self._claim() if self._policy.may_claim else None)
+        budget = self._share(step, self._claim() if self._policy.may_claim else None)
         while not step and len(self._running):
             # No sequence with tokens to compute found blocks, so beams that wait for siblings must yield.
             order = self._running.order
             idle = [seq for seq in order if not seq.num_missing]
             self._lifecycle.preempt_one_of(idle or order[1:] or order)
-            self._share(step)
+            budget = self._share(step)
+        if budget is not None:
+            budget.settle()
         for seq, num_new in list(step.chunks.values()):
             # One that resumes, or has more of its output to compute again after a preemption, goes on in a chunk.
             is_output = seq.num_computed >= seq.num_prompt_tokens and seq.state.placed.num_sent >= 0
@@ -177,7 +179,8 @@ class StepComposer:
             victims = [seq for seq in victims if self._tenants.helps(seq, head)]
         return head
 
-    def _share(self, step: PlannedStep, claimant: Sequence | None = None) -> None:
+    def _share(self, step: PlannedStep, claimant: Sequence | None = None) -> StepBudget | None:
+        """Share the step among streams, then prompts; returns the budget of the prompts, if there may be any."""
         short = not step.ahead and self._serve_stalled(step)
         streams: list[Sequence] = []
         prompts: list[Sequence] = []
@@ -189,7 +192,7 @@ class StepComposer:
                 prompts.append(seq)
         num_streams = len(streams)
         if step.ahead and self._turns.time_of(streams) is not None:
-            return
+            return None
         have_prompts = bool(prompts) or (len(self._waiting) > 0 and self._admission.has_place)
         streams = self._turns.within_time(streams, have_prompts=have_prompts)
         self._lifecycle.counters.num_deferred_tokens += num_streams - len(streams)
@@ -199,14 +202,16 @@ class StepComposer:
         short |= self._serve_streams(streams, step)
         if step.ahead and short:
             step.streams.clear()
-            return
+            return None
         left = self._max_tokens - len(step.streams)
-        if left > 0 and (prompts or len(self._waiting)):
-            context = 0 if self._latency is None else sum([seq.num_tokens for seq in step.streams])
-            budget = StepBudget(left, self._latency, len(step.streams), context)
-            if claimant is not None and not short and self._admit(claimant, budget, step, self._policy.share_of_first):
-                bisect.insort(prompts, claimant, key=attrgetter("order"))
-            self._serve_prompts(prompts, budget, step, short)
+        if left <= 0 or not (prompts or len(self._waiting)):
+            return None
+        context = 0 if self._latency is None else sum([seq.num_tokens for seq in step.streams])
+        budget = StepBudget(left, self._latency, len(step.streams), context)
+        if claimant is not None and not short and self._admit(claimant, budget, step, self._policy.share_of_first):
+            bisect.insort(prompts, claimant, key=attrgetter("order"))
+        self._serve_prompts(prompts, budget, step, short)
+        return budget
 
     def _serve_stalled(self, step: PlannedStep) -> bool:
         """Find blocks for the first in order of service if the last step had none; returns whether another yielded."""

@@ -56,6 +56,9 @@ class LatencyTarget:
     Args:
         seconds: target for the time between two tokens of a stream.
         model: how long steps take; by default, a new one.
+
+    Attributes:
+        saved: prompt time carried over from earlier steps, in seconds.
     """
 
     def __init__(self, seconds: float, model: StepTimeModel | None = None) -> None:
@@ -63,8 +66,7 @@ class LatencyTarget:
         self.model = StepTimeModel() if model is None else model
         self._longest = LEAST_CHUNK
         self._fastest = math.inf  # seconds of the shortest step
-        self._last: StepBudget | None = None
-        self._saved = 0.0  # prompt time carried over, in seconds
+        self.saved = 0.0
 
     def observe(self, load: StepLoad, seconds: float, *, num_chunk_tokens: int = 0) -> None:
         """Learn from a step that took `seconds`, from the end of the previous step to its own.
@@ -76,25 +78,14 @@ class LatencyTarget:
         self._fastest = min(self._fastest, seconds) if seconds > 0 else self._fastest
         self.model.observe(load, seconds)
 
-    def skip_step(self) -> None:
-        """Note that the step whose budget began last is not computed."""
-        self._last = None
-
-    def begin(self, budget: StepBudget) -> tuple[float, int, float]:
-        """Note the budget of the next step.
-
-        Returns:
-            The predicted time that the step may take, in seconds; the maximum number of prompt tokens in it; and the
-            prompt time carried over from earlier steps, in seconds.
-        """
-        if self._last is not None:
-            self._saved = self._last.left_for_prompts(self._saved)
-        self._last = budget
-        return self._predicted_limit, 2 * self._longest, self._saved
+    @property
+    def most_tokens(self) -> int:
+        """The maximum number of prompt tokens in a step."""
+        return 2 * self._longest
 
     @property
-    def _predicted_limit(self) -> float:
-        """The prediction of a step that keeps the target although it may be wrong by its usual error."""
+    def predicted_limit(self) -> float:
+        """The prediction of a step that keeps the target although it may be wrong by its usual error, in seconds."""
         return self.seconds / (1 + self.model.usual_error)
 
     def stream_time(self, num_streams: int, context: int) -> StreamTime:
@@ -107,7 +98,7 @@ class LatencyTarget:
         # The fit may take what streams always need for the time of an empty step.
         base, of_rows = min(predict(StepLoad()), self._fastest), predict(StepLoad(num_streams, 0, 0.0, num_streams))
         of_all = predict(StepLoad(num_streams, context, 0.0, num_streams))
-        available = max(self._predicted_limit - base, base)
+        available = max(self.predicted_limit - base, base)
         return StreamTime(of_all - base, available, (of_rows - base) / num_streams, (of_all - of_rows) / context)
 
 
@@ -143,13 +134,12 @@ class StepBudget:
         self.num_taken = 0
         self.num_newcomers = MOST_NEWCOMERS if with_streams else num_tokens
         self._num_scored = MOST_SCORED_TOKENS if with_streams else num_tokens
-        self._model = target.model if target is not None and with_streams else None
+        self._target = target if with_streams else None
         self._was_asked = False
-        if target is not None and self._model is not None:
+        if self._target is not None:
             self._load = StepLoad(num_streams, context, 0.0, num_streams)
-            self._of_streams = self._model.predict(self._load)
-            self._seconds, self._most, saved = target.begin(self)
-            self._due = saved + SHARE_OF_PROMPTS * self._of_streams
+            self._of_streams = self._target.model.predict(self._load)
+            self._due = self._target.saved + SHARE_OF_PROMPTS * self._of_streams
             self._lacking = 0.0  # seconds that prompts would have used, if the target left them too few
 
     def chunk(self, start: int, missing: int, *, scored: bool = False, is_new: bool = False, share: int = 1) -> int:
@@ -167,12 +157,12 @@ class StepBudget:
 
     def _longest(self, start: int, missing: int, *, scored: bool, is_new: bool) -> int:
         most = min(missing, self.num_tokens, self._num_scored if scored else missing)
-        if self._model is None or most <= 0:
+        if (target := self._target) is None or most <= 0:
             return most
         self._was_asked = True
         # The predicted time rises with the tokens.
-        sizes = range(1, min(most, self._most - self.num_taken) + 1)
-        fits = bisect.bisect_right(sizes, self._seconds, key=partial(self._seconds_with, start))
+        sizes = range(1, min(most, target.most_tokens - self.num_taken) + 1)
+        fits = bisect.bisect_right(sizes, target.predicted_limit, key=partial(self._seconds_with, start))
         least = min(most, LEAST_CHUNK - self.num_taken)
         if fits < least:
             self._lacking = self._seconds_with(start, least) - self._of_streams
@@ -186,16 +176,15 @@ class StepBudget:
         self.num_taken += num_tokens
         if scored:
             self._num_scored -= num_tokens
-        if self._model is not None:
+        if self._target is not None:
             self._load = self._load.with_chunk(start, num_tokens)
 
-    def left_for_prompts(self, saved: float) -> float:
-        """Return the seconds that prompts are due once the step is planned, of which `saved` were due before."""
-        if not self._was_asked:
-            return saved
-        assert self._model is not None, "it is asked for the time"
-        return min(max(self._due - (self._model.predict(self._load) - self._of_streams), 0.0), self._lacking)
+    def settle(self) -> None:
+        """Carry over the time that prompts are still due, once the step is planned."""
+        if self._target is not None and self._was_asked:
+            left = self._due - (self._target.model.predict(self._load) - self._of_streams)
+            self._target.saved = min(max(left, 0.0), self._lacking)
 
     def _seconds_with(self, start: int, num_tokens: int) -> float:
-        assert self._model is not None
-        return self._model.predict(self._load.with_chunk(start, num_tokens))
+        assert self._target is not None
+        return self._target.model.predict(self._load.with_chunk(start, num_tokens))

@@ -39,16 +39,15 @@ class _Line:
         seqs: never empty; the first in order of service is first.
         next: the sequence to admit; of a line with a cap, the only one offered. None if it is to be chosen.
         overtakes: how many sequences have overtaken the first in turn.
-        over_cap: of a line with a cap, its first sequence, if that does not fit the cap; then none is offered.
-        use: blocks that the tenant held and was bound to take then.
+        use: of a line with a cap whose first sequence exceeds it, so that none is offered, the blocks that the tenant
+            held and was bound to take then; else None.
     """
 
     seqs: SortedSequences
     is_capped: bool
     next: Sequence | None = None
     overtakes: int = 0
-    over_cap: Sequence | None = None
-    use: int = 0
+    use: int | None = None
 
     @property
     def is_offered(self) -> bool:
@@ -105,7 +104,7 @@ class WaitingQueue:
             line.next = None
             return
         if line.seqs[0] is seq:
-            line.over_cap = None  # it may need less
+            line.use = None  # it may need less
         self._offer_first(line)
 
     def discard(self, seq: Sequence) -> None:
@@ -114,10 +113,10 @@ class WaitingQueue:
         seq.state.cached_prefix = None
         name = self._name(seq)
         line = self._lines[name]
+        if line.seqs[0] is seq:
+            line.use = None
         line.seqs.discard(seq)
         if line.is_capped:
-            if line.over_cap is seq:
-                line.over_cap = None
             self._offer_first(line)
         else:
             self._leave(seq)
@@ -175,14 +174,14 @@ class WaitingQueue:
     def set_aside(self, seq: Sequence, use: int) -> None:
         """Offer no sequence of a capped tenant until `bring_back`: its first exceeds the cap while `use` blocks do."""
         line = self._lines[self._name(seq)]
-        line.over_cap, line.use = seq, use
+        line.use = use
         self._offer_first(line)
 
     def bring_back(self, use_of: Callable[[str], int]) -> None:
         """Offer the tenants again that hold and are bound to take fewer blocks than when they were set aside."""
         for line in self._lines.values():
-            if line.over_cap is not None and use_of(line.over_cap.request.tenant) < line.use:
-                line.over_cap = None
+            if line.use is not None and use_of(line.seqs[0].request.tenant) < line.use:
+                line.use = None
                 self._offer_first(line)
 
     def _name(self, seq: Sequence) -> str | None:
@@ -219,7 +218,7 @@ class WaitingQueue:
 
     def _offer_first(self, line: _Line) -> None:
         """Offer only the first sequence of a line with a cap, or none if that exceeds the cap."""
-        first = None if line.over_cap is not None or not line.seqs else line.seqs[0]
+        first = None if line.use is not None or not line.seqs else line.seqs[0]
         before, line.next = line.next, first
         if first is before:
             return
