@@ -56,3 +56,22 @@ def test_what_a_server_leaves_out_of_torch_can_be_imported_later() -> None:
 def test_a_servers_modules_import_no_torch_before_it_listens() -> None:
     script = "import sys, octavo.commands.serve, octavo.server.run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 0
+
+
+def test_a_servers_modules_load_no_compiled_module_while_torchs_libraries_are_loaded() -> None:
+    """The dynamic linker loads one library at a time, so that they would wait for torch's."""
+    script = """
+import importlib, sys
+import octavo.commands.serve
+from octavo.commands.torch_start import _COMPILED
+
+for name in _COMPILED:
+    importlib.import_module(name)
+before = set(sys.modules)
+import octavo.server.run
+
+late = {name: getattr(sys.modules[name], "__file__", None) or "" for name in set(sys.modules) - before}
+sys.exit(" ".join(name for name, file in late.items() if file.endswith(".so")) or 0)
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, f"add to _COMPILED: {ran.stderr}"

@@ -33,6 +33,9 @@ _UNUSED = frozenset(
     )
 ) | {"torchgen", "torchgen.model"}
 
+# The compiled modules that the server needs, or packages that bring some.
+_COMPILED = ("_pickle", "_queue", "_multiprocessing", "resource", "numpy", "tokenizers", "markupsafe")
+
 
 @cache
 def _cpu_library() -> Path | None:
@@ -49,10 +52,14 @@ def load_torch_libraries() -> None:
     """Load torch's shared libraries in a thread, while the caller imports other modules.
 
     Relocating them takes two tenths of a second, for which `import torch` would hold the interpreter's lock; a foreign
-    function does not. A torch with CUDA chooses its libraries itself.
+    function does not. But it holds the dynamic linker's lock, for which the import of any other compiled module would
+    wait: so those of the server are imported first. A torch with CUDA chooses its libraries itself.
     """
     if (library := _cpu_library()) is None:
         return
+    with collection_paused():
+        for name in _COMPILED:
+            importlib.import_module(name)
     load = ctypes.CDLL(None).dlopen
     load.restype, load.argtypes = ctypes.c_void_p, (ctypes.c_char_p, ctypes.c_int)
     threading.Thread(target=load, args=(os.fsencode(library), os.RTLD_NOW), daemon=True).start()
