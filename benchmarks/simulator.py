@@ -1,6 +1,6 @@
 """Compare `octavo simulate` with the server that it simulates, on work that its step times were not fitted to.
 
-    python -m benchmarks.simulator --output benchmarks/results/simulator    # seven minutes; the machine must be idle
+    python -m benchmarks.simulator --output benchmarks/results/simulator    # nine minutes; the machine must be idle
 
 Three layers, each reported whatever it shows:
 
@@ -15,12 +15,12 @@ an engine in memory, which must be exactly those of the simulation.
 A shared machine changes its speed while it is measured, which no simulation can know. So the loads take turns on one
 server, in pieces of some seconds, with a piece of a calibration before each:
 
-    calibration, 30 %, calibration, 60 %, calibration, 80 %, …, calibration, 30 %, …
+    calibration, 16 %, calibration, 26 %, calibration, 60 %, …, calibration, 16 %, …
 
 and each load is simulated with step times of two origins:
 
     beforehand  `octavo calibrate-speed`, before the first piece: what somebody who sizes a service has
-    in between  fitted to the pieces of calibration: the same law at the speed of the same minutes
+    in between  fitted to the pieces of calibration: the same model at the speed of the same minutes
 
 Every piece is run twice, with the same arrivals and lengths and with other tokens, so that no prompt is found in the
 cache: how far the second differs from the first shows how well anything could predict it. Each simulation is run
@@ -66,7 +66,7 @@ from octavo.simulator.traffic import Traffic
 from octavo.workloads import report, serving
 from octavo.workloads.workload import named_workload
 
-SHARES = "0.6,0.8,0.95,closed"
+SHARES = "0.16,0.26,0.6,0.8,0.95,closed"
 CRAMPED = {**ENGINE, "num_blocks": 257, "swap_space": 0}
 SLOWER = 1.05
 DRAWS = 7
@@ -141,11 +141,11 @@ def compared(beforehand: Speed, measured: Measured, load: Load) -> dict[str, Any
             *(len(pieces) // len(first) * each[0]["cached_tokens"] for each in (early, late)),
         ],
     }
-    row |= beside(real, *map(combined, (early, late)))
-    row["draws"] = beside(combined(late, min), combined(late, max))
-    row["slower"] = beside(combined(late), combined(slower))
+    row |= side_by_side(real, *map(combined, (early, late)))
+    row["draws"] = side_by_side(combined(late, min), combined(late, max))
+    row["slower"] = side_by_side(combined(late), combined(slower))
     if second:
-        row["again"] = beside(*(combined([observed(half)]) for half in (first, second)))
+        row["again"] = side_by_side(*(combined([observed(half)]) for half in (first, second)))
     return row
 
 
@@ -162,7 +162,7 @@ def combined(reports: Sequence[Mapping[str, Any]], how: _Combine = statistics.me
     return found | {"output_tok_s": how([each["output_tok_s"] for each in reports])}
 
 
-def beside(*found: dict[str, Any]) -> dict[str, Any]:
+def side_by_side(*found: dict[str, Any]) -> dict[str, Any]:
     """Return a list for each figure, with one value for each of `found`."""
     rows: dict[str, Any] = {
         name: {p: [each[name][p] for each in found] for p in PERCENTILES} for name in ("ttft_ms", "itl_ms")

@@ -91,11 +91,11 @@ def _limits(rows: Sequence[dict[str, Any]]) -> list[str]:
     """How far the same latencies lie from themselves, in a second run and on a machine that is a little slower."""
     lines = ["", "## How well latencies can be predicted", ""]
     lines += [
-        "The second half of the pieces beside the first, of the same arrivals and lengths; the lowest and the highest "
+        "The second half of the pieces against the first, of the same arrivals and lengths; the lowest and the highest "
         "of the simulations, which differ in the draws of single steps; and the simulation if every step takes 5 % "
-        "longer, beside the first one."
+        "longer, against the first one."
     ]
-    lines += ["", "| load | beside | figure | p50 | p90 | p99 |", "|---|---|---|---|---|---|"]
+    lines += ["", "| load | against | figure | p50 | p90 | p99 |", "|---|---|---|---|---|---|"]
     for row in rows:
         for kind, label in (
             ("again", "first → second half"),

@@ -165,6 +165,7 @@ def test_a_step_knows_which_requests_came_while_it_was_computed() -> None:
     ]
     assert [step.num_arrived for step in executions(found)] == [0, 2, 0, 0, 0]
     assert [step.num_arrived for step in periods(found)] == [0, 2, 0]
+    assert [step.resumed for step in executions(found)] == [False, False, False, False, True]
 
 
 @pytest.mark.slow
@@ -176,7 +177,7 @@ def test_what_a_request_costs_that_comes_during_a_step_is_found() -> None:
     assert fit(found).times.per_arrival == pytest.approx(0.0025, rel=0.1)
 
 
-def test_what_steps_differ_by_is_told_by_kind() -> None:
+def test_the_scatter_of_steps_is_kept_by_kind() -> None:
     law, rng = StepTimes(0.01, ()), random.Random(1)
     decodes = [MeasuredStep(StepLoad(1, 9, 0.0, 1), 0.01 * rng.uniform(0.8, 1.4)) for _ in range(2000)]
     chunks = [MeasuredStep(StepLoad(9, 9, 36.0, 1), 0.02) for _ in range(20)]
@@ -186,6 +187,16 @@ def test_what_steps_differ_by_is_told_by_kind() -> None:
     assert spread.decodes[-1] == pytest.approx(1.4, abs=0.01)
     assert set(spread.chunks) == {2.0}
     assert Spread.of(law, chunks[:19]).chunks == (), "too few to tell"
+
+
+def test_first_steps_after_a_pause_have_a_scatter_of_their_own() -> None:
+    law, chunk, decode = StepTimes(0.01, ()), StepLoad(9, 9, 36.0, 1), StepLoad(1, 9, 0.0, 1)
+    steps = [MeasuredStep(chunk, 0.01 * (1 + 0.3 * resumed), resumed=resumed) for resumed in (False, True) * 20]
+    spread = Spread.of(law, steps)
+    assert spread.ratios(chunk, resumed=True) == pytest.approx((1.3,) * 100)
+    assert set(spread.ratios(chunk, resumed=False)) == {1.0}
+    assert spread.ratios(decode, resumed=False) == ()
+    assert set(Spread.of(law, steps[::2]).ratios(chunk, resumed=True)) == {1.0}, "no pause was measured"
 
 
 def test_a_speed_file_without_what_steps_differ_by_is_read(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_a_request_alone_waits_for_its_prompt_and_then_a_step_a_token() -> None:
     assert (results.steps, results.output_tokens, results.prompt_tokens) == (5, 5, 11)
 
 
-def test_what_a_request_costs_beside_its_steps_comes_on_top() -> None:
+def test_a_requests_time_outside_its_steps_is_added() -> None:
     demand = Demand(count=1, input_len="1", output_len="1")
     slow = plan().replace(speed=Speed("", MEASURED, StepTimes(STEP, ()), intake_s=0.5, reply_s=0.2))
     results = simulate(slow, demand)
@@ -74,6 +74,16 @@ def test_a_step_during_which_a_request_comes_takes_longer() -> None:
     results = simulate(plan().replace(speed=Speed("", MEASURED, times)), Demand(trace=trace))
     assert results.ttft.greatest == pytest.approx(0.05 + STEP + 0.004 + STEP - 0.055), "it came in the sixth step"
     assert results.duration_s == pytest.approx(20 * STEP + 0.004)
+
+
+def test_a_prompt_that_finds_the_engine_idle_has_a_slower_first_step() -> None:
+    spread = Spread(decodes=(1.0,), chunks=(1.0,), resumed=(1.5,))
+    trace = (TraceRequest(0.0, 11, 2), TraceRequest(0.001, 11, 1), TraceRequest(1.0, 11, 3))
+    timed = plan().replace(speed=Speed("", MEASURED, StepTimes(STEP, ((1.0, 0.0), (2.0, TOKEN))), spread=spread))
+    results = simulate(timed, Demand(trace=trace))
+    assert results.duration_s == pytest.approx(1.0 + 1.5 * (STEP + 10 * TOKEN) + 2 * STEP)
+    busy = 1.5 * (STEP + 10 * TOKEN) + STEP + 11 * TOKEN
+    assert results.busy_s == pytest.approx(busy + results.duration_s - 1.0), "the second prompt came to a busy engine"
 
 
 def test_a_request_that_comes_to_an_idle_server_holds_up_no_step() -> None:

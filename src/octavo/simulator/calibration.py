@@ -1,7 +1,8 @@
 """Measure the step times of a real server with rounds of requests that exercise every term of the step-time model.
 
     streams    1, 2, 4, … requests at once: decode steps with that many rows
-    prompt     one request alone, from 8 tokens to the longest step: chunks, and a request's cost outside its steps
+    prompt     one request alone, from 8 tokens to the longest step: chunks
+    paused     the same for an engine that has been idle: its slower first step, and a request's time outside its steps
     contexts   a few streams with long prompts: reading keys and values
     mixed      random arrivals: chunks in steps with streams
 
@@ -34,9 +35,11 @@ from octavo.workloads.workload import END_TOKEN_ID, BenchRequest, arrival_times,
 
 # Long enough that a round has steps in which all of its streams run.
 _STREAMED = 24
+_AFTER_PAUSE = 8
 _CONTEXTS = (24, 100, 300)
 _MOST_IN_PROMPTS = 2000
 _RATES = (4.0, 8.0, 16.0)
+_PAUSED, _PAUSES_S = 6, (0.1, 0.5)  # rounds in each sweep, and the shortest and the longest pause before one
 
 WARM_UP_S = 4.0
 """For the first 1.5 seconds, steps took up to five times as long as later: a new server also starts the process that
@@ -50,12 +53,13 @@ _WARM_UP = ((600,), (100, 50, 20), (12,))  # lengths of prompts sent together
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Requests that are sent together, or at `rate` per second."""
+    """Requests that are sent together, or at `rate` per second, `pause_s` seconds after those of the round before."""
 
     kind: str
     prompt_lens: tuple[int, ...]
     output_len: int
     rate: float | None = None
+    pause_s: float = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -67,7 +71,7 @@ class Sent:
     """When a request was sent and had its first token, by `time.perf_counter`.
 
     Attributes:
-        kind: of its round: a "prompt" had the server to itself.
+        kind: of its round: a "paused" one found the server idle.
     """
 
     kind: str
@@ -96,6 +100,9 @@ def rounds(max_num_seqs: int, max_model_len: int, max_step: int, seed: int = 0) 
         while length <= longest:
             found.append(Round("prompt", (length if sweep == 0 else jittered(length),), 2))
             length *= 2
+        for _ in range(_PAUSED):
+            length = jittered(rng.lognormvariate(5.0, 0.9), _AFTER_PAUSE)
+            found.append(Round("paused", (length,), _AFTER_PAUSE, pause_s=rng.uniform(*_PAUSES_S)))
         for count, context in ((2, 3000), (6, 1200), (16, 500), (48, 250)):
             if count <= max_num_seqs:
                 found.append(Round("contexts", tuple(jittered(context) for _ in range(count)), _STREAMED))
@@ -183,9 +190,10 @@ class RoundSender:
             left = ends_at - time.monotonic()
             if left <= 0 or passed_over > 20:
                 break
-            if slowest * each.num_tokens > left:
+            if each.pause_s + slowest * each.num_tokens > left:
                 passed_over += 1
                 continue
+            time.sleep(each.pause_s)
             passed_over, began = 0, time.monotonic()
             sent += self._send(each, number)
             if each.rate is None:
@@ -223,7 +231,7 @@ def run_load(
 def overheads(
     steps: Sequence[RecordedStep], requests: Sequence[Sent], left_out: Sequence[tuple[float, float]] = ()
 ) -> tuple[float, float]:
-    """Return two times in seconds, each the median of the requests that had the server to themselves.
+    """Return two times in seconds, each the median of the requests that found the server idle.
 
         sent ── intake ──> first step begins │ … │ step that drew the first token ends ── reply ──> its client has it
 
@@ -233,7 +241,7 @@ def overheads(
         left_out: spans of time whose requests are not counted.
 
     Raises:
-        ConfigError: no "prompt" is among them.
+        ConfigError: no "paused" one is among them.
     """
     first: dict[int, int] = {}
     drew: dict[int, int] = {}
@@ -248,9 +256,9 @@ def overheads(
         is_left_out = any(began <= each.first_token and each.sent <= ended for began, ended in left_out)
         # A step ends when the next one begins, if that has the request too.
         after = drew.get(seq_id, len(steps)) + 1
-        if each.kind == "prompt" and not is_left_out and after < len(steps) and seq_id in steps[after].seq_ids:
+        if each.kind == "paused" and not is_left_out and after < len(steps) and seq_id in steps[after].seq_ids:
             intakes.append(steps[first[seq_id]].at - each.sent)
             replies.append(each.first_token - steps[after].at)
     if not intakes:
-        raise ConfigError("the time was too short to send a prompt alone: give more --seconds")
+        raise ConfigError("the time was too short to send a prompt to the idle server: give more --seconds")
     return max(0.0, statistics.median(intakes)), max(0.0, statistics.median(replies))

@@ -38,6 +38,9 @@ _BOOTSTRAPS = 200
 _QUANTILES = 100
 _LEAST_IN_SPREAD = 20  # ratios needed for quantiles
 
+PAUSE_S = 0.02
+"""An engine without work for so long is idle: its processors sleep, and its next step finds their caches cold."""
+
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
@@ -46,6 +49,7 @@ class MeasuredStep:
     Attributes:
         num_moved: blocks copied, stored or loaded before it.
         num_arrived: requests that came in while it was computed.
+        resumed: it is the first step after a pause.
     """
 
     load: StepLoad
@@ -53,6 +57,7 @@ class MeasuredStep:
     at: float = 0.0
     num_moved: int = 0
     num_arrived: int = 0
+    resumed: bool = False
 
     def predicted(self, times: StepTimes) -> float:
         """Return the seconds that it takes by a model."""
@@ -70,18 +75,27 @@ class Spread:
     Attributes:
         decodes: of steps without chunks of prompts.
         chunks: of steps with chunks.
+        resumed: of the first steps after a pause, which a prompt that finds an idle engine waits for.
     """
 
     decodes: tuple[float, ...] = ()
     chunks: tuple[float, ...] = ()
+    resumed: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, times: StepTimes, steps: Iterable[MeasuredStep]) -> Spread:
-        """Return how far measured steps lie from a model."""
-        kinds: dict[bool, list[float]] = {False: [], True: []}
+        """Return the ratios of measured steps to a model's."""
+        kinds: dict[str, list[float]] = {"decodes": [], "chunks": [], "resumed": []}
         for step in steps:
-            kinds[step.load.chunk_work > 0].append(step.seconds / step.predicted(times))
-        return cls(_quantiles(kinds[False]), _quantiles(kinds[True]))
+            kind = "resumed" if step.resumed else "chunks" if step.load.chunk_work > 0 else "decodes"
+            kinds[kind].append(step.seconds / step.predicted(times))
+        return cls(**{kind: _quantiles(ratios) for kind, ratios in kinds.items()})
+
+    def ratios(self, load: StepLoad, resumed: bool) -> tuple[float, ...]:
+        """Return the ratios of steps of one kind; those of the first steps after a pause only if they were measured."""
+        if resumed and self.resumed:
+            return self.resumed
+        return self.chunks if load.chunk_work > 0 else self.decodes
 
 
 def _quantiles(ratios: list[float]) -> tuple[float, ...]:
@@ -111,8 +125,8 @@ class Fit:
 def executions(steps: Iterable[RecordedStep]) -> list[MeasuredStep]:
     """Return the steps with the seconds that the device computed."""
     return [
-        MeasuredStep(load_of(step), step.seconds, step.at, step.num_moved, num_arrived)
-        for step, num_arrived, _ in _in_series(steps)
+        MeasuredStep(load_of(step), step.seconds, step.at, step.num_moved, num_arrived, resumed)
+        for step, resumed, num_arrived, _ in _in_series(steps)
         if step.seconds > 0
     ]
 
@@ -123,28 +137,29 @@ def periods(steps: Iterable[RecordedStep]) -> list[MeasuredStep]:
     This is the inter-token latency that streams see: it includes planning, updating and output processing.
     """
     return [
-        MeasuredStep(load_of(step), next_at - step.at, step.at, step.num_moved, num_arrived)
-        for step, num_arrived, next_at in _in_series(steps)
+        MeasuredStep(load_of(step), next_at - step.at, step.at, step.num_moved, num_arrived, resumed)
+        for step, resumed, num_arrived, next_at in _in_series(steps)
         if next_at
     ]
 
 
-def _in_series(steps: Iterable[RecordedStep]) -> Iterator[tuple[RecordedStep, int, float]]:
-    """Yield each step, how many requests came in meanwhile, and when the next step began.
+def _in_series(steps: Iterable[RecordedStep]) -> Iterator[tuple[RecordedStep, bool, int, float]]:
+    """Yield each step, whether it followed a pause, how many requests came in meanwhile, and when the next step began.
 
-    Both are 0 if the engine did not go straight on to the next, with which it then has no sequence in common. Else
-    sequences that the next step is the first to have came in while this one was computed.
+    The last two are 0 if the engine did not go straight on to the next, with which it then has no sequence in common.
+    Else sequences that the next step is the first to have came in while this one was computed.
     """
-    before, seen = None, set[int]()
+    before, resumed, seen = None, False, set[int]()
     for step in steps:
         new = set(step.seq_ids) - seen
         seen |= new
         if before is not None:
             goes_on = step.step == before.step + 1 and not set(before.seq_ids).isdisjoint(step.seq_ids)
-            yield before, len(new) if goes_on else 0, step.at if goes_on else 0.0
+            yield before, resumed, len(new) if goes_on else 0, step.at if goes_on else 0.0
+            resumed = not goes_on and step.at - (before.at + before.seconds) >= PAUSE_S
         before = step
     if before is not None:
-        yield before, 0, 0.0
+        yield before, resumed, 0, 0.0
 
 
 def outside(steps: Iterable[MeasuredStep], spans: Sequence[tuple[float, float]]) -> list[MeasuredStep]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.step_time import StepLoad
-from octavo.simulator.fitting import Spread
+from octavo.simulator.fitting import PAUSE_S, Spread
 from octavo.simulator.sketch import Sketch
 from octavo.simulator.traffic import SimulatedRequest, Tenants, Traffic, clip
 
@@ -229,6 +230,7 @@ class Simulation:
         self._live: dict[SequenceId, SimulatedRequest] = {}
         self._came: list[SimulatedRequest] = []  # during the last step
         self._random = random.Random(server.seed).random
+        self._ended_at = -math.inf  # the last step
         self._drew: set[SequenceId] = set()  # sequences that drew a token in the last step, which ended at
         self._drew_at = 0.0
         self._last_token: dict[SequenceId, float] = {}  # of unfinished sequences that drew no token in the last step
@@ -328,13 +330,14 @@ class Simulation:
         seconds = server.times.predict(load, moved)
         for layers in server.windowed:
             seconds -= layers.saved(plan.starts, plan.lengths)
-        if ratios := server.spread.chunks if load.chunk_work > 0 else server.spread.decodes:
+        if ratios := server.spread.ratios(load, clock.now - self._ended_at >= PAUSE_S):
             seconds *= ratios[int(self._random() * len(ratios))]
         if per_arrival := server.times.per_arrival:
             seconds += per_arrival * self._take_until(clock.now + seconds - server.intake_s)
         seconds += self._delay
         self._delay = 0.0
         clock.now += seconds
+        self._ended_at = clock.now
         running, used = scheduler.num_running, server.kv.usage
         num_draws = plan.num_draws
         updates = scheduler.update(plan, StepResult((_TOKEN,) * num_draws))

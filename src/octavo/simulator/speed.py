@@ -105,7 +105,7 @@ def _check(speed: Speed) -> None:
     if any(low >= high for low, high in pairwise(rows)):
         raise ValueError(f"products are not by ascending rows: {list(rows)}")
     named = [*times.items(), *(("products", value) for value in (*rows, *products))]
-    named += [("spread", ratio) for ratio in (*speed.spread.decodes, *speed.spread.chunks)]
+    named += [("spread", ratio) for ratio in (*speed.spread.decodes, *speed.spread.chunks, *speed.spread.resumed)]
     for name, value in named:
         if not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise ValueError(f"{name} must be a number, finite and not below 0, got {value!r}")
@@ -124,7 +124,7 @@ def require_writable(path: str | Path) -> None:
     if Path(path).is_dir():
         raise ConfigError(f"cannot write {path}: it is a folder")
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"cannot write {path}: {folder} is no folder that may be written to")
+        raise ConfigError(f"cannot write {path}: {folder} is not a writable folder")
 
 
 def speed_of_plans(
