@@ -134,7 +134,7 @@ def choose_budget(
         raise FieldError("kv_budget", f"must be within this server's, {default}, got {given}")
     if default is not None and budget.layers != default.layers:
         if budget.layers:
-            raise FieldError("kv_budget.layers", "is this server's, not a request's: leave it out")
+            raise FieldError("kv_budget.layers", "can be set for the server only: leave it out of requests")
         budget = replace(budget, layers=default.layers)
     if not 2 * block_size <= budget.tokens <= longest:
         numbers = f"must be from {2 * block_size}, two KV blocks, to {longest}, the model's context"

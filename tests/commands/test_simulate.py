@@ -71,8 +71,8 @@ def test_several_servers_are_simulated_behind_each_router(octavo_command: Octavo
         assert point["fleet_price_per_hour"] == 7.2
         assert point["price_per_million_tokens"] == pytest.approx(2000 / point["output_tok_s"], rel=1e-3)
     for argv, message in (
-        (["--router", "prefix"], "--router goes with --replicas"),
-        (["--replicas", "2", "--find-replicas", "--ttft-slo-ms", "9"], "--find-replicas asks how many servers"),
+        (["--router", "prefix"], "--router needs --replicas"),
+        (["--replicas", "2", "--find-replicas", "--ttft-slo-ms", "9"], "give --find-replicas or --replicas"),
     ):
         code, _, err = octavo_command("simulate", *ON_H100, *SHORT, *argv)
         assert code == 1, argv
@@ -157,7 +157,7 @@ def test_a_sweep_of_devices_needs_a_machine_to_have_several_of(octavo_command: O
     for option in (["--num-devices", "33"], ["--sweep", "num_devices=1,33"]):
         code, _, err = octavo_command("simulate", *argv, *option)
         assert code == 1
-        assert "num-devices goes with --machine" in err.replace("_", "-")
+        assert "num-devices needs --machine" in err.replace("_", "-")
 
 
 def test_tokens_and_the_fleet_have_a_price(octavo_command: OctavoCommand) -> None:
@@ -375,7 +375,7 @@ def test_the_best_points_are_those_that_no_other_beats_in_both() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["llama-3.1-8b"], "say how fast the server is, in one way"),
+        (["llama-3.1-8b"], "give the server's speed in one way"),
         ([*ON_H100, "--plans", "x"], "in one way"),
         (["llama-3.1-8b", "--machine", "h1000"], "did you mean h100?"),
         (["llama-3.1-8b", "--machine", "a100"], "did you mean a100-40gb or a100-80gb?"),
@@ -383,41 +383,41 @@ def test_the_best_points_are_those_that_no_other_beats_in_both() -> None:
         ([*ON_H100, "--find-rate"], "--ttft-slo-ms, --itl-slo-ms or both"),
         ([*ON_H100, "--find-rate", "--ttft-slo-ms", "-1"], "ttft_slo_ms must be above 0"),
         ([*ON_H100, "--find-rate", "--concurrency", "3", "--ttft-slo-ms", "9"], "has no largest rate"),
-        ([*ON_H100, "--find-rate", "--find-replicas"], "give one"),
+        ([*ON_H100, "--find-rate", "--find-replicas"], "give --find-rate or --find-replicas"),
         ([*ON_H100, "--find-replicas", "--ttft-slo-ms", "9"], "depends on its rate"),
         ([*ON_H100, "--rates", "1,x"], "cannot read '1,x' as rates"),
         ([*ON_H100, "--rates", "0"], "must be above 0"),
-        ([*ON_H100, "--rates", "1", "--find-rate"], "leave out --find-rate"),
+        ([*ON_H100, "--rates", "1", "--find-rate"], "--rates cannot be combined with --find-rate"),
         ([*ON_H100, "--request-rate", "0"], "must be above 0"),
         ([*ON_H100, "--request-rate", "1", "--burstiness", "inf"], "burstiness must be finite"),
         (["--plans", "/nowhere/x.plans"], "cannot read /nowhere/x.plans: No such file"),
         ([*ON_H100, "--scale-lengths", "0", "--trace", "TRACE"], "scale_lengths must be above 0, got 0"),
         ([*ON_H100, "--kv-bits", "0"], "kv_bits must be above 0"),
-        (["llama-3.1-8b", "--machine", "l4", "--num-devices", "2"], "no figure is known for links"),
+        (["llama-3.1-8b", "--machine", "l4", "--num-devices", "2"], "the bandwidth between several l4 is not known"),
         ([*ON_H100, "--speed", "/nowhere/speed.json"], "in one way"),
         (["llama-3.1-8b", "--speed", "/nowhere/speed.json"], "cannot read /nowhere/speed.json"),
-        ([*ON_H100, "--rate-scale", "2"], "--rate-scale goes with --trace"),
-        ([*ON_H100, "--scale-lengths", "2"], "--scale-lengths goes with --trace"),
-        ([*ON_H100, "--think-time", "2"], "--think-time goes with --concurrency"),
-        ([*ON_H100, "--num-prefixes", "2"], "--num-prefixes goes with --prefix-len"),
+        ([*ON_H100, "--rate-scale", "2"], "--rate-scale needs --trace"),
+        ([*ON_H100, "--scale-lengths", "2"], "--scale-lengths needs --trace"),
+        ([*ON_H100, "--think-time", "2"], "--think-time needs --concurrency"),
+        ([*ON_H100, "--num-prefixes", "2"], "--num-prefixes needs --prefix-len"),
         ([*ON_H100, "--prefix-len", "9", "--num-prefixes", "0"], "num_prefixes must be at least 1"),
-        ([*ON_H100, "--trace", "TRACE", "--prefix-len", "9"], "a --trace says itself"),
-        ([*ON_H100, "--trace", "TRACE", "--output-len", "9"], "a --trace has its own"),
-        ([*ON_H100, "--burstiness", "2"], "--burstiness goes with --request-rate, --rates or --find-rate"),
-        ([*ON_H100, "--slo-percentile", "90"], "--slo-percentile goes with --ttft-slo-ms or --itl-slo-ms"),
+        ([*ON_H100, "--trace", "TRACE", "--prefix-len", "9"], "--trace, which has its own shared prefixes"),
+        ([*ON_H100, "--trace", "TRACE", "--output-len", "9"], "--trace, which has its own (see"),
+        ([*ON_H100, "--burstiness", "2"], "--burstiness needs --request-rate, --rates or --find-rate"),
+        ([*ON_H100, "--slo-percentile", "90"], "--slo-percentile needs --ttft-slo-ms or --itl-slo-ms"),
         ([*ON_H100, "--num-blocks", "9", "--sweep", "kv_cache_memory=1GiB,2GiB"], "--num-blocks overrides"),
-        ([*ON_H100, "--request-rate", "30", "--rates", "5,10"], "give one of them"),
-        ([*ON_H100, "--request-rate", "inf", "--burstiness", "2"], "all come at once"),
+        ([*ON_H100, "--request-rate", "30", "--rates", "5,10"], "give --request-rate or --rates, not both"),
+        ([*ON_H100, "--request-rate", "inf", "--burstiness", "2"], "all requests arrive at once"),
         (
             [*ON_H100, "--trace", "TRACE", "--find-rate", "--ttft-slo-ms", "9", "--burstiness", "2"],
-            "has its own, unless",
+            "this --trace has its own",
         ),
         ([*ON_H100, "--trace", "TRACE", "--tenants", "a:4,gold:2"], "no request of this --trace is from gold"),
-        ([*ON_H100, "--trace", "TRACE", "--tenants", "a:4:2"], "give weights alone"),
+        ([*ON_H100, "--trace", "TRACE", "--tenants", "a:4:2"], "give weights only"),
         ([*ON_H100, "--trace", "UNTIMED", "--rate-scale", "2"], "this --trace has no arrival times"),
         ([*ON_H100, "--sweep", "num_blocks=9,99", "--sweep", "kv_cache_memory=1GiB,2GiB"], "--num-blocks overrides"),
         ([*ON_H100, "--sweep", "max_num_seqs=1", "--sweep", "max-num-seqs=2"], "max_num_seqs is given twice"),
-        ([*ON_H100, "--sweep", "model=llama-3.2-1b"], "--sweep model: a report is of one model"),
+        ([*ON_H100, "--sweep", "model=llama-3.2-1b"], "--sweep model is not possible"),
         ([*ON_H100, "--price-per-hour", "0"], "--price-per-hour must be above 0"),
         ([*ON_H100, "--slowdown", "0"], "slowdown must be above 0"),
         ([*ON_H100, "--trace", "TRACE", "--rate-scale", "2", "--rates", "1,2"], "leave out --request-rate and --rates"),

@@ -233,7 +233,7 @@ def test_budgets_that_make_no_sense_are_refused_with_the_numbers() -> None:
     with tiny_core(**of_mode("entropy")) as core:
         request = core.inputs.make([5], params(64, "entropy"))
         assert request.params.kv_budget == KVBudget(mode="sparse_read", tokens=64, layers=tuple(ENTROPIES))
-        with pytest.raises(RequestError, match="is this server's, not a request's"):
+        with pytest.raises(RequestError, match="can be set for the server only"):
             core.inputs.make([5], SamplingParams(kv_budget={**sparse, "layers": [1, 1]}))  # type: ignore[arg-type]
     for entropies in ([], [0.5, 2], [0.5, True], 3):
         with pytest.raises(RequestError, match=r"kv_budget\.layers"):

@@ -264,8 +264,8 @@ def test_a_rank_that_dies_while_the_engine_is_idle_is_replaced(tmp_path: Path, m
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 7}, "has 6 heads: give at most 6"),
-        ({"tensor_parallel_size": 4}, "has hidden_size 96: each rank computes at least 32 outputs"),
+        ({"tensor_parallel_size": 7}, "has only 6 heads"),
+        ({"tensor_parallel_size": 4}, "has hidden_size 96, too few for at least 32 outputs in each rank"),
         (
             {"tensor_parallel_size": 2, "kv_disk": "x"},
             "kv_disk, kv_remote and kv_neighbours would store one rank's share",

@@ -185,7 +185,7 @@ def test_an_engine_that_can_compute_nothing_says_so(caplog: pytest.LogCaptureFix
         add_all(core)
         with (
             injected(core, "before computing", lambda _: True),
-            pytest.raises(EngineDeadError, match="nothing can be computed any more") as caught,
+            pytest.raises(EngineDeadError, match="the engine cannot compute any step") as caught,
         ):
             run(core)
         assert isinstance(caught.value.__cause__, InjectedError)

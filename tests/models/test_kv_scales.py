@@ -41,7 +41,7 @@ def test_the_checkpoints_scales_reach_the_cache_and_tell_its_blocks_apart(
         assert (layer.keys.scale[0].item(), layer.values.scale[0].item()) == (0.25, 0.5 + 0.25 * i)
         roots.add(bytes(core.scheduler.kv.prefix_cache.full_blocks(list(range(16)), "").keys))
     assert len(roots) == 2
-    assert "NOBODY CHOSE" not in caplog.text
+    assert "NOT CALIBRATED" not in caplog.text
 
 
 def test_a_default_scale_of_one_is_announced(
@@ -49,11 +49,11 @@ def test_a_default_scale_of_one_is_announced(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         make_llm(tiny_llama, kv_cache_dtype="fp8_e5m2")
-        assert "KV CACHE SCALES ARE 1.0, WHICH NOBODY CHOSE" in caplog.text
+        assert "THE KV CACHE IS NOT CALIBRATED" in caplog.text
         caplog.clear()
         make_llm(tiny_llama, kv_cache_dtype="int8")
         make_llm(tiny_llama, kv_cache_dtype="fp8_e5m2", calculate_kv_scales=True)
-        assert "NOBODY" not in caplog.text
+        assert "CALIBRATED" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_scales_of_a_file_reach_the_cache_and_tell_its_blocks_apart(
             roots.add(bytes(core.scheduler.kv.prefix_cache.full_blocks(list(range(16)), "").keys))
     assert len(roots) == 2
     assert f"from {file} (max over 99 tokens of a text)" in caplog.text
-    assert "NOBODY CHOSE" not in caplog.text
+    assert "NOT CALIBRATED" not in caplog.text
 
 
 def test_scales_beside_the_model_are_found_and_are_no_part_of_its_fingerprint(
@@ -136,8 +136,8 @@ def test_scales_beside_the_model_are_found_and_are_no_part_of_its_fingerprint(
 @pytest.mark.parametrize(
     ("dtype", "change", "message"),
     [
-        ("fp8_e5m2", None, "are for a KV cache in 'fp8_e5m2', this one is in fp8_e4m3"),
-        ("fp8_e4m3", lambda s: s.pop(1), "are of 1 layers, this cache needs scales of 2"),
+        ("fp8_e5m2", None, "are for a KV cache in 'fp8_e5m2', but this one is in fp8_e4m3"),
+        ("fp8_e4m3", lambda s: s.pop(1), "cover 1 layers, but this cache has 2"),
         ("fp8_e4m3", lambda s: s[1].update(v=torch.ones(3)), "v of layer 1 is 3 numbers, but there are 2 KV heads"),
         ("fp8_e4m3", lambda s: s[0].pop("k"), "k of layer 0 is nothing, but there are 2 KV heads"),
         ("fp8_e4m3", lambda s: s[0]["k"].copy_(torch.tensor(-1.0)), "holds -1.0, which is no positive number"),

@@ -164,7 +164,7 @@ def test_a_bad_file_on_rereading_keeps_the_old_keys_and_says_why(
     access.reread()
     assert access.clients.find("sk-ada-1") is not None
     (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert "the keys stay as they were" in record.getMessage()
+    assert "keeping the previous keys" in record.getMessage()
 
 
 LIMITED = """

@@ -104,7 +104,7 @@ def serving(host: str, **options: object) -> None:
 
 
 def test_without_keys_other_machines_are_not_served_unless_that_was_asked_for() -> None:
-    with pytest.raises(ConfigError, match=r"other machines can reach 0\.0\.0\.0, and no API key is asked for"):
+    with pytest.raises(ConfigError, match=r"0\.0\.0\.0 can be reached from other machines, but no API key is required"):
         serving("0.0.0.0")
     serving("0.0.0.0", allow_unauthenticated=True)
     serving("0.0.0.0", api_key=["key"])

@@ -140,7 +140,7 @@ def test_a_server_out_of_descriptors_serves_on(start: Callable[..., ServerProces
             for _ in range(100):
                 crowd.enter_context(socket.create_connection(("127.0.0.1", client.base_url.port or 0)))
             # The engine's first idle moment, at which it starts a process and imports modules.
-            server.errors_up_to("puts off its checks")
+            server.errors_up_to("idle checks postponed")
             assert client.post("/v1/completions", json=body).status_code == 200
     assert server.post("/v1/completions", body)["usage"]["completion_tokens"] == 2
     assert "Traceback" not in server.leave(signal.SIGTERM)
@@ -206,7 +206,10 @@ def test_a_process_whose_engine_is_dead_says_why_and_exits_with_an_error() -> No
     assert json.loads(events[-2])["error"]["code"] == "engine_dead", "whom it served is told"
     assert "CRITICAL octavo.engine.async_engine: the step loop died" in errors
     assert "RuntimeError: the device is lost" in errors
-    assert errors.splitlines()[-1] == "octavo: error: the engine died, and the server with it; the log says why"
+    assert (
+        errors.splitlines()[-1]
+        == "octavo: error: the engine died, so the server has stopped; see the log for the cause"
+    )
 
 
 def missing(folder: Path) -> Path:

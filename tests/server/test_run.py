@@ -130,7 +130,7 @@ def test_a_hangup_rereads_the_keys_and_a_running_stream_goes_on(
         assert [line for line in lines if line][-1] == "data: [DONE]"
     keys.write_text("nonsense")
     server.stop(signal.SIGHUP)
-    err = server.errors_up_to("the keys stay as they were")
+    err = server.errors_up_to("keeping the previous keys")
     assert "1 keys of 1 tenants" in err
     assert status("new") == 200
     server.stop(signal.SIGTERM)

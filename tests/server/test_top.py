@@ -255,7 +255,7 @@ def test_top_finds_the_port_of_an_address(url: str, address: tuple[str, int], mo
         (refusal(429), "it answers 429;"),
         (stream({"error": {"message": "The engine has stopped"}}, "[DONE]"), "ended it: The engine has stopped;"),
         (stream("[DONE]"), "the server closed the connection;"),
-        (stream('{"spec": {"num_blocks'), "it broke within an event;"),
+        (stream('{"spec": {"num_blocks'), "the connection broke in the middle of an event;"),
         (b"SSH-2.0\r\n", "no valid answer"),
     ],
     ids=["502", "503", "429", "error", "done", "broken", "another"],

@@ -274,9 +274,9 @@ def test_a_slab_that_cannot_be_opened_is_refused_with_what_to_do(tmp_path: Path)
     fill(tmp_path, 0)
     (path := slab(tmp_path)).unlink()
     path.mkdir()
-    with pytest.raises(ConfigError, match=r"cannot use what lies in .* remove them with octavo cache purge"):
+    with pytest.raises(ConfigError, match=r"cannot use the files in .* delete them with octavo cache purge"):
         disk(tmp_path)
-    with pytest.raises(ConfigError, match="cannot use what lies in"):
+    with pytest.raises(ConfigError, match="cannot use the files in"):
         disk(tmp_path)  # and nobody holds the lock
 
 
@@ -471,10 +471,10 @@ def test_a_server_starts_on_a_read_only_disk_and_reads_what_lies_there(
         assert get(store, [label(0), label(15), label(16)])[0] == [Reason.ABSENT, None, None]
         assert put(store, 20) == [Reason.READ_ONLY]
         assert get(store, [label(15)]) == ([None], [payload(15)])
-        with pytest.raises(ConfigError, match="only one may"):
+        with pytest.raises(ConfigError, match="is already writing to"):
             disk(tmp_path)
         store.close()
-    assert "read-only file system: what lies there is read" in caplog.text
+    assert "read-only file system: blocks are read from it" in caplog.text
     assert load(tmp_path, 15, 16) == [None, None]
 
 

@@ -301,7 +301,7 @@ def test_an_address_that_cannot_be_used_is_refused_without_its_password(redis_se
     with redis.Redis.from_url(redis_server.url) as client:
         client.config_set("requirepass", "new")
         try:
-            with pytest.raises(ConfigError, match="refuses the password, or wants one"):
+            with pytest.raises(ConfigError, match="rejects the password, or requires one"):
                 RemoteMedium(redis_server.url, FINGERPRINT, BLOCK_BYTES)
         finally:
             client.config_set("requirepass", "")

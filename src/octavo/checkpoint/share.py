@@ -36,11 +36,11 @@ class Share:
             return
         prefix = f"tensor_parallel_size is {self.count}, but {config.architecture}"
         if config.latent is not None:
-            raise ConfigError(f"{prefix} caches latents that all heads share, which are not split among ranks")
+            raise ConfigError(f"{prefix} caches latents that all heads share and that cannot be split among ranks")
         if config.layer.qk_norm == "projection":
-            raise ConfigError(f"{prefix} normalises queries and keys over all heads, which is not split among ranks")
+            raise ConfigError(f"{prefix} normalises queries and keys over all heads, which cannot be split among ranks")
         if self.count > config.num_heads:
-            raise ConfigError(f"{prefix} has {config.num_heads} heads: give at most {config.num_heads}")
+            raise ConfigError(f"{prefix} has only {config.num_heads} heads")
         widths = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
         if experts is None:
             widths["intermediate_size"] = config.intermediate_size
@@ -50,7 +50,7 @@ class Share:
                 widths["the shared expert's intermediate_size"] = experts.shared_intermediate_size
         for name, width in widths.items():
             if -(-width // _PANEL) < self.count:
-                raise ConfigError(f"{prefix} has {name} {width}: each rank computes at least {_PANEL} outputs")
+                raise ConfigError(f"{prefix} has {name} {width}, too few for at least {_PANEL} outputs in each rank")
 
     def outputs(self, total: int) -> slice:
         """Return the rank's share of a matrix's outputs, in whole panels."""

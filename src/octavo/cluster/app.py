@@ -40,7 +40,9 @@ def route(router_config: RouterConfig, config: ServerConfig) -> None:
         ConfigError: the address cannot be listened on, a package is missing, or there is no router key.
     """
     if config.router_key is None:
-        raise ConfigError("router_key is missing: the servers' own (--router-key, or $OCTAVO_ROUTER_KEY)")
+        raise ConfigError(
+            "router_key is missing: set it to the servers' router key (--router-key or $OCTAVO_ROUTER_KEY)"
+        )
     try:
         import aiohttp  # noqa: F401
     except ImportError as error:

@@ -134,7 +134,7 @@ class Readers:
                 pool.warm_up()
                 return pool
         logger.error(
-            "no tokenizer here makes the tokens of %s, so its prompts are not looked at: give its model by "
+            "no tokenizer here produces the tokens of %s, so it is routed to by load only: name its model with "
             "--tokenizer, and run the same version of Octavo",
             worker.url,
         )

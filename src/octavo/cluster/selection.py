@@ -120,7 +120,9 @@ class PrefixSelection(Selection):
 
     async def add(self, worker: Worker) -> None:
         if worker.event_address("endpoint") is None:
-            logger.warning("%s publishes no KV events (--kv-events-config), so prompts are not looked at", worker.url)
+            logger.warning(
+                "%s publishes no KV events (--kv-events-config), so it is routed to by load only", worker.url
+            )
             return
         if worker.worker_id in self._known:
             await self.remove(worker)

@@ -195,9 +195,9 @@ class Workers:
             try:
                 await self.on_up(worker)
             except Exception:
-                logger.exception("the prompts of %s are not looked at", worker.url)
+                logger.exception("cannot follow the cache of %s: it is routed to by load only", worker.url)
             worker.is_healthy = True
-            logger.info("%s takes requests for %s", worker.url, ", ".join(worker.names))
+            logger.info("%s now gets requests for %s", worker.url, ", ".join(worker.names))
 
     async def _down(self, worker: Worker, reason: str) -> None:
         if not worker.is_healthy:
@@ -231,7 +231,7 @@ class Workers:
                 lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
                 self._file = changed, tuple(checked_url(line, str(path)) for line in lines if line)
         except (OSError, UnicodeDecodeError, ConfigError) as error:
-            logger.error("the servers of %s stay as they were: %s", path, error)
+            logger.error("keeping the previous servers of %s: %s", path, error)
         return self._file[1]
 
     async def _of_dns(self, address: str) -> Iterable[str]:

@@ -67,7 +67,7 @@ def loaded(options: dict[str, Any], length: int) -> Iterator[tuple[LLM, ModelRun
 def run_search(args: argparse.Namespace, options: dict[str, Any], text: Text) -> int:
     """Search, write the table and print the comparison."""
     if "kv_cache_dtype" in options:
-        raise ConfigError("--search looks for a table of codecs: leave out --kv-cache-dtype, give --candidates")
+        raise ConfigError("--search chooses a codec for each layer: give --candidates instead of --kv-cache-dtype")
     compared = _compare(args, options, text)
     path = Path(args.output or "kv_cache_table.toml")
     formats = compared.found.formats

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     # Steps of all sizes are measured, so a server's default latency target must not limit them.
     options = {"itl_slo_ms": None, **engine_options(args)}
     if "record_plans" in options:
-        raise ConfigError("plans are recorded for the measurement itself: --keep-plans FILE keeps them")
+        raise ConfigError("the measurement records plans itself: use --keep-plans FILE instead of --record-plans")
     require_writable(args.output)
     shape = find_shape(options.get("model", DEFAULT_MODEL))
     speed = calibrate(engine_argv(options), args.seconds, shape.config.vocab_size, args.keep_plans)

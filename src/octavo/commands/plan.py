@@ -285,7 +285,7 @@ def _draw(report: Mapping[str, Any], path: str) -> None:
     from octavo.simulator.pareto import COLOURS, new_figure, save
 
     if report["memory"] is None:
-        raise ConfigError("nothing to plot: give --memory, what one device has")
+        raise ConfigError("nothing to plot: give --memory, the memory of one device")
     rows = report["memory"]["by_context"]
     lines = {dtype: [row for row in rows if row["by_kv_dtype"][dtype]] for dtype in rows[0]["by_kv_dtype"]}
     if not any(lines.values()):

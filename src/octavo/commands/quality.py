@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _compare_budget(budget: KVBudget, args: argparse.Namespace, engine: dict[str, Any]) -> int:
     if args.codecs or args.plot:
-        raise ConfigError("--codecs and --plot compare codecs, and --kv-budget compares a budget: give one")
+        raise ConfigError("give --codecs (and --plot) to compare codecs, or --kv-budget to compare a budget, not both")
     from octavo import LLM, __version__
     from octavo.workloads.budget_quality import measure
 
@@ -149,5 +149,5 @@ def _codecs(given: str | None, asked: str | None) -> list[str]:
     for name in names:
         checked_kv_cache_dtype(name)  # before a model is loaded
     if not names:
-        raise ConfigError("say which codec is compared: --kv-cache-dtype NAME, or --codecs NAME,…, or --codecs all")
+        raise ConfigError("name the codecs to compare: --kv-cache-dtype NAME, --codecs NAME,… or --codecs all")
     return names

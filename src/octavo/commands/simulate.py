@@ -240,17 +240,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _refuse_questions_without_effect(args: argparse.Namespace, has_targets: bool) -> None:
     if args.slo_percentile != 99.0 and not has_targets:
-        raise ConfigError("--slo-percentile goes with --ttft-slo-ms or --itl-slo-ms, of which none is given")
+        raise ConfigError("--slo-percentile needs --ttft-slo-ms or --itl-slo-ms")
     if args.price_per_hour is not None and not 0 < args.price_per_hour < math.inf:
         raise ConfigError(f"--price-per-hour must be above 0, got {args.price_per_hour:g}")
     if args.find_replicas and args.replicas > 1:
-        raise ConfigError("--find-replicas asks how many servers are needed, --replicas says it: give one")
+        raise ConfigError("give --find-replicas or --replicas, not both")
     if args.router is not None and args.replicas == 1 and not any("replicas" in sweep for sweep in args.sweep):
-        raise ConfigError("--router goes with --replicas, which is not given")
+        raise ConfigError("--router needs --replicas")
     if args.find_rate and args.find_replicas:
-        raise ConfigError("--find-rate asks what one server serves, --find-replicas how many are needed: give one")
+        raise ConfigError("give --find-rate or --find-replicas, not both")
     if args.rates is not None and (args.find_rate or args.find_replicas or args.concurrency is not None):
-        raise ConfigError("--rates gives the rates: leave out --find-rate, --find-replicas and --concurrency")
+        raise ConfigError("--rates cannot be combined with --find-rate, --find-replicas or --concurrency")
 
 
 def _plan(args: argparse.Namespace, options: dict[str, Any]) -> Plan:
@@ -261,12 +261,12 @@ def _plan(args: argparse.Namespace, options: dict[str, Any]) -> Plan:
     given = [name for name in ("speed", "plans", "machine") if getattr(args, name)]
     if len(given) != 1:
         raise ConfigError(
-            "say how fast the server is, in one way: --speed FILE (`octavo calibrate-speed` writes it), --plans FILE "
-            "or --machine NAME (an estimate; --list-machines)"
+            "give the server's speed in one way: --speed FILE (written by `octavo calibrate-speed`), --plans FILE, or "
+            "--machine NAME (an estimate; see --list-machines)"
         )
     speed = Speed.read(args.speed) if args.speed else speed_of_plans(args.plans) if args.plans else None
     if speed is not None and args.num_devices != 1:
-        raise ConfigError("--num-devices goes with --machine: a measured speed is that of the server that was measured")
+        raise ConfigError("--num-devices needs --machine: a measured speed is that of one server")
     machine = find_machine(args.machine) if args.machine else None
     for name in ("model", "block_size", "max_num_seqs", "max_num_batched_tokens"):
         if speed is not None and name in speed.facts:
@@ -323,19 +323,21 @@ def _refuse_what_has_no_effect(args: argparse.Namespace) -> None:
         ("num_prefixes", 1, "prefix_len"),
     ):
         if getattr(args, name) != plain and getattr(args, needed) is None:
-            raise ConfigError(f"{flag(name)} goes with {flag(needed)}, which is not given")
+            raise ConfigError(f"{flag(name)} needs {flag(needed)}")
     if args.trace is not None and args.prefix_len is not None:
-        raise ConfigError("--prefix-len goes with drawn lengths: a --trace says itself which prompts begin alike")
+        raise ConfigError("--prefix-len cannot be combined with --trace, which has its own shared prefixes")
     if args.trace is not None and (args.input_len, args.output_len) != ("64", "128"):
-        raise ConfigError("--input-len and --output-len draw lengths: a --trace has its own (see --scale-lengths)")
+        raise ConfigError(
+            "--input-len and --output-len cannot be combined with --trace, which has its own (see --scale-lengths)"
+        )
     if args.burstiness != 1 and args.request_rate is None and args.rates is None and not args.find_rate:
-        raise ConfigError("--burstiness goes with --request-rate, --rates or --find-rate, of which none is given")
+        raise ConfigError("--burstiness needs --request-rate, --rates or --find-rate")
     if args.rate_scale != 1 and (args.request_rate is not None or args.rates is not None):
         raise ConfigError("--rate-scale multiplies a trace's own rate: leave out --request-rate and --rates")
     if args.request_rate is not None and args.rates is not None:
-        raise ConfigError("--request-rate gives one rate, --rates several: give one of them")
+        raise ConfigError("give --request-rate or --rates, not both")
     if args.burstiness != 1 and args.request_rate == math.inf and args.rates is None and not args.find_rate:
-        raise ConfigError("--burstiness needs a rate that is finite: with --request-rate inf, all come at once")
+        raise ConfigError("--burstiness needs a finite rate: with --request-rate inf, all requests arrive at once")
 
 
 def _refuse_what_the_trace_says(args: argparse.Namespace, demand: Demand) -> None:
@@ -343,9 +345,9 @@ def _refuse_what_the_trace_says(args: argparse.Namespace, demand: Demand) -> Non
     if not demand.trace:
         return
     if args.burstiness != 1 and demand.follows_trace and args.rates is None:
-        raise ConfigError("--burstiness draws arrival times: this --trace has its own, unless --request-rate is given")
+        raise ConfigError("--burstiness draws arrival times, but this --trace has its own: give --request-rate as well")
     if args.rate_scale != 1 and not demand.follows_trace:
-        raise ConfigError("--rate-scale multiplies a trace's own rate: this --trace has no arrival times")
+        raise ConfigError("--rate-scale multiplies a trace's own rate, but this --trace has no arrival times")
     clients = {request.client for request in demand.trace}
     if args.tenants is None or None in clients:
         return
@@ -355,7 +357,7 @@ def _refuse_what_the_trace_says(args: argparse.Namespace, demand: Demand) -> Non
             f"{shortened(', '.join(sorted(map(str, clients))))}"
         )
     if set(demand.tenants.shares) != {1.0}:
-        raise ConfigError("--tenants: this --trace says who sends each request; give weights alone, as NAME:WEIGHT")
+        raise ConfigError("--tenants: this --trace names the tenant of each request; give weights only, as NAME:WEIGHT")
 
 
 def _tables(result: Mapping[str, Any]) -> Iterator[str]:

@@ -252,7 +252,7 @@ def _events(answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         try:
             news = json.loads(text)
         except ValueError as error:
-            raise ConnectionError("it broke within an event") from error
+            raise ConnectionError("the connection broke in the middle of an event") from error
         if "error" in news:
             raise ConnectionError(f"the server ended it: {_message(text) or news['error']}")
         if news.get("displaced"):

@@ -329,7 +329,7 @@ class AsyncEngine:
                 self._use_idle_time()
             except OSError as error:
                 # Starting a process and importing a module need descriptors, of which clients may hold all.
-                logger.warning("the idle engine puts off its checks: %s", error)
+                logger.warning("idle checks postponed: %s", error)
             if not self._wake.wait(self._idle_collect_seconds):
                 # A full collection may take tens of milliseconds, so the server's settings defer it until idle.
                 gc.collect()
@@ -349,7 +349,7 @@ class AsyncEngine:
             self.stats.on_audit(None)
         except CacheError as error:
             if self.stats.audit_problem != str(error):
-                logger.error("the block accounting of the idle engine is wrong; it goes on: %s", error)
+                logger.error("the block accounting is wrong (found while idle); serving continues: %s", error)
             self.stats.on_audit(str(error))
 
     def _take_in(self) -> None:

@@ -167,7 +167,7 @@ class InputProcessor:
         if not words:
             return ()
         if self.tokenizer is None:
-            raise RequestError("bad_words need a tokenizer, and this model came without one", param="bad_words")
+            raise RequestError("bad_words need a tokenizer, but this model has none", param="bad_words")
         found = bad_word_token_ids(self.tokenizer, words)
         self.config.limits.check_bad_word_tokens(max(map(len, found), default=0))
         return found

@@ -144,7 +144,7 @@ class KVEventPublisher(NullPublisher):
             try:
                 self._queue.put(None, timeout=_CLOSING_SECONDS)
             except queue.Full:
-                logger.warning("%d batches of KV events are lost at the end", self._queue.qsize())
+                logger.warning("%d batches of KV events were not sent before shutdown", self._queue.qsize())
             self._thread.join(_CLOSING_SECONDS)
         self._context.destroy(linger=0)
 
@@ -165,7 +165,7 @@ class KVEventPublisher(NullPublisher):
             except Exception:
                 if self._context.closed:
                     return
-                logger.exception("a batch of KV events is lost: all blocks are announced anew")
+                logger.exception("a batch of KV events was lost: announcing all blocks again")
                 self._wants_snapshot = True
 
     def _send_batch(self, batch: Sequence[Event] | CacheSnapshot) -> None:

@@ -249,7 +249,7 @@ class Recovery:
                 logger.warning("attempt %d of %d to compute a token for no request failed too", attempt, PROBES)
             finally:
                 scheduler.end_request(request.request_id)
-        raise EngineDeadError(f"nothing can be computed any more: {error}") from error
+        raise EngineDeadError(f"the engine cannot compute any step: {error}") from error
 
     def _runnable_tokens(self) -> dict[RequestId, int]:
         """Return the number of tokens of every request that a step which failed before it was planned could contain."""

@@ -158,8 +158,8 @@ def _require_splittable(target: _Target) -> None:
     config = target.config
     if config.num_ranks > 1 and not replace(target, device=torch.device("cpu")).runs_on_kernels:
         raise ConfigError(
-            f"tensor_parallel_size is {config.num_ranks}, but {config.model} in {dtype_name(target.dtype)} does not "
-            "run on the native decoder here, which alone is split among ranks"
+            f"tensor_parallel_size is {config.num_ranks}, but only the native decoder can be split among ranks, "
+            f"and {config.model} in {dtype_name(target.dtype)} does not run on it here"
         )
     target.share(0)
 
@@ -288,11 +288,11 @@ def _warm_up(config: EngineConfig, runner: ModelRunner) -> None:
     # Forks and preempted sequences copy blocks, and structured outputs draw under masks: more kernels to compile.
     arena.copy_blocks([(NULL_BLOCK, NULL_BLOCK)])
     warm_up_choice(runner.model.vocab_size, runner.model.device)
-    logger.info("the first steps of each kind were computed in %.1f s", time.perf_counter() - started)
+    logger.info("warmed up in %.1f s", time.perf_counter() - started)
     if runner.graphs is not None:
         started = time.perf_counter()
         count = runner.graphs.record(_RECORDING_S)
-        logger.info("%d sizes of decodes were recorded in %.1f s", count, time.perf_counter() - started)
+        logger.info("captured CUDA graphs of %d decode sizes in %.1f s", count, time.perf_counter() - started)
         torch.cuda.empty_cache()  # what steps took on the stream that records
 
 

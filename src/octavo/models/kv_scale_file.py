@@ -92,7 +92,7 @@ def read_scales(
         if not isinstance(parsed.get(key), str):
             raise ConfigError(f"{what} do not say which {key} they are for: was the file written by octavo calibrate?")
     if parsed["codec"] != dtype:
-        raise ConfigError(f"{what} are for a KV cache in {shown(parsed['codec'])}, this one is in {dtype}")
+        raise ConfigError(f"{what} are for a KV cache in {shown(parsed['codec'])}, but this one is in {dtype}")
     if parsed["fingerprint"] != (own := model_fingerprint(source.path)):
         raise ConfigError(
             f"{what} are for another model: {shown(parsed['model'])} with fingerprint {shown(parsed['fingerprint'])}, "
@@ -101,7 +101,7 @@ def read_scales(
     layers = parsed.get("layers")
     layers = layers if isinstance(layers, dict) else {}
     if len(layers) != len(heads):
-        raise ConfigError(f"{what} are of {len(layers)} layers, this cache needs scales of {len(heads)}")
+        raise ConfigError(f"{what} cover {len(layers)} layers, but this cache has {len(heads)}")
     scales: Scales = {}
     for index, sides in heads.items():
         of_layer = layers.get(str(index))

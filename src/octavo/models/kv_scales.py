@@ -99,7 +99,7 @@ def choose_scales(
         CorruptModelError: see `apply_scales`.
     """
     if calculate:
-        logger.info("KV cache scales: from the first tokens that are computed")
+        logger.info("KV cache scales: from the first tokens computed")
         return f"calculated {secrets.token_hex(8)}"  # unique, so that no other engine's blocks are found
     default = path_beside(source, dtype)
     if file is None and default.is_file():
@@ -114,8 +114,8 @@ def choose_scales(
     if scales:
         return apply_scales(layers, scales, str(source.path), share)
     logger.warning(
-        "KV CACHE SCALES ARE 1.0, WHICH NOBODY CHOSE: %s brings no k_scale and v_scale for kv_cache_dtype %s. Numbers "
-        "beyond what the codec reaches are cut off, small ones are coarse: run octavo calibrate, give "
+        "THE KV CACHE IS NOT CALIBRATED: %s has no k_scale and v_scale for kv_cache_dtype %s, so they are 1.0. Values "
+        "outside the codec's range are clipped and small ones are coarse: run octavo calibrate, give "
         "--calculate-kv-scales, or use int8, which needs no scales",
         source.path,
         dtype,

@@ -75,8 +75,8 @@ def make_decoder(
         return NativeDecoder(config, weights, dtype=dtype, quantised=quantised, rank=rank)
     if rank is not None:
         raise ConfigError(
-            f"tensor_parallel_size is {rank.share.count}, but {config.architecture} in {dtype} does not run on the "
-            "native decoder here, which alone is split among ranks"
+            f"tensor_parallel_size is {rank.share.count}, but only the native decoder can be split among ranks, "
+            f"and {config.architecture} in {dtype} does not run on it here"
         )
     return Decoder(config, weights, dtype=dtype, device=device, ops=ops)
 
@@ -154,7 +154,7 @@ class NativeDecoder(Decoder):
             device, host: uint8 [blocks, block_bytes], the memory of the cache `kv` and of swapped blocks.
         """
         if not self._bind(kv):
-            raise ConfigError("the kernels do not read this KV cache, and only they are split among ranks")
+            raise ConfigError("only the native kernels can be split among ranks, and they do not read this KV cache")
         self._native.follow(device, host)
 
     def _later_logits(self, first: int, last: int) -> torch.Tensor:

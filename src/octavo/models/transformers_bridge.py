@@ -387,9 +387,7 @@ def _probe(model: Any, max_positions: int) -> _Probe:
         raise UnsupportedModelError(f"{name}: its layers do not attend through transformers' AttentionInterface")
     expected = model.config.get_text_config(decoder=True).num_hidden_layers
     if len(probe.layers) < expected:
-        raise UnsupportedModelError(
-            f"{name}: only {len(probe.layers)} of its {expected} layers attend, the others keep another state"
-        )
+        raise UnsupportedModelError(f"{name}: only {len(probe.layers)} of its {expected} layers are attention layers")
     return probe
 
 

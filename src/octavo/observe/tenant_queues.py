@@ -64,13 +64,13 @@ class TenantQueues:
         waiting = self.of(tenant)
         if waiting.requests >= most_requests:
             raise TenantOverloadedError(
-                f"{waiting.requests} requests of this API key's tenant are waiting, and no more than {most_requests} "
-                "may: try again later"
+                f"this API key's tenant has {waiting.requests} requests waiting, and the maximum is {most_requests}: "
+                "try again later"
             )
         if waiting.requests and waiting.tokens + num_tokens > most_tokens:
             raise TenantOverloadedError(
-                f"{waiting.tokens} prompt tokens of this API key's tenant are waiting, and this request's {num_tokens} "
-                f"would make it more than {most_tokens}: try again later"
+                f"this API key's tenant has {waiting.tokens} prompt tokens waiting, and this request's {num_tokens} "
+                f"would exceed the maximum of {most_tokens}: try again later"
             )
 
     def _add(self, tenant: str, requests: int, tokens: int) -> None:

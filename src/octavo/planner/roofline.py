@@ -167,7 +167,7 @@ def roofline(
     base, per_row_beyond = shape.config.num_layers * machine.launch_us * 1e-6, 0.0
     if num_devices > 1:
         if not machine.link_gb_s:
-            raise ConfigError(f"no figure is known for links between several {machine.name}: use one device")
+            raise ConfigError(f"the bandwidth between several {machine.name} is not known: use one device")
         # A ring sends 2 (n - 1) / n of the bytes; each of its steps waits some microseconds.
         base += 2 * shape.config.num_layers * 10e-6
         sent = 2 * (num_devices - 1) / num_devices * shape.config.hidden_size * 2

@@ -218,7 +218,7 @@ class PlanBuilder:
             return PlannedStep()
         if not self._in_flight or plan.step != self._in_flight[0].plan.step:
             awaited = [step.plan.step for step in self._in_flight]
-            raise OctavoError(f"the result is of step {plan.step}; awaited are those of {awaited}, in this order")
+            raise OctavoError(f"got the result of step {plan.step}, expected those of steps {awaited} in this order")
         return self._in_flight.popleft()
 
     def abandon(self) -> None:

@@ -79,7 +79,7 @@ class AcceptedKeys:
             clients = client_keys(self._config)
             check(_kv_amounts(clients.values()))
         except ConfigError as error:
-            logger.error("the keys stay as they were: %s", error)
+            logger.error("keeping the previous keys: %s", error)
             return False
         self.clients.replace(clients)
         self.admins.replace(self._with_admin(clients))

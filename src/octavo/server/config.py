@@ -239,7 +239,7 @@ class ServerConfig(Options):
 
     def _check_together(self) -> None:
         if self.register_with and self.router_key is None:
-            raise ConfigError("register_with needs router_key, by which the router knows this server")
+            raise ConfigError("register_with needs router_key, with which this server identifies itself to the router")
         if self.register_with and self.uds is not None and self.advertised_url is None:
             raise ConfigError("register_with with uds needs advertised_url: a router cannot reach a Unix socket")
         if self.keys_file is not None and self.api_key:

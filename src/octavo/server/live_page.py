@@ -134,7 +134,7 @@ class LivePage(Handlers):
         """Which request computed each of some blocks."""
         asked = request.query_params.get("ids", "")
         if not _IDS.fullmatch(asked):
-            raise ApiError(400, f"ids must be 1 to {_MOST_IDS} numbers of blocks, divided by commas.", param="ids")
+            raise ApiError(400, f"ids must be 1 to {_MOST_IDS} block numbers, separated by commas.", param="ids")
         block_ids = [int(number) for number in asked.split(",")]
         found = await self._engine.ask(lambda core: computed_by(core.scheduler, block_ids))
         return json_response({"computed_by": found})

@@ -140,7 +140,7 @@ async def serve_on(
             async with registered(config, listener):
                 await server.serve(sockets=[listener])
             if not engine.is_alive:
-                raise EngineDeadError("the engine died, and the server with it; the log says why")
+                raise EngineDeadError("the engine died, so the server has stopped; see the log for the cause")
         finally:
             await engine.shutdown(server.grace_left)
 

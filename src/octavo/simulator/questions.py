@@ -80,7 +80,9 @@ class Demand:
         if not 0 <= self.think_s < math.inf:
             raise ConfigError(f"think_time must be 0 or more, got {self.think_s:g}")
         if self.users is not None and (self.rate is not None or self.rate_scale != 1):
-            raise ConfigError("a closed loop (--concurrency) has no rate: its users send when they have their answers")
+            raise ConfigError(
+                "a closed loop (--concurrency) has no rate: its users send a request when they have the last answer"
+            )
 
     @property
     def num_requests(self) -> int:

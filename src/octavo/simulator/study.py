@@ -102,9 +102,9 @@ def checked_variants(plan: Plan, texts: Sequence[str]) -> list[Variant]:
         if names.count(name) > 1:
             raise ConfigError(f"--sweep {name} is given twice: write all its values in one, {name}=V,V,…")
     if "model" in names:
-        raise ConfigError("--sweep model: a report is of one model; simulate each with a command of its own")
+        raise ConfigError("--sweep model is not possible: simulate each model with its own command")
     if "num_devices" in names and plan.machine is None:
-        raise ConfigError("--sweep num_devices goes with --machine: a measured speed is that of the measured server")
+        raise ConfigError("--sweep num_devices needs --machine: a measured speed is that of one server")
     if "kv_cache_memory" in names and (plan.config.num_blocks is not None or "num_blocks" in names):
         raise ConfigError("--num-blocks overrides the memory that --sweep kv_cache_memory varies: leave it out")
     found = list(variants(plan, sweeps))

@@ -126,7 +126,7 @@ class DiskMedium(Medium):
         self._is_read_only = bool(os.statvfs(self._folder).f_flag & os.ST_RDONLY)
         if self._is_read_only:
             logger.warning(
-                "disk: %s is on a read-only file system: what lies there is read, nothing is written", folder
+                "disk: %s is on a read-only file system: blocks are read from it, but none are written", folder
             )
         else:
             self._note_use(describe or {})
@@ -139,8 +139,8 @@ class DiskMedium(Medium):
             self.close()
             if isinstance(error, OSError):
                 raise ConfigError(
-                    f"kv_disk: cannot use what lies in {self._folder}: {error}; give its files to the user that runs "
-                    "this server, or remove them with octavo cache purge"
+                    f"kv_disk: cannot use the files in {self._folder}: {error}; give them to the user that runs this "
+                    "server, or delete them with octavo cache purge"
                 ) from error
             raise
 
@@ -203,7 +203,7 @@ class DiskMedium(Medium):
             (self._folder / "model.json").write_text(json.dumps(described) + "\n")
             os.utime(self._folder)
         except OSError as error:  # of a full disk, whose blocks can still be read
-            logger.warning("disk: %s is not written: %s", self._folder / "model.json", error)
+            logger.warning("disk: cannot write %s: %s", self._folder / "model.json", error)
 
     def _read_ahead(self, labels: Sequence[Label]) -> None:
         """Start reading all blocks, so that the disk is busy while one is copied and verified."""
@@ -273,7 +273,7 @@ class DiskMedium(Medium):
                 return False
             self._pool.grow(reversed(self._add(*self._new_slab())))
         except OSError as error:
-            logger.warning("disk: no further %d bytes for slots: %s", self._layout.slab_bytes, error)
+            logger.warning("disk: cannot allocate %d more bytes: %s", self._layout.slab_bytes, error)
             self._may_grow_at = time.monotonic() + GROW_AGAIN_SECONDS
             return False
         return True
@@ -285,7 +285,7 @@ class DiskMedium(Medium):
             if not others:
                 return False
             oldest = min(others, key=lambda f: f.stat().st_mtime)
-            logger.info("disk: the blocks of %s go for those of this model", oldest.name)
+            logger.info("disk: deleting the blocks of %s to make room for those of this model", oldest.name)
             shutil.rmtree(oldest)
         return True
 
@@ -346,7 +346,7 @@ class DiskMedium(Medium):
         self._pool.release(taken[::-1])
         if self.open_misses:
             reasons = ", ".join(f"{count} {reason.value}" for reason, count in sorted(self.open_misses.items()))
-            logger.warning("disk: besides %d blocks, damaged ones were found and dropped: %s", self.num_blocks, reasons)
+            logger.warning("disk: found %d blocks, and dropped damaged ones: %s", self.num_blocks, reasons)
 
     def _open_slab(self, path: Path) -> Iterator[tuple[int, BlockId, bytes]]:
         """Open a slab and yield its blocks as (number of the write, slot, header); a useless slab is removed."""
@@ -357,7 +357,7 @@ class DiskMedium(Medium):
             layout = Reason.LAYOUT
         used = sum(slab.layout.slab_bytes for slab in self._slabs)
         if isinstance(layout, Reason) or used + layout.slab_bytes > self._size:
-            logger.warning("disk: %s is of another layout or size, or cut short: it is given up", path)
+            logger.warning("disk: ignoring %s, which has another layout or size or is truncated", path)
             if isinstance(layout, Reason):
                 self.open_misses[layout] += 1
             os.close(file)

@@ -82,7 +82,7 @@ class RemoteMedium(Medium):
         except (redis.ConnectionError, redis.TimeoutError) as error:
             if isinstance(error, redis.AuthenticationError):
                 raise ConfigError(
-                    f"kv_remote: {without_password(url)} refuses the password, or wants one: {error}"
+                    f"kv_remote: {without_password(url)} rejects the password, or requires one: {error}"
                 ) from error
             logger.warning("remote: %s does not answer (%s): trying again later", without_password(url), error)
         except (redis.RedisError, ValueError, TypeError, AttributeError) as error:  # the last: of answers not Redis's

@@ -182,8 +182,7 @@ def lock_directory(directory: Path) -> int:
     try:
         if not _is_free(file):
             raise ConfigError(
-                f"kv_disk: {_named_holder(path)} writes to {directory}, and only one may; give this server another "
-                "directory"
+                f"kv_disk: {_named_holder(path)} is already writing to {directory}; give this server another directory"
             )
         name = f"process {os.getpid()} of {os.uname().nodename}\n".encode()
         # In place, which needs no room on a full disk.

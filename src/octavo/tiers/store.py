@@ -333,7 +333,7 @@ class Breaker:
             self._closed_until = self._clock() + self._retry_seconds
             self.num_closings += 1
         logger.warning(
-            "%s: %s failed %d times in a row (%s): there are none for %.0f s, then they are tried again",
+            "%s: %s failed %d times in a row (%s): pausing them for %.0f s",
             self._name,
             self._work,
             self._most_faults,

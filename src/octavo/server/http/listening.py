@@ -160,6 +160,6 @@ def require_keys_beyond_loopback(listener: socket.socket, config: ServerConfig, 
     if access.needs_key or config.allow_unauthenticated or ipaddress.ip_address(host.partition("%")[0]).is_loopback:
         return
     raise ConfigError(
-        f"other machines can reach {host}, and no API key is asked for: give --keys-file, or --allow-unauthenticated "
-        "to serve anybody who can connect"
+        f"{host} can be reached from other machines, but no API key is required: give --api-key or --keys-file, or "
+        "--allow-unauthenticated to serve anyone who can connect"
     )
