@@ -490,7 +490,7 @@ class EngineConfig(Options):
 
     @property
     def kv_events(self) -> KVEventsConfig | None:
-        """How events of the KV cache are published; None if they are not."""
+        """Options for publishing events of the KV cache; None if they are not."""
         if self.kv_events_config is None:
             return None
         events = KVEventsConfig.from_options(json.loads(str(self.kv_events_config)))

@@ -31,7 +31,7 @@ _SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false"
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What the number of an option counts.
+    """The unit of an option's number.
 
     Attributes:
         metavar: name of the value in `--help`.
@@ -163,7 +163,7 @@ class Option:
 
     @property
     def expected(self) -> str:
-        """What a value must be, for an error."""
+        """A description of valid values, for an error."""
         if self.unit is not None:
             return self.unit.words + " or none" * self.none
         if self.is_choice:

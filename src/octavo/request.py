@@ -192,7 +192,7 @@ def cache_scope(tenant: str, cache_group: str | None, cache_salt: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """What the prefix cache did for a prompt at its first admission, for the server's operator.
+    """The effect of the prefix cache on a prompt at its first admission, for the server's operator.
 
     Attributes:
         outcome: why the tokens after the cached ones were not cached.

@@ -1,4 +1,4 @@
-"""What the scheduler keeps of a sequence between steps: one record, `Sequence.state`.
+"""The scheduler's record of a sequence between steps: one record, `Sequence.state`.
 
 It is replaced by a fresh one when the sequence gets a new id or everything starts over, so nothing about it can be left
 behind in a table. Plain data: only the scheduler's modules read and write it.
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """What a running sequence holds and may still take, in blocks of one table.
+    """The blocks of one table that a running sequence holds and may still take.
 
     Attributes:
         held: blocks it holds.

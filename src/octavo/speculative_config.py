@@ -16,7 +16,7 @@ _BOUNDS = {"num_speculative_tokens": (1, 64), "prompt_lookup_min": (2, 16), "pro
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How tokens are drafted, with vLLM's names.
+    """Options for drafting tokens, with vLLM's names.
 
     Attributes:
         method: "ngram": from the request's own text; "suffix": also from what followed the same text in the prefix

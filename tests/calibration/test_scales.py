@@ -88,7 +88,7 @@ def test_what_calibrate_writes_is_found_beside_the_model_and_reaches_the_cache(
         (["--kv-cache-dtype", "int8"], "a KV cache in int8 needs no scales; those that do are fp8_e4m3"),
         (["--data", "/none.txt"], "cannot read the text /none.txt"),
         (["--percentile", "0"], "percentile must be above 0"),
-        (["--search", "--kv-cache-dtype", "int8"], "leave out --kv-cache-dtype"),
+        (["--search", "--kv-cache-dtype", "int8"], "instead of --kv-cache-dtype"),
         (["--search", "--bits", "3"], "3 bits a number are fewer than the 4 of int4"),
         (["--search", "--candidates", "int8,fp8_e4m3"], "not 'fp8_e4m3'"),
         (["--search", "--exchanges", "-1"], "exchanges must be 0 or more"),

@@ -207,7 +207,7 @@ def test_a_missing_size_is_named(key: str, tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"num_hidden_layers": 2**31}, "num_hidden_layers must be at most 10000, got 2147483648"),
-        ({"max_position_embeddings": 2**63}, "max_position_embeddings is 9223372036854775808, and at most"),
+        ({"max_position_embeddings": 2**63}, "max_position_embeddings must be at most"),
         ({"architectures": 7}, "architectures must be a list of names, got 7"),
         ({"architectures": [None]}, "architectures must be a list of names"),
         ({"hidden_act": None}, "hidden_act must be the name of a function, got None"),

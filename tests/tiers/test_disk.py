@@ -167,7 +167,7 @@ def test_another_models_oldest_blocks_go_for_those_of_this_one(tmp_path: Path) -
 
 def test_only_one_process_writes_to_a_directory_and_the_other_is_told_who(tmp_path: Path) -> None:
     medium = disk(tmp_path)
-    with pytest.raises(ConfigError, match=rf"process {os.getpid()} of .* writes to .* another directory"):
+    with pytest.raises(ConfigError, match=rf"process {os.getpid()} of .* is already writing to .* another directory"):
         disk(tmp_path)
     medium.close()
     disk(tmp_path).close()

@@ -295,7 +295,7 @@ def test_an_address_that_cannot_be_used_is_refused_without_its_password(redis_se
         RemoteMedium("http://here", FINGERPRINT, BLOCK_BYTES)
     with pytest.raises(ConfigError, match=r"kv_remote: cannot use unix://.*colour"):
         RemoteMedium(redis_server.url + "&colour=blue", FINGERPRINT, BLOCK_BYTES)
-    with pytest.raises(ConfigError, match="refuses the password") as refused:
+    with pytest.raises(ConfigError, match="rejects the password") as refused:
         RemoteMedium(redis_server.url + "&username=eve&password=letmein", FINGERPRINT, BLOCK_BYTES)
     assert "letmein" not in str(refused.value)
     with redis.Redis.from_url(redis_server.url) as client:

@@ -37,7 +37,7 @@ _NEAREST = 24  # number of exchanges to draw from: those with the least cost by 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """How the predictions with a quantised cache differ from those with the unquantised one.
+    """Differences between predictions with a quantised and with the unquantised cache.
 
     Attributes:
         kl: mean KL divergence of the next token's distribution, in nats.

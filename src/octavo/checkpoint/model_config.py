@@ -19,7 +19,7 @@ NATIVE_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "clamped_swig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerDescription:
-    """How a layer is built from norms, attention and an MLP. The defaults are Llama's.
+    """The layout of a layer: norms, attention and MLP. The defaults are Llama's.
 
     Attributes:
         norm: "rms" rounds a normalised row before its weights multiply it; "rms_once" after, with float32 weights;
@@ -131,7 +131,7 @@ class LatentConfig:
 
     @property
     def attention_scale(self) -> float:
-        """What scores are multiplied by."""
+        """Factor of the attention scores."""
         return float((self.rotary_dim + self.plain_dim) ** -0.5 * self.mscale * self.mscale)
 
 

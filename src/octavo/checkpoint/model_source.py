@@ -111,7 +111,7 @@ def resolve_model(
 ) -> ModelSource:
     """Find a model: 'smollm2', a folder, a .gguf file, a hub id, or a hub id with a GGUF file's type.
 
-    What is not here is downloaded, if need be.
+    Files that are not on this machine are downloaded.
 
     Args:
         revision: branch, tag or commit on the hub; hf_file: name of a GGUF file in a repository or a folder.

@@ -1,4 +1,4 @@
-"""What a model's authors recommend: sampling defaults, and how hidden states are pooled into an embedding."""
+"""The settings a model's authors recommend: sampling defaults, and how hidden states are pooled into an embedding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each of several ranks computes and keeps of a model: some outputs of every matrix, some heads of the cache.
+"""The part of a model that each rank computes and keeps: some outputs of every matrix, some heads of the cache.
 
     panels of 32 outputs   | 0 1 | 2 3 4 | 5 6 7 |          three ranks, each a whole number of panels
     KV heads 3 over 2      | 0 | 1 2 |                      query heads go with their KV head

@@ -103,7 +103,7 @@ class WorkerLostError(ApiError):
 
 
 class Readers:
-    """What turns bodies into tokens, one for each group of servers whose tokenizer the router has."""
+    """Tokenizers of request bodies, one for each group of servers whose tokenizer the router has."""
 
     def __init__(self, config: ServerConfig, tokenizers: Sequence[str]) -> None:
         self._config = config

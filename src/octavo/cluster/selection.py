@@ -1,4 +1,4 @@
-"""Which server gets a request: a contract, and three ways to keep it."""
+"""Choice of the server that gets a request: a contract, and three ways to keep it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class RoundRobin(Selection):
 class PrefixSelection(Selection):
     """Asks Dynamo's index, which reads the servers' KV events, and keeps account of the load of each.
 
-    What the index cannot answer falls back to the least loaded.
+    If the index cannot answer, the least loaded server is chosen.
 
     Raises:
         ConfigError: ai-dynamo-runtime is missing.

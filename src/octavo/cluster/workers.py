@@ -74,7 +74,7 @@ class Worker:
 
     @property
     def group(self) -> str:
-        """What servers must have in common to share an index: names, tokens, and size of blocks."""
+        """Properties that servers must have in common to share an index: names, tokens, and size of blocks."""
         facts, publishes = self.facts, self.event_address("endpoint") is not None
         return "|".join(map(str, (*self.names, facts.get("fingerprint"), facts.get("block_size"), publishes)))
 

@@ -1,4 +1,4 @@
-"""What `octavo top` knows from a server's events, and the screen that shows it."""
+"""The state that `octavo top` builds from a server's events, and the screen that shows it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How models write tool calls and reasoning into their text: formats as data, and one streaming parser for all."""
+"""Tool calls and reasoning in models' text: formats as data, and one streaming parser for all."""

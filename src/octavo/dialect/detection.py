@@ -30,7 +30,7 @@ _QUESTION, _RESULT = "octavo-question", "octavo-result"
 
 @dataclass(frozen=True, slots=True)
 class TemplateCalls:
-    """How a chat template writes calls.
+    """The format in which a chat template writes calls.
 
     Attributes:
         format: None if it has none, or an unknown one.

@@ -93,7 +93,7 @@ Body = JsonCalls | NamedJsonCall | XmlCall | BareCall | PythonCalls
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How a model writes its calls.
+    """The format of a model's tool calls.
 
     Attributes:
         opening: the mark before a run of calls; "" if there is none.
@@ -129,7 +129,7 @@ class CallFormat:
 
     @property
     def padding(self) -> str:
-        """What a model writes between the marks and a call that stands alone."""
+        """Separators that a model writes between the marks and a call that stands alone."""
         body = self.bodies[0]
         return "\n" if isinstance(body, JsonCalls) or (isinstance(body, XmlCall) and body.name) else ""
 

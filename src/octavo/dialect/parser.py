@@ -28,7 +28,7 @@ _ENDS = ("<|end|>", "<|return|>", "<|call|>")
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What a parser must know about the model and the request.
+    """The facts about model and request that a parser needs.
 
     Attributes:
         calls: the format of calls; None if the text is not searched for calls.

@@ -35,7 +35,7 @@ class MalformedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Syntax:
-    """How values are written.
+    """The notation of values.
 
     Attributes:
         quotes: characters that may enclose a string.

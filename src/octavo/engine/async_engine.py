@@ -257,7 +257,7 @@ class AsyncEngine:
     async def shutdown(self, drain_seconds: float) -> None:
         """Accept no more requests, let running ones finish for `drain_seconds`, abort the rest and stop the thread.
 
-        What is left of that time is for writing reused blocks to the stores.
+        The rest of that time is spent on writing reused blocks to the stores.
         """
         self._closing = True
         self._closes_by = deadline = time.monotonic() + drain_seconds

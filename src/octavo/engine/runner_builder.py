@@ -75,7 +75,7 @@ class RunnerFacts(EngineInfo):
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """What is to be loaded, and how it is computed."""
+    """The model to load, and how to compute it."""
 
     config: EngineConfig
     source: ModelSource

@@ -46,7 +46,7 @@ _LIMITS = (
 
 
 class GrammarFinding(NamedTuple):
-    """What was found out about the state of a grammar.
+    """Results computed for the state of a grammar.
 
     Attributes:
         is_followed: whether the matcher has followed the output.
@@ -60,7 +60,7 @@ class GrammarFinding(NamedTuple):
 
 
 class PendingFindings:
-    """What another thread is finding out about several states; waits for it once."""
+    """Results that another thread is computing for several states; waits for it once."""
 
     __slots__ = ("_found", "_future")
 

@@ -2,7 +2,7 @@
 
 Every function works on CPU tensors in bfloat16 or float32 (arithmetic is float32), releases the GIL, and checks shapes,
 dtypes and indices on every call: a bad argument raises ValueError with the numbers, never touches foreign memory.
-Rows may be strided, elements of a row may not. What writes into its arguments says so.
+Rows may be strided, elements of a row may not. Functions that write into their arguments say so.
 
 The instruction set is chosen when the library is loaded: "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni",
 "avx2", "neon_bf16", "neon" or "portable".

@@ -1,4 +1,4 @@
-"""What an index outside the engine must know of the prefix cache: which blocks it stores and removes, as events.
+"""Changes of the prefix cache, for an index outside the engine: which blocks it stores and removes, as events.
 
 A router keeps a tree of each server's blocks. It drops a block whose parent it does not know, and with a block that is
 removed it loses those that follow. So the log announces a block only while every block before it is announced. These

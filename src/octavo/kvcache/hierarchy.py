@@ -61,7 +61,7 @@ class SwapCounters:
 
 @dataclass(slots=True)
 class _Left:
-    """What a preempted sequence had computed, and where it finds it.
+    """The blocks a preempted sequence had computed, and where it finds them.
 
     Attributes:
         num_full: leading blocks that have the key of their prefix.

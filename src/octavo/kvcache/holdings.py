@@ -1,4 +1,4 @@
-"""What sequences hold: their block tables and hash chains, and what taking them away would cost and gain.
+"""The blocks that sequences hold: their block tables and hash chains, and what taking them away would cost and gain.
 
 The manager alone changes them; everybody else reads.
 """

@@ -169,7 +169,7 @@ class KVCacheSpec:
 
     @property
     def int8_copies(self) -> Int8Copies | None:
-        """Which tokens are kept in int8 as well."""
+        """The tokens that are kept in int8 as well."""
         return int8_copies(self.dtype)
 
     def used_bytes(self, group: GroupSpec) -> int:

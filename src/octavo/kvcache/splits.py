@@ -1,4 +1,4 @@
-"""How a decode's attention is split over its context among a GPU's programs: for the kernels, and the plan of memory.
+"""Splitting a decode's attention over its context among a GPU's programs: for the kernels, and the plan of memory.
 
     context   | split 0 | split 1 | … |       each of `SPLIT` tokens, or of a multiple if there would be too many
 

@@ -36,7 +36,7 @@ _MOST_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """How scales were chosen, for the log and for readers of the file."""
+    """The origin of scales, for the log and for readers of the file."""
 
     method: str
     text: str

@@ -176,7 +176,7 @@ class TransformersModel(CausalLM):
     def _head(self, hidden: torch.Tensor, output_type: Any) -> torch.Tensor:
         """Return the logits of rows of the decoder's hidden states.
 
-        What is done to them, and to the logits, differs between classes. So the model runs as always, but its decoder
+        Classes differ in what they do to them and to the logits. So the model runs as always, but its decoder
         returns these rows.
         """
         decoder, rows = self._model.get_decoder(), torch.arange(len(hidden), device=hidden.device)

@@ -80,7 +80,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """What the scheduler and the cache say of themselves at one moment.
+    """Figures of the scheduler and the cache at one moment.
 
     Attributes:
         num_swapped: number of the waiting sequences whose blocks are in host memory.

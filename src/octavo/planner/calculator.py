@@ -70,7 +70,7 @@ class PoolSize:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """How a device's memory is divided, in bytes.
+    """The division of a device's memory, in bytes.
 
     Attributes:
         available: what weights, activations and cache may take together.

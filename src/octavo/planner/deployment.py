@@ -260,7 +260,7 @@ class Deployment:
 
     @property
     def budget(self) -> MemoryBudget | None:
-        """How the memory of one device is divided; None if no memory is given."""
+        """The division of one device's memory; None if no memory is given."""
         return None if self.options.memory is None else self.sizing.budget
 
     @property
@@ -387,7 +387,7 @@ class Deployment:
         return SequenceCost.of(spec, num_tokens or self.context, self.options.max_num_batched_tokens, budget)
 
     def _figures(self, spec: KVCacheSpec, concurrency: int) -> Mapping[str, Any]:
-        """What the sequences would take in a cache of another codec or block size."""
+        """The bytes of the sequences in a cache of another codec or block size."""
         cost = self._cost(spec)
         figures: dict[str, Any] = {
             "kv_bytes_per_token": self._together(spec.bytes_per_token),
@@ -435,7 +435,7 @@ class Deployment:
         return figures
 
     def _by_context(self) -> list[dict[str, Any]]:
-        """How many users of each context fit, up to the longest context: with this cache, and in other formats."""
+        """The number of users that fit, by context, up to the longest: with this cache, and in other formats."""
         contexts = [context for context in _CONTEXTS if context < self.max_model_len] + [self.max_model_len]
         specs = {dtype: self._spec(dtype, self.options.block_size) for dtype in (self.kv_dtype, *_COMPARED)}
         return [

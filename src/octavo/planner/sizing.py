@@ -1,4 +1,4 @@
-"""How an engine divides its device's memory; checks that its options fit, and suggests ones that do."""
+"""Division of a device's memory by an engine; checks that its options fit, and suggests ones that do."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LEAST_MODEL_LEN = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizing:
-    """How an engine divides its device's memory with given options, when it starts, is planned or simulated.
+    """Divides a device's memory with given options, for an engine that starts, is planned or is simulated.
 
     Attributes:
         shape: shape of the model; once it is loaded, with the loaded model's own `kv_layers`.

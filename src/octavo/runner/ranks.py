@@ -50,7 +50,7 @@ _BEGINNING_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankJob:
-    """What a rank must know to load its share of a model.
+    """Everything a rank needs to load its share of a model.
 
     Attributes:
         spec: its share of the KV cache.

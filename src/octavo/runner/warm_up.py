@@ -38,7 +38,7 @@ def warm_up(runner: ModelRunner, spec: KVCacheSpec, num_blocks: int, *, max_num_
     """Execute a step of each kind, as far as the cache has room; a `reset` makes the runner forget them.
 
     Args:
-        num_blocks: number of blocks in the cache, including the null block. What is written to them is never read.
+        num_blocks: number of blocks in the cache, including the null block. Values written to them are never read.
         max_tokens: maximum number of tokens in a step, and in a sequence.
     """
     for plan in plans(spec, num_blocks, max_num_seqs=max_num_seqs, max_tokens=max_tokens):

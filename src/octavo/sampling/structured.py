@@ -12,7 +12,7 @@ After each token a grammar is either in free text or not (`GrammarState.in_free_
 
 A token that is kept only if it is allowed has the distribution of a draw among the allowed tokens (von Neumann's
 rejection sampling), and so has a draw among them with an independent number; hence so has the result. With greedy
-decoding both ways give the largest allowed logit. Which way is used for a row depends on that row alone. Filters
+decoding both ways give the largest allowed logit. The choice for a row depends on that row alone. Filters
 (top_k, top_p, min_p) must choose among the tokens that the mask allows, so their rows always use a mask.
 
 One call of llguidance fills all masks that are needed. If a mask allows a single token, that token is forced: it

@@ -122,7 +122,7 @@ class TokenIndex:
 
 
 class LatestOutputs:
-    """What the latest outputs of one scope said: two indexes, the older of which is dropped when the other is full.
+    """The tokens of one scope's latest outputs: two indexes, the older of which is dropped when the other is full.
 
     Args:
         width: see `TokenIndex`.

@@ -1,5 +1,6 @@
-"""The life cycle of sequences: who waits, who runs, and every transition between. What a step computes is decided
-elsewhere (`composer.py`).
+"""The life cycle of sequences: who waits, who runs, and every transition between.
+
+`composer.py` decides what a step computes.
 
 waiting ──admit──> running ──finish──> finished      by stop, length, abort or error, from any state
   ^ ^               │    │

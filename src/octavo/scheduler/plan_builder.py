@@ -26,7 +26,7 @@ from octavo.scheduler.plan import (
 
 
 class PlannedStep:
-    """What a step computes: while it is decided, and then by its plan, until its result is processed.
+    """The work of a step: while it is composed, and then by its plan, until its result is processed.
 
     Attributes:
         ahead: whether the step before is still being computed, and the tokens that it draws are pending. Then nothing

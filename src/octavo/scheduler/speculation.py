@@ -84,7 +84,7 @@ class SpeculationCounters:
 
 
 class _Rate:
-    """How many of the tried tokens were accepted, the latest counting most."""
+    """The share of tried tokens that were accepted, with the latest counting most."""
 
     __slots__ = ("accepted", "tried")
 

@@ -21,7 +21,7 @@ Also the most in the first chunk that streams wait for; each may be twice as lon
 
 
 class StreamTime(NamedTuple):
-    """How long streams take in a step, in seconds, as far as it depends on which of them it computes.
+    """The seconds that streams take in a step, as far as that depends on which of them it computes.
 
     Attributes:
         wanted: time of all of them.
@@ -48,7 +48,7 @@ class LatencyTarget:
     measured together with streams.
 
     Prompts do not starve. Where streams leave them little of `seconds`, or nothing, they may use `SHARE_OF_PROMPTS` of
-    the streams' time all the same. What is too little for `LEAST_CHUNK` tokens adds up from step to step:
+    the streams' time all the same. Time too short for `LEAST_CHUNK` tokens is carried over to the next step:
 
         target   ─────────────────────────────────────────█████──
         streams  ████████  ████████  ████████  ████████  ████████     one step in five exceeds the target

@@ -1,4 +1,4 @@
-"""What the handlers of all APIs share: reading a body, sending an answer, and telling which fields were ignored."""
+"""Shared by the handlers of all APIs: reading a body, sending an answer, and reporting ignored fields."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class TenantUse:
-    """What a tenant has used since the server's start, and its running requests."""
+    """A tenant's use since the server's start, and its running requests."""
 
     running: int = 0
     requests: int = 0

@@ -1,4 +1,4 @@
-"""What a server does for routers in front of it: registers with them, takes prompts as token ids, says how to route.
+"""A server's services for routers in front of it: registers with them, takes prompts as token ids, says how to route.
 
 A router tokenises a prompt to find out where its prefix is cached. It sends the client's body as it came, followed by
 the token ids, so that nothing is tokenised twice:

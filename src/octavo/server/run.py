@@ -207,7 +207,7 @@ class Server(uvicorn.Server):
 
     @property
     def grace_left(self) -> float:
-        """What is left of the grace period, in seconds; 0 unless the server is stopping."""
+        """The rest of the grace period, in seconds; 0 unless the server is stopping."""
         return 0.0 if self._stops_by is None else max(0.0, self._stops_by - time.monotonic())
 
     @contextmanager

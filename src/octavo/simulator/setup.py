@@ -43,7 +43,7 @@ class _WithBits(Sizing):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to simulate: a model, engine options, and a machine whose speed is measured or estimated.
+    """The setup of a simulation: a model, engine options, and a machine whose speed is measured or estimated.
 
     Attributes:
         speed: the measured speed; None to estimate it from `machine`.
@@ -109,7 +109,7 @@ class Plan:
 
     @property
     def sizing(self) -> Sizing:
-        """How one device's memory is divided; without a machine, all of it is there."""
+        """The division of one device's memory; without a machine, all of it is there."""
         machine, config = self.machine, self.config
         on_cpu = machine is not None and machine.on_cpu
         return _WithBits(

@@ -74,7 +74,7 @@ class SimulatedServer:
 
 @dataclass(slots=True)
 class TenantResults:
-    """What one tenant received."""
+    """One tenant's share of the results."""
 
     requests: int = 0
     output_tokens: int = 0

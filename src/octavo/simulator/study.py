@@ -38,7 +38,7 @@ _NUM_RATES = 10
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What is asked of each variant.
+    """The question asked of each variant.
 
     Attributes:
         ttft_ms, percentile: of the targets; the other target is the variant's own `itl_slo_ms`.

@@ -31,7 +31,7 @@ _OWN = 1 << 30
 
 
 class Shape(NamedTuple):
-    """What one request asks for.
+    """The lengths and prefixes of one request.
 
     Attributes:
         runs: the prompt as pairs of a token id and a count.

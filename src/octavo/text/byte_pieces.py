@@ -13,7 +13,7 @@ MAX_LOOK_BACK = 1024
 
 
 class BytePieces(dict[int, str | bytes]):
-    """What each token adds to a text: a string if its bytes are whole characters, otherwise the bytes themselves.
+    """The bytes each token adds to a text: a string if its bytes are whole characters, otherwise the bytes themselves.
 
     Filled on demand, so that a vocabulary costs nothing at start-up. Unknown ids add nothing.
 

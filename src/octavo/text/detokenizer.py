@@ -42,8 +42,8 @@ class TokenDecoder:
     a following token shows that they do not begin a character, or at `flush`.
 
     The deltas add up to the decoded whole, with one exception: if tokens stand for single bytes (SentencePiece's byte
-    fallback), decoders turn a whole run of them into U+FFFD when any byte of it is invalid. What was already emitted of
-    such a run does not change.
+    fallback), decoders turn a whole run of them into U+FFFD when any byte of it is invalid. The part of such a run that
+    was already emitted does not change.
     """
 
     def __init__(

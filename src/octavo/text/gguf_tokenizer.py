@@ -34,7 +34,7 @@ class TokenType(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class _PreTokenizer:
-    """How text is split before merging.
+    """The rule that splits text before merging.
 
     Attributes:
         pattern: regular expression of a piece; None for GPT-2's pattern, which is built into `tokenizers`.

@@ -103,7 +103,7 @@ class Store:
 
     @property
     def num_closings(self) -> dict[Work, int]:
-        """How often consecutive faults have stopped reads, and writes."""
+        """Number of times that consecutive faults have paused reads, and writes."""
         return {Work.READ: self._reading.num_closings, Work.WRITE: self._writing.num_closings}
 
     def lookup(self, key: bytes) -> bool | None:

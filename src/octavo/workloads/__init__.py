@@ -1,1 +1,1 @@
-"""What benchmarks, calibration and the simulator send and measure. The commands are in `octavo.commands.bench`."""
+"""Requests of benchmarks, calibration and the simulator, and their measurement. Commands: `octavo.commands.bench`."""

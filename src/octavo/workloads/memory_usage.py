@@ -1,4 +1,4 @@
-"""How the memory of a KV cache is used, read from the manager's own tables after every step.
+"""Use of a KV cache's memory, read from the manager's own tables after every step.
 
 The terms are those of the PagedAttention paper (Kwon et al., SOSP 2023, section 3.1 and figures 2 and 3). A *slot* is
 the space for one token's keys and values. Every slot of the budget is in exactly one of these states:

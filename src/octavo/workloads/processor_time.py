@@ -1,4 +1,4 @@
-"""Who else used the processors during a measurement."""
+"""Processor time of other programs during a measurement."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def test_a_tenants_waiting_tokens_are_bounded(keys: dict[str, Any]) -> None:
         _waiting(server, 1)
         refused = post_as(server, "ada", 41)
         assert refused.status_code == 429
-        assert "60 prompt tokens of this API key's tenant are waiting, and this request's 41" in refused.text
+        assert "this API key's tenant has 60 prompt tokens waiting, and this request's 41" in refused.text
         hurry()
         assert [call.result().status_code for call in calls] == [200] * 2
         assert post_as(server, "ada", 200, 1).status_code == 200, "alone in the queue, a prompt may be longer"

@@ -1,4 +1,4 @@
-"""What the generation endpoints share: running a body's prompts on the engine, token usage, and the `octavo` object."""
+"""Shared by the generation endpoints: running a body's prompts on the engine, token usage, and the `octavo` object."""
 
 from __future__ import annotations
 

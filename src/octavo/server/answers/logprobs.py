@@ -40,7 +40,7 @@ class TokenTexts:
 
 
 class TokenOffsets:
-    """Where in a choice's text each of its tokens begins and ends, token by token.
+    """The offsets in a choice's text at which each of its tokens begins and ends.
 
     A token that completes a character begins where the character does; a token that ends within a character has no
     length, nor have special tokens that are left out of the text.

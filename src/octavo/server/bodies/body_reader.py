@@ -186,7 +186,7 @@ class BodyReader:
 
     @property
     def prompt_settings(self) -> dict[str, Any]:
-        """What a prompt's tokens depend on besides the body and the tokenizer, as keywords of a reader."""
+        """The inputs of a prompt's tokens other than the body and the tokenizer, as keywords of a reader."""
         return {
             "vocab_size": self._vocab_size,
             "hidden_size": self._hidden_size,

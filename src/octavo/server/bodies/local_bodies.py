@@ -191,7 +191,7 @@ def now() -> str:
 
 @dataclass(kw_only=True)
 class OllamaGenerationBody(RequestBody):
-    """What chats and completions of this API have in common."""
+    """Fields that chats and completions of this API have in common."""
 
     SOURCES: ClassVar[Mapping[str, str]] = {
         **{name: f"options.{option}" for option, name in OLLAMA_OPTIONS.items()},

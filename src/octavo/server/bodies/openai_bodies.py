@@ -110,7 +110,7 @@ class OctavoOptions(Declared):
 
 @dataclass(kw_only=True)
 class Accounted(RequestBody):
-    """What bodies for OpenAI's models say of who asks; without effect here, except for two."""
+    """Fields of OpenAI's bodies that identify the caller; without effect here, except for two."""
 
     user: str | None = taken("who asks; has no effect", limit="max_name_length")
     safety_identifier: str | None = taken("has no effect", limit="max_name_length")
@@ -128,7 +128,7 @@ class Accounted(RequestBody):
 
 @dataclass(kw_only=True)
 class GenerationBody(Accounted, StreamedBody, Guided):
-    """What completions and chat completions have in common."""
+    """Fields that completions and chat completions have in common."""
 
     PARAMETERS: ClassVar[Collection[str]] = PARAMETERS
 

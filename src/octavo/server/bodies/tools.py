@@ -1,4 +1,4 @@
-"""What a chat's answer may be: its tools and response format, and how the model writes calls and reasoning."""
+"""The forms a chat's answer may take: its tools and response format, and how the model writes calls and reasoning."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ _END_OF_PROMPT = 256
 
 @dataclass(frozen=True, slots=True)
 class Speech:
-    """How an answer's text is parsed, and which parts are returned.
+    """Parsing of an answer's text, and the parts to return.
 
     Attributes:
         one_call: report only the first of several calls (`parallel_tool_calls: false`).

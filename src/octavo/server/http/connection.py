@@ -1,4 +1,4 @@
-"""What passes over connections: request bodies in, within a total bound, and answers out.
+"""The HTTP connections: request bodies in, within a total bound, and answers out.
 
 Each request in flight is cancelled when its client disconnects, and all are when a shutdown times out.
 
