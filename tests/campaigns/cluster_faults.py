@@ -36,9 +36,12 @@ from pathlib import Path
 import httpx
 
 from benchmarks import this_machine
+from octavo.server.routers import WORKER_PATH
 from tests.campaigns.attacks import write_model
 from tests.campaigns.cluster import (
     ADMIN_KEY,
+    ROUTER_KEY,
+    START_SECONDS,
     Cluster,
     Network,
     Server,
@@ -98,7 +101,14 @@ async def kill_a_rank(cluster: Cluster, rng: random.Random) -> Server | None:
     if ranks := [pid for pid in server.children() if b"rank" in Path(f"/proc/{pid}/cmdline").read_bytes()]:
         os.kill(ranks[0], signal.SIGKILL)
     await asyncio.sleep(1)
-    return server
+    until = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            await asyncio.to_thread(operate, server, WORKER_PATH, ROUTER_KEY)  # which the engine's thread answers
+            return server
+        except httpx.HTTPError:
+            if time.monotonic() > until:
+                raise
 
 
 async def kill_the_router(cluster: Cluster, rng: random.Random) -> None:

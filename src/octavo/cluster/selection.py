@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -17,6 +20,14 @@ from octavo.errors import ConfigError, how_to_install
 from octavo.server.apis import new_id
 
 logger = logging.getLogger("octavo.route")
+
+# Time in which the index must take in or forget a server: it has been seen to wait forever, after a link was cut.
+_INDEX_SECONDS = 2.0
+# Time in which the index must know of the blocks of a prompt that was computed, and how many prompts in a row of one
+# server may be unknown before the server's events are read anew, which is not done again for a while.
+_HEARD_SECONDS = 2.0
+_MOST_UNHEARD = 3
+_READ_ANEW_SECONDS = 30.0
 
 
 class RoutedPrompt(NamedTuple):
@@ -39,12 +50,14 @@ class Ticket:
         selection_id: name of its reservation in an index; None if it has none.
         cached_tokens: tokens of the prompt that the server has cached, as far as is known.
         kv_hint: address of another server that has more of them, and hands out its blocks; None if none is known.
+        prompt: what the index was asked about.
     """
 
     worker: Worker
     selection_id: str | None = None
     cached_tokens: int = 0
     kv_hint: str | None = None
+    prompt: RoutedPrompt | None = None
 
 
 class Selection:
@@ -93,10 +106,30 @@ class RoundRobin(Selection):
         return self._ticket(ordered[next(self._turn) % len(ordered)])
 
 
+@dataclass(slots=True)
+class _Heard:
+    """Whether the index hears a server's events.
+
+    Attributes:
+        prompt: one that the server has computed, at `computed_at`, and that is to be looked up.
+        num_unheard: prompts in a row that were not found.
+        read_at: when its events were last read anew.
+    """
+
+    prompt: RoutedPrompt | None = None
+    computed_at: float = 0.0
+    num_unheard: int = 0
+    read_at: float = -_READ_ANEW_SECONDS
+
+
 class PrefixSelection(Selection):
     """Asks Dynamo's index, which reads the servers' KV events, and keeps account of the load of each.
 
-    If the index cannot answer, the least loaded server is chosen.
+    If the index cannot answer, the least loaded server is chosen. An index that hangs is replaced, and a server whose
+    events it does not hear is added again; both then fill from what servers repeat of their events.
+
+    Attributes:
+        num_rebuilt: how often the index was replaced.
 
     Raises:
         ConfigError: ai-dynamo-runtime is missing.
@@ -109,13 +142,17 @@ class PrefixSelection(Selection):
             from dynamo.llm import SelectionService
         except ImportError as error:
             raise ConfigError(f"--strategy prefix needs octavo[route] ({error}): {how_to_install('route')}") from error
-        self._service: Any = SelectionService(
+        self._new_service = partial(
+            SelectionService,
             indexer_threads=2,
             replica_sync_port=config.replica_sync_port,
             replica_sync_peers=list(config.replica_sync_peers) or None,
         )
+        self._service: Any = self._new_service()
         self._seconds = config.selection_timeout
         self._known: dict[int, Worker] = {}
+        self._heard: dict[int, _Heard] = {}
+        self.num_rebuilt = 0
         self._freeing: set[asyncio.Future[None]] = set()
 
     async def add(self, worker: Worker) -> None:
@@ -126,25 +163,40 @@ class PrefixSelection(Selection):
             return
         if worker.worker_id in self._known:
             await self.remove(worker)
-        facts = worker.facts
-        await self._service.upsert_worker(
-            {
-                "worker_id": worker.worker_id,
-                "model_name": worker.group,
-                "endpoint": worker.url,
-                "block_size": facts["block_size"],
-                "total_kv_blocks": facts["num_blocks"],
-                "max_num_batched_tokens": facts["max_num_batched_tokens"],
-                "kv_events_endpoints": {0: worker.event_address("endpoint")},
-                "replay_endpoint": worker.event_address("replay_endpoint"),
-            }
-        )
         self._known[worker.worker_id] = worker
+        if not await self._is_done(self._service.upsert_worker(_record(worker))):
+            await self._rebuild()
 
     async def remove(self, worker: Worker) -> None:
         # With it go the blocks that the index believes to be there.
-        if self._known.pop(worker.worker_id, None) is not None:
-            await self._service.delete_worker(worker.worker_id)
+        self._heard.pop(worker.worker_id, None)
+        was_known = self._known.pop(worker.worker_id, None) is not None
+        if was_known and not await self._is_done(self._service.delete_worker(worker.worker_id)):
+            await self._rebuild()
+
+    async def _is_done(self, call: Awaitable[Any]) -> bool:
+        try:
+            async with asyncio.timeout(_INDEX_SECONDS):
+                await call
+        except TimeoutError:
+            return False
+        return True
+
+    async def _rebuild(self) -> None:
+        """Begin with an empty index."""
+        logger.error("the index has not answered for %g s: it is replaced", _INDEX_SECONDS)
+        self.num_rebuilt += 1
+        # It may hang too, and must not keep this process from ending.
+        ending = threading.Thread(target=self._service.shutdown, daemon=True)
+        ending.start()
+        ends = time.monotonic() + _INDEX_SECONDS
+        while ending.is_alive() and time.monotonic() < ends:
+            await asyncio.sleep(0.01)
+        self._service = self._new_service()
+        for worker in list(self._known.values()):
+            if not await self._is_done(self._service.upsert_worker(_record(worker))):
+                logger.error("the new index does not take in %s, so it is routed to by load only", worker.url)
+                self._known.pop(worker.worker_id, None)
 
     async def choose(self, workers: Sequence[Worker], prompt: RoutedPrompt) -> Ticket:
         if not prompt.token_ids or not any(worker.worker_id in self._known for worker in workers):
@@ -177,7 +229,7 @@ class PrefixSelection(Selection):
             return await super().choose(workers, prompt)
         assert worker is not None
         ticket = self._ticket(worker, selection_id, chosen["overlap"]["longest_matched"])
-        ticket.kv_hint = hint
+        ticket.kv_hint, ticket.prompt = hint, prompt
         return ticket
 
     async def _hint(self, asked: dict[str, Any], worker_id: int) -> str | None:
@@ -190,13 +242,15 @@ class PrefixSelection(Selection):
         if len(addresses) == 1 or worker_id not in addresses:
             return None
         wanted = {name: asked[name] for name in ("model_name", "token_ids", "cache_salt")}
-        scores = await self._service.overlap_scores(wanted)
-        blocks = {score["worker_id"]: score["device_blocks"] for score in scores["workers"]}
+        blocks = await self._overlaps(wanted)
         most = max(addresses, key=lambda number: blocks.get(number, 0))
         return addresses[most] if blocks.get(most, 0) > blocks.get(worker_id, 0) else None
 
     async def first_token(self, ticket: Ticket) -> None:
         if ticket.selection_id is not None:
+            heard = self._heard.setdefault(ticket.worker.worker_id, _Heard())
+            if heard.prompt is None:
+                heard.prompt, heard.computed_at = ticket.prompt, time.monotonic()
             try:
                 await self._service.prefill_complete(ticket.selection_id)
             except Exception as error:
@@ -206,6 +260,34 @@ class PrefixSelection(Selection):
         await super().done(ticket)
         if ticket.selection_id is not None:
             await self._free(ticket.selection_id)
+            await self._listen(ticket.worker)
+
+    async def _listen(self, worker: Worker) -> None:
+        """Look up a prompt that a server has computed, and read its events anew if they do not seem to arrive."""
+        heard, now = self._heard.get(worker.worker_id), time.monotonic()
+        if heard is None or heard.prompt is None or now - heard.computed_at < _HEARD_SECONDS:
+            return
+        prompt, heard.prompt = heard.prompt, None
+        full_blocks = len(prompt.token_ids) // worker.facts["block_size"]
+        asked = {"model_name": worker.group, "token_ids": list(prompt.token_ids), "cache_salt": prompt.scope or None}
+        try:
+            async with asyncio.timeout(self._seconds):
+                found = (await self._overlaps(asked)).get(worker.worker_id, 0)
+        except Exception as error:
+            logger.warning("the index could not be asked about %s: %s", worker.url, error)
+            return
+        # A block or two may have been evicted since.
+        heard.num_unheard = heard.num_unheard + 1 if found < full_blocks / 2 else 0
+        if heard.num_unheard >= _MOST_UNHEARD and now - heard.read_at > _READ_ANEW_SECONDS:
+            logger.warning("the index hears nothing of %s: its events are read anew", worker.url)
+            if worker.worker_id in self._known:
+                await self.add(worker)
+                self._heard[worker.worker_id] = _Heard(read_at=now)
+
+    async def _overlaps(self, asked: dict[str, Any]) -> dict[int, int]:
+        """Return how many blocks of a prompt each server has on its device, as far as the index knows."""
+        scores = await self._service.overlap_scores(asked)
+        return {score["worker_id"]: score["device_blocks"] for score in scores["workers"]}
 
     def num_reserved(self) -> int:
         """Return how many requests the index counts at servers."""
@@ -224,6 +306,21 @@ class PrefixSelection(Selection):
             await self._service.free_reservation(selection_id)
         except Exception as error:  # the server that it was at has gone
             logger.debug("reservation %s: %s", selection_id, error)
+
+
+def _record(worker: Worker) -> dict[str, Any]:
+    """Return what the index must know of a server."""
+    facts = worker.facts
+    return {
+        "worker_id": worker.worker_id,
+        "model_name": worker.group,
+        "endpoint": worker.url,
+        "block_size": facts["block_size"],
+        "total_kv_blocks": facts["num_blocks"],
+        "max_num_batched_tokens": facts["max_num_batched_tokens"],
+        "kv_events_endpoints": {0: worker.event_address("endpoint")},
+        "replay_endpoint": worker.event_address("replay_endpoint"),
+    }
 
 
 def make_selection(config: RouterConfig) -> Selection:
