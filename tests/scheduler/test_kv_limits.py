@@ -96,6 +96,20 @@ def test_a_capped_tenants_waiting_requests_can_be_aborted_wherever_they_stand() 
     assert [request.sequences[0].num_output_tokens for request in requests] == [4, 0, 0, 4, 0, 4]
 
 
+def test_a_long_prompt_counts_as_what_its_window_keeps() -> None:
+    server = server_with({"a": KVLimits(cap=12)}, layers=(sliding(8),), budget=8)
+    short = server.add(4, 30, tenant="a")
+    server.step()
+    long = server.add(60, 4, tenant="a")  # 15 blocks, of which steps of 8 tokens need 5 at a time
+    server.step()
+    assert running(short)
+    assert running(long)
+    while server.scheduler.has_work:
+        server.step()
+        assert held(server, "a") <= 12
+    server.run()
+
+
 def test_what_several_sequences_of_a_tenant_share_counts_once() -> None:
     server = server_with({"a": KVLimits(cap=15)})
     prompt = list(range(33))

@@ -242,9 +242,10 @@ class Admission:
         return bool(self._tenants) and self._tenants.is_within_floor(seq.request.tenant, self._most_blocks(seq))
 
     def _most_blocks(self, seq: Sequence) -> int:
-        """Return the blocks of a waiting sequence's tokens, and those that it is bound to take beyond."""
-        spec = self._kv.spec
-        return spec.blocks_for_tokens(seq.num_tokens) * len(spec.groups) + self._bound(seq)
+        """Return the most blocks that a waiting sequence's tokens take at a time, and those that it is bound to take
+        beyond."""
+        budget = seq.request.params.kv_budget
+        return self._kv.spec.peak_blocks(seq.num_tokens, self._max_step, budget) + self._bound(seq)
 
     def _bound(self, seq: Sequence) -> int:
         """Return how many blocks a newcomer is bound to take beyond those for its present tokens."""
@@ -286,7 +287,7 @@ class Admission:
                 break
             place = seq.state.placed
             places += 1 + place.siblings
-            blocks += place.held * len(self._kv.spec.groups)
+            blocks += self._running.num_held(place)
             step = now + steps_left(seq)
         self._promise = _Promise(head, step, max(0, places), max(0, blocks))
 

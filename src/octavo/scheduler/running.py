@@ -114,6 +114,12 @@ class RunningSet:
         place.held = -(-num_tokens // self._size)
         return self.reserve + self._bound(place)
 
+    def num_held(self, place: Place) -> int:
+        """Return the blocks that a running sequence holds in all groups, but for those of a step's tokens that a window
+        is about to slide past."""
+        kept = ((place.kept, self._num_growing), *self._windows)
+        return sum(min(place.held, most) * count for most, count in kept)
+
     def after(self, seq: Sequence) -> list[Sequence]:
         """Return a running sequence and those behind it, in order of service."""
         return self.order[bisect.bisect_left(self.order, seq.order, key=attrgetter("order")) :]
