@@ -76,13 +76,15 @@ uint64_t next_call() {
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Into how many stretches of at most `most` panels to split a weight: the fewest with which threads that are equally
-// fast finish together, or as nearly as can be.
-int64_t even_stretches(int64_t panels, int64_t most, int64_t threads) {
-    const int64_t share = divide_up(panels, threads);
-    int64_t best = panels, shortest = panels + 1;
-    for (int64_t length = std::min(most, share); length >= 1 && shortest > share; --length) {
-        const int64_t stretches = divide_up(panels, length), longest = divide_up(stretches, threads) * length;
+// Into how many stretches of at most `most` panels to split a weight, each for every block of rows: the fewest with
+// which threads that are equally fast finish together, or as nearly as can be. For several blocks an eighth more time
+// will do, because more stretches read the activations more often.
+int64_t even_stretches(int64_t panels, int64_t most, int64_t threads, int64_t blocks = 1) {
+    const int64_t share = divide_up(panels * blocks, threads), enough = blocks == 1 ? share : share + share / 8;
+    int64_t best = panels, shortest = panels * blocks + 1;
+    for (int64_t length = std::min({most, share, panels}); length >= 1 && shortest > enough; --length) {
+        const int64_t stretches = divide_up(panels, length);
+        const int64_t longest = divide_up(stretches * blocks, threads) * length;
         if (longest < shortest) shortest = longest, best = stretches;
     }
     return best;
@@ -213,6 +215,12 @@ class Product {
     const uint32_t* as_it_is_ = nullptr;
 };
 
+// How many panels a task multiplies with a block of `rows` rows, if threads have enough to do: it reads its activations
+// once, and twice as many bytes of weights.
+int64_t panels_worth(const Product& product, int64_t rows) {
+    return divide_up(2 * rows * product.units_per_row * 4, std::max<int64_t>(1, product.panel_bytes));
+}
+
 // Splits a product into tasks, each a block of row groups times a stretch of panels. If there are only a few threads,
 // each packs blocks for itself: fetching what another core has packed, and overwriting what another core has read,
 // takes longer than copying a row. It takes less than quantising a row, so they share a single block to quantise. Many
@@ -249,6 +257,8 @@ void multiply_packed(const Product& product) {
                                    std::min(stretches, threads));
     else if (alone)  // with fewer stretches, fewer threads pack the same block
         stretches = std::clamp<int64_t>(kTasksPerThread * threads / blocks, 1, stretches);
+    else
+        stretches = even_stretches(panels, panels_worth(product, groups.rows / blocks), threads, blocks);
     parallel_for(static_cast<int>(blocks * stretches), [&](int i) {
         // Threads that share what is packed multiply the same panels at a time, which are then read once.
         const int64_t block = alone ? i / stretches : i % blocks, stretch = alone ? i % stretches : i / blocks;
