@@ -38,7 +38,7 @@ void pack_floats(const Weight& weight, const char* rows, int64_t row_stride, int
 // A block of a GGUF file, taken apart.
 struct StoredBlock {
     uint16_t halves[2];      // scale, minimum
-    uint8_t factors[2 * 8];  // [section][2]
+    uint8_t factors[2 * 8];  // [section][factor_bytes()]
     alignas(64) uint8_t quants[256];
 };
 
@@ -74,6 +74,17 @@ void read_scales(const uint8_t* from, uint8_t* scales) {
     }
 }
 
+// IQ4_XS: eight scales of six bits, plus 32: the upper two bits in two bytes, the lower four in four.
+void read_signed_scales(const uint8_t* from, uint8_t* scales) {
+    for (int i = 0; i < 8; ++i) {
+        const int low = from[2 + i / 2] >> i % 2 * 4 & 15, high = from[i / 4] >> i % 4 * 2 & 3;
+        scales[i] = static_cast<uint8_t>((low | high << 4) - 32);
+    }
+}
+
+// MXFP4: a number of E8M0, for numbers twice as large. Where half of it is subnormal, weights are taken as zero.
+uint8_t halved_exponent(uint8_t stored) { return stored == 0 ? uint8_t{0} : static_cast<uint8_t>(stored - 1); }
+
 template <WeightFormat F> void read_block(const uint8_t* from, StoredBlock& to) {
     using enum WeightFormat;
     constexpr QuantLayout layout = quant_layout(F);
@@ -82,7 +93,7 @@ template <WeightFormat F> void read_block(const uint8_t* from, StoredBlock& to) 
     constexpr bool last = F == q2_k || F == q3_k || F == q6_k, fifths = F == q5_0 || F == q5_1;
     std::memcpy(to.halves, last ? from + layout.stored_bytes - 2 * layout.halves : from, 2 * layout.halves);
     const uint8_t* rest = from + 2 * layout.halves;
-    if constexpr (F == q4_0 || F == q4_1 || fifths)
+    if constexpr (F == q4_0 || F == q4_1 || fifths || F == iq4_nl)
         split_nibbles(rest + (fifths ? 4 : 0), 16, quants, quants + 16);
     if constexpr (fifths)  // bit i is the fifth bit of quant i
         for (int byte = 0; byte < 4; ++byte) {
@@ -116,6 +127,15 @@ template <WeightFormat F> void read_block(const uint8_t* from, StoredBlock& to) 
             }
         }
     }
+    if constexpr (F == iq4_xs) {
+        read_signed_scales(rest, to.factors);
+        for (int run = 0; run < 8; ++run)
+            split_nibbles(rest + 6 + 16 * run, 16, quants + 32 * run, quants + 32 * run + 16);
+    }
+    if constexpr (F == mxfp4) {
+        to.factors[0] = halved_exponent(from[0]);
+        split_nibbles(from + 1, 16, quants, quants + 16);
+    }
     if constexpr (F == q6_k) {
         const uint8_t *low = from, *high = from + 128;
         std::memcpy(to.factors, from + 192, 16);
@@ -127,12 +147,13 @@ template <WeightFormat F> void read_block(const uint8_t* from, StoredBlock& to) 
 }
 
 // An infinite or NaN scale would turn into finite garbage when integers are added to its exponent.
-void check_halves(const StoredBlock& block, int count, int64_t row, int64_t index) {
-    for (int i = 0; i < count; ++i)
-        if ((block.halves[i] & 0x7c00) == 0x7c00)
-            throw std::invalid_argument("row " + std::to_string(row) + " has a scale in block " +
-                                        std::to_string(index) +
-                                        " that is infinite or not a number: the weight is damaged");
+template <WeightFormat F> void check_scales(const StoredBlock& block, int64_t row, int64_t index) {
+    constexpr QuantLayout layout = quant_layout(F);
+    bool damaged = layout.factors == Factors::exponent && block.factors[0] == halved_exponent(255);
+    for (int i = 0; i < layout.halves; ++i) damaged |= (block.halves[i] & 0x7c00) == 0x7c00;
+    if (damaged)
+        throw std::invalid_argument("row " + std::to_string(row) + " has a scale in block " + std::to_string(index) +
+                                    " that is infinite or not a number: the weight is damaged");
 }
 
 // Bits [from, from + Bits) of a section's quants, four to a quad -> an output's words in a plane.
@@ -143,28 +164,42 @@ template <int Bits> void put_plane(const uint32_t* quads, int from, char* to) {
     for (int word = 0; word < Bits; ++word) std::memcpy(to + word * kPanelOutputs * 4, &words[word], 4);
 }
 
+// Where a section of a panel lies.
+template <class Byte> struct SectionPlace {
+    Byte *header, *factors, *planes;
+    SectionPlace(const QuantLayout& layout, Byte* panel, int64_t index) {
+        const auto in_block = static_cast<int>(index % layout.sections());
+        header = panel + index / layout.sections() * layout.block_bytes();
+        Byte* section = header + layout.header_bytes() + in_block * layout.section_bytes();
+        factors = layout.factors_of(header, in_block, section);
+        planes = section + layout.planes_at();
+    }
+};
+
 template <WeightFormat F>
 void pack_quants(const Weight& weight, const char* rows, int64_t row_stride, int64_t begin, int64_t end,
                  Placement place) {
     constexpr QuantLayout layout = quant_layout(F);
     const int64_t blocks = weight.inputs / layout.inputs;
+    const int64_t panel_bytes = layout.panel_bytes(weight.inputs / kSectionInputs);
     // Sixteen rows at a time, so that cache lines of the packed weight are written whole.
     for (int64_t first = begin; first < end; first += 16)
         for (int64_t index = 0; index < blocks; ++index)
             for (int64_t row = first; row < std::min(first + 16, end); ++row) {
                 const int64_t output = place.output(row), lane = output % kPanelOutputs;
-                char* to = weight.packed + (output / kPanelOutputs * blocks + index) * layout.block_bytes();
+                char* panel = weight.packed + output / kPanelOutputs * panel_bytes;
                 StoredBlock block;
                 read_block<F>(reinterpret_cast<const uint8_t*>(rows) + row * row_stride + index * layout.stored_bytes,
                               block);
-                check_halves(block, layout.halves, row, index);
-                for (int i = 0; i < layout.halves; ++i)
-                    std::memcpy(to + (i * kPanelOutputs + lane) * 2, &block.halves[i], 2);
-                to += layout.header_bytes();
-                for (int section = 0; section < layout.sections(); ++section, to += layout.section_bytes()) {
+                check_scales<F>(block, row, index);
+                for (int section = 0; section < layout.stored_sections(); ++section) {
+                    const SectionPlace<char> to(layout, panel, index * layout.stored_sections() + section);
+                    for (int i = 0; section == 0 && i < layout.halves; ++i)
+                        std::memcpy(to.header + (i * kPanelOutputs + lane) * 2, &block.halves[i], 2);
                     for (int i = 0; i < layout.factor_bytes(); ++i)
-                        to[i * kPanelOutputs + lane] = static_cast<char>(block.factors[section * 2 + i]);
-                    char* planes = to + layout.planes_at() + lane * 4;
+                        to.factors[i * kPanelOutputs + lane] =
+                            static_cast<char>(block.factors[section * layout.factor_bytes() + i]);
+                    char* planes = to.planes + lane * 4;
                     uint32_t quads[8];
                     std::memcpy(quads, block.quants + section * kSectionInputs, sizeof quads);
                     put_plane<layout.low>(quads, 0, planes);
@@ -179,7 +214,8 @@ constexpr PackQuants* kPackQuants[] = {  // in the order of WeightFormat
     pack_quants<WeightFormat::q4_0>, pack_quants<WeightFormat::q4_1>, pack_quants<WeightFormat::q5_0>,
     pack_quants<WeightFormat::q5_1>, pack_quants<WeightFormat::q8_0>, pack_quants<WeightFormat::q2_k>,
     pack_quants<WeightFormat::q3_k>, pack_quants<WeightFormat::q4_k>, pack_quants<WeightFormat::q5_k>,
-    pack_quants<WeightFormat::q6_k>};
+    pack_quants<WeightFormat::q6_k>, pack_quants<WeightFormat::iq4_nl>, pack_quants<WeightFormat::iq4_xs>,
+    pack_quants<WeightFormat::mxfp4>};
 
 void store(float value, Storage storage, int64_t index, char* to) {
     const portable::bf16 half = portable::float_to_bf16(value);
@@ -195,40 +231,59 @@ int plane_bits(const uint8_t* plane, int bits, int input) {
     return plane[word * kPanelOutputs * 4 + input % 4] >> quad / bits * bits & ((1 << bits) - 1);
 }
 
+// Of a section's `half`, sixteen inputs.
+void apply_factors(Factors kind, const uint8_t (&factors)[2], int half, float& scale, float& minimum) {
+    switch (kind) {
+        case Factors::none:
+            return;
+        case Factors::scale_and_minimum:
+            scale *= static_cast<float>(factors[0]);
+            minimum *= static_cast<float>(factors[1]);
+            return;
+        case Factors::two_scales:
+            scale *= static_cast<float>(static_cast<int8_t>(factors[half]));
+            return;
+        case Factors::two_pairs:
+            scale *= static_cast<float>(factors[half] & 15);
+            minimum *= static_cast<float>(factors[half] >> 4);
+            return;
+        case Factors::one_scale:
+            scale *= static_cast<float>(static_cast<int8_t>(factors[0]));
+            return;
+        case Factors::exponent:
+            scale = portable::bits_to_float(uint32_t{factors[0]} << 23);
+            return;
+    }
+}
+
 void unpack_quants(const Weight& weight, int64_t output, Storage storage, char* to) {
     const QuantLayout& layout = quant_layout(weight.format);
-    const int64_t blocks = weight.inputs / layout.inputs, lane = output % kPanelOutputs;
-    const auto* from = reinterpret_cast<const uint8_t*>(weight.packed) +
-                       output / kPanelOutputs * blocks * layout.block_bytes();
-    for (int64_t input = 0; input < weight.inputs; from += layout.block_bytes()) {
+    const int64_t sections = weight.inputs / kSectionInputs, lane = output % kPanelOutputs;
+    const auto* panel = reinterpret_cast<const uint8_t*>(weight.packed) +
+                        output / kPanelOutputs * layout.panel_bytes(sections);
+    for (int64_t index = 0; index < sections; ++index) {
+        const SectionPlace<const uint8_t> from(layout, panel, index);
         float halves[2] = {};
         for (int i = 0; i < layout.halves; ++i) {
             uint16_t half;
-            std::memcpy(&half, from + (i * kPanelOutputs + lane) * 2, 2);
+            std::memcpy(&half, from.header + (i * kPanelOutputs + lane) * 2, 2);
             halves[i] = portable::half_to_float(half);
         }
-        const uint8_t* section = from + layout.header_bytes();
-        for (int s = 0; s < layout.sections(); ++s, section += layout.section_bytes())
-            for (int i = 0; i < kSectionInputs; ++i, ++input) {
-                const uint8_t* low = section + layout.planes_at() + lane * 4;
-                int quant = plane_bits(low, layout.low, i) - layout.zero;
-                if (layout.high)
-                    quant += plane_bits(low + layout.low * kPanelOutputs * 4, layout.high, i) << layout.low;
-                float scale = halves[0], minimum = halves[1];
-                const uint8_t first = section[lane], second = section[kPanelOutputs + lane];
-                const uint8_t own = i < 16 ? first : second;
-                if (layout.factors == Factors::scale_and_minimum) {
-                    scale *= static_cast<float>(first);
-                    minimum *= static_cast<float>(second);
-                } else if (layout.factors == Factors::two_scales) {
-                    scale *= static_cast<float>(static_cast<int8_t>(own));
-                } else if (layout.factors == Factors::two_pairs) {
-                    scale *= static_cast<float>(own & 15);
-                    minimum *= static_cast<float>(own >> 4);
-                }
-                const float product = static_cast<float>(quant) * scale;
-                store(layout.has_minimums() ? product + minimum : product, storage, input, to);
-            }
+        const uint8_t factors[2] = {from.factors[lane],
+                                    from.factors[(layout.factor_bytes() > 1 ? kPanelOutputs : 0) + lane]};
+        const uint8_t* low = from.planes + lane * 4;
+        for (int i = 0; i < kSectionInputs; ++i) {
+            int quant = plane_bits(low, layout.low, i);
+            if (layout.codebook != Codebook::none)
+                quant = kCodebooks[static_cast<int>(layout.codebook)][quant];
+            else
+                quant -= layout.zero;
+            if (layout.high) quant += plane_bits(low + layout.low * kPanelOutputs * 4, layout.high, i) << layout.low;
+            float scale = halves[0], minimum = halves[1];
+            apply_factors(layout.factors, factors, i / 16, scale, minimum);
+            const float product = static_cast<float>(quant) * scale;
+            store(layout.has_minimums() ? product + minimum : product, storage, index * kSectionInputs + i, to);
+        }
     }
 }
 
@@ -241,7 +296,7 @@ int64_t stored_row_bytes(WeightFormat format, int64_t inputs) {
 
 int64_t packed_bytes(WeightFormat format, int64_t outputs, int64_t inputs) {
     const int64_t panels = (outputs + kPanelOutputs - 1) / kPanelOutputs;
-    if (is_quantised(format)) return panels * (inputs / block_inputs(format)) * quant_layout(format).block_bytes();
+    if (is_quantised(format)) return panels * quant_layout(format).panel_bytes(inputs / kSectionInputs);
     const Weight weight{nullptr, outputs, inputs, format};
     return panels * kPanelOutputs * units_per_output(weight) * 4;
 }

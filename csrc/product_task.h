@@ -10,10 +10,10 @@ namespace octavo {
 // clang-format off
 enum class WeightFormat : uint8_t {
     bf16, f32, bf16_coded,
-    q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k
+    q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, mxfp4
 };
 // clang-format on
-constexpr int kNumWeightFormats = 13;
+constexpr int kNumWeightFormats = 16;
 constexpr bool is_quantised(WeightFormat format) { return format >= WeightFormat::q4_0; }
 // For formats that are not quantised: the type of the elements, and of the activations that they multiply.
 constexpr Storage float_storage(WeightFormat format) { return format == WeightFormat::f32 ? kF32 : kBf16; }
@@ -26,27 +26,56 @@ enum class Factors {
     none,
     scale_and_minimum,  // one for each
     two_scales,         // signed, one for the first 16 inputs and one for the others
-    two_pairs           // the same, each with a scale in its low half and a minimum in its high one
+    two_pairs,          // the same, each with a scale in its low half and a minimum in its high one
+    one_scale,          // signed
+    exponent            // no factor but the scale itself: byte e is 2^(e - 127), and 0 is zero
 };
 
-// A quantised format of GGUF: the weight of quant q is scale * (q - zero) + minimum. See quant.h for the panels.
+// The numbers that codes of four bits stand for.
+enum class Codebook { none, iq4, e2m1 };
+constexpr int8_t kCodebooks[][16] = {
+    {},
+    {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113},
+    {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12},  // twice those of E2M1
+};
+
+// A quantised format of GGUF: the weight of quant q is scale * (q - zero) + minimum, where q is stored, or is a number
+// of the codebook plus the zero. See quant.h for the panels.
 struct QuantLayout {
     int inputs, stored_bytes;  // of a block in a file
-    int low, high;             // a quant's bits lie in two planes
+    int low, high;             // a quant's bits, or its code's, lie in two planes
     int halves;                // numbers in fp16 for each output of a block: a scale, and a minimum if there are two
     Factors factors;
     int zero;
+    Codebook codebook = Codebook::none;
 
     constexpr bool has_minimums() const { return halves == 2; }
-    constexpr int factor_bytes() const { return factors == Factors::none ? 0 : 2; }
+    constexpr int quant_bits() const {
+        return codebook == Codebook::none ? low + high : codebook == Codebook::iq4 ? 8 : 5;
+    }
+    // Single bytes would put the planes between cache lines: those of a block's sections lie in its header.
+    constexpr bool factors_in_header() const { return factors == Factors::one_scale || factors == Factors::exponent; }
+    constexpr int factor_bytes() const { return factors == Factors::none ? 0 : factors_in_header() ? 1 : 2; }
     constexpr int scales_per_section() const {
         return factors == Factors::two_scales || factors == Factors::two_pairs ? 2 : 1;
     }
-    constexpr int sections() const { return inputs / kSectionInputs; }
-    constexpr int header_bytes() const { return halves * 2 * kPanelOutputs; }
-    constexpr int planes_at() const { return factor_bytes() * kPanelOutputs; }  // in a section
+    constexpr int stored_sections() const { return inputs / kSectionInputs; }
+    // Of a block of a panel: those of a block in a file, or as many as fill a line of the header. The last block may
+    // have fewer.
+    constexpr int sections() const { return factors == Factors::exponent ? 2 : stored_sections(); }
+    constexpr int header_bytes() const {
+        return (halves * 2 + (factors_in_header() ? sections() : 0)) * kPanelOutputs;
+    }
+    // Where a section's factors and planes lie.
+    template <class Byte> constexpr Byte* factors_of(Byte* header, int section, Byte* section_bytes) const {
+        return factors_in_header() ? header + (halves * 2 + section) * kPanelOutputs : section_bytes;
+    }
+    constexpr int planes_at() const { return factors_in_header() ? 0 : factor_bytes() * kPanelOutputs; }
     constexpr int section_bytes() const { return planes_at() + (low + high) * kSectionInputs / 8 * kPanelOutputs; }
     constexpr int block_bytes() const { return header_bytes() + sections() * section_bytes(); }  // of a panel
+    constexpr int64_t panel_bytes(int64_t all_sections) const {
+        return (all_sections + sections() - 1) / sections() * header_bytes() + all_sections * section_bytes();
+    }
 };
 constexpr QuantLayout kQuantLayouts[] = {
     {32, 18, 4, 0, 1, Factors::none, 8},                 // Q4_0
@@ -59,6 +88,9 @@ constexpr QuantLayout kQuantLayouts[] = {
     {256, 144, 4, 0, 2, Factors::scale_and_minimum, 0},  // Q4_K
     {256, 176, 4, 1, 2, Factors::scale_and_minimum, 0},  // Q5_K
     {256, 210, 4, 2, 1, Factors::two_scales, 32},        // Q6_K
+    {32, 18, 4, 0, 1, Factors::none, 128, Codebook::iq4},         // IQ4_NL
+    {256, 136, 4, 0, 1, Factors::one_scale, 128, Codebook::iq4},  // IQ4_XS
+    {32, 17, 4, 0, 0, Factors::exponent, 12, Codebook::e2m1},     // MXFP4
 };
 constexpr const QuantLayout& quant_layout(WeightFormat format) {
     return kQuantLayouts[static_cast<int>(format) - static_cast<int>(WeightFormat::q4_0)];

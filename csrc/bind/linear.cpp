@@ -12,7 +12,8 @@ namespace {
 
 constexpr const char* kFormatNames[kNumWeightFormats] = {"bfloat16", "float32", "coded bfloat16", "Q4_0", "Q4_1",
                                                          "Q5_0",     "Q5_1",    "Q8_0",           "Q2_K", "Q3_K",
-                                                         "Q4_K",     "Q5_K",    "Q6_K"};
+                                                         "Q4_K",     "Q5_K",    "Q6_K",           "IQ4_NL", "IQ4_XS",
+                                                         "MXFP4"};
 
 WeightFormat weight_format(const std::string& name) {
     std::string all;

@@ -23,7 +23,8 @@ static_assert(OCTAVO_LEVEL::kGemmRows <= OCTAVO_LEVEL::kMostInterleavedRows);
 #define OCTAVO_QUANTISED(kernel)                                                                                    \
     kernel<WeightFormat::q4_0>, kernel<WeightFormat::q4_1>, kernel<WeightFormat::q5_0>, kernel<WeightFormat::q5_1>, \
         kernel<WeightFormat::q8_0>, kernel<WeightFormat::q2_k>, kernel<WeightFormat::q3_k>,                         \
-        kernel<WeightFormat::q4_k>, kernel<WeightFormat::q5_k>, kernel<WeightFormat::q6_k>
+        kernel<WeightFormat::q4_k>, kernel<WeightFormat::q5_k>, kernel<WeightFormat::q6_k>, \
+        kernel<WeightFormat::iq4_nl>, kernel<WeightFormat::iq4_xs>, kernel<WeightFormat::mxfp4>
 
 extern const Kernels OCTAVO_TABLE;
 const Kernels OCTAVO_TABLE = {

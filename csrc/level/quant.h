@@ -5,6 +5,7 @@
 //
 //     | scales 32 x f16 | minimums 32 x f16 | section 0 | section 1 | ..
 //     | factors 2 x 32 x u8 | low plane | high plane |                                  a section, see Factors
+//     | scales 32 x f16 | factors 32 x u8 of section 0 | of section 1 | ..              a header with all factors
 //     | vector 0: outputs 0 .. 15 | outputs 16 .. 31 | vector 1: .. | ..                a plane: as many as it has bits
 //
 // A section's quants are eight quads, of inputs 4j .. 4j+3. In a plane of B bits quad j is in vector j % B, from bit
@@ -13,6 +14,11 @@
 //     Q4, low plane   vector j, lane n: low nibbles are inputs 4j .. of output n, high ones 16 + 4j ..
 //     Q5, high plane  lane n: bit j of byte i is the fifth bit of input 4j + i
 //     Q8, low plane   vector j, lane n: inputs 4j .. 4j+3 of output n, plus 128
+//
+// Of a format with a codebook these are codes, which a table of 16 bytes turns into quants:
+//
+//     IQ4      code c is quant kCodebooks[iq4][c] + 128      (1 .. 241)
+//     MXFP4    code c is quant kCodebooks[e2m1][c] + 12      (0 .. 24)
 //
 // A section begins where a cache line does, no vector crosses one, and a panel is read from its beginning to its end.
 //
@@ -44,29 +50,47 @@ template <int Bits, int J, int To> inline U16 plane_bits(const uint8_t* plane) {
     if constexpr (Bits == 8) return bits;
     return shifted<To - J / Bits * Bits>(bits) & U16::set1((0x01010101u * ((1u << Bits) - 1)) << To);
 }
+// The quants of a format's codes.
+template <WeightFormat F> struct CodeTable {
+    alignas(16) uint8_t quants[16];
+    constexpr CodeTable() : quants() {
+        constexpr QuantLayout layout = quant_layout(F);
+        for (int code = 0; code < 16; ++code)
+            quants[code] = static_cast<uint8_t>(kCodebooks[static_cast<int>(layout.codebook)][code] + layout.zero);
+    }
+};
+template <WeightFormat F> constexpr CodeTable<F> kCodeTable;
+
 // The quants of quad J of sixteen outputs.
 template <WeightFormat F, int J> inline U16 quad(const uint8_t* planes) {
     constexpr QuantLayout layout = quant_layout(F);
     const U16 low = plane_bits<layout.low, J, 0>(planes);
-    if constexpr (layout.high == 0)
+    if constexpr (layout.codebook != Codebook::none)
+        return look_up(kCodeTable<F>.quants, low);
+    else if constexpr (layout.high == 0)
         return low;
     else
         return low | plane_bits<layout.high, J, layout.low>(planes + layout.low * 128);
 }
 
 // A block's scale and minimum of the outputs of half a section, times their factors for the inputs of scale `part`.
-template <WeightFormat F> inline F16 section_scale(F16 scale, const uint8_t* section, int half, int part) {
+// `halves` are the half's numbers in the block's header, `at` the section's factors.
+template <WeightFormat F> inline F16 section_scale(const uint16_t* halves, const uint8_t* at, int half, int part) {
     constexpr Factors kind = quant_layout(F).factors;
-    const uint8_t* factors = section + part * kPanelOutputs + half * 16;
+    const uint8_t* factors = at + part * kPanelOutputs + half * 16;
+    if constexpr (kind == Factors::exponent) return as_float(shift_left<23>(widen(factors)));
+    const F16 scale = F16::load_half(halves);
     if constexpr (kind == Factors::none) return scale;
-    if constexpr (kind == Factors::two_scales) return scale * F16::from_int(widen_signed(factors));
+    if constexpr (kind == Factors::two_scales || kind == Factors::one_scale)
+        return scale * F16::from_int(widen_signed(factors));
     if constexpr (kind == Factors::two_pairs) return scale * F16::from_int(widen(factors) & U16::set1(15));
     return scale * F16::from_int(widen(factors));
 }
-template <WeightFormat F> inline F16 section_minimum(F16 minimum, const uint8_t* section, int half, int part) {
+template <WeightFormat F> inline F16 section_minimum(const uint16_t* halves, const uint8_t* at, int half, int part) {
     constexpr Factors kind = quant_layout(F).factors;
+    const F16 minimum = F16::load_half(halves + kPanelOutputs);
     if constexpr (kind == Factors::none) return minimum;
-    const uint8_t* factors = section + (kind == Factors::two_pairs ? part : 1) * kPanelOutputs + half * 16;
+    const uint8_t* factors = at + (kind == Factors::two_pairs ? part : 1) * kPanelOutputs + half * 16;
     const U16 wide = widen(factors);
     return minimum * F16::from_int(kind == Factors::two_pairs ? shift_right<4>(wide) : wide);
 }
@@ -86,11 +110,11 @@ inline U16 dot_signed(U16 acc, U16 a, U16 b) { return dot_bytes(acc, a ^ U16::se
 template <WeightFormat F> constexpr int quads_in_words() {
     constexpr QuantLayout layout = quant_layout(F);
     int quads = 8 / layout.scales_per_section();
-    while (quads > 1 && (!kSumsWords || quads * 2 * 127 * ((1 << (layout.low + layout.high)) - 1) > 32767)) quads /= 2;
+    while (quads > 1 && (!kSumsWords || quads * 2 * 127 * ((1 << layout.quant_bits()) - 1) > 32767)) quads /= 2;
     return quads;
 }
 template <WeightFormat F> inline U16 dot_quad(U16 acc, U16 weights, U16 x) {
-    if constexpr (quant_layout(F).low < 8) return dot_small(acc, weights, x);
+    if constexpr (quant_layout(F).quant_bits() < 8) return dot_small(acc, weights, x);
     if constexpr (kSumsWords) return dot_signed(acc, weights ^ U16::set1(0x80808080u), x);
     return dot_bytes(acc, weights, x);
 }
@@ -208,14 +232,18 @@ template <WeightFormat F, int R, int T>
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
         for (int t = 0; t < T; ++t) totals[r][t] = F16::zero();
-    for (int block = 0; block < task.units / layout.sections(); ++block) {
+    for (int left = task.units; left > 0; left -= layout.sections()) {
+        const int sections = layout.sections() == layout.stored_sections() ? layout.sections()
+                                                                           : min(left, layout.sections());
+        const uint8_t* header = panel;
         const auto* halves = reinterpret_cast<const uint16_t*>(panel) + first * 16;
         if (R <= kQuantRowsThatWait && first == 0) {
             for (int line = 0; line < layout.header_bytes(); line += 64)
                 __builtin_prefetch(panel + kQuantPrefetch + line, 0, 3);
         }
         panel += layout.header_bytes();
-        for (int section = 0; section < layout.sections(); ++section) {
+        for (int section = 0; section < sections; ++section) {
+            const uint8_t* factors = layout.factors_of(header, section, panel);
             const uint8_t* planes = panel + kPlanes + first * 64;
             if constexpr (R > kQuantRowsThatWait) {
                 ahead.ask_l1();
@@ -231,8 +259,9 @@ template <WeightFormat F, int R, int T>
                 for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
                     for (int t = 0; t < T; ++t)
-                        dots[r][t] = layout.has_minimums() || (kSumsWords && layout.low == 8) ? U16::zero()
-                                                                                             : U16::set1(sums[r]);
+                        dots[r][t] = layout.has_minimums() || (kSumsWords && layout.quant_bits() == 8)
+                                         ? U16::zero()
+                                         : U16::set1(sums[r]);
                 each_constant<8 / kParts / kTogether>([&](auto chunk) __attribute__((always_inline)) {
                     U16 words[R][T];
 #pragma GCC unroll 16
@@ -264,10 +293,9 @@ template <WeightFormat F, int R, int T>
                 F16 scale[T], minimum[T];
 #pragma GCC unroll 2
                 for (int t = 0; t < T; ++t) {
-                    scale[t] = section_scale<F>(F16::load_half(halves + t * 16), panel, first + t, part);
+                    scale[t] = section_scale<F>(halves + t * 16, factors, first + t, part);
                     if constexpr (layout.has_minimums())
-                        minimum[t] =
-                            section_minimum<F>(F16::load_half(halves + kPanelOutputs + t * 16), panel, first + t, part);
+                        minimum[t] = section_minimum<F>(halves + t * 16, factors, first + t, part);
                 }
 #pragma GCC unroll 16
                 for (int r = 0; r < R; ++r) {
@@ -312,7 +340,7 @@ void quant_linear(const ProductTask& task, int64_t group_begin, int64_t group_en
                   int64_t panel_end) {
     constexpr QuantLayout layout = quant_layout(F);
     each_panel<kQuantRows>(task, group_begin, group_end, panel_begin, panel_end,
-                           int64_t{task.units} / layout.sections() * layout.block_bytes(), task.units,
+                           layout.panel_bytes(task.units), task.units,
                            [&](auto count, auto... of) { quant_panel<F, count>(task, of...); });
 }
 

@@ -23,8 +23,8 @@ template <WeightFormat F, int J>
 inline void dequantise_quad(const uint8_t* planes, F16 scale, F16 minimum, char* to) {
     // Byte i's quant lies at bit 8 i + from and is shifted to bit 16 (to bit 8 if it has eight bits).
     constexpr QuantLayout layout = quant_layout(F);
-    constexpr bool as_stored = layout.high == 0;
-    constexpr int bits = layout.low + layout.high, at = bits == 8 ? 8 : 16;
+    constexpr bool as_stored = layout.high == 0 && layout.codebook == Codebook::none;
+    constexpr int bits = layout.quant_bits(), at = bits == 8 ? 8 : 16;
     constexpr int from = as_stored ? J / layout.low * layout.low : 0;
     const U16 quads = as_stored ? U16::load(planes + J % layout.low * 128) : quad<F, J>(planes);
     const U16 mask = U16::set1(((1u << bits) - 1) << at), one = U16::set1(bits == 8 ? 0x47000000 : 0x43000000);
@@ -36,19 +36,19 @@ inline void dequantise_quad(const uint8_t* planes, F16 scale, F16 minimum, char*
 
 // A section of a panel's outputs 16 `half` .. -> 16 units of a panel
 template <WeightFormat F>
-inline void dequantise_section(const uint8_t* header, const uint8_t* section, int half, char* to) {
+inline void dequantise_section(const uint8_t* header, const uint8_t* factors, const uint8_t* section, int half,
+                               char* to) {
     constexpr QuantLayout layout = quant_layout(F);
     constexpr int kParts = layout.scales_per_section();
     constexpr int64_t quad_bytes = 2 * kPanelOutputs * 4;  // two units
     const auto* halves = reinterpret_cast<const uint16_t*>(header) + half * 16;
-    const F16 whole = F16::set1((layout.low == 8 ? -32768.0f : -128.0f) - layout.zero);
+    const F16 whole = F16::set1((layout.quant_bits() == 8 ? -32768.0f : -128.0f) - layout.zero);
     const uint8_t* planes = section + layout.planes_at() + half * 64;
     each_constant<kParts>([&](auto part) __attribute__((always_inline)) {
-        const F16 scale = section_scale<F>(F16::load_half(halves), section, half, part);
+        const F16 scale = section_scale<F>(halves, factors, half, part);
         F16 minimum = scale * whole;
         if constexpr (layout.has_minimums()) {
-            const F16 least = section_minimum<F>(F16::load_half(halves + kPanelOutputs), section, half, part);
-            minimum = fma(scale, whole, least);
+            minimum = fma(scale, whole, section_minimum<F>(halves, factors, half, part));
         }
         each_constant<8 / kParts>([&](auto index) __attribute__((always_inline)) {
             constexpr int j = part * (8 / kParts) + index;
@@ -63,7 +63,8 @@ template <WeightFormat F> class QuantPanels {
     static constexpr bool kDecodes = true;
     explicit QuantPanels(const ProductTask& task) : task_(task) {}
     const char* stored(int64_t panel, int64_t first) const {
-        return task_.weight + (panel * (task_.units / kTileUnits) + first) / kLayout.sections() * kLayout.block_bytes();
+        return task_.weight + panel * kLayout.panel_bytes(task_.units / kTileUnits) +
+               first / kLayout.sections() * kLayout.block_bytes();
     }
     static int64_t stored_bytes(int64_t steps) {
         return (steps * kLayout.block_bytes() + kLayout.sections() - 1) / kLayout.sections();
@@ -74,11 +75,13 @@ template <WeightFormat F> class QuantPanels {
         for (int64_t step = first; step < end; step += kLayout.sections()) {
             const uint8_t* header = from;
             from += kLayout.header_bytes();
-            for (int section = 0; section < kLayout.sections(); ++section, to += kTileStepBytes) {
+            const auto sections = static_cast<int>(end - step < kLayout.sections() ? end - step : kLayout.sections());
+            for (int section = 0; section < sections; ++section, to += kTileStepBytes) {
+                const uint8_t* factors = kLayout.factors_of(header, section, from);
                 __builtin_prefetch(from + kQuantPrefetch, 0, 2);
                 __builtin_prefetch(from + kQuantPrefetch + kLayout.section_bytes() / 128 * 64, 0, 2);
-                dequantise_section<F>(header, from, 0, to);
-                dequantise_section<F>(header, from, 1, to + 64);
+                dequantise_section<F>(header, factors, from, 0, to);
+                dequantise_section<F>(header, factors, from, 1, to + 64);
                 from += kLayout.section_bytes();
             }
         }

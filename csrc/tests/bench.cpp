@@ -25,8 +25,9 @@
 namespace octavo::test {
 namespace {
 
-constexpr const char* kFormatNames[kNumWeightFormats] = {"bf16", "f32",  "coded bf16", "Q4_0", "Q4_1", "Q5_0", "Q5_1",
-                                                         "Q8_0", "Q2_K", "Q3_K",       "Q4_K", "Q5_K", "Q6_K"};
+constexpr const char* kFormatNames[kNumWeightFormats] = {
+    "bf16", "f32",  "coded bf16", "Q4_0", "Q4_1", "Q5_0",   "Q5_1",   "Q8_0",
+    "Q2_K", "Q3_K", "Q4_K",       "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"};
 constexpr int64_t kWeightBytes = 96 << 20;
 constexpr double kSecondsEach = 0.15;
 
@@ -85,7 +86,8 @@ struct Weights {
         const uint16_t scale = 0x2000;
         if (is_quantised(format)) {
             const QuantLayout& layout = quant_layout(format);
-            const bool last = layout.inputs == 256 && format != WeightFormat::q4_k && format != WeightFormat::q5_k;
+            using enum WeightFormat;
+            const bool last = format == q2_k || format == q3_k || format == q6_k;
             const int first = last ? layout.stored_bytes - 2 * layout.halves : 0;
             for (int64_t at = first; at < row_bytes * outputs; at += layout.stored_bytes)
                 for (int half = 0; half < layout.halves; ++half)

@@ -11,8 +11,9 @@
 namespace octavo::test {
 namespace {
 
-constexpr const char* kFormatNames[kNumWeightFormats] = {"bf16", "f32",  "coded bf16", "Q4_0", "Q4_1", "Q5_0", "Q5_1",
-                                                         "Q8_0", "Q2_K", "Q3_K",       "Q4_K", "Q5_K", "Q6_K"};
+constexpr const char* kFormatNames[kNumWeightFormats] = {
+    "bf16", "f32",  "coded bf16", "Q4_0", "Q4_1", "Q5_0",   "Q5_1",   "Q8_0",
+    "Q2_K", "Q3_K", "Q4_K",       "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"};
 
 WeightFormat random_format() { return static_cast<WeightFormat>(random_int(0, kNumWeightFormats - 1)); }
 // A number of inputs that the format allows, at most `most` but for a block's.
@@ -35,6 +36,8 @@ int halves_at(WeightFormat format) {
     return last ? quant_layout(format).stored_bytes - 2 * quant_layout(format).halves : 0;
 }
 
+constexpr int kIq4Numbers[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
 // Weight i of a block as GGUF stores it, by the format's definition.
 double stored_weight(WeightFormat format, const uint8_t* block, int i) {
     using enum WeightFormat;
@@ -50,7 +53,17 @@ double stored_weight(WeightFormat format, const uint8_t* block, int i) {
     if (format == q5_0) return half(0) * (nibble(block + 6, 16) + 16 * (block[2 + i / 8] >> i % 8 & 1) - 16);
     if (format == q5_1) return half(0) * (nibble(block + 8, 16) + 16 * (block[4 + i / 8] >> i % 8 & 1)) + half(2);
     if (format == q8_0) return half(0) * static_cast<int8_t>(block[2 + i]);
+    if (format == iq4_nl) return half(0) * kIq4Numbers[nibble(block + 2, 16)];
+    if (format == mxfp4) {
+        const int code = nibble(block + 1, 16), exponent = code >> 1 & 3;
+        const double size = exponent ? std::ldexp(1 + 0.5 * (code & 1), exponent - 1) : 0.5 * (code & 1);
+        return std::ldexp(code & 8 ? -size : size, block[0] - 127);
+    }
     const int run = i / 32;
+    if (format == iq4_xs) {
+        const int high = block[2 + run / 4] >> run % 4 * 2 & 3, low = block[4 + run / 2] >> run % 2 * 4 & 15;
+        return half(0) * (low + 16 * high - 32) * kIq4Numbers[nibble(block + 8, 16)];
+    }
     if (format == q2_k) {
         const int quant = block[16 + i / 128 * 32 + i % 32] >> run % 4 * 2 & 3, pair = block[i / 16];
         return half(80) * (pair & 15) * quant - half(82) * (pair >> 4);
@@ -119,6 +132,7 @@ struct TestWeight {
                 const auto value = static_cast<uint16_t>(random_int(0, 15) ? half : 0);
                 std::memcpy(to + halves_at(format) + 2 * i, &value, 2);
             }
+            if (format == WeightFormat::mxfp4) to[0] = static_cast<char>(random_int(0, 15) ? random_int(118, 126) : 0);
             for (int i = 0; i < layout.inputs; ++i)
                 meant[first + i] = stored_weight(format, reinterpret_cast<const uint8_t*>(to), i);
         }
@@ -381,7 +395,7 @@ TEST_ONCE(a_damaged_weight_is_refused) {
         const auto format = static_cast<WeightFormat>(i);
         const int64_t inputs = 2 * block_inputs(format), row_bytes = stored_row_bytes(format, inputs);
         const TestWeight weight(format, 200, inputs);
-        const uint16_t infinite = 0x7c00;
+        const uint16_t infinite = format == WeightFormat::mxfp4 ? 0xff : 0x7c00;  // an exponent of eight bits
         const int64_t at = row_bytes / 2 + halves_at(format);
         std::memcpy(weight.stored->data() + 133 * row_bytes + at, &infinite, 2);
         set_num_threads(2);

@@ -194,7 +194,7 @@ class EngineConfig(Options):
     )
     quantization: Literal["auto", "none", "q8_0", "q4_0", *CHECKPOINT_FORMATS] = _model(  # type: ignore[valid-type]
         "auto",
-        "auto: compute with GGUF's Q4_0 to Q8_0 and Q2_K to Q6_K weights as they are and with other "
+        "auto: compute with GGUF's Q4_0 to Q8_0, Q2_K to Q6_K, IQ4 and MXFP4 weights as they are and with other "
         "quantised types as Q8_0 (AWQ, GPTQ, FP8, … as whichever is nearest), and activations in int8, where there are "
         "kernels for it and dtype is not float32; none: dequantise them when they are loaded; q8_0, q4_0: quantise the "
         "floats of a folder, on a CPU; a checkpoint's format: refuse another",

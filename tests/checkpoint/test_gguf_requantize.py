@@ -23,10 +23,8 @@ def random_rows(kind: Any, num_rows: int = 6, width: int = 512) -> npt.NDArray[n
     block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(int(kind))
     rows = rng.integers(0, 256, (num_rows, width // block_size, block_bytes), dtype=np.uint8)
-    # The high bytes of ordinary fp16 scales, which are at either end of a block; MXFP4's scale is an exponent.
-    if kind is GGMLType.MXFP4:
-        rows[:, :, 0] = 120
-    for at in () if kind is GGMLType.MXFP4 else (1, 3, -1):
+    # The high bytes of ordinary fp16 scales, which are at either end of a block.
+    for at in (1, 3, -1):
         rows[:, :, at] = rng.integers(0x20, 0x28, rows.shape[:2], dtype=np.uint8)
     return rows.reshape(num_rows, -1)
 
@@ -35,7 +33,7 @@ def random_rows(kind: Any, num_rows: int = 6, width: int = 512) -> npt.NDArray[n
 def test_weights_change_by_no_more_than_the_rounding_to_q8_0(kind: Any) -> None:
     rows = random_rows(kind)
     before = gguf.dequantize(rows, kind)
-    assert kernel_type(kind) is (GGMLType.Q5_0 if kind is GGMLType.MXFP4 else GGMLType.Q8_0)
+    assert kernel_type(kind) is GGMLType.Q8_0
     after = gguf.dequantize(convert(rows, kind, GGMLType.Q8_0), GGMLType.Q8_0)
     assert np.isfinite(before).all()
     assert before.any()
@@ -69,18 +67,9 @@ def test_zeros_stay_zeros_and_a_damaged_scale_stays_one() -> None:
 def test_loaded_bytes_count_the_converted_types(tmp_path: Path) -> None:
     model = tiny.make_model("Llama", hidden_size=256, intermediate_size=256)
     sizes = {}
-    for kind in ("Q4_K", "Q8_0", "Q6_K", "IQ4_XS", "BF16"):
+    for kind in ("IQ4_XS", "Q4_K", "Q8_0", "Q6_K", "IQ3_S", "BF16"):
         tiny.write_gguf(tmp_path / f"{kind}.gguf", model, quantization=kind)
         sizes[kind] = loaded_bytes(GGUFFile(tmp_path / f"{kind}.gguf"))
-    assert sizes["Q4_K"] < sizes["Q6_K"] < sizes["IQ4_XS"] == sizes["Q8_0"] < sizes["BF16"]
+    assert sizes["IQ4_XS"] < sizes["Q4_K"] < sizes["Q6_K"] < sizes["IQ3_S"] == sizes["Q8_0"] < sizes["BF16"]
     parameters = sum(parameter.numel() for parameter in model.parameters())
     assert sizes["BF16"] == 2 * parameters
-
-
-def test_mxfp4_is_exact_in_q5_0() -> None:
-    random = np.random.default_rng(0)
-    rows = random.integers(0, 256, (8, 3 * 17), dtype=np.uint8)
-    rows.reshape(-1, 17)[:, 0] = random.integers(128 - 24, 128 + 16, 24)  # the exponents that fp16 has
-    assert kernel_type(GGMLType.MXFP4) is GGMLType.Q5_0
-    after = gguf.dequantize(convert(rows, GGMLType.MXFP4, GGMLType.Q5_0), GGMLType.Q5_0)
-    assert np.array_equal(after, gguf.dequantize(rows, GGMLType.MXFP4))

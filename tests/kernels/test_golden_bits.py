@@ -43,6 +43,9 @@ BLOCKS: dict[Any, tuple[int, ...]] = {
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+    "MXFP4": (),  # its scale is an exponent
 }
 
 
@@ -58,11 +61,13 @@ def quantised(name: Any, outputs: int, inputs: int) -> torch.Tensor:
     blocks = torch.randint(0, 256, (outputs, inputs // weights, size), generator=torch.Generator().manual_seed(3))
     for at in BLOCKS[name]:
         blocks[..., at + 1] = 0x20 | blocks[..., at + 1] & 3
+    if name == "MXFP4":
+        blocks[..., 0] = 118 + blocks[..., 0] % 4
     return blocks.to(torch.uint8).flatten(1)
 
 
 def products(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    inputs = 512 if name.endswith("_K") else 192
+    inputs = {"IQ4_XS": 512, "MXFP4": 224}.get(name, 512 if name.endswith("_K") else 192)
     if name in BLOCKS:
         weight = PackedWeight.pack_quantised(name, quantised(name, 96, inputs), inputs)  # type: ignore[arg-type]
     else:

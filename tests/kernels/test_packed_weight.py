@@ -25,8 +25,17 @@ pytestmark = [
 ]
 FLOATS = [torch.bfloat16, torch.float32]
 QUANTISED = sorted(kernels.QUANTISED_FORMATS)
-# Of the numbers in fp16, in a block of a K-quant as stored.
-HIGH_BYTES = {"Q2_K": (81, 83), "Q3_K": (109,), "Q4_K": (1, 3), "Q5_K": (1, 3), "Q6_K": (209,)}
+# Of the numbers in fp16, in a stored block of types that the gguf package does not quantise to.
+HIGH_BYTES = {
+    "Q2_K": (81, 83),
+    "Q3_K": (109,),
+    "Q4_K": (1, 3),
+    "Q5_K": (1, 3),
+    "Q6_K": (209,),
+    "IQ4_NL": (1,),
+    "IQ4_XS": (1,),
+}
+LARGER_THAN_STORED = ("Q3_K", "Q4_K", "Q5_K", "IQ4_XS")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 every_level = pytest.mark.parametrize("level", LEVELS)
@@ -46,7 +55,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 def stored_blocks(name: Any, outputs: int, inputs: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The bytes of a random weight as a GGUF file holds them, and its exact values in float64."""
     kind = gguf.GGMLQuantizationType[name]
-    if name.endswith("_K"):  # which the gguf package does not quantise to: random blocks with ordinary scales
+    if name in HIGH_BYTES:  # random blocks with ordinary scales
         size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         rng = np.random.default_rng(seed)
         drawn = rng.integers(0, 256, (outputs, inputs // size, block_bytes), dtype=np.uint8)
@@ -134,7 +143,10 @@ def test_the_largest_quants_times_the_largest_activations_do_not_overflow(level:
     size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
     drawn = np.full((32, 256 // size, block_bytes), byte, dtype=np.uint8)
     for at in HIGH_BYTES.get(name, (1, 3) if name.endswith("_1") else (1,)):
-        drawn[..., at] = 0x20
+        if name != "MXFP4":
+            drawn[..., at] = 0x20
+    if name == "MXFP4":
+        drawn[..., 0] = 120
     blocks = drawn.reshape(32, -1)
     values = torch.from_numpy(gguf.dequantize(blocks, gguf.GGMLQuantizationType[name])).double()
     x = torch.ones(4, 256)
@@ -261,7 +273,9 @@ def test_a_quantised_weight_is_as_large_as_in_its_file_or_a_few_hundredths_large
     inputs = whole_blocks(name, 96)
     stored, _ = stored_blocks(name, 64, inputs, seed=0)
     weight = PackedWeight.pack_quantised(name, stored, inputs)
-    if name in ("Q3_K", "Q4_K", "Q5_K"):
+    if name == "MXFP4":  # of three blocks the last has a header of its own
+        assert weight.nbytes == stored.nbytes + 64 // 32 * 32
+    elif name in LARGER_THAN_STORED:
         assert stored.nbytes < weight.nbytes < 1.04 * stored.nbytes
     else:
         assert weight.nbytes == stored.nbytes
@@ -368,8 +382,11 @@ def test_emulated_tiles_have_the_bits_of_the_processors(inputs: int) -> None:
 def test_a_damaged_scale_is_refused_when_it_is_packed(name: Any, scale: float) -> None:
     size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
     stored, _ = stored_blocks(name, 40, 3 * size, seed=0)
-    at = block_bytes + HIGH_BYTES.get(name, (1,))[0] - 1
-    stored[33, at : at + 2] = torch.tensor([scale], dtype=torch.float16).view(torch.uint8)
+    if name == "MXFP4":
+        stored[33, block_bytes] = 255  # E8M0 has no other number that is none
+    else:
+        at = block_bytes + HIGH_BYTES.get(name, (1,))[0] - 1
+        stored[33, at : at + 2] = torch.tensor([scale], dtype=torch.float16).view(torch.uint8)
     with pytest.raises(ValueError, match="row 33 has a scale in block 1 that is infinite or not a number"):
         PackedWeight.pack_quantised(name, stored, 3 * size)
 

@@ -384,7 +384,11 @@ def test_a_gguf_file_is_used_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stored", "loaded"), [("Q4_K", "Q4_K"), ("Q5_K", "Q5_K"), ("Q6_K", "Q6_K"), ("Q3_K", "Q3_K"), ("IQ4_XS", "Q8_0")]
+    ("stored", "loaded"),
+    [
+        *((kind, kind) for kind in ("Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")),
+        ("IQ3_S", "Q8_0"),
+    ],
 )
 def test_quantised_types_are_loaded_as_planned_and_it_is_said_which_are_converted(
     stored: str, loaded: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -30,6 +30,11 @@ inline int32_t reduce_max(U16 a) {
     four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
     return _mm_cvtsi128_si32(_mm_max_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
 }
+// table[code] of each byte, which is less than 16.
+inline U16 look_up(const uint8_t* table, U16 codes) {
+    const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+    return {_mm256_shuffle_epi8(both, codes.lo), _mm256_shuffle_epi8(both, codes.hi)};
+}
 template <int N> inline U16 shift_left(U16 a) { return {_mm256_slli_epi32(a.lo, N), _mm256_slli_epi32(a.hi, N)}; }
 template <int N> inline U16 shift_right(U16 a) { return {_mm256_srli_epi32(a.lo, N), _mm256_srli_epi32(a.hi, N)}; }
 

@@ -21,6 +21,11 @@ inline U16 operator^(U16 a, U16 b) { return {_mm512_xor_si512(a.v, b.v)}; }
 inline U16 operator+(U16 a, U16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline U16 max(U16 a, U16 b) { return {_mm512_max_epi32(a.v, b.v)}; }  // of signed integers
 inline int32_t reduce_max(U16 a) { return _mm512_reduce_max_epi32(a.v); }
+// table[code] of each byte, which is less than 16.
+inline U16 look_up(const uint8_t* table, U16 codes) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+    return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes), codes.v)};
+}
 template <int N> inline U16 shift_left(U16 a) { return {_mm512_slli_epi32(a.v, N)}; }
 template <int N> inline U16 shift_right(U16 a) { return {_mm512_srli_epi32(a.v, N)}; }
 

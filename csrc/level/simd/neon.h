@@ -52,6 +52,12 @@ inline int32_t reduce_max(U16 a) {
     OCTAVO_QUARTERS most = vmaxq_s32(most, vreinterpretq_s32_u32(a.v[i]));
     return vmaxvq_s32(most);
 }
+// table[code] of each byte, which is less than 16.
+inline U16 look_up(const uint8_t* table, U16 codes) {
+    const uint8x16_t bytes = vld1q_u8(table);
+    OCTAVO_QUARTERS codes.v[i] = vreinterpretq_u32_u8(vqtbl1q_u8(bytes, vreinterpretq_u8_u32(codes.v[i])));
+    return codes;
+}
 template <int N> inline U16 shift_left(U16 a) {
     OCTAVO_QUARTERS a.v[i] = vshlq_n_u32(a.v[i], N);
     return a;

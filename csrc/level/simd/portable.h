@@ -46,6 +46,14 @@ inline int32_t reduce_max(U16 a) {
     OCTAVO_LANES if (static_cast<int32_t>(a.v[i]) > largest) largest = static_cast<int32_t>(a.v[i]);
     return largest;
 }
+// table[code] of each byte, which is less than 16.
+inline U16 look_up(const uint8_t* table, U16 codes) {
+    U16 out = U16::zero();
+    OCTAVO_LANES for (int byte = 0; byte < 32; byte += 8) {
+        out.v[i] |= static_cast<uint32_t>(table[codes.v[i] >> byte & 15]) << byte;
+    }
+    return out;
+}
 template <int N> inline U16 shift_left(U16 a) {
     OCTAVO_LANES a.v[i] <<= N;
     return a;

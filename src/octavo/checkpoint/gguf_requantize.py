@@ -1,9 +1,7 @@
-"""GGUF weights of types that the kernels do not multiply, converted to Q5_0 and Q8_0.
+"""GGUF weights of types that the kernels do not multiply, converted to Q8_0.
 
-The kernels multiply `KERNEL_TYPES` from the file's own bits. Q5_0 holds MXFP4 exactly: its numbers are integers from
--12 to 12 times a power of two, as far as that is one of fp16's (2^-24 to 2^15; smaller ones become zero). Q8_0 holds
-IQ4_NL exactly; of other types each weight is rounded to 1/127 of the largest of its block. Dequantised to bf16, which
-is the alternative, the same weights take 16 bits instead of 5.5 or 8.5.
+The kernels multiply `KERNEL_TYPES` from the file's own bits. Weights of other types are rounded to 1/127 of the largest
+of 32. Dequantised to bf16, which is the alternative, they would take 16 bits instead of 8.5.
 """
 
 from __future__ import annotations
@@ -25,27 +23,26 @@ Bytes = npt.NDArray[np.uint8]
 
 FLOAT_TYPES = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 _KERNEL_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-KERNEL_TYPES = tuple(GGMLType[name] for name in _KERNEL_TYPES)
+_WITH_CODEBOOKS = ("IQ4_NL", "IQ4_XS", "MXFP4")
+KERNEL_TYPES = tuple(GGMLType[name] for name in (*_KERNEL_TYPES, *_WITH_CODEBOOKS))
 # Types with 32 weights to a block, which begins with its only scale: in fp16, times an integer.
 _WHOLE_MULTIPLES = (GGMLType.Q5_0, GGMLType.IQ4_NL)
 # Of a block whose factors of six bits take a byte each.
-_LOADED_BYTES = {GGMLType.Q3_K: 114, GGMLType.Q4_K: 148, GGMLType.Q5_K: 180}
+_LOADED_BYTES = {GGMLType.Q3_K: 114, GGMLType.Q4_K: 148, GGMLType.Q5_K: 180, GGMLType.IQ4_XS: 138}
 _VALUES_AT_ONCE = 1 << 18  # 1 MiB of floats, which stays in a core's cache
 
 
 def kernel_type(stored: Any) -> Any:
     """Return the type in which the kernels multiply a quantised type: itself if they support it."""
-    if stored is GGMLType.MXFP4:
-        return GGMLType.Q5_0
     return stored if stored in KERNEL_TYPES else GGMLType.Q8_0
 
 
 def convert(rows: Bytes, stored: Any, kind: Any, *, num_threads: int = 1) -> Bytes:
-    """Convert quantised rows to Q8_0, or from MXFP4 to Q5_0.
+    """Convert quantised rows to Q8_0.
 
     Args:
         rows: uint8 [rows, bytes per row], in blocks of `stored`.
-        kind: Q8_0, or `kernel_type(stored)`.
+        kind: Q8_0, or `stored` itself, which changes nothing.
 
     Returns:
         uint8 [rows, bytes per row], in blocks of `kind`. An infinite or NaN scale stays one, and is refused when the
@@ -53,8 +50,6 @@ def convert(rows: Bytes, stored: Any, kind: Any, *, num_threads: int = 1) -> Byt
     """
 
     def convert_part(part: Bytes) -> Bytes:
-        if kind is GGMLType.Q5_0:
-            return _mxfp4_to_q5_0(part)
         scales = part.reshape(-1, gguf.GGML_QUANT_SIZES[stored][1])[:, :2] if stored in _WHOLE_MULTIPLES else None
         return _to_q8_0(gguf.dequantize(part, stored), scales)
 
@@ -80,23 +75,6 @@ def _parts(rows: Bytes, stored: Any) -> Iterator[Bytes]:
     step = max(1, _VALUES_AT_ONCE // (rows.shape[1] // block_bytes * block_size))
     for start in range(0, len(rows), step):
         yield rows[start : start + step]
-
-
-def _mxfp4_to_q5_0(rows: Bytes) -> Bytes:
-    """exponent uint8 | 16 bytes of two E2M1 each -> scale fp16 | fifth bits, 4 bytes | 16 bytes of four bits each."""
-    blocks = rows.reshape(-1, 17)
-    out = np.empty((len(blocks), 22), np.uint8)
-    with np.errstate(over="ignore"):
-        scales = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128).astype(np.float16)
-    out[:, :2] = scales.view(np.uint8)
-    quants = np.concatenate((_E2M1_AS_Q5_0[blocks[:, 1:] & 15], _E2M1_AS_Q5_0[blocks[:, 1:] >> 4]), axis=1)
-    out[:, 2:6] = np.packbits(quants >> 4, axis=1, bitorder="little")
-    out[:, 6:] = quants[:, :16] & 15 | quants[:, 16:] << 4
-    return out.reshape(len(rows), -1)
-
-
-# Twice the numbers of E2M1 by their codes, plus the zero of Q5_0.
-_E2M1_AS_Q5_0 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8).astype(np.uint8) + 16
 
 
 def _to_q8_0(values: npt.NDArray[np.float32], stored_scales: Bytes | None) -> Bytes:

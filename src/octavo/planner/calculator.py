@@ -31,12 +31,14 @@ WEIGHT_BITS: Mapping[str, float] = {
     "q5_k_m": 5.70,
     "q4_k_m": 4.89,
     "q4_1": 5,
+    "iq4_nl": 4.68,
     "q4_0": 4.5,
+    "iq4_xs": 4.46,
     "mxfp4": 4.25,
     "int4": 4.25,
 }
-"""Bits of a weight by kind, scales included: ggml's blocks; for mixtures of blocks (…_m) what Llama 3.1 8B takes;
-`int4` with a scale of 16 bits for each group of 64, `fp8` with a scale for each block of 128 × 128 or more."""
+"""Bits of a weight by kind, scales included: ggml's blocks; for mixtures of blocks (…_m, iq4_…) what Llama 3.1 8B
+takes; `int4` with a scale of 16 bits for each group of 64, `fp8` with a scale for each block of 128 × 128 or more."""
 
 # A block of "max" is rounded up to whole tiles of the kernels.
 MAX_BLOCK_MULTIPLE = 16
