@@ -130,6 +130,11 @@ class LatentConfig:
         return self.rotary_dim + self.rank
 
     @property
+    def expanded_dim(self) -> int:
+        """The number of dimensions of a head's key and value, which a cache without latents holds."""
+        return self.rotary_dim + self.plain_dim + self.value_dim
+
+    @property
     def attention_scale(self) -> float:
         """Factor of the attention scores."""
         return float((self.rotary_dim + self.plain_dim) ** -0.5 * self.mscale * self.mscale)

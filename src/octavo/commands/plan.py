@@ -156,6 +156,7 @@ def _verdict(report: Mapping[str, Any]) -> str:
     need = "needs" if count == 1 else "need"
     published = f", though published in {report['published_weights']}" if report["published_weights"] else ""
     counted = f"{report['weights']} weights{published}, {report['kv_cache_dtype']} cache"
+    counted += " of latents" if report["caches_latents"] else ""
     needed = f"{need} {format_bytes(report['memory_needed_per_device'])} of each device's memory ({counted})"
     if memory is None:
         return f"{users} {needed}."

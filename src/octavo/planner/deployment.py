@@ -322,6 +322,7 @@ class Deployment:
             "weights": self._weight_kind,
             "published_weights": self._published_weights,
             "kv_cache_dtype": self.kv_dtype,
+            "caches_latents": self.model.config.latent is not None,
             "max_model_len": self.max_model_len,
             "context": self.context,
             "concurrency": concurrency,
@@ -479,6 +480,12 @@ class Deployment:
             notes.append(f"weights are counted in {self.dtype}, but published in {published}{as_published}")
         if devices > 1 and self.options.device != "cpu":
             notes.append("for planning only: Octavo divides a model among several devices on CPUs alone")
+        if (latent := self.model.config.latent) is not None and self.options.device != "cpu":
+            per_token = self.model.num_heads * latent.expanded_dim * len(self.model.kv_layers) * 2
+            notes.append(
+                "for planning only: Octavo caches latents on CPUs alone; its cache on a GPU holds expanded keys and "
+                f"values, {format_bytes(per_token)} a token in bfloat16"
+            )
         if self.options.weights in _NOT_LOADED:
             notes.append(f"for planning only: Octavo does not load {self.options.weights} weights")
         if (budget := self.budget) is not None and budget.left < 0:
