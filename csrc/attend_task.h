@@ -21,6 +21,11 @@ constexpr int kRowState = 32;  // floats after a row's weighted values: the sum 
 // (storage/recent_kv.py): the copies of both, and the layer's own codes between them. kReadsSinks: see `budget`.
 enum Reads { kReadsAll, kReadsFirst, kReadsBetween, kReadsRecent, kReadsSinks };
 
+// Of 16 tokens that a row sees, the sum of their weights of attention, relative to 2^max; or of all that it sees.
+struct RowMass {
+    float sum, max;
+};
+
 // Some query tokens of one sequence, with the query heads of some KV heads, over some splits of the context. Rows are
 // [kv head][token][query head of the KV head].
 struct AttendTask {
@@ -48,6 +53,9 @@ struct AttendTask {
     int first_tokens, recent_blocks;  // unless it reads all
     const LayerKV* copies;            // or null; the task then reads between, and adds what it reads of the copies
     const int32_t* copies_table;
+    // If attention is measured, else null: [row] of {each 16 tokens of the context, padding, all tokens}.
+    RowMass* mass;
+    int64_t mass_stride;
     int states;  // where in AttendScratch its states begin, in floats
     int rows_per_head() const { return num_tokens * group_size; }
 

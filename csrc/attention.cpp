@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <cmath>
 #include <memory>
 #include <new>
 #include <stdexcept>
@@ -34,10 +35,17 @@ struct alignas(64) PartialLine {
     float values[16];
 };
 
+struct Measured {
+    int seq;
+    size_t item_begin, item_end;
+};
+
 struct Plan {
     std::vector<Item> items;
     std::vector<Slice> slices;
     std::vector<PartialLine> partial;
+    std::vector<Measured> measured;
+    std::vector<RowMass> masses;
     ChosenBlocks chosen;
     std::unique_ptr<std::atomic<int>[]> finished;
     size_t finished_capacity = 0;
@@ -223,6 +231,62 @@ int cut(Plan& plan) {
     return most;
 }
 
+// Gives the items of measured sequences room for their rows' masses.
+void make_room_for_masses(const AttentionCall& call, Plan& plan) {
+    const auto stride_of = [&](const Measured& measured) {
+        return (int64_t{call.context_lens[measured.seq]} + kTile - 1) / kTile * (kTile / 16) + 1;
+    };
+    const auto size_of = [](const AttendTask& task) { return task.kv_heads * task.rows_per_head() * task.mass_stride; };
+    int64_t size = 0;
+    for (const Measured& measured : plan.measured)
+        for (size_t i = measured.item_begin; i < measured.item_end; ++i) {
+            plan.items[i].task.mass_stride = stride_of(measured);
+            size += size_of(plan.items[i].task);
+        }
+    plan.masses.assign(size, {0.0f, 0.0f});
+    RowMass* next = plan.masses.data();
+    for (const Measured& measured : plan.measured)
+        for (size_t i = measured.item_begin; i < measured.item_end; ++i) {
+            plan.items[i].task.mass = next;
+            next += size_of(plan.items[i].task);
+        }
+}
+
+// Adds the rows' shares of attention to the mass of blocks.
+void add_masses(const AttentionCall& call, const Plan& plan) {
+    constexpr int kBlocksPerTask = 256;
+    const int vectors = call.kv.block_size / 16;
+    for (const Measured& measured : plan.measured) {
+        const int blocks = (call.context_lens[measured.seq] + call.kv.block_size - 1) / call.kv.block_size;
+        int64_t* const mass = call.measured.mass + call.measured.begins[measured.seq];
+        parallel_for((blocks + kBlocksPerTask - 1) / kBlocksPerTask, [&](int piece) {
+            const int begin = piece * kBlocksPerTask, end = std::min(blocks, begin + kBlocksPerTask);
+            for (size_t i = measured.item_begin; i < measured.item_end; ++i) {
+                const AttendTask& task = plan.items[i].task;
+                for (int row = 0; row < task.kv_heads * task.rows_per_head(); ++row) {
+                    const RowMass* of_row = task.mass + row * task.mass_stride;
+                    const auto [sum, max] = of_row[task.mass_stride - 1];
+                    const int last = static_cast<int>(task.mass_stride) - 1;
+                    float known = max;
+                    double factor = kMassUnit / sum;
+                    for (int block = begin; block < end; ++block) {
+                        double share = 0;
+                        for (int v = block * vectors; v < std::min(last, (block + 1) * vectors); ++v) {
+                            if (of_row[v].sum == 0) continue;  // of what the row does not see, there is no maximum
+                            if (of_row[v].max != known) {
+                                known = of_row[v].max;
+                                factor = std::exp2(double{known} - max) * kMassUnit / sum;
+                            }
+                            share += of_row[v].sum * factor;
+                        }
+                        if (share > 0 && share <= 2 * kMassUnit) mass[block] += std::llrint(share);  // no NaN
+                    }
+                }
+            }
+        });
+    }
+}
+
 AttendScratch& thread_scratch() {
     static thread_local std::unique_ptr<AttendScratch> scratch;
     if (!scratch) scratch = std::make_unique_for_overwrite<AttendScratch>();
@@ -235,10 +299,17 @@ void attend(const AttentionCall& call) {
     static thread_local Plan plan;  // its vectors keep their memory from step to step
     plan.items.clear();
     plan.slices.clear();
+    plan.measured.clear();
     for (int seq = 0; seq < call.num_seqs; ++seq) check_sequence(call, seq);
     plan.chosen.choose(call);
     const bool much_context = has_much_context(call, plan.chosen);
-    for (int seq = 0; seq < call.num_seqs; ++seq) add_items(call, plan, seq, much_context);
+    for (int seq = 0; seq < call.num_seqs; ++seq) {
+        const size_t first = plan.items.size();
+        add_items(call, plan, seq, much_context);
+        if (call.measured.mass && call.measured.begins[seq] >= 0)
+            plan.measured.push_back({seq, first, plan.items.size()});
+    }
+    if (!plan.measured.empty()) make_room_for_masses(call, plan);
     const int node_splits = cut(plan);
 
     const Kernels& level = kernels();
@@ -262,6 +333,7 @@ void attend(const AttentionCall& call) {
         task.partial = state_of(first_node);
         level.merge(task, first_node, item.num_tasks, scratch);
     });
+    if (!plan.measured.empty()) add_masses(call, plan);
 }
 
 }  // namespace octavo

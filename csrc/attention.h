@@ -24,11 +24,20 @@ struct SinkReads {
     int sink_tokens;
 };
 
+// Sequences whose attention is measured. The shares that a block's tokens have of the attention of all rows and heads
+// are added to its entry of `mass`, in units of 1 / kMassUnit, so that sums do not depend on their order.
+constexpr double kMassUnit = 1 << 24;
+struct MassReads {
+    const int64_t* begins;  // of each sequence's blocks in `mass`; -1: it is not measured
+    int64_t* mass;          // null: none is
+};
+
 struct AttentionCall {
     LayerKV kv;
     RecentCopies copies;
     SinkReads sinks_apart;
     SparseReads sparse;  // of sequences with one new token
+    MassReads measured;
     const char* query;
     char* out;
     int64_t query_token_stride, query_head_stride, out_token_stride, out_head_stride;  // bytes

@@ -278,7 +278,7 @@ AttentionCall Decoder::attention(const DecoderStep& step, const Attend& attend) 
     call.block_tables = tables.block_tables;
     call.table_rows = step.table_rows;
     call.query_start = step.query_start;
-    call.context_lens = step.context_lens;
+    call.context_lens = tables.context_lens ? tables.context_lens : step.context_lens;
     call.block_table_stride = tables.stride;
     call.max_blocks = tables.max_blocks;
     call.num_tokens = step.num_tokens;
@@ -291,6 +291,7 @@ AttentionCall Decoder::attention(const DecoderStep& step, const Attend& attend) 
     call.exact = exact;
     if (step.budgets && cache.window == 0)
         call.sinks_apart = {step.budgets, sink_queries_.base, sink_queries_.stride, step.sink_tokens};
+    if (step.mass_begins && cache.window == 0) call.measured = {step.mass_begins, tables.mass};
     if (step.num_read && cache.bounds.bounds) {
         call.sparse = cache.bounds;
         call.sparse.num_read = step.num_read + cache.bounds_index * step.num_seqs;

@@ -128,6 +128,8 @@ struct GroupTables {
     const int64_t* slots;
     const int32_t* completed;  // see SparseReads
     int64_t num_completed;
+    const int32_t* context_lens;  // of each sequence, the tokens in its table; null: all of the step's
+    int64_t* mass;                // see MassReads
 };
 
 struct Rotation {
@@ -152,6 +154,7 @@ struct DecoderStep {
     int sink_tokens;
     // See SparseReads: [layers with bounds][num_seqs] and [num_seqs]; null: all read everything.
     const int32_t *num_read, *num_recent;
+    const int64_t* mass_begins;  // see MassReads; null: no attention is measured
 };
 
 class Decoder {

@@ -187,6 +187,20 @@ void check_sparse(const Tensor& num_read, const Tensor& num_recent, int64_t num_
     }
 }
 
+void check_measured(const MassArguments& measured, int64_t num_groups, const Tensor& context_lens, int block_size) {
+    const auto& [begins, mass] = measured;
+    check_dense(begins, "mass begins", DType::i64, {context_lens.shape[0]});
+    check_shape(mass, "mass", {num_groups, -1});
+    check_dense(mass, "mass", DType::i64, {num_groups, mass.shape[1]});
+    for (int64_t i = 0; i < context_lens.shape[0]; ++i) {
+        const int64_t begin = begins.data<const int64_t>()[i], context = context_lens.data<const int32_t>()[i];
+        const int64_t blocks = (context + block_size - 1) / block_size;
+        require(begin >= -1 && (begin < 0 || begin <= mass.shape[1] - blocks),
+                "mass has room for " + std::to_string(mass.shape[1]) + " blocks, but sequence " + std::to_string(i) +
+                    " has " + std::to_string(blocks) + " from " + std::to_string(begin));
+    }
+}
+
 void check_completed(const Tensor& completed, int64_t num_blocks) {
     check_dense(completed, "completed", DType::i32, {completed.shape[0]});
     for (int64_t i = 0; i < completed.shape[0]; ++i) {

@@ -37,6 +37,10 @@ void check_budgets(const Tensor& budgets, int64_t num_seqs, int sink_tokens);
 using SparseArguments = std::tuple<Tensor, Tensor, std::vector<Tensor>>;
 SparseReads bounds_of(const LayerKV& kv, const Tensor& bounds);
 void check_sparse(const Tensor& num_read, const Tensor& num_recent, int64_t num_layers, int64_t num_seqs);
+// Where the mass of each sequence's blocks begins (-1: not measured), and the mass [groups][blocks]; see MassReads.
+using MassArguments = std::tuple<Tensor, Tensor>;
+// Raises unless `begins` are -1, or leave room for the blocks of each sequence of `context_lens` tokens.
+void check_measured(const MassArguments& measured, int64_t num_groups, const Tensor& context_lens, int block_size);
 void check_completed(const Tensor& completed, int64_t num_blocks);
 void check_range(const int64_t* x, int64_t count, int64_t end, const char* name, int64_t begin = 0);
 Weight weight_of(const std::string& format, const Tensor& packed, int64_t outputs, int64_t inputs);

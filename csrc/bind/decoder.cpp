@@ -83,7 +83,8 @@ class BoundDecoder : public DecoderProgram {
                  const std::vector<std::pair<Tensor, Tensor>>& groups,
                  const std::vector<std::pair<Tensor, Tensor>>& rotations, const Tensor& logits_indices,
                  const Tensor& logits, const Tensor& budgets, const Tensor& sink_positions, int sink_tokens,
-                 const std::optional<SparseArguments>& sparse) {
+                 const std::optional<SparseArguments>& sparse, const std::vector<Tensor>& kept,
+                 const std::optional<MassArguments>& measured) {
         const DecoderShape& s = decoder_.shape;
         require(complete_, "the decoder is not complete");
         require(decoder_.caches.size() == num_layers_, "the decoder has no caches: call set_caches first");
@@ -115,6 +116,8 @@ class BoundDecoder : public DecoderProgram {
         }
         std::vector<GroupTables> tables = group_tables(step, groups);
         if (sparse) add_sparse(*sparse, step, tables);
+        if (!kept.empty()) add_kept(kept, context_lens, tables);
+        if (measured) add_measured(*measured, kept, context_lens, step, tables);
         step.groups = tables.data();
         check_shape(logits_indices, "logits_indices", {-1});
         step.num_logits = logits_indices.shape[0];
@@ -221,6 +224,38 @@ class BoundDecoder : public DecoderProgram {
         step.num_recent = num_recent.data<const int32_t>();
     }
 
+    // The tokens in the tables of groups that have let go of blocks; null for a group that has not.
+    void add_kept(const std::vector<Tensor>& kept, const Tensor& context_lens, std::vector<GroupTables>& tables) const {
+        require(!decoder_.ranks, "sequences that have let go of blocks are not split among ranks");
+        require(kept.size() == tables.size(), "kept must have the tokens of each group");
+        for (size_t group = 0; group < tables.size(); ++group) {
+            if (kept[group].is_null()) continue;
+            check_dense(kept[group], "kept", DType::i32, {context_lens.shape[0]});
+            for (int64_t i = 0; i < context_lens.shape[0]; ++i) {
+                const int32_t tokens = kept[group].data<const int32_t>()[i];
+                const int32_t all = context_lens.data<const int32_t>()[i];
+                require(tokens <= all, "sequence " + std::to_string(i) + " keeps " + std::to_string(tokens) + " of " +
+                                           std::to_string(all) + " tokens");
+            }
+            tables[group].context_lens = kept[group].data<const int32_t>();
+        }
+    }
+
+    void add_measured(const MassArguments& measured, const std::vector<Tensor>& kept, const Tensor& context_lens,
+                      DecoderStep& step, std::vector<GroupTables>& tables) const {
+        require(!decoder_.ranks, "the attention of ranks is not measured");
+        const auto& [begins, mass] = measured;
+        const int64_t num_groups = static_cast<int64_t>(tables.size());
+        for (const LayerCache& cache : decoder_.caches) {
+            if (cache.window) continue;
+            const bool lets_go = !kept.empty() && !kept[cache.group].is_null();
+            check_measured(measured, num_groups, lets_go ? kept[cache.group] : context_lens, cache.kv.block_size);
+        }
+        step.mass_begins = begins.data<const int64_t>();
+        for (int64_t group = 0; group < num_groups; ++group)
+            tables[group].mass = mass.data<int64_t>() + group * mass.stride[0];
+    }
+
     // The tables of angles, once it is certain that they have every position.
     std::vector<Rotation> rotation_tables(const DecoderStep& step,
                                           const std::vector<std::pair<Tensor, Tensor>>& rotations) const {
@@ -285,7 +320,8 @@ void bind_decoder(nb::module_& m) {
         .def("set_caches", &BoundDecoder::set_caches, "caches"_a)
         .def("forward", &BoundDecoder::forward, "token_ids"_a, "positions"_a, "query_start"_a, "context_lens"_a,
              "table_rows"_a, "groups"_a, "rotations"_a, "logits_indices"_a, "logits"_a, "budgets"_a.none() = nb::none(),
-             "sink_positions"_a.none() = nb::none(), "sink_tokens"_a = 1, "sparse"_a.none() = nb::none());
+             "sink_positions"_a.none() = nb::none(), "sink_tokens"_a = 1, "sparse"_a.none() = nb::none(),
+             "kept"_a = std::vector<Tensor>{}, "measured"_a.none() = nb::none());
 }
 
 }  // namespace octavo

@@ -35,7 +35,7 @@ void py_attend(const SideArguments& keys, const SideArguments& values, const Ten
                const Tensor& block_tables, const Tensor& table_rows, const Tensor& query_start,
                const Tensor& context_lens, float scale, int window, float softcap, const Tensor& sinks, bool exact,
                const std::optional<CopiesToRead>& copied, const std::optional<SinksApart>& apart,
-               const std::optional<SparseLayer>& sparse) {
+               const std::optional<SparseLayer>& sparse, const std::optional<MassArguments>& measured) {
     storage_of(query, "query");
     const LayerKV kv = layer_kv(keys, values, query.dtype);
     AttentionCall call{};
@@ -111,6 +111,11 @@ void py_attend(const SideArguments& keys, const SideArguments& values, const Ten
         call.sparse.num_recent = num_recent.data<const int32_t>();
         call.sparse.completed = completed[0].data<const int32_t>();
         call.sparse.num_completed = completed[0].shape[0];
+    }
+    if (measured) {
+        require(window == 0 && !sparse, "attention is measured without a window or sparse reads");
+        check_measured(*measured, 1, context_lens, kv.block_size);
+        call.measured = {std::get<0>(*measured).data<const int64_t>(), std::get<1>(*measured).data<int64_t>()};
     }
     nb::gil_scoped_release release;
     attend(call);
@@ -223,7 +228,8 @@ NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);  // an engine that lives until Python exits is not a leak
     m.def("attend", &py_attend, "keys"_a, "values"_a, "query"_a, "out"_a, "block_tables"_a, "table_rows"_a,
           "query_start"_a, "context_lens"_a, "scale"_a, "window"_a, "softcap"_a, "sinks"_a.none(), "exact"_a,
-          "copies"_a.none(), "apart"_a.none(), "sparse"_a.none());
+          "copies"_a.none(), "apart"_a.none(), "sparse"_a.none(),
+          "measured"_a.none());
     m.def("rope_write", &py_rope_write, "qkv"_a, "keys"_a, "values"_a, "cos"_a, "sin"_a, "positions"_a, "slots"_a,
           "query_norm"_a.none(), "key_norm"_a.none(), "eps"_a, "copies"_a.none());
     m.def("rms_norm", &py_rms_norm, "x"_a, "residual"_a.none(), "weight"_a, "out"_a, "eps"_a);

@@ -49,6 +49,15 @@ inline Visible visible_tokens(const AttendTask& task, int begin, int first_row, 
     return visible;
 }
 
+// Notes the sum of a row's weights for each 16 tokens of which it sees some.
+template <class Weights>
+inline void note_mass(const AttendTask& task, int begin, int row, TokenRange seen, float row_max,
+                      const Weights& weights) {
+    RowMass* mass = task.mass + row * task.mass_stride + begin / 16;
+    for (int v = 0; v < kVectors; ++v)
+        if (seen.low < v * 16 + 16 && seen.high > v * 16) mass[v] = {reduce_add(weights(v)), row_max};
+}
+
 // The softmax of rows [first_row, first_row + count) over a tile: takes score(r, vector) and passes the weights, two
 // vectors at a time, to weigh(r, vector, low, high, rescale), where `rescale` is the factor by which the row's state
 // must then be multiplied. Updates the rows' maxima, keeps the factors in `rescales`, and returns whether any of them
@@ -68,6 +77,7 @@ template <Storage S, class Score, class Meanwhile, class Weigh>
     bool any = false;
     for (int r = 0; r < count; ++r) {
         F16 s[kVectors], top = F16::set1(kNoScore);
+        TokenRange seen{0, kTile};
         if (visible.whole) {
 #pragma GCC unroll 4
             for (int v = 0; v < kVectors; ++v) {
@@ -75,7 +85,7 @@ template <Storage S, class Score, class Meanwhile, class Weigh>
                 top = max(top, s[v]);
             }
         } else {
-            const TokenRange seen = tokens_seen(task, begin, first_row + r);
+            seen = tokens_seen(task, begin, first_row + r);
 #pragma GCC unroll 4
             for (int v = 0; v < kVectors; ++v) {
                 s[v] = F16::set1(kMasked);
@@ -105,6 +115,9 @@ template <Storage S, class Score, class Meanwhile, class Weigh>
             still = F16::set1(1.0f);
         }
         const F16 less = F16::set1(-row_max);
+        if (task.mass) [[unlikely]]
+            note_mass(task, begin, rows.first + first_row + r, seen, row_max,
+                      [&](int v) { return exp2_weight<S>(fma(s[v], still, less)); });
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; v += 2)
             weigh(r, v, exp2_weight<S>(fma(s[v], still, less)), exp2_weight<S>(fma(s[v + 1], still, less)),

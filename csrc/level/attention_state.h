@@ -18,11 +18,12 @@ inline float exp2_scalar(float x) {
 struct Rows {
     float* base;
     int value_dim;
+    int first = 0;  // which of the task's rows is row 0
     int stride() const { return value_dim + kRowState; }
     float* values(int row) const { return base + row * stride(); }
     float* sum(int row) const { return values(row) + value_dim; }
     float& max(int row) const { return values(row)[value_dim + 16]; }
-    Rows from(int row) const { return {values(row), value_dim}; }
+    Rows from(int row) const { return {values(row), value_dim, first + row}; }
     void clear(int rows) const {
         for (int r = 0; r < rows; ++r) {
             for (int d = 0; d < stride(); d += 16) F16::zero().store(values(r) + d);
@@ -97,13 +98,14 @@ template <class T> void write_rows(const AttendTask& task, const Rows& total) {
     for (int r = 0; r < num_rows; ++r) {
         const int in_head = r % task.rows_per_head(), token = in_head / task.group_size;
         const int head = r / task.rows_per_head() * task.group_size + in_head % task.group_size;
-        float keep = 1.0f, sum = reduce_add(F16::load(total.sum(r)));
+        float keep = 1.0f, sum = reduce_add(F16::load(total.sum(r))), top = total.max(r);
         if (task.sinks) {
             const float sink = task.sinks[head] * kLog2E;
-            const float new_max = sink > total.max(r) ? sink : total.max(r);
-            keep = exp2_scalar(total.max(r) - new_max);
-            sum = sum * keep + exp2_scalar(sink - new_max);
+            top = sink > top ? sink : top;
+            keep = exp2_scalar(total.max(r) - top);
+            sum = sum * keep + exp2_scalar(sink - top);
         }
+        if (task.mass) task.mass[(r + 1) * task.mass_stride - 1] = {sum, top};
         const F16 factor = F16::set1(keep / sum);
         auto* out = reinterpret_cast<T*>(task.out + token * task.out_token_stride + head * task.out_head_stride);
         for (int d = 0; d < task.kv->value_dim; d += 16)

@@ -20,6 +20,7 @@ def attend(
     copies: tuple[_Side, _Side, Tensor, int, int] | None,
     apart: tuple[Tensor, Tensor, int] | None,
     sparse: tuple[Tensor, tuple[Tensor, Tensor, list[Tensor]]] | None,
+    measured: tuple[Tensor, Tensor] | None,
 ) -> None: ...
 def rope_write(
     qkv: Tensor,
@@ -189,4 +190,6 @@ class Decoder:
         sink_positions: Tensor | None = None,
         sink_tokens: int = 1,
         sparse: tuple[Tensor, Tensor, list[Tensor]] | None = None,
+        kept: list[Tensor | None] = ...,
+        measured: tuple[Tensor, Tensor] | None = None,
     ) -> None: ...

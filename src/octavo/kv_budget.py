@@ -2,6 +2,9 @@
 
     mode          keeps             reads in a step                                          published as
     sinks         `tokens` tokens   all it keeps: the first block, and the most recent ones  StreamingLLM (Xiao 2024)
+    bounded       `tokens` tokens   all it keeps: the first block, both ends of the prompt,  H2O (Zhang 2023), SnapKV
+                  and the prompt,   the most recent ones, and those with the most attention  (Li 2024), by blocks as
+                  while it lasts    since they were written (`kvcache/attended.py`)          PagedEviction (2025)
     sparse_read   all tokens        `tokens` of them: the first block, the most recent ones, Quest (Tang et al. 2024)
                                     and blocks whose keys may score highest in a layer;
                                     with `layers`, as many in the mean of the layers         Kim and Jung (2025)
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -20,7 +24,10 @@ from typing import Any
 from octavo.errors import ConfigError, FieldError, shown
 from octavo.option import json_object
 
-MODES = ("sinks", "sparse_read")
+MODES = ("sinks", "bounded", "sparse_read")
+MEASURED_ROWS = 64
+"""The last tokens of a prompt, whose attention is measured."""
+
 _SHARE_OF_RECENT = 8
 _SHARE_OF_LEAST = 4
 
@@ -32,8 +39,8 @@ class KVBudget:
     Attributes:
         mode: see above.
         tokens: the most tokens whose keys and values are kept, or read, in layers without a sliding window.
-        dense_prompt: of sparse_read, whether tokens of the prompt read everything. If not, a budget's loss can be
-            measured on a text.
+        dense_prompt: but of sinks, whether tokens of the prompt read everything, so that it is exact and shared. If
+            not, only its first `tokens` do: a budget's loss can be measured on a text, and bounded holds no more.
         layers: of sparse_read, the entropy of attention in each layer that reads sparsely (`calibration/entropy.py`),
             by which `tokens` times their number is divided among them; empty: evenly. A server's apply to all requests.
     """
@@ -44,9 +51,43 @@ class KVBudget:
     layers: tuple[float, ...] = ()
 
     @property
+    def slides(self) -> bool:
+        """Whether it keeps a window of positions, and lets go of what the window has passed."""
+        return self.mode == "sinks"
+
+    @property
+    def measures(self) -> bool:
+        """Whether it lets go of the blocks that have least of the attention."""
+        return self.mode == "bounded"
+
+    @property
     def evicts(self) -> bool:
         """Whether it frees the blocks of tokens beyond it."""
-        return self.mode == "sinks"
+        return self.mode != "sparse_read"
+
+    def num_dense(self, num_prompt_tokens: int) -> int:
+        """Return how many of a prompt's tokens a sequence is certain to keep until they are computed."""
+        return num_prompt_tokens if self.dense_prompt else min(num_prompt_tokens, self.tokens)
+
+    def first_eviction(self, num_prompt_tokens: int) -> int:
+        """Return the number of computed tokens at which a sequence lets go of its first block."""
+        return max(self.tokens, self.num_dense(num_prompt_tokens)) if self.measures else self.tokens + 1
+
+    def tokens_until_eviction(self, start: int, num_prompt_tokens: int, block_size: int) -> int:
+        """Return how many tokens from position `start` on see the same blocks, and those after them, for certain.
+
+        What a measured sequence lets go of is not known before its tokens have been computed, so no step goes on.
+        """
+        if not self.measures:
+            return sys.maxsize
+        first = self.first_eviction(num_prompt_tokens)
+        return first - start if start < first else block_size - start % block_size
+
+    def measured_from(self, num_prompt_tokens: int, max_tokens: int) -> int | None:
+        """Return the first position whose attention is measured; None if a sequence never exceeds its budget."""
+        if not self.measures or num_prompt_tokens + max_tokens - 1 <= self.tokens:
+            return None
+        return max(0, self.num_dense(num_prompt_tokens) - MEASURED_ROWS)
 
     def num_recent(self, block_size: int) -> int:
         """Return how many of the blocks that a token reads are the most recent ones: an eighth, at least one."""
@@ -69,6 +110,8 @@ class KVBudget:
 
     def reads_all_before(self, num_prompt_tokens: int, block_size: int) -> int:
         """Return the first position whose token may be computed from fewer than all tokens before it."""
+        if self.measures:
+            return self.first_eviction(num_prompt_tokens)
         within = self.tokens if self.evicts else min(self.blocks_read(block_size)) * block_size
         return max(within, num_prompt_tokens) if self.dense_prompt and not self.evicts else within
 
@@ -85,9 +128,9 @@ class KVBudget:
         if type(tokens) is not int or tokens < 1:
             raise FieldError("kv_budget.tokens", f"must be a positive integer, got {shown(tokens)}")
         if type(dense := given.get("dense_prompt", True)) is not bool or ("dense_prompt" in given and mode == "sinks"):
-            raise FieldError("kv_budget.dense_prompt", "must be true or false, and the mode sparse_read")
+            raise FieldError("kv_budget.dense_prompt", "must be true or false, and the mode not sinks")
         layers = given.get("layers", ())
-        if not isinstance(layers, list | tuple) or ("layers" in given and (mode == "sinks" or not layers)):
+        if not isinstance(layers, list | tuple) or ("layers" in given and (mode != "sparse_read" or not layers)):
             raise FieldError("kv_budget.layers", "must be a list of the layers' entropies, and the mode sparse_read")
         for entropy in layers:
             if type(entropy) not in (int, float) or not 0 < entropy <= 1:
@@ -108,7 +151,13 @@ class KVBudget:
 
 
 def choose_budget(
-    given: KVBudget | None, default: KVBudget | None, *, block_size: int, longest: int, refusal: str
+    given: KVBudget | None,
+    default: KVBudget | None,
+    *,
+    block_size: int,
+    longest: int,
+    refusal: str,
+    measures_refusal: str = "",
 ) -> KVBudget | None:
     """Return the budget of a request; None if it keeps everything.
 
@@ -117,6 +166,7 @@ def choose_budget(
         default: the engine's, which is also the most that a request may have.
         longest: context length of the model, beyond which it was not trained to attend.
         refusal: why the model cannot have budgets; empty if it can.
+        measures_refusal: why attention cannot be measured.
 
     Raises:
         FieldError: the request's budget is not within the engine's, or makes no sense here.
@@ -126,6 +176,8 @@ def choose_budget(
         return None
     if refusal:
         raise FieldError("kv_budget", f"is not possible here: {refusal}")
+    if budget.measures and measures_refusal:
+        raise FieldError("kv_budget.mode", f"{budget.mode} is not possible here: {measures_refusal}")
     if not budget.evicts and default is None:
         raise FieldError(
             "kv_budget.mode", f"{budget.mode} needs bounds of keys in the blocks: start the server with --kv-budget"

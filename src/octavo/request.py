@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from array import array
 from collections.abc import Iterable, Iterator
@@ -279,7 +280,25 @@ class Sequence:
     def has_evicted(self) -> bool:
         """Whether it has let go of tokens under its budget."""
         budget = self.request.params.kv_budget
-        return budget is not None and budget.evicts and self.num_computed > budget.tokens
+        return (
+            budget is not None
+            and budget.evicts
+            and (self.num_computed >= budget.first_eviction(self.num_prompt_tokens))
+        )
+
+    @property
+    def measured_from(self) -> int | None:
+        """The first position whose attention is measured, because a budget decides by it; None if none is."""
+        params = self.request.params
+        if params.kv_budget is None:
+            return None
+        return params.kv_budget.measured_from(self.num_prompt_tokens, params.max_tokens or 1)
+
+    def tokens_until_eviction(self, start: int, block_size: int) -> int:
+        """Return how many tokens from position `start` on a step may compute (`KVBudget.tokens_until_eviction`)."""
+        if (budget := self.request.params.kv_budget) is None:
+            return sys.maxsize
+        return budget.tokens_until_eviction(start, self.num_prompt_tokens, block_size)
 
     def max_num_tokens(self, max_model_len: int) -> int:
         """Return the maximum number of tokens: the least of what its request and the model allow."""

@@ -266,8 +266,11 @@ class SamplingParams:
 
     @property
     def awaits_tokens(self) -> bool:
-        """Whether the scheduler must know a token before it can plan the next: of beams, and within a grammar."""
-        return self.use_beam_search or self.structured_outputs is not None
+        """Whether the scheduler must know a step's result before it can plan the next: of beams, within a grammar, and
+        if attention decides what is kept.
+        """
+        measures = self.kv_budget is not None and self.kv_budget.measures
+        return self.use_beam_search or self.structured_outputs is not None or measures
 
     def with_max_tokens(self, max_tokens: int) -> SamplingParams:
         """Return the parameters with the given output limit."""

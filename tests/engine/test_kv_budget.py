@@ -27,7 +27,8 @@ from tests.engine.tiny_engine import MAX_MODEL_LEN, VOCAB_SIZE, tiny_core
 from tests.models.tiny import write_hf_model
 
 BUDGET = 64
-MODES = pytest.mark.parametrize("mode", ["sinks", "sparse_read", "entropy"])
+EVICTING = ("sinks", "bounded")
+MODES = pytest.mark.parametrize("mode", [*EVICTING, "sparse_read", "entropy"])
 ENTROPIES = [0.8, 0.3]
 _RANDOM = random.Random(1)
 PROMPTS = [[_RANDOM.randrange(3, VOCAB_SIZE - 1) for _ in range(length)] for length in (150, 40, 60)]
@@ -49,7 +50,7 @@ def deep_model() -> str:
 
 def of_mode(mode: str, **options: Any) -> dict[str, Any]:
     """Options of an engine whose requests may have budgets of a mode; without one, they have everything."""
-    if mode == "sinks":
+    if mode in EVICTING:
         return options
     budget: dict[str, Any] = {"mode": "sparse_read", "tokens": MAX_MODEL_LEN}
     if mode == "entropy":
@@ -82,7 +83,7 @@ def outputs(sampling: SamplingParams, mode: str = "sinks", **options: Any) -> tu
 
 @MODES
 def test_a_budget_that_is_never_exceeded_changes_no_token(mode: str) -> None:
-    dense = {"model": deep_model()} if mode != "sinks" else {}
+    dense = {} if mode in EVICTING else {"model": deep_model()}
     assert outputs(params(800, mode), mode) == outputs(params(None), **dense)
 
 
@@ -97,8 +98,10 @@ def test_a_budget_gives_the_same_tokens_cold_cached_in_chunks_and_preempted(mode
         # Sinks, a window with a partial block at either end, and the tokens of the step in flight.
         assert most <= 3 * (BUDGET // 16 + 1) + sum(map(len, PROMPTS)) // 16
         assert most_in_chunks <= 3 * (BUDGET // 16 + 1) + 2
+    if mode == "bounded":  # prompts, until they are computed
+        assert max(most, most_in_chunks) <= sum(-(-len(prompt) // 16) for prompt in PROMPTS)
     for preemption_mode in ("swap", "recompute"):
-        tight = {"num_blocks": 11 if mode == "sinks" else 30, "max_num_batched_tokens": 32}
+        tight = {"num_blocks": {"sinks": 11, "bounded": 13}.get(mode, 30), "max_num_batched_tokens": 32}
         assert outputs(sampling, mode, **tight, preemption_mode=preemption_mode)[0] == expected
     with tiny_core(**of_mode(mode, attention_backend="reference")) as core:
         assert generate(core, sampling)[0] == expected
@@ -131,7 +134,7 @@ def test_beams_and_parallel_samples_share_what_they_keep(mode: str) -> None:
     for sampling in (beams, samples):
         found, most = outputs(sampling, mode, max_num_batched_tokens=32)
         assert found == outputs(sampling, mode)[0]
-        assert mode != "sinks" or most <= len(PROMPTS) * 3 * (BUDGET // 16 + 2)
+        assert mode not in EVICTING or most <= len(PROMPTS) * 3 * (BUDGET // 16 + 2)
 
 
 def test_bounds_are_computed_as_a_prompts_blocks_fill(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,27 +153,53 @@ def test_bounds_are_computed_as_a_prompts_blocks_fill(monkeypatch: pytest.Monkey
         core.scheduler.add(request)
         while core.has_work:
             core.step()
-        assert budget_fields(request) == {"mode": "sparse_read", "tokens": BUDGET, "skipped_tokens": 150 + 29 - BUDGET}
+        assert budget_fields(request, core.scheduler.kv.holdings) == {
+            "mode": "sparse_read",
+            "tokens": BUDGET,
+            "skipped_tokens": 150 + 29 - BUDGET,
+        }
     prompt = [(False, 0), (False, 0), (False, 5), (False, 2), (False, 2)]  # 150 tokens: the last block is partial
     assert steps[: len(prompt)] == prompt
     assert all(sparse and bounded <= 1 for sparse, bounded in steps[len(prompt) :])
     assert sum(bounded for _, bounded in steps) == (150 + 29) // 16
 
 
-def test_a_prompt_that_is_read_sparsely_is_scored_so_in_any_chunks() -> None:
+@pytest.mark.parametrize("mode", ["bounded", "sparse_read"])
+def test_a_prompt_that_is_not_read_whole_is_scored_so_in_any_chunks(mode: str) -> None:
     def scores(**options: Any) -> list[float]:
-        budget: Any = {"mode": "sparse_read", "tokens": BUDGET, "dense_prompt": False}
+        budget: Any = {"mode": mode, "tokens": BUDGET, "dense_prompt": False}
         sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, kv_budget=budget)
-        with tiny_core(**of_mode("sparse_read", **options)) as core:
+        with tiny_core(**of_mode(mode, **options)) as core:
             request = core.inputs.make(PROMPTS[0], sampling)
             core.scheduler.add(request)
             while core.has_work:
                 core.step()
+                assert mode != "bounded" or core.scheduler.kv.pool.num_active <= BUDGET // 16
             assert_idle(core)
             return [entry.logprob for entry in request.prompt_logprobs]
 
     whole = scores()
-    assert scores(max_num_batched_tokens=32) == whole
+    assert scores(max_num_batched_tokens=24) == whole
+
+
+def test_what_had_least_of_the_attention_is_let_go_and_shown() -> None:
+    with tiny_core() as core:
+        request = core.inputs.make(PROMPTS[0], params(BUDGET, "bounded", max_tokens=60))
+        core.scheduler.add(request)
+        seq, kv, first = request.sequences[0], core.scheduler.kv, None
+        while core.has_work:
+            core.step()
+            if seq.num_computed == len(PROMPTS[0]) and first is None:
+                first = list(kv.tables(seq)[0])
+                shown = budget_fields(request, kv.holdings)
+            assert seq.finished or sum(map(bool, kv.tables(seq)[0])) <= max(10, BUDGET // 16)
+        assert first is not None
+        assert shown is not None
+    # Of ten blocks four are left: both ends of the prompt, and one by mass.
+    assert [bool(block) for block in first].count(True) == BUDGET // 16
+    assert all(first[place] for place in (0, 8, 9))
+    assert (shown["mode"], shown["evicted_tokens"]) == ("bounded", 150 // 16 * 16 + 16 - BUDGET)
+    assert 0 < shown["evicted_attention"] < 0.7
 
 
 @pytest.mark.slow
@@ -187,16 +216,20 @@ def test_a_context_beyond_the_models_own_is_computed_in_constant_memory() -> Non
         assert len(request.sequences[0].output_token_ids) == 2500
         assert most <= BUDGET // 16 + 1 + len(PROMPTS[0]) // 16
         evicted = len(PROMPTS[0]) + 2500 - 1 - BUDGET
-        assert budget_fields(request) == {**budget, "evicted_tokens": evicted}
+        assert budget_fields(request, core.scheduler.kv.holdings) == {**budget, "evicted_tokens": evicted}
 
 
-@pytest.mark.soak  # seven minutes
-def test_a_million_tokens_take_constant_memory_and_time() -> None:
+@pytest.mark.soak  # seven minutes each
+@pytest.mark.parametrize("mode", EVICTING)
+def test_a_million_tokens_take_constant_memory_and_time(mode: str, tmp_path: Path) -> None:
     def resident_mib() -> float:
         return int(Path("/proc/self/statm").read_text().split()[1]) / 256
 
-    budget = {"mode": "sinks", "tokens": 512}
+    budget = {"mode": mode, "tokens": 512}
     options = {"kv_budget": budget, "max_model_len": 1_100_000, "num_blocks": 64, "max_num_batched_tokens": 32}
+    if mode == "bounded":  # within its context
+        write_hf_model(tmp_path, "Llama", tokenizer=True, max_position_embeddings=1_100_000)
+        options["model"] = str(tmp_path)
     with tiny_core(**options) as core:
         core.scheduler.add(core.inputs.make(PROMPTS[0], params(None, max_tokens=1_000_000)))
         seconds, memory = [], []
@@ -213,12 +246,17 @@ def test_a_million_tokens_take_constant_memory_and_time() -> None:
         assert memory[-1] - memory[0] < 40  # a million token ids, as Python's integers
 
 
-def test_budgets_that_make_no_sense_are_refused_with_the_numbers() -> None:
+def test_budgets_that_make_no_sense_are_refused_with_the_numbers(tmp_path: Path) -> None:
     with tiny_core(kv_budget={"mode": "sinks", "tokens": 128}) as core:
         assert core.inputs.make([5], params(None)).params.kv_budget == core.config.budget
         for tokens, message in ((256, "within this server's"), (20, "from 32, two KV blocks, to 1024")):
             with pytest.raises(RequestError, match=message):
                 core.inputs.make([5], params(tokens))
+    table = tmp_path / "copies.toml"
+    table.write_text('keys = "int4"\nvalues = "int4"\nsink_blocks = 1\nrecent_blocks = 2\n')
+    copied = {"kv_cache_dtype": str(table)}
+    with tiny_core(**copied) as core, pytest.raises(RequestError, match="needs a cache without copies in int8"):
+        core.inputs.make([5], params(64, "bounded"))
     for wrong in ({"mode": "half", "tokens": 9}, {"mode": "sinks"}, {"mode": "sinks", "tokens": 9, "keep": 1}):
         with pytest.raises(RequestError, match="kv_budget"):
             SamplingParams(kv_budget=wrong)  # type: ignore[arg-type]
@@ -243,6 +281,8 @@ def test_budgets_that_make_no_sense_are_refused_with_the_numbers() -> None:
         ({"max_model_len": 2000}, "supports at most 1024"),
         ({"kv_cache_dtype": "int8"}, "needs a cache of floats, got kv_cache_dtype int8"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size 1"),
+        ({"tensor_parallel_size": 2, "kv_budget": {"mode": "bounded", "tokens": 64}}, "bounded needs a CPU"),
+        ({"max_model_len": 2000, "kv_budget": {"mode": "bounded", "tokens": 64}}, "supports at most 1024"),
     ):
         with pytest.raises(ConfigError, match=message), tiny_core(**{"kv_budget": sparse, **options}):
             pass

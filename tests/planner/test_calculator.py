@@ -83,6 +83,10 @@ def test_a_budget_bounds_a_sequences_blocks_whatever_its_length() -> None:
     assert SequenceCost.of(spec, 64, 1, budget) == SequenceCost.of(spec, 64, 1)
     # 64 tokens, of which the window's may begin and end within a block.
     assert {SequenceCost.of(spec, length, 1, budget).blocks for length in (200, 10**6)} == {64 // 16 + 1}
+    bounded = KVBudget(mode="bounded", tokens=64)
+    cost = SequenceCost.of(spec, 10**6, 512, bounded)
+    assert (cost.blocks, cost.prefill_blocks) == (64 // 16, 10**6 // 16)  # the prompt, until it is computed
+    assert spec.peak_blocks(10**6, 512, bounded, 100) == -(-100 // 16)
 
 
 def test_sparse_reads_keep_all_tokens_and_the_bounds_of_keys_after_the_second_layer() -> None:

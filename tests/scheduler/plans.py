@@ -8,8 +8,12 @@ from array import array
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from octavo.kvcache.attended import Mass, Places
+from octavo.kvcache.block import NULL_BLOCK
 from octavo.request import Sequence, SequenceId
-from octavo.scheduler.plan import DRAWN, SamplingSnapshot, SequenceForked, StepPlan
+from octavo.scheduler.plan import DRAWN, BlocksLetGo, SamplingSnapshot, SequenceForked, StepPlan
 from octavo.scheduler.scheduler import Scheduler
 
 
@@ -71,7 +75,7 @@ PLAIN = {
     ("octavo.sampling_params", "SamplingParams"),
     *(
         ("octavo.scheduler.plan", name)
-        for name in ("NewSequence", "PromptScores", "PromptPool", "SamplingSnapshot", "SequenceDropped")
+        for name in ("BlocksLetGo", "NewSequence", "PromptScores", "PromptPool", "SamplingSnapshot", "SequenceDropped")
     ),
     *(("octavo.scheduler.plan", name) for name in ("SequenceForked", "StepPlan", "TableDelta")),
 }
@@ -86,10 +90,16 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 class ToldRunner:
-    """What a runner knows that keeps no more than plans say; every plan reaches it through a pickle."""
+    """What a runner knows that keeps no more than plans say; every plan reaches it through a pickle.
+
+    Attributes:
+        tables: of each sequence, with null blocks where it has let go of some.
+        kept: the indices of the others.
+    """
 
     def __init__(self) -> None:
         self.tables: dict[SequenceId, list[list[int]]] = {}
+        self.kept: dict[SequenceId, list[list[int]]] = {}
         self.sampling: dict[SequenceId, SamplingSnapshot] = {}
         self.counted: dict[SequenceId, list[int]] = {}
 
@@ -103,6 +113,7 @@ class ToldRunner:
         for change in plan.changes:
             if isinstance(change, SequenceForked):
                 self.tables[change.child] = [table.copy() for table in self.tables[change.parent]]
+                self.kept[change.child] = [kept.copy() for kept in self.kept[change.parent]]
                 self.counted[change.child] = self.counted[change.parent].copy()
                 parent = self.sampling[change.parent]
                 self.sampling[change.child] = SamplingSnapshot(
@@ -113,17 +124,24 @@ class ToldRunner:
                     parent.eos_token_ids,
                     parent.num_candidates,
                 )
+            elif isinstance(change, BlocksLetGo):
+                self._let_go(change.seq_id, change.places)
             else:
-                del self.tables[change.seq_id], self.sampling[change.seq_id], self.counted[change.seq_id]
+                for known in (self.tables, self.kept, self.sampling, self.counted):
+                    del known[change.seq_id]
         for new in plan.new:
             assert new.seq_id not in self.tables, "known already"
             self.tables[new.seq_id] = [list(table) for table in new.tables]
+            self.kept[new.seq_id] = [list(range(len(table))) for table in new.tables]
+            self._let_go(new.seq_id, new.let_go)
             self.sampling[new.seq_id] = new.sampling
             self.counted[new.seq_id] = list(array("i", new.token_ids))
         for delta in plan.tables:
-            for table, blocks in zip(self.tables[plan.seq_ids[delta.row]], delta.blocks, strict=True):
+            seq_id = plan.seq_ids[delta.row]
+            for table, kept, blocks in zip(self.tables[seq_id], self.kept[seq_id], delta.blocks, strict=True):
                 assert delta.first <= len(table), "no gap"
                 table[delta.first :] = blocks
+                kept[:] = [*(i for i in kept if i < delta.first), *range(delta.first, len(table))]
         for number, row in enumerate(rows_of(plan)):
             counted = self.counted[row.seq_id]
             if self.sampling[row.seq_id].params.counts_tokens:
@@ -132,6 +150,32 @@ class ToldRunner:
                     assert plan.ahead
                     token_ids[-1:] = planned[number].token_ids[row.end - 1 : row.end] if planned is not None else []
                 counted += token_ids[max(0, len(counted) - row.start) :]
+
+    def _let_go(self, seq_id: SequenceId, places: Places) -> None:
+        for table, kept, gone in zip(self.tables[seq_id], self.kept[seq_id], places, strict=False):
+            for index in [kept[place] for place in gone]:
+                kept.remove(index)
+                table[index] = NULL_BLOCK
+
+    def mass(self, plan: StepPlan, planned: list[Sequence], block_size: int) -> dict[int, tuple[Mass, ...]]:
+        """A mass of attention of each block that depends on nothing but the position and the block's index."""
+        found: dict[int, tuple[Mass, ...]] = {}
+        for number, (row, seq) in enumerate(zip(rows_of(plan), planned, strict=True)):
+            first, masses = seq.measured_from, []
+            for position in range(max(row.start, first or 0), row.end) if first is not None else ():
+                kept = [[i for i in of_group if i * block_size <= position] for of_group in self.kept[row.seq_id]]
+                mass = np.zeros((len(kept), max(map(len, kept))), np.int64)
+                for group, indices in enumerate(kept):
+                    mass[group, : len(indices)] = [(position * 7 + index * 5) % 11 for index in indices]
+                masses.append(mass)
+            if masses and number >= plan.num_decodes:  # together
+                total = np.zeros_like(masses[-1])
+                for mass in masses:
+                    total[:, : mass.shape[1]] += mass
+                masses = [total]
+            if masses:
+                found[number] = tuple(masses)
+        return found
 
     def check(self, plan: StepPlan, planned: list[Sequence]) -> None:
         """What it knows of a plan's rows is what they are."""

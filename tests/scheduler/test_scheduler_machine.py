@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -17,7 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from octavo.errors import RequestError
 from octavo.kv_budget import MODES, KVBudget
-from octavo.kvcache.block import BlockState
+from octavo.kvcache.attended import Mass
+from octavo.kvcache.block import NULL_BLOCK, BlockState
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.kvcache.ledger import CacheTotals
 from octavo.request import CacheOutcome, FinishReason, PinRequest, Request, Sequence, SequenceStatus
@@ -185,6 +187,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_steps = 0
         self.num_contained = 0  # requests that ended because an update raised for them alone
         self.runner = ToldRunner()
+        self.mass: dict[int, dict[int, tuple[Mass, ...]]] = {}  # measured in steps whose results are awaited
+        self.kept: dict[tuple[Any, ...], list[list[int]]] = {}  # blocks that a position saw
 
     @precondition(lambda self: self.samples)
     @rule(
@@ -458,10 +462,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert scheduler.num_running == scheduler.num_swapped == 0
 
     def take_in(self, plan: StepPlan) -> None:
+        mass = self.mass.pop(plan.step, {})
         samples = [self.sample(seq) for seq in self.scheduler.drawing]
         scored = [[None] * len(scores.targets) for scores in plan.scores]
         if plan:
-            self.scheduler.update(plan, result_of(samples, scored))  # type: ignore[arg-type]
+            self.scheduler.update(plan, replace(result_of(samples, scored), mass=mass))  # type: ignore[arg-type]
             self.scheduler.observe(plan, 0.005 + 0.002 * plan.num_tokens)
 
     def play_runner(self, plan: StepPlan) -> None:
@@ -487,6 +492,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         size = self.scheduler.kv.spec.block_size
         self.runner.apply(plan, self.scheduler.planned)
         self.runner.check(plan, self.scheduler.planned)
+        self.mass[plan.step] = self.runner.mass(plan, self.scheduler.planned, size)
         assert len(self.runner.tables) <= self.scheduler.config.max_num_seqs
         rows = [
             (row, seq, self.runner.tables[row.seq_id])
@@ -502,9 +508,22 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_what_it_reads(self, seq: Sequence, context: int, tables: list) -> None:
         spec, budget = self.scheduler.kv.spec, seq.request.params.kv_budget
         size = spec.block_size
+        if seq.measured_from is not None:
+            # However it came to be computed: after a hit, in chunks, again.
+            kept = [[i for i in indices if i * size < context] for indices in self.runner.kept[seq.seq_id]]
+            seen = (str(seq.request.params), seq.num_prompt_tokens, *computed_from(seq, context - 1, size))
+            assert self.kept.setdefault(seen, kept) == kept
+            assert budget is not None
+            if context > budget.first_eviction(seq.num_prompt_tokens):
+                full = [indices for indices, window in zip(kept, spec.windows(), strict=True) if window is None]
+                assert all(len(indices) <= max(2, budget.tokens // size) for indices in full)
         for group, table in enumerate(tables):
             # The last of its tokens reads what lies before it, and itself.
-            for position in (*positions_seen(spec, group, context - 1, budget), context - 1):
+            positions = [*positions_seen(spec, group, context - 1, budget), context - 1]
+            if seq.measured_from is not None:
+                positions = [position for position in positions if table[position // size] != NULL_BLOCK]
+                assert positions
+            for position in positions:
                 found = self.computed[table[position // size], position % size]
                 assert found == computed_from(seq, position, size)
 

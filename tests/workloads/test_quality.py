@@ -59,7 +59,7 @@ def test_a_limit_on_the_increase_of_perplexity_is_the_exit_code(
     assert ask(capsys, *small, "--max-ppl-increase", "0.5")[0] == 0
 
 
-@pytest.mark.parametrize("mode", ["sinks", "sparse_read"])
+@pytest.mark.parametrize("mode", ["sinks", "bounded", "sparse_read"])
 def test_a_budget_is_compared_with_everything_kept(
     mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,12 +27,15 @@ class GroupBatch:
     Attributes:
         block_tables: int32 [rows, max_blocks]; `AttentionBatch.table_rows` maps sequences to rows, and the other rows
             belong to sequences outside this step. Entries past a sequence's last block, and those outside a window, are
-            0 or ids of other sequences' blocks: their contents may be NaN and must not affect the result.
+            0 or ids of other sequences' blocks: their contents may be NaN and must not affect the result. Blocks that a
+            sequence has let go by their attention are left out, so that the others read like a shorter text.
         slot_mapping: int64 [num_tokens]; slots where each new token's key and value are written.
+        context_lens: int32 [num_seqs], tokens in the tables if sequences have let go of some, else None.
     """
 
     block_tables: torch.Tensor
     slot_mapping: torch.Tensor
+    context_lens: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -70,6 +73,25 @@ class SparseReads:
 
 
 @dataclass(slots=True)
+class MeasuredRows:
+    """The sequences of a step whose attention is measured, and the mass that their blocks have in it.
+
+    A layer without a sliding window adds to a block's mass the share that the block's tokens have of the attention of
+    each row and head, from 0 to 1, in units of 1 / `MASS_UNIT`, each rounded: integers have the same sum in any order.
+
+    Attributes:
+        begins: int64 [num_seqs], where the blocks of each sequence's table begin in `mass`; -1: it is not measured.
+        mass: int64 [groups, blocks]
+    """
+
+    begins: torch.Tensor
+    mass: torch.Tensor
+
+
+MASS_UNIT = 1 << 24
+
+
+@dataclass(slots=True)
 class AttentionBatch:
     """One step's ragged queries, built by `runner/batch.py` and shared by all layers.
 
@@ -83,6 +105,7 @@ class AttentionBatch:
         max_query_len, max_context_len: the largest of each, on the host.
         total_decode_len: the sum of `context_lens` of the sequences with one new token, or more; on the host.
         sinks, sparse: for layers with full attention, what sequences with a budget see; None if all see everything.
+        measured: whose attention is measured; None if nobody's is.
     """
 
     query_start: torch.Tensor
@@ -97,6 +120,12 @@ class AttentionBatch:
     total_decode_len: int
     sinks: SinkReads | None = None
     sparse: SparseReads | None = None
+    measured: MeasuredRows | None = None
+
+    def lengths(self, group: int) -> torch.Tensor:
+        """Return how many tokens each sequence has in the tables of a group: int32 [num_seqs]."""
+        kept = self.groups[group].context_lens
+        return self.context_lens if kept is None else kept
 
 
 class AttentionBackend(ABC):

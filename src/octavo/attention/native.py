@@ -81,6 +81,9 @@ class NativeAttention(AttentionBackend):
             return self._reference.attend(
                 kv, query, batch, scale=scale, softcap=softcap, sinks=sinks, sink_query=sink_query
             )
+        measured = None
+        if batch.measured is not None and kv.sliding_window is None:
+            measured = batch.measured.begins, batch.measured.mass[kv.group : kv.group + 1]
         copies = None
         if isinstance(kv, RecentKV):
             tables, kept = batch.groups[kv.copies.group].block_tables, kv.kept
@@ -91,7 +94,7 @@ class NativeAttention(AttentionBackend):
             batch.groups[kv.group].block_tables,
             batch.table_rows,
             batch.query_start,
-            batch.context_lens,
+            batch.lengths(kv.group),
             out=query.new_empty(query.shape[0], query.shape[1], kv.value_dim),
             scale=scale,
             window=kv.sliding_window,
@@ -101,6 +104,7 @@ class NativeAttention(AttentionBackend):
             copies=copies,
             apart=apart,
             sparse=_sparse_arguments(kv, batch),
+            measured=measured,
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from octavo.attention.base import AttentionBackend, AttentionBatch
+from octavo.attention.base import MASS_UNIT, AttentionBackend, AttentionBatch
 from octavo.storage.arena import FloatKV
 from octavo.storage.layer_kv import LayerKV
 from octavo.storage.recent_kv import RecentKV, Span
@@ -38,13 +38,18 @@ class ReferenceAttention(AttentionBackend):
         output = query.new_empty(query.shape[0], query.shape[1], kv.value_dim)
         apart = None if sink_query is None else batch.sinks
         budgets = [0] * batch.num_seqs if apart is None else apart.budgets.tolist()
-        bounds, context_lens = batch.query_start.tolist(), batch.context_lens.tolist()
+        bounds, context_lens = batch.query_start.tolist(), batch.lengths(kv.group).tolist()
         rows = batch.table_rows.tolist()
         sparse = batch.sparse if isinstance(kv, FloatKV) and kv.bounds is not None else None
         num_read = [0] * batch.num_seqs
         if sparse is not None and isinstance(kv, FloatKV):
             num_read = sparse.num_read[kv.bounds_index].tolist()
+        measured = batch.measured if kv.sliding_window is None else None
+        begins = [-1] * batch.num_seqs if measured is None else measured.begins.tolist()
         for i in range(batch.num_seqs):
+            of_blocks = None
+            if measured is not None and begins[i] >= 0:
+                of_blocks = measured.mass[kv.group, begins[i] : begins[i] - (-context_lens[i] // kv.block_size)]
             tables = [group.block_tables[rows[i]] for group in batch.groups]
             start, stop = bounds[i], bounds[i + 1]
             first_query = context_lens[i] - (stop - start)
@@ -73,6 +78,7 @@ class ReferenceAttention(AttentionBackend):
                         softcap=softcap,
                         sinks=sinks,
                         unread=unread,
+                        mass=None if of_blocks is None else (of_blocks, kv.block_size),
                         apart=None if sinks_seen is None or sink_query is None else (sink_query[queries], *sinks_seen),
                     )
         return output
@@ -134,6 +140,14 @@ def _unread(key: torch.Tensor, query: torch.Tensor, block_size: int, num_read: i
     return unread.repeat_interleave(block_size, dim=1)[:, :num_keys]
 
 
+def _add_mass(weights: torch.Tensor, mass: torch.Tensor, block_size: int) -> None:
+    """Add the shares that blocks have of the attention of all rows: weights [kv_heads, queries, share, keys]."""
+    num_blocks = -(-weights.shape[-1] // block_size)
+    padded = torch.nn.functional.pad(weights, (0, num_blocks * block_size - weights.shape[-1]))
+    shares = padded.view(*weights.shape[:-1], num_blocks, block_size).sum(dim=-1)
+    mass[:num_blocks] += (shares * MASS_UNIT).round().long().sum(dim=(0, 1, 2))
+
+
 def _gather_sinks(kv: LayerKV, tables: Sequence[torch.Tensor], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values of the first tokens, as `_gather` does."""
     if isinstance(kv, RecentKV):
@@ -157,6 +171,7 @@ def attend_dense(
     softcap: float | None,
     sinks: torch.Tensor | None,
     unread: torch.Tensor | None = None,
+    mass: tuple[torch.Tensor, int] | None = None,
     apart: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Compute causal attention of the last `queries` of `keys` tokens of one sequence.
@@ -166,6 +181,7 @@ def attend_dense(
         key: float32 [kv_heads, key_dim, keys]
         value: float32 [kv_heads, keys, value_dim]
         unread: bool [kv_heads, keys], keys that no query sees.
+        mass: int64 [blocks] to add the mass of blocks to, and their number of tokens (`MeasuredRows`).
         apart: queries of other keys, which all queries see, with these keys and values.
 
     Returns:
@@ -199,5 +215,7 @@ def attend_dense(
         weights = torch.cat((scores, sink), dim=-1).softmax(dim=-1)[..., :-1]
     else:
         weights = scores.softmax(dim=-1)
+    if mass is not None:
+        _add_mass(weights, *mass)
     mixed = weights.reshape(kv_heads, num_queries * share, -1) @ value
     return mixed.view(kv_heads, num_queries, share, -1).permute(1, 0, 2, 3).reshape(num_queries, num_heads, -1)

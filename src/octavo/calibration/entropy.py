@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -69,8 +70,7 @@ class MeasuredAttention(AttentionBackend):
         *,
         scale: float,
         softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        sink_query: torch.Tensor | None = None,
+        **others: Any,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
         parts = self.entropies.setdefault(id(kv), [])
@@ -79,9 +79,7 @@ class MeasuredAttention(AttentionBackend):
             key, _ = kv.gather_heads(batch.groups[kv.group].block_tables[0], batch.max_context_len)
             of_rows = entropies(query[rows], key.float(), scale=scale, window=kv.sliding_window, softcap=softcap)
             parts.append(of_rows.sum().item())
-        return self._attention.attend(
-            kv, query, batch, scale=scale, softcap=softcap, sinks=sinks, sink_query=sink_query
-        )
+        return self._attention.attend(kv, query, batch, scale=scale, softcap=softcap, **others)
 
 
 def entropies(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,8 @@ EXIT_WORSE = 1
 
 DESCRIPTION = """\
 Compare codecs of the KV cache with the unquantised one: perplexity, KL divergence, agreement, retrieval. With
---kv-budget, compare the budget with everything kept: perplexity, retrieval, two questions on a document, sums.
+--kv-budget, compare a budget, or a JSON list of them, with everything kept, in --codecs too: memory, perplexity,
+retrieval, two questions on a document, sums.
 """
 
 
@@ -54,12 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     engine = engine_options(args)
     if (budget := engine.pop("kv_budget", None)) is not None:
-        return _compare_budget(KVBudget.parse(budget), args, engine)
+        return _compare_budgets(_budgets(budget), args, engine)
     args.window = args.window or 512
     asked = engine.pop("kv_cache_dtype", None)
     codecs = _codecs(args.codecs, asked)
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(f"--plot needs matplotlib: {how_to_install('plot')}")
+    _check_plot(args)
 
     from octavo import LLM, __version__
     from octavo.workloads.quality import measure, plot
@@ -96,42 +97,66 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_WORSE if limit is not None and any(result.ppl_increase > limit for result in results) else 0
 
 
-def _compare_budget(budget: KVBudget, args: argparse.Namespace, engine: dict[str, Any]) -> int:
-    if args.codecs or args.plot:
-        raise ConfigError("give --codecs (and --plot) to compare codecs, or --kv-budget to compare a budget, not both")
+def _compare_budgets(budgets: list[KVBudget], args: argparse.Namespace, engine: dict[str, Any]) -> int:
+    codecs = _codecs(args.codecs, None) if args.codecs else []
+    _check_plot(args)
     from octavo import LLM, __version__
-    from octavo.workloads.budget_quality import measure
+    from octavo.workloads.budget_quality import measure, plot
 
-    window = args.window or 4 * budget.tokens
-    longest = max(window, *args.needle_lengths, 2 * budget.tokens) + 160
+    most = max(budget.tokens for budget in budgets)
+    window = args.window or 4 * most
+    longest = max(window, *args.needle_lengths, 2 * most) + 160
     defaults: dict[str, Any] = {"max_num_seqs": 4, "kv_cache_memory": "1GiB", "max_num_batched_tokens": 512}
 
-    def make(kept: KVBudget | None) -> LLM:
+    def make(kept: KVBudget | None, codec: str | None) -> LLM:
         limits: dict[str, Any] = {} if kept is None else {"kv_budget": str(kept)}
-        if kept is not None and kept.evicts:
+        if kept is not None and kept.slides:
             limits["max_model_len"] = longest
+        if codec is not None:
+            limits["kv_cache_dtype"] = codec
         return LLM(**{**defaults, **engine, **limits})
 
-    results = measure(make, budget, window=window, needle_lengths=args.needle_lengths)
+    results = measure(make, budgets, codecs, window=window, needle_lengths=args.needle_lengths)
+    if args.plot:
+        plot(results, args.plot)
     if args.json:
         rows = [asdict(result) for result in results]
         print(report.as_json_line({"bench": "quality", "version": __version__, "budgets": rows}))
     else:
         needles = [f"needle in {length:,}" for length in args.needle_lengths]
-        heading = ("KV budget", "perplexity", "after it", *needles, "question", "the next", "sums")
+        heading = ("KV budget", "cache", "MiB", "perplexity", "after it", *needles, "question", "the next", "sums")
         lines = [
             (
-                *(result.budget or "everything", _figure(result.perplexity_within), _figure(result.perplexity_after)),
+                *(result.budget or "everything", result.kv_cache_dtype, f"{result.num_bytes / 2**20:.2f}"),
+                *(_figure(result.perplexity_within), _figure(result.perplexity_after)),
                 *map(_percent, (*result.needle.values(), *result.questions, result.sums)),
             )
             for result in results
         ]
         print("\n".join(report.columns(heading, lines)))
-    dense, kept = (result.perplexity_after for result in results)
-    limit = args.max_ppl_increase
-    if limit is None or dense is None or kept is None:
+    limit, dense = args.max_ppl_increase, results[0].perplexity_after
+    if limit is None or dense is None:
         return 0
-    return EXIT_WORSE if kept > dense * (1 + limit) else 0
+    worst = max(result.perplexity_after or 0.0 for result in results[1:])
+    return EXIT_WORSE if worst > dense * (1 + limit) else 0
+
+
+def _budgets(given: str | dict[str, Any]) -> list[KVBudget]:
+    """Read a budget, or a JSON list of them."""
+    if isinstance(given, str) and given.lstrip().startswith("["):
+        try:
+            found = json.loads(given)
+        except ValueError as error:
+            raise ConfigError(f"--kv-budget is no JSON: {error}") from error
+        if not found:
+            raise ConfigError("--kv-budget is an empty list: give at least one budget")
+        return [KVBudget.parse(json.dumps(each)) for each in found]
+    return [KVBudget.parse(given)]
+
+
+def _check_plot(args: argparse.Namespace) -> None:
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(f"--plot needs matplotlib: {how_to_install('plot')}")
 
 
 def _figure(value: float | None) -> str:

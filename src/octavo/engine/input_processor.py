@@ -96,6 +96,7 @@ class InputProcessor:
             block_size=self.scheduler.kv.spec.block_size,
             longest=self.info.context_length or self.max_model_len,
             refusal=self.info.budget_refusal,
+            measures_refusal=self.info.measures_refusal,
         )
         params = params if budget == params.kv_budget else replace(params, kv_budget=budget)
         token_ids = self._tokenize(prompt, add_special_tokens)
@@ -181,7 +182,8 @@ class InputProcessor:
                 param="prompt",
             )
         # If the prompt fills the cache, one token makes `TenantLimits.check` refuse it, with the numbers.
-        return max(1, self.scheduler.tenants.max_sequence_tokens(tenant, budget) - num_prompt_tokens)
+        longest = self.scheduler.tenants.max_sequence_tokens(tenant, budget, num_prompt_tokens)
+        return max(1, longest - num_prompt_tokens)
 
     def _tokenize(self, prompt: Prompt, add_special_tokens: bool) -> array[int]:
         token_ids = packed_token_ids(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.kvcache.block import BlockState
+from octavo.kvcache.holdings import Holdings
 from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.ledger import CacheTotals, RequestHolding
 from octavo.kvcache.manager import KVCacheManager
@@ -40,6 +41,7 @@ class EngineInfo:
             recommend.
         context_length: the context that the model was trained for, in tokens; by default `max_model_len`.
         budget_refusal: why its sequences cannot have budgets (`kv_budget.py`); empty if they can.
+        measures_refusal: why it cannot measure their attention, by which some budgets decide; empty if it can.
     """
 
     model_name: str
@@ -54,6 +56,7 @@ class EngineInfo:
     default_sampling: Mapping[str, Any]
     context_length: int | None = None
     budget_refusal: str = ""
+    measures_refusal: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,24 +154,31 @@ def kv_report(scheduler: Scheduler) -> dict[str, Any]:
                 "tenant": request.tenant,
                 "blocks": _blocks(held.get(request.request_id)),
                 "cache": None if request.cache_report is None else report_fields(request.cache_report),
-                "budget": budget_fields(request),
+                "budget": budget_fields(request, kv.holdings),
             }
             for request in requests
         ],
     }
 
 
-def budget_fields(request: Request) -> dict[str, Any] | None:
+def budget_fields(request: Request, holdings: Holdings) -> dict[str, Any] | None:
     """Return a request's budget for JSON, with the tokens that its sequences have let go, or of which the next step
     skips so many in a layer that reads sparsely; None without one.
+
+    A budget that decides by attention has let go of what had `evicted_attention` of it, from 0 to 1, until then.
     """
     if (budget := request.params.kv_budget) is None:
         return None
-    beyond = sum(max(0, seq.num_computed - budget.tokens) for seq in request.sequences)
+    fields: dict[str, Any] = {"mode": budget.mode, "tokens": budget.tokens}
+    if not budget.measures:
+        beyond = sum(max(0, seq.num_computed - budget.tokens) for seq in request.sequences)
+        return {**fields, "evicted_tokens" if budget.evicts else "skipped_tokens": beyond}
+    attended = [holding.attended for _, holding in holdings.of([request]) if holding.attended is not None]
+    shares = [of_seq.attention_let_go for of_seq in attended]
     return {
-        "mode": budget.mode,
-        "tokens": budget.tokens,
-        "evicted_tokens" if budget.evicts else "skipped_tokens": beyond,
+        **fields,
+        "evicted_tokens": sum(of_seq.tokens_let_go for of_seq in attended),
+        "evicted_attention": round(sum(shares) / len(shares), 6) if shares else 0.0,
     }
 
 

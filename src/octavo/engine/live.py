@@ -157,7 +157,7 @@ def describe_request(scheduler: Scheduler, request_id: str) -> dict[str, Any] | 
         "reused": reused,
         **_facts(request),
         "cache": _cache(request),
-        "budget": budget_fields(request),
+        "budget": budget_fields(request, scheduler.kv.holdings),
         "sequences": [
             {
                 "seq_id": seq.seq_id,

@@ -24,7 +24,7 @@ from octavo.config import EngineConfig
 from octavo.engine.inspection import EngineInfo
 from octavo.errors import ConfigError, ModelError, UnsupportedModelError
 from octavo.kvcache.block import NULL_BLOCK
-from octavo.kvcache.spec import KVCacheSpec
+from octavo.kvcache.spec import MEASURES_NO_COPIES, KVCacheSpec
 from octavo.models.base import CausalLM
 from octavo.models.kv_scales import choose_scales
 from octavo.models.linear import PackedLinear
@@ -262,6 +262,7 @@ def _join(
         default_sampling=default_sampling,
         context_length=model.max_position_embeddings,
         budget_refusal=model.budget_refusal,
+        measures_refusal=_measures_refusal(spec, device, has_ranks=ranks is not None),
         spec=spec,
         num_blocks=pool.num_blocks,
         num_host_blocks=num_host_blocks,
@@ -416,6 +417,13 @@ def _with_dtype(target: _Target) -> _Target:
         else:
             quantised = target.online_format is not None or stored_format(source) != "none"
     return target if quantised else replace(target, dtype=torch.float32)
+
+
+def _measures_refusal(spec: KVCacheSpec, device: torch.device, *, has_ranks: bool) -> str:
+    """Return why a budget of a request cannot decide by attention; empty if it can."""
+    if device.type != "cpu" or has_ranks:
+        return "attention is measured on a CPU, with tensor_parallel_size 1"
+    return "" if spec.int8_copies is None else f"it {MEASURES_NO_COPIES}"
 
 
 def _require_kernels(prefix: str, model: CausalLM, arena: KVArena, attention: AttentionBackend) -> None:

@@ -80,6 +80,7 @@ def attend(
     copies: tuple[SideArguments, SideArguments, torch.Tensor, int, int] | None = None,
     apart: SinksApart | None = None,
     sparse: SparseLayer | None = None,
+    measured: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Causal attention of ragged new tokens over paged keys and values (FlashAttention's online softmax).
 
@@ -98,6 +99,8 @@ def attend(
         apart: for sequences that keep the first tokens and the last ones (`AttentionBatch.budgets`).
         sparse: for sequences that read few blocks of floats, the bounds of keys [num_blocks, kv_heads, 2, key_dim], and
             `AttentionBatch.sparse`.
+        measured: for sequences whose attention is measured, where their blocks begin, int64 [num_seqs], and the mass of
+            blocks, int64 [1, blocks], which is added to (`AttentionBatch.measured`).
 
     Raises:
         ValueError: block_size or value_dim is no multiple of 16, a head over 576 dimensions, a codec without a kernel,
@@ -120,6 +123,7 @@ def attend(
         copies,
         apart,
         sparse,
+        measured,
     )
     return out
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
+from octavo.kvcache.attended import AttendedBlocks, Places
 from octavo.kvcache.block import NULL_BLOCK, BlockTable, new_table
 from octavo.kvcache.hashing import FullBlocks, Source, TokenChain
 from octavo.kvcache.pool import BlockPool
@@ -38,6 +39,7 @@ class Holding:
 
     Attributes:
         windows: what each group keeps; None for everything.
+        attended: decides by attention what groups without a window keep; None if they keep everything.
         num_slid: leading table entries that a window has slid past, per group, among them the first blocks that stay.
         num_published: full blocks offered to the prefix cache so far.
         next_full: number of computed tokens at which the next block is full.
@@ -48,20 +50,22 @@ class Holding:
     chain: TokenChain
     windows: Seq[Window | None]
     num_slid: list[int]
+    attended: AttendedBlocks | None = None
     num_published: int = 0
     next_full: int = 0
     capacity: int = 0
 
     @classmethod
-    def empty(cls, chain: TokenChain, windows: Seq[Window | None]) -> Holding:
+    def empty(cls, chain: TokenChain, windows: Seq[Window | None], attended: AttendedBlocks | None = None) -> Holding:
         """Return the holding of a sequence without blocks."""
-        return cls([new_table() for _ in windows], chain, windows, [0] * len(windows))
+        return cls([new_table() for _ in windows], chain, windows, [0] * len(windows), attended)
 
     def fork(self) -> Holding:
         """Return a holding of the same blocks; the next write of either must check whether its block is shared."""
         self.capacity = 0
         tables = [table[:] for table in self.tables]
-        return Holding(tables, self.chain.copy(), self.windows, self.num_slid.copy(), self.num_published)
+        attended = None if self.attended is None else self.attended.copy()
+        return Holding(tables, self.chain.copy(), self.windows, self.num_slid.copy(), attended, self.num_published)
 
     def slide(self, num_computed: int, block_size: int) -> Iterator[BlockTable]:
         """Replace the blocks that windows have slid past by null blocks, and yield them, to be released."""
@@ -75,6 +79,25 @@ class Holding:
                 table[slid:first] = new_table([NULL_BLOCK] * (first - slid))
                 self.num_slid[group] = first
                 yield passed
+
+    def let_go(self, num_computed: int) -> tuple[Places, list[BlockTable]]:
+        """Replace the blocks that attention decides against by null blocks.
+
+        Returns:
+            The places of these blocks among those that each group kept, and the blocks, to be released.
+        """
+        if self.attended is None or not (gone := self.attended.let_go(num_computed)):
+            return (), []
+        released = []
+        for table, (_, indices) in zip(self.tables, gone, strict=True):
+            released.append(new_table([table[index] for index in indices]))
+            for index in indices:
+                table[index] = NULL_BLOCK
+        return tuple(places for places, _ in gone), released
+
+    def places_let_go(self) -> Places:
+        """Return for each group the places in its table of blocks that attention has decided against."""
+        return () if self.attended is None else self.attended.places_let_go()
 
     def empty_tables(self) -> list[BlockTable]:
         """Take the blocks out, and return the tables that they stood in; the chain is kept."""
@@ -107,9 +130,17 @@ class Holdings(dict[Sequence, Holding]):
         if holding is None:
             budget = seq.request.params.kv_budget
             windows = self._windows if budget is None else self._spec.windows(budget)
-            holding = self[seq] = Holding.empty(self.prompt_chain(seq.request), windows)
+            holding = self[seq] = Holding.empty(self.prompt_chain(seq.request), windows, self.attended(seq))
             holding.chain.source = Source(seq.request.tenant, seq.request.cache_scope, seq.request.request_id)
         return holding
+
+    def attended(self, seq: Sequence) -> AttendedBlocks | None:
+        """Return what decides by attention which blocks a sequence keeps, before any has been measured."""
+        if seq.measured_from is None:
+            return None
+        budget = seq.request.params.kv_budget
+        assert budget is not None
+        return AttendedBlocks(budget, self._windows, self._block_size, seq.num_prompt_tokens)
 
     def hash_prompt(self, request: Request) -> None:
         """Pack and hash a request's prompt. Thread-safe."""
@@ -126,10 +157,14 @@ class Holdings(dict[Sequence, Holding]):
         return self._prefix_cache.chain(request.cache_scope, cast(FullBlocks, request.full_blocks), most)
 
     def matchable(self, seq: Sequence) -> tuple[TokenChain, int]:
-        """Return a sequence's chain, and how many of its blocks a hit may cover, which excludes its last token."""
+        """Return a sequence's chain, and how many of its blocks a hit may cover, which excludes its last token, and
+        those whose attention must be measured.
+        """
         chain = self.begin(seq).chain
         chain.grow(seq.num_tokens, seq.tokens)
-        return chain, min(len(chain), (seq.num_tokens - 1) // self._block_size)
+        first = seq.measured_from
+        most = seq.num_tokens - 1 if first is None else min(first, seq.num_tokens - 1)
+        return chain, min(len(chain), most // self._block_size)
 
     def tables(self) -> Iterator[BlockTable]:
         """Iterate over the tables of all sequences."""

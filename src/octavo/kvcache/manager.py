@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from octavo.errors import CacheError
+from octavo.kvcache.attended import Mass, Places
 from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable, as_array, new_table
 from octavo.kvcache.blocks import BlockRecords
 from octavo.kvcache.events import KVEventLog
@@ -306,14 +307,30 @@ class KVCacheManager:
         holding.capacity = num_blocks * self.spec.block_size
         return True
 
-    def commit(self, seq: Sequence) -> None:
-        """Publish the blocks that `num_computed` now fills and release those outside the window, after a step."""
+    def measured(self, seq: Sequence, mass: Mass) -> None:
+        """Note the mass of attention that some rows of a sequence had, before they are committed."""
+        if (attended := self.holdings[seq].attended) is not None:
+            attended.add(mass)
+
+    def commit(self, seq: Sequence) -> Places:
+        """Publish the blocks that `num_computed` now fills and release those outside the window, after a step.
+
+        Returns:
+            For each group, the places of blocks that were let go by their attention, among those that it kept; ()
+            if there are none.
+        """
         holding = self.holdings[seq]
         if seq.num_computed >= holding.next_full:
             self._publish(seq, holding, seq.num_computed // self.spec.block_size)
         if self.slides or seq.request.params.kv_budget is not None:
             for passed in holding.slide(seq.num_computed, self.spec.block_size):
                 self.pool.release(passed)
+        if holding.attended is None:
+            return ()
+        places, gone = holding.let_go(seq.num_computed)
+        for blocks in gone:
+            self.pool.release(blocks)
+        return places
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Share the blocks of `parent` with `child`; the first to write gets a copy."""
@@ -353,6 +370,7 @@ class KVCacheManager:
         self.hierarchy.forget(seq.seq_id)
         if (holding := self.holdings.get(seq)) is not None:
             self._give_back(holding)
+            holding.attended = self.holdings.attended(seq)
 
     def forget(self, seq: Sequence) -> None:
         """Forget a finished sequence and release what it holds."""

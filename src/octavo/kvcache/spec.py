@@ -38,6 +38,7 @@ TOKEN_ID_BYTES = 4
 _RANKED_BYTES = 72
 # The first layers attend broadly: no few blocks hold most of their attention (Tang et al. 2024, section 4.1).
 _DENSE_LAYERS = 2
+MEASURES_NO_COPIES = "needs a cache without copies in int8, which are of blocks in certain positions"
 _EVICTION_BYTES = {"lru": 9, "adaptive": 102}
 
 
@@ -156,6 +157,8 @@ class KVCacheSpec:
                     f"kv_budget.layers has {len(budget.layers)} entropies, but {count} layers read sparsely: those "
                     f"after the first {_DENSE_LAYERS} without a sliding window"
                 )
+        if budget is not None and budget.measures and int8_copies(dtype) is not None:
+            raise ConfigError(f"kv_budget of mode {budget.mode} {MEASURES_NO_COPIES}, got kv_cache_dtype {dtype}")
         groups = _group_layers(layers)
         unsized = cls(tuple(layers), groups, block_size, dtype, 0)
         used = max(map(unsized.used_bytes, groups))
@@ -208,20 +211,26 @@ class KVCacheSpec:
         return -(-num_tokens // self.block_size)
 
     def windows(self, budget: KVBudget | None = None) -> tuple[Window | None, ...]:
-        """Return what each group keeps of a sequence; None for everything. A budget that evicts is a window over the
-        groups with full attention, with one block of sinks.
+        """Return what each group keeps of a sequence; None for everything, or what attention decides (`attended.py`).
+
+        A budget that slides is a window over the groups with full attention, with one block of sinks.
         """
-        kept = None if budget is None or not budget.evicts else Window(budget.tokens - self.block_size, 1)
+        kept = None if budget is None or not budget.slides else Window(budget.tokens - self.block_size, 1)
         return tuple(group.window or kept for group in self.groups)
 
-    def peak_blocks(self, num_tokens: int, max_tokens_per_step: int, budget: KVBudget | None = None) -> int:
+    def peak_blocks(
+        self, num_tokens: int, max_tokens_per_step: int, budget: KVBudget | None = None, num_prompt_tokens: int = 0
+    ) -> int:
         """Return the maximum number of blocks, in all groups, that one sequence of `num_tokens` tokens holds at a time.
 
-        A group with a window keeps at most the window and the tokens of the step in flight.
+        A group with a window keeps at most the window and the tokens of the step in flight. A budget that measures
+        attention keeps the whole prompt until it is computed.
         """
         total = 0
         for window in self.windows(budget):
             blocks = self.blocks_for_tokens(num_tokens)
+            if window is None and budget is not None and budget.measures:
+                blocks = min(blocks, self.blocks_for_tokens(budget.first_eviction(num_prompt_tokens)))
             if window is not None:
                 # window - 1 tokens before the step's first, the step's tokens, and a partial block at either end
                 live = window.tokens - 1 + min(max_tokens_per_step, num_tokens)

@@ -171,7 +171,8 @@ class NativeDecoder(Decoder):
         self, token_ids: torch.Tensor, batch: AttentionBatch, logits_indices: torch.Tensor, num_now: int
     ) -> torch.Tensor:
         """Compute a step in one call; returns the logits of the first `num_now` rows; the library keeps all rows."""
-        logits, sinks, sparse = self._logits_rows(num_now), batch.sinks, batch.sparse
+        logits, sinks, sparse, measured = self._logits_rows(num_now), batch.sinks, batch.sparse, batch.measured
+        kept = [group.context_lens for group in batch.groups]
         tables, rows, sink_rows = self._rotations.of_step(batch)
         self._native.forward(
             token_ids,
@@ -187,6 +188,8 @@ class NativeDecoder(Decoder):
             sink_rows,
             1 if sinks is None else sinks.num_tokens,
             None if sparse is None else (sparse.num_read, sparse.num_recent, sparse.completed),
+            kept if any(lengths is not None for lengths in kept) else [],
+            None if measured is None else (measured.begins, measured.mass),
         )
         return logits
 

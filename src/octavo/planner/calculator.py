@@ -291,7 +291,8 @@ class SequenceCost:
                 for layer, format in zip(spec.layers, spec.formats, strict=True)
                 if needs_copies(format)
             )
-        blocks, prefill_blocks = (spec.peak_blocks(num_tokens, step, budget) for step in (1, max_step))
+        blocks = spec.peak_blocks(num_tokens, 1, budget)
+        prefill_blocks = spec.peak_blocks(num_tokens, max_step, budget, num_tokens)  # all of them may be its prompt
         return cls(spec, num_tokens, blocks, prefill_blocks, needed)
 
     @property

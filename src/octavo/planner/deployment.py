@@ -137,7 +137,7 @@ class Deployment:
 
     def __post_init__(self) -> None:
         limit, budget = self.model.config.max_position_embeddings, self.kv_budget
-        if (budget is None or not budget.evicts) and self.max_model_len > limit:
+        if (budget is None or not budget.slides) and self.max_model_len > limit:
             raise ConfigError(f"max_model_len is {self.max_model_len}, but {self.model.name} supports at most {limit}")
         if self.context > self.max_model_len:
             raise ConfigError(

@@ -67,9 +67,9 @@ class Sizing:
                 f"kv_budget keeps {budget.tokens} tokens, but {self.config.model} supports a context of {limit}"
             )
         elsewhere = self.host_available is not None or self.config.num_ranks > 1
-        if budget is not None and not budget.evicts and elsewhere:
+        if budget is not None and not budget.slides and elsewhere:
             raise ConfigError(f"kv_budget of mode {budget.mode} needs a CPU, and tensor_parallel_size 1")
-        if (budget is None or not budget.evicts) and self.max_model_len > limit:
+        if (budget is None or not budget.slides) and self.max_model_len > limit:
             raise ConfigError(
                 f"max_model_len is {self.max_model_len}, but {self.config.model} supports at most {limit} tokens"
             )
@@ -264,7 +264,9 @@ class Sizing:
         """Return the length of the longest sequence that the pool can hold, up to max_model_len."""
         spec, step, kept = self.spec, self.config.max_num_batched_tokens, self.config.budget
         lengths = range(1, self.max_model_len + 1)
-        return bisect_right(lengths, pool.usable_blocks, key=lambda length: spec.peak_blocks(length, step, kept))
+        return bisect_right(
+            lengths, pool.usable_blocks, key=lambda length: spec.peak_blocks(length, step, kept, length)
+        )
 
     def _too_little(self, cache: int, qualifier: str = "") -> ConfigError:
         budget = self.budget

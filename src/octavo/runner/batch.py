@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from octavo.attention.base import AttentionBatch, GroupBatch, SinkReads, SparseReads
+from octavo.attention.base import AttentionBatch, GroupBatch, MeasuredRows, SinkReads, SparseReads
+from octavo.kvcache.attended import Mass
 from octavo.runner.sequences import Rows, SequenceTable
 from octavo.sampling.batch import SamplingBatch
 from octavo.scheduler.plan import DRAWN, PromptPool, PromptScores, StepPlan
@@ -162,6 +163,7 @@ class StepBatch:
         self._row = np.repeat(np.arange(len(rows)), lengths)  # of each token, and its place in it
         self._place = np.arange(num_tokens) - self._bounds[self._row]
         self._token_rows = self._query_rows = self.drawing_rows = rows[self._row]
+        self._row_of_query = self._row
         self._last: Rows | None = None  # token of each query; None if each token is a query
         self._drawn: Rows | None = None  # the token before each draw; None if each token has one
         self._num_drafted: Rows | None = None  # the last tokens of each row that are unverified
@@ -170,6 +172,7 @@ class StepBatch:
         self.scores: list[tuple[int, PromptScores]] = []
         self.pools: list[tuple[int, PromptPool]] = []
         self.sampling, self.is_plain = _NO_DRAWS, False
+        self._measured: dict[int, list[tuple[int, int]]] = {}  # by the plan's row, where its queries' mass is
         self.fits_graphs = in_graphs and _each_draws(plan)
         views = self._decodes(lengths) if _each_draws(plan) else self._ragged(plan, lengths)
         self.token_ids, self.attention, self.logits_indices = views
@@ -193,14 +196,17 @@ class StepBatch:
             self._num_drafted = np.maximum(own - 1, 0)
         # The first tokens of each row, which are one query.
         together = np.where(np.arange(len(lengths)) < plan.num_decodes, 0, lengths)
+        # Of these, the first ones whose attention is not measured are one query, and the others another.
+        unmeasured = together
         if self._table.num_budgets:
-            budgets = self._table.budgets[self._rows]
-            dense = np.clip(budgets["sparse_from"] - np.array(plan.starts, dtype=np.int64), 0, together)
-            together = np.where(budgets["read"] > 0, dense, together)
-        num_queries = (together > 0) + lengths - together
-        query_row = np.repeat(np.arange(len(lengths)), num_queries)
-        is_first = np.arange(len(query_row)) == (np.cumsum(num_queries) - num_queries)[query_row]
-        query_lengths = np.where(is_first, np.maximum(together, 1)[query_row], 1)
+            budgets, starts = self._table.budgets[self._rows], np.array(plan.starts, dtype=np.int64)
+            together = np.where(budgets["recent"] > 0, np.clip(budgets["sparse_from"] - starts, 0, together), together)
+            before = np.clip(budgets["measured_from"] - starts, 0, together)
+            unmeasured = np.where(budgets["measured_from"] > 0, before, together)
+        parts = np.stack((unmeasured, together - unmeasured, np.ones_like(lengths)), axis=1)
+        counts = np.stack((parts[:, 0] > 0, parts[:, 1] > 0, lengths - together), axis=1)
+        self._row_of_query = query_row = np.repeat(np.arange(len(lengths)), counts.sum(axis=1))
+        query_lengths = np.repeat(parts.ravel(), counts.ravel())
         query_start = _bounds(query_lengths)
         self._query_rows, self._last = self._rows[query_row], np.cumsum(query_lengths) - 1
         self._drawn = outputs = np.flatnonzero(lengths[self._row] - self._place <= own[self._row])
@@ -261,6 +267,8 @@ class StepBatch:
         else:
             self._write_places(plan)
         attention.sinks, attention.sparse = (self._sinks(), self._sparse()) if table.num_budgets else (None, None)
+        if table.num_budgets or attention.measured is not None:
+            self._measure()
         self._inputs.push()
 
     def _write_places(self, plan: StepPlan) -> None:
@@ -268,8 +276,10 @@ class StepBatch:
         np.add(np.array(plan.starts, dtype=np.int64)[self._row], self._place, out=positions)
         np.add(positions if self._last is None else positions[self._last], 1, out=ends, casting="same_kind")
         blocks, offsets = np.divmod(positions, self._block_size)
-        for table, slots in zip(self._table.tables, self._places[1:], strict=True):
-            np.multiply(table[self._token_rows, blocks], self._block_size, out=slots)
+        gone = self._table.num_let_go[:, self._token_rows] if self._table.num_budgets else None
+        for group, (table, slots) in enumerate(zip(self._table.tables, self._places[1:], strict=True)):
+            in_table = blocks if gone is None else blocks - gone[group]
+            np.multiply(table[self._token_rows, in_table], self._block_size, out=slots)
             slots += offsets
         attention.max_context_len = max(map(add, plan.starts, plan.lengths))
         attention.total_decode_len = int((ends if self._last is None else ends[self._singles]).sum())
@@ -282,6 +292,35 @@ class StepBatch:
         else:
             np.subtract(drawn, self._not_output, out=self.sampling.positions)
         self._steps_left = 0 if depends else self._block_size - 1 - int(offsets.max())
+
+    def mass(self) -> dict[int, tuple[Mass, ...]]:
+        """Return the mass of each row's blocks, for `StepResult.mass`, once the step is computed."""
+        if self.attention.measured is None:
+            return {}
+        mass = self.attention.measured.mass.cpu().numpy()
+        return {row: tuple(mass[:, begin:end] for begin, end in queries) for row, queries in self._measured.items()}
+
+    def _measure(self) -> None:
+        """Note what queries see of sequences that have let go of blocks, and make room for the mass of blocks."""
+        attention, size, device = self.attention, self._block_size, self.token_ids.device
+        gone = self._table.num_let_go[:, self._query_rows]
+        kept = self._ends - gone * size
+        for group, (of_group, of_table) in enumerate(zip(attention.groups, gone, strict=True)):
+            of_group.context_lens = to_device(kept[group].astype(np.int32), device) if of_table.any() else None
+        firsts = self._table.budgets["measured_from"][self._query_rows]
+        measured = np.flatnonzero((firsts > 0) & (self._ends > firsts))
+        self._measured = {}
+        if not len(measured):
+            attention.measured = None
+            return
+        blocks = -(-kept.min(axis=0)[measured] // size)  # groups with a window let go of none, and are not measured
+        ends = np.cumsum(blocks)
+        begins = np.full(len(self._query_rows), -1, dtype=np.int64)
+        begins[measured] = ends - blocks
+        mass = torch.zeros(len(kept), int(ends[-1]), dtype=torch.int64, device=device)
+        attention.measured = MeasuredRows(to_device(begins, device), mass)
+        for row, end, count in zip(self._row_of_query[measured].tolist(), ends.tolist(), blocks.tolist(), strict=True):
+            self._measured.setdefault(row, []).append((end - count, end))
 
     def _sinks(self) -> SinkReads | None:
         """Return what sequences see that have evicted tokens under their budget; None if none has."""
@@ -299,11 +338,12 @@ class StepBatch:
         """
         table, positions = self._table, self._ends.astype(np.int64) - 1
         budgets = table.budgets[self._query_rows]
-        is_sparse = (budgets["read"] > 0) & (positions >= budgets["sparse_from"])
+        is_sparse = (budgets["recent"] > 0) & (positions >= budgets["sparse_from"])
         # They choose among full blocks, whose keys are written by now or before any layer of this step reads them. A
         # prompt's blocks follow as they fill once it exceeds the budget, so that the first answer's step is no longer.
         ends = positions // self._block_size + 1 - budgets["recent"]
-        exceeds = (budgets["read"] > 0) & (positions >= budgets["read"] * self._block_size)
+        fewest = table.blocks_read[:, self._query_rows].min(axis=0, initial=1 << 30)
+        exceeds = (budgets["recent"] > 0) & (positions >= fewest.astype(np.int64) * self._block_size)
         completed: list[list[np.ndarray]] = [[np.empty(0, np.int32)] for _ in table.tables]
         for i in np.flatnonzero(exceeds & (ends > budgets["bounded"])).tolist():
             row, end = int(self._query_rows[i]), int(ends[i])

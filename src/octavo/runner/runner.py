@@ -213,7 +213,7 @@ class ModelRunner:
                 logits, later = self.model.forward_in_part(*step, batch.num_sample_rows)
         finally:
             self.is_computing = False
-        if batch.is_plain:
+        if batch.is_plain and batch.attention.measured is None:
             draws = self._sampler.draw(logits, batch.sampling, batch.sample_rows, overwrite_logits=True)
             self._batches.note_drawn(draws.token_ids)
             return draws.result
@@ -222,6 +222,8 @@ class ModelRunner:
     @torch.inference_mode()
     def _sample_and_score(self, batch: StepBatch, logits: torch.Tensor, later: LaterRows | None) -> StepResult:
         sampled = self._sampler.sample(logits, batch.sampling, batch.sample_rows, overwrite_logits=True)
+        if batch.attention.measured is not None:
+            sampled = replace(sampled, mass=batch.mass())
         if later is None or not (batch.scores or batch.pools):
             return sampled
         return replace(

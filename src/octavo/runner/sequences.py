@@ -11,17 +11,18 @@ import torch
 
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.kv_budget import KVBudget
+from octavo.kvcache.attended import Places
 from octavo.request import SequenceId
 from octavo.sampling.batch import MASK_64, RECORD, SamplingBatch, SamplingState, record_of
-from octavo.scheduler.plan import SequenceForked, StepPlan
+from octavo.scheduler.plan import BlocksLetGo, SamplingSnapshot, SequenceForked, StepPlan
 from octavo.storage.device_copy import to_device
 
 Rows = npt.NDArray[np.int64]
 
-# Of a sequence's budget: the tokens that it keeps (0: all), or the fewest blocks that it reads in a layer (0: all) and
-# how many of them are the most recent ones; the first position that reads so few; and the leading blocks whose bounds
-# are known.
-BUDGET = np.dtype([("kept", "i4"), ("read", "i4"), ("recent", "i4"), ("sparse_from", "i8"), ("bounded", "i8")])
+# Of a sequence's budget: the tokens that it keeps if it slides (0: all), how many of the blocks that it reads are the
+# most recent ones (0: it reads all), the first position that reads few, the leading blocks whose bounds are known, and
+# the first position whose attention is measured (0: none).
+BUDGET = np.dtype([("kept", "i4"), ("recent", "i4"), ("sparse_from", "i8"), ("bounded", "i8"), ("measured_from", "i8")])
 BudgetRow = tuple[int, int, int, int, int]
 _NO_BUDGET: BudgetRow = (0, 0, 0, 0, 0)
 
@@ -44,7 +45,8 @@ class SequenceTable:
         num_bounded: number of layers with bounds of keys.
 
     Attributes:
-        tables: int32 [max_rows, max_blocks], one per group.
+        tables: int32 [max_rows, max_blocks], one per group. Blocks that attention decided against are left out.
+        num_let_go: int32 [groups, max_rows], the number of these.
         grammars: compiler of grammars for structured outputs; None if there are none.
         planned_rows: int64 [rows]; the row of each sequence of the last applied plan.
         budgets: BUDGET [max_rows]; zeros for a sequence without one.
@@ -80,6 +82,7 @@ class SequenceTable:
         self._along: dict[int, tuple[int, list[SamplingState]]] = {}
         self.budgets = np.zeros(max_rows, BUDGET)
         self.blocks_read = np.zeros((num_bounded, max_rows), np.int32)
+        self.num_let_go = np.zeros((num_groups, max_rows), np.int32)
         self.num_budgets = 0
         self.grammars: GrammarCompiler | None = None
         self._lengths = [0] * max_rows  # length of each row's tables
@@ -103,6 +106,8 @@ class SequenceTable:
         for change in plan.changes:
             if isinstance(change, SequenceForked):
                 self._fork(change)
+            elif isinstance(change, BlocksLetGo):
+                self._let_go(self._rows[change.seq_id], change.places)
             else:
                 self._drop(change.seq_id)
         for new in plan.new:
@@ -111,10 +116,12 @@ class SequenceTable:
             self._records[row], self._states[row] = record_of(state.snapshot), state
             self._following[row] = state.counts is not None or state.grammar is not None
             if (budget := new.sampling.params.kv_budget) is not None:
-                self._set_budget(row, self._budget_of(budget, new.sampling.num_prompt_tokens))
+                self._set_budget(row, self._budget_of(budget, new.sampling))
                 if not budget.evicts:
                     self.blocks_read[:, row] = budget.blocks_read(self.block_size)
             self._write(row, 0, new.tables)
+            if new.let_go:
+                self._let_go(row, new.let_go)
         row_of = self._rows
         for delta in plan.tables:
             self._write(row_of[plan.seq_ids[delta.row]], delta.first, delta.blocks)
@@ -201,6 +208,7 @@ class SequenceTable:
         self._following[row], self._states[row] = False, None
         self._along.pop(row, None)
         self._set_budget(row, _NO_BUDGET)
+        self.num_let_go[:, row] = 0
         self._free_rows.append(row)
 
     def _fork(self, fork: SequenceForked) -> None:
@@ -210,25 +218,38 @@ class SequenceTable:
         self._records[child]["seed"] = fork.seed & MASK_64
         self._set_budget(child, self.budgets[parent].item())
         self.blocks_read[:, child] = self.blocks_read[:, parent]
+        self.num_let_go[:, child] = self.num_let_go[:, parent]
         length = self._lengths[child] = self._lengths[parent]
         for table in self.tables:
             table[child, :length] = table[parent, :length]
         self._note_written(child, 0, length)
 
-    def _budget_of(self, budget: KVBudget, num_prompt_tokens: int) -> BudgetRow:
-        if budget.evicts:
+    def _budget_of(self, budget: KVBudget, sampling: SamplingSnapshot) -> BudgetRow:
+        size, num_prompt = self.block_size, sampling.num_prompt_tokens
+        if budget.slides:
             return (budget.tokens, 0, 0, 0, 0)
-        size = self.block_size
-        first = budget.reads_all_before(num_prompt_tokens, size)
-        return (0, min(budget.blocks_read(size)), budget.num_recent(size), first, 0)
+        if budget.measures:
+            first = budget.measured_from(num_prompt, sampling.params.max_tokens or 1)
+            # The first token attends to itself alone, which says nothing.
+            return _NO_BUDGET if first is None else (0, 0, 0, 0, max(1, first))
+        return (0, budget.num_recent(size), budget.reads_all_before(num_prompt, size), 0, 0)
+
+    def _let_go(self, row: int, places: Places) -> None:
+        """Take blocks in these places out of a row's tables, so that those after them move up."""
+        for group, (table, gone) in enumerate(zip(self.tables, places, strict=True)):
+            if gone:
+                length = self._lengths[row] - int(self.num_let_go[group, row])
+                table[row, : length - len(gone)] = np.delete(table[row, :length], gone)
+                self.num_let_go[group, row] += len(gone)
+        self._note_written(row, 0, self._lengths[row])
 
     def _set_budget(self, row: int, budget: BudgetRow) -> None:
         self.num_budgets += int(budget != _NO_BUDGET) - int(self.budgets[row].item() != _NO_BUDGET)
         self.budgets[row] = budget
 
     def _write(self, row: int, first: int, blocks: tuple[Seq[int], ...]) -> None:
-        for table, run in zip(self.tables, blocks, strict=True):
-            table[row, first : first + len(run)] = run
+        for table, run, gone in zip(self.tables, blocks, self.num_let_go[:, row].tolist(), strict=True):
+            table[row, first - gone : first - gone + len(run)] = run
         end = self._lengths[row] = first + len(blocks[0])
         self._note_written(row, first, end)
 

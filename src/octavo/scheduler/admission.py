@@ -188,7 +188,8 @@ class Admission:
         scored = seq.request.is_scored
         hit = self._match(seq)
         start = hit.num_tokens
-        num_new = budget.chunk(start, seq.num_tokens - start, scored=scored, is_new=True, share=share)
+        missing = min(seq.num_tokens - start, seq.tokens_until_eviction(start, kv.spec.block_size))
+        num_new = budget.chunk(start, missing, scored=scored, is_new=True, share=share)
         if not num_new:
             return None
         reserve = self._reserve(seq, start + num_new)
@@ -302,7 +303,7 @@ class Admission:
             return 0, 0
         params, places = seq.request.params, 1 + seq.num_pending_siblings
         longest = seq.num_prompt_tokens + (params.max_tokens or 1) - 1
-        blocks = self._kv.spec.peak_blocks(longest, self._max_step, params.kv_budget) * places
+        blocks = self._kv.spec.peak_blocks(longest, self._max_step, params.kv_budget, seq.num_prompt_tokens) * places
         return None if places > promise.places or blocks > promise.blocks else (places, blocks)
 
     def _steps_left(self, seq: Sequence) -> int:

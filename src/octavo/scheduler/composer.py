@@ -141,6 +141,8 @@ class StepComposer:
         streams = [*step.streams, *(seq for seq, _ in step.runs.values())]
         for seq_id, (seq, tokens) in speculator.choose(streams, self._max_tokens).items():
             place, num_known = seq.state.placed, seq.num_missing
+            same_blocks = seq.tokens_until_eviction(seq.num_computed, self._kv.spec.block_size)
+            tokens = tokens[: max(0, same_blocks - num_known)]
             if seq.num_computed + num_known + len(tokens) > place.capacity:
                 if self._kv.extend(seq, num_known + len(tokens), self._tenants.room) is not None:
                     self._running.grew(seq)
@@ -331,7 +333,8 @@ class StepComposer:
         _, has = step.chunks.get(seq.seq_id, (seq, 0))
         start = seq.num_computed + has
         scored = seq.request.is_scored
-        chunk = budget.chunk(start, seq.num_missing - has, scored=scored, share=share)
+        missing = min(seq.num_missing, seq.tokens_until_eviction(seq.num_computed, self._kv.spec.block_size))
+        chunk = budget.chunk(start, missing - has, scored=scored, share=share)
         if not chunk:
             return False
         num_new = self._make_room(seq, has, chunk, step)

@@ -106,7 +106,7 @@ class TenantLimits:
         self._max_num_seqs, self._max_model_len, self._max_step = max_num_seqs, max_model_len, max_step
         self.limits: Mapping[str, KVLimits] = {}
         # Blocks, the budget of a sequence, and the longest one that they hold.
-        self._longest: tuple[int, KVBudget | None, int] = (-1, None, 0)
+        self._longest: tuple[int, KVBudget | None, int, int] = (-1, None, 0, 0)
 
     def set_limits(self, limits: Mapping[str, KVLimits]) -> None:
         """Replace the tenants' floors and caps."""
@@ -215,7 +215,8 @@ class TenantLimits:
                 "of max_num_seqs and max_num_batched_tokens",
                 param=params.width_param,
             )
-        blocks, most = self._blocks(num_prompt_tokens + max(1, max_tokens), params.kv_budget), self._most_blocks(tenant)
+        blocks = self._blocks(num_prompt_tokens + max(1, max_tokens), params.kv_budget, num_prompt_tokens)
+        most = self._most_blocks(tenant)
         if blocks > most:
             if most == self._num_blocks:
                 limit_is = f"the cache has {most} in all"
@@ -230,16 +231,16 @@ class TenantLimits:
                 param="max_tokens",
             )
 
-    def max_sequence_tokens(self, tenant: str = "", budget: KVBudget | None = None) -> int:
+    def max_sequence_tokens(self, tenant: str = "", budget: KVBudget | None = None, num_prompt_tokens: int = 0) -> int:
         """Return the length of a tenant's longest sequence that `check` accepts, in tokens; 0 if none fits."""
-        most = self._most_blocks(tenant)
-        if self._longest[:2] != (most, budget):
+        most, prompt = self._most_blocks(tenant), num_prompt_tokens if budget is not None and budget.measures else 0
+        if self._longest[:3] != (most, budget, prompt):
             # Bisect: the number of blocks never falls as tokens are added.
             lengths = range(1, self._max_model_len + 1)
-            longest = bisect.bisect_left(lengths, True, key=lambda total: self._blocks(total, budget) > most)
-            self._longest = (most, budget, longest)
+            longest = bisect.bisect_left(lengths, True, key=lambda total: self._blocks(total, budget, prompt) > most)
+            self._longest = (most, budget, prompt, longest)
             return longest
-        return self._longest[2]
+        return self._longest[3]
 
     def _most_blocks(self, tenant: str) -> int:
         """Return the blocks that a tenant can have if no other tenant holds more than its floor."""
@@ -248,6 +249,6 @@ class TenantLimits:
         cap = self._limits_of(tenant).cap
         return left if cap is None else min(left, cap)
 
-    def _blocks(self, total: int, budget: KVBudget | None) -> int:
+    def _blocks(self, total: int, budget: KVBudget | None, num_prompt_tokens: int) -> int:
         # The last token's key and value are never computed.
-        return self._kv.spec.peak_blocks(total - 1, self._max_step, budget)
+        return self._kv.spec.peak_blocks(total - 1, self._max_step, budget, num_prompt_tokens)

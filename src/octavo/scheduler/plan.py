@@ -33,6 +33,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from octavo.kvcache.attended import Mass, Places
 from octavo.kvcache.block import BlockCopy, BlockId, BlockTransfer
 from octavo.request import FinishReason, RequestId, Sequence, SequenceId, TokenLogprobs
 from octavo.sampling_params import SamplingParams
@@ -78,6 +79,17 @@ class SequenceDropped(NamedTuple):
     seq_id: SequenceId
 
 
+class BlocksLetGo(NamedTuple):
+    """Blocks that a sequence no longer keeps, because its attention decided against them.
+
+    Attributes:
+        places: for each group, their places in the table that the runner has, ascending; what follows moves up.
+    """
+
+    seq_id: SequenceId
+    places: Places
+
+
 class NewSequence(NamedTuple):
     """A sequence that the runner does not know.
 
@@ -85,12 +97,14 @@ class NewSequence(NamedTuple):
         tables: one block table per group, not shared with the scheduler.
         token_ids: all its tokens so far, int32 in native byte order, if penalties count them or a grammar follows
             them; else empty.
+        let_go: for each group, the places in its table of blocks that attention has decided against (`BlocksLetGo`).
     """
 
     seq_id: SequenceId
     sampling: SamplingSnapshot
     tables: tuple[Seq[BlockId], ...]
     token_ids: bytes = b""
+    let_go: Places = ()
 
 
 class TableDelta(NamedTuple):
@@ -166,7 +180,7 @@ class StepPlan(NamedTuple):
     scores: tuple[PromptScores, ...] = ()
     pools: tuple[PromptPool, ...] = ()
     reset: bool = False
-    changes: tuple[SequenceForked | SequenceDropped, ...] = ()
+    changes: tuple[SequenceForked | SequenceDropped | BlocksLetGo, ...] = ()
     new: tuple[NewSequence, ...] = ()
     tables: tuple[TableDelta, ...] = ()
     stores: tuple[BlockTransfer, ...] = ()
@@ -223,6 +237,8 @@ class StepResult:
         prompt_logprobs: one tuple for each of `StepPlan.scores`.
         forced: by index of the draw, the tokens that must follow it according to the request's grammar.
         pooled: for each of `StepPlan.pools`, the sum of its hidden states, float64 in native byte order.
+        mass: by row whose attention is measured, the mass of its blocks: in all of its tokens, or each of them if it
+            continues an output.
         load_seconds, store_seconds: how long the plan's loads and stores took. Of loads on a GPU, only until they were
             queued.
     """
@@ -233,6 +249,7 @@ class StepResult:
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     forced: dict[int, tuple[int, ...]] = field(default_factory=dict)
     pooled: tuple[bytes, ...] = ()
+    mass: Mapping[int, tuple[Mass, ...]] = field(default_factory=dict)
     load_seconds: float = 0.0
     store_seconds: float = 0.0
 

@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from itertools import chain, repeat
 
 from octavo.errors import OctavoError
+from octavo.kvcache.attended import Places
 from octavo.kvcache.block import BlockCopy, BlockTransfer
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence, SequenceId
 from octavo.scheduler.plan import (
     DRAWN,
+    BlocksLetGo,
     NewSequence,
     PromptPool,
     PromptScores,
@@ -81,7 +83,7 @@ class PlanBuilder:
         self.is_building = False
         self._kv = kv
         self._block_size = kv.spec.block_size
-        self._changes: list[SequenceForked | SequenceDropped] = []
+        self._changes: list[SequenceForked | SequenceDropped | BlocksLetGo] = []
         self._reset = True
         self._sent_grammars = False  # whether the runner may hold grammar states
         self._step = 0
@@ -246,6 +248,11 @@ class PlanBuilder:
         if seq.state.placed.num_sent >= 0:
             self._changes.append(SequenceDropped(seq.seq_id))
 
+    def let_go(self, seq: Sequence, places: Places) -> None:
+        """Note that a sequence no longer keeps the blocks in these places of its groups."""
+        if seq.state.placed.num_sent >= 0:
+            self._changes.append(BlocksLetGo(seq.seq_id, places))
+
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Note that `child` was forked from `parent`, over the same blocks."""
         if (sent := parent.state.placed.num_sent) >= 0:
@@ -273,5 +280,6 @@ class PlanBuilder:
         has_grammar = params.structured_outputs is not None
         token_ids = array("i", seq.token_ids).tobytes() if params.counts_tokens or has_grammar else b""
         self._sent_grammars |= has_grammar
-        self._new.append(NewSequence(seq.seq_id, sampling, tuple(table[:] for table in tables), token_ids))
+        copies, let_go = tuple(table[:] for table in tables), self._kv.holdings[seq].places_let_go()
+        self._new.append(NewSequence(seq.seq_id, sampling, copies, token_ids, let_go))
         place.num_sent = len(tables[0])

@@ -145,7 +145,9 @@ class RunningSet:
             headroom += -(-headroom // 2)
         sibling_blocks = min(-(-num_prompt // size) + headroom, most) - shared if siblings else 0
         kept, budget = most, seq.request.params.kv_budget
-        if budget is not None and (windows := [w for w in self._kv.spec.windows(budget) if w is not None]):
+        if budget is not None and budget.measures:
+            kept = min(most, -(-budget.first_eviction(num_prompt) // size))
+        elif budget is not None and (windows := [w for w in self._kv.spec.windows(budget) if w is not None]):
             kept = max(map(self._kept, windows))
         return Place(0, base, most, kept, 0, siblings, sibling_blocks, headroom)
 

@@ -190,6 +190,9 @@ class Scheduler(Lifecycle):
                 states.add(pool.num_tokens, total)
         updates: list[SequenceUpdate] = []
         forced = result.forced
+        for row, (of_token, *_) in result.mass.items():
+            if row < plan.num_streams and sequences[row].state.place is not None:
+                self.kv.measured(sequences[row], of_token)
         for draw, (seq, token_id) in enumerate(zip(sequences[: plan.num_streams], result.token_ids, strict=False)):
             if (place := seq.state.place) is None:
                 continue  # it has ended after the step was planned
@@ -212,6 +215,8 @@ class Scheduler(Lifecycle):
             seq.output_token_ids.extend(draft[:accepted])
             seq.num_computed = plan.starts[row] + plan.lengths[row] - len(draft) + accepted
             self.policy.computed(seq)
+            for mass in result.mass.get(row, ())[: plan.lengths[row] - len(draft) + accepted]:
+                self.kv.measured(seq, mass)
             if self._publish(seq) and drawing:
                 self._draw(drawing, first, result, updates, accepted)
             if accepted < len(draft):
@@ -236,7 +241,8 @@ class Scheduler(Lifecycle):
         if computed < place.publish_at:
             return True
         try:
-            self.kv.commit(seq)
+            if places := self.kv.commit(seq):
+                self.builder.let_go(seq, places)
             request = seq.request
             for wanted in request.pins[len(request.pin_receipts) :]:
                 if computed < wanted.num_tokens // size * size:
@@ -245,7 +251,8 @@ class Scheduler(Lifecycle):
         except Exception as error:
             self.fail(seq.request, error)
             return False
-        place.publish_at = 0 if self.kv.slides else computed - computed % size + size
+        always = self.kv.slides or seq.measured_from is not None
+        place.publish_at = 0 if always else computed - computed % size + size
         return True
 
     def _draw(

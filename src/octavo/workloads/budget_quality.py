@@ -1,7 +1,8 @@
-"""The quality loss of a KV budget: the same text and questions, with everything kept and with the budget.
+"""The quality loss of KV budgets: the same text and questions, with everything kept, with each budget, and in codecs.
 
+    memory         bytes that a sequence of `window` tokens holds while it is continued
     perplexity     exp of the mean negative log-likelihood of the next token, over the first `window` tokens of English
-                   text: of those within the budget, and of those after it, which read sparsely if answers do
+                   text: of those within the first budget, and of those after it, which are computed as answers are
     needle         share of eleven depths at which a pass key hidden in text is repeated, for each length of text
     questions      share of documents with two pass keys of which the first is repeated, and then the second
     sums           share of sums that are right after many worked examples
@@ -19,6 +20,7 @@ from typing import Any
 
 from octavo.kv_budget import KVBudget
 from octavo.llm import LLM
+from octavo.planner.calculator import SequenceCost
 from octavo.sampling_params import SamplingParams
 from octavo.workloads.quality import english
 
@@ -30,9 +32,11 @@ _GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True)
 class BudgetQuality:
-    """The figures of one budget; None of everything kept."""
+    """The figures of one budget, or of everything kept (None), in a cache of one dtype."""
 
     budget: str | None
+    kv_cache_dtype: str
+    num_bytes: int
     perplexity_within: float | None
     perplexity_after: float | None
     needle: dict[int, float | None]
@@ -41,24 +45,67 @@ class BudgetQuality:
 
 
 def measure(
-    make: Callable[[KVBudget | None], LLM], budget: KVBudget, *, window: int, needle_lengths: Sequence[int]
+    make: Callable[[KVBudget | None, str | None], LLM],
+    budgets: Sequence[KVBudget],
+    codecs: Sequence[str] = (),
+    *,
+    window: int,
+    needle_lengths: Sequence[int],
 ) -> list[BudgetQuality]:
-    """Measure a model that keeps everything, and the same with `budget`, one engine after the other.
+    """Measure a model that keeps everything, then with each of the budgets, then with everything in each of the codecs.
 
     Args:
+        make: makes an engine with a budget, and a codec, if it is not that of all budgets.
         window: number of tokens of text whose perplexity is measured.
         needle_lengths: numbers of tokens of text around a hidden pass key.
     """
+    least = min(budget.tokens for budget in budgets)
+    variants: list[tuple[KVBudget | None, str | None]] = [(None, None), *((budget, None) for budget in budgets)]
     results = []
-    for kept in (None, budget):
-        with make(kept) as llm:
-            asked = _Asked(llm)
-            within, after = _perplexities(asked, window, budget.tokens, kept)
-            needle = {length: asked.share(*_needles(asked, length)) for length in needle_lengths}
-            questions = _questions(asked, 2 * budget.tokens)
-            sums = asked.share(*_sums(asked, 2 * budget.tokens))
-            results.append(BudgetQuality(None if kept is None else str(kept), within, after, needle, questions, sums))
+    for kept, codec in [*variants, *((None, codec) for codec in codecs)]:
+        with make(kept, codec) as llm:
+            asked, spec = _Asked(llm), llm.core.scheduler.kv.spec
+            within, after = _perplexities(asked, window, least, kept)
+            results.append(
+                BudgetQuality(
+                    None if kept is None else str(kept),
+                    spec.dtype,
+                    SequenceCost.of(spec, window, 1, kept).num_bytes,
+                    within,
+                    after,
+                    {length: asked.share(*_needles(asked, length)) for length in needle_lengths},
+                    _questions(asked, 2 * least),
+                    asked.share(*_sums(asked, 2 * least)),
+                )
+            )
     return results
+
+
+def plot(results: Sequence[BudgetQuality], path: str) -> None:
+    """Plot perplexity after the budget, and the share of needles found, over memory, as a PNG; needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    curves: dict[str, list[BudgetQuality]] = {}
+    for result in results:
+        budget = None if result.budget is None else KVBudget.parse(result.budget)
+        name = f"everything, {result.kv_cache_dtype}" if budget is None else budget.mode
+        curves.setdefault(name + " by entropy" * (budget is not None and bool(budget.layers)), []).append(result)
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5))
+    for name, of_name in curves.items():
+        of_name.sort(key=lambda result: result.num_bytes)
+        sizes = [result.num_bytes / 2**20 for result in of_name]
+        found = [[share for share in result.needle.values() if share is not None] for result in of_name]
+        axes[0].plot(sizes, [result.perplexity_after or math.nan for result in of_name], "o-", label=name)
+        axes[1].plot(sizes, [100 * sum(each) / len(each) if each else math.nan for each in found], "o-", label=name)
+    for axis, title in zip(axes, ("perplexity after the budget", "pass keys found, %"), strict=True):
+        axis.set_xlabel("KV cache of a sequence, MiB")
+        axis.set_ylabel(title)
+    axes[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
 
 
 class _Asked:
@@ -89,7 +136,7 @@ class _Asked:
 
 def _perplexities(asked: _Asked, window: int, kept: int, budget: KVBudget | None) -> tuple[float | None, float | None]:
     tokens = asked.tokens[: min(window, asked.longest - 1)]
-    if budget is not None and not budget.evicts:
+    if budget is not None and not budget.slides:
         budget = replace(budget, dense_prompt=False)
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, kv_budget=budget)
     (output,) = asked.llm.generate({"prompt_token_ids": tokens}, params, use_tqdm=False)

@@ -108,9 +108,11 @@ function showRequest(found) {
   const parts = [];
   for (const one of found.sequences) {
     const about = [`sequence ${one.seq_id}`, one.tables.length ? `${show(one.computed)} of ${show(one.tokens)} tokens` : "holds no blocks"];
-    const { mode, tokens } = found.budget || {};
-    const [verb, rest] = mode === "sinks" ? ["keeps", "let go"] : ["reads", "skipped"];
-    if (mode && one.computed > tokens) about.push(`${verb} ${show(tokens)} (${mode}), ${show(one.computed - tokens)} ${rest}`);
+    const { mode, tokens, evicted_tokens: evicted, evicted_attention: attention } = found.budget || {};
+    const [verb, rest] = mode === "sparse_read" ? ["reads", "skipped"] : ["keeps", "let go"];
+    const beyond = mode === "bounded" ? evicted : one.computed - tokens;
+    const price = attention ? `, which had had ${(100 * attention).toFixed(1)} % of the attention` : "";
+    if (beyond > 0) about.push(`${verb} ${show(tokens)} (${mode}), ${show(beyond)} ${rest}${price}`);
     if (one.preemptions) about.push(`preempted ${one.preemptions} ×`);
     for (const table of one.tables.length ? one.tables : [[]]) {
       const cells = table.slice(0, Math.max(0, left)).map(tableCell);
