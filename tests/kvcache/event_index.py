@@ -49,7 +49,6 @@ def findable(manager: KVCacheManager) -> Blocks:
             if blake2b(parent + tokens, digest_size=16).digest() != key:
                 break  # of another group
             source = records.sources[block]
-            assert source is not None
             is_first = parent == manager.prefix_cache.chain(source.scope).root
             ids = tuple(memoryview(tokens).cast("i"))
             chain.append((key_prefix(key), (None if is_first else key_prefix(parent), ids, source.scope)))

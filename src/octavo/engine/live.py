@@ -96,8 +96,8 @@ class LiveView:
         if self._owners is None:
             owners = np.zeros(kv.pool.num_blocks, np.uint16)
             self._tenants.setdefault("", 0)
-            for block_id, tenant in kv.ledger.owners():
-                owners[block_id] = self._number(tenant)
+            for block_id in kv.blocks.published().tolist():
+                owners[block_id] = self._number(kv.blocks.sources[block_id].tenant)
         else:
             owners = self._owners.copy()
         for seq in scheduler.running:
@@ -108,7 +108,7 @@ class LiveView:
             # Requests that came and went since the last look have left cached blocks.
             changed = np.flatnonzero(codes != self._codes)
             for index in changed[(codes[changed] == CACHED) | (codes[changed] == PINNED)].tolist():
-                owners[index] = self._number(kv.ledger.tenant(BlockId(index)) or "")
+                owners[index] = self._number(kv.blocks.sources[index].tenant)
         owners[NULL_BLOCK] = 0
         return owners
 
@@ -149,8 +149,8 @@ def describe_request(scheduler: Scheduler, request_id: str) -> dict[str, Any] | 
     reused: dict[str, list[int]] = {}
     for seq in request.sequences:
         for block in chain.from_iterable(scheduler.kv.tables(seq)) if _holds(seq) else ():
-            owner = scheduler.kv.ledger.owner(block)
-            if owner is not None and owner != request_id:
+            owner = scheduler.kv.blocks.sources[block].request_id
+            if owner and owner != request_id:
                 reused.setdefault(owner, []).append(block)
     return {
         "id": request_id,
@@ -176,7 +176,7 @@ def computed_by(scheduler: Scheduler, block_ids: Iterable[int]) -> list[tuple[in
     """Return blocks with the request that computed each; None for one that is not published, or does not exist."""
     kv = scheduler.kv
     return [
-        (block_id, kv.ledger.owner(BlockId(block_id)) if 0 < block_id < kv.pool.num_blocks else None)
+        (block_id, kv.blocks.sources[block_id].request_id or None if 0 < block_id < kv.pool.num_blocks else None)
         for block_id in block_ids
     ]
 
@@ -205,7 +205,7 @@ def describe_block(scheduler: Scheduler, block_id: int) -> dict[str, Any] | None
         "state": kv.blocks.state(block).value,
         "references": kv.blocks.references[block],
         "published": published,
-        "computed_by": kv.ledger.owner(block),
+        "computed_by": kv.blocks.sources[block].request_id or None,
         "holders": holders,
         "token_ids": token_ids and token_ids[:_SHOWN_TOKENS],
     }

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState
-from octavo.kvcache.hashing import DIGEST_BYTES, TOKEN_BYTES, Label, Source
+from octavo.kvcache.hashing import DIGEST_BYTES, NO_SOURCE, TOKEN_BYTES, Label
 from octavo.kvcache.key_index import Children, KeyIndex
 
 UNPUBLISHED = -1
@@ -51,7 +51,7 @@ class BlockRecords:
         self.children = Children(num_contents * in_tree)
         self.parents = bytearray(num_contents * DIGEST_BYTES)
         self.tokens = bytearray(num_contents * block_size * TOKEN_BYTES)
-        self.sources: list[Source | None] = [None] * (num_blocks * in_tree)
+        self.sources = [NO_SOURCE] * (num_blocks * in_tree)
         # The same memory as arrays of numpy.
         self.references_array = np.frombuffer(cast(Any, self.references), np.int32)
         self.pins_array = np.frombuffer(cast(Any, self.pins), np.int32)

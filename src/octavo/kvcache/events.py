@@ -156,12 +156,12 @@ class KVEventLog:
             np.frombuffer(records.parents, KEY_HALF)[::2].take(ids),
             np.arange(len(ids)) < len(firsts),
             np.frombuffer(records.tokens, TOKEN).reshape(-1, records.block_size).take(ids, axis=0),
-            [source.scope if (source := records.sources[block]) is not None else "" for block in ids.tolist()],
+            [records.sources[block].scope for block in ids.tolist()],
         )
 
     def _announce(self, chain: TokenChain, first: int, last: int) -> None:
         if last > first:
-            parent, *hashes = chain.key_prefixes(first, last)
+            parent, *hashes = (key_prefix(chain.key(length)) for length in range(first, last + 1))
             tokens = np.frombuffer(chain.tokens(first, last), TOKEN).tolist()
             self._events.append(BlocksStored(hashes, parent if first else None, tokens, chain.source.scope))
 
@@ -170,10 +170,9 @@ class KVEventLog:
         records = self._records
         for block in blocks:
             self._states[block] = _ANNOUNCED
-            source, tokens = records.sources[block], np.frombuffer(records.token_bytes(block), TOKEN).tolist()
-            assert source is not None  # it is published
+            tokens = np.frombuffer(records.token_bytes(block), TOKEN).tolist()
             own, parent = key_prefix(records.key(block)), key_prefix(records.parent_prefix(block))
-            self._events.append(BlocksStored([own], parent, tokens, source.scope))
+            self._events.append(BlocksStored([own], parent, tokens, records.sources[block].scope))
 
     def _follow(self, blocks: Sequence[BlockId], state: int) -> list[BlockId]:
         """Return all descendants of these blocks that are in a state, parents first."""

@@ -235,10 +235,6 @@ class TokenChain:
         start -= self._num_shared * DIGEST_BYTES
         return BlockHash(bytes(self._keys[start : start + DIGEST_BYTES]))
 
-    def key_prefixes(self, first: int, last: int) -> list[int]:
-        """Return the first 8 bytes, as numbers, of the keys of the first `first`, …, `last` full blocks."""
-        return [key_prefix(self.key(length)) for length in range(first, last + 1)]
-
     def tokens(self, start: int, end: int) -> bytes:
         """Return the packed token ids of full blocks `start .. end`."""
         width, split = self._width, self._num_shared

@@ -182,9 +182,7 @@ class CacheHierarchy:
     def _demote(self, block_ids: Seq[BlockId]) -> None:
         """Plan to store published blocks in host memory as prefixes, as far as there is room."""
         for block_id in block_ids:
-            source = self._blocks.sources[block_id]
-            assert source is not None  # it is published
-            demoted = block_id, self._blocks.label(block_id), source.tenant
+            demoted = block_id, self._blocks.label(block_id), self._blocks.sources[block_id].tenant
             if self._closing is None:
                 self.host.store_prefix(*demoted)
             else:

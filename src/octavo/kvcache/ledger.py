@@ -18,7 +18,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState, BlockTable, HostBlockId
 from octavo.kvcache.blocks import BlockRecords
-from octavo.kvcache.hashing import DIGEST_BYTES, TOKEN_BYTES, Source, TokenChain, key_prefix
+from octavo.kvcache.hashing import DIGEST_BYTES, NO_SOURCE, TOKEN_BYTES, Source, TokenChain, key_prefix
 from octavo.kvcache.key_index import LatestKeys
 from octavo.request import CacheOutcome, CacheReport, Request, RequestId
 
@@ -129,27 +129,13 @@ class CacheLedger:
         """Record that a request has computed and published the first full block of its chain."""
         self._firsts.add((key_prefix(_first_key(chain)),), (_FirstBlock(block_id, chain.source),))
 
-    def owner(self, block_id: BlockId) -> str | None:
-        """Return the id of the request that computed a published block; None if it is not published."""
-        source = self._record.sources[block_id]
-        return None if source is None else source.request_id
-
-    def tenant(self, block_id: BlockId) -> str | None:
-        """Return the tenant whose request computed a published block; None if it is not published."""
-        source = self._record.sources[block_id]
-        return None if source is None else source.tenant
-
-    def owners(self) -> Iterator[tuple[BlockId, str]]:
-        """Yield every published block and the tenant that computed it. O(blocks)."""
-        return ((BlockId(i), source.tenant) for i, source in enumerate(self._record.sources) if source is not None)
-
     def evicted(self, block_ids: Seq[BlockId]) -> None:
         """Record the eviction of cached blocks, which the index still has."""
         if (second := int(self._clock())) != self._second:
             self._second, self._in_second = second, {}
         noted = [
             self._in_second.setdefault(tenant, _Eviction(second, tenant))
-            for tenant in (self.tenant(block_id) or "" for block_id in block_ids)
+            for tenant in (self._record.sources[block_id].tenant for block_id in block_ids)
         ]
         self._evictions.add(self._record.keys.prefixes(block_ids), noted)
 
@@ -169,17 +155,17 @@ class CacheLedger:
             ago = self._clock() - eviction.at
             return replace(report(CacheOutcome.EVICTED, eviction.tenant), evicted_seconds_ago=ago)
         block_id = self._record.children.latest(chain.key(cached_blocks))
-        rival = None if block_id is None else self._record.sources[block_id]
         common = 0
         if block_id is not None:
             common = _common_tokens(self._record.token_bytes(block_id), chain.tokens(cached_blocks, cached_blocks + 1))
-        if rival is None or common + cached_blocks == 0:
+        if block_id is None or common + cached_blocks == 0:
             # Checked last, so that other scopes only ever affect a report that would otherwise be "cold".
             twin = self._firsts.get(_first_key(chain)) if cached_blocks == 0 else None
             is_cached = twin is not None and self._record.sources[twin.block_id] is twin.source
             if twin is not None and is_cached and twin.source.scope != request.cache_scope:
                 return report(CacheOutcome.SALT, twin.source.tenant)
             return report(CacheOutcome.COLD)
+        rival = self._record.sources[block_id]
         if common == size:
             # One group still has the block; another group's was evicted longer ago than is remembered.
             return report(CacheOutcome.EVICTED, rival.tenant)
@@ -226,7 +212,7 @@ class CacheLedger:
             states[state] += 1
             if state is not BlockState.FREE:
                 source = record.sources[block_id]
-                tenant = holders[block_id] if source is None else source.tenant
+                tenant = holders[block_id] if source is NO_SOURCE else source.tenant
                 tenants.setdefault(tenant, Counter())[state] += 1
         holdings = [_holding(record, request, blocks, away[name]) for name, (request, blocks) in held.items()]
         return Stock(states, tenants, holdings, swapped)

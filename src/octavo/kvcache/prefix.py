@@ -30,6 +30,7 @@ from octavo.kvcache.block import (
 )
 from octavo.kvcache.blocks import BlockRecords
 from octavo.kvcache.hashing import (
+    NO_SOURCE,
     TOKEN,
     TOKEN_BYTES,
     FullBlocks,
@@ -213,7 +214,7 @@ class PrefixIndex:
             raise KeyError(f"not all of these blocks are published: {block_ids}")
         blocks.children.remove(block_ids)
         for block_id in block_ids:
-            blocks.sources[block_id] = None
+            blocks.sources[block_id] = NO_SOURCE
 
     def parent(self, block_id: BlockId) -> BlockId | None:
         """Return the published block that a published block continues; None if there is none, or under a window."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ _SAMPLE = 4096
 # A block that came back precedes blocks of its sequence that did not, which are lost without it. So it is evicted
 # before an older block that was used once only if its rate is less than half of that block's.
 _ORPHANS = 0.5
-_LATEST = 1 << 30
+_STAMPS = (1 << 31) - 1  # stamps are numbers of uses modulo this plus one, and so are differences of stamps
 _NEVER = (1 << 32) - 1
 _PER_OCTAVE = 3
 _YOUNGEST = 32  # ages below pool / 32 are one bucket
@@ -45,12 +45,6 @@ class GhostList(LatestKeys[int]):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity, array("I", [_NEVER]))
-
-    def set_back(self, uses: int) -> None:
-        """Reduce all stamps by `uses`, but not below 0."""
-        used = np.frombuffer(cast(Any, self._values), np.uint32)
-        known = used != _NEVER
-        used[known] = np.maximum(used[known], 2 * uses + (used[known] & 1)) - 2 * uses
 
     def sample(self, most: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], float]:
         """Return stamps and classes of about `most` ghosts, and how many ghosts each stands for."""
@@ -113,8 +107,7 @@ class ReturnRates:
 
     def note_lost(self, uses: Sequence[int], now: int) -> None:
         """Record that blocks will not return, by their last uses."""
-        twice = 2 * now
-        self._lost += [twice - use for use in uses]
+        self._lost += [2 * (now - (use >> 1) & _STAMPS) - (use & 1) for use in uses]
         if len(self._lost) >= _COUNTED_AT_ONCE:
             self._count_noted()
 
@@ -199,28 +192,26 @@ class AdaptiveEviction(LruEviction):
             self._prefixes = self._prefixes + array("Q", [0]) * missing
 
     def publish(self, block_id: BlockId, priority: int, key: bytes = b"") -> None:
-        self._keep_time()
         ghost = self._ghosts.take(key) if key and self._ghosts is not None else None
         if ghost is not None and self._model is not None:
-            self._model.note_returned([2 * self._clock - ghost])
+            self._model.note_returned([2 * self._age(ghost >> 1) - (ghost & 1)])
         self._prefixes[block_id] = key_prefix(key)
         self._kinds[block_id] = _ONCE if ghost is None else _AGAIN
         self._clock += 1
-        self._stamps[block_id] = self._clock
+        self._stamps[block_id] = self._clock & _STAMPS
 
     def hit(self, block_ids: SomeBlocks, priority: int) -> None:
-        self._keep_time()
         kinds, stamps, now, rests = self._kinds, self._stamps, self._clock, list[int]()
         for block_id in as_list(block_ids):
-            rests.append(2 * (now - stamps[block_id]) - kinds[block_id])
+            rests.append(2 * (now - stamps[block_id] & _STAMPS) - kinds[block_id])
             now += 1
-            kinds[block_id], stamps[block_id] = _AGAIN, now
+            kinds[block_id], stamps[block_id] = _AGAIN, now & _STAMPS
         self._clock = now
         if self._model is not None:
             self._model.note_returned(rests)
 
     def add(self, block_ids: SomeBlocks) -> None:
-        kinds, stamps, now = self._kinds, self._stamps, self._clock
+        kinds, stamps, now = self._kinds, self._stamps, self._clock & _STAMPS
         if isinstance(block_ids, np.ndarray):
             again = np.frombuffer(kinds, np.uint8).take(block_ids) == _AGAIN
             np.frombuffer(stamps, np.int32)[block_ids] = now
@@ -253,18 +244,8 @@ class AdaptiveEviction(LruEviction):
         """The number of blocks that may be held: all but the null block."""
         return len(self._kinds) - 1
 
-    def _keep_time(self) -> None:
-        """Set the clock back before stamps exceed 4 bytes, which is once in 2^29 uses."""
-        if self._clock < _LATEST:
-            return
-        uses = _LATEST // 2
-        stamps = np.frombuffer(self._stamps, np.int32)
-        np.maximum(stamps, uses, out=stamps)
-        stamps -= uses
-        if self._ghosts is not None:
-            self._ghosts.set_back(uses)
-        self._clock -= uses
-        self._due -= uses
+    def _age(self, stamp: int) -> int:
+        return self._clock - stamp & _STAMPS
 
     def _choose(self, most: int) -> list[BlockId]:
         """Evict at most `most` blocks that leave first by the current rates."""
@@ -276,14 +257,14 @@ class AdaptiveEviction(LruEviction):
 
     def _leaves_first(self, again: BlockId, once: BlockId) -> bool:
         """Whether the victim is `again` rather than `once`, the oldest blocks of the two classes."""
-        stamps, now = self._stamps, self._clock
+        age, other_age = self._age(self._stamps[again]), self._age(self._stamps[once])
         if self._model is not None and self._model.is_fitted:
-            ours, theirs = self._model.rate(_AGAIN, now - stamps[again]), self._model.rate(_ONCE, now - stamps[once])
-            if stamps[again] >= stamps[once]:
+            ours, theirs = self._model.rate(_AGAIN, age), self._model.rate(_ONCE, other_age)
+            if age <= other_age:
                 return ours < _ORPHANS * theirs
             if ours != theirs:
                 return ours < theirs
-        return stamps[again] < stamps[once]
+        return age > other_age
 
     def _remember(self, victims: list[BlockId]) -> None:
         ghosts = self._ghosts
@@ -320,8 +301,8 @@ class AdaptiveEviction(LruEviction):
         """Yield classes and ages of samples of ghosts and of blocks, and how many blocks each entry stands for."""
         assert self._ghosts is not None
         stamps, kinds, weight = self._ghosts.sample(_SAMPLE)
-        yield kinds, self._clock - stamps, weight
+        yield kinds, self._clock - stamps & _STAMPS, weight
         step = max(1, self._num_blocks // _SAMPLE)
         blocks = slice(1, len(self._kinds), step)
         kinds = np.frombuffer(self._kinds[blocks], np.uint8).astype(np.int64)
-        yield kinds, self._clock - np.array(self._stamps[blocks], np.int64), float(step)
+        yield kinds, self._clock - np.array(self._stamps[blocks], np.int64) & _STAMPS, float(step)
