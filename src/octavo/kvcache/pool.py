@@ -227,6 +227,12 @@ class BlockPool:
         states = (BlockState.FREE, BlockState.CACHED, BlockState.PINNED, BlockState.ACTIVE)
         return dict(zip(states, (free, cached, pinned, active), strict=True))
 
+    def move_to(self, block_id: BlockId, tenant: str) -> None:
+        """Count a block in use for another tenant."""
+        assert self.owners is not None
+        self.owners.gave_back((block_id,))
+        self.owners.took((block_id,), tenant)
+
     def by_tenant(self) -> dict[str, int]:
         """Return the number of blocks in use or cached by the tenant that they count for. O(blocks); for any thread."""
         assert self.owners is not None

@@ -17,8 +17,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +29,7 @@ from octavo.kvcache.hashing import Label
 from octavo.kvcache.key_index import KeyIndex
 from octavo.kvcache.pool import BlockPool
 from octavo.tiers.base import Medium, Reason
-from octavo.tiers.header import HEADER_BYTES, Header, make_header, read_header
+from octavo.tiers.header import HEADER_BYTES, Header, make_header, prove, read_header
 from octavo.tiers.slabs import (
     LEAST_SLAB_SHARE,
     PREAMBLE_BYTES,
@@ -103,11 +102,9 @@ class DiskMedium(Medium):
         num_ids = size // (self._layout.slot_bytes + HEADER_BYTES) + 1
         self._records = BlockRecords(num_ids, in_tree=False)
         self._headers: dict[BlockId, bytes] = {}  # of blocks; that of an evicted one stays until its slot is taken
-        self._num_blocks_of = Counter[bytes]()  # by digest of the tenant
-        # Not a method, so that no circle of references keeps a dropped engine.
-        self._forget = partial(_forget, self._records, self._headers, self._num_blocks_of)
         policy = LruEviction() if eviction is None else eviction
-        self._pool = BlockPool(self._records, policy, (self._forget,), grows=True)
+        self._pool = BlockPool(self._records, policy, (self._records.forget,), grows=True)
+        self._pool.count_owners(())  # by the tenant's digest in hexadecimal
         self._slabs: list[_Slab] = []
         self._firsts: list[int] = []  # first slot of each slab
         self._number = 0
@@ -134,7 +131,7 @@ class DiskMedium(Medium):
             self._names = TenantNames(self._folder)
             self._open_all()
             if not self._is_read_only:
-                self._names.keep(self._num_blocks_of)
+                self._names.keep({_noted(raw).tenant for raw in self._headers.values()})
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
@@ -150,8 +147,8 @@ class DiskMedium(Medium):
 
     def bytes_by_tenant(self) -> dict[str, int]:
         with self._lock:
-            counts = list(self._num_blocks_of.items())
-        return {self._names.name(digest): count * self._layout.block_bytes for digest, count in counts}
+            counts = self._pool.by_tenant()
+        return {self._names.name(bytes.fromhex(digest)): n * self._layout.block_bytes for digest, n in counts.items()}
 
     def contains(self, key: bytes) -> bool:
         return self._records.keys.get(key) is not None
@@ -163,17 +160,18 @@ class DiskMedium(Medium):
     def write(self, label: Label, payload: memoryview, tenant: str) -> Reason | None:
         if self._is_read_only:
             return Reason.READ_ONLY
+        digest = self._names.digest(tenant)
         with self._lock:
             if self._records.keys.get(label.key) is not None:
                 return None
             if not self._pool.num_free and not self._grow() and not self._pool.num_available:
                 return Reason.NO_SPACE
-            (slot,) = self._pool.allocate(1)
+            (slot,) = self._pool.allocate(1, digest.hex())
             evicted = self._headers.pop(slot, None)
             self._number += 1
             number = self._number
         # If the write fails, an evicted block comes back; if that was damaged, its checksum will tell.
-        header, stays = make_header(self._fingerprint, label, payload, number, self._names.digest(tenant)), evicted
+        header, stays = make_header(self._fingerprint, label, payload, number, digest), evicted
         try:
             # The payload first: until its own header follows, the old one does not match it.
             file, payload_at, header_at = self._place(slot)
@@ -225,7 +223,7 @@ class DiskMedium(Medium):
             self._pool.acquire([slot], hit_by=0)
         reason: Reason | None = Reason.IO_ERROR
         try:
-            reason = self._read_slot(slot, raw, label, buffer)
+            reason = prove(raw, self._fingerprint, label, buffer) if self._fill(slot, buffer) else Reason.TRUNCATED
         finally:
             with self._lock:
                 if reason in (Reason.CHECKSUM, Reason.TRUNCATED) and self._records.is_published(slot):
@@ -233,19 +231,12 @@ class DiskMedium(Medium):
                 self._pool.release([slot])
         return reason
 
-    def _read_slot(self, slot: int, raw: bytes, label: Label, buffer: memoryview) -> Reason | None:
-        header = read_header(raw)
-        if isinstance(header, Reason):
-            return header
-        if (reason := header.matches(self._fingerprint, label, buffer.nbytes)) is not None:
-            return reason
+    def _fill(self, slot: int, buffer: memoryview) -> bool:
+        """Read a slot's payload, and return whether it was all there."""
         done, (file, payload_at, _) = 0, self._place(slot)
-        while done < buffer.nbytes:
-            count = os.preadv(file, [buffer[done:]], payload_at + done)
-            if not count:
-                return Reason.TRUNCATED
+        while done < buffer.nbytes and (count := os.preadv(file, [buffer[done:]], payload_at + done)):
             done += count
-        return None if header.proves(buffer) else Reason.CHECKSUM
+        return done == buffer.nbytes
 
     def _enter(self, slot: BlockId, raw: bytes) -> None:
         """Enter the block in a slot that is referenced, unless its key is known."""
@@ -254,11 +245,11 @@ class DiskMedium(Medium):
             self._headers[slot] = raw
             self._records.groups[slot] = 0
             self._pool.note_published(slot, 0, header.key)
-            self._num_blocks_of[header.tenant] += 1
+            self._pool.move_to(slot, header.tenant.hex())
 
     def _drop(self, slot: BlockId) -> None:
         """Forget the block in a slot that is referenced, so that it will be free."""
-        self._forget([slot])
+        self._records.forget([slot])
         del self._headers[slot]
 
     def _grow(self) -> bool:
@@ -378,21 +369,6 @@ class DiskMedium(Medium):
         slab = self._slabs[bisect_right(self._firsts, slot) - 1]
         index = slot - slab.first
         return slab.file, slab.layout.payload_at(index), slab.layout.header_at(index)
-
-
-def _forget(
-    records: BlockRecords,
-    headers: Mapping[BlockId, bytes],
-    num_blocks_of: Counter[bytes],
-    slots: Sequence[BlockId],
-) -> None:
-    """Forget the blocks in these slots, but not yet their headers."""
-    records.forget(slots)
-    for slot in slots:
-        tenant = _noted(headers[slot]).tenant
-        num_blocks_of[tenant] -= 1
-        if not num_blocks_of[tenant]:
-            del num_blocks_of[tenant]
 
 
 def _noted(raw: bytes) -> Header:
