@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.kv_budget import KVBudget
+from octavo.kvcache.block import NULL_BLOCK, BlockId
 from octavo.kvcache.hashing import TokenChain
 from octavo.kvcache.manager import KVCacheManager
+from octavo.kvcache.prefix import PrefixIndex
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.request import Request, RequestId, Sequence
 from octavo.sampling_params import SamplingParams
@@ -46,6 +48,12 @@ class Clock:
 def extend(chain: TokenChain, tokens: list[int]) -> None:
     """Add the full blocks of `tokens` that are not yet in a chain."""
     chain.grow(len(tokens), lambda start, end: tokens[start:end])
+
+
+def put(index: PrefixIndex, group: int, chain: TokenChain, position: int, block: int) -> bool:
+    """Publish one block of a group; returns whether it was."""
+    tables = [[BlockId(block if number == group else NULL_BLOCK)] for number in range(len(index._windows))]
+    return bool(index.publish(chain, position, tables))
 
 
 def make_manager(

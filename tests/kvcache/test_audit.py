@@ -39,7 +39,7 @@ def _forget_a_sequence(kv: KVCacheManager) -> None:
 
 
 def _remember_what_is_gone(kv: KVCacheManager) -> None:
-    kv.blocks.children.add(BlockId(kv.pool._free[0]), b"gone" * 4)
+    kv.blocks.children.add([BlockId(kv.pool._free[0])], [1234567])
 
 
 def _lose_a_key(kv: KVCacheManager) -> None:

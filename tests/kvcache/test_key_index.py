@@ -80,8 +80,8 @@ def test_the_children_of_a_prefix_are_those_of_a_list(operations: list[tuple[boo
     for adds, number, key in operations:
         block = BlockId(number)
         if adds and block not in model:
-            children.add(block, key)
             model[block] = int.from_bytes(key[:8], "little")
+            children.add([block], [model[block]])
         elif block in model:
             gone = [block, *(other for other in model if other < block and not adds)]
             children.remove(gone)

@@ -15,14 +15,14 @@ from octavo.kvcache.eviction import EVICTION_POLICIES, EvictionPolicy, make_evic
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import PrefixIndex
 from octavo.request import Sequence
-from tests.kvcache.caches import FULL, admit_and_compute, extend, make_manager, make_sequence, sliding
+from tests.kvcache.caches import FULL, admit_and_compute, extend, make_manager, make_sequence, put, sliding
 
 
 def publish(index: PrefixIndex, tokens: list[int], first_block: int, salt: str = "") -> None:
     chain = index.chain(salt)
     extend(chain, tokens)
     for position in range(len(chain)):
-        index.put(0, chain, position, BlockId(first_block + position))
+        put(index, 0, chain, position, BlockId(first_block + position))
 
 
 def make_tree() -> PrefixIndex:
@@ -105,7 +105,7 @@ def test_evicting_many_at_once_is_as_evicting_them_one_by_one(name: str, head_fi
             held = [BlockId(block) for block in tree.leading(0, chain, len(tokens))]
             policy.remove(np.array(held, np.int32))
             policy.hit(held, 0)
-            new = [index for index in range(len(tokens)) if tree.put(0, chain, index, blocks[index])]
+            new = [index for index in range(len(tokens)) if put(tree, 0, chain, index, blocks[index])]
             for index in new if head_first else reversed(new):
                 policy.publish(blocks[index], 0, chain.key(index + 1))
             held += [blocks[index] for index in new]

@@ -16,7 +16,7 @@ from octavo.kvcache.blocks import BlockRecords
 from octavo.kvcache.hashing import TokenChain
 from octavo.kvcache.prefix import PrefixIndex
 from octavo.kvcache.spec import KVCacheSpec
-from tests.kvcache.caches import FULL, admit_and_compute, extend, make_manager, make_sequence, sliding
+from tests.kvcache.caches import FULL, admit_and_compute, extend, make_manager, make_sequence, put, sliding
 
 NAMES = ["hashed", "radix"]
 NUM_BLOCKS = 2000
@@ -37,7 +37,7 @@ def chain_of(index: PrefixIndex, tokens: list[int], salt: str = "") -> TokenChai
 def publish(cache: PrefixIndex, tokens: list[int], first_block: int, salt: str = "", group: int = 0) -> None:
     chain = chain_of(cache, tokens, salt)
     for index in range(len(chain)):
-        cache.put(group, chain, index, BlockId(first_block + index))
+        put(cache, group, chain, index, BlockId(first_block + index))
 
 
 @pytest.fixture
@@ -61,15 +61,15 @@ def test_a_prefix_is_cut_at_the_limit(cache: PrefixIndex) -> None:
 
 def test_the_first_of_two_equal_blocks_stays(cache: PrefixIndex) -> None:
     chain = chain_of(cache, [1, 2])
-    assert cache.put(0, chain, 0, BlockId(1))
-    assert not cache.put(0, chain, 0, BlockId(2))
+    assert put(cache, 0, chain, 0, BlockId(1))
+    assert not put(cache, 0, chain, 0, BlockId(2))
     assert cache.get(0, chain, 0) == 1
     assert cache._blocks.published().tolist() == [1]
 
 
 def test_a_block_is_published_once_only(cache: PrefixIndex) -> None:
-    assert cache.put(0, chain_of(cache, [1, 2]), 0, BlockId(1))
-    assert not cache.put(0, chain_of(cache, [3, 4]), 0, BlockId(1))
+    assert put(cache, 0, chain_of(cache, [1, 2]), 0, BlockId(1))
+    assert not put(cache, 0, chain_of(cache, [3, 4]), 0, BlockId(1))
     assert cache.get(0, chain_of(cache, [3, 4]), 0) is None
 
 
@@ -88,13 +88,13 @@ def test_a_dropped_block_leaves_a_hole_that_can_be_filled(cache: PrefixIndex) ->
     assert list(cache.leading(0, chain, 3)) == [1]
     assert cache.get(0, chain, 1) is None
     assert cache.get(0, chain, 2) == 3
-    assert cache.put(0, chain, 1, BlockId(9))
+    assert put(cache, 0, chain, 1, BlockId(9))
     assert list(cache.leading(0, chain, 3)) == [1, 9, 3]
 
 
 def test_a_block_may_be_published_before_those_it_stands_on(cache: PrefixIndex) -> None:
     chain = chain_of(cache, [1, 2, 3, 4, 5, 6])
-    assert cache.put(1, chain, 2, BlockId(5))
+    assert put(cache, 1, chain, 2, BlockId(5))
     assert list(cache.leading(1, chain, 3)) == []
     assert cache.get(1, chain, 2) == 5
 
@@ -108,7 +108,7 @@ def test_a_copied_chain_grows_on_its_own(cache: PrefixIndex) -> None:
     extend(parent, [1, 2, 3, 4])
     assert list(cache.leading(0, parent, 2)) == [1, 2]
     assert list(cache.leading(0, child, 2)) == [1]
-    assert cache.put(0, child, 1, BlockId(5))
+    assert put(cache, 0, child, 1, BlockId(5))
     assert (cache.get(0, parent, 1), cache.get(0, child, 1)) == (2, 5)
 
 
@@ -132,7 +132,7 @@ def test_a_block_knows_its_parent_and_children_in_its_group_and_not_under_a_wind
     assert [list(cache.children(BlockId(block))) for block in (1, 2, 3, 21)] == [[2], [13, 3], [], []]
     cache.drop([BlockId(13), BlockId(1)])
     assert (cache.parent(BlockId(2)), list(cache.children(BlockId(2)))) == (None, [3])
-    assert cache.put(0, chain_of(cache, [1, 1]), 0, BlockId(31))
+    assert put(cache, 0, chain_of(cache, [1, 1]), 0, BlockId(31))
     assert (cache.parent(BlockId(2)), list(cache.children(BlockId(31)))) == (31, [2])
 
 
@@ -144,7 +144,7 @@ def test_a_long_prefix_is_looked_up_in_pieces_that_begin_short_and_stay_bounded(
     cache = make_index(block_size=1)
     chain = cache.chain("", cache.full_blocks(array("i", range(num_blocks)), ""))
     for index in range(num_blocks):
-        cache.put(0, chain, index, BlockId(index + 1))
+        put(cache, 0, chain, index, BlockId(index + 1))
     sizes: list[int] = []
     homes = cache._blocks.keys._homes
     monkeypatch.setattr(cache._blocks.keys, "_homes", lambda keys: sizes.append(len(keys)) or homes(keys))  # type: ignore[func-returns-value]
@@ -199,7 +199,7 @@ def test_any_history_of_puts_and_drops_gives_the_answers_of_a_dictionary(
         elif number < len(chain):
             if name == "put":
                 block = BlockId(next(ids))
-                assert cache.put(group, chain, number, block) == (place(number) not in blocks)
+                assert put(cache, group, chain, number, block) == (place(number) not in blocks)
                 blocks.setdefault(place(number), block)
             assert cache.get(group, chain, number) == blocks.get(place(number))
             if (found := cache.get(group, chain, number)) is not None:

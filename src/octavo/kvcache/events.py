@@ -23,7 +23,7 @@ import numpy.typing as npt
 from octavo.kvcache.block import BlockId
 from octavo.kvcache.blocks import BlockRecords
 from octavo.kvcache.hashing import KEY_HALF, TOKEN, TokenChain, key_prefix
-from octavo.kvcache.prefix import PrefixIndex
+from octavo.kvcache.prefix import PrefixIndex, Published
 
 _OTHER, _ANNOUNCED, _HELD_BACK = range(3)
 
@@ -102,11 +102,11 @@ class KVEventLog:
         self._events: list[Event] = []
         self._states = bytearray(records.num_blocks)
 
-    def published(self, chain: TokenChain, blocks: Sequence[tuple[BlockId, int, int]]) -> None:
-        """Called when blocks were published, given with their indices in the chain, in ascending order, and groups."""
+    def published(self, chain: TokenChain, blocks: Sequence[Published]) -> None:
+        """Called when blocks were published, in ascending order of their indices."""
         records, states, before = self._records, self._states, (BlockId(0), -1)
         first = last = 0  # the run of blocks to announce: first .. last
-        for block, index, group in blocks:
+        for block, index, group, _ in blocks:
             if group:
                 continue
             if index:

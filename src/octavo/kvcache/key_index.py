@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds
-from octavo.kvcache.hashing import DIGEST_BYTES, PREFIX_BYTES, Keys, key_prefix
+from octavo.kvcache.hashing import DIGEST_BYTES, PREFIX_BYTES, Keys
 
 _MASK64 = (1 << 64) - 1
 _FIRST_HALF, _BOTH_HALVES = struct.Struct("<Q").unpack_from, struct.Struct("<QQ").unpack_from
@@ -305,11 +305,11 @@ class Children:
         self._older = array("i", [0]) * num_blocks
         self._newer = array("i", [0]) * num_blocks
 
-    def add(self, block_id: BlockId, parent: bytes) -> None:
-        """Add a block that is published, with the key of the prefix that it continues."""
-        (before,) = self._latest.replace((key_prefix(parent),), (block_id,))
-        if before >= 0:
-            self._older[block_id], self._newer[before] = before, block_id
+    def add(self, block_ids: Sequence[BlockId], parents: Sequence[int]) -> None:
+        """Add blocks that are published, each with the first 8 bytes of the key of the prefix that it continues."""
+        for block_id, before in zip(block_ids, self._latest.replace(parents, block_ids), strict=True):
+            if before >= 0:
+                self._older[block_id], self._newer[before] = before, block_id
 
     def remove(self, block_ids: Sequence[BlockId]) -> None:
         """Remove blocks that are evicted."""

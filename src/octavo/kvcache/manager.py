@@ -18,7 +18,6 @@ from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, Blo
 from octavo.kvcache.blocks import BlockRecords
 from octavo.kvcache.events import KVEventLog
 from octavo.kvcache.eviction import make_eviction_policy
-from octavo.kvcache.hashing import group_key
 from octavo.kvcache.hierarchy import CacheHierarchy
 from octavo.kvcache.holdings import Holding, Holdings
 from octavo.kvcache.host_memory import HostMemory
@@ -416,21 +415,17 @@ class KVCacheManager:
     def _publish(self, seq: Sequence, holding: Holding, filled: int) -> None:
         chain = holding.chain
         chain.grow(seq.num_tokens, seq.tokens)
-        published = [
-            (block, index, group)
-            for index in range(holding.num_published, min(filled, len(chain)))
-            for group, table in enumerate(holding.tables)
-            if (block := table[index]) != NULL_BLOCK and self.prefix_cache.put(group, chain, index, block)
-        ]
+        first, last = holding.num_published, min(filled, len(chain))
+        published = self.prefix_cache.publish(chain, first, [table[first:last] for table in holding.tables])
         if self.events is not None:
             self.events.published(chain, published)
         # The tail first, as on release, so that among blocks published together the tail is evicted first.
         published.reverse()
-        for block, index, group in published:
-            self.pool.note_published(block, seq.request.priority, group_key(group, chain.key(index + 1)))
+        for block, index, _, key in published:
+            self.pool.note_published(block, seq.request.priority, key)
             if not index:
                 self.ledger.published(block, chain)
-        self.hierarchy.published([block for block, _, _ in published])
+        self.hierarchy.published([block for block, *_ in published])
         holding.num_published = filled
         holding.next_full = (filled + 1) * self.spec.block_size
 

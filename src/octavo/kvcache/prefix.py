@@ -38,6 +38,7 @@ from octavo.kvcache.hashing import (
     Tokens,
     group_bits,
     group_key,
+    key_prefix,
     label_of,
     root_hash,
 )
@@ -65,6 +66,10 @@ class PrefixHit:
     num_tokens: int
     tables: tuple[BlockTable, ...]
     loads: tuple[tuple[int, int, HostBlockId], ...] = ()
+
+
+Published = tuple[BlockId, int, int, bytes]
+"""A block that has just been published, its index in the chain, its group, and its key."""
 
 
 class PrefixIndex:
@@ -195,17 +200,28 @@ class PrefixIndex:
             return False
         return length == most or any(get(group, chain, length) is None for group in groups)
 
-    def put(self, group: int, chain: TokenChain, index: int, block_id: BlockId) -> bool:
-        """Publish a computed block; False (and nothing changes) if an equal block is already published."""
-        blocks = self._blocks
-        if blocks.is_published(block_id) or not blocks.keys.put(group_key(group, chain.key(index + 1)), block_id):
-            return False
-        parent = chain.key(index)
-        blocks.write(block_id, parent, chain.tokens(index, index + 1))
-        blocks.children.add(block_id, parent)
-        blocks.groups[block_id] = group
-        blocks.sources[block_id] = chain.source
-        return True
+    def publish(self, chain: TokenChain, first: int, tables: Sequence[Sequence[BlockId]]) -> list[Published]:
+        """Publish computed blocks, given by group for the full blocks of the chain from `first` on.
+
+        Returns:
+            Those that were published, in order; the others are null, or a block like them is published already.
+        """
+        blocks, published, parents = self._blocks, list[Published](), list[int]()
+        before = chain.key(first)
+        for index, row in enumerate(zip(*tables, strict=True), first):
+            prefix = chain.key(index + 1)
+            for group, block_id in enumerate(row):
+                key = group_key(group, prefix)
+                if block_id == NULL_BLOCK or blocks.is_published(block_id) or not blocks.keys.put(key, block_id):
+                    continue
+                blocks.write(block_id, before, chain.tokens(index, index + 1))
+                blocks.groups[block_id] = group
+                blocks.sources[block_id] = chain.source
+                published.append((block_id, index, group, key))
+                parents.append(key_prefix(before))
+            before = prefix
+        blocks.children.add([block_id for block_id, *_ in published], parents)
+        return published
 
     def drop(self, block_ids: Sequence[BlockId]) -> None:
         """Forget blocks that the pool evicts; raises KeyError if one is not published."""
