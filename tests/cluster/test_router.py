@@ -18,7 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.datastructures import Headers
 
 from octavo.cluster.router import RelayedRequest, Router
-from octavo.cluster.selection import RoutedPrompt, Ticket
+from octavo.cluster.selection import Ticket
+from octavo.cluster.workers import RoutedPrompt
 from octavo.server.config import ServerConfig
 from octavo.server.errors import ApiError
 from octavo.server.routers import HINT_HEADER, KEY_HEADER, PROMPT_HEADER, RoutedPrompts, registered

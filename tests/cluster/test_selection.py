@@ -12,8 +12,8 @@ import pytest
 
 import octavo.cluster.selection
 from octavo.cluster.config import RouterConfig
-from octavo.cluster.selection import PrefixSelection, RoundRobin, RoutedPrompt, Selection, Ticket
-from octavo.cluster.workers import Worker
+from octavo.cluster.selection import PrefixSelection, RoundRobin, Selection, Ticket
+from octavo.cluster.workers import RoutedPrompt, Worker
 from octavo.engine.kv_events import KVEventPublisher
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import cache_scope

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import octavo.server.run
-from octavo.commands.serve import share_among_tenants
 from octavo.config import EngineConfig
 from octavo.server.config import ServerConfig
+from octavo.server.engine_options import share_among_tenants
 from tests.commands.conftest import OctavoCommand
 
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.commands.serve import DEFAULTS
 from octavo.planner.roofline import StepTimes
 from octavo.request import Request, Sequence
 from octavo.scheduler.lifecycle import DEFAULT_HEADROOM_TOKENS, DEFAULT_WATERMARK
@@ -17,6 +16,7 @@ from octavo.scheduler.policy import VirtualTokenCounter
 from octavo.scheduler.step_budget import LatencyTarget
 from octavo.scheduler.step_time import StepLoad
 from octavo.scheduler.stream_turns import StreamTurns
+from octavo.server.engine_options import DEFAULTS
 from tests.kvcache.caches import make_sequence
 from tests.scheduler.kit import Harness, outputs
 

@@ -26,8 +26,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.checkpoint.model_source import tokenizer_of
-from octavo.cluster.selection import RoutedPrompt, Selection, Ticket
-from octavo.cluster.workers import Worker, Workers
+from octavo.cluster.selection import Selection, Ticket
+from octavo.cluster.workers import RoutedPrompt, Worker, Workers
 from octavo.config import EngineConfig
 from octavo.errors import shortened
 from octavo.limits import DEFAULT_LIMITS
@@ -301,7 +301,7 @@ class Router:
             headers.append(("authorization", f"Bearer {key}"))
         sent = json.dumps(body).encode() + job.packed
         try:
-            async with ticket.worker.session.post("/v1/completions", data=sent, headers=headers) as answer:
+            async with ticket.worker.post("/v1/completions", headers, sent, job.prompt) as answer:
                 await answer.read()
                 return f"{answer.status // 100}xx"
         except (OSError, _client_error()) as error:
@@ -362,9 +362,8 @@ class _Relayed(Response):
         scope = job.request.scope
         target = scope["path"] + (f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else "")
         try:
-            async with worker.session.post(
-                target, data=job.body + job.packed, headers=self._router.headers(job, ticket)
-            ) as answer:
+            headers = self._router.headers(job, ticket)
+            async with worker.post(target, headers, job.body + job.packed, job.prompt) as answer:
                 if answer.status == HTTPStatus.CONFLICT and job.packed:
                     stats.retries["other_tokenizer"] += 1
                     job.packed = b""

@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 from octavo.cluster.config import RouterConfig
-from octavo.cluster.workers import Worker
+from octavo.cluster.workers import RoutedPrompt, Worker
 from octavo.errors import ConfigError, how_to_install
 from octavo.server.apis import new_id
 
@@ -28,18 +28,6 @@ _INDEX_SECONDS = 2.0
 _HEARD_SECONDS = 2.0
 _MOST_UNHEARD = 3
 _READ_ANEW_SECONDS = 30.0
-
-
-class RoutedPrompt(NamedTuple):
-    """A prompt as an index knows it.
-
-    Attributes:
-        token_ids: its tokens; empty if they are not known.
-        scope: the part of the cache that it may see, see `cache_scope`.
-    """
-
-    token_ids: Sequence[int]
-    scope: str
 
 
 @dataclass(slots=True)

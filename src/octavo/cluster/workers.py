@@ -10,12 +10,12 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from octavo.cluster.config import RouterConfig, checked_url
@@ -34,6 +34,18 @@ _AGAIN_SECONDS = 0.25
 _KEPT_SECONDS = 4.0
 _READY = 200
 _MOST_SHOWN = 200
+
+
+class RoutedPrompt(NamedTuple):
+    """A prompt as an index knows it.
+
+    Attributes:
+        token_ids: its tokens; empty if they are not known.
+        scope: the part of the cache that it may see, see `cache_scope`.
+    """
+
+    token_ids: Sequence[int]
+    scope: str
 
 
 @dataclass(eq=False, slots=True)
@@ -77,6 +89,10 @@ class Worker:
         """Properties that servers must have in common to share an index: names, tokens, and size of blocks."""
         facts, publishes = self.facts, self.event_address("endpoint") is not None
         return "|".join(map(str, (*self.names, facts.get("fingerprint"), facts.get("block_size"), publishes)))
+
+    def post(self, target: str, headers: list[tuple[str, str]], body: bytes, prompt: RoutedPrompt) -> Any:
+        """Send a request, whose prompt is known as far as `prompt` says; returns the context of the answer."""
+        return self.session.post(target, data=body, headers=headers)
 
     def event_address(self, name: str) -> str | None:
         """Return where it publishes events (`endpoint`) or repeats them (`replay_endpoint`), as seen from here."""

@@ -6,7 +6,7 @@ import argparse
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from octavo.checkpoint.model_source import load_model_config, model_of
 from octavo.commands.interrupt import Interrupt, remembered_interrupt
@@ -15,8 +15,8 @@ from octavo.commands.settings import Settings
 from octavo.commands.torch_start import collection_paused, import_torch_to_serve, load_torch_libraries
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.server.access import client_keys
 from octavo.server.config import KEY_OPTIONS, ServerConfig
+from octavo.server.engine_options import DEFAULTS, check_role, share_among_tenants
 from octavo.server.http.logs import configure_logging
 from octavo.server.interpreter_settings import return_free_memory
 
@@ -30,12 +30,6 @@ Serve a model over HTTP, with OpenAI's API. Every option is also an environment 
 are split at commas) and a line of --config (max_num_seqs = 64). Flags go before the environment, and that before the
 file. Options of the environment and the file are logged at the start, keys hidden; all options with --log-level debug.
 """
-
-# Defaults of a server where they differ from those of `LLM`: with a seed that others know, a client could predict what
-# is drawn for another; without a latency target, one long prompt would hold all streams for as long as a step takes.
-DEFAULTS: dict[str, Any] = {"seed": None, "itl_slo_ms": 500.0}
-# Share of the pin budget and of the queue that one tenant may take if there are several.
-SHARE_OF_SEVERAL = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -137,20 +131,3 @@ def _cannot_write(path: Path, is_folder: bool) -> str | None:
     if not above.is_dir():
         return f"{above} is a file" if above.exists() else f"there is no folder {above}"
     return None if os.access(above, os.W_OK) else f"{above} is not writable"
-
-
-def check_role(config: EngineConfig, server: ServerConfig) -> None:
-    """Raise `ConfigError` if prompts are to be computed apart, but their blocks cannot be handed over."""
-    if server.role != "both" and config.kv_neighbours is None:
-        raise ConfigError(
-            f"role {server.role} needs kv_neighbours, because the server that answers fetches a prompt's blocks from "
-            "the one that computed it"
-        )
-
-
-def share_among_tenants(config: EngineConfig, server: ServerConfig) -> EngineConfig:
-    """With several tenants, limit each to half the pin budget and half the queue, unless a share was configured."""
-    if len({client.tenant for client in client_keys(server).values()}) < 2:
-        return config
-    shares = {name: getattr(config, name) for name in ("pin_tenant_share", "queue_tenant_share")}
-    return config.replace(**{name: SHARE_OF_SEVERAL if share is None else share for name, share in shares.items()})
