@@ -1,21 +1,28 @@
-"""What speculative decoding gains and costs: repetitive work and natural text, on and off in turn.
+"""What speculative decoding gains and costs: repetitive work and natural text, one stream and many, on and off in turn.
 
-    python -m benchmarks.speculation [--model MODEL] [--streams 1,4,16] [--rounds 3] [--max-tokens 128]
+    python -m benchmarks.speculation [--minutes 6] [--streams 1,4,16,64] [--model MODEL] [--draft-model MODEL]
+    python -m benchmarks.speculation --processor-time        # while other processes compute
 
 Two engines over one model, one of which speculates, run the same requests one after the other, each round in the other
-order. Both are deterministic, and the tokens must be the same. A pair's ratio is the time without speculation through
-the time with it; the table has the median and the least and largest of the pairs, and the ratio of the processor times
-of all, which other processes disturb less. Each round begins with an empty prefix cache and no outputs to draft from,
-but two kinds of work begin with an answer that is not timed: to the same request, and to another like it.
+order. Both are deterministic, and the tokens must be the same. A round has each kind of work with each number of
+streams; rounds go on until the time is up. A pair's ratio is the time without speculation through the time with it; the
+table has the geometric mean of the pairs and its 95 % interval, from a bootstrap. Each run begins with an empty prefix
+cache and no outputs to draft from, but two kinds of work begin with an answer that is not timed: to the same request,
+and to another like it.
+
+With --processor-time, both engines have one thread, and the clock that they measure their own steps with is the
+process's, so that other processes disturb neither the times nor the decisions.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
-from statistics import geometric_mean, median
-from typing import Any
+from collections import defaultdict
+from math import exp, fsum, log
+from typing import Any, NamedTuple
 
 from octavo import LLM, SamplingParams
 from octavo.structured_outputs import StructuredOutputsParams
@@ -70,65 +77,105 @@ _WARMED = {"asked again": "natural", "another JSON": "json"}
 """Work that an answer comes before, and the work that was asked for."""
 
 
+_MANY = ("edit", "json", "natural")
+"""Work that many streams do."""
+
+
+class Pair(NamedTuple):
+    """Seconds of the same work without drafts and with them, and the tokens of the second."""
+
+    off: float
+    on: float
+    num_tokens: int
+    num_drafted: int
+    num_accepted: int
+
+
 def main() -> None:
     """Run the benchmark and print its table, and one JSON object on the last line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--method", default="suffix", choices=("ngram", "suffix"))
-    parser.add_argument("--streams", default="1,4,16", help="numbers of requests that run at once")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--draft-model", help="method draft_model; default: suffix")
+    parser.add_argument("--streams", default="1,4,16,64", help="numbers of requests that run at once")
+    parser.add_argument(
+        "--work", help="only this work, such as edit,natural; default: all, a few of it with many streams"
+    )
+    parser.add_argument("--minutes", type=float, default=6.0, help="after which no further round begins")
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--processor-time", action="store_true", help="measure processor time, with one thread")
     args = parser.parse_args()
     options: dict[str, Any] = {"model": args.model, "max_model_len": 2048, "num_blocks": 4096, "deterministic": True}
-    off, on = LLM(**options), LLM(**options, speculative_config={"method": args.method})
-    rows = []
-    print(
-        f"{'work':<12} {'streams':>7} {'off, tokens/s':>14} {'on, tokens/s':>13} "
-        + " ".join(f"{name:>9}" for name in ("ratio", "least", "largest", "processor", "accepted"))
-    )
-    for streams in map(int, args.streams.split(",")):
-        for work in (*WORK, *_WARMED):
-            row = measure(off, on, work, streams, args.rounds, args.max_tokens)
-            rows.append(row)
-            ratios = " ".join(f"{row[name]:>9.3f}" for name in ("ratio", "least", "largest", "processor", "accepted"))
-            print(f"{work:<12} {streams:>7} {row['off']:>14.1f} {row['on']:>13.1f} {ratios}", flush=True)
-        apart = ("natural", "another JSON")
-        of_work = [row["ratio"] for row in rows if row["streams"] == streams and row["work"] not in apart]
-        print(f"{'repetitive work':<20} geometric mean {geometric_mean(of_work):.3f}")
-    print(json.dumps({"model": args.model, "method": args.method, "rows": rows}))
+    if args.processor_time:
+        options["num_threads"], time.perf_counter = 1, time.process_time
+    method = {"method": "suffix"} if args.draft_model is None else {"method": "draft_model", "model": args.draft_model}
+    off, on = LLM(**options), LLM(**options, speculative_config=method)
+    wanted = None if args.work is None else args.work.split(",")
+    cells = [
+        (work, streams)
+        for streams in map(int, args.streams.split(","))
+        for work in wanted or ((*WORK, *_WARMED) if streams == 1 else _MANY)
+    ]
+    pairs: dict[tuple[str, int], list[Pair]] = defaultdict(list)
+    ends, number = time.monotonic() + 60 * args.minutes, 0
+    while time.monotonic() < ends:
+        for work, streams in cells:
+            pairs[work, streams].append(measure(off, on, work, streams, number, args.max_tokens))
+        number += 1
+    print(f"{'work':<12} {'streams':>7} {'pairs':>5} {'off, tokens/s':>14} {'on, tokens/s':>13}", end=" ")
+    print(" ".join(f"{name:>8}" for name in ("ratio", "from", "to", "accepted")))
+    rows = [row_of(work, streams, pairs[work, streams]) for work, streams in cells]
+    for row in rows:
+        print(
+            f"{row['work']:<12} {row['streams']:>7} {row['pairs']:>5} {row['off']:>14.1f} {row['on']:>13.1f}", end=" "
+        )
+        print(" ".join(f"{row[name]:>8.3f}" for name in ("ratio", "from", "to", "accepted")))
+    repetitive = [row["ratio"] for row in rows if row["streams"] == 1 and row["work"] in ("asked again", *WORK)[:-1]]
+    if repetitive:
+        print(
+            f"repetitive work, one stream, cold: geometric mean {exp(fsum(map(log, repetitive)) / len(repetitive)):.3f}"
+        )
+    saved = on.core.scheduler.speculator
+    assert saved is not None
+    print(f"octavo:speculation_saved_seconds {saved.counters.saved_seconds:.2f}")
+    print(json.dumps({"model": args.model, **method, "processor_time": args.processor_time, "rows": rows}))
 
 
-def measure(off: LLM, on: LLM, work: str, streams: int, rounds: int, max_tokens: int) -> dict[str, Any]:
-    """Run one kind of work on both engines in turn; returns a row of the table."""
-    off_seconds: list[float] = []
-    on_seconds: list[float] = []
-    processor = {"off": 0.0, "on": 0.0}
-    num_tokens = 0
-    assert on.core.scheduler.speculator is not None
-    counters = on.core.scheduler.speculator.counters
-    drafted, accepted = counters.num_draft_tokens, counters.num_accepted_tokens
-    for number in range(rounds):
-        tokens: dict[str, list[list[int]]] = {}
-        for name, llm in (("off", off), ("on", on)) if number % 2 else (("on", on), ("off", off)):
-            began = time.process_time()
-            seconds, tokens[name] = run(llm, work, streams, number, max_tokens)
-            processor[name] += time.process_time() - began
-            (off_seconds if name == "off" else on_seconds).append(seconds)
-        if tokens["off"] != tokens["on"]:
-            raise SystemExit(f"{work}: speculation has changed the tokens")
-        num_tokens = sum(map(len, tokens["off"]))
-    ratios = [without / using for without, using in zip(off_seconds, on_seconds, strict=True)]
+def row_of(work: str, streams: int, pairs: list[Pair]) -> dict[str, Any]:
+    """Return a row of the table."""
+    logs = [log(pair.off / pair.on) for pair in pairs]
+    rng = random.Random(0)
+    means = sorted(fsum(rng.choices(logs, k=len(logs))) / len(logs) for _ in range(2000))
     return {
         "work": work,
         "streams": streams,
-        "off": num_tokens / median(off_seconds),
-        "on": num_tokens / median(on_seconds),
-        "ratio": median(ratios),
-        "least": min(ratios),
-        "largest": max(ratios),
-        "processor": processor["off"] / processor["on"],
-        "accepted": (counters.num_accepted_tokens - accepted) / max(1, counters.num_draft_tokens - drafted),
+        "pairs": len(pairs),
+        "off": sum(pair.num_tokens for pair in pairs) / fsum(pair.off for pair in pairs),
+        "on": sum(pair.num_tokens for pair in pairs) / fsum(pair.on for pair in pairs),
+        "ratio": exp(fsum(logs) / len(logs)),
+        "from": exp(means[50]),
+        "to": exp(means[-51]),
+        "accepted": sum(pair.num_accepted for pair in pairs) / max(1, sum(pair.num_drafted for pair in pairs)),
     }
+
+
+def measure(off: LLM, on: LLM, work: str, streams: int, number: int, max_tokens: int) -> Pair:
+    """Do some work with both engines in turn; `number` is the round, in every other one of which `on` goes first."""
+    assert on.core.scheduler.speculator is not None
+    counters = on.core.scheduler.speculator.counters
+    drafted, accepted = counters.num_draft_tokens, counters.num_accepted_tokens
+    seconds: dict[str, float] = {}
+    tokens: dict[str, list[list[int]]] = {}
+    for name, llm in (("off", off), ("on", on)) if number % 2 else (("on", on), ("off", off)):
+        seconds[name], tokens[name] = run(llm, work, streams, number, max_tokens)
+    if tokens["off"] != tokens["on"]:
+        raise SystemExit(f"{work}, {streams} streams: speculation has changed the tokens")
+    return Pair(
+        seconds["off"],
+        seconds["on"],
+        sum(map(len, tokens["off"])),
+        counters.num_draft_tokens - drafted,
+        counters.num_accepted_tokens - accepted,
+    )
 
 
 def run(llm: LLM, work: str, streams: int, seed: int, max_tokens: int) -> tuple[float, list[list[int]]]:

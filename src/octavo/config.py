@@ -386,7 +386,7 @@ class EngineConfig(Options):
         "JSON object that turns on speculative decoding (docs/serve/speculation.md): tokens are drafted from text that "
         f"is known or by a smaller model, and the output stays the same; method: "
         f"{', '.join(METHODS)}; model: that of draft_model; "
-        "num_speculative_tokens (8), prompt_lookup_min (3), prompt_lookup_max (8)",
+        "num_speculative_tokens (8), prompt_lookup_min (2), prompt_lookup_max (8)",
         metavar="JSON",
         read=lambda given: str(SpeculativeConfig.parse(given)),
     )

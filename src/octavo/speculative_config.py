@@ -30,7 +30,7 @@ class SpeculativeConfig:
     method: str
     model: str | None = None
     num_speculative_tokens: int = 8
-    prompt_lookup_min: int = 3
+    prompt_lookup_min: int = 2
     prompt_lookup_max: int = 8
 
     @classmethod

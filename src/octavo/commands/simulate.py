@@ -59,6 +59,12 @@ def _add_speed(group: argparse._ArgumentGroup) -> None:
         "from --speed; repeatable",
     )
     group.add_argument(
+        "--drafts",
+        metavar="FILE",
+        help="with --speculative-config: recorded plans of a server that speculates, whose drafts hold as far as these "
+        "do (default: those of --plans)",
+    )
+    group.add_argument(
         "--machine", metavar="NAME", help="estimate step times from a machine's data sheet; --list-machines names them"
     )
     group.add_argument(
@@ -255,15 +261,22 @@ def _refuse_questions_without_effect(args: argparse.Namespace, has_targets: bool
 
 def _plan(args: argparse.Namespace, options: dict[str, Any]) -> Plan:
     from octavo.planner.sources import find_shape
+    from octavo.scheduler.plan_log import read_plans
+    from octavo.simulator.acceptance import outputs_of
     from octavo.simulator.setup import Plan
     from octavo.simulator.speed import Speed, speed_of_plans
 
+    wants_drafts = options.get("speculative_config") is not None
+    if args.drafts and not wants_drafts:
+        raise ConfigError("--drafts says how far drafts hold, but --speculative-config asks for none")
     given = [name for name in ("speed", "plans", "machine") if getattr(args, name)]
     if len(given) != 1:
         raise ConfigError(
             "give the server's speed in one way: --speed FILE (written by `octavo calibrate-speed`), --plans FILE, or "
             "--machine NAME (an estimate; see --list-machines)"
         )
+    recorded = [args.drafts] if args.drafts else args.plans or []
+    drafts = [output for path in recorded for output in outputs_of(read_plans(path))] if wants_drafts else []
     speed = Speed.read(args.speed) if args.speed else speed_of_plans(args.plans) if args.plans else None
     if speed is not None and args.num_devices != 1:
         raise ConfigError("--num-devices needs --machine: a measured speed is that of one server")
@@ -282,6 +295,7 @@ def _plan(args: argparse.Namespace, options: dict[str, Any]) -> Plan:
         args.slowdown,
         args.replicas,
         args.router or "prefix",
+        tuple(drafts),
     )
     measured = {} if speed is None else speed.facts
     if measured.get("model", config.model) != config.model:

@@ -26,7 +26,7 @@ from octavo.grammar.compiler import GrammarCompiler
 from octavo.kvcache.manager import KVCacheManager
 from octavo.planner.draft_model import draft_model_of
 from octavo.runner.runner import ModelRunner
-from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
+from octavo.scheduler.assembly import assemble_cache, assemble_scheduler, make_speculator
 from octavo.scheduler.plan_log import PlanLog
 from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.waiting import Fetching
@@ -100,7 +100,9 @@ def build_engine(config: EngineConfig, begun: Future[Tokenizer | None] | None = 
             facts.max_model_len,
             preemption=preemption,
             fetching=fetching,
-            draft_model=None if draft_model is None else draft_model.drafts_for(runner, tokenizer),
+            speculator=None
+            if draft_model is None
+            else make_speculator(config, kv, facts.max_model_len, model=draft_model.drafts_for(runner, tokenizer)),
         )
         publisher = _start_publisher(config, kv)
     except BaseException:

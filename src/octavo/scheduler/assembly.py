@@ -23,7 +23,7 @@ from octavo.scheduler.lifecycle import SchedulerConfig
 from octavo.scheduler.policy import make_policy
 from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.scheduler import Scheduler
-from octavo.scheduler.speculation import Speculator
+from octavo.scheduler.speculation import Clock, Speculator
 from octavo.scheduler.waiting import Fetching
 from octavo.speculative_config import SpeculativeConfig
 
@@ -70,12 +70,12 @@ def assemble_scheduler(
     *,
     preemption: Preemption | None = None,
     fetching: Fetching | None = None,
-    draft_model: DraftModel | None = None,
+    speculator: Speculator | None = None,
 ) -> Scheduler:
     """Return the scheduler that the options describe, for a cache from `assemble_cache` with the same options.
 
     Args:
-        draft_model: that of `speculative_config`, once it is loaded.
+        speculator: that from `make_speculator` with other arguments than the default ones.
         preemption: the speeds to begin with; by default they are unknown until measured. Its mode is set.
         fetching: see `Scheduler`.
     """
@@ -95,19 +95,33 @@ def assemble_scheduler(
         preemption=preemption,
         by_prefix=config.prefix_cache == "radix" and config.enable_prefix_caching,
         fetching=fetching,
-        speculator=_speculator(config, kv, max_model_len, draft_model),
+        speculator=speculator or make_speculator(config, kv, max_model_len),
     )
 
 
-def _speculator(
-    config: EngineConfig, kv: KVCacheManager, max_model_len: int, draft_model: DraftModel | None
+def make_speculator(
+    config: EngineConfig,
+    kv: KVCacheManager,
+    max_model_len: int,
+    *,
+    method: DraftMethod | None = None,
+    model: DraftModel | None = None,
+    clock: Clock | None = None,
 ) -> Speculator | None:
+    """Return what chooses the drafts that `speculative_config` asks for; None without it.
+
+    Args:
+        method: finds the drafts, if not as `speculative_config` says.
+        model: the draft model, once it is loaded.
+        clock: see `Speculator`.
+    """
     if config.speculative_config is None:
         return None
     wanted = SpeculativeConfig.parse(config.speculative_config)
-    tree = kv if wanted.method != "ngram" else None
-    method = DraftMethod(wanted.prompt_lookup_min, wanted.prompt_lookup_max, tree)
-    return Speculator(method, wanted.num_speculative_tokens, max_model_len, draft_model)
+    if method is None:
+        tree = kv if wanted.method != "ngram" else None
+        method = DraftMethod(wanted.prompt_lookup_min, wanted.prompt_lookup_max, tree)
+    return Speculator(method, wanted.num_speculative_tokens, max_model_len, model, clock)
 
 
 def _preemption_mode(config: EngineConfig, kv: KVCacheManager) -> Literal["auto", "recompute", "swap"]:

@@ -14,19 +14,20 @@ A draft model is asked by the same rule, with the time that it takes in T, where
 was found in text. Its tokens then compete for rows with all others. Where it was not worth asking for long, it is asked
 for one token at times, for 0.2 % of the time at most, to learn whether it has become so.
 
-Everything here must cost less than it may gain. Where no number of rows could pay, nothing is drafted for some steps,
-and a sequence for which no draft is found is looked at less often. Under load each row adds as much time as a stream
-does, so that drafts fade by themselves. No draft lengthens a step by more than 5 % where a stream has none. Prompts'
-chunks hide nothing, so a step with one verifies nothing.
+Everything here must cost less than it may gain. Looking for drafts spends what they saved in the steps before, and
+0.2 % of the time besides; when that is used up, steps pass without looking. Where no number of rows could pay, nothing
+is drafted for some steps, and a sequence for which no draft is found is looked at less often. Under load each row adds
+as much time as a stream does, so that drafts fade by themselves. No draft lengthens a step by more than 5 % where a
+stream has none. Prompts' chunks hide nothing, so a step with one verifies nothing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from math import sqrt
+from math import inf, sqrt
 from typing import NamedTuple
 
 from octavo.request import Request, Sequence, SequenceId
@@ -35,10 +36,12 @@ from octavo.scheduler.drafts import Draft, DraftMethod
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
 from octavo.scheduler.step_time import MOST_DECODES, StepTimeModel
 
+Clock = Callable[[], tuple[float, float]]
 Drafts = dict[SequenceId, tuple[Sequence, tuple[int, ...]]]
 
-_LEAST_GAIN = 1.03
-"""A draft must promise this many times the tokens per second: predictions err."""
+_LEAST_GAIN = 0.02
+"""A draft must promise so much more tokens per second, or as much as step times err if that is more: the number of rows
+that seems best is often one whose time is underrated."""
 
 _MOST_DELAY = 1.05
 _CAUTION = 0.5  # standard errors by which a probability is taken to be lower; more lose on edits and gain on nothing
@@ -50,6 +53,8 @@ _KEPT = 32  # tokens of a draft, of which a step verifies the next few
 _SAMPLED = 4  # one in so many steps without drafts is observed
 _NO_DRAFTS: Drafts = {}
 
+_LOOKING = 0.002  # of the time may be spent on drafts that save nothing
+_SAVED_UP, _OVERDRAWN = 2.0, 0.1  # steps' time that may be saved up for looking, and by which it may be overdrawn
 _ASSUMED_RATE = 0.9  # of accepted drafts, where it is asked whether any number of rows could pay
 _PAUSE = 32  # steps without drafts once they could not
 
@@ -62,6 +67,10 @@ _REPAID = 64  # tokens within which a draft model must repay what it took to cat
 
 _MOST_SKIPPED = 3  # tokens of a sequence between two looks for a draft
 _PATIENCE = 4  # looks without a draft before one more token is skipped
+
+
+def _clock() -> tuple[float, float]:
+    return time.perf_counter(), time.thread_time()
 
 
 @dataclass(slots=True)
@@ -142,22 +151,33 @@ class Speculator:
         model: drafts where that is worth its time; None without a draft model.
         most: maximum number of tokens in a draft.
         max_model_len: maximum number of tokens of a sequence.
+        clock: returns seconds, and those that this thread has computed.
 
     Attributes:
         times: how long steps take.
     """
 
-    def __init__(self, method: DraftMethod, most: int, max_model_len: int, model: DraftModel | None = None) -> None:
+    def __init__(
+        self,
+        method: DraftMethod,
+        most: int,
+        max_model_len: int,
+        model: DraftModel | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         self.counters = SpeculationCounters(accepted_per_position=[0] * most)
         self._method = method
         self._model = model
         self._most = most
         self._max_model_len = max_model_len
+        self._clock = _clock if clock is None else clock
         self.times = StepTimeModel()
         self._rates: dict[str, list[_Rate]] = {}
         self._num_steps = 0
         self._paused: dict[int, int] = {}  # by number of streams, the step until which none of them drafts
         self._last: tuple[int, int] | None = None  # drafted and accepted tokens of the last step; None without drafts
+        self._enough = 1.0 + _LEAST_GAIN  # times the tokens per second without drafts
+        self._account = inf  # seconds that may be spent on drafts
         self._choosing = 0.0  # seconds that choosing the drafts of the last step took
         self._for_probing = 0.0  # seconds for which a draft model may be asked that is not worth it
 
@@ -184,9 +204,9 @@ class Speculator:
         self._num_steps += 1
         self._choosing = 0.0
         num_known = sum([seq.num_missing for seq in streams])
-        if self._paused.get(num_known, 0) > self._num_steps:
+        if self._account < 0 or self._paused.get(num_known, 0) > self._num_steps:
             return _NO_DRAFTS
-        began = time.perf_counter()
+        began, used = self._clock()
         drafting: list[tuple[Sequence, Followed]] = []
         for seq in streams:
             followed: Followed | None = seq.state.followed
@@ -198,7 +218,9 @@ class Speculator:
         chosen = _NO_DRAFTS
         if drafting or self._model is not None:
             chosen = self._choose(streams, num_known, drafting, most_rows - num_known)
-        self._choosing = time.perf_counter() - began
+        ended, used_now = self._clock()
+        self._choosing = ended - began
+        self._account -= used_now - used  # in which other processes do not count
         self.counters.saved_seconds -= self._choosing
         return chosen
 
@@ -206,6 +228,7 @@ class Speculator:
         self, streams: Seq[Sequence], num_known: int, drafting: list[tuple[Sequence, Followed]], most_rows: int
     ) -> Drafts:
         """Choose drafts of some streams, with up to `most_rows` tokens beyond the `num_known` of all streams."""
+        self._enough = 1.0 + max(_LEAST_GAIN, self.times.decode_error)
         base = _Base(len(streams), num_known, sum([seq.num_tokens for seq in streams]) / len(streams))
         if not (alone := self.times.decode_seconds(num_known, base.context)):
             return _NO_DRAFTS
@@ -230,7 +253,7 @@ class Speculator:
         count, added = base.num_streams, 1
         while added <= min(most_rows, self._most * count) and base.num_rows + added <= MOST_DECODES:
             seconds = self.times.decode_seconds(base.num_rows + added, base.context)
-            if (count + _ASSUMED_RATE * added) * alone > _LEAST_GAIN * count * seconds:
+            if (count + _ASSUMED_RATE * added) * alone > self._enough * count * seconds:
                 return True
             added *= 2
         return False
@@ -243,7 +266,7 @@ class Speculator:
             alone: seconds of a step without drafts.
         """
         count = base.num_streams
-        expected, best, num_best = float(count), _LEAST_GAIN * count / alone, 0
+        expected, best, num_best = float(count), self._enough * count / alone, 0
         drafting: set[int] = set()
         for added, (chance, number) in enumerate(rows[: max(0, MOST_DECODES - base.num_rows)], start=1):
             expected += chance
@@ -307,7 +330,7 @@ class Speculator:
     def _length(self, model: DraftModel, asked: Seq[tuple[float, int, Sequence]], base: _Base, alone: float) -> int:
         """Return the length of drafts with which a step yields most tokens per second; 0 if none pays."""
         count = base.num_streams
-        expected, best, best_length = float(count), _LEAST_GAIN * count / alone, 0
+        expected, best, best_length = float(count), self._enough * count / alone, 0
         for length in range(1, self._most + 1):
             rows = base.num_rows + length * len(asked)
             if rows > MOST_DECODES:
@@ -422,13 +445,16 @@ class Speculator:
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learn from the duration of a step of decodes, which `learn` has seen."""
+        seconds -= self._choosing  # which is counted already, and says nothing about rows
+        self._account = min(_SAVED_UP * seconds, max(-_OVERDRAWN * seconds, self._account + _LOOKING * seconds))
         if self._last is None and self._num_steps % _SAMPLED:
             return
         count = plan.num_rows
-        seconds -= self._choosing  # which is counted already, and says nothing about rows
         context = sum(plan.starts) / count + 1
         if self._last is not None:
             num_drafted, gained = self._last
             alone = self.times.decode_seconds(plan.num_tokens - num_drafted, context)
-            self.counters.saved_seconds += (1 + gained / count) * alone - seconds if alone else 0.0
+            saved = (1 + gained / count) * alone - seconds if alone else 0.0
+            self.counters.saved_seconds += saved
+            self._account += max(-_OVERDRAWN * seconds, saved)
         self.times.observe_decodes(plan.num_tokens, context, seconds)

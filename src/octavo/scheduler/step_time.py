@@ -35,6 +35,7 @@ MOST_DECODES = 128
 _FITTED = 16  # of so many steps of decodes the fit, which takes longer, learns from one
 _LEVEL_GAIN = 0.05
 _LEAST_GAIN = 0.1  # of the time of one number of rows
+_ERROR_GAIN = 0.02
 _MOST_ERROR = 0.5  # of a time, beyond which a step counts as disturbed
 _SWEPT = 64  # steps of decodes after which those that are stale are forgotten
 
@@ -103,7 +104,11 @@ def _terms(load: StepLoad) -> list[float]:
 
 
 class StepTimeModel:
-    """The step-time model, fitted online; predicts 0 before the first step."""
+    """The step-time model, fitted online; predicts 0 before the first step.
+
+    Attributes:
+        decode_error: mean relative error of `decode_seconds` for the latest steps.
+    """
 
     def __init__(self) -> None:
         self.num_observed = 0
@@ -115,6 +120,7 @@ class StepTimeModel:
         self._known: list[int] = []  # these numbers, ascending
         self._level = 1.0  # of all their times, which follows the machine from moment to moment
         self._num_decodes = 0
+        self.decode_error = 0.05
 
     def predict(self, load: StepLoad) -> float:
         """Predict the mean time of a step with this load, in seconds."""
@@ -209,6 +215,7 @@ class StepTimeModel:
             if gain == _LEAST_GAIN:
                 self._level *= 1 + _LEVEL_GAIN * error
         self._num_decodes += 1
+        self.decode_error += _ERROR_GAIN * (abs(error) - self.decode_error)
         found.count, found.last = found.count + 1, self._num_decodes
         if not self._num_decodes % _SWEPT:
             self._forget_stale()

@@ -17,8 +17,9 @@ from octavo.planner.machine import CPU_MEMORY_SHARE
 from octavo.planner.model_shape import ModelShape, divide
 from octavo.planner.roofline import Machine, roofline, windows_of
 from octavo.planner.sizing import Sizing
-from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
+from octavo.scheduler.assembly import assemble_cache, assemble_scheduler, make_speculator
 from octavo.scheduler.preemption import Preemption
+from octavo.simulator.acceptance import Output, RecordedDrafts
 from octavo.simulator.fleet import ROUTERS
 from octavo.simulator.simulation import SimulatedServer, VirtualClock
 from octavo.simulator.speed import ESTIMATED, Speed
@@ -52,6 +53,7 @@ class Plan:
         slowdown: factor on all step times.
         replicas: number of such servers behind a router.
         router: how it divides the requests (`fleet.ROUTERS`).
+        drafts: of recorded outputs, if the server speculates (`acceptance.py`).
     """
 
     shape: ModelShape
@@ -63,6 +65,7 @@ class Plan:
     slowdown: float = 1.0
     replicas: int = 1
     router: str = "prefix"
+    drafts: tuple[Output, ...] = ()
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
@@ -73,6 +76,11 @@ class Plan:
             raise ConfigError("give either a measured speed (--speed, --plans) or a machine to estimate (--machine)")
         if self.config.has_stores:
             raise ConfigError("disk and remote stores are not simulated yet: leave out --kv-disk and --kv-remote")
+        if self.config.speculative_config is not None and not any(self.drafts):
+            raise ConfigError(
+                "speculative_config needs a recording of a server that verifies drafts, from which their acceptance is "
+                "taken: --plans or --drafts FILE (`octavo serve --speculative-config … --record-plans FILE` writes it)"
+            )
         if self.kv_bits is not None and not 0 < self.kv_bits <= 32:
             raise ConfigError(f"kv_bits must be above 0 and at most 32, got {self.kv_bits:g}")
         if not 0 < self.slowdown < math.inf:
@@ -181,8 +189,7 @@ class Plan:
 
     def server(self, seed: int = 0) -> SimulatedServer:
         """Build a server with an empty cache; `seed` draws how single steps scatter."""
-        # Without drafts: a simulated model draws no real tokens, which might come true.
-        config = self.config.replace(speculative_config=None)
+        config = self.config
         spec, speed, clock = self.spec, self.effective_speed, VirtualClock()
         sizing, pool = self.sizing, PoolSize(self.num_blocks, self.num_blocks * spec.block_bytes)
         kv = assemble_cache(
@@ -201,6 +208,13 @@ class Plan:
             kv,
             self.max_model_len,
             preemption=Preemption(per_token, per_block),
+            speculator=make_speculator(
+                config,
+                kv,
+                self.max_model_len,
+                method=RecordedDrafts(list(self.drafts)),
+                clock=lambda: (0.0, 0.0),  # looking for drafts is in the recorded times
+            ),
         )
         return SimulatedServer(
             scheduler,

@@ -28,12 +28,10 @@ from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.step_time import StepLoad
+from octavo.simulator.acceptance import RIGHT
 from octavo.simulator.fitting import PAUSE_S, Spread
 from octavo.simulator.sketch import Sketch
 from octavo.simulator.traffic import SimulatedRequest, Tenants, Traffic, clip
-
-# The token id of every simulated output token.
-_TOKEN = 1
 
 
 class VirtualClock:
@@ -339,13 +337,12 @@ class Simulation:
         clock.now += seconds
         self._ended_at = clock.now
         running, used = scheduler.num_running, server.kv.usage
-        num_draws = plan.num_draws
-        updates = scheduler.update(plan, StepResult((_TOKEN,) * num_draws))
+        updates = scheduler.update(plan, StepResult((RIGHT,) * plan.num_draws))
         scheduler.observe(plan, seconds)
         results.steps += 1
         results.busy_s += seconds
         results.moved_blocks += moved
-        results.output_tokens += num_draws
+        results.output_tokens += sum([len(update.token_ids) for update in updates])
         results.peak_running = max(results.peak_running, running)
         self._running_s += running * seconds
         self._usage_s += used * seconds
