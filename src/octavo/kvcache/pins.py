@@ -191,7 +191,7 @@ class PinTable:
             blocks = np.concatenate([as_array(table) for table in tables])
             blocks = where(blocks != NULL_BLOCK, blocks)
             num_new = np.count_nonzero(np.isin(blocks, own, invert=True))
-            excess = max(self._pool.num_unpinned(blocks) - free, int(num_new) - own_free)
+            excess = max(len(self._pool.unpinned(blocks)) - free, int(num_new) - own_free)
             if excess <= 0:
                 return length, table_of(blocks)
             # Shortening the prefix by one block frees at most one block per group.

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.errors import CacheError
-from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds, BlockState, BlockTable, as_array, as_indices, where
+from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState, BlockTable, as_array, as_indices, where
 from octavo.kvcache.blocks import UNPUBLISHED, BlockRecords
 from octavo.kvcache.eviction import EvictionPolicy
-from octavo.kvcache.eviction.policies import SomeBlocks
+from octavo.kvcache.eviction.policies import SomeBlocks, as_list
 
 # More blocks than this are handled as whole arrays, whose fixed cost is that of some 30 blocks in a loop.
 _MANY = 64
@@ -126,7 +126,11 @@ class BlockPool:
         Raises:
             CacheError: a block is free, and cannot be shared; nothing has changed.
         """
-        ids, unused, cached = self._add_references(block_ids)
+        ids = _without_null(block_ids)
+        unused, _ = _split(ids, self.blocks.references, 0)
+        self._check_published(unused, "shared")
+        self._add_references(ids, 1)
+        cached = self.unpinned(unused)
         self._eviction.remove(cached)
         self.num_cached -= len(cached)
         self.num_pinned -= len(unused) - len(cached)
@@ -143,10 +147,16 @@ class BlockPool:
         Raises:
             CacheError: a block has no reference left, because it was freed twice.
         """
-        last, published, cached, freed = self._drop_references(block_ids)
+        ids, blocks = _without_null(block_ids)[::-1], self.blocks
+        for block_id in _split(ids, blocks.references, 0)[0]:
+            raise CacheError(f"block {block_id} is freed twice (it is {blocks.state(block_id).value})")
+        last, _ = _split(ids, blocks.references, 1)
+        self._add_references(ids, -1)
+        freed, published = _split(last, blocks.groups, UNPUBLISHED)
+        cached = self.unpinned(published)
         if self.owners is not None:
             self.owners.gave_back(last)
-        self._free.extend(freed)
+        self._free.extend(as_list(freed))
         self._eviction.add(cached)
         self.num_cached += len(cached)
         self.num_pinned += len(published) - len(cached)
@@ -212,12 +222,11 @@ class BlockPool:
 
     def num_evictable(self, block_ids: Sequence[BlockId]) -> int:
         """Return how many of a table's published blocks are in the cached state: neither referenced nor pinned."""
-        ids = as_indices(block_ids)
-        return len(self._unpinned(where(self.blocks.references_array.take(ids) == 0, ids)))
+        return len(self.unpinned(_split(_without_null(block_ids), self.blocks.references, 0)[0]))
 
-    def num_unpinned(self, block_ids: BlockIds) -> int:
-        """Return how many of these blocks have no pin."""
-        return len(self._unpinned(block_ids))
+    def unpinned(self, block_ids: SomeBlocks) -> SomeBlocks:
+        """Return those of these blocks that have no pin."""
+        return _split(block_ids, self.blocks.pins, 0)[0] if self.num_with_pins else block_ids
 
     def count_states(self) -> dict[BlockState, int]:
         """Return the number of blocks in each state, without the null block."""
@@ -270,70 +279,17 @@ class BlockPool:
         if self.owners is not None:
             yield from self.owners.check(self.blocks.references_array != 0)
 
-    def _add_references(self, block_ids: Sequence[BlockId]) -> tuple[SomeBlocks, SomeBlocks, SomeBlocks]:
-        """Return the blocks without null blocks; of these, those that had no reference; of these, those without pin."""
-        counts, pins = self.blocks.references, self.blocks.pins
-        if len(block_ids) > _MANY:
-            # Use `take` and whole arrays, because fancy indexing takes three times as long.
-            many = as_indices(block_ids)
-            before = self.blocks.references_array.take(many)
-            unused = where(before == 0, many)
-            self._check_published(unused, "shared")
-            self.blocks.references_array[many] = before + 1
-            return many, unused, self._unpinned(unused)
-        few = [block_id for block_id in block_ids if block_id != NULL_BLOCK]
-        idle = [block_id for block_id in few if not counts[block_id]]
-        self._check_published(idle, "shared")
-        for block_id in few:
-            counts[block_id] += 1
-        return few, idle, [block_id for block_id in idle if not pins[block_id]]
-
-    def _drop_references(
-        self, block_ids: Sequence[BlockId]
-    ) -> tuple[SomeBlocks, SomeBlocks, SomeBlocks, Sequence[BlockId]]:
-        """Return the blocks without a reference left, the last first: all, those published, of these those without pin,
-        and those not published.
-        """
-        counts, pins, groups = self.blocks.references, self.blocks.pins, self.blocks.groups
-        if len(block_ids) > _MANY:
-            many = np.ascontiguousarray(as_indices(block_ids)[::-1])
-            before = self.blocks.references_array.take(many)
-            if not before.all():
-                raise self._freed_twice(many[before == 0][0])
-            self.blocks.references_array[many] = before - 1
-            ended = where(before == 1, many)
-            is_published = self.blocks.groups_array.take(ended) != UNPUBLISHED
-            published = where(is_published, ended)
-            freed = [] if published is ended else ended[~is_published].tolist()
-            return ended, published, self._unpinned(published), freed
-        last: list[BlockId] = []
-        for block_id in reversed(block_ids):
-            if block_id != NULL_BLOCK:
-                if not counts[block_id]:
-                    raise self._freed_twice(block_id)
-                counts[block_id] -= 1
-                if not counts[block_id]:
-                    last.append(block_id)
-        freed = [block_id for block_id in last if groups[block_id] == UNPUBLISHED]
-        kept = last if not freed else [block_id for block_id in last if groups[block_id] != UNPUBLISHED]
-        return last, kept, [block_id for block_id in kept if not pins[block_id]], freed
-
-    def _unpinned(self, block_ids: BlockIds) -> BlockIds:
-        """Return the blocks that have no pin."""
-        return where(self.blocks.pins_array.take(block_ids) == 0, block_ids) if self.num_with_pins else block_ids
+    def _add_references(self, block_ids: SomeBlocks, count: int) -> None:
+        if isinstance(block_ids, np.ndarray):
+            self.blocks.references_array[block_ids] += count
+            return
+        counts = self.blocks.references
+        for block_id in block_ids:
+            counts[block_id] += count
 
     def _check_published(self, block_ids: SomeBlocks, to_be: str) -> None:
-        groups = self.blocks.groups
-        if isinstance(block_ids, np.ndarray):
-            if (self.blocks.groups_array.take(block_ids) != UNPUBLISHED).all():
-                return
-            block_ids = block_ids.tolist()
-        for block_id in block_ids:
-            if groups[block_id] == UNPUBLISHED:
-                raise CacheError(f"block {block_id} is {self.blocks.state(block_id).value} and cannot be {to_be}")
-
-    def _freed_twice(self, block_id: BlockId) -> CacheError:
-        return CacheError(f"block {block_id} is freed twice (it is {self.blocks.state(block_id).value})")
+        for block_id in _split(block_ids, self.blocks.groups, UNPUBLISHED)[0]:
+            raise CacheError(f"block {block_id} is {self.blocks.state(block_id).value} and cannot be {to_be}")
 
     def _evict(self, count: int) -> list[BlockId]:
         victims = self._eviction.evict(count)
@@ -341,6 +297,22 @@ class BlockPool:
         for note in self._on_evict:
             note(victims)
         return victims
+
+
+def _without_null(block_ids: Sequence[BlockId]) -> SomeBlocks:
+    """Return blocks without null blocks, as an array if they are many."""
+    return as_indices(block_ids) if len(block_ids) > _MANY else [block for block in block_ids if block != NULL_BLOCK]
+
+
+def _split(block_ids: SomeBlocks, field: array[int], value: int) -> tuple[SomeBlocks, SomeBlocks]:
+    """Return the blocks whose entry in a field is `value`, and the others."""
+    if isinstance(block_ids, np.ndarray):
+        equal = np.frombuffer(field, field.typecode).take(block_ids) == value
+        if equal.any():
+            return where(equal, block_ids), block_ids[~equal]
+        return block_ids[:0], block_ids
+    chosen = [block_id for block_id in block_ids if field[block_id] == value]
+    return chosen, [block_id for block_id in block_ids if field[block_id] != value] if chosen else block_ids
 
 
 def check_references(blocks: BlockRecords, tables: Iterable[BlockTable]) -> Iterator[str]:

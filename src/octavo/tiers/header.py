@@ -39,27 +39,15 @@ class Header(NamedTuple):
     tenant: bytes
     checksum: bytes
 
-    def matches(self, fingerprint: bytes, label: Label, length: int) -> Reason | None:
-        """Return why this cannot be the label's block; None if only the checksum is left to verify."""
+    def belongs(self, fingerprint: bytes, length: int) -> Reason | None:
+        """Return why this is no block of a model; None if it may be one."""
         if self.fingerprint != fingerprint:
-            return Reason.FINGERPRINT
-        if (self.key, self.parent, self.tokens) != (label.key, label.parent, token_digest(label.tokens)):
-            return Reason.LABEL
-        return None if self.length == length else Reason.TRUNCATED
-
-    def belongs(self, fingerprint: str, length: int) -> Reason | None:
-        """Return why this is no block of a model, whose fingerprint is given in hexadecimal; None if it may be one."""
-        if self.fingerprint.hex() != fingerprint:
             return Reason.FINGERPRINT
         return None if self.length == length else Reason.TRUNCATED
 
     def proves(self, payload: memoryview) -> bool:
         """Return whether the checksum matches the fields and this payload."""
-        return self.checksum == _checksum(self.packed(), payload)
-
-    def packed(self) -> bytes:
-        """Return the fields as the bytes that the checksum covers, before the payload."""
-        return _FIELDS.pack(MAGIC, LAYOUT_VERSION, 0, *self[:-1])
+        return self.checksum == _checksum(_FIELDS.pack(MAGIC, LAYOUT_VERSION, 0, *self[:-1]), payload)
 
 
 def make_header(
@@ -98,10 +86,10 @@ def prove(raw: bytes, fingerprint: bytes, label: Label, payload: memoryview) -> 
     header = read_header(raw)
     if isinstance(header, Reason):
         return header
-    reason = header.matches(fingerprint, label, payload.nbytes)
-    if reason is None and not header.proves(payload):
-        reason = Reason.CHECKSUM
-    return reason
+    if header.fingerprint == fingerprint and header[1:4] != (label.key, label.parent, token_digest(label.tokens)):
+        return Reason.LABEL
+    reason = header.belongs(fingerprint, payload.nbytes)
+    return Reason.CHECKSUM if reason is None and not header.proves(payload) else reason
 
 
 def token_digest(tokens: bytes) -> bytes:

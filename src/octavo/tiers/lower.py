@@ -170,7 +170,7 @@ class LowerTiers:
         for _, transfer, _ in fetch.transfers:
             transfer.cancel()
         self._host.release(fetch.held)
-        self._queue.release(fetch.tenant, len(fetch.held))
+        self._queue.hold(fetch.tenant, -len(fetch.held))
         fetch.held = []
 
     def finish_writes(self, seconds: float) -> None:
@@ -275,7 +275,7 @@ class LowerTiers:
         elif self._host.filled(slot, store.name, hold=hold) and hold:
             fetch.held.append(slot)
             return
-        self._queue.release(fetch.tenant, 1)
+        self._queue.hold(fetch.tenant, -1)
 
     def _write_down(self, slot: HostBlockId) -> None:
         label = self._host.records.label(slot)
@@ -357,14 +357,9 @@ class FetchQueue:
         return max(0, self.most - self.num_held)
 
     def hold(self, tenant: str, count: int) -> None:
-        """Count slots that are held for a tenant's requests."""
+        """Count slots that are held for a tenant's requests, or no longer held if negative."""
         self.num_held += count
         self._held.charge(tenant, count)
-
-    def release(self, tenant: str, count: int) -> None:
-        """Count slots that are no longer held."""
-        self.num_held -= count
-        self._held.charge(tenant, -count)
         if not self._held[tenant]:
             self._held.forget(tenant)
 

@@ -137,7 +137,7 @@ def read_headers(file: int, layout: SlabLayout, fingerprint: str) -> Iterator[tu
         raw = table[index * HEADER_BYTES : (index + 1) * HEADER_BYTES]
         header = read_header(raw)
         if isinstance(header, Header):
-            header = header.belongs(fingerprint, layout.block_bytes) or header
+            header = header.belongs(bytes.fromhex(fingerprint), layout.block_bytes) or header
         if header is not Reason.ABSENT:
             yield index, raw, header
 
