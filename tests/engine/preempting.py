@@ -7,6 +7,6 @@ from octavo.engine.core import EngineCore
 
 def thrash(core: EngineCore) -> None:
     """Hold nothing back at admission, so that there is something to preempt."""
-    core.scheduler._admission._watermark = 0
+    core.scheduler._composer._admission._watermark = 0
     core.scheduler.running._num_growing = 0
     core.scheduler.running._windows = []

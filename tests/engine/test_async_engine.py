@@ -222,7 +222,7 @@ async def test_arrivals_and_departures_each_delay_a_step_for_a_bounded_time(
     for request in waiting:
         core.queue(request)
     for request in coming:
-        engine._send(async_engine._CoreCall(partial(engine._add, request)))
+        engine._send(partial(engine._add, request))
     engine._take_in()
     assert len(engine._inbox) == 4
     engine._inbox.clear()

@@ -159,7 +159,7 @@ def test_who_stays_gets_what_the_same_request_gets_alone(engine: str) -> None:
             assert response.status_code == 200, response.text
             alone.append({choice["index"]: choice["token_ids"] for choice in response.json()["choices"]})
         thrash(server.core)
-        server.core.scheduler._admission._reserve = lambda *_: 0
+        server.core.scheduler._composer._admission._reserve = lambda *_: 0
         # So that they are there together.
         slow_down(server.core, 0.002)
         leavers = set(rng.sample(range(NUM_CLIENTS), NUM_CLIENTS // 3))

@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import Prompt
@@ -88,13 +88,6 @@ def _num_objects(output: RequestOutput) -> int:
     return count
 
 
-class _CoreCall(NamedTuple):
-    """A call for the engine's thread to make between two steps."""
-
-    make: Callable[[], None]
-    is_abort: bool = False
-
-
 class AsyncEngine:
     """One `EngineCore` shared by many callers. All methods must be called from the event loop that called `start`.
 
@@ -126,8 +119,9 @@ class AsyncEngine:
         # Every request until its last output; None once its caller has left.
         self._streams: dict[RequestId, Stream | None] = {}
         self._undelivered: deque[StepNews] = deque()
-        # One queue for all calls, so that those about one request stay in order.
-        self._inbox: deque[_CoreCall] = deque()
+        # Calls for the engine's thread to make between two steps, and whether they abort a request. One queue, so that
+        # those about one request stay in order.
+        self._inbox: deque[tuple[Callable[[], None], bool]] = deque()
         self._aborted: list[Ended] = []  # since the last step's results
         self._answers: set[asyncio.Future[Any]] = set()
         self._wake = threading.Event()
@@ -173,7 +167,7 @@ class AsyncEngine:
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         publisher = self.core.publisher
-        publisher.on_wanted = lambda: self._send(_CoreCall(publisher.publish))
+        publisher.on_wanted = lambda: self._send(publisher.publish)
         self.core.runner.watch(self._wake.set)
         self._thread.start()
         self._watchdog.start()
@@ -209,7 +203,7 @@ class AsyncEngine:
         stream = self._open(request.request_id)
         self.stats.waiting.enter(request)
         self.core.outputs.add(request, prompt if isinstance(prompt, str) else None, output_kind)
-        self._send(_CoreCall(partial(self._add, request)))
+        self._send(partial(self._add, request))
         try:
             finished = False
             while not finished:
@@ -226,7 +220,7 @@ class AsyncEngine:
 
         Unknown ids are ignored, because the request may just have finished.
         """
-        self._send(_CoreCall(partial(self._end, RequestId(request_id)), is_abort=True))
+        self._send(partial(self._end, RequestId(request_id)), is_abort=True)
 
     def resolve_kv_limits(self, amounts: KVAmounts) -> Mapping[str, KVLimits]:
         """Convert tenants' floors and caps to blocks; raises `ConfigError` if they do not fit the cache."""
@@ -251,7 +245,7 @@ class AsyncEngine:
                 give = partial(answer.set_exception, error)
             self._call_in_loop(lambda: None if answer.done() else give())
 
-        self._send(_CoreCall(ask))
+        self._send(ask)
         return await answer
 
     async def shutdown(self, drain_seconds: float) -> None:
@@ -290,8 +284,8 @@ class AsyncEngine:
         waiting = self.stats.waiting.total
         limits.check_room(waiting_requests=waiting.requests, waiting_tokens=waiting.tokens, num_tokens=num_tokens)
 
-    def _send(self, call: _CoreCall) -> None:
-        self._inbox.append(call)
+    def _send(self, call: Callable[[], None], *, is_abort: bool = False) -> None:
+        self._inbox.append((call, is_abort))
         self._wake.set()
 
     def _run(self) -> None:
@@ -356,12 +350,13 @@ class AsyncEngine:
         """Make the calls in the inbox."""
         began = time.monotonic()
         while self._inbox:
-            most = GIVE_UP_SECONDS if self._inbox[0].is_abort else TAKE_IN_SECONDS
-            if time.monotonic() - began > most:
+            call, is_abort = self._inbox[0]
+            if time.monotonic() - began > (GIVE_UP_SECONDS if is_abort else TAKE_IN_SECONDS):
                 # Many new requests must not delay the running ones; the rest is processed before the next step.
                 self._wake.set()
                 break
-            self._inbox.popleft().make()
+            self._inbox.popleft()
+            call()
 
     def _end(self, request_id: RequestId) -> None:
         if (ended := self.core.end(request_id)) is not None:
@@ -419,7 +414,7 @@ class AsyncEngine:
                 stream.put_nowait(UnreadError(f"{stream.unread} tokens were not read: the request was ended"))
                 self.abort(output.request_id)
         for request, error in self.core.outputs.take_failures():
-            self._send(_CoreCall(partial(self.core.output_failed, request, error)))
+            self._send(partial(self.core.output_failed, request, error))
         if self._undelivered:
             asyncio.get_running_loop().call_soon(self._deliver_some)
 

@@ -85,10 +85,6 @@ class Admission:
         self._num_long_blocks = 0
         self._waiting.bring_back(self._tenants.use_of)
 
-    def start_over(self) -> None:
-        """Drop the promise to the head of the line, because nothing runs any more."""
-        self._promise = None
-
     @property
     def has_place(self) -> bool:
         """Whether a waiting sequence may have a place."""

@@ -53,7 +53,6 @@ class StepComposer:
     def __init__(
         self,
         lifecycle: Lifecycle,
-        admission: Admission,
         latency: LatencyTarget | None,
         speculator: Speculator | None = None,
     ) -> None:
@@ -63,7 +62,7 @@ class StepComposer:
         self._waiting = lifecycle.waiting
         self._tenants = lifecycle.tenants
         self._policy = lifecycle.policy
-        self._admission = admission
+        self._admission = Admission(lifecycle)
         self._max_tokens = lifecycle.config.max_num_batched_tokens
         self._latency = latency
         self._speculator = speculator
@@ -151,11 +150,6 @@ class StepComposer:
             if tokens:
                 step.drafts[seq_id] = tokens
 
-    def start_over(self) -> None:
-        """Forget the last step, because nothing runs any more."""
-        self._stalled = None
-        self._turns = StreamTurns(self._latency)
-
     def _claim(self) -> Sequence | None:
         """Free places and blocks for the claimant if it may claim all that it lacks, and return it; else None.
 
@@ -164,12 +158,13 @@ class StepComposer:
         admission, running, policy = self._admission, self._running, self._policy
         if not len(running) or not len(self._waiting):
             return None
-        head = policy.claimant(self._waiting.heads(), self._waiting.head(), running.order)
-        if head is None or admission.is_over_cap(head):
+        first = self._waiting.head()
+        head = policy.claimant(self._waiting.heads(), first, running.order)
+        if head is None or first is None or admission.is_over_cap(head):
             return None
         num_places = admission.num_lacking_places(head)
         if num_places <= 0 and admission.num_lacking_blocks(head) <= 0:
-            return head if policy.goes_first(head, self._waiting.head()) else None
+            return head if policy.takes_turns and policy.may_pass(head, first) else None
         victims = [seq for seq in policy.victims(head, running.order) if self._tenants.helps(seq, head)]
         if num_places > len(victims) or not victims:
             return None

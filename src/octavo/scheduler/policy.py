@@ -49,7 +49,8 @@ class FirstComeFirstServed:
         prefix_may_pass: whether the longest cached prefix may be admitted first, if the prefix cache orders requests.
         short_may_pass: whether the shortest prompts may be admitted before the head of the line, if it does not fit;
             otherwise, only the next in order of admission.
-        may_claim: whether waiting sequences may take the places of running ones.
+        may_claim: whether waiting sequences may take the places of running ones. If tenants take turns, a claimant that
+            lacks nothing is admitted before all others in a step, if it may pass the head.
         share_of_first: the first prompt gets at least 1 / this of what a step has for prompts.
         headroom_tokens: default of `SchedulerConfig.headroom_tokens`.
         version: changes whenever the ranks of lines may have changed.
@@ -89,11 +90,7 @@ class FirstComeFirstServed:
 
     def claimant(self, heads: Seq[Sequence], head: Sequence | None, running: Seq[Sequence]) -> Sequence | None:
         """Return the waiting sequence that may claim in this step, among the heads of lines; the best is `head`."""
-        return None
-
-    def goes_first(self, claimant: Sequence, head: Sequence | None) -> bool:
-        """Whether a claimant that lacks nothing is admitted before all others in the step."""
-        return False
+        return head
 
     def victims(self, claimant: Sequence, running: Seq[Sequence]) -> list[Sequence]:
         """Return the running sequences that may lose their places to the claimant, in order of service."""
@@ -137,9 +134,6 @@ class AgeingPriority(FirstComeFirstServed):
 
     def prompt_key(self, seq: Sequence) -> Key:
         return seq.order
-
-    def claimant(self, heads: Seq[Sequence], head: Sequence | None, running: Seq[Sequence]) -> Sequence | None:
-        return head
 
     def victims(self, claimant: Sequence, running: Seq[Sequence]) -> list[Sequence]:
         priority, order = claimant.request.priority, claimant.order
@@ -231,9 +225,6 @@ class VirtualTokenCounter(FirstComeFirstServed):
             return (places[request.tenant] / request.weight, *self.key(seq))
 
         return min(heads, key=key, default=None)
-
-    def goes_first(self, claimant: Sequence, head: Sequence | None) -> bool:
-        return head is None or self.may_pass(claimant, head)
 
     def victims(self, claimant: Sequence, running: Seq[Sequence]) -> list[Sequence]:
         return self._of_tenant_with_most(claimant, running) or [

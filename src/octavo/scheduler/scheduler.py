@@ -17,7 +17,6 @@ from itertools import chain
 from octavo.errors import RequestError
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import FinishReason, Request, Sequence, SequenceStatus
-from octavo.scheduler.admission import Admission
 from octavo.scheduler.beam import BeamDecoding
 from octavo.scheduler.composer import StepComposer
 from octavo.scheduler.kv_limits import KVAmounts, KVLimits, resolve_limits
@@ -59,8 +58,7 @@ class Scheduler(Lifecycle):
             self.on_ended = speculator.ended
         times = StepTimeModel() if speculator is None else speculator.times
         self._latency = None if config.itl_slo_ms is None else LatencyTarget(config.itl_slo_ms / 1e3, times)
-        self._admission = Admission(self)
-        self._composer = StepComposer(self, self._admission, self._latency, speculator)
+        self._composer = StepComposer(self, self._latency, speculator)
 
     @property
     def num_running(self) -> int:
@@ -330,8 +328,7 @@ class Scheduler(Lifecycle):
 
     def restart(self, may_run: MayRun | None = None) -> None:
         super().restart(may_run)
-        self._composer.start_over()
-        self._admission.start_over()
+        self._composer = StepComposer(self, self._latency, self.speculator)  # what it knew of running sequences is void
 
     def observe(self, plan: StepPlan, seconds: float, moving_seconds: float = 0.0) -> None:
         """Learn from a step's duration, measured from the end of the previous step if there was no pause in between.
