@@ -4,43 +4,22 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <span>
+#include <numeric>
 #include <utility>
 #include <vector>
 
-#include "kernels.h"
 #include "thread_pool.h"
+#include "vocab_row.h"
 
 namespace octavo {
 namespace {
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr double kLog2E = 1.44269504088896340736;
 // Bound of the exponent's scale: the lowest temperature would make it infinite, and the most likely token's mass NaN.
 constexpr double kSteepest = 1e30;
 // Masses, at most 1, are binned by their exponent and the first bits of their mantissa: few share a bin with the last
 // one that top_p keeps.
-constexpr int kBinShift = 19, kBins = 2048;
-
-// A token that filters may keep.
-struct Candidate {
-    float x;  // logit / temperature
-    int32_t token_id;
-    double mass;  // e^(x - the largest)
-};
-
-// Most likely first, ties by ascending id.
-bool comes_before(const Candidate& a, const Candidate& b) {
-    return a.x > b.x || (a.x == b.x && a.token_id < b.token_id);
-}
-
-// One thread's working memory, kept from row to row.
-struct Scratch {
-    std::vector<float> allowed_logits, kept_logits, maxima, chunk_maxima, chunk_masses, factors, values;
-    std::vector<int32_t> allowed_ids, listed;
-    std::vector<Candidate> candidates, by_mass;
-    std::vector<double> cumulative, bins;
-};
+constexpr int kBinShift = 17, kBins = 8192;
 
 Scratch& scratch() {
     thread_local Scratch mine;
@@ -49,155 +28,6 @@ Scratch& scratch() {
 
 // What logits are multiplied by, so that masses are powers of two.
 float scale_of(double temperature) { return static_cast<float>(std::min(kLog2E / temperature, kSteepest)); }
-
-int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// The first index whose cumulative mass exceeds the target; *share is how far into that index's own mass the target
-// lies.
-int64_t invert(const double* cumulative, int64_t count, double target, double* share) {
-    // The total times u < 1 may round up to the total itself.
-    target = std::min(target, std::nextafter(cumulative[count - 1], 0.0));
-    const int64_t place =
-        std::min<int64_t>(std::upper_bound(cumulative, cumulative + count, target) - cumulative, count - 1);
-    const double before = place ? cumulative[place - 1] : 0.0;
-    if (share) *share = (target - before) / (cumulative[place] - before);
-    return place;
-}
-
-// A row of logits, and the maximum of each of its blocks. With a scale, the same pass over the row adds up the masses
-// of each chunk: a row of a large vocabulary comes from memory, which leaves time for them.
-class Row {
-  public:
-    // `keeps`: whether `memory.values` receives each token's mass, which takes a pass of its own.
-    Row(const float* logits, int64_t vocab, Scratch& memory, float scale = 0.0f, bool keeps = false)
-        : x_(logits), vocab_(vocab), scale_(scale), memory_(memory) {
-        memory.maxima.resize(static_cast<size_t>(divided_up(vocab, kVocabBlock)));
-        keeps = keeps && scale > 0.0f;
-        if (scale > 0.0f) make_chunks();
-        numbers_ = scale > 0.0f && !keeps ? weigh_chunks()
-                                          : kernels().block_maxima(logits, vocab, memory.maxima.data());
-        const auto* maxima = reinterpret_cast<const char*>(memory.maxima.data());
-        best_block_ = kernels().argmax[kF32](maxima, static_cast<int64_t>(memory.maxima.size()), &most_);
-        if (keeps) memory.values.resize(static_cast<size_t>(vocab));
-        if (keeps)
-            for (int64_t chunk = 0; chunk < num_chunks(); ++chunk) weigh(chunk, most_, memory.values.data());
-    }
-    bool sound() const { return numbers_ && std::isfinite(most_); }
-    bool numbers() const { return numbers_; }
-    float most() const { return most_; }
-
-    int64_t first_largest() const {
-        return std::find(x_ + best_block_ * kVocabBlock, x_ + vocab_, most_) - x_;
-    }
-
-    // Puts the running sum of the chunks' masses into `memory.cumulative` and returns the total.
-    double add_up_masses() {
-        const int64_t chunks = num_chunks();
-        float* const factors = memory_.factors.data();
-        for (int64_t begin = 0; begin < chunks; begin += kVocabChunk)
-            kernels().vocab_masses(memory_.chunk_maxima.data() + begin, std::min<int64_t>(chunks - begin, kVocabChunk),
-                                   most_, scale_, factors + begin);
-        double total = 0.0;
-        for (int64_t chunk = 0; chunk < chunks; ++chunk)
-            memory_.cumulative[chunk] = total += double{memory_.chunk_masses[chunk]} * factors[chunk];
-        return total;
-    }
-
-    // Inverts the cumulative distribution in `memory.cumulative`. Tokens for which kept(token id) is false count as
-    // zero.
-    template <class Kept> int64_t draw(double uniform, const Kept& kept) {
-        const auto& chunks = memory_.cumulative;
-        double share;
-        const int64_t chunk =
-            invert(chunks.data(), static_cast<int64_t>(chunks.size()), uniform * chunks.back(), &share);
-        const int64_t begin = chunk * kVocabChunk, count = std::min(vocab_ - begin, int64_t{kVocabChunk});
-        float inside[kVocabChunk];
-        double cumulative[kVocabChunk], total = 0.0;
-        kernels().vocab_masses(x_ + begin, count, most_, scale_, inside);
-        for (int64_t i = 0; i < count; ++i) cumulative[i] = total += kept(begin + i) ? inside[i] : 0.0f;
-        return begin + invert(cumulative, count, share * total, nullptr);
-    }
-    int64_t draw(double uniform) {
-        return draw(uniform, [](int64_t) { return true; });
-    }
-
-    // The highest value that at least k tokens reach for certain, judging by the blocks' maxima.
-    float reached_by(int64_t k) const {
-        auto& values = memory_.values;
-        if (k > static_cast<int64_t>(memory_.maxima.size())) return -kInfinity;
-        values = memory_.maxima;
-        std::nth_element(values.begin(), values.begin() + (k - 1), values.end(), std::greater<float>());
-        return values[static_cast<size_t>(k - 1)];
-    }
-
-    // A logit that is lower, a little, than any whose mass is at least `mass`.
-    float least_logit(float mass) const {
-        if (!(mass > 0.0f)) return -kInfinity;
-        return most_ + (std::log2(mass) - 0.01f) / scale_ - std::fabs(most_) * 1e-6f;
-    }
-
-    // Calls take(begin, end) for every block, in ascending order, that has logits not below the bound.
-    template <class Take> void each_block_from(float bound, const Take& take) const {
-        for (size_t block = 0; block < memory_.maxima.size(); ++block) {
-            if (memory_.maxima[block] < bound) continue;
-            const int64_t begin = static_cast<int64_t>(block) * kVocabBlock;
-            take(begin, std::min(begin + kVocabBlock, vocab_));
-        }
-    }
-
-    // Calls take(token id), in ascending order, for every logit that is not below the bound.
-    template <class Take> void each_from(float bound, const Take& take) const {
-        each_block_from(bound, [&](int64_t begin, int64_t end) {
-            for (int64_t i = begin; i < end; ++i)
-                if (!(x_[i] < bound)) take(static_cast<int32_t>(i));
-        });
-    }
-
-    float operator[](int64_t i) const { return x_[i]; }
-    int64_t vocab() const { return vocab_; }
-
-  private:
-    int64_t num_chunks() const { return divided_up(vocab_, kVocabChunk); }
-    void make_chunks() {
-        const auto chunks = static_cast<size_t>(num_chunks());
-        for (auto* each : {&memory_.chunk_maxima, &memory_.chunk_masses, &memory_.factors}) each->resize(chunks);
-        memory_.cumulative.resize(chunks);
-    }
-    // Compares the row, and weighs each chunk relative to its own maximum, since nothing else is known of the row yet.
-    // A chunk is weighed after the next one has been compared, which then does not wait for it.
-    bool weigh_chunks() {
-        bool numbers = true;
-        float before = -kInfinity;
-        for (int64_t chunk = 0; chunk <= num_chunks(); ++chunk) {
-            float most = -kInfinity;
-            if (chunk < num_chunks()) {
-                const int64_t begin = chunk * kVocabChunk, count = std::min<int64_t>(vocab_ - begin, kVocabChunk);
-                float* const maxima = memory_.maxima.data() + begin / kVocabBlock;
-                numbers &= kernels().block_maxima(x_ + begin, count, maxima);
-                for (int64_t i = 0; i < divided_up(count, kVocabBlock); ++i) most = std::max(most, maxima[i]);
-            }
-            if (chunk > 0) weigh(chunk - 1, before, nullptr);
-            before = most;
-        }
-        return numbers;
-    }
-    // Masses relative to `most`, and those of tokens into `masses` [vocab], if not null.
-    void weigh(int64_t chunk, float most, float* masses) {
-        const int64_t begin = chunk * kVocabChunk, count = std::min<int64_t>(vocab_ - begin, kVocabChunk);
-        memory_.chunk_maxima[static_cast<size_t>(chunk)] = most;
-        float* const to = masses ? masses + begin : nullptr;
-        memory_.chunk_masses[static_cast<size_t>(chunk)] =
-            most > -kInfinity ? kernels().vocab_masses(x_ + begin, count, most, scale_, to) : 0.0f;
-    }
-
-    const float* x_;
-    int64_t vocab_;
-    float scale_;
-    Scratch& memory_;
-    bool numbers_;
-    float most_;
-    int64_t best_block_;  // the first that holds it
-};
 
 // The least likely candidate that top_p keeps: those before it have less mass than wanted, those up to and including it
 // have as much. Partitions as nth_element does, in linear time.
@@ -238,57 +68,60 @@ float lower_end(int bin) {
     return mass;
 }
 
+constexpr float kLikelyMass = 0x1p-10f;
+
 // A draw with top_p alone, which may keep most of the vocabulary, so that no list of candidates is made.
 int64_t draw_nucleus(Row& row, const Draw& draw, Scratch& memory) {
-    const int64_t vocab = row.vocab();
-    auto& masses = memory.values;
     const double total = row.add_up_masses(), wanted = draw.top_p * total;
     // Tokens with less than `least` have less mass together than top_p leaves out, by a margin for rounding: none of
     // them is kept. `least` is where a bin begins.
     constexpr double kMargin = 0.5, kLeastLeftOut = 1e-5;
     const double left_out = 1.0 - draw.top_p;
-    const double least = kMargin * left_out * total / static_cast<double>(vocab);
+    const double least = kMargin * left_out * total / static_cast<double>(row.vocab());
     const int least_bin = left_out < kLeastLeftOut ? 0 : bin_of(static_cast<float>(least));
-    auto& listed = memory.listed;
-    listed.resize(static_cast<size_t>(vocab));
-    int32_t* end = listed.data();
-    const float bound = row.least_logit(lower_end(least_bin));
-    row.each_block_from(bound, [&](int64_t begin, int64_t block_end) {
-        for (int64_t i = begin; i < block_end; ++i) {
-            *end = static_cast<int32_t>(i);
-            end += bin_of(masses[static_cast<size_t>(i)]) >= least_bin;
-        }
-    });
-    const std::span<const int32_t> ids(listed.data(), end);
-    const auto mass_of = [&](int32_t token_id) -> float& { return masses[static_cast<size_t>(token_id)]; };
+    const auto& masses = memory.values;
     auto& bins = memory.bins;
-    bins.assign(kBins, 0.0);
-    for (const int32_t id : ids) bins[static_cast<size_t>(bin_of(mass_of(id)))] += mass_of(id);
-    int last_bin = kBins - 1;
+    int last_bin = 0;
     double above = 0.0;
-    for (; last_bin > 0 && above + bins[static_cast<size_t>(last_bin)] < wanted; --last_bin)
-        above += bins[static_cast<size_t>(last_bin)];
+    // First among the likely tokens, which have enough mass unless the row is flat.
+    for (const int first_bin : {std::max(least_bin, bin_of(kLikelyMass)), least_bin}) {
+        const float bound = row.least_logit(lower_end(first_bin));
+        if (first_bin > least_bin && row.is_in_many_blocks(bound)) continue;
+        row.weigh_blocks_from(bound);
+        bins.assign(kBins, 0.0);
+        for (const float mass : masses) bins[static_cast<size_t>(bin_of(mass))] += mass;
+        last_bin = kBins - 1;
+        above = 0.0;
+        for (; last_bin > 0 && above + bins[static_cast<size_t>(last_bin)] < wanted; --last_bin)
+            above += bins[static_cast<size_t>(last_bin)];
+        if (last_bin >= first_bin) break;
+    }
+    const float from = lower_end(last_bin), beyond = last_bin + 1 < kBins ? lower_end(last_bin + 1) : kInfinity;
     auto& sharers = memory.by_mass;
     sharers.clear();
-    for (const int32_t id : ids)
-        if (bin_of(mass_of(id)) == last_bin) sharers.push_back({row[id] / draw.temperature, id, mass_of(id)});
-    if (!sharers.empty()) {
-        const Candidate last = last_of_nucleus(sharers, wanted - above);
-        for (const Candidate& each : sharers)
-            if (comes_before(last, each)) mass_of(each.token_id) = 0.0f;
+    for (size_t i = 0; i < masses.size(); ++i) {
+        if (bin_of(masses[i]) != last_bin) continue;
+        const int64_t id = memory.listed[i / kVocabBlock] + static_cast<int64_t>(i % kVocabBlock);
+        if (id < row.vocab())
+            sharers.push_back({row[id] / draw.temperature, static_cast<int32_t>(id), double{masses[i]}});
     }
+    const Candidate last = sharers.empty() ? Candidate{kInfinity, 0, 0.0} : last_of_nucleus(sharers, wanted - above);
     auto& cumulative = memory.cumulative;
-    double kept = 0.0;
-    const int32_t* next = ids.data();
-    for (size_t chunk = 0; chunk < cumulative.size(); ++chunk) {
+    std::fill(cumulative.begin(), cumulative.end(), 0.0);
+    for (size_t block = 0; block < memory.listed.size(); ++block) {
+        const float* const own = masses.data() + block * kVocabBlock;
         double sums[4] = {};
-        for (; next < end && *next / kVocabChunk == static_cast<int64_t>(chunk); ++next) {
-            const float mass = mass_of(*next);
-            sums[*next % 4] += bin_of(mass) >= last_bin ? mass : 0.0f;  // without a branch, which no one could predict
-        }
-        cumulative[chunk] = kept += sums[0] + sums[1] + (sums[2] + sums[3]);
+        for (int i = 0; i < kVocabBlock; ++i)
+            sums[i % 4] += own[i] >= beyond ? own[i] : 0.0f;  // without a branch, which no one could predict
+        cumulative[static_cast<size_t>(memory.listed[block] / kVocabChunk)] += sums[0] + sums[1] + (sums[2] + sums[3]);
     }
-    return row.draw(draw.uniform, [&](int64_t id) { return bin_of(masses[static_cast<size_t>(id)]) >= last_bin; });
+    for (const Candidate& each : sharers)
+        if (!comes_before(last, each)) cumulative[static_cast<size_t>(each.token_id / kVocabChunk)] += each.mass;
+    std::partial_sum(cumulative.begin(), cumulative.end(), cumulative.begin());
+    return row.draw(draw.uniform, [&](int64_t id, float mass) {
+        const Candidate each{row[id] / draw.temperature, static_cast<int32_t>(id), double{mass}};
+        return mass >= beyond || (mass >= from && !comes_before(last, each));
+    });
 }
 
 // More tokens than this are not put into a list: that takes ten times as long as passes over the row.
@@ -311,7 +144,7 @@ int64_t draw_among_many(const Row& row, const Draw& draw, float bound, float cut
     auto& kept = memory.kept_logits;
     kept.resize(static_cast<size_t>(row.vocab()));
     for (int64_t i = 0; i < row.vocab(); ++i) kept[i] = row[i] / draw.temperature < least ? -kInfinity : row[i];
-    Row left(kept.data(), row.vocab(), memory, scale_of(draw.temperature), draw.top_p < 1.0);
+    Row left(kept.data(), row.vocab(), memory, scale_of(draw.temperature));
     if (draw.top_p < 1.0) return draw_nucleus(left, draw, memory);
     left.add_up_masses();
     return left.draw(draw.uniform);
@@ -415,7 +248,7 @@ Drawn draw_among(Draw draw, const Allowed& from, Scratch& memory) {
     if (draw.top_k >= from.count) draw.top_k = 0;
     const bool lists = draw.top_k || draw.min_p > 0.0f;  // few tokens, as a rule, whose masses are all that matter
     const float scale = draw.temperature == 0.0f || lists ? 0.0f : scale_of(draw.temperature);
-    Row row(from.logits, from.count, memory, scale, draw.top_p < 1.0);
+    Row row(from.logits, from.count, memory, scale);
     if (!row.sound()) return {0, false};
     if (draw.temperature == 0.0f) return {row.first_largest(), true};
     if (std::isinf(row.most() / draw.temperature)) return {0, false};

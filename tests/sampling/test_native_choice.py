@@ -100,6 +100,14 @@ def test_filters_that_keep_most_of_the_vocabulary_draw_what_they_draw_in_torch(p
         require_same_draw(some_logits(9001, row), params, 100 + row, None)
 
 
+@pytest.mark.parametrize("top_p", [0.2, 0.5, 0.9, 0.999995])
+def test_top_p_draws_what_it_draws_in_torch_where_likely_tokens_have_half_of_the_mass(top_p: float) -> None:
+    for row in range(12):
+        logits = some_logits(20_011, 3 * row + 1).clamp(-1, 1)
+        logits[0, 70 * row : 70 * row + 40] += 8.0
+        require_same_draw(logits, {"top_p": top_p}, 100 + row, None)
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     vocab=vocabularies,
