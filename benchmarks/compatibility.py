@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 REPORT = HERE / "results" / "compatibility.md"
 MODEL = "smollm2"
 KEY, ADMIN = "sk-client", "sk-admin"
-CLIENT_SECONDS = 1800
+CLIENT_SECONDS = 2 * 3600
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,12 @@ CONFIG = """
 expected-statuses = ["2xx", "3xx", "400", "401", "403", "404", "409", "429"]
 """
 ADMIN = "^/(metrics|debug|reset)"
+OPENAI, OLLAMA = "^/v1/", "^/api/"
+SECONDS = 3600
 
 
 def run(key: str, *paths: str) -> str:
+    """Test the operations of some paths; return what the report says. Ends after `SECONDS` on any machine."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "schemathesis.toml")
         config.write_text(CONFIG)
@@ -30,16 +33,27 @@ def run(key: str, *paths: str) -> str:
             *("--header", f"Authorization: Bearer {key}", "--request-timeout", "30", "--warnings", "off"),
             *("--continue-on-failure", *paths),
         ]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=1500)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=SECONDS)
     sys.stderr.write(done.stdout)
     assert done.returncode == 0, done.stdout[-1500:]
-    found = re.search(r"(\d+) generated", done.stdout)
-    return f"{found[1] if found else 'no'} requests, nothing found"
+    requests = re.search(r"(\d+) generated", done.stdout)
+    operations = re.search(r"(\d+) selected", done.stdout)
+    return f"{operations and operations[1]} operations, {requests and requests[1]} requests, nothing found"
 
 
-@check("schemathesis, what clients use, valid and invalid requests")
-def clients() -> str:
-    return run(os.environ["OCTAVO_KEY"], "--exclude-path-regex", ADMIN)
+@check("schemathesis, OpenAI's and Anthropic's API, valid and invalid requests")
+def openai() -> str:
+    return run(os.environ["OCTAVO_KEY"], "--include-path-regex", OPENAI)
+
+
+@check("schemathesis, Ollama's API, valid and invalid requests")
+def ollama() -> str:
+    return run(os.environ["OCTAVO_KEY"], "--include-path-regex", OLLAMA)
+
+
+@check("schemathesis, what else clients use, valid and invalid requests")
+def others() -> str:
+    return run(os.environ["OCTAVO_KEY"], "--exclude-path-regex", f"{OPENAI}|{OLLAMA}|{ADMIN}")
 
 
 @check("schemathesis, what only an admin may use")

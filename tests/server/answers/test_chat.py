@@ -169,7 +169,10 @@ def test_the_tokens_of_a_prediction_reach_the_engine(server: Running, content: A
     assert server.engine.received[-1]["context"].predicted_ids == (97, 98)
 
 
-@pytest.mark.parametrize("given", [{"content": "x"}, {"type": "content", "content": [{"type": "image_url"}]}])
+@pytest.mark.parametrize(
+    "given",
+    [{"content": "x"}, *({"type": "content", "content": [part]} for part in ({"type": "image_url"}, {"text": ""}))],
+)
 def test_a_prediction_without_text_is_refused(server: Running, given: Any) -> None:
     error = server.error(PATH, {"messages": [USER], "prediction": given}, 400)
     assert error["param"] == "prediction"

@@ -86,10 +86,15 @@ def _response_formats(server: Served) -> dict[str, Schema]:
 
 
 def _predictions(server: Served) -> dict[str, Schema]:
-    part = {"type": "object", "required": ["type", "text"], "properties": {"text": {"type": "string"}}}
+    members = {"type": {"const": "text"}, "text": {"type": "string"}}
+    part = {"type": "object", "required": list(members), "properties": members}
     content = {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
     properties = {"type": {"const": "content"}, "content": content}
     return {"object": {"required": ["type", "content"], "properties": properties}}
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 @dataclass(kw_only=True)
@@ -267,8 +272,8 @@ class ChatBody(GenerationBody):
         if given is None:
             return ""
         content = given.get("content") if given.get("type") == "content" else None
-        parts = content if isinstance(content, list) else [{"text": content}]
-        texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+        parts: list[Any] = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        texts = [part["text"] for part in parts if _is_text(part)]
         if len(texts) < len(parts):
             must = 'must be {"type": "content", "content": …} with a text or a list of text parts'
             raise FieldError("prediction", f"{must}, got {shown(given)}")
