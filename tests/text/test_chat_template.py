@@ -8,7 +8,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from octavo.errors import RequestError
-from octavo.text.chat_template import render_chat
+from octavo.text.chat_template import is_plain, render_chat
 from tests.models import tiny
 
 SMOLLM2 = (
@@ -169,3 +169,46 @@ def test_a_template_that_calls_itself_without_end_is_refused() -> None:
     recursive = "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"
     with pytest.raises(RequestError, match="chat template refused"):
         render_chat(recursive, [{"role": "user", "content": "Hi"}])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        SMOLLM2,
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m['content'] | trim }}{% endfor %}",
+        "{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}{% else %}{% set rest = messages %}"
+        "{% endif %}"
+        "{% for m in rest %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('no') }}{% endif %}"
+        "{% set text = bos_token + m.content.strip() %}{{ text }}{% endfor %}",
+    ],
+)
+def test_a_template_that_walks_once_over_the_messages_is_plain(template: str) -> None:
+    assert is_plain(template)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(9) %}x{% endfor %}",
+        "{% for a in messages %}{% for b in messages %}x{% endfor %}{% endfor %}",
+        "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% set a = messages[0].content %}{% set a = a ~ a %}{% set a = a + a %}",
+        "{% set ns = namespace(a='x') %}{% for m in messages %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}",
+        "{% set a %}{{ messages[0].content }}{% endset %}",
+        "{% set a = [a, a] %}",
+        "{{ '%*d' % (width, 1) }}",
+        "{{ 'x' * 99999 }}",
+        "{{ 9 ** n }}",
+        "{{ lipsum(n=99999) }}",
+        "{{ messages | tojson(indent=99999) }}",
+        "{{ messages[0].content.replace('a', 'aa') }}",
+        "{{ messages[0].content | center(99999) }}",
+        "{% filter center(99999) %}{% endfilter %}",
+        "{% include 'other' %}",
+        "{{ messages",
+        "x" * 8193,
+    ],
+)
+def test_a_template_that_may_make_much_of_little_is_not_plain(template: str) -> None:
+    assert not is_plain(template)

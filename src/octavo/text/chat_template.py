@@ -8,15 +8,15 @@ Templates come with models, so they run in jinja2's sandbox. Beyond jinja itself
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
-import jinja2.nodes
 import jinja2.parser
+from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from octavo.errors import ConfigError, RequestError
@@ -77,6 +77,61 @@ def check_template(template: str, name: str) -> None:
         raise ConfigError(f"chat_template: {name}, line {error.lineno}: {error.message}") from error
 
 
+# What a plain template consists of. Each of these takes or makes no more than its operands hold.
+_PLAIN = (
+    *(nodes.Template, nodes.Output, nodes.TemplateData, nodes.Name, nodes.Const, nodes.Getattr, nodes.Getitem),
+    *(nodes.Slice, nodes.If, nodes.CondExpr, nodes.For, nodes.Compare, nodes.Operand, nodes.And, nodes.Or, nodes.Not),
+    *(nodes.Add, nodes.Concat, nodes.Test, nodes.Filter, nodes.Assign, nodes.Call, nodes.Neg, nodes.Mod),
+)
+_PLAIN_FILTERS = frozenset({"trim", "length", "upper", "lower"})
+_PLAIN_METHODS = frozenset({"strip", "lstrip", "rstrip", "startswith", "endswith"})
+_LONGEST_PLAIN = 8192
+
+
+def is_plain(template: str) -> bool:
+    """Return whether rendering a template takes no longer than its length times that of the messages.
+
+    So it is for those that walk once over the messages and print their fields. A template that may do more (nested
+    loops, `range`, macros, texts that grow from one variable to the next) is not plain, though it may be harmless.
+    """
+    if len(template) > _LONGEST_PLAIN:
+        return False
+    try:
+        tree = _environment().parse(template)
+    except jinja2.TemplateSyntaxError:
+        return False
+    assigned = {each.target.name for each in tree.find_all(nodes.Assign) if isinstance(each.target, nodes.Name)}
+    return all(_is_plain(node, assigned) for node in _descendants(tree))
+
+
+def _is_plain(node: nodes.Node, assigned: set[str]) -> bool:
+    match node:
+        case nodes.Name():
+            return node.name == "raise_exception" or node.name not in _environment().globals
+        case nodes.For():
+            inner = (each for each in _descendants(node) if each is not node)
+            return not node.recursive and not any(isinstance(each, nodes.For) for each in inner)
+        case nodes.Filter():
+            return node.name in _PLAIN_FILTERS and not (node.args or node.kwargs or node.dyn_args or node.dyn_kwargs)
+        case nodes.Call(node=nodes.Name(name=name)):
+            return name == "raise_exception"
+        case nodes.Call():
+            return isinstance(node.node, nodes.Getattr) and node.node.attr in _PLAIN_METHODS
+        case nodes.Mod():  # of strings it formats, to any width
+            return isinstance(node.left, nodes.Getattr) and node.left.node == nodes.Name("loop", "load")
+        case nodes.Assign():  # text that is put together from two variables may double with every assignment
+            used = [name for name in node.node.find_all(nodes.Name) if name.name in assigned]
+            return isinstance(node.target, nodes.Name) and len(used) <= 1
+        case _:
+            return isinstance(node, _PLAIN)
+
+
+def _descendants(node: nodes.Node) -> Iterator[nodes.Node]:
+    yield node
+    for child in node.iter_child_nodes():
+        yield from _descendants(child)
+
+
 def _joined(pieces: Iterable[str]) -> str:
     """Join the pieces of a rendered template; raise ValueError as soon as they are too long."""
     taken: list[str] = []
@@ -123,21 +178,26 @@ class _GenerationBlocks(jinja2.ext.Extension):
 
     tags = {"generation"}  # noqa: RUF012
 
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node | list[jinja2.nodes.Node]:
+    def parse(self, parser: jinja2.parser.Parser) -> nodes.Node | list[nodes.Node]:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body).set_lineno(line)
+        return nodes.Scope(body).set_lineno(line)
 
 
-@lru_cache(maxsize=16)
-def _compile(template: str) -> jinja2.Template:
+@cache
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     functions: dict[str, Callable[..., Any]] = {"raise_exception": _raise, "strftime_now": _strftime_now}
     environment.globals.update(functions)
-    return environment.from_string(template)
+    return environment
+
+
+@lru_cache(maxsize=16)
+def _compile(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
 
 
 def _raise(message: str) -> NoReturn:

@@ -36,7 +36,14 @@ from tests.server.fake_engine import VOCAB_SIZE, ByteTokenizer
 
 
 class SlowTokenizer(ByteTokenizer):
-    """Takes long over texts that ask for it, ends its process, or tells which one that is."""
+    """Takes long over texts that ask for it, ends its process, or tells which one that is.
+
+    Args:
+        template: what it shows as its chat template.
+    """
+
+    def __init__(self, template: str = "") -> None:
+        self.chat_template_text = template
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if text == "pid":
@@ -70,9 +77,10 @@ def reading(
     max_model_len: int = 500_000,
     memory: int = 2**30,
     pool: type[ReaderPool] = KeptPool,
+    template: str = "",
 ) -> ReaderPool:
     reader = BodyReader(
-        tokenizer=SlowTokenizer(),
+        tokenizer=SlowTokenizer(template),
         vocab_size=VOCAB_SIZE,
         hidden_size=4,
         max_model_len=max_model_len,
@@ -135,8 +143,16 @@ HERE = SlowTokenizer().encode("pid", False)
 
 
 @pytest.mark.slow
-def test_a_chat_however_short_is_rendered_in_another_process() -> None:
-    bodies = reading()
+def test_a_short_chat_is_read_where_it_arrives_if_its_template_is_plain() -> None:
+    bodies = reading(template="{% for message in messages %}{{ message.content }}{% endfor %}")
+    assert list(read(bodies, chat("pid"), "chat").prompt.token_ids) == HERE
+    long = {**chat("pid"), "unknown": "x" * SMALL_BODY}
+    assert list(read(bodies, long, "chat").prompt.token_ids) != HERE
+
+
+@pytest.mark.slow
+def test_a_chat_however_short_is_rendered_in_another_process_if_its_template_is_not_plain() -> None:
+    bodies = reading(template="{% for _ in range(messages[0].n) %}{% endfor %}")
     assert list(read(bodies, chat("{{ 6 * 7 }}"), "chat").prompt.token_ids) == SlowTokenizer().encode("42", False)
     assert list(read(bodies, chat("pid"), "chat").prompt.token_ids) != HERE
     raw = json.dumps(chat("pid"))

@@ -43,6 +43,7 @@ from octavo.server.bodies.tools import Dialects, Speech, checked_tools
 from octavo.server.engine_client import TokenizerLike
 from octavo.server.errors import MODEL_MISSING
 from octavo.structured_outputs import StructuredOutputsParams
+from octavo.text.chat_template import is_plain
 from octavo.text.prompt_checks import check_token_ids
 
 Body = TypeVar("Body", bound=RequestBody)
@@ -142,6 +143,9 @@ class BodyReader:
     Every public method takes a body's bytes, and raises `RequestError`, naming the field, or `ApiError` if the body
     cannot be served.
 
+    Attributes:
+        has_plain_template: whether the time and the memory to render a chat are bounded by its length.
+
     Args:
         tokenizer: the model's tokenizer; if None, prompts must be token ids.
         hidden_size: number of dimensions of an embedding.
@@ -178,6 +182,7 @@ class BodyReader:
         render = None if tokenizer is None else tokenizer.apply_chat_template
         self._dialects = Dialects(template, tool_call_parser, reasoning_parser, render)
         self._parsers = tool_call_parser, reasoning_parser
+        self.has_plain_template = bool(template) and is_plain(template)
 
     @property
     def names(self) -> tuple[str, ...]:

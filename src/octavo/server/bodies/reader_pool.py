@@ -2,8 +2,9 @@
 
 A body below a kilobyte is read on the event loop; a medium one in a thread, where only its parsing holds the
 interpreter's lock, for about a millisecond; a large one, or one of many parts, in another process, because parsing
-JSON, validating arrays and tokenising hold that lock. Chats are always read in a process: their template comes with
-the model, and may loop or exhaust the memory.
+JSON, validating arrays and tokenising hold that lock. A chat is read in a process too: its template comes with the
+model, and may loop or exhaust the memory. Only a small one whose template is plain (`text/chat_template.py`) is read on
+the event loop, which takes 0.14 ms there; through a process, 0.34 to 0.46 ms of the server's time, and 0.5 ms in all.
 
 One pool of processes reads both. Large bodies and chats take turns separately, so that chats do not wait for large
 bodies. The frames of `octavo.helper_process` hold:
@@ -98,7 +99,8 @@ class ReaderPool:
         # Large bodies are not searched for their parts: counting them in 16 MB takes 8 ms.
         if size >= MEDIUM_BODY or (method not in _RENDERED and sum(map(_num_parts, parts)) >= MANY_PARTS):
             return await self._large.run(tenant, partial(self._read, method, parts, is_niced=True))
-        if method in _RENDERED or (method == "tokenize" and any(map(_may_have_messages, parts))):
+        is_rendered = method in _RENDERED or (method == "tokenize" and any(map(_may_have_messages, parts)))
+        if is_rendered and not (size < SMALL_BODY and self._reader.has_plain_template):
             return await self._chats.run(tenant, partial(self._read, method, parts))
         work = partial(getattr(self._reader, method), b"".join(parts))
         return work() if size < SMALL_BODY else await self._medium.run(tenant, work)
