@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import signal
@@ -66,6 +67,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """A million objects of imported modules and collected tests stay: no garbage collection looks at them again."""
     gc.freeze()
+    # Torch has some 40 loggers that do not propagate, and pytest adds a handler to each such logger six times a test.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -75,7 +80,8 @@ def pytest_runtest_setup() -> None:
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(0)
     if (torch := sys.modules.get("torch")) is not None:
-        torch.manual_seed(0)
+        # `torch.manual_seed` formats a stack trace for each other device, and keeps it until that device is used.
+        torch.default_generator.manual_seed(0)
 
 
 def runner_of(core: EngineCore) -> ModelRunner:

@@ -266,6 +266,7 @@ def test_bookkeeping_starts_without_torch() -> None:
     assert not (HEAVY | WEB) & modules_loaded_by("import octavo.scheduler.scheduler, octavo.kvcache.manager")
 
 
+@pytest.mark.slow
 def test_a_process_that_reads_bodies_starts_without_the_engine_and_torch() -> None:
     loaded = modules_loaded_by("import octavo.server.bodies.reader_pool", depth=3)
     assert not (HEAVY | {"octavo.engine.core", "octavo.scheduler.scheduler", "octavo.kvcache.manager"}) & loaded

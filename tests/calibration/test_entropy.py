@@ -41,6 +41,7 @@ def test_weights_that_are_equal_have_entropy_one_and_a_single_one_has_none() -> 
     assert entropies(torch.ones(5, 1, 16), key, scale=1.0).tolist() == pytest.approx([0.0] * 5)
 
 
+@pytest.mark.slow
 def test_it_is_the_same_in_any_chunks_and_after_any_window(monkeypatch: pytest.MonkeyPatch) -> None:
     windows = [[(7 * i + j) % 90 + 3 for j in range(length)] for i, length in enumerate((40, 300, 300))]
     with tiny_core(model=deep_model()) as core:
@@ -66,6 +67,7 @@ def test_layers_share_the_blocks_of_a_uniform_budget(layers: tuple[float, ...], 
     assert uniform.blocks_read(16) == (tokens // 16,)
 
 
+@pytest.mark.slow
 def test_calibrate_prints_a_budget_that_a_server_takes(capsys: pytest.CaptureFixture[str]) -> None:
     given = '{"mode": "sparse_read", "tokens": 64}'
     options = ["--entropy", "--windows", "2", "--window", "128", "--kv-budget"]

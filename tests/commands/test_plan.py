@@ -236,6 +236,7 @@ def test_users_over_context_are_drawn(plan: Callable[..., Any], tmp_path: Path) 
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_plot_without_anything_to_draw_says_what_to_give(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot = ["--plot", str(tmp_path / "users.png")]

@@ -273,6 +273,7 @@ def test_a_plot_is_drawn_of_all_rates(octavo_command: OctavoCommand, tmp_path: P
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_plot_shows_its_whole_title_four_ticks_and_the_target(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

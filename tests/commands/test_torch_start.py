@@ -53,6 +53,7 @@ def test_what_a_server_leaves_out_of_torch_can_be_imported_later() -> None:
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.slow
 def test_a_servers_modules_import_no_torch_before_it_listens() -> None:
     script = "import sys, octavo.commands.serve, octavo.server.run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 0

@@ -473,6 +473,7 @@ json_formats = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(each=json_formats, calls=random_calls)
 def test_what_is_written_in_a_random_format_is_read_back(each: CallFormat, calls: list[Call]) -> None:

@@ -80,11 +80,12 @@ async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 async def test_many_callers_at_once_each_get_what_they_get_alone(core: EngineCore) -> None:
-    prompts = [[5 + i, 6, 7] * (1 + i % 7) for i in range(24)]
+    prompts = [[5 + i, 6, 7] * (1 + i % 7) for i in range(12)]
+    lengths = range(27, 39)  # each goes on until the last has come, though every arrival lets all have a step or two
     async with started(core) as engine:
-        alone = [await collect(engine, prompt, tokens(3 + i)) for i, prompt in enumerate(prompts)]
+        alone = [await collect(engine, prompt, tokens(n)) for prompt, n in zip(prompts, lengths, strict=True)]
         before, go_on = core.stats.num_steps, step_for_news(engine)
-        tasks = [asyncio.ensure_future(collect(engine, p, tokens(3 + i))) for i, p in enumerate(prompts)]
+        tasks = [asyncio.ensure_future(collect(engine, p, tokens(n))) for p, n in zip(prompts, lengths, strict=True)]
         await until(lambda: core.scheduler.num_running == len(prompts))
         go_on()
         together = await asyncio.gather(*tasks)

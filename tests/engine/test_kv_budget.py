@@ -87,6 +87,7 @@ def test_a_budget_that_is_never_exceeded_changes_no_token(mode: str) -> None:
     assert outputs(params(800, mode), mode) == outputs(params(None), **dense)
 
 
+@pytest.mark.slow
 @MODES
 def test_a_budget_gives_the_same_tokens_cold_cached_in_chunks_and_preempted(mode: str) -> None:
     sampling = params(BUDGET, mode)
@@ -127,6 +128,7 @@ def test_dense_requests_find_no_block_that_was_computed_from_fewer_tokens(mode: 
         assert generate(core, params(BUDGET, mode))[0] == kept  # and no block of the dense ones beyond the budget
 
 
+@pytest.mark.slow
 @MODES
 def test_beams_and_parallel_samples_share_what_they_keep(mode: str) -> None:
     beams = params(BUDGET, mode, use_beam_search=True, n=3, max_tokens=60)

@@ -62,9 +62,12 @@ def tokens(outputs: dict[str, RequestOutput]) -> dict[str, list[list[int]]]:
 
 def cases(places: Iterable[str]) -> list[Any]:
     """Every place in a plain engine, and every engine with a place in each half of a step."""
-    both = [("plain", place) for place in places]
+    both: list[Any] = [("plain", place) for place in places]
     both += [
-        (engine, place) for engine in ENGINES if engine != "plain" for place in ("at an admission", "after computing")
+        pytest.param(engine, place, marks=pytest.mark.slow)
+        for engine in ENGINES
+        if engine != "plain"
+        for place in ("at an admission", "after computing")
     ]
     return both
 

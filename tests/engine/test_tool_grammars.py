@@ -82,7 +82,7 @@ def check(name: str, arguments: dict[str, Any]) -> None:
     assert all(isinstance(each, bool) for each in arguments.get("where", []))
 
 
-@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("calls", CALL_FORMATS, ids=lambda each: each.name)
 def test_an_answer_that_must_call_does_and_nothing_else(core: EngineCore, calls: CallFormat, parallel: bool) -> None:
     grammar = calls_grammar(calls, [WEATHER, STOP], parallel=parallel)

@@ -143,7 +143,7 @@ def test_paged_logits_are_those_of_transformers(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["grouped queries", "sliding window", "qwen2, half of it sliding"])
 @pytest.mark.parametrize("block_size", [1, 8, 16, 32, 128])
-@pytest.mark.parametrize("longest_chunk", [1, 5, 64])
+@pytest.mark.parametrize("longest_chunk", [pytest.param(1, marks=pytest.mark.slow), 5, 64])
 def test_neither_blocks_nor_chunks_change_the_logits(case: str, block_size: int, longest_chunk: int) -> None:
     model = build(case)
     sequences = random_sequences(VOCAB, [70, 1, 16, 33], seed=block_size)

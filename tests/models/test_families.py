@@ -224,7 +224,7 @@ def test_every_family_is_here_and_in_the_documentation() -> None:
     assert table() in DOCUMENTED.read_text()
 
 
-@pytest.mark.parametrize("kind", ["folder", "gguf"])
+@pytest.mark.parametrize("kind", ["folder", pytest.param("gguf", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_has_transformers_logits_in_the_library_and_in_torch(family: str, kind: str, tmp_path: Path) -> None:
     fields, keys = FAMILIES[family]

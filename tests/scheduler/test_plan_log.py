@@ -26,6 +26,7 @@ def played(num_blocks: int, prompts: list[int], n: int) -> list[StepPlan]:
     return plans
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
     num_blocks=st.integers(20, 60), prompts=st.lists(st.integers(1, 40), min_size=1, max_size=6), n=st.integers(1, 3)

@@ -52,16 +52,27 @@ def server() -> Iterator[Running]:
         yield running
 
 
+CONNECTIONS: dict[int, http.client.HTTPConnection] = {}
+"""By port, of the servers of one test."""
+
+
+@pytest.fixture(autouse=True)
+def close_connections() -> Iterator[None]:
+    yield
+    while CONNECTIONS:
+        CONNECTIONS.popitem()[1].close()
+
+
 def status_of(server: Running, method: str, target: str, key: str | None = None) -> int:
     """The status of a request whose target is sent as it is written."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection._validate_path = lambda url: None  # type: ignore[attr-defined]
+    if (connection := CONNECTIONS.get(server.port)) is None:
+        connection = CONNECTIONS[server.port] = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        connection._validate_path = lambda url: None  # type: ignore[attr-defined]
     headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
     connection.request(method, target, body=b"{}" if method == "POST" else None, headers=headers)
     with connection.getresponse() as response:
-        status = response.status
-    connection.close()
-    return status
+        response.read()  # the connection is used again
+        return response.status
 
 
 def example(path: str) -> str:

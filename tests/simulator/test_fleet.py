@@ -34,8 +34,8 @@ def figures(results: Results) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "demand",
     [
-        Demand(count=150, rate=40.0, input_len="uniform:1-300", output_len="uniform:1-60", burstiness=0.5),
-        Demand(count=150, users=12, think_s=0.2, input_len="uniform:1-3000", output_len="30", prefix_len="100"),
+        Demand(count=60, rate=40.0, input_len="uniform:1-300", output_len="uniform:1-60", burstiness=0.5),
+        Demand(count=60, users=12, think_s=0.2, input_len="uniform:1-3000", output_len="30", prefix_len="100"),
     ],
     ids=["open", "closed"],
 )

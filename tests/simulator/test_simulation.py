@@ -203,6 +203,7 @@ def test_the_largest_rate_keeps_the_targets_and_a_little_more_does_not() -> None
     assert targets.met(found.results)
 
 
+@pytest.mark.slow
 def test_the_largest_rate_of_a_trace_is_that_of_the_requests_which_are_simulated() -> None:
     trace = tuple(TraceRequest(at, 20, 20) for at in (*map(float, range(40)), *(39 + i / 100 for i in range(1, 41))))
     assert Demand(trace=trace).mean_rate == pytest.approx(79 / 39.4)
@@ -216,6 +217,7 @@ def test_the_largest_rate_of_a_trace_is_that_of_the_requests_which_are_simulated
     assert found.results.duration_s == pytest.approx(last, abs=1.0)
 
 
+@pytest.mark.slow
 def test_requests_of_a_trace_that_all_come_at_once_are_spread_to_find_a_rate() -> None:
     demand = Demand(trace=tuple(TraceRequest(0.0, 20, 20) for _ in range(40)))
     assert demand.mean_rate == math.inf

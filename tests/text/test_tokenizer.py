@@ -206,6 +206,7 @@ def test_the_library_finds_the_merges_that_python_does(scored: list[tuple[str, f
     assert merges_by_score(pieces, scores) == merges_by_score_in_python(pieces, scores)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("add_bos", [None, True, False])
 def test_a_sentencepiece_file_tokenises_as_transformers(add_bos: bool | None, tmp_path: Path) -> None:
     source = write_vocabulary(tmp_path / "v.gguf", lambda writer: fill_sentencepiece(writer, add_bos=add_bos))
@@ -398,6 +399,7 @@ def test_a_tokenizer_that_has_decoded_can_be_sent_to_another_process() -> None:
     assert copy.byte_pieces(True) is not None
 
 
+@pytest.mark.slow
 def test_another_process_reads_the_vocabulary_from_the_files_while_they_are_unchanged(tmp_path: Path) -> None:
     """Sending 262,144 tokens would stop all other threads for half a second."""
     path = tmp_path / "model.gguf"

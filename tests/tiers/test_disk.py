@@ -333,6 +333,7 @@ def test_a_size_without_a_directory_is_refused() -> None:
     assert EngineConfig().kv_disk_size == 20 << 30
 
 
+@pytest.mark.slow
 def test_the_disk_gives_up_slots_by_the_policy_of_the_options(tmp_path: Path) -> None:
     spec = KVCacheSpec.build([LayerKVSpec(num_kv_heads=1, key_dim=8, value_dim=8)], block_size=16, dtype="float32")
     for name, policy in (("adaptive", AdaptiveEviction), ("fifo", FifoEviction), ("lru", LruEviction)):

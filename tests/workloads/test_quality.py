@@ -41,6 +41,7 @@ def test_each_codec_is_compared_with_the_unquantised_cache(
     assert plain["perplexity"] > 1
 
 
+@pytest.mark.slow
 def test_a_table_of_codecs_by_layer_is_compared_too(
     tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -59,6 +60,7 @@ def test_a_limit_on_the_increase_of_perplexity_is_the_exit_code(
     assert ask(capsys, *small, "--max-ppl-increase", "0.5")[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sinks", "bounded", "sparse_read"])
 def test_a_budget_is_compared_with_everything_kept(
     mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -150,6 +150,7 @@ def test_dialogues_have_the_mean_lengths_of_their_dataset(name: str, prompt_mean
     assert statistics.fmean(r.max_tokens for r in requests) == pytest.approx(output_mean, rel=0.1)
 
 
+@pytest.mark.slow
 def test_ids_that_a_vocabulary_lacks_wrap_around_and_shared_prefixes_stay_shared() -> None:
     requests = [BenchRequest([5, 400, 320, 7], 3), BenchRequest([5, 400, 12], 3), BenchRequest([1, 2], 1)]
     clipped, num_cut = clip(requests, vocab_size=320)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pydantic
 import pytest
 
 from tests.server.conftest import Running, rendered, running_server
 from tests.server.fake_engine import FakeEngine
 from tests.server.scripted_engine import ScriptedEngine
+
+if TYPE_CHECKING:  # importing it takes a second, in every process that collects the tests
+    import anthropic
 
 PATH = "/v1/messages"
 USER: Any = {"role": "user", "content": "weather?"}
@@ -32,6 +34,8 @@ def server() -> Iterator[Running]:
 
 
 def client_of(server: Running) -> anthropic.Anthropic:
+    import anthropic
+
     return anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0)
 
 
@@ -287,6 +291,8 @@ def test_anthropics_client_lists_the_models(client: anthropic.Anthropic, server:
 
 
 def test_an_error_within_a_stream_is_an_event(start_server: Callable[..., Running]) -> None:
+    import anthropic
+
     server = start_server(FakeEngine(dies_after=3))
     with (
         client_of(server) as client,
