@@ -54,6 +54,17 @@ def test_a_chat_is_streamed_counted_and_kept(real: RealServer, page: Page) -> No
     assert page.value("localStorage.getItem('octavo-chats')") == "[]"
 
 
+def test_an_answers_marks_become_elements_and_its_html_stays_text(real: RealServer, page: Page) -> None:
+    page.open(real.url)
+    page.wait_for(READY)
+    text = "A **bold** word, `a<b>` and 2**3**4.\n```python\n<i>x</i> = `1`\n```\n**<u>u</u>**"
+    html = page.value(f"formatted({json.dumps(text)}).innerHTML").replace(' class=""', "")
+    assert html == (
+        "A <b>bold</b> word, <code>a&lt;b&gt;</code> and 2<b>3</b>4.\n"
+        "<pre>&lt;i&gt;x&lt;/i&gt; = `1`\n</pre><b>&lt;u&gt;u&lt;/u&gt;</b>"
+    )
+
+
 def test_an_answer_is_stopped_by_escape(real: RealServer, page: Page) -> None:
     page.open(real.url)
     page.wait_for(READY)

@@ -58,16 +58,21 @@ function newMessage(message) {
 function fill(item, message) {
   const parts = [];
   if (message.thoughts) parts.push(element("details", "thoughts", element("summary", "", "Thoughts"), element("div", "text", message.thoughts)));
-  parts.push(withCode(message.content));
+  parts.push(formatted(message.content));
   if (message.about || message.failed) parts.push(aboutLine(message));
   const open = item.querySelector("details")?.open;
   item.replaceChildren(...parts);
   if (open) item.querySelector("details").open = true;
 }
-// Fenced code is set apart; all else is shown as it came.
-function withCode(text) {
+// Fenced code, `code` and **bold** become elements that hold text; all else is shown as it came.
+function formatted(text) {
   const parts = text.split(/^```[^\n]*\n?/m);
-  return element("div", "text", ...parts.map((part, i) => (i % 2 ? element("pre", "", part) : part)));
+  return element("div", "text", ...parts.flatMap((part, i) => (i % 2 ? [element("pre", "", part)] : withMarks(part))));
+}
+function withMarks(text) {
+  const parts = text.split(/(`[^`\n]+`|\*\*[^*\n]+\*\*)/);
+  const marked = (part) => (part[0] === "`" ? element("code", "", part.slice(1, -1)) : element("b", "", part.slice(2, -2)));
+  return parts.map((part, i) => (i % 2 ? marked(part) : part));
 }
 function aboutLine(message) {
   const line = element("p", message.failed ? "about failed" : "about", message.failed || message.about);
