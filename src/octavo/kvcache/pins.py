@@ -91,7 +91,7 @@ class PinTable:
 
     def __iter__(self) -> Iterator[Pin]:
         """Iterate over all pins, the soonest to expire first."""
-        return iter(sorted(self._pins.values(), key=_expiry))
+        return iter(sorted(self._pins.values(), key=lambda pin: pin.expires_at))
 
     def pin(self, chain: TokenChain, length: int, salt: str, tenant: str, ttl_seconds: float) -> Pin | None:
         """Pin the cached part of a chain's first `length` full blocks, as far as the tenant's share and the budget
@@ -117,10 +117,10 @@ class PinTable:
         else:
             pin = Pin(pin_id, tenant, length * chain.block_size, blocks, ttl_seconds, expires_at)
             self._pool.pin(blocks)
-            if before is not None:
-                self._release([before])
-            else:
+            if before is None:
                 self.counters.num_pinned += 1
+            else:
+                self._remove([before])
         self._pins[pin_id] = pin
         self._next_expiry = min(self._next_expiry, pin.expires_at)
         return pin
@@ -128,34 +128,24 @@ class PinTable:
     def unpin(self, pin_id: str) -> bool:
         """Remove a pin before it expires; False if there is none."""
         self.expire()
-        pin = self._pins.pop(pin_id, None)
-        if pin is None:
-            return False
-        self._release([pin])
-        self.counters.num_unpinned += 1
-        return True
+        count = self._remove([self._pins[pin_id]] if pin_id in self._pins else [])
+        self.counters.num_unpinned += count
+        return bool(count)
 
     def expire(self) -> int:
         """Remove expired pins and return their number; if there are none, this only reads the clock."""
         if not self._pins or (now := self.clock()) < self._next_expiry:
             return 0
-        over = [pin for pin in self._pins.values() if pin.expires_at <= now]
-        for pin in over:
-            del self._pins[pin.pin_id]
-        self._release(over)
-        self.counters.num_expired += len(over)
+        count = self._remove([pin for pin in self._pins.values() if pin.expires_at <= now])
+        self.counters.num_expired += count
         self._next_expiry = min((pin.expires_at for pin in self._pins.values()), default=inf)
-        return len(over)
+        return count
 
     def yield_one(self) -> bool:
         """Remove the pin that expires first, to make room; False if there is none."""
-        if not self._pins:
-            return False
-        pin = min(self._pins.values(), key=_expiry)
-        del self._pins[pin.pin_id]
-        self._release([pin])
-        self.counters.num_yielded += 1
-        return True
+        count = self._remove([*self][:1])
+        self.counters.num_yielded += count
+        return bool(count)
 
     def num_blocks_of(self, tenant: str) -> int:
         """Return the number of blocks that the pins of a tenant hold. O(those, once for each pin)."""
@@ -198,11 +188,9 @@ class PinTable:
             length -= -(-excess // len(tables))
         return 0, table_of(np.empty(0, np.int32))
 
-    def _release(self, pins: Sequence[Pin]) -> None:
+    def _remove(self, pins: Sequence[Pin]) -> int:
         for pin in pins:
+            del self._pins[pin.pin_id]
             # The tail first, so that it is evicted before the head.
             self._pool.unpin(pin.blocks[::-1])
-
-
-def _expiry(pin: Pin) -> float:
-    return pin.expires_at
+        return len(pins)

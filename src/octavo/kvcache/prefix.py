@@ -159,8 +159,12 @@ class PrefixIndex:
         tables = [new_table() for _ in self._windows]
         for group, window in enumerate(self._windows):
             if window is None:
-                tables[group] = self._leading_with(group, chain, hit, host)
-                hit = len(tables[group])
+                tables[group] = leading = self.leading(group, chain, hit)
+                while host is not None and len(leading) < hit:
+                    if (block := self._get_with(group, chain, len(leading), host)) is None:
+                        break
+                    leading.append(block)
+                hit = len(leading)
         # A block missing at index j fails every hit that ends after j and still sees j, so the end moves to j.
         is_whole = False
         while not is_whole:
@@ -270,14 +274,6 @@ class PrefixIndex:
             if (differ := slab.take(part, axis=0) != tokens[start : start + len(part)]).any():
                 return start + int(differ.any(axis=1).argmax())
         return len(ids)
-
-    def _leading_with(self, group: int, chain: TokenChain, limit: int, host: HostMemory | None) -> BlockTable:
-        """Return the blocks of `leading`, continued by those in host memory, as negative ids."""
-        found = self.leading(group, chain, limit)
-        if host is not None:
-            while len(found) < limit and (block := self._get_with(group, chain, len(found), host)) is not None:
-                found.append(block)
-        return found
 
     def _get_with(self, group: int, chain: TokenChain, index: int, host: HostMemory | None) -> BlockId | None:
         """Return a block; one in host memory as a negative id, minus its slot."""

@@ -270,17 +270,17 @@ class _Queue:
         return BlockId(blocks[head]) if head < len(blocks) else None
 
     def take(self, most: int, places: array[int], stamps: array[int] | None = None) -> list[BlockId]:
-        taken: list[BlockId] = []
-        stamp = None
-        while len(taken) < most and (block_id := self.oldest(places)) is not None:
-            if stamps is not None:
-                if stamp is not None and stamps[block_id] != stamp:
+        blocks, head, stride, offset, taken = self._blocks, self._head, self._stride, self._offset, list[int]()
+        while len(taken) < most and head < len(blocks):
+            block_id = blocks[head]
+            if places[block_id] == head * stride + offset:
+                if stamps is not None and taken and stamps[block_id] != stamps[taken[0]]:
                     break
-                stamp = stamps[block_id]
-            taken.append(block_id)
-            places[block_id] = 0
-            self._head += 1
-        return taken
+                taken.append(block_id)
+                places[block_id] = 0
+            head += 1
+        self._head = head
+        return cast(list[BlockId], taken)
 
     def held(self, places: array[int]) -> BlockIds:
         """Return the blocks from the oldest to the newest. O(numbers)."""
