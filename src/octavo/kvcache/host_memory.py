@@ -54,11 +54,6 @@ class Slot(Enum):
     READY = "ready"
 
 
-class _Load(NamedTuple):
-    slot: HostBlockId
-    seq_id: SequenceId
-
-
 class Lent(NamedTuple):
     """A ready slot as seen by another thread. Its contents are the label's as long as its `fill` stays the same."""
 
@@ -118,7 +113,7 @@ class HostMemory:
         self._writing: dict[HostBlockId, Slot] = {}
         # Planned for the next step.
         self._stores: dict[HostBlockId, BlockId] = {}
-        self._loads: dict[BlockId, _Load] = {}
+        self._loads: dict[BlockId, tuple[HostBlockId, SequenceId]] = {}
         self._stores_in_flight: list[HostBlockId] = []
         self._loads_in_flight: list[HostBlockId] = []
 
@@ -200,7 +195,7 @@ class HostMemory:
     def store_prefix(self, block_id: BlockId, label: Label, tenant: str) -> None:
         """Plan to store a block of the device with the next step, until which its contents must not change."""
         if (slot := self._slot(label.key)) is None:
-            if (slot := self._take_slot(Slot.STORING, label, tenant)) is not None:
+            if (slot := self.reserve(label, tenant, Slot.STORING)) is not None:
                 self._stores[slot] = block_id
         elif self._writing.get(slot) is Slot.KEEPING:
             self._writing[slot] = Slot.STORING
@@ -230,7 +225,7 @@ class HostMemory:
         slots: list[HostBlockId] = []
         for (block_id, label), there in zip(blocks, known, strict=True):
             if (slot := there) is None:
-                slot = self._take_slot(Slot.KEEPING, label, tenant)
+                slot = self.reserve(label, tenant, Slot.KEEPING)
                 assert slot is not None
                 self._stores[slot] = block_id
                 self.hold((slot,))
@@ -245,12 +240,12 @@ class HostMemory:
         The caller's holds of the slots become the loads'.
         """
         for slot, block_id in zip(slots, block_ids, strict=True):
-            self._loads[block_id] = _Load(slot, seq_id)
+            self._loads[block_id] = slot, seq_id
 
     def cancel_loads(self, seq_id: SequenceId) -> None:
         """Cancel the loads of a sequence that no step has taken, because it gives up its blocks."""
-        for block_id in [block for block, load in self._loads.items() if load.seq_id == seq_id]:
-            self.release((self._loads.pop(block_id).slot,))
+        for block_id in [block for block, (_, loading) in self._loads.items() if loading == seq_id]:
+            self.release(self._loads.pop(block_id)[:1])
 
     # With steps
 
@@ -260,9 +255,9 @@ class HostMemory:
         They name rows of memory instead of slots.
         """
         stores = [BlockTransfer(block, HostBlockId(slot - 1)) for slot, block in self._stores.items()]
-        loads = [BlockTransfer(block, HostBlockId(load.slot - 1)) for block, load in self._loads.items()]
+        loads = [BlockTransfer(block, HostBlockId(slot - 1)) for block, (slot, _) in self._loads.items()]
         self._stores_in_flight.extend(self._stores)
-        self._loads_in_flight.extend(load.slot for load in self._loads.values())
+        self._loads_in_flight.extend(slot for slot, _ in self._loads.values())
         self._stores.clear()
         self._loads.clear()
         return stores, loads
@@ -292,12 +287,23 @@ class HostMemory:
 
     # With stores below
 
-    def reserve(self, label: Label, tenant: str) -> HostBlockId | None:
-        """Reserve a slot that a store will fill; None if no slot is free or evictable.
+    def reserve(self, label: Label, tenant: str, state: Slot = Slot.FILLING) -> HostBlockId | None:
+        """Take a slot for writing, with the writer's reference; None if no slot is free or evictable.
 
         It will be found by the label, unless another slot has its key.
         """
-        return self._take_slot(Slot.FILLING, label, tenant)
+        if not self.pool.num_available:
+            self.counters.refused += 1
+            return None
+        self.counters.evicted += not self.pool.num_free
+        slot = HostBlockId(self.pool.allocate(1, tenant)[0])
+        self._fills[slot] = 0
+        self._writing[slot] = state
+        if self.records.keys.put(label.key, slot):
+            self.records.groups[slot] = _PRIVATE if label.is_private else _PREFIX
+            if not label.is_private:
+                self.records.write(slot, label.parent, label.tokens)
+        return slot
 
     def filled(self, slot: HostBlockId, origin: str, *, hold: bool) -> bool:
         """Make a reserved slot ready, once all its bytes have arrived and match its label.
@@ -349,7 +355,7 @@ class HostMemory:
         ):
             if noted != written:
                 yield f"slots {sorted(noted)} of host memory are noted as {how}, those are {sorted(written)}"
-        held = [*kept, *(load.slot for load in self._loads.values()), *self._loads_in_flight, *writing]
+        held = [*kept, *(slot for slot, _ in self._loads.values()), *self._loads_in_flight, *writing]
         held += chain.from_iterable(holder() for holder in self.holders)
         for found in check_references(records, [new_table(held)]):
             yield f"host memory: {found}"
@@ -360,21 +366,6 @@ class HostMemory:
 
     def _slot(self, key: bytes) -> HostBlockId | None:
         return cast("HostBlockId | None", self.records.keys.get(key))
-
-    def _take_slot(self, state: Slot, label: Label, tenant: str) -> HostBlockId | None:
-        """Take a free or evictable slot for writing, with the writer's reference; None if there is none."""
-        if not self.pool.num_available:
-            self.counters.refused += 1
-            return None
-        self.counters.evicted += not self.pool.num_free
-        slot = HostBlockId(self.pool.allocate(1, tenant)[0])
-        self._fills[slot] = 0
-        self._writing[slot] = state
-        if self.records.keys.put(label.key, slot):
-            self.records.groups[slot] = _PRIVATE if label.is_private else _PREFIX
-            if not label.is_private:
-                self.records.write(slot, label.parent, label.tokens)
-        return slot
 
     def _become_ready(self, slot: HostBlockId) -> bool:
         """Release a slot that is no longer written; returns whether it can be found from now on."""

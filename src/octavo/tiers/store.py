@@ -76,8 +76,9 @@ class Store:
         self._most_write_bytes = most_write_bytes
         self._most_writers = max(1, num_threads - 1)
         self._clock = clock
-        self._reading = Breaker(self.name, "reads", most_faults, retry_seconds, clock)
-        self._writing = Breaker(self.name, "writes", most_faults, retry_seconds, clock)
+        self._reading = reading = Breaker(self.name, "reads", most_faults, retry_seconds, clock)
+        self._writing = writing = Breaker(self.name, "writes", most_faults, retry_seconds, clock)
+        self._breakers = {Work.ASK: reading, Work.READ: reading, Work.WRITE: writing}
         self._changed = threading.Condition()  # of all below: there is something to do, or a writer has finished
         self._queues = {work: deque[Transfer]() for work in Work}
         self._coming: set[bytes] = set()  # keys of requested writes
@@ -196,7 +197,7 @@ class Store:
             try:
                 outcomes = self._carry_out(transfer)
             except BaseException as error:  # a store's thread must survive any exception
-                self._breaker(transfer.work).fault(error)
+                self._breakers[transfer.work].fault(error)
                 outcomes = [_reason_of(error)] * len(transfer.labels)
             self._finish(transfer, outcomes)
             if transfer.work is Work.WRITE:
@@ -244,9 +245,9 @@ class Store:
             else:
                 outcomes = [self.medium.write(labels[0], buffers[0], transfer.tenant)]
         except Exception as error:
-            self._breaker(transfer.work).fault(error)
+            self._breakers[transfer.work].fault(error)
             return [_reason_of(error)] * len(labels)
-        self._breaker(transfer.work).judge(outcomes)
+        self._breakers[transfer.work].judge(outcomes)
         return outcomes
 
     def _stopped(self, transfer: Transfer) -> Reason | None:
@@ -258,10 +259,7 @@ class Store:
         return Reason.CLOSED if self._out_of_time or self._is_stopped(transfer.work) else None
 
     def _is_stopped(self, work: Work) -> bool:
-        return self._reading.is_closed or self._breaker(work).is_closed
-
-    def _breaker(self, work: Work) -> Breaker:
-        return self._writing if work is Work.WRITE else self._reading
+        return self._reading.is_closed or self._breakers[work].is_closed
 
     def _finish(self, transfer: Transfer, outcomes: Sequence[Reason | None]) -> None:
         transfer.outcomes += outcomes
