@@ -133,30 +133,6 @@ def test_the_drawing_has_every_room_and_no_other() -> None:
     assert {room(module) for module in modules()} - {""} == set(LINE_OF)
 
 
-def test_the_rules_are_read_from_the_drawing() -> None:
-    document = """
-## Layers
-
-    cli.py          what follows two spaces | describes
-    models/ | sampling/
-    errors.py
-
-- No torch, directly or indirectly: `errors.py`,
-  `sampling/`. Why.
-- No web framework: `models/` and everything below it, except `models/page.py`.
-
-## Next
-
-    not drawn
-"""
-    assert read_rules(document) == Rules(
-        lines=[["cli"], ["models", "sampling"], ["errors"]],
-        without_torch={"errors", "sampling"},
-        highest_without_web="models",
-        web_exceptions={"octavo.models.page"},
-    )
-
-
 @pytest.mark.parametrize("name", sorted({room(module) for module in modules()} - {""}))
 def test_a_room_imports_only_what_stands_below_it(name: str) -> None:
     upward = [
@@ -297,11 +273,6 @@ def type_names(tree: ast.Module) -> Iterator[str]:
                 yield name
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Subscript()) if name.lstrip("_")[:2].istitle():
                 yield name
-
-
-def test_names_of_types_are_found() -> None:
-    code = "class A: ...\nPair = tuple[int, int]\n_Own = list[int]\nLIMITS = x[1]\nfirst = x[0]\nOther = A()"
-    assert list(type_names(ast.parse(code))) == ["A", "Pair", "_Own"]
 
 
 @pytest.mark.slow

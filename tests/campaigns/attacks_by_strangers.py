@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import socket
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -373,9 +374,9 @@ async def half_closed(port: int) -> list[Answer]:
 
 
 async def chain_of_responses(port: int) -> list[Answer]:
-    """Two hundred responses, each of which continues the one before and adds 50 kB."""
-    found, before = [], None
-    for _ in range(200):
+    """Two hundred responses, each of which continues the one before and adds 50 kB; as many as come in 30 s."""
+    found, before, ends = [], None, time.monotonic() + 30
+    while len(found) < 200 and time.monotonic() < ends:
         body = {"input": "x " * 25_000, "max_output_tokens": 1, "previous_response_id": before, "truncation": "auto"}
         body = {**body, "input": [{"role": "user", "content": "x", "unknown": "j" * 50_000}]}
         found.append(answer := await post(port, RESPONSES, as_json(body), 3, keeps=200_000))
