@@ -83,7 +83,7 @@ def create_app(
     app.router.redirect_slashes = False
     app.state.endpoints = endpoints
     # Called by the server at start-up, so that the first chat need not wait until a process has started.
-    app.state.warm_up = handling.warm_up
+    app.state.warm_up = handling.reading.warm_up
     return app
 
 

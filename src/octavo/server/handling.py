@@ -81,7 +81,7 @@ class Handling:
         self._config = config
         self._in_flight = in_flight
         self.names = served_names(engine, config)
-        self._reader = LocalApisReader(
+        self.reader = LocalApisReader(
             tokenizer=_tokenizer_of(engine),
             vocab_size=engine.info.vocab_size,
             hidden_size=engine.info.hidden_size,
@@ -98,16 +98,8 @@ class Handling:
         # Shared by all bodies with several prompts.
         self._turnstile = Turnstile(AT_ONCE, lambda: engine.is_planning, lambda: engine.is_stepping)
         self.intake = BodyIntake(config.max_body_size, config.max_total_body_size)
-        self.reading = ReaderPool(self._reader, config.max_body_seconds, config.max_body_memory)
-        self.routed = RoutedPrompts(routers, self._reader.prompt_fingerprint, config.role)
-
-    def warm_up(self) -> None:
-        """Start the process that reads chats in the background, so that the first chat need not wait for it."""
-        self.reading.warm_up()
-
-    @property
-    def reader(self) -> LocalApisReader:
-        return self._reader
+        self.reading = ReaderPool(self.reader, config.max_body_seconds, config.max_body_memory)
+        self.routed = RoutedPrompts(routers, self.reader.prompt_fingerprint, config.role)
 
     async def read(self, request: Request, method: str) -> Any:
         """Receive the request's body and return the result of `BodyReader.<method>`."""
