@@ -1,4 +1,4 @@
-"""Least served first: the one rule by which tenants share places, service, time and memory."""
+"""Least served first: the one rule for sharing places, service, time and memory among tenants."""
 
 from __future__ import annotations
 

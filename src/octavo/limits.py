@@ -128,7 +128,7 @@ class RequestLimits(Options):
             )
 
     def check_room(self, waiting_requests: int, waiting_tokens: int, num_tokens: int) -> None:
-        """Refuse a prompt of `num_tokens` for which the queue has no room.
+        """Refuse a prompt of `num_tokens` that the queue has no room for.
 
         Raises:
             OverloadedError: the queue is full. The message has the limit, but not how much other tenants have waiting.

@@ -157,7 +157,7 @@ class LLM:
         return self.core.reset_prefix_cache()
 
     def pin_prefix(self, prompt: PromptLike, ttl_seconds: float) -> PinReceipt:
-        """Compute a prefix, and keep it cached for `ttl_seconds`, whatever else is served meanwhile.
+        """Compute a prefix, and keep it cached for `ttl_seconds`, regardless of other requests.
 
         Only full blocks can be pinned, and `pin_budget` limits all pins together; the receipt has the number of tokens
         that were pinned. Pinning a prefix again renews the pin. Pins yield to a request that could not run otherwise.

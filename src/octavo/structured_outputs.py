@@ -44,14 +44,14 @@ _SPACE_AFTER_REASONING = r"/[ \n]{1,4}/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """A constraint, of which exactly one of the first five fields is given.
+    """A constraint; exactly one of the first five fields is given.
 
     Validated at construction; raises `RequestError` naming the field.
 
     Attributes:
         json: a JSON Schema, as an object or as its text; stored as text.
         regex: a regular expression that the whole output matches (Rust's syntax: no look-around, no back references).
-        choice: strings of which the output is one; stored as a tuple.
+        choice: strings to choose the output from; stored as a tuple.
         grammar: a context-free grammar in Lark's or GBNF's notation.
         json_object: whether the output is any JSON object.
         strict: if False, keywords of a JSON Schema that cannot be enforced are ignored instead of refused.

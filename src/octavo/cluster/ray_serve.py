@@ -52,7 +52,7 @@ _ROUTER_KEY = "ingress-of-the-same-application"
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return ports on which nobody listens: a port is asked for by number, because its number must be known."""
+    """Return free ports: a port is asked for by number, because its number must be known."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
         return [each.getsockname()[1] for each in sockets]

@@ -116,7 +116,7 @@ class Readers:
         return self._by_group.get(worker.group)
 
     async def add(self, worker: Worker) -> None:
-        """Find a tokenizer with which prompts get the server's tokens."""
+        """Find a tokenizer that gives prompts the server's tokens."""
         if worker.group not in self._by_group:
             self._by_group[worker.group] = await asyncio.to_thread(self._reader, worker)
 

@@ -161,7 +161,7 @@ def _as_text(compared: Comparison, path: Path) -> str:
 
 
 def _uniform(candidates: list[str]) -> list[str]:
-    """Return the uniform codecs with which a table of the candidates can be compared."""
+    """Return the uniform codecs to compare a table of the candidates with."""
     return [name for name, format in KV_FORMATS.items() if {format.keys.name, format.values.name} <= set(candidates)]
 
 

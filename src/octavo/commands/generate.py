@@ -90,7 +90,7 @@ def _answer(llm: LLM, batch: list[PromptInput], use_tqdm: bool) -> list[RequestO
 
 
 def _with_source(error: RequestError, batch: list[PromptInput]) -> RequestError:
-    """Return the error with the line of the file in place of the index with which the message of `LLM` begins."""
+    """Return the error with the file's line number in place of the index that begins `LLM`'s message."""
     match = re.match(r"prompt ([0-9]+): ", str(error))
     index, message = (int(match[1]), str(error)[match.end() :]) if match else (0, str(error))
     named = match or len(batch) == 1

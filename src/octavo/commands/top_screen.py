@@ -164,7 +164,7 @@ class State:
         return drawn
 
     def _num_requests(self) -> int:
-        """Return the number of requests, of which a server sends only the first ones that wait.
+        """Return the number of requests; a server sends only the first of those waiting.
 
         It says how many sequences wait: one of a request that was not yet admitted, and some of one that was preempted,
         here taken to be all. So this is exact where all are sent, and else where no request of several sequences was

@@ -87,7 +87,7 @@ def _written(render: Render, *, as_text: bool) -> str | None:
 
 
 def _after_prompt(render: Render, written: str) -> str:
-    """Return the part of `written` with which an answer begins; "" if that cannot be told."""
+    """Return the part of `written` that begins an answer; "" if that cannot be told."""
     try:
         prompt = render([{"role": "user", "content": _QUESTION}], add_generation_prompt=True)
     except RequestError:

@@ -279,7 +279,7 @@ class GrammarState:
         self._matcher = None
 
     def give_up_forcing(self) -> bool:
-        """Stop looking for forced tokens, of which there may be no end; return False if that was done before."""
+        """Stop looking for forced tokens, which may never end; return False if that was done before."""
         gave_up, self._forces, self._matcher = self._forces, False, None
         return gave_up
 

@@ -104,5 +104,5 @@ class BlockRecords:
         return bytes(self.tokens[block_id * width : (block_id + 1) * width])
 
     def label(self, block_id: int) -> Label:
-        """Return a block's label, by which other tiers know it."""
+        """Return a block's label, its name in other tiers."""
         return Label(self.key(block_id), self.parent_prefix(block_id), self.token_bytes(block_id))

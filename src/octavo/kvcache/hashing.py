@@ -205,7 +205,7 @@ class TokenChain:
         return self._length
 
     def grow(self, num_tokens: int, read: Callable[[int, int], Sequence[int]]) -> None:
-        """Add the new full blocks of a sequence of `num_tokens` tokens, of which `read` returns any slice."""
+        """Add the new full blocks of a sequence of `num_tokens` tokens; `read` returns any slice of them."""
         have, size = self._length, self.block_size
         wanted = min(num_tokens // size, self.most)
         if wanted > have:

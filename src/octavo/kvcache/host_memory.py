@@ -10,7 +10,7 @@ A slot is in the index under its block's key from the moment it is taken: a bloc
 not fetched again. The key is that of the prefix that the block ends; or, for a half-filled block or without prefix
 caching, a private key of the preempted sequence that it belongs to.
 
-A slot is referenced by whoever writes it, and by each hold: a step copies it to the device, a store writes it out, a
+A slot is referenced by its writer and by each hold: a step copies it to the device, a store writes it out, a
 request waits for it, or preempted sequences need it. Like the device's blocks, slots without references are cached if
 they can be found, and free if not.
 
@@ -187,7 +187,7 @@ class HostMemory:
                 self.not_filled(slot)
 
     def forget(self, slots: Iterable[HostBlockId]) -> None:
-        """Forget the keys of slots with a reference, so that they are free once nobody holds them."""
+        """Forget the keys of slots with a reference, so that they are free once no hold is left."""
         self.records.forget(_ids([*slots]))
 
     # From the device
@@ -324,7 +324,7 @@ class HostMemory:
         return True
 
     def not_filled(self, slot: HostBlockId) -> None:
-        """Forget a slot that is no longer being written, which is free once nobody holds it."""
+        """Forget a slot that is no longer being written, which is free once no hold is left."""
         self.forget((slot,))
         self._become_ready(slot)
 

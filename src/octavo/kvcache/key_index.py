@@ -6,7 +6,7 @@ All three are one hash table from keys of 16 or 8 bytes to small ids:
     after  [ – | 0 | 4 | 0 | 0 | 0 | … ]    by id + 1: the next key of the same home, 0 for none
     keys   [ – | key of 0 | key of 1 | … ]  by id + 1
 
-There are as many homes as ids, so a home has at most one key on average, whatever their number. A key's home depends on
+There are as many homes as ids, so that a home never has more than one key on average. A key's home depends on
 a random secret of the process, so that clients cannot choose keys that collide.
 """
 

@@ -46,7 +46,7 @@ class KVCacheManager:
         num_blocks: size of the pool, including the null block.
         prefix_cache: `hashed`, or `radix` to evict leaves first; None to cache no prefixes.
         eviction: name of the policy that chooses which cached block to evict, on the device and in host memory.
-        identity: what keys and values depend on besides the tokens: model fingerprint, dtype, codec, …
+        identity: inputs of keys and values other than the tokens: model fingerprint, dtype, codec, …
         num_swap_slots: blocks of host memory for preempted sequences.
         num_prefix_slots: additional blocks of host memory, for prefixes that the device evicts.
         demotion: policy that chooses which of the device's blocks are copied to the host.

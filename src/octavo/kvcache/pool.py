@@ -82,7 +82,7 @@ class BlockPool:
         return self.num_blocks - 1 - self.num_available - self.num_pinned
 
     def grow(self, block_ids: Iterable[int]) -> None:
-        """Add free blocks, the last of which `allocate` hands out first."""
+        """Add free blocks; `allocate` hands out the last one first."""
         self._free.extend(block_ids)
 
     def count_owners(self, held: Iterable[tuple[str, BlockTable]]) -> None:

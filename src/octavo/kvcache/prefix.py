@@ -82,7 +82,7 @@ class PrefixIndex:
 
     Args:
         blocks: the record of the pool's blocks; if it records no contents, nothing is cached.
-        identity: what keys and values depend on besides the tokens: model fingerprint, dtype, codec, …
+        identity: inputs of keys and values other than the tokens: model fingerprint, dtype, codec, …
         windows: by group of layers, its sliding window, None for full attention.
     """
 

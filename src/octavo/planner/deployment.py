@@ -34,8 +34,8 @@ _DEFAULT_MAX_NUM_SEQS = 256
 _UNLIMITED = 1 << 62
 # Nothing that is planned for has less memory: a number without a unit was meant as gigabytes.
 _LEAST_MEMORY = 1 << 20
-# What an engine's process takes on a CPU besides weights, activations and blocks (interpreter, libraries, tokenizer),
-# and its helper processes: 275 MiB, 88 MiB and 20 MiB, measured with SmolLM2-135M.
+# Memory of an engine's process on a CPU without weights, activations and blocks (interpreter, libraries, tokenizer),
+# and of its helper processes: 275 MiB, 88 MiB and 20 MiB, measured with SmolLM2-135M.
 PROCESS_BYTES = (275 + 88 + 20) << 20
 _CONTEXTS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 524288, 1048576)
 # Formats of a cache whose users at once are compared for each context.
@@ -371,7 +371,7 @@ class Deployment:
         return self.model.published_weights if self.options.weights == "auto" else None
 
     def _together(self, num_bytes: int) -> int:
-        """Return the bytes of keys and values on all devices, of which the last has `num_bytes`."""
+        """Return the bytes of keys and values on all devices, if the last has `num_bytes`."""
         stored = max(self.model.num_kv_heads, self.options.tensor_parallel_size)
         return num_bytes * stored // self.shape.num_kv_heads
 
@@ -449,7 +449,7 @@ class Deployment:
         ]
 
     def _longest_context(self) -> int:
-        """The longest context of which `concurrency` sequences fit, or one if none is given; 0: not one token fits."""
+        """The longest context at which `concurrency` sequences (default: 1) fit; 0: not one token fits."""
         wanted, spec, lengths = self.options.concurrency or 1, self.spec, range(1, self.max_model_len + 1)
         return bisect_left(lengths, True, key=lambda n: self.sequences_that_fit(self._cost(spec, n)) < wanted)
 

@@ -245,7 +245,7 @@ class WindowedLayers:
     per_chunk_work: float
 
     def saved(self, starts: Sequence[int], lengths: Sequence[int]) -> float:
-        """Return the seconds by which a step is shorter; `starts` and `lengths` are those of its plan."""
+        """Return how many seconds shorter a step is; `starts` and `lengths` are those of its plan."""
         size, tokens, work = self.size, 0, 0.0
         for start, length in zip(starts, lengths, strict=True):
             # The first query reaches back furthest, to `start + 1 - size`.

@@ -245,7 +245,7 @@ class SamplingBatch:
         return forbidden
 
     def numbers(self, *, again: bool = False) -> npt.NDArray[np.float64]:
-        """Return what the choice of each token depends on besides its logits: float64 [draws, 5].
+        """Return the inputs of each token's choice other than its logits: float64 [draws, 5].
 
             uniform | temperature | min_p | top_p | top_k        a temperature of 0 is greedy, and needs no uniform
 

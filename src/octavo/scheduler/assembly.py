@@ -44,7 +44,7 @@ def assemble_cache(
         num_blocks: size of the pool, including the null block.
         num_host_blocks: blocks of host memory for swapped sequences.
         num_prefix_blocks: additional blocks of host memory for prefixes.
-        identity: what keys and values depend on besides the tokens: model fingerprint, dtype, codec, …
+        identity: inputs of keys and values other than the tokens: model fingerprint, dtype, codec, …
         clock: a monotonic clock, in seconds.
     """
     return KVCacheManager(

@@ -328,7 +328,7 @@ class Speculator:
         return [(seq, seq.state.followed) for seq in streams if seq.state.followed.draft is not None]
 
     def _length(self, model: DraftModel, asked: Seq[tuple[float, int, Sequence]], base: _Base, alone: float) -> int:
-        """Return the length of drafts with which a step yields most tokens per second; 0 if none pays."""
+        """Return the draft length at which a step yields the most tokens per second; 0 if none pays."""
         count = base.num_streams
         expected, best, best_length = float(count), self._enough * count / alone, 0
         for length in range(1, self._most + 1):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:  # it imports numpy, and commands that only need their options import this
     from octavo.engine.outputs import RequestOutput
 
-# Number of small objects that a completion needs besides its tokens.
+# Number of small objects of a completion, apart from its tokens.
 _COMPLETION_WEIGHT = 8
 # An answer of at least this many small objects, about a millisecond of work, is assembled in a thread.
 HEAVY = 512

@@ -129,7 +129,7 @@ def path_of(scope: Scope) -> str:
 
 
 def api_of(scope: Scope) -> Api:
-    """Return the API of a request, in whose form it is answered.
+    """Return the API of a request, which decides the form of its answer.
 
     OpenAI and Anthropic both have /v1/models, where Anthropic's clients are recognised by the header
     `anthropic-version`.

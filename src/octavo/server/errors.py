@@ -79,7 +79,7 @@ def _api_error(
 
 @dataclass(frozen=True, slots=True)
 class ErrorKind:
-    """A reason for which the server refuses or ends a request; called with what its message names, it is the error.
+    """A reason why the server refuses or ends a request; called with what its message names, it is the error.
 
     Attributes:
         message: with a place, `{}`, for each argument.

@@ -8,7 +8,7 @@
     keys = ["sk-ops"]
     admin = true                                 # may use /debug and reset the prefix cache
 
-Without `cache_group` a tenant shares cached prefixes with nobody. `priority = [0, 10]` is the range of priorities that
+Without `cache_group` a tenant shares no cached prefixes. `priority = [0, 10]` is the range of priorities that
 its requests may give; `requests_per_minute`, `tokens_per_minute`, `max_concurrency`, `max_waiting_requests` and
 `max_waiting_tokens` limit all its keys together; `kv_floor` and `kv_cap` bound its share of the KV cache. `_READERS`
 lists all fields.
@@ -57,7 +57,7 @@ class Client:
 
     Attributes:
         tenant: the tenant that the work is accounted to; empty if no API key is required.
-        cache_group: tenants of the same group share cached prefixes; None if this tenant shares them with nobody.
+        cache_group: tenants of the same group share cached prefixes; None if this tenant does not share them.
         min_priority, max_priority: range of the `priority` that a request may give (lower is served first); None for
             the server's own limit. In the file `priority = [min, max]`; by default a tenant may not go before others.
         weight: share of service relative to other tenants, if `scheduling_policy` is "vtc".
@@ -126,7 +126,7 @@ class KeyRing:
     """The accepted keys and their owners.
 
     Keys are looked up by a digest keyed with a secret of this process, so that the time of a lookup reveals nothing
-    about any key, however often somebody guesses. The keys themselves are not kept.
+    about any key, however many guesses are made. The keys themselves are not kept.
     """
 
     def __init__(self, clients: Mapping[Digest, Client]) -> None:

@@ -214,7 +214,7 @@ def _timed_look(view: LiveView, scheduler: Scheduler) -> tuple[dict[str, Any], f
 
 
 def _marks(stats: EngineStats) -> tuple[int, ...]:
-    """Return numbers of which at least one differs from before if anything may have changed."""
+    """Return numbers; at least one differs from before if anything may have changed."""
     gauges = stats.gauges()
     return (stats.num_steps, gauges.num_running, gauges.num_waiting, stats.prompt_tokens, gauges.num_preemptions)
 

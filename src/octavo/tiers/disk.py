@@ -270,7 +270,7 @@ class DiskMedium(Medium):
         return True
 
     def _has_room(self) -> bool:
-        """Whether the total size allows one more slab, for which other models' are removed, the oldest first."""
+        """Whether the total size allows one more slab; other models' are removed for it, the oldest first."""
         while slab_bytes_in(self._root) + self._layout.slab_bytes > self._size:
             others = [folder for folder in model_folders(self._root) if folder != self._folder]
             if not others:

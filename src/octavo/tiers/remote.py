@@ -193,7 +193,7 @@ def signing_key(secret: str) -> bytes:
 
 
 def name_prefix(fingerprint: bytes, key: bytes | None) -> bytes:
-    """Return what the names of a model's blocks begin with; nobody without the signing key can guess it."""
+    """Return what the names of a model's blocks begin with; it cannot be guessed without the signing key."""
     if key is not None:
         fingerprint = blake2b(fingerprint, key=key, digest_size=16, person=b"octavo-kv-name").digest()
     return b"octavo:" + fingerprint.hex().encode() + b":"

@@ -36,7 +36,7 @@ LEAST_SLAB_SHARE = 16
 """Slabs after the first have at least this part of the usual size, however little room the file system has."""
 
 INDEX_BYTES = 560
-"""Memory that `DiskMedium` takes at most for each slot that holds a block, besides the eviction policy: its records,
+"""Memory that `DiskMedium` takes at most for each slot that holds a block, apart from the eviction policy: its records,
 its header and an entry in a dictionary, measured at its least favourable size and checked by a test."""
 
 _NAMES_FILE = "tenants.jsonl"

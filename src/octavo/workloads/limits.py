@@ -1,4 +1,4 @@
-"""The hardware limits of this machine, with which kernels and engines are compared.
+"""The hardware limits of this machine, as a yardstick for kernels and engines.
 
 Reading is measured with the fastest of three ways to read one buffer completely: torch's sum, torch's matrix times
 vector (both float32), and the library's packed bfloat16 product of one row. A buffer of `DRAM_BYTES` exceeds every

@@ -47,7 +47,7 @@ def random_token_ids(rng: random.Random, count: int, end: int = END_TOKEN_ID) ->
 
 
 def named_workload(name: str, seed: int = 0, end: int = END_TOKEN_ID) -> list[BenchRequest]:
-    """Return one of the fixed workloads with which engines are compared.
+    """Return one of the fixed workloads for comparing engines.
 
     single: one prompt of 64 tokens, 128 out. uniformN: N of those. mixedN: log-normal lengths of a chat service,
     16 to 1024 in and 8 to 256 out. sharedN: a shared prefix of 512 tokens, 32 more tokens each, 32 out. sharegptN and

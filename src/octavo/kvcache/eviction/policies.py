@@ -115,7 +115,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def _evict(self, count: int) -> list[BlockId]:
-        """Remove and return victims, of which at least so many are held."""
+        """Remove and return that many victims; at least as many must be held."""
 
     @abstractmethod
     def _in_order(self) -> Iterator[BlockId]:

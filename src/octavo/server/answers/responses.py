@@ -215,7 +215,7 @@ class ResponseAnswer(SingleChat):
         return super().read(output)
 
     def _logprobs_of(self, change: Change) -> list[dict[str, Any]]:
-        """Return the log-probabilities of the tokens by which a text has grown."""
+        """Return the log-probabilities of the tokens added to a text."""
         if self._arriving is None or not isinstance(change, Grew) or change.block.kind is not BlockKind.TEXT:
             return []
         taken = self._arriving.take(change.end - len(change.text), change.end)

@@ -151,7 +151,7 @@ class InfillTokens:
         )
 
     def prompt(self, body: InfillBody, tokenizer: TokenizerLike, most: int) -> list[int]:
-        """Return the prompt as tokens, of which there are at most `most`.
+        """Return the prompt as at most `most` tokens.
 
         As in llama.cpp, what is farthest from the middle is cut off first: extra files, then what is over three
         quarters of the room of the prefix and one quarter of the suffix.

@@ -137,7 +137,7 @@ class GenerationBody(Accounted, StreamedBody, Guided):
 
     PARAMETERS: ClassVar[Collection[str]] = PARAMETERS
 
-    stream_options: StreamOptions | None = taken("what a stream tells besides")
+    stream_options: StreamOptions | None = taken("additional content of a stream")
     response_format: dict[str, Any] | None = taken("the form of the answer", ranges=_response_formats, bulky=True)
     truncate_prompt_tokens: int | None = taken(
         "how many tokens at the prompt's end are kept; -1: as many as fit", ranges=token_count

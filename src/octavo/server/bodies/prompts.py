@@ -183,7 +183,7 @@ class PromptEncoder:
             marks = []
 
         def measure(index: int) -> int:
-            """Return how many of the prompt's tokens belong to messages up to `index`, whatever follows them."""
+            """Return how many of the prompt's tokens belong to messages up to `index`, whatever the rest is."""
             try:
                 beginning = render(messages[: index + 1], False, **variables)
             except RequestError:

@@ -348,7 +348,7 @@ class Dialects:
         return RenderedChat(described, None, len(described) - len(messages))
 
     def of_answer(self, calls: CallFormat | None, tools: ToolUse, prompt: str) -> Dialect:
-        """Return the dialect by which the answer to a rendered prompt is parsed."""
+        """Return the dialect that parses the answer to a rendered prompt."""
         reasoning = self._reasoning
         in_reasoning = has_reasoned = False
         if reasoning is not None:
