@@ -17,11 +17,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.datastructures import Headers
 
-from octavo.cluster.router import RelayedRequest, Router
+from octavo.cluster.router import RelayedRequest, Router, WorkerLostError, _Relayed
 from octavo.cluster.selection import Ticket
 from octavo.cluster.workers import RoutedPrompt
 from octavo.server.config import ServerConfig
 from octavo.server.errors import ApiError
+from octavo.server.http.connection import InFlight
 from octavo.server.routers import HINT_HEADER, KEY_HEADER, PROMPT_HEADER, RoutedPrompts, registered
 from octavo.workloads.server_process import running_server
 from tests.ports import free_port
@@ -189,6 +190,30 @@ def test_a_server_for_prefill_computes_long_prompts_of_one_for_decode_which_fetc
         routed.until(lambda counters: counters[f"worker_up/{prefill.url}"] == 0)
         assert routed.complete(text_of(9, 200)).status_code == 200
         assert routed.counters()["prefills_total/2xx"] == 4
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_an_answer_whose_server_is_lost_ends_with_an_error_event_or_unfinished_and_nothing_escapes(
+    is_stream: bool,
+) -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def lose(send: Any) -> None:
+        relayed._started, relayed._is_stream = True, is_stream
+        raise WorkerLostError
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    anything: Any = SimpleNamespace(workers=[])
+    relayed = _Relayed(anything, anything, InFlight())
+    relayed._run = lose
+    asyncio.run(relayed({"type": "http", "path": "/v1/completions", "headers": [], "state": {}}, receive, send))
+    assert [b"worker_lost" in message["body"] for message in sent] == [True] * is_stream
 
 
 def test_a_hint_goes_to_the_server_with_the_routers_key_and_a_clients_own_does_not() -> None:

@@ -331,8 +331,7 @@ class _Relayed(Response):
             elif self._is_stream:
                 last = api_of(scope).error_event(error.status, error.fields())
                 await send({"type": "http.response.body", "body": last, "more_body": False})
-            else:
-                raise  # the connection is closed, so the client sees that the answer is cut
+            # Else the answer stays unfinished: its connection is closed, so the client sees that it is cut.
 
     async def _run(self, send: Send) -> None:
         job, left = self._job, list(self._job.workers)
