@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -107,6 +109,33 @@ def test_a_prompt_goes_where_its_blocks_are_and_two_tenants_with_equal_prompts_h
         selection.close()
 
     with servers(format=form) as each:
+        asyncio.run(run(each))
+
+
+@pytest.mark.soak
+def test_a_choice_takes_no_longer_or_shorter_for_another_tenants_prompt_than_for_one_that_nobody_sent() -> None:
+    async def run(each: list[Server]) -> None:
+        selection, (_, second) = await indexed(each), each
+        ada, bob = (cache_scope(tenant, None, "") for tenant in ("ada", "bob"))
+        rng, workers = random.Random(1), [server.worker for server in each]
+        secret, unsent = list[float](), list[float]()
+        for _ in range(500):
+            sent, other = ([rng.randrange(1 << 20) for _ in range(SIZE * 24 + 1)] for _ in range(2))
+            second.compute(sent, tenant="ada")
+            await until(partial(overlap, selection, second.worker, sent, ada), SIZE * 24)
+            for prompt, times in rng.sample([(sent, secret), (other, unsent)], 2):
+                began = time.perf_counter()
+                ticket = await selection.choose(workers, RoutedPrompt(prompt, bob))
+                times.append(time.perf_counter() - began)
+                assert ticket.cached_tokens == 0
+                await selection.done(ticket)
+        # The share of pairs in which the secret took less: half of them, if an observer learns nothing.
+        auc = sum(each < late for each in secret for late in unsent) / len(secret) / len(unsent)
+        print(f"AUC {auc:.3f} of {len(secret)} pairs")
+        assert abs(auc - 0.5) < 0.08  # four standard deviations
+        selection.close()
+
+    with servers() as each:
         asyncio.run(run(each))
 
 
