@@ -267,7 +267,7 @@ class PrefixSelection(Selection):
         # A block or two may have been evicted since.
         heard.num_unheard = heard.num_unheard + 1 if found < full_blocks / 2 else 0
         if heard.num_unheard >= _MOST_UNHEARD and now - heard.read_at > _READ_ANEW_SECONDS:
-            logger.warning("the index hears nothing of %s: its events are read anew", worker.url)
+            logger.warning("the index knows none of the recent prompts of %s: its events are read anew", worker.url)
             if worker.worker_id in self._known:
                 await self.add(worker)
                 self._heard[worker.worker_id] = _Heard(read_at=now)
