@@ -140,6 +140,7 @@ class PrefixSelection(Selection):
         self._seconds = config.selection_timeout
         self._known: dict[int, Worker] = {}
         self._heard: dict[int, _Heard] = {}
+        self._rebuilding = asyncio.Lock()
         self.num_rebuilt = 0
         self._freeing: set[asyncio.Future[None]] = set()
 
@@ -152,15 +153,16 @@ class PrefixSelection(Selection):
         if worker.worker_id in self._known:
             await self.remove(worker)
         self._known[worker.worker_id] = worker
-        if not await self._is_done(self._service.upsert_worker(_record(worker))):
-            await self._rebuild()
+        service = self._service
+        if not await self._is_done(service.upsert_worker(_record(worker))):
+            await self._rebuild(service)
 
     async def remove(self, worker: Worker) -> None:
         # With it go the blocks that the index believes to be there.
         self._heard.pop(worker.worker_id, None)
-        was_known = self._known.pop(worker.worker_id, None) is not None
-        if was_known and not await self._is_done(self._service.delete_worker(worker.worker_id)):
-            await self._rebuild()
+        service, was_known = self._service, self._known.pop(worker.worker_id, None) is not None
+        if was_known and not await self._is_done(service.delete_worker(worker.worker_id)):
+            await self._rebuild(service)
 
     async def _is_done(self, call: Awaitable[Any]) -> bool:
         try:
@@ -170,21 +172,24 @@ class PrefixSelection(Selection):
             return False
         return True
 
-    async def _rebuild(self) -> None:
-        """Begin with an empty index."""
-        logger.error("the index has not answered for %g s: it is replaced", _INDEX_SECONDS)
-        self.num_rebuilt += 1
-        # It may hang too, and must not keep this process from ending.
-        ending = threading.Thread(target=self._service.shutdown, daemon=True)
-        ending.start()
-        ends = time.monotonic() + _INDEX_SECONDS
-        while ending.is_alive() and time.monotonic() < ends:
-            await asyncio.sleep(0.01)
-        self._service = self._new_service()
-        for worker in list(self._known.values()):
-            if not await self._is_done(self._service.upsert_worker(_record(worker))):
-                logger.error("the new index does not take in %s, so it is routed to by load only", worker.url)
-                self._known.pop(worker.worker_id, None)
+    async def _rebuild(self, hung: Any) -> None:
+        """Replace an index that hangs by an empty one that reads all servers' events."""
+        async with self._rebuilding:
+            if hung is self._service:
+                logger.error("the index has not answered for %g s: it is replaced", _INDEX_SECONDS)
+                self.num_rebuilt += 1
+                # It may hang too, and must not keep this process from ending.
+                ending = threading.Thread(target=hung.shutdown, daemon=True)
+                ending.start()
+                ends = time.monotonic() + _INDEX_SECONDS
+                while ending.is_alive() and time.monotonic() < ends:
+                    await asyncio.sleep(0.01)
+                self._service = self._new_service()
+            # Also if another call has replaced it: the server that this one was about may not have been in it yet.
+            for worker in list(self._known.values()):
+                if not await self._is_done(self._service.upsert_worker(_record(worker))):
+                    logger.error("the new index does not take in %s, so it is routed to by load only", worker.url)
+                    self._known.pop(worker.worker_id, None)
 
     async def choose(self, workers: Sequence[Worker], prompt: RoutedPrompt) -> Ticket:
         if not prompt.token_ids or not any(worker.worker_id in self._known for worker in workers):
