@@ -159,6 +159,12 @@ class Elsewhere:
         time.sleep(0.001)
         return play(plan)
 
+    def watch(self, on_failure: Callable[[], None]) -> None:
+        return
+
+    def failure(self) -> str:
+        return ""
+
     def close(self) -> None:
         return
 
@@ -256,7 +262,7 @@ def admission() -> Figures:
         head = make_request([7] * ((scheduler.kv.pool.num_available + 1) * BLOCK), max_tokens=1)
         scheduler.add(head)
         attempts: list[float] = []
-        part: Any = scheduler._admission
+        part: Any = scheduler._composer._admission
         admit = part.admit
 
         def timed(*arguments: Any) -> int:
