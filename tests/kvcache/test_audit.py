@@ -69,7 +69,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[KVCacheManager], Any], str]] = {
         lambda kv: kv.blocks.groups.__setitem__(int(kv.blocks.published()[0]), -1),
         "has a key or is published in the prefix cache, but not both",
     ),
-    "a broken order": (lambda kv: kv.pool._eviction._queues[0]._blocks.pop(), "eviction policy: False|stands twice"),  # type: ignore[attr-defined]
+    "a broken ring": (lambda kv: kv.pool._eviction._next.__setitem__(-1, -1), "eviction policy: False|stands twice"),  # type: ignore[attr-defined]
     "a miscounted block": (lambda kv: setattr(kv.pool, "num_cached", 5), "blocks, but 5 are counted"),
     "a lost host block": (lambda kv: kv.hierarchy.host.pool.blocks.references.__setitem__(1, 0), "free stack: False"),
     "a hold of nobody": (

@@ -39,7 +39,7 @@ _RANKED_BYTES = 72
 # The first layers attend broadly: no few blocks hold most of their attention (Tang et al. 2024, section 4.1).
 _DENSE_LAYERS = 2
 MEASURES_NO_COPIES = "needs a cache without copies in int8, which are of blocks in certain positions"
-_EVICTION_BYTES = {"lru": 9, "adaptive": 102}
+_EVICTION_BYTES = {"lru": 8, "adaptive": 101}
 
 
 def eviction_bytes(policy: str) -> int:

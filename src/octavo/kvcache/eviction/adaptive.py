@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, takewhile
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from octavo.kvcache.hashing import PREFIX_BYTES, key_prefix
 from octavo.kvcache.key_index import LatestKeys
 
 _ONCE, _AGAIN = 0, 1
+_RINGS = (-1, -2)  # by class
 _GHOSTS_PER_BLOCK = 4
 _SHORTEST_PERIOD = 256
 _SAMPLE = 4096
@@ -158,8 +160,8 @@ class AdaptiveEviction(LruEviction):
     """Evicts from two classes, blocks used once and blocks that came back, each in order of last use. The victim is the
     oldest block of the class with the lower rate of return.
 
-        once   oldest … newest       ghosts: keys of evicted blocks, four times as many as blocks
-        again  oldest … newest
+        once   oldest <─> … <─> newest       ghosts: keys of evicted blocks, four times as many as blocks
+        again  oldest <─> … <─> newest
 
     ARC (Megiddo and Modha 2003) moves a boundary between two such lists with every ghost that is hit. Here, ghosts
     complete the counts of returns by class and age (`ReturnRates`). Time is measured in uses of blocks, so that it does
@@ -169,11 +171,12 @@ class AdaptiveEviction(LruEviction):
     The rates are recomputed from a sample after as many uses as there are blocks, so that each operation is O(1).
     """
 
-    # Its place in a queue, a stamp, a key's prefix, a class, and the ghosts.
+    # Its place in a ring, a stamp, a key's prefix, a class, and the ghosts.
     BYTES_PER_BLOCK = LruEviction.BYTES_PER_BLOCK + 4 + PREFIX_BYTES + 1 + _GHOSTS_PER_BLOCK * GhostList.BYTES_EACH
+    _NUM_RINGS = 2
 
     def __init__(self) -> None:
-        super().__init__(num_queues=2)
+        super().__init__()
         self._kinds = bytearray()
         self._stamps = array("i")
         self._prefixes = array("Q")  # of keys
@@ -215,13 +218,13 @@ class AdaptiveEviction(LruEviction):
         if isinstance(block_ids, np.ndarray):
             again = np.frombuffer(kinds, np.uint8).take(block_ids) == _AGAIN
             np.frombuffer(stamps, np.int32)[block_ids] = now
-            self._append(_ONCE, where(~again, block_ids))
-            self._append(_AGAIN, where(again, block_ids))
+            self._append(_RINGS[_ONCE], where(~again, block_ids))
+            self._append(_RINGS[_AGAIN], where(again, block_ids))
             return
         for block_id in block_ids:
             stamps[block_id] = now
-        self._append(_ONCE, [block_id for block_id in block_ids if kinds[block_id] == _ONCE])
-        self._append(_AGAIN, [block_id for block_id in block_ids if kinds[block_id] == _AGAIN])
+        self._append(_RINGS[_ONCE], [block_id for block_id in block_ids if kinds[block_id] == _ONCE])
+        self._append(_RINGS[_AGAIN], [block_id for block_id in block_ids if kinds[block_id] == _AGAIN])
 
     def _evict(self, count: int) -> list[BlockId]:
         victims: list[BlockId] = []
@@ -237,7 +240,7 @@ class AdaptiveEviction(LruEviction):
     def restore(self, block_id: BlockId) -> None:
         if self._ghosts is not None:
             self._ghosts.take(self._prefixes[block_id].to_bytes(PREFIX_BYTES, "little"))
-        self._prepend(self._kinds[block_id], block_id)
+        self._prepend(_RINGS[self._kinds[block_id]], block_id)
 
     @property
     def _num_blocks(self) -> int:
@@ -249,11 +252,14 @@ class AdaptiveEviction(LruEviction):
 
     def _choose(self, most: int) -> list[BlockId]:
         """Evict at most `most` blocks that leave first by the current rates."""
-        once, again = (queue.oldest(self._places) for queue in self._queues)
-        if once is None or again is None:
-            return self._take(_AGAIN if once is None else _ONCE, most)
+        once, again = (BlockId(self._next[end]) for end in _RINGS)
+        if once < 0 or again < 0:  # the end of an empty ring
+            return self._take(_RINGS[_AGAIN if once < 0 else _ONCE], most)
+        oldest, end = (again, _RINGS[_AGAIN]) if self._leaves_first(again, once) else (once, _RINGS[_ONCE])
         # Blocks last used together, of the same class, are the same to the rates.
-        return self._take(_AGAIN if self._leaves_first(again, once) else _ONCE, most, self._stamps)
+        stamps, stamp = self._stamps, self._stamps[oldest]
+        together = takewhile(lambda block_id: stamps[block_id] == stamp, islice(self._ring(end), most))
+        return self._take(end, sum(1 for _ in together))
 
     def _leaves_first(self, again: BlockId, once: BlockId) -> bool:
         """Whether the victim is `again` rather than `once`, the oldest blocks of the two classes."""

@@ -10,7 +10,7 @@ from typing import Protocol, cast
 
 import numpy as np
 
-from octavo.kvcache.block import BlockId, BlockIds, where
+from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds
 
 SomeBlocks = Sequence[BlockId] | BlockIds
 """Distinct blocks: a list where they are few, and an array where they are many."""
@@ -52,15 +52,11 @@ class EvictionPolicy(ABC):
     def __init__(self) -> None:
         self.tree: Tree | None = None
         self._aside: set[BlockId] = set()
-        # By block id: its place in the order, negative or 0 if the block is not held.
-        self._places = array("q")
         self._length = 0
 
+    @abstractmethod
     def reserve(self, num_blocks: int) -> None:
         """Allocate for block ids below `num_blocks`; others must not be passed to the policy."""
-        if (missing := num_blocks - len(self._places)) > 0:
-            # A new array, because growing one may allocate more than that.
-            self._places = self._places + array(self._places.typecode, [0]) * missing
 
     def publish(self, block_id: BlockId, priority: int, key: bytes = b"") -> None:  # noqa: B027
         """Note that an active block enters the prefix cache; what was known about this id is discarded.
@@ -106,8 +102,7 @@ class EvictionPolicy(ABC):
         return self._length + len(self._aside)
 
     def __contains__(self, block_id: object) -> bool:
-        is_id = isinstance(block_id, int) and 0 <= block_id < len(self._places)
-        return (is_id and self._places[cast(int, block_id)] > 0) or block_id in self._aside
+        return isinstance(block_id, int) and (self._holds(block_id) or block_id in self._aside)
 
     def __iter__(self) -> Iterator[BlockId]:
         yield from self._in_order()
@@ -122,25 +117,11 @@ class EvictionPolicy(ABC):
         """Iterate over what is held by place, once each."""
 
     @abstractmethod
-    def _tidy(self) -> None:
-        """Drop what is left of removed blocks if it has become much; called after some were."""
-
     def _remove(self, block_ids: SomeBlocks) -> None:
-        places = self._places
-        if isinstance(block_ids, np.ndarray):
-            view = np.frombuffer(places, places.typecode)
-            found = view.take(block_ids)
-            if (absent := found <= 0).any():
-                raise KeyError(int(block_ids[absent.argmax()]))
-            view[block_ids] = -found
-            del view  # the array cannot be replaced while it is viewed
-        else:
-            for block_id in block_ids:
-                if places[block_id] <= 0:
-                    raise KeyError(block_id)
-                places[block_id] = -places[block_id]
-        self._length -= len(block_ids)
-        self._tidy()
+        """Stop holding blocks that are not set aside. Raises KeyError if one is not held."""
+
+    @abstractmethod
+    def _holds(self, block_id: int) -> bool: ...
 
     def _evict_leaves(self, count: int) -> list[BlockId]:
         victims: list[BlockId] = []
@@ -181,151 +162,158 @@ class EvictionPolicy(ABC):
 
 
 class LruEviction(EvictionPolicy):
-    """Evicts the least recently used block first. Sequences free their tail before their head, so tails go first."""
+    """Evicts the least recently used block first. Sequences free their tail before their head, so tails go first.
 
-    # A place of 4 bytes, and a number in the queue, of which an eighth may be out of date.
-    BYTES_PER_BLOCK = 9
+    The blocks form a ring in two arrays, 8 bytes per block. Its ends are joined by an entry at the arrays' end, which
+    negative ids reach; the null block, which is never held, stands for "not held":
 
-    def __init__(self, num_queues: int = 1) -> None:
-        super().__init__()
-        self._places = array("i")
-        self._queues = [_Queue(number, num_queues) for number in range(num_queues)]
+        -1 <─> oldest <─> … <─> newest <─> -1
 
-    def add(self, block_ids: SomeBlocks) -> None:
-        self._append(0, block_ids)
-
-    def restore(self, block_id: BlockId) -> None:
-        self._prepend(0, block_id)
-
-    def _evict(self, count: int) -> list[BlockId]:
-        return self._take(0, count)
-
-    def _in_order(self) -> Iterator[BlockId]:
-        for queue in self._queues:
-            yield from cast(list[BlockId], queue.held(self._places).tolist())
-
-    def _tidy(self) -> None:
-        if sum(map(len, self._queues)) > self._length + self._length // 8 + 64:
-            for queue in self._queues:
-                queue.tidy(self._places)
-
-    def _append(self, queue: int, block_ids: SomeBlocks) -> None:
-        self._queues[queue].append(block_ids, self._places)
-        self._length += len(block_ids)
-
-    def _prepend(self, queue: int, block_id: BlockId) -> None:
-        self._queues[queue].prepend(block_id, self._places)
-        self._length += 1
-
-    def _take(self, queue: int, most: int, stamps: array[int] | None = None) -> list[BlockId]:
-        """Remove and return the oldest blocks of a queue, at most so many; with stamps, those of one stamp."""
-        taken = self._queues[queue].take(most, self._places, stamps)
-        self._length -= len(taken)
-        return taken
-
-
-class _Queue:
-    """Blocks in the order in which they were added; removing one leaves its number, which is out of date from then on.
-
-        blocks   - - - 7 3 9 4 3        a number at index i is up to date if its block's place is i * stride + offset
-                       ^ head  ^ newest
-
-    Several queues may share the places of their blocks, each with an offset of its own.
+    `AdaptiveEviction` has a second ring in the same arrays, joined by -2.
     """
 
-    def __init__(self, number: int, num_queues: int) -> None:
-        self._blocks = array("i", [0])
-        self._head = 1
-        self._offset = number
-        self._stride = num_queues
+    BYTES_PER_BLOCK = 8
+    _NUM_RINGS = 1
 
-    def __len__(self) -> int:
-        """The numbers in the queue, also those out of date."""
-        return len(self._blocks) - self._head
+    def __init__(self) -> None:
+        super().__init__()
+        ends = range(-self._NUM_RINGS, 0)
+        self._next = array("i", ends)
+        self._previous = array("i", ends)
 
-    def append(self, block_ids: SomeBlocks, places: array[int]) -> None:
-        place, step = len(self._blocks) * self._stride + self._offset, self._stride
+    def reserve(self, num_blocks: int) -> None:
+        ends = -self._NUM_RINGS
+        if (missing := num_blocks - len(self._next) - ends) > 0:
+            more = array("i", [NULL_BLOCK]) * missing
+            self._next = self._next[:ends] + more + self._next[ends:]
+            self._previous = self._previous[:ends] + more + self._previous[ends:]
+
+    def add(self, block_ids: SomeBlocks) -> None:
+        self._append(-1, block_ids)
+
+    def restore(self, block_id: BlockId) -> None:
+        self._prepend(-1, block_id)
+
+    def _remove(self, block_ids: SomeBlocks) -> None:
+        following, preceding = self._next, self._previous
         if isinstance(block_ids, np.ndarray):
-            end = place + step * len(block_ids)
-            np.frombuffer(places, np.int32)[block_ids] = np.arange(place, end, step, dtype=np.int32)
-            self._blocks.frombytes(block_ids.astype(np.int32, copy=False).tobytes())
+            self._remove_many(block_ids)
             return
         for block_id in block_ids:
-            places[block_id] = place
-            place += step
-        self._blocks.extend(block_ids)
+            after = following[block_id]
+            if after == NULL_BLOCK:
+                raise KeyError(block_id)
+            before = preceding[block_id]
+            following[before], preceding[after] = after, before
+            following[block_id] = NULL_BLOCK
+            self._length -= 1
 
-    def prepend(self, block_id: BlockId, places: array[int]) -> None:
-        if self._head == 1:
-            self.tidy(places, room=64)
-        self._head -= 1
-        self._blocks[self._head] = block_id
-        places[block_id] = self._head * self._stride + self._offset
+    def _evict(self, count: int) -> list[BlockId]:
+        return self._take(-1, count)
 
-    def oldest(self, places: array[int]) -> BlockId | None:
-        blocks, head, stride, offset = self._blocks, self._head, self._stride, self._offset
-        while head < len(blocks) and places[blocks[head]] != head * stride + offset:
-            head += 1
-        self._head = head
-        return BlockId(blocks[head]) if head < len(blocks) else None
+    def _holds(self, block_id: int) -> bool:
+        return 0 < block_id < len(self._next) - self._NUM_RINGS and self._next[block_id] != NULL_BLOCK
 
-    def take(self, most: int, places: array[int], stamps: array[int] | None = None) -> list[BlockId]:
-        blocks, head, stride, offset, taken = self._blocks, self._head, self._stride, self._offset, list[int]()
-        while len(taken) < most and head < len(blocks):
-            block_id = blocks[head]
-            if places[block_id] == head * stride + offset:
-                if stamps is not None and taken and stamps[block_id] != stamps[taken[0]]:
-                    break
-                taken.append(block_id)
-                places[block_id] = 0
-            head += 1
-        self._head = head
+    def _in_order(self) -> Iterator[BlockId]:
+        for end in range(-1, -1 - self._NUM_RINGS, -1):
+            yield from self._ring(end)
+
+    def _ring(self, end: int) -> Iterator[BlockId]:
+        """Iterate over one ring, from the oldest block."""
+        block_id = self._next[end]
+        while block_id != end:
+            yield BlockId(block_id)
+            block_id = self._next[block_id]
+
+    def _append(self, end: int, block_ids: SomeBlocks) -> None:
+        if not len(block_ids):
+            return
+        following, preceding = self._next, self._previous
+        newest = preceding[end]
+        if isinstance(block_ids, np.ndarray):
+            run = block_ids.astype(np.intp, copy=False)  # as numpy would for each line below
+            first, last = int(run[0]), int(run[-1])
+            np.frombuffer(following, np.int32)[run[:-1]] = run[1:]
+            np.frombuffer(preceding, np.int32)[run[1:]] = run[:-1]
+            following[newest], preceding[first] = first, newest
+            newest = last
+        else:
+            for block_id in block_ids:
+                following[newest], preceding[block_id] = block_id, newest
+                newest = block_id
+        following[newest], preceding[end] = end, newest
+        self._length += len(block_ids)
+
+    def _prepend(self, end: int, block_id: BlockId) -> None:
+        oldest = self._next[end]
+        self._next[end] = self._previous[oldest] = block_id
+        self._previous[block_id], self._next[block_id] = end, oldest
+        self._length += 1
+
+    def _take(self, end: int, most: int) -> list[BlockId]:
+        """Remove and return the oldest blocks of a ring, at most so many."""
+        following, block_id, taken = self._next, self._next[end], list[int]()
+        while block_id != end and len(taken) < most:
+            taken.append(block_id)
+            after = following[block_id]
+            following[block_id] = NULL_BLOCK
+            block_id = after
+        following[end], self._previous[block_id] = block_id, end
+        self._length -= len(taken)
         return cast(list[BlockId], taken)
 
-    def held(self, places: array[int]) -> BlockIds:
-        """Return the blocks from the oldest to the newest. O(numbers)."""
-        blocks = np.array(self._blocks[self._head :], np.int32)
-        expected = np.arange(self._head, len(self._blocks)) * self._stride + self._offset
-        return where(np.frombuffer(places, np.int32).take(blocks) == expected, blocks)
-
-    def tidy(self, places: array[int], room: int = 0) -> None:
-        """Drop the numbers that are out of date, and leave room to prepend so many."""
-        held = self.held(places)
-        self._head = 1 + room
-        self._blocks = array("i", [0]) * self._head
-        self.append(held, places)
+    def _remove_many(self, block_ids: BlockIds) -> None:
+        if not block_ids.size:
+            return
+        # Blocks that one sequence released together are adjacent here, the tail first, so remove whole runs.
+        run = np.ascontiguousarray(block_ids[::-1], np.intp)
+        following = np.frombuffer(self._next, np.int32)
+        behind = following.take(run)
+        if (absent := behind == NULL_BLOCK).any():
+            raise KeyError(int(run[absent.argmax()]))
+        ends = np.append(np.flatnonzero(behind[:-1] != run[1:]), len(run) - 1)
+        starts = np.append(0, ends[:-1] + 1)
+        for first, last in zip(run.take(starts).tolist(), run.take(ends).tolist(), strict=True):
+            before, after = self._previous[first], self._next[last]
+            self._next[before], self._previous[after] = after, before
+        following[run] = NULL_BLOCK
+        self._length -= len(run)
 
 
 class RankedEviction(EvictionPolicy):
     """Evicts the block of the lowest rank first, and among equals the least recently used.
 
-    A subclass sets `_ranks`, an integer by block id, which does not change while a block is held. A block's place is a
-    stamp of when it was added; the heap has numbers of a rank, a stamp and a block id, from the highest bits to the
-    lowest. The number of a block that was removed is skipped there.
+    A subclass sets `_ranks`, an integer by block id, which does not change while a block is held.
+
+        heap     numbers of a rank, a stamp and a block id, from the highest bits to the lowest
+        stamps   by block id: the stamp of its number in the heap, negative if the block is not held
+
+    The number of a block that was removed stays in the heap, and is skipped there, until an eighth of all are such.
     """
 
-    # Two arrays, and numbers in a heap of which an eighth may be out of date.
     BYTES_PER_BLOCK = 72
 
     def __init__(self) -> None:
         super().__init__()
         self._heap: list[int] = []
         self._ranks = array("q")
+        self._stamps = array("q")
         self._stamp = 0
 
     def reserve(self, num_blocks: int) -> None:
-        super().reserve(num_blocks)
-        self._ranks = self._ranks + array("q", [0]) * (len(self._places) - len(self._ranks))
+        if (missing := num_blocks - len(self._ranks)) > 0:
+            self._ranks = self._ranks + array("q", [0]) * missing
+            self._stamps = self._stamps + array("q", [0]) * missing
 
     def add(self, block_ids: SomeBlocks) -> None:
-        places = self._places
+        stamps = self._stamps
         for block_id in as_list(block_ids):
-            self._stamp = places[block_id] = self._stamp + 1
+            self._stamp = stamps[block_id] = self._stamp + 1
             heappush(self._heap, self._number(block_id))
         self._length += len(block_ids)
 
     def restore(self, block_id: BlockId) -> None:
-        self._places[block_id] = -self._places[block_id]
+        self._stamps[block_id] = -self._stamps[block_id]
         heappush(self._heap, self._number(block_id))
         self._length += 1
 
@@ -334,7 +322,7 @@ class RankedEviction(EvictionPolicy):
         while len(victims) < count:
             if self._is_held(number := heappop(self._heap)):
                 block_id = BlockId(number & 0xFFFFFFFF)
-                self._places[block_id] = -self._places[block_id]
+                self._stamps[block_id] = -self._stamps[block_id]
                 victims.append(block_id)
         self._length -= count
         return victims
@@ -342,16 +330,24 @@ class RankedEviction(EvictionPolicy):
     def _in_order(self) -> Iterator[BlockId]:
         return (BlockId(number & 0xFFFFFFFF) for number in filter(self._is_held, self._heap))
 
-    def _tidy(self) -> None:
+    def _holds(self, block_id: int) -> bool:
+        return 0 <= block_id < len(self._stamps) and self._stamps[block_id] > 0
+
+    def _remove(self, block_ids: SomeBlocks) -> None:
+        for block_id in as_list(block_ids):
+            if self._stamps[block_id] <= 0:
+                raise KeyError(block_id)
+            self._stamps[block_id] = -self._stamps[block_id]
+        self._length -= len(block_ids)
         if len(self._heap) > self._length + self._length // 8 + 64:
             self._heap = list(filter(self._is_held, self._heap))
             heapify(self._heap)
 
     def _number(self, block_id: int) -> int:
-        return (self._ranks[block_id] << 40 | self._places[block_id]) << 32 | block_id
+        return (self._ranks[block_id] << 40 | self._stamps[block_id]) << 32 | block_id
 
     def _is_held(self, number: int) -> bool:
-        return self._places[number & 0xFFFFFFFF] == number >> 32 & 0xFFFFFFFFFF
+        return self._stamps[number & 0xFFFFFFFF] == number >> 32 & 0xFFFFFFFFFF
 
 
 class FifoEviction(RankedEviction):
