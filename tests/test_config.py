@@ -58,8 +58,11 @@ def test_a_number_of_threads_that_the_kernels_refuse_is_an_error_of_the_option(c
 
 
 def test_each_prefix_cache_that_is_offered_can_be_made() -> None:
-    made = [type(KVCacheManager(SPEC, 8, name).pool._eviction) for name in choices("prefix_cache")]
-    assert len(set(made)) == len(made) == 2
+    evicts_leaves_first = [
+        KVCacheManager(SPEC, 8, name).pool._eviction.tree is not None for name in ("hashed", "radix")
+    ]
+    assert choices("prefix_cache") == ("hashed", "radix")
+    assert evicts_leaves_first == [False, True]
 
 
 def test_an_option_that_was_removed_is_refused_with_what_there_is_instead() -> None:
