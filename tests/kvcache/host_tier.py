@@ -15,7 +15,7 @@ def memory(num_swap_slots: int, num_prefix_slots: int) -> HostMemory:
 
 
 def label(number: int) -> Label:
-    return Label(number.to_bytes(16, "big"), b"parent", number.to_bytes(4, "little"))
+    return Label(number.to_bytes(16, "big"), b"parent of 16 byt", number.to_bytes(4, "little"))
 
 
 def private(number: int) -> Label:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from octavo.kvcache.block import BlockId
 from octavo.kvcache.manager import KVCacheManager
 from tests.kvcache.caches import FULL, admit_and_compute, make_manager, make_sequence, resume, sliding
 from tests.kvcache.host_tier import keep, label, memory, private, step, store
@@ -26,6 +27,19 @@ def test_without_slots_for_prefixes_only_kept_blocks_stay() -> None:
     assert host.find(label(1)) == slot
     host.release([slot])
     assert (host.find(label(1)), host.pool.num_free) == (None, 2)
+
+
+def test_prefixes_alone_are_lent_and_until_their_slot_is_taken() -> None:
+    host = memory(1, 1)
+    assert keep(host, private(1)) is not None
+    store(host, 2)
+    assert host.lend(private(1).key) is None
+    lent = host.lend(label(2).key)
+    assert lent is not None
+    assert (lent.label, host.still_lends(lent)) == (label(2), True)
+    host.store_prefix(BlockId(3), label(3), "")
+    assert not host.still_lends(lent), "its bytes change with the next step"
+    assert (host.lend(label(2).key), host.lend(label(3).key)) == (None, None)
 
 
 def test_a_reset_forgets_what_it_evicts_too() -> None:
