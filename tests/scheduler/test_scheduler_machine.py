@@ -26,7 +26,7 @@ from octavo.request import CacheOutcome, FinishReason, PinRequest, Request, Sequ
 from octavo.scheduler.beam import BeamDecoding
 from octavo.scheduler.kv_limits import KVLimits
 from octavo.scheduler.lifecycle import SchedulerConfig
-from octavo.scheduler.plan import SequenceDropped, StepPlan
+from octavo.scheduler.plan import SequenceDropped, StepPlan, StepResult
 from octavo.scheduler.policy import AgeingPriority, make_policy
 from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.scheduler import Scheduler
@@ -616,7 +616,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.scheduler.kv.audit()[BlockState.ACTIVE]
         if (plan := self.scheduler.idle_plan()) is not None:
             self.play_transfers(plan)
-            self.scheduler.idle_done(done=True)
+            self.scheduler.update(plan, StepResult())
             self.scheduler.kv.audit()
         host = self.scheduler.kv.hierarchy.host
         assert host.pool.num_available == host.num_slots

@@ -345,12 +345,10 @@ class EngineCore:
         if (plan := self.scheduler.idle_plan()) is None:
             return
         try:
-            self.runner.execute(plan)
+            self.scheduler.update(plan, self.runner.execute(plan))
         except Exception:
             logger.exception("the runner could not store %d blocks, or forget ended sequences", len(plan.stores))
-            self.scheduler.idle_done(done=False)
-        else:
-            self.scheduler.idle_done(done=True)
+            self.scheduler.abandon_step()
 
     def _fail(self, requests: list[Request], error: str = STEP_FAILED) -> list[Ended]:
         """Record requests that have ended with an error."""

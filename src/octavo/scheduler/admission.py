@@ -88,7 +88,7 @@ class Admission:
     @property
     def has_place(self) -> bool:
         """Whether a waiting sequence may have a place."""
-        return len(self._waiting) > 0 and self._lifecycle.has_place
+        return len(self._waiting) > 0 and self._lifecycle.num_free_places > 0
 
     @property
     def may_admit(self) -> bool:

@@ -190,7 +190,7 @@ class StepComposer:
         num_streams = len(streams)
         if step.ahead and self._turns.time_of(streams) is not None:
             return None
-        have_prompts = bool(prompts) or (len(self._waiting) > 0 and self._admission.has_place)
+        have_prompts = bool(prompts) or self._admission.has_place
         streams = self._turns.within_time(streams, have_prompts=have_prompts)
         self._lifecycle.counters.num_deferred_tokens += num_streams - len(streams)
         if self._policy.takes_turns and self._may_run_out(len(streams)):

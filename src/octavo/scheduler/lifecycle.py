@@ -131,11 +131,6 @@ class Lifecycle:
         """The number of places that are neither taken nor promised."""
         return self.config.num_places - self.running.num_places
 
-    @property
-    def has_place(self) -> bool:
-        """Whether another sequence may run."""
-        return self.num_free_places > 0
-
     def admit(self, seq: Sequence) -> None:
         """Let a waiting sequence run, which has been given blocks."""
         self.waiting.admit(seq)
@@ -155,7 +150,7 @@ class Lifecycle:
         self._give_up_blocks(child)
         child.become_child_of(parent)
         child.status = SequenceStatus.PARKED
-        if parent.status is SequenceStatus.RUNNING and self.has_place:
+        if parent.status is SequenceStatus.RUNNING and self.num_free_places > 0:
             self.kv.fork(parent, child)
             child.status = SequenceStatus.RUNNING
             self.running.fork(parent, child)

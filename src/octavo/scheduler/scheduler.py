@@ -351,7 +351,7 @@ class Scheduler(Lifecycle):
             self.fetching.tiers.wait(_MOMENT)
 
     def idle_plan(self) -> StepPlan | None:
-        """Return a plan with the pending stores that makes the runner forget grammars; call `idle_done` after it.
+        """Return a plan with the pending stores that makes the runner forget grammars; its result is for `update`.
 
         None if requests are left, or there is no need.
         """
@@ -359,10 +359,3 @@ class Scheduler(Lifecycle):
         if self.live:
             return None
         return self.builder.idle_plan(hierarchy.take()[0] if hierarchy.host.has_transfers else ())
-
-    def idle_done(self, *, done: bool) -> None:
-        """Note that the plan from `idle_plan` is done, or has failed."""
-        if done:
-            self.kv.hierarchy.complete()
-        else:
-            self.abandon_step()
