@@ -28,8 +28,8 @@ def dense(kv: LayerKV, table: torch.Tensor, query: torch.Tensor, length: int, so
         scores = softcap * torch.tanh(scores / softcap)
     positions = torch.arange(length)
     scores = scores.masked_fill(positions > positions[-len(query) :, None], float("-inf"))
-    of_tokens = scores.softmax(-1).sum((0, 1))
-    return torch.nn.functional.pad(of_tokens, (0, -length % SIZE)).view(-1, SIZE).sum(1)
+    weights = torch.nn.functional.pad(scores.softmax(-1), (0, -length % SIZE))
+    return weights.view(HEADS, len(query), -1, SIZE).sum(-1).square().sum((0, 1))
 
 
 def measured(
@@ -90,7 +90,7 @@ def test_the_reference_measures_what_is_so(softcap: float | None) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "fp8_e4m3", "int4"])
 def test_every_level_measures_what_is_so_whatever_the_chunks_and_threads(level: str, dtype: str) -> None:
     kernels.force_isa(level)
-    tolerance = 1e-4 if dtype == "float32" else 2e-2
+    tolerance = 1e-4 if dtype == "float32" else 4e-2
     for softcap in (None, 5.0):
         found, expected = measured(NativeAttention(), dtype, softcap)
         check(found, expected, tolerance)

@@ -201,7 +201,7 @@ def test_what_had_least_of_the_attention_is_let_go_and_shown() -> None:
     assert [bool(block) for block in first].count(True) == BUDGET // 16
     assert all(first[place] for place in (0, 8, 9))
     assert (shown["mode"], shown["evicted_tokens"]) == ("bounded", 150 // 16 * 16 + 16 - BUDGET)
-    assert 0 < shown["evicted_attention"] < 0.7
+    assert 0 < shown["evicted_mass"] < 0.7
 
 
 @pytest.mark.slow

@@ -165,7 +165,7 @@ def budget_fields(request: Request, holdings: Holdings) -> dict[str, Any] | None
     """Return a request's budget for JSON, with the tokens that its sequences have let go, or of which the next step
     skips so many in a layer that reads sparsely; None without one.
 
-    A budget that decides by attention has let go of what had `evicted_attention` of it, from 0 to 1, until then.
+    A budget that decides by attention has let go of `evicted_mass` of the mass that it measured, from 0 to 1.
     """
     if (budget := request.params.kv_budget) is None:
         return None
@@ -174,11 +174,11 @@ def budget_fields(request: Request, holdings: Holdings) -> dict[str, Any] | None
         beyond = sum(max(0, seq.num_computed - budget.tokens) for seq in request.sequences)
         return {**fields, "evicted_tokens" if budget.evicts else "skipped_tokens": beyond}
     attended = [holding.attended for _, holding in holdings.of([request]) if holding.attended is not None]
-    shares = [of_seq.attention_let_go for of_seq in attended]
+    shares = [of_seq.share_let_go for of_seq in attended]
     return {
         **fields,
         "evicted_tokens": sum(of_seq.tokens_let_go for of_seq in attended),
-        "evicted_attention": round(sum(shares) / len(shares), 6) if shares else 0.0,
+        "evicted_mass": round(sum(shares) / len(shares), 6) if shares else 0.0,
     }
 
 

@@ -73,8 +73,8 @@ class AttendedBlocks:
         return (max(self._lengths) - most) * self._size
 
     @property
-    def attention_let_go(self) -> float:
-        """The share of all measured attention that was on blocks when they were let go, from 0 to 1."""
+    def share_let_go(self) -> float:
+        """The share of all mass that blocks had when they were let go, from 0 to 1."""
         total = self._mass_let_go + sum(int(mass.sum()) for mass in self._mass)
         return self._mass_let_go / total if total else 0.0
 

@@ -264,9 +264,7 @@ class Sizing:
         """Return the length of the longest sequence that the pool can hold, up to max_model_len."""
         spec, step, kept = self.spec, self.config.max_num_batched_tokens, self.config.budget
         lengths = range(1, self.max_model_len + 1)
-        return bisect_right(
-            lengths, pool.usable_blocks, key=lambda length: spec.peak_blocks(length, step, kept, length)
-        )
+        return bisect_right(lengths, pool.usable_blocks, key=lambda length: spec.peak_blocks(length, step, kept))
 
     def _too_little(self, cache: int, qualifier: str = "") -> ConfigError:
         budget = self.budget

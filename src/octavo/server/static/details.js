@@ -108,10 +108,10 @@ function showRequest(found) {
   const parts = [];
   for (const one of found.sequences) {
     const about = [`sequence ${one.seq_id}`, one.tables.length ? `${show(one.computed)} of ${show(one.tokens)} tokens` : "holds no blocks"];
-    const { mode, tokens, evicted_tokens: evicted, evicted_attention: attention } = found.budget || {};
+    const { mode, tokens, evicted_tokens: evicted, evicted_mass: mass } = found.budget || {};
     const [verb, rest] = mode === "sparse_read" ? ["reads", "skipped"] : ["keeps", "let go"];
     const beyond = mode === "bounded" ? evicted : one.computed - tokens;
-    const price = attention ? `, which had had ${(100 * attention).toFixed(1)} % of the attention` : "";
+    const price = mass ? `, with ${(100 * mass).toFixed(1)} % of the attention's mass` : "";
     if (beyond > 0) about.push(`${verb} ${show(tokens)} (${mode}), ${show(beyond)} ${rest}${price}`);
     if (one.preemptions) about.push(`preempted ${one.preemptions} ×`);
     for (const table of one.tables.length ? one.tables : [[]]) {
