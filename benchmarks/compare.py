@@ -7,8 +7,13 @@ Each engine runs in its own process and environment: two requests to warm up, th
 sequence ignored, prefix caching off, two threads, 2 GiB of KV cache, at most 64 sequences. An engine's name may be
 followed by the weights to use, as in `octavo:gguf`, for Octavo by a number of ranks that share the cores, as in
 `octavo:Q4_0+2`, and by a maximum of rounds, as in `vllm@1`, if its start takes minutes. OpenVINO, vLLM and transformers
-run SmolLM2 only; Octavo and llama.cpp also what random_llama.py wrote, with `--model`. Rates are output tokens per
-second, or prompt tokens per second if the workload is a prefill. Nothing else should be running.
+run SmolLM2 only; Octavo and llama.cpp also what random_llama.py wrote, with `--model`.
+Rates are output tokens per second, or prompt tokens per second if the workload is a prefill. Nothing else should be
+running.
+
+The work of `benchmarks.speculation` has names such as `speculation-edit`. A `~` and a name turn on an engine's own
+speculation: `octavo:Q4_1~suffix`, `llamacpp:Q4_1~ngram-simple` (a --spec-type), `openvino~prompt-lookup`. With nothing
+after the `~`, the engine is warmed up in the same way, without speculation.
 """
 
 from __future__ import annotations
@@ -26,6 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import this_machine
+from benchmarks.speculation import WORK
+from octavo.config import EngineConfig
+from octavo.text.loading import load_tokenizer
 from octavo.workloads.workload import named_workload
 
 HERE = Path(__file__).parent
@@ -56,8 +64,7 @@ def measure(workload: str, engines: list[str], rounds: int, timeout: int) -> dic
     """Tokens per second of each round, by engine."""
     rates: dict[str, list[float]] = {}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        requests = named_workload(workload)
-        json.dump([{"prompt_token_ids": r.prompt_token_ids, "max_tokens": r.max_tokens} for r in requests], file)
+        json.dump(requests_of(workload), file)
         file.flush()
         counted = "prompt_tokens" if workload.startswith("prefill") else "output_tokens"
         for index in range(rounds):
@@ -71,14 +78,28 @@ def measure(workload: str, engines: list[str], rounds: int, timeout: int) -> dic
     return rates
 
 
+def requests_of(workload: str) -> list[dict[str, Any]]:
+    """Return the requests of a workload; those of `speculation-WORK` are of `benchmarks.speculation`, one each."""
+    kind, _, work = workload.partition("-")
+    if kind == "speculation":
+        tokenizer = load_tokenizer(EngineConfig())
+        assert tokenizer is not None
+        prompt = tokenizer.apply_chat_template([{"role": "user", "content": WORK[work]}])
+        return [{"prompt_token_ids": tokenizer.encode(prompt, add_special_tokens=False), "max_tokens": 128}]
+    return [{"prompt_token_ids": r.prompt_token_ids, "max_tokens": r.max_tokens} for r in named_workload(workload)]
+
+
 def run(engine: str, workload_file: str, timeout: int) -> dict[str, Any] | None:
     """One run's JSON line; None, with a message on standard error, if the engine is missing or fails."""
+    engine, is_speculating, speculation = engine.partition("~")
     name, _, weights = engine.partition(":")
     python = Path(sys.executable) if name == "octavo" else PEERS_HOME / name / "bin" / "python"
     if not python.exists():
         print(f"{name} is not installed: run benchmarks/peers/setup.sh {name}", file=sys.stderr)
         return None
     environment = {**os.environ, "PEERS_HOME": str(PEERS_HOME), **({"WEIGHTS": weights} if weights else {})}
+    if is_speculating:
+        environment["SPECULATION"] = speculation
     command = [str(python), str(HERE / "peers" / f"run_{name}.py"), workload_file]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=True)

@@ -4,7 +4,7 @@ import subprocess
 import time
 
 import httpx
-from common import HOME, gguf, load, report, timed
+from common import HOME, SPECULATION, gguf, load, report, timed, warm_up
 
 WEIGHTS = os.environ.get("WEIGHTS", "BF16")
 URL = "http://127.0.0.1:8098"
@@ -36,6 +36,7 @@ def start():
             "-ub",
             "512",
             "--no-cache-prompt",
+            *(["--spec-type", SPECULATION] if SPECULATION else []),
         ],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -73,7 +74,7 @@ async def run(w):
 
 server, startup = timed(start)
 try:
-    asyncio.run(run(work[:2]))
+    asyncio.run(run(warm_up(work)))
     n, s = timed(lambda: asyncio.run(run(work)))
     report("llama.cpp", "llama-cpp-python 0.3.36", WEIGHTS, work, n, s, startup)
 finally:

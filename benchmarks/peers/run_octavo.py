@@ -1,6 +1,6 @@
 import os
 
-from common import HF_DIR, gguf, load, report, timed
+from common import HF_DIR, SPECULATION, gguf, load, report, timed, warm_up
 
 import octavo
 from octavo import LLM, SamplingParams
@@ -15,6 +15,7 @@ llm, startup = timed(
         tensor_parallel_size=int(ranks or 1),
         max_num_seqs=64,
         kv_cache_memory="2GiB",
+        speculative_config={"method": SPECULATION} if SPECULATION else None,
         enable_prefix_caching=os.environ.get("PREFIX", "0") == "1",
     )
 )
@@ -28,6 +29,6 @@ def run(w):
     return sum(len(o.outputs[0].token_ids) for o in outs)
 
 
-run(work[:2])
+run(warm_up(work))
 n, s = timed(run, work)
 report("octavo", octavo.__version__, named, work, n, s, startup)
