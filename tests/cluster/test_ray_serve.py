@@ -23,6 +23,8 @@ from tests.ports import free_port
 
 # Read when Ray is first imported.
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "f" * 64, "RAY_USAGE_STATS_ENABLED": "0"}
+# However slow a machine is on which tests run in several processes.
+os.environ |= {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60"}
 
 pytest.importorskip("dynamo.llm")
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'octavo[ray]'")
