@@ -7,6 +7,13 @@ namespace octavo::OCTAVO_LEVEL {
 
 #define OCTAVO_LANES for (int i = 0; i < 16; ++i)
 
+// Halves lie in memory that was declared as units of 32 bits, so they are copied, not accessed as what they are not.
+inline uint16_t load_16_bits(const uint16_t* p) {
+    uint16_t bits;
+    __builtin_memcpy(&bits, p, 2);
+    return bits;
+}
+
 struct U16 {
     uint32_t v[16];
     static U16 load(const void* p) {
@@ -72,12 +79,12 @@ struct F16 {
     }
     static F16 load(const bf16* p) {
         F16 out;
-        OCTAVO_LANES out.v[i] = bf16_to_float(p[i]);
+        OCTAVO_LANES out.v[i] = bf16_to_float(load_16_bits(p + i));
         return out;
     }
     static F16 load_half(const uint16_t* p) {
         F16 out;
-        OCTAVO_LANES out.v[i] = half_to_float(p[i]);
+        OCTAVO_LANES out.v[i] = half_to_float(load_16_bits(p + i));
         return out;
     }
     static F16 set1(float x) {
@@ -92,7 +99,12 @@ struct F16 {
         return out;
     }
     void store(float* p) const { __builtin_memcpy(p, v, 64); }
-    void store(bf16* p) const { OCTAVO_LANES p[i] = float_to_bf16(v[i]); }
+    void store(bf16* p) const {
+        OCTAVO_LANES {
+            const bf16 half = float_to_bf16(v[i]);
+            __builtin_memcpy(p + i, &half, 2);
+        }
+    }
 };
 template <class T> inline void store_both(F16 a, F16 b, T* p) {
     a.store(p);
