@@ -100,9 +100,17 @@ class Row {
 
     // The highest value that at least k tokens reach for certain, judging by the blocks' maxima.
     float reached_by(int64_t k) const {
+        const auto& maxima = memory_.maxima;
         auto& values = memory_.values;
-        if (k > static_cast<int64_t>(memory_.maxima.size())) return -kInfinity;
-        values = memory_.maxima;
+        const auto blocks = static_cast<int64_t>(maxima.size());
+        if (k > blocks) return -kInfinity;
+        // The maxima of several blocks together are nearly as good, as long as there are a few for each of k.
+        const int64_t count = divided_up(blocks, std::max<int64_t>(1, blocks / (4 * k)));
+        values.assign(maxima.begin(), maxima.begin() + count);
+        for (int64_t begin = count; begin < blocks; begin += count)
+            for (int64_t i = 0; i < std::min(count, blocks - begin); ++i)
+                values[static_cast<size_t>(i)] =
+                    std::max(values[static_cast<size_t>(i)], maxima[static_cast<size_t>(begin + i)]);
         std::nth_element(values.begin(), values.begin() + (k - 1), values.end(), std::greater<float>());
         return values[static_cast<size_t>(k - 1)];
     }
