@@ -375,7 +375,8 @@ async def half_closed(port: int) -> list[Answer]:
 
 async def chain_of_responses(port: int) -> list[Answer]:
     """Two hundred responses, each of which continues the one before and adds 50 kB; as many as come in 30 s."""
-    found, before, ends = [], None, time.monotonic() + 30
+    before, ends = None, time.monotonic() + 30
+    found: list[Answer] = []
     while len(found) < 200 and time.monotonic() < ends:
         body = {"input": "x " * 25_000, "max_output_tokens": 1, "previous_response_id": before, "truncation": "auto"}
         body = {**body, "input": [{"role": "user", "content": "x", "unknown": "j" * 50_000}]}
