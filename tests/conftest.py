@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # it imports torch, which half of the tests do without
     from octavo.engine.core import EngineCore
     from octavo.runner.runner import ModelRunner
 
+# A third of the time to import and collect the tests would be spent on looking for garbage, of which there is none.
+gc.disable()
 # The tests run in several processes, each with a core of its own: further threads would take turns on those of others.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Without a GPU, Triton's kernels run in its interpreter, if this is set before anything imports triton.
@@ -67,6 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """A million objects of imported modules and collected tests stay: no garbage collection looks at them again."""
     gc.freeze()
+    gc.enable()
     # Torch has some 40 loggers that do not propagate, and pytest adds a handler to each such logger six times a test.
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch.") and isinstance(logger, logging.Logger):
