@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import octavo.cluster.workers
 from octavo.cluster.config import RouterConfig
 from octavo.cluster.workers import REGISTERED_SECONDS, Worker, Workers
 from octavo.errors import ConfigError
@@ -97,6 +98,60 @@ def test_a_server_that_was_started_anew_is_forgotten_and_added_again() -> None:
     fleet.look()
     fleet.servers = {A: {**FACTS, "instance": "2"}}
     assert fleet.look() == [A]
+    assert fleet.log == [f"up {A}", f"down {A}", f"up {A}"]
+
+
+def test_a_server_that_cannot_be_forgotten_does_not_end_the_looks_at_the_others() -> None:
+    fleet = Fleet(worker=[A, B])
+    fleet.servers = {A: FACTS, B: FACTS}
+    assert fleet.look() == [A, B]
+
+    async def fail(worker: Worker) -> None:
+        raise RuntimeError("the index does not know it")
+
+    fleet.workers.on_down = fail
+    fleet.servers = {A: None, B: FACTS}
+    for _ in range(2):
+        fleet.look()
+    assert fleet.look() == [B]
+    fleet.servers = {A: FACTS, B: FACTS}
+    assert fleet.look() == [A, B]
+
+
+def test_a_look_that_fails_is_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, looks = Fleet(worker=[A]), list[int]()
+
+    async def look() -> None:
+        looks.append(1)
+        if len(looks) == 1:
+            raise RuntimeError("whatever it is")
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(fleet.workers, "look", look)
+    monkeypatch.setattr(octavo.cluster.workers, "_AGAIN_SECONDS", 0.0)
+    fleet.workers._config = RouterConfig(worker=[A], health_interval=0.001)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(fleet.workers.run())
+    assert len(looks) == 2
+
+
+def test_requests_that_are_lost_at_once_lead_to_one_look() -> None:
+    fleet = Fleet(worker=[A])
+    fleet.servers = {A: {**FACTS, "instance": "1"}}
+    fleet.look()
+    (worker,) = fleet.workers.healthy()
+    fleet.servers = {A: {**FACTS, "instance": "2"}}
+
+    async def slow(up: Worker) -> None:
+        await asyncio.sleep(0)
+        fleet.log.append(f"up {up.url}")
+
+    fleet.workers.on_up = slow
+
+    async def lose() -> None:
+        await asyncio.gather(*(fleet.workers.suspect(worker) for _ in range(4)))
+
+    asyncio.run(lose())
     assert fleet.log == [f"up {A}", f"down {A}", f"up {A}"]
 
 

@@ -59,6 +59,7 @@ class Worker:
         num_failures: looks that failed in a row.
         in_flight: requests of this router that it is working on.
         answers: its answers that are being relayed.
+        looking: held while it is looked at, because what a look finds is acted upon in several steps.
     """
 
     url: str
@@ -68,6 +69,7 @@ class Worker:
     num_failures: int = 0
     in_flight: int = 0
     answers: set[Any] = field(default_factory=set)
+    looking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def worker_id(self) -> int:
@@ -159,7 +161,10 @@ class Workers:
     async def run(self) -> None:
         """Look at all servers again and again, until cancelled."""
         while True:
-            await self.look()
+            try:
+                await self.look()
+            except Exception:
+                logger.exception("a look at the servers failed: another one follows")
             is_missed = any(worker.is_healthy and worker.num_failures for worker in self)
             await asyncio.sleep(min(self._config.health_interval, _AGAIN_SECONDS if is_missed else math.inf))
 
@@ -177,6 +182,9 @@ class Workers:
     async def suspect(self, worker: Worker) -> None:
         """Look at a server at once, whose connection was lost, and send nothing to it if it does not answer."""
         worker.num_failures = max(worker.num_failures, _MOST_FAILURES - 1)
+        if worker.looking.locked():  # many requests are lost at once, and one look is enough for all
+            async with worker.looking:
+                return
         await self._look_at(worker)
 
     async def close(self) -> None:
@@ -184,6 +192,10 @@ class Workers:
             await worker.session.close()
 
     async def _look_at(self, worker: Worker) -> None:
+        async with worker.looking:
+            await self._look_at_alone(worker)
+
+    async def _look_at_alone(self, worker: Worker) -> None:
         try:
             async with asyncio.timeout(_LOOK_SECONDS):
                 headers = {"Authorization": f"Bearer {self._key}"}
@@ -221,7 +233,10 @@ class Workers:
             return
         worker.is_healthy = False
         logger.warning("%s gets no requests: %s", worker.url, reason)
-        await self.on_down(worker)
+        try:
+            await self.on_down(worker)
+        except Exception:
+            logger.exception("the cache of %s could not be forgotten", worker.url)
         if worker.num_failures >= _MOST_FAILURES:
             # It hangs, so that what waits for it would wait for ever; closing connections does not end answers.
             for answer in list(worker.answers):
