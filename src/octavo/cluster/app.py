@@ -201,5 +201,3 @@ class _Collector:
         if isinstance(selection, PrefixSelection):
             reserved = "Requests that the index counts at servers."
             yield GaugeMetricFamily("octavo:router_reservations", reserved, selection.num_reserved())
-            rebuilt = "Times that the index hung and was replaced."
-            yield counter("index_rebuilds", rebuilt, [], [((), selection.num_rebuilt)])

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -21,7 +19,7 @@ from octavo.server.apis import new_id
 
 logger = logging.getLogger("octavo.route")
 
-# Time in which the index must take in or forget a server: it has been seen to wait forever, after a link was cut.
+# Time in which the index must take in or forget a server, whose events it reads over a network.
 _INDEX_SECONDS = 2.0
 # Time in which the index must know of the blocks of a prompt that was computed, and how many prompts in a row of one
 # server may be unknown before the server's events are read anew, which is not done again for a while.
@@ -113,11 +111,8 @@ class _Heard:
 class PrefixSelection(Selection):
     """Asks Dynamo's index, which reads the servers' KV events, and keeps account of the load of each.
 
-    If the index cannot answer, the least loaded server is chosen. An index that hangs is replaced, and a server whose
-    events it does not hear is added again; both then fill from what servers repeat of their events.
-
-    Attributes:
-        num_rebuilt: how often the index was replaced.
+    If the index cannot answer, the least loaded server is chosen. A server whose recent prompts it does not know is
+    added again, so that it reads all its events.
 
     Raises:
         ConfigError: ai-dynamo-runtime is missing.
@@ -130,18 +125,14 @@ class PrefixSelection(Selection):
             from dynamo.llm import SelectionService
         except ImportError as error:
             raise ConfigError(f"--strategy prefix needs octavo[route] ({error}): {how_to_install('route')}") from error
-        self._new_service = partial(
-            SelectionService,
+        self._service: Any = SelectionService(
             indexer_threads=2,
             replica_sync_port=config.replica_sync_port,
             replica_sync_peers=list(config.replica_sync_peers) or None,
         )
-        self._service: Any = self._new_service()
         self._seconds = config.selection_timeout
         self._known: dict[int, Worker] = {}
         self._heard: dict[int, _Heard] = {}
-        self._rebuilding = asyncio.Lock()
-        self.num_rebuilt = 0
         self._freeing: set[asyncio.Future[None]] = set()
 
     async def add(self, worker: Worker) -> None:
@@ -150,46 +141,20 @@ class PrefixSelection(Selection):
                 "%s publishes no KV events (--kv-events-config), so it is routed to by load only", worker.url
             )
             return
-        if worker.worker_id in self._known:
+        try:
             await self.remove(worker)
+        except Exception as error:  # of a library in another language; it is replaced all the same
+            logger.warning("the index could not forget %s: %s", worker.url, error)
+        async with asyncio.timeout(_INDEX_SECONDS):
+            await self._service.upsert_worker(_record(worker))
         self._known[worker.worker_id] = worker
-        service = self._service
-        if not await self._is_done(service.upsert_worker(_record(worker))):
-            await self._rebuild(service)
 
     async def remove(self, worker: Worker) -> None:
         # With it go the blocks that the index believes to be there.
         self._heard.pop(worker.worker_id, None)
-        service, was_known = self._service, self._known.pop(worker.worker_id, None) is not None
-        if was_known and not await self._is_done(service.delete_worker(worker.worker_id)):
-            await self._rebuild(service)
-
-    async def _is_done(self, call: Awaitable[Any]) -> bool:
-        try:
+        if self._known.pop(worker.worker_id, None) is not None:
             async with asyncio.timeout(_INDEX_SECONDS):
-                await call
-        except TimeoutError:
-            return False
-        return True
-
-    async def _rebuild(self, hung: Any) -> None:
-        """Replace an index that hangs by an empty one that reads all servers' events."""
-        async with self._rebuilding:
-            if hung is self._service:
-                logger.error("the index has not answered for %g s: it is replaced", _INDEX_SECONDS)
-                self.num_rebuilt += 1
-                # It may hang too, and must not keep this process from ending.
-                ending = threading.Thread(target=hung.shutdown, daemon=True)
-                ending.start()
-                ends = time.monotonic() + _INDEX_SECONDS
-                while ending.is_alive() and time.monotonic() < ends:
-                    await asyncio.sleep(0.01)
-                self._service = self._new_service()
-            # Also if another call has replaced it: the server that this one was about may not have been in it yet.
-            for worker in list(self._known.values()):
-                if not await self._is_done(self._service.upsert_worker(_record(worker))):
-                    logger.error("the new index does not take in %s, so it is routed to by load only", worker.url)
-                    self._known.pop(worker.worker_id, None)
+                await self._service.delete_worker(worker.worker_id)
 
     async def choose(self, workers: Sequence[Worker], prompt: RoutedPrompt) -> Ticket:
         if not prompt.token_ids or not any(worker.worker_id in self._known for worker in workers):
@@ -271,11 +236,14 @@ class PrefixSelection(Selection):
             return
         # A block or two may have been evicted since.
         heard.num_unheard = heard.num_unheard + 1 if found < full_blocks / 2 else 0
-        if heard.num_unheard >= _MOST_UNHEARD and now - heard.read_at > _READ_ANEW_SECONDS:
+        is_due = heard.num_unheard >= _MOST_UNHEARD and now - heard.read_at > _READ_ANEW_SECONDS
+        if is_due and worker.worker_id in self._known:
             logger.warning("the index knows none of the recent prompts of %s: its events are read anew", worker.url)
-            if worker.worker_id in self._known:
+            try:
                 await self.add(worker)
-                self._heard[worker.worker_id] = _Heard(read_at=now)
+            except Exception as error:
+                logger.warning("the index does not take in %s: %s", worker.url, error)
+            self._heard[worker.worker_id] = _Heard(read_at=now)
 
     async def _overlaps(self, asked: dict[str, Any]) -> dict[int, int]:
         """Return how many blocks of a prompt each server has on its device, as far as the index knows."""
