@@ -68,7 +68,8 @@ float lower_end(int bin) {
     return mass;
 }
 
-constexpr float kLikelyMass = 0x1p-10f;
+// Masses down to which top_p looks for the least likely token that it keeps, one after the other.
+constexpr float kMassesTried[] = {0x1p-8f, 0x1p-12f, 0x1p-16f, 0.0f};
 
 // A draw with top_p alone, which may keep most of the vocabulary, so that no list of candidates is made.
 int64_t draw_nucleus(Row& row, const Draw& draw, Scratch& memory) {
@@ -84,7 +85,8 @@ int64_t draw_nucleus(Row& row, const Draw& draw, Scratch& memory) {
     int last_bin = 0;
     double above = 0.0;
     // First among the likely tokens, which have enough mass unless the row is flat.
-    for (const int first_bin : {std::max(least_bin, bin_of(kLikelyMass)), least_bin}) {
+    for (const float tried : kMassesTried) {
+        const int first_bin = std::max(least_bin, bin_of(tried));
         const float bound = row.least_logit(lower_end(first_bin));
         if (first_bin > least_bin && row.is_in_many_blocks(bound)) continue;
         row.weigh_blocks_from(bound);
