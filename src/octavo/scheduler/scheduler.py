@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from itertools import chain
+from weakref import proxy
 
 from octavo.errors import RequestError
 from octavo.kvcache.manager import KVCacheManager
@@ -58,7 +59,8 @@ class Scheduler(Lifecycle):
             self.on_ended = speculator.ended
         times = StepTimeModel() if speculator is None else speculator.times
         self._latency = None if config.itl_slo_ms is None else LatencyTarget(config.itl_slo_ms / 1e3, times)
-        self._composer = StepComposer(self, self._latency, speculator)
+        # By a proxy: in a circle, a dropped engine would keep its memory until the collector runs.
+        self._composer = StepComposer(proxy(self), self._latency, speculator)
 
     @property
     def num_running(self) -> int:
@@ -328,7 +330,8 @@ class Scheduler(Lifecycle):
 
     def restart(self, may_run: MayRun | None = None) -> None:
         super().restart(may_run)
-        self._composer = StepComposer(self, self._latency, self.speculator)  # what it knew of running sequences is void
+        # What the composer knew of running sequences is void.
+        self._composer = StepComposer(proxy(self), self._latency, self.speculator)
 
     def observe(self, plan: StepPlan, seconds: float, moving_seconds: float = 0.0) -> None:
         """Learn from a step's duration, measured from the end of the previous step if there was no pause in between.
