@@ -5,8 +5,9 @@
 
 A sequence lets go of blocks after its prompt, and then whenever it fills one: of those that nothing protects, the ones
 with the least mass since they were written, as the model's layers measure it (`attention/base.py`). The ends of the
-prompt have at most a quarter of the budget each, so some block is always left to choose. What the prompt's first rows
-attended to is not known when they come from the prefix cache, so nothing but its last rows counts.
+prompt have at most an eighth of the budget each, and the most recent blocks half of it (as in H2O), so some block is
+always left to choose. What the prompt's first rows attended to is not known when they come from the prefix cache, so
+nothing but its last rows counts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ Mass = npt.NDArray[np.int64]
 Places = tuple[tuple[int, ...], ...]
 """For each group, places of blocks among those that it keeps, ascending."""
 
-_SHARE_OF_ENDS = 4
+_SHARE_OF_ENDS = 8
+_SHARE_OF_RECENT = 2
 _PROMPT_END = 10
 
 
@@ -45,7 +47,7 @@ class AttendedBlocks:
     ) -> None:
         self._size, self._most = block_size, budget.tokens // block_size
         # Among them the block of the next token, which is empty at first.
-        self._recent = max(min(2, self._most - 1), budget.num_recent(block_size))
+        self._recent = max(min(2, self._most - 1), self._most // _SHARE_OF_RECENT)
         self._first_eviction = budget.first_eviction(num_prompt_tokens)
         num_prompt_tokens = budget.num_dense(num_prompt_tokens)
         end = min(-(-num_prompt_tokens // (_PROMPT_END * block_size)), self._most // _SHARE_OF_ENDS)
