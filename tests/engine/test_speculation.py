@@ -206,7 +206,7 @@ def test_drafts_change_no_output_of_a_thousand_requests_of_all_kinds(mode: str) 
         thrash(core)
         counters = speculate(core, Adversary(tokens_of(expected, jobs, 7), 7)).counters
         assert run(core, jobs) == expected
-        assert core.scheduler.counters.num_preemptions > 100
+        assert core.scheduler.counters.num_preemptions > 50
     assert counters.num_accepted_tokens > 2000
     print(f"{core.scheduler.counters.num_preemptions} preemptions, {counters}")
 
