@@ -22,6 +22,7 @@ ERRORS = {
     "200 worker_lost",
     "503 no_worker",
     "503 shutting_down",
+    *("200 rank_lost", "500 rank_lost", "503 rank_lost"),
     "200 step_failed",
     "500 step_failed",
 }
