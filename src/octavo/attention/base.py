@@ -106,7 +106,7 @@ class AttentionBatch:
         max_query_len, max_context_len: the largest of each, on the host.
         total_decode_len: the sum of `context_lens` of the sequences with one new token, or more; on the host.
         sinks, sparse: for layers with full attention, what sequences with a budget see; None if all see everything.
-        measured: whose attention is measured; None if nobody's is.
+        measured: the sequences whose attention is measured; None if there are none.
     """
 
     query_start: torch.Tensor

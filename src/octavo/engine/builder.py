@@ -19,7 +19,8 @@ from octavo.engine.core import EngineCore
 from octavo.engine.draft_model import LoadedDraftModel
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.kv_events import KVEventPublisher, NullPublisher
-from octavo.engine.runner_builder import RunnerFacts, build_runner, dtype_name
+from octavo.engine.loading import dtype_name
+from octavo.engine.runner_builder import RunnerFacts, build_runner
 from octavo.engine.tiers import join_stores, tier_identity
 from octavo.errors import ConfigError
 from octavo.grammar.compiler import GrammarCompiler

@@ -64,7 +64,7 @@ class EngineCore:
 
     Args:
         inputs: makes the requests, for the scheduler.
-        publisher: tells indexes outside the engine what the cache stores and removes.
+        publisher: publishes what the cache stores and removes, for indexes outside the engine.
         plan_log: records each plan and how long it took.
         draft_model: the model that the scheduler's drafts come from, which is closed with the engine.
     """

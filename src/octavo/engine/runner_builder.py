@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import time
 from dataclasses import dataclass, replace
@@ -16,22 +15,18 @@ from octavo.attention.native import NativeAttention
 from octavo.checkpoint.families import family_name
 from octavo.checkpoint.gguf_file import GGUFFile
 from octavo.checkpoint.gguf_requantize import loaded_bytes
-from octavo.checkpoint.model_config import ModelConfig
 from octavo.checkpoint.model_source import ModelFormat, ModelSource, load_model_config, model_of, stored_format
 from octavo.checkpoint.recommended import model_pooling, sampling_defaults
-from octavo.checkpoint.share import Share
 from octavo.config import EngineConfig
 from octavo.engine.inspection import EngineInfo
-from octavo.errors import ConfigError, ModelError, UnsupportedModelError
+from octavo.engine.loading import LoadTarget, choose_target, dtype_name, load_with_threads
+from octavo.errors import ConfigError, ModelError
 from octavo.kvcache.block import NULL_BLOCK
 from octavo.kvcache.spec import MEASURES_NO_COPIES, KVCacheSpec
 from octavo.models.base import CausalLM
 from octavo.models.kv_scales import choose_scales
 from octavo.models.linear import PackedLinear
-from octavo.models.loader import open_weights
-from octavo.models.native_decoder import NativeDecoder, Rank, inner_widths, make_decoder
-from octavo.models.ops import LayerOps
-from octavo.models.packed_modules import OnlineFormat
+from octavo.models.native_decoder import NativeDecoder, Rank, inner_widths
 from octavo.planner.machine import (
     CPU_MEMORY_SHARE,
     available_memory,
@@ -39,7 +34,6 @@ from octavo.planner.machine import (
     limited_memory,
     numa_nodes,
     rank_cpus,
-    usable_cores,
 )
 from octavo.planner.model_shape import shape_of_checkpoint
 from octavo.planner.sizing import Sizing
@@ -73,37 +67,6 @@ class RunnerFacts(EngineInfo):
     kv_scales: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """The model to load, and how to compute it."""
-
-    config: EngineConfig
-    source: ModelSource
-    model: ModelConfig
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def on_cpu(self) -> bool:
-        return self.device.type == "cpu"
-
-    @property
-    def runs_on_kernels(self) -> bool:
-        """Whether whole steps run on the native decoder."""
-        supported = self.model.runs_natively and NativeDecoder.supports(self.model, self.dtype, self.device)
-        return supported and self.config.attention_backend not in ("reference", "triton")
-
-    @property
-    def online_format(self) -> OnlineFormat | None:
-        """The format to which floats are quantised when they are loaded."""
-        formats: dict[str, OnlineFormat] = {"q8_0": "Q8_0", "q4_0": "Q4_0"}
-        return formats.get(self.config.quantization)
-
-    def share(self, rank: int) -> Share:
-        """Return a rank's share of the model; raises `ConfigError` if it cannot be split."""
-        return Share(self.model, rank, self.config.num_ranks)
-
-
 def build_runner(config: EngineConfig, set_aside: int = 0) -> tuple[ModelRunner, RunnerFacts]:
     """Load the model and allocate its cache, in the process that calls this.
 
@@ -113,58 +76,21 @@ def build_runner(config: EngineConfig, set_aside: int = 0) -> tuple[ModelRunner,
     Raises:
         ModelError, ConfigError: see `build_engine`.
     """
-    device = _device(config)
-    if config.deterministic and device.type != "cpu":
-        raise ConfigError(
-            f"deterministic cannot be guaranteed on device {device.type!r}: its matrix products sum in an order that "
-            "depends on how many rows come together; use device='cpu', or do without"
-        )
-    source = model_of(config)
-    model_config = _for_device(load_model_config(source), source, device)
-    target = _with_dtype(_Target(config, source, model_config, torch.bfloat16, device))
-    target = _with_number_of_ranks(target)
+    target = choose_target(config)
     sizing = _size_before_loading(target, set_aside)
     num_threads = config.num_threads or max(1, default_num_threads() // target.config.num_ranks)
     if target.config.num_ranks == 1:
-        return _join(target, sizing, _load_with_threads(target, num_threads), num_threads)
+        return _join(target, sizing, load_with_threads(target, num_threads), num_threads)
     ranks = _start_ranks(target, sizing, num_threads)
     try:
-        model = _load_with_threads(target, num_threads, Rank(target.share(0), ranks.native))
+        model = load_with_threads(target, num_threads, Rank(target.share(0), ranks.native))
         return _join(target, sizing, model, num_threads, ranks=ranks)
     except BaseException:
         ranks.close()
         raise
 
 
-def _with_number_of_ranks(target: _Target) -> _Target:
-    """Resolve a `tensor_parallel_size` of "auto"; raises `ConfigError` if a number cannot be had."""
-    if target.config.tensor_parallel_size != "auto":
-        _require_splittable(target)
-        return target
-    count = min(len(numa_nodes()), usable_cores()) if target.on_cpu else 1
-
-    def among(num_ranks: int) -> _Target:
-        return replace(target, config=replace(target.config, tensor_parallel_size=num_ranks))
-
-    try:
-        _require_splittable(several := among(count))
-    except ConfigError as error:
-        logger.info("one process for all NUMA nodes: %s", error)
-        return among(1)
-    return several
-
-
-def _require_splittable(target: _Target) -> None:
-    config = target.config
-    if config.num_ranks > 1 and not replace(target, device=torch.device("cpu")).runs_on_kernels:
-        raise ConfigError(
-            f"tensor_parallel_size is {config.num_ranks}, but only the native decoder can be split among ranks, "
-            f"and {config.model} in {dtype_name(target.dtype)} does not run on it here"
-        )
-    target.share(0)
-
-
-def _start_ranks(target: _Target, sizing: Sizing, num_threads: int) -> RankGroup:
+def _start_ranks(target: LoadTarget, sizing: Sizing, num_threads: int) -> RankGroup:
     """Start the other ranks, which load their shares while this one loads its own."""
     config, model_config = target.config, target.model
     tokens = max(config.max_num_batched_tokens, config.max_num_seqs)  # of a step, at most
@@ -206,8 +132,8 @@ def load_share(job: RankJob) -> NativeDecoder:
     """Load a rank's share of the model, in the process that calls this."""
     source = model_of(job.config)
     dtype: torch.dtype = getattr(torch, job.dtype)
-    target = _Target(job.config, source, load_model_config(source), dtype, torch.device("cpu"))
-    model = _load_with_threads(target, job.num_threads, Rank(target.share(job.rank), job.join()))
+    target = LoadTarget(job.config, source, load_model_config(source), dtype, torch.device("cpu"))
+    model = load_with_threads(target, job.num_threads, Rank(target.share(job.rank), job.join()))
     assert isinstance(model, NativeDecoder)
     return model
 
@@ -218,7 +144,7 @@ def choose_share_of_scales(job: RankJob, arena: KVArena, model: NativeDecoder) -
 
 
 def _join(
-    target: _Target, sizing: Sizing, model: CausalLM, num_threads: int, ranks: RankGroup | None = None
+    target: LoadTarget, sizing: Sizing, model: CausalLM, num_threads: int, ranks: RankGroup | None = None
 ) -> tuple[ModelRunner, RunnerFacts]:
     """Size the cache, and join it with the loaded model."""
     config, source, device = target.config, target.source, model.device
@@ -297,49 +223,6 @@ def _warm_up(config: EngineConfig, runner: ModelRunner) -> None:
         torch.cuda.empty_cache()  # what steps took on the stream that records
 
 
-def _device(config: EngineConfig) -> torch.device:
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is 'cuda', but torch finds no CUDA device here; use device='cpu'")
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(config.device)
-
-
-def _load_with_threads(target: _Target, num_threads: int, rank: Rank | None = None) -> CausalLM:
-    """Load the model, and set the numbers of threads that loading it and running it take."""
-    if kernels.available():
-        kernels.set_num_threads(num_threads)  # loading packs weights in these threads too
-    # Loading consists of thousands of short operations. With several threads each waits for the slowest, which took
-    # four times as long on a busy machine.
-    torch.set_num_threads(1)
-    try:
-        model = _load(target, rank)
-    finally:
-        torch.set_num_threads(num_threads)
-    if isinstance(model, NativeDecoder):
-        # Torch's threads spin after each of its short operations, on cores that the kernels' threads need.
-        torch.set_num_threads(1)
-        if not target.config.deterministic:
-            model.allow_rounding()
-    return model
-
-
-def _for_device(model_config: ModelConfig, source: ModelSource, device: torch.device) -> ModelConfig:
-    """Let transformers run a mixture of experts on a GPU: the torch decoder multiplies one expert after the other.
-
-    Raises:
-        UnsupportedModelError: it comes from a GGUF file.
-    """
-    if model_config.experts is None or device.type == "cpu" or not model_config.runs_natively:
-        return model_config
-    if source.format is ModelFormat.GGUF:
-        raise UnsupportedModelError(
-            f"{source.path}: mixtures of experts in GGUF files run on CPUs only; serve the Hugging Face folder of that "
-            "model instead"
-        )
-    return replace(model_config, transformers_reason="mixtures of experts run natively on CPUs only")
-
-
 def _choose_scales(config: EngineConfig, source: ModelSource, arena: KVArena, model: CausalLM) -> str:
     """Choose the scales of calibrated codecs; returns what identifies them, empty if there are none.
 
@@ -358,40 +241,6 @@ def _choose_scales(config: EngineConfig, source: ModelSource, arena: KVArena, mo
     return ""
 
 
-def _load(target: _Target, rank: Rank | None) -> CausalLM:
-    config = target.config
-    if not target.model.runs_natively:
-        from octavo.models.transformers_bridge import TransformersModel
-
-        logger.info("%s runs through transformers: %s", config.model, target.model.transformers_reason)
-        return TransformersModel.load(
-            target.source.path,
-            dtype=target.dtype,
-            device=target.device,
-            # The reference for the fast paths uses no kernels at all.
-            packed=config.attention_backend != "reference",
-            format=target.online_format,
-            max_len=config.max_model_len,
-            overrides=target.source.overrides,
-        )
-    ops: LayerOps | None = None  # the fastest
-    if config.attention_backend == "reference":
-        ops = LayerOps()
-    elif config.attention_backend == "triton" and importlib.util.find_spec("triton") is not None:
-        from octavo.models.triton_ops import TritonLayerOps
-
-        ops = TritonLayerOps()
-    return make_decoder(
-        target.model,
-        open_weights(target.source, target.model, target.online_format),
-        dtype=target.dtype,
-        device=target.device,
-        quantised=config.quantization != "none",
-        ops=ops,
-        rank=rank,
-    )
-
-
 def _capture(config: EngineConfig, attention: AttentionBackend, arena: KVArena, device: torch.device) -> Capture | None:
     """Return what records decode steps on a GPU; None if a layer lacks kernels, so that steps wait for the host."""
     if device.type != "cuda" or config.enforce_eager or attention.name != "triton":
@@ -399,24 +248,6 @@ def _capture(config: EngineConfig, attention: AttentionBackend, arena: KVArena, 
     from octavo.attention.triton.backend import TritonAttention
 
     return CudaCapture(device) if all(map(TritonAttention.reads, arena.layers)) else None
-
-
-def _with_dtype(target: _Target) -> _Target:
-    """Choose the dtype to compute in; that of `target` is bfloat16."""
-    config, source = target.config, target.source
-    if config.dtype != "auto":
-        return replace(target, dtype=getattr(torch, config.dtype))
-    if not target.on_cpu or torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return target
-    # A CPU without bf16 instructions emulates them, several times slower than float32. Quantised weights are multiplied
-    # in int8 there, and would take several times the memory in float32.
-    quantised = False
-    if target.runs_on_kernels and config.quantization != "none":
-        if source.format is ModelFormat.GGUF:
-            quantised = GGUFFile(source.path).is_quantised
-        else:
-            quantised = target.online_format is not None or stored_format(source) != "none"
-    return target if quantised else replace(target, dtype=torch.float32)
 
 
 def _measures_refusal(spec: KVCacheSpec, device: torch.device, *, has_ranks: bool) -> str:
@@ -440,7 +271,7 @@ def _require_kernels(prefix: str, model: CausalLM, arena: KVArena, attention: At
     raise ConfigError(f"{prefix}: {reason}")
 
 
-def _size_before_loading(target: _Target, set_aside: int) -> Sizing:
+def _size_before_loading(target: LoadTarget, set_aside: int) -> Sizing:
     """Compute the sizes from the configuration alone, so that a model that cannot fit is refused before it is loaded.
 
     Raises:
@@ -483,7 +314,7 @@ def _size_loaded(sizing: Sizing, config: EngineConfig, model: CausalLM, weight_b
     )
 
 
-def _stored_bytes(target: _Target) -> int | None:
+def _stored_bytes(target: LoadTarget) -> int | None:
     """Return the bytes of weights that stay quantised; None if they are dequantised."""
     config, source = target.config, target.source
     if config.quantization == "none" or target.dtype is torch.float32:
@@ -494,11 +325,6 @@ def _stored_bytes(target: _Target) -> int | None:
         share = {"q8_0": 0.55, "q4_0": 0.3}.get(config.quantization, 1.2)
         return int(files * share) if share < 1 or stored_format(source) != "none" else None
     return loaded_bytes(GGUFFile(source.path))
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name of a dtype, such as "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _available_on_gpu(config: EngineConfig, device: torch.device) -> int:

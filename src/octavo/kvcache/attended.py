@@ -35,7 +35,7 @@ class AttendedBlocks:
     """The blocks that a sequence keeps, and their mass.
 
     Args:
-        windows: what each group keeps besides; a group with a window of its own is left alone.
+        windows: the window of each group, None without one; groups with a window are left alone.
     """
 
     def __init__(

@@ -136,7 +136,7 @@ class StepComposer:
         return self._kv.hierarchy.host.has_transfers
 
     def _add_drafts(self, speculator: Speculator, step: PlannedStep) -> None:
-        """Let sequences verify drafts, as far as there are blocks that nobody has to yield."""
+        """Let sequences verify drafts, as far as there are blocks without a preemption."""
         streams = [*step.streams, *(seq for seq, _ in step.runs.values())]
         for seq_id, (seq, tokens) in speculator.choose(streams, self._max_tokens).items():
             place, num_known = seq.state.placed, seq.num_missing

@@ -14,11 +14,11 @@ A draft model is asked by the same rule, with the time that it takes in T, where
 was found in text. Its tokens then compete for rows with all others. Where it was not worth asking for long, it is asked
 for one token at times, for 0.2 % of the time at most, to learn whether it has become so.
 
-Everything here must cost less than it may gain. Looking for drafts spends what they saved in the steps before, and
-0.2 % of the time besides; when that is used up, steps pass without looking. Where no number of rows could pay, nothing
-is drafted for some steps, and a sequence for which no draft is found is looked at less often. Under load each row adds
-as much time as a stream does, so that drafts fade by themselves. No draft lengthens a step by more than 5 % where a
-stream has none. Prompts' chunks hide nothing, so a step with one verifies nothing.
+Everything here must cost less than it may gain. The search for drafts may spend the time that recent drafts saved, plus
+0.2 % of all time; when that is used up, steps pass without a search. Where no number of rows could pay, nothing is
+drafted for some steps, and a sequence for which no draft is found is looked at less often. Under load each row adds as
+much time as a stream does, so that drafts fade by themselves. No draft lengthens a step by more than 5 % where a stream
+has none. Prompts' chunks hide nothing, so a step with one verifies nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _CAUTION = 0.5  # standard errors by which a probability is taken to be lower; m
 _PRIOR = 8.0  # tokens that the acceptance of all sequences counts as, in addition to a sequence's own
 _FORGETTING = 0.95  # of a sequence's tokens
 _MOST_TRIED = 1000.0
-_MOST_MATCH = 32  # longer matches are not told apart
+_MOST_MATCH = 32  # longer matches count as equally long
 _KEPT = 32  # tokens of a draft, of which a step verifies the next few
 _SAMPLED = 4  # one in so many steps without drafts is observed
 _NO_DRAFTS: Drafts = {}

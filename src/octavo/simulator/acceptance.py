@@ -1,6 +1,6 @@
 """Drafts in a simulation: which would be found, and how far they hold, as a recorded server found.
 
-A simulated output has no text, so each takes after one of the outputs in a recording. Where that one verified a draft,
+A simulated output has no text, so each follows one of the outputs in a recording. Where that one verified a draft,
 so does this one, if the speculator decides to, and it holds as far:
 
     recorded     | drawn | draft of 4, the third refuted | drawn | drawn | draft of 2, both accepted |
@@ -74,7 +74,7 @@ def _add(texts: list[KnownText], text: KnownText) -> None:
 
 
 class RecordedDrafts(DraftMethod):
-    """Drafts as in a recording: the simulated requests take after its outputs in turn."""
+    """Drafts as in a recording: the simulated requests follow its outputs in turn."""
 
     def __init__(self, outputs: list[Output]) -> None:
         super().__init__(2, 8)
@@ -82,7 +82,7 @@ class RecordedDrafts(DraftMethod):
         self._num_begun = 0
 
     def draft(self, seq: Sequence, most: int) -> Draft | None:
-        """Return what was known of the text that a sequence takes after, from its next token on."""
+        """Return what was known of the text that a sequence follows, from its next token on."""
         texts: Output | None = seq.state.token_index
         if texts is None:
             texts = seq.state.token_index = self._recorded[self._num_begun % len(self._recorded)]
