@@ -133,7 +133,7 @@ def test_dense_requests_find_no_block_that_was_computed_from_fewer_tokens(mode: 
 def test_beams_and_parallel_samples_share_what_they_keep(mode: str) -> None:
     beams = params(BUDGET, mode, use_beam_search=True, n=3, max_tokens=60)
     samples = params(BUDGET, mode, n=3, temperature=0.8, seed=1, max_tokens=60)
-    for sampling in (samples,) if mode == "bounded" else (beams, samples):
+    for sampling in (beams, samples):
         found, most = outputs(sampling, mode, max_num_batched_tokens=32)
         assert found == outputs(sampling, mode)[0]
         assert mode not in EVICTING or most <= len(PROMPTS) * 3 * (BUDGET // 16 + 2)
@@ -254,9 +254,6 @@ def test_budgets_that_make_no_sense_are_refused_with_the_numbers(tmp_path: Path)
         for tokens, message in ((256, "within this server's"), (20, "from 32, two KV blocks, to 1024")):
             with pytest.raises(RequestError, match=message):
                 core.inputs.make([5], params(tokens))
-    beams = params(64, "bounded", use_beam_search=True, n=2)
-    with tiny_core() as core, pytest.raises(RequestError, match="bounded is not possible here: beam search"):
-        core.inputs.make([5], beams)
     table = tmp_path / "copies.toml"
     table.write_text('keys = "int4"\nvalues = "int4"\nsink_blocks = 1\nrecent_blocks = 2\n')
     copied = {"kv_cache_dtype": str(table)}

@@ -164,9 +164,9 @@ class ToldRunner:
             first, masses = seq.measured_from, []
             for position in range(max(row.start, first or 0), row.end) if first is not None else ():
                 kept = [[i for i in of_group if i * block_size <= position] for of_group in self.kept[row.seq_id]]
-                mass = np.zeros((len(kept), max(map(len, kept))), np.int64)
-                for group, indices in enumerate(kept):
-                    mass[group, : len(indices)] = [(position * 7 + index * 5) % 11 for index in indices]
+                # Groups with a window let go of none, so they keep more blocks than those that are measured.
+                width = min(map(len, kept))
+                mass = np.array([[(position * 7 + i * 5) % 11 for i in indices[:width]] for indices in kept], np.int64)
                 masses.append(mass)
             if masses and number >= plan.num_decodes:  # together
                 total = np.zeros_like(masses[-1])

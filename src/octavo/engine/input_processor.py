@@ -26,8 +26,6 @@ from octavo.text.tokenizer import Tokenizer
 Prompt = str | Seq[int]
 
 # The scheduler computes a prompt only to sample after it; the sampled token is not used.
-# In rare cases (one in some 100,000 steps of the state machine) a beam kept other blocks than the same one recomputed.
-_BEAMS = "beam search does not promise which blocks a beam keeps"
 _EMBEDDING = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
 
 
@@ -98,7 +96,7 @@ class InputProcessor:
             block_size=self.scheduler.kv.spec.block_size,
             longest=self.info.context_length or self.max_model_len,
             refusal=self.info.budget_refusal,
-            measures_refusal=_BEAMS if params.use_beam_search else self.info.measures_refusal,
+            measures_refusal=self.info.measures_refusal,
         )
         params = params if budget == params.kv_budget else replace(params, kv_budget=budget)
         token_ids = self._tokenize(prompt, add_special_tokens)

@@ -21,7 +21,7 @@ from octavo.kv_budget import KVBudget
 from octavo.kvcache.spec import Window
 
 Mass = npt.NDArray[np.int64]
-"""The mass of the blocks that groups keep: [groups, blocks]."""
+"""The mass of blocks: [groups, blocks], as many as groups without a window keep; others are not measured."""
 
 Places = tuple[tuple[int, ...], ...]
 """For each group, places of blocks among those that it keeps, ascending."""
