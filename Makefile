@@ -78,7 +78,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 test: install
 	$(PYTEST) $(ARGS)
 
-# The inner loop, one to two minutes: no slow test, none that starts processes or servers, kernels at one level, and fewer
+# The inner loop, a minute: no slow test, none that starts processes or servers, kernels at one level, and fewer
 # random examples.
 quick: install
 	KERNEL_TEST_LEVELS=best TEST_EXAMPLES=quick $(PYTEST) -m "not slow and not integration and not soak" $(ARGS)
