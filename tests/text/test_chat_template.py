@@ -178,7 +178,7 @@ def test_a_template_that_calls_itself_without_end_is_refused() -> None:
         "{% for m in messages %}{{ '<|' + m.role + '|>' + m['content'] | trim }}{% endfor %}",
         "{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}{% else %}{% set rest = messages %}"
         "{% endif %}"
-        "{% for m in rest %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('no') }}{% endif %}"
+        "{% for m in rest %}{% if (m.role == 'user') != loop.first %}{{ raise_exception('no') }}{% endif %}"
         "{% set text = bos_token + m.content.strip() %}{{ text }}{% endfor %}",
     ],
 )
@@ -198,6 +198,7 @@ def test_a_template_that_walks_once_over_the_messages_is_plain(template: str) ->
         "{% set a %}{{ messages[0].content }}{% endset %}",
         "{% set a = [a, a] %}",
         "{{ '%*d' % (width, 1) }}",
+        "{% set loop = messages[0] %}{{ loop.content % 1 }}",
         "{{ 'x' * 99999 }}",
         "{{ 9 ** n }}",
         "{{ lipsum(n=99999) }}",

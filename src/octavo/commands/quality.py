@@ -147,10 +147,10 @@ def _budgets(given: str | dict[str, Any]) -> list[KVBudget]:
         try:
             found = json.loads(given)
         except ValueError as error:
-            raise ConfigError(f"--kv-budget is no JSON: {error}") from error
+            raise ConfigError(f"--kv-budget is not JSON: {error}") from error
         if not found:
             raise ConfigError("--kv-budget is an empty list: give at least one budget")
-        return [KVBudget.parse(json.dumps(each)) for each in found]
+        return [KVBudget.parse(each) for each in found]
     return [KVBudget.parse(given)]
 
 

@@ -81,7 +81,7 @@ def check_template(template: str, name: str) -> None:
 _PLAIN = (
     *(nodes.Template, nodes.Output, nodes.TemplateData, nodes.Name, nodes.Const, nodes.Getattr, nodes.Getitem),
     *(nodes.Slice, nodes.If, nodes.CondExpr, nodes.For, nodes.Compare, nodes.Operand, nodes.And, nodes.Or, nodes.Not),
-    *(nodes.Add, nodes.Concat, nodes.Test, nodes.Filter, nodes.Assign, nodes.Call, nodes.Neg, nodes.Mod),
+    *(nodes.Add, nodes.Concat, nodes.Test, nodes.Filter, nodes.Assign, nodes.Call, nodes.Neg),
 )
 _PLAIN_FILTERS = frozenset({"trim", "length", "upper", "lower"})
 _PLAIN_METHODS = frozenset({"strip", "lstrip", "rstrip", "startswith", "endswith"})
@@ -92,7 +92,8 @@ def is_plain(template: str) -> bool:
     """Return whether rendering a template takes no longer than its length times that of the messages.
 
     So it is for those that walk once over the messages and print their fields. A template that may do more (nested
-    loops, `range`, macros, texts that grow from one variable to the next) is not plain, though it may be harmless.
+    loops, `range`, macros, `%`, which pads to any width, text that grows from one variable to the next) is not plain,
+    though it may be harmless.
     """
     if len(template) > _LONGEST_PLAIN:
         return False
@@ -117,8 +118,6 @@ def _is_plain(node: nodes.Node, assigned: set[str]) -> bool:
             return name == "raise_exception"
         case nodes.Call():
             return isinstance(node.node, nodes.Getattr) and node.node.attr in _PLAIN_METHODS
-        case nodes.Mod():  # of strings it formats, to any width
-            return isinstance(node.left, nodes.Getattr) and node.left.node == nodes.Name("loop", "load")
         case nodes.Assign():  # text that is put together from two variables may double with every assignment
             used = [name for name in node.node.find_all(nodes.Name) if name.name in assigned]
             return isinstance(node.target, nodes.Name) and len(used) <= 1
