@@ -11,20 +11,19 @@ are processor time, not wall-clock time.
 from __future__ import annotations
 
 import argparse
-import gc
 import heapq
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from benchmarks import this_machine
 from octavo.config import EngineConfig
-from octavo.kvcache.block import BlockId
-from octavo.kvcache.eviction import EVICTION_POLICIES, EvictionPolicy, make_eviction_policy
+from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.request import Request, RequestId
@@ -34,7 +33,6 @@ from octavo.workloads.traces import TOKENS_PER_HASH, read_trace
 
 POOLS = [1_000, 4_000, 16_000, 40_000, 80_000]
 CACHES = ["hashed", "radix"]
-IMPORTANT_EVERY = 10
 HOST_PER_BLOCK = 4
 
 SPEC = KVCacheSpec.build([LayerKVSpec(num_kv_heads=1, key_dim=1, value_dim=1)], block_size=1, dtype="float32")
@@ -45,75 +43,57 @@ Operation = tuple[str, tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Result:
-    """One replay. Hits count block references; `important_hit_rate` those of the important requests only."""
+    """One replay; `hit_rate` is the share of block references that were found."""
 
     prefix_cache: str
     policy: str
     pool_blocks: int
     hit_rate: float
-    important_hit_rate: float
     evictions: int
     us_per_block: float
-
-
-def make_manager(cache: str, policy: str, pool_blocks: int) -> KVCacheManager:
-    return assemble_cache(options(cache, policy), SPEC, pool_blocks + 1)
 
 
 def options(cache: str, policy: str) -> EngineConfig:
     return EngineConfig.from_options({"prefix_cache": cache, "eviction_policy": policy})
 
 
-def make_requests(prompts: Sequence[Prompt], mixed_priorities: bool) -> list[Request]:
-    """Make the requests; a conversation (all with the same second block) is important or not as a whole."""
+def make_requests(prompts: Sequence[Prompt]) -> list[Request]:
     params = SamplingParams(max_tokens=1)
-    requests = []
-    for i, prompt in enumerate(prompts):
-        conversation = prompt[1] if len(prompt) > 1 else prompt[0]
-        important = mixed_priorities and conversation % IMPORTANT_EVERY == 0
-        # A hit never covers the last token, so add one that is not computed.
-        tokens = [*prompt, -1]
-        requests.append(Request(RequestId(str(i)), tokens, params, priority=-1 if important else 0))
-    return requests
+    # A hit never covers the last token, so add one that is not computed.
+    return [Request(RequestId(str(i)), [*prompt, -1], params) for i, prompt in enumerate(prompts)]
 
 
-def replay(manager: KVCacheManager, requests: Sequence[Request]) -> tuple[int, int, int]:
-    """Replay the requests; returns hits, hits of important requests, and their references, all in blocks."""
-    hits = important_hits = important = 0
+def replay(manager: KVCacheManager, requests: Sequence[Request]) -> Counter[str]:
+    """Replay the requests; returns the blocks found, by tier."""
+    found: Counter[str] = Counter()
+    transfers = manager.hierarchy.host
     for request in requests:
         seq = request.sequences[0]
         length = seq.num_tokens - 1
         hit = manager.match(seq)
+        found["host"] += len(hit.loads)
+        found["device"] += hit.num_tokens - len(hit.loads)
         if not manager.admit(seq, hit, length - hit.num_tokens):
             raise SystemExit(f"a prompt of {length} blocks does not fit a pool of {manager.pool.num_blocks - 1}")
+        transfers.take()
+        transfers.complete()
         seq.num_computed = length
         manager.commit(seq)
         manager.forget(seq)
-        hits += hit.num_tokens
-        if request.priority < 0:
-            important += length
-            important_hits += hit.num_tokens
-    return hits, important_hits, important
+    manager.audit()
+    return found
 
 
-def measure(cache: str, policy: str, pool_blocks: int, prompts: Sequence[Prompt], mixed: bool = False) -> Result:
-    manager = make_manager(cache, policy, pool_blocks)
-    requests = make_requests(prompts, mixed)
+def measure(cache: str, policy: str, pool_blocks: int, prompts: Sequence[Prompt]) -> Result:
+    manager = assemble_cache(options(cache, policy), SPEC, pool_blocks + 1)
+    requests = make_requests(prompts)
     total = sum(map(len, prompts))
     started = time.process_time()
-    hits, important_hits, important = replay(manager, requests)
+    hits = replay(manager, requests).total()
     seconds = time.process_time() - started
-    manager.audit()
-    return Result(
-        cache,
-        policy,
-        pool_blocks,
-        hits / total,
-        important_hits / important if important else 0.0,
-        # Every miss publishes a block: those not cached at the end were evicted.
-        total - hits - manager.pool.num_cached,
-        1e6 * seconds / total,
-    )
+    # Every miss publishes a block: those not cached at the end were evicted.
+    evictions = total - hits - manager.pool.num_cached
+    return Result(cache, policy, pool_blocks, hits / total, evictions, 1e6 * seconds / total)
 
 
 @dataclass(frozen=True)
@@ -134,65 +114,8 @@ def measure_two_tiers(policy: str, pool_blocks: int, host_blocks: int, prompts: 
     """
     config = replace(options("hashed", policy), kv_demotion="on_evict")
     manager = assemble_cache(config, SPEC, pool_blocks + 1, num_prefix_blocks=host_blocks)
-    transfers = manager.hierarchy.host
-    on_device = in_host = 0
-    for request in make_requests(prompts, False):
-        seq = request.sequences[0]
-        length = seq.num_tokens - 1
-        hit = manager.match(seq)
-        in_host += len(hit.loads)
-        on_device += hit.num_tokens - len(hit.loads)
-        if not manager.admit(seq, hit, length - hit.num_tokens):
-            raise SystemExit(f"a prompt of {length} blocks does not fit a pool of {pool_blocks}")
-        transfers.take()
-        transfers.complete()
-        seq.num_computed = length
-        manager.commit(seq)
-        manager.forget(seq)
-    manager.audit()
-    total = sum(map(len, prompts))
-    return TieredResult(policy, pool_blocks, host_blocks, on_device / total, in_host / total)
-
-
-class Recorder:
-    """A policy that records its calls, so that they can be repeated and timed alone."""
-
-    def __init__(self, inner: EvictionPolicy) -> None:
-        self._inner = inner
-        self.operations: list[Operation] = []
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            self.operations.append((name, arguments))
-            return getattr(self._inner, name)(*arguments)
-
-        return call
-
-    def __len__(self) -> int:
-        return len(self._inner)
-
-    def __iter__(self) -> Iterator[BlockId]:
-        return iter(self._inner)
-
-
-def us_per_operation(policy: str, pool_blocks: int, prompts: Sequence[Prompt]) -> dict[str, float]:
-    """The µs per call of each method of a policy, over the calls of a whole replay."""
-    config = options("hashed", policy)
-    manager = assemble_cache(config, SPEC, pool_blocks + 1)
-    recorder = Recorder(manager.pool._eviction)
-    manager.pool._eviction = cast(EvictionPolicy, recorder)
-    replay(manager, make_requests(prompts, False))
-    fresh = make_eviction_policy(policy)
-    fresh.reserve(pool_blocks + 1)
-    calls = [(getattr(fresh, name), arguments) for name, arguments in recorder.operations]
-    # Collecting garbage among a million recorded tuples is not the policy's work.
-    gc.disable()
-    started = time.process_time()
-    for call, arguments in calls:
-        call(*arguments)
-    seconds = time.process_time() - started
-    gc.enable()
-    return {"operations": len(calls), "us_per_operation": 1e6 * seconds / len(calls)}
+    found, total = replay(manager, make_requests(prompts)), sum(map(len, prompts))
+    return TieredResult(policy, pool_blocks, host_blocks, found["device"] / total, found["host"] / total)
 
 
 def belady(prompts: Sequence[Prompt], pool_blocks: int) -> float:
@@ -241,7 +164,6 @@ def run(prompts: Sequence[Prompt], pools: Sequence[int]) -> dict[str, Any]:
             for policy in EVICTION_POLICIES:
                 results.append(measure(cache, policy, pool, prompts))
                 print(f"{pool:>7} {cache:<7} {policy:<9} {results[-1].hit_rate:7.2%}", flush=True)
-    middle = pools[len(pools) // 2]
     return {
         "requests": len(prompts),
         "block_references": sum(map(len, prompts)),
@@ -250,12 +172,9 @@ def run(prompts: Sequence[Prompt], pools: Sequence[int]) -> dict[str, Any]:
         "infinite": infinite(prompts),
         "belady": {pool: belady(prompts, pool) for pool in pools},
         "results": [asdict(result) for result in results],
-        "policy_calls": {policy: us_per_operation(policy, middle, prompts) for policy in EVICTION_POLICIES},
-        "middle_pool": middle,
         "two_tiers": [
             asdict(measure_two_tiers(p, pools[0], HOST_PER_BLOCK * pools[0], prompts)) for p in EVICTION_POLICIES
         ],
-        "mixed_priorities": [asdict(measure("hashed", p, middle, prompts, mixed=True)) for p in ("lru", "priority")],
         "python": platform.python_version(),
     }
 
@@ -281,7 +200,7 @@ def table(report: dict[str, Any], trace: str) -> str:
             lines.append(f"| {cache} | {policy} | " + " | ".join(rates) + " |")
     lines.append("| | Belady's optimum | " + " | ".join(f"{report['belady'][pool]:.2%}" for pool in pools) + " |")
     lines.append("| | infinite cache | " + " | ".join(f"{report['infinite']:.2%}" for _ in pools) + " |")
-    middle = report["middle_pool"]
+    middle = pools[len(pools) // 2]
     device, host = report["two_tiers"][0]["pool_blocks"], report["two_tiers"][0]["host_blocks"]
     lines += [
         "",
@@ -298,29 +217,14 @@ def table(report: dict[str, Any], trace: str) -> str:
     ]
     lines += [
         "",
-        f"Processor time, at {middle:,} blocks. A reference is all that the manager does for one block of a prompt "
-        "(pack or hash, match, allocate or share, publish, release, evict); a call is one of the policy alone.",
+        f"Processor time of all that the manager does for one block of a prompt, at {middle:,} blocks:",
         "",
-        "| policy | µs per reference, hashed | µs per reference, radix | policy calls | µs per call |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    for policy in EVICTION_POLICIES:
-        times = [f"{by_key[cache, policy, middle]['us_per_block']:.2f}" for cache in CACHES]
-        calls = report["policy_calls"][policy]
-        lines.append(
-            f"| {policy} | {times[0]} | {times[1]} | {calls['operations']:,} | {calls['us_per_operation']:.2f} |"
-        )
-    lines += [
-        "",
-        "The trace has no priorities, so above `priority` is `lru`. With one conversation in "
-        f"{IMPORTANT_EVERY} made important, at {middle:,} blocks (hashed):",
-        "",
-        "| policy | hits of the important | hits of all |",
+        "| policy | µs per reference, hashed | radix |",
         "|---|---:|---:|",
     ]
-    lines += [
-        f"| {r['policy']} | {r['important_hit_rate']:.2%} | {r['hit_rate']:.2%} |" for r in report["mixed_priorities"]
-    ]
+    for policy in EVICTION_POLICIES:
+        times = " | ".join(f"{by_key[cache, policy, middle]['us_per_block']:.2f}" for cache in CACHES)
+        lines.append(f"| {policy} | {times} |")
     return "\n".join(lines) + "\n"
 
 

@@ -2,11 +2,9 @@
 
     octavo calibrate-speed --out SPEED
     python -m benchmarks.fairness TRACE --device SPEED [--speed 4] [--out FOLDER]
-    python -m benchmarks.fairness TRACE --seeds 5       the flood and the weights again, under vtc, by random seed
 
 TRACE is a CSV file with the columns arrival_s, client, prompt_tokens and output_tokens. A virtual clock counts the time
-that the steps would take: by the step times that `octavo calibrate-speed` measured or, without them, by the law that
-the scheduler's step-time model once found for SmolLM2 on two cores (`old_device`).
+that the steps would take, by the step times that `octavo calibrate-speed` measured.
 
 Four scenarios. *Trace*: the file's requests, `--speed` times as fast as they came, so that the server is overloaded.
 *Flood*: six tenants of equal weight, each of which requests a tenth of the server's capacity (the quiet one a
@@ -49,11 +47,6 @@ QUIET, FLOOD = "quiet", "flood"
 MAX_MODEL_LEN = 4096
 
 
-def old_device(load: StepLoad) -> float:
-    """Seconds of a step: SmolLM2-135M (GGUF), 2 cores of an Intel Xeon, before its attention used AMX tiles."""
-    return 6.5e-3 + 4e-4 * load.rows + 1e-6 * load.context + 7.5e-7 * load.chunk_work
-
-
 @dataclass(frozen=True)
 class Job:
     """One request of a workload."""
@@ -78,7 +71,6 @@ class Result:
         differences: of service between tenants that both wait throughout a window of fixed length; sorted.
         due: the same over windows in which the two were served ten times the largest request.
         ttft_p99: seconds to the first token, by tenant.
-        service: received by tenant, at the end of each second.
     """
 
     policy: str
@@ -88,7 +80,6 @@ class Result:
     preemptions: int = 0
     recomputed: int = 0
     ttft_p99: dict[str, float] = field(default_factory=dict)
-    service: dict[str, list[float]] = field(default_factory=dict)
 
 
 def read_trace(path: Path, speed: float) -> list[Job]:
@@ -150,7 +141,7 @@ class Replay:
         self.scheduler = assemble_scheduler(config, self.kv, MAX_MODEL_LEN)
         self.result = Result(policy)
         self.window = arguments.window
-        self._device = old_device if arguments.device is None else Speed.read(arguments.device).times.predict
+        self._device = Speed.read(arguments.device).times.predict
         self.now = 0.0
         self._service: dict[str, float] = defaultdict(float)
         self._first: dict[str, list[float]] = defaultdict(list)
@@ -225,32 +216,12 @@ class Replay:
         result.recomputed = self.scheduler.counters.recomputed_tokens
         result.tokens_per_s = sum(self._service.values()) / self.now
         result.ttft_p99 = {t: sorted(times)[int(0.99 * len(times))] for t, times in self._first.items()}
-        result.service = {t: [moment.get(t, 0.0) for moment in history] for t in self._service}
 
 
 def difference(history: list[dict[str, float]], start: int, end: int, a: str, b: str) -> float:
     """The difference between what two tenants received from `start` to `end`, divided by the larger."""
     got = [history[end].get(tenant, 0.0) - history[start].get(tenant, 0.0) for tenant in (a, b)]
     return abs(got[0] - got[1]) / max(*got, 1.0)
-
-
-def plot(scenarios: dict[str, list[Result]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(len(scenarios), len(POLICIES), figsize=(13, 12), sharex="row", sharey="row")
-    for row, (scenario, results) in zip(axes, scenarios.items(), strict=True):
-        for axis, result in zip(row, results, strict=True):
-            heaviest = sorted(result.service, key=lambda t: -result.service[t][-1])[:8]
-            for tenant in heaviest:
-                axis.plot(result.service[tenant], label=tenant)
-            axis.set(title=f"{scenario}, {result.policy}", xlabel="seconds")
-        row[0].set_ylabel("service received per weight")
-        row[-1].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=90)
 
 
 def median_and_worst(differences: list[float]) -> str:
@@ -274,34 +245,7 @@ def rows(results: list[Result], tenant: str | None = None, alone: float | None =
     return lines
 
 
-def print_by_seed(arguments: argparse.Namespace) -> None:
-    """Print how far the figures of `vtc` rest on one random workload."""
-    print(
-        "| seed | quiet's p99 TTFT | alone | ratio | its requests | weights: in due windows, median | worst "
-        "| in 60 s, median | worst | in 150 s, median | worst |\n"
-        "|---:|" + "---:|" * 10,
-        flush=True,
-    )
-    half = arguments.seconds / 2
-    for seed in range(arguments.seeds):
-        jobs = flood(arguments.seconds, arguments.capacity, random.Random(seed))
-        quiet = [job for job in jobs if job.tenant == QUIET]
-        flooded = Replay("vtc", arguments).run(jobs, arguments.seconds).ttft_p99[QUIET]
-        alone = Replay("fcfs", arguments).run(quiet).ttft_p99[QUIET]
-        jobs = weighted(half, 2000.0, random.Random(seed), 1000)
-        result = Replay("vtc", arguments).run(jobs, half)
-        arguments.window, usual = 150, arguments.window
-        long = Replay("vtc", arguments).run(jobs, half)
-        arguments.window = usual
-        line = f"| {seed} | {flooded:.2f} s | {alone:.2f} s | {flooded / alone:.2f} | {len(quiet)} |"
-        for differences in (result.due, result.differences, long.differences):
-            line += f" {median_and_worst(differences)} |"
-        print(line, flush=True)
-
-
 def device_of(arguments: argparse.Namespace) -> str:
-    if arguments.device is None:
-        return "SmolLM2-135M (GGUF) on 2 cores of an Intel Xeon, before its prompts were attended to in AMX tiles"
     speed = Speed.read(arguments.device)
     rows = ", ".join(f"{rows} rows {speed.times.predict(StepLoad(rows)) * 1e3:.1f} ms" for rows in (1, 32, 512))
     return f"{speed.origin.removeprefix('measured: ')} ({rows})"
@@ -311,7 +255,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--speed", type=float, default=4.0)
-    parser.add_argument("--device", type=Path, help="step times, from `octavo calibrate-speed`")
+    parser.add_argument("--device", type=Path, required=True, help="step times, from `octavo calibrate-speed`")
     parser.add_argument("--num-seqs", type=int, default=32)
     parser.add_argument("--num-blocks", type=int, default=2000)
     parser.add_argument("--tight-blocks", type=int, default=140, help="of the tight pool")
@@ -319,12 +263,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0, help="of the flood; weights last half as long")
     parser.add_argument("--capacity", type=float, default=1300.0, help="service per second that the flood is sized by")
     parser.add_argument("--window", type=int, default=60)
-    parser.add_argument("--out", type=this_machine.output_folder, help="folder for fairness.md and fairness.png")
-    parser.add_argument("--seeds", type=int, help="only print how the figures of vtc depend on the seed, for so many")
+    parser.add_argument("--out", type=this_machine.output_folder, help="folder for fairness.md")
     arguments = parser.parse_args()
-    if arguments.seeds:
-        print_by_seed(arguments)
-        return
 
     def replay(jobs: list[Job], until: float | None = None, **options: Any) -> list[Result]:
         return [Replay(policy, arguments, **options).run(jobs, until) for policy in POLICIES]
@@ -369,15 +309,12 @@ def main() -> None:
         f"## Tight: the same with {arguments.tight_blocks} blocks, which one of the longest prompts nearly fills",
         "",
         *rows(scenarios["tight"]),
-        "",
-        "![Service received over time](fairness.png)",
     ]
     text = "\n".join(lines) + "\n"
     print(text)
     if arguments.out:
         (arguments.out / "fairness.md").write_text(text)
-        plot(scenarios, arguments.out / "fairness.png")
-    results = [{**asdict(r), "service": None} for found in scenarios.values() for r in found]
+    results = [asdict(r) for found in scenarios.values() for r in found]
     print(json.dumps(results))
 
 

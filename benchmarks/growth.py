@@ -1,9 +1,8 @@
 """How the engine's own work grows with streams, waiters and lengths: `python -m benchmarks.growth`, about two minutes.
 
 Each row is one scenario at the size at which it used to be slow; growth.md in `benchmarks/results/`
-shows what they took before and take now. Only `step` and `host` run more than bookkeeping: `host` runs SmolLM2 (GGUF),
-the default model, and `step` uses its tokenizer. To run only some rows, name them: `python -m benchmarks.growth step
-fork`. Prints one JSON object on the last line of standard output.
+shows what they took before and take now. To run only some rows, name them: `python -m benchmarks.growth step fork`.
+Prints one JSON object on the last line of standard output.
 """
 
 from __future__ import annotations
@@ -19,15 +18,13 @@ import statistics
 import sys
 import time
 import tracemalloc
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.timed_sampler import SamplerTime
 from octavo.checkpoint.model_source import resolve_model
 from octavo.config import EngineConfig
 from octavo.engine.async_engine import AsyncEngine
@@ -39,7 +36,6 @@ from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.limits import DEFAULT_LIMITS
-from octavo.llm import LLM
 from octavo.pooling import Pooling
 from octavo.request import PinRequest, Request, RequestContext, RequestId
 from octavo.runner.batch import BatchBuilder
@@ -216,38 +212,6 @@ def python_of_a_step() -> Figures:
         found[f"Python of a step besides model and sampler, {who}"] = ms(statistics.median(seconds))
         found[f"its outputs, off the engine's thread, {who}"] = ms(statistics.median(outputs))
     return found
-
-
-def host_share() -> Figures:
-    llm = LLM(model="smollm2", max_model_len=2048, kv_cache_memory="64MiB")
-    core: Any = llm.core
-    forward, in_model = core.runner.model.forward, 0.0
-
-    def timed_forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal in_model
-        started = time.perf_counter()
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            in_model += time.perf_counter() - started
-
-    core.runner.model.forward = timed_forward
-    sampler_time = SamplerTime(core.runner._sampler)
-    core.add(core.inputs.make("Once upon a time", SamplingParams(max_tokens=400, ignore_eos=True, temperature=0.0)))
-    for _ in range(40):
-        core.step()
-    shares, steps = [], []
-    for _ in range(300):
-        sampler_time.take()
-        in_model, started = 0.0, time.perf_counter()
-        core.advance()
-        whole = time.perf_counter() - started
-        shares.append(1 - (in_model + sampler_time.take()) / whole)
-        steps.append(whole)
-    return {
-        "one stream, SmolLM2 GGUF: host share of a step (%)": statistics.median(shares) * 100,
-        "one stream, SmolLM2 GGUF: a step": ms(statistics.median(steps)),
-    }
 
 
 def admission() -> Figures:
@@ -514,54 +478,6 @@ def switching_as_a_server_does() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-@contextmanager
-def timed_collections() -> Iterator[list[float]]:
-    """Yield a list that receives the seconds of each garbage collection."""
-    pauses: list[float] = []
-    began = 0.0
-
-    def watch(phase: str, _: dict[str, int]) -> None:
-        nonlocal began
-        if phase == "start":
-            began = time.perf_counter()
-        else:
-            pauses.append(time.perf_counter() - began)
-
-    gc.callbacks.append(watch)
-    try:
-        yield pauses
-    finally:
-        gc.callbacks.remove(watch)
-
-
-def garbage_collection() -> Figures:
-    """The longest pause while a pool of 200,000 blocks is filled and then keeps publishing and evicting."""
-
-    def longest(settings: AbstractContextManager[None]) -> float:
-        # As in a server, which builds its engine before it freezes existing objects.
-        scheduler = make_scheduler(make_kv(200_001), seqs=8, budget=8192)
-        gc.collect()
-        with settings, timed_collections() as pauses:
-            running: deque[Request] = deque()
-            for k in range(950):
-                running.append(make_request([k, *((i * 31 + k) % 50_000 for i in range(3999))], max_tokens=2))
-                scheduler.add(running[-1])
-                while len(list(scheduler.live)) >= 4:
-                    step(scheduler)
-                while running[0].sequences[0].finish_reason is not None:
-                    # As `engine/async_engine.py` does: the two refer to each other.
-                    running.popleft().sequences.clear()
-            while scheduler.has_work:
-                step(scheduler)
-        assert scheduler.kv.pool.num_cached >= 199_000
-        return max(pauses)
-
-    return {
-        "longest collection at 200,000 blocks, the server's settings": ms(longest(as_in_a_server())),
-        "longest collection at 200,000 blocks, Python's settings": ms(longest(nullcontext())),
-    }
-
-
 def bytes_per_block() -> Figures:
     """The memory of a full pool's bookkeeping per block, by tracemalloc, including what evictions add."""
     num_blocks = 40_000
@@ -588,7 +504,6 @@ def bytes_per_block() -> Figures:
 
 ROWS: dict[str, Callable[[], Figures]] = {
     "step": python_of_a_step,
-    "host": host_share,
     "admission": admission,
     "waiting": waiting_with_pins,
     "head": head_that_does_not_fit,
@@ -597,7 +512,6 @@ ROWS: dict[str, Callable[[], Figures]] = {
     "fork": fork,
     "tables": block_tables,
     "penalty": repetition_penalty,
-    "gc": garbage_collection,
     "bytes": bytes_per_block,
 }
 

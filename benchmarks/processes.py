@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import multiprocessing
 import os
 import pickle
@@ -24,28 +23,27 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any
 
+from benchmarks import this_machine
 from benchmarks.growth import BLOCK, INFO, BatchOnly, make_core
 from octavo.checkpoint.model_source import resolve_model
 from octavo.engine.async_engine import AsyncEngine
-from octavo.engine.core import EngineCore
 from octavo.engine.outputs import OutputKind, RequestOutput
-from octavo.observe.stats import EngineStats
 from octavo.request import DEFAULT_CONTEXT, RequestContext
 from octavo.sampling_params import SamplingParams
-from octavo.scheduler.kv_limits import KVAmounts, KVLimits
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.server.config import ServerConfig
 from octavo.server.interpreter_settings import settle_interpreter
 from octavo.server.run import serve
 from octavo.text.tokenizer import Tokenizer
+from octavo.workloads.http import PostUrl, post_json
 from octavo.workloads.server_process import running_server
+from tests.server.fake_engine import FakeEngine
 
 MODEL = "stand-in"
 MAX_STREAMS = 256
@@ -53,20 +51,15 @@ PROMPT_TOKENS = 32
 MODES = ("one", "two")
 MAX_TOKENS = 512 * BLOCK - 64
 
-T = TypeVar("T")
-
 
 class Sleeping(BatchOnly):
-    """A runner whose steps take `seconds`.
+    """A runner whose steps take `seconds`."""
 
-    Attributes:
-        is_computing: whether it sleeps, and needs no interpreter.
-    """
+    is_computing = False  # whether it sleeps, and needs no interpreter
 
     def __init__(self, seconds: float) -> None:
         super().__init__(MAX_STREAMS, 512)
         self._step_seconds = seconds
-        self.is_computing = False
 
     def watch(self, on_failure: Callable[[], None]) -> None:
         return
@@ -100,33 +93,25 @@ async def _serve_engine(engine: AsyncEngine, connection: Connection) -> None:
     await engine.start()
     loop = asyncio.get_running_loop()
     tasks: dict[int, asyncio.Task[None]] = {}
-    outputs: list[tuple[int, RequestOutput | Exception]] = []
+    outputs: list[tuple[int, RequestOutput]] = []
 
     def flush() -> None:
         connection.send_bytes(pickle.dumps(outputs, protocol=pickle.HIGHEST_PROTOCOL))
         outputs.clear()
 
-    def send(number: int, output: RequestOutput | Exception) -> None:
-        if not outputs:
-            # Once per round of the loop, in which all outputs of a step arrive.
-            loop.call_soon(flush)
-        outputs.append((number, output))
-
     async def answer(number: int, *request: Any) -> None:
         prompt, params, context, kind = request
-        try:
-            async for output in engine.generate(prompt, params, context, output_kind=kind):
-                send(number, output)
-        except Exception as error:
-            send(number, error)
-        finally:
-            tasks.pop(number, None)
+        async for output in engine.generate(prompt, params, context, output_kind=kind):
+            if not outputs:
+                # Once per round of the loop, in which all outputs of a step arrive.
+                loop.call_soon(flush)
+            outputs.append((number, output))
 
     def take(number: int, request: tuple[Any, ...] | None) -> None:
         if request is not None:
             tasks[number] = asyncio.ensure_future(answer(number, *request))
-        elif (task := tasks.pop(number, None)) is not None:
-            task.cancel()
+        else:
+            tasks.pop(number).cancel()
 
     def receive() -> None:
         try:
@@ -142,14 +127,13 @@ async def _serve_engine(engine: AsyncEngine, connection: Connection) -> None:
     await engine.shutdown(0.0)
 
 
-class EngineElsewhere:
+class EngineElsewhere(FakeEngine):
     """The server's side of an engine in a process of its own, as far as completions need it."""
 
     def __init__(self, seconds: float) -> None:
+        super().__init__()
         self.info = replace(INFO, model_name=MODEL)
-        self.tokenizer = Tokenizer.from_source(resolve_model("smollm2"))
-        self.stats = EngineStats(max_model_len=INFO.max_model_len)
-        self.is_alive, self.is_planning, self.is_stepping = True, False, False
+        self.tokenizer = Tokenizer.from_source(resolve_model("smollm2"))  # type: ignore[assignment]
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=run_engine, args=(seconds, theirs), daemon=True)
@@ -157,9 +141,10 @@ class EngineElsewhere:
         theirs.close()
         assert self._connection.recv_bytes() == b"ready"
         self._numbers = itertools.count()
-        self._queues: dict[int, asyncio.Queue[RequestOutput | Exception]] = {}
+        self._queues: dict[int, asyncio.Queue[RequestOutput]] = {}
 
     async def start(self) -> None:
+        await super().start()
         threading.Thread(target=self._receive, args=(asyncio.get_running_loop(),), daemon=True).start()
 
     def _receive(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -169,7 +154,7 @@ class EngineElsewhere:
         except (EOFError, OSError, RuntimeError):
             return
 
-    def _deliver(self, outputs: list[tuple[int, RequestOutput | Exception]]) -> None:
+    def _deliver(self, outputs: list[tuple[int, RequestOutput]]) -> None:
         for number, output in outputs:
             if (queue := self._queues.get(number)) is not None:
                 queue.put_nowait(output)
@@ -185,39 +170,19 @@ class EngineElsewhere:
         number = next(self._numbers)
         queue = self._queues[number] = asyncio.Queue()
         self._send(number, (prompt, params, context, output_kind))
-        finished = False
         try:
-            while not finished:
-                output = await queue.get()
-                if isinstance(output, Exception):
-                    finished = True
-                    raise output
-                finished = output.finished
-                yield output
-        finally:
+            while True:
+                yield await queue.get()
+        finally:  # a stream ends when its client leaves
             del self._queues[number]
-            if not finished:
-                self._send(number, None)
+            self._send(number, None)
 
     def _send(self, number: int, request: tuple[Any, ...] | None) -> None:
         self._connection.send_bytes(pickle.dumps((number, request), protocol=pickle.HIGHEST_PROTOCOL))
 
-    async def ask(self, question: Callable[[EngineCore], T]) -> T:
-        # The only question of a server that has no keys and that nobody watches.
-        return question(cast("EngineCore", SimpleNamespace(set_kv_limits=lambda limits: None)))
-
-    def resolve_kv_limits(self, amounts: KVAmounts) -> Mapping[str, KVLimits]:
-        return {}
-
     async def shutdown(self, drain_seconds: float) -> None:
         self._connection.close()
         self._process.join(10)
-
-
-def serve_stand_in(mode: str, step_ms: float, port: int) -> None:
-    seconds = step_ms / 1e3
-    make = make_engine if mode == "one" else EngineElsewhere
-    serve(lambda: make(seconds), ServerConfig(port=port))
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,31 +201,24 @@ class Result:
     processor_us: tuple[float, ...]
 
 
-async def read_stream(port: int, number: int, arrivals: list[float]) -> None:
-    """Request a stream, and note when each of its tokens arrives."""
-    prompt = [300 + number * 131 % 40_000] * (PROMPT_TOKENS + number % BLOCK)
-    body = json.dumps({"prompt": prompt, "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": True}).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    lines = ("POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json")
-    head = "\r\n".join([*lines, f"Content-Length: {len(body)}"])
-    try:
-        writer.write(f"{head}\r\n\r\n".encode() + body)
-        while line := await reader.readline():
-            if line.startswith(b"data: {"):
-                arrivals.append(time.perf_counter())
-        raise RuntimeError("a stream ended before its time; give fewer --seconds")
-    finally:
-        writer.transport.abort()
-
-
-async def read_streams(port: int, pids: list[int], count: int, seconds: float) -> tuple[list[list[float]], list[float]]:
+async def read_streams(
+    url: PostUrl, pids: list[int], count: int, seconds: float
+) -> tuple[list[list[float]], list[float]]:
     """Read streams for a while after the last has begun.
 
     Returns:
         When their tokens arrived in that while, and the processor time of each process in it, in seconds.
     """
     arrivals: list[list[float]] = [[] for _ in range(count)]
-    tasks = [asyncio.create_task(read_stream(port, number, times)) for number, times in enumerate(arrivals)]
+
+    async def read(number: int) -> None:
+        prompt = [300 + number * 131 % 40_000] * (PROMPT_TOKENS + number % BLOCK)
+        body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": True}
+        times = arrivals[number]
+        status, error = await post_json(url, {}, body, lambda piece, now: times.extend([now] * piece.count(b"data: {")))
+        raise RuntimeError(f"a stream ended before its time; give fewer --seconds ({status} {error.decode()})")
+
+    tasks = [asyncio.create_task(read(number)) for number in range(count)]
     while not all(arrivals):
         if failed := [task for task in tasks if task.done()]:
             failed[0].result()
@@ -268,11 +226,10 @@ async def read_streams(port: int, pids: list[int], count: int, seconds: float) -
     begin, before = time.perf_counter(), [processor_seconds(pid) for pid in pids]
     await asyncio.sleep(seconds)
     spent = [processor_seconds(pid) - earlier for pid, earlier in zip(pids, before, strict=True)]
-    found = [[at for at in times if at >= begin] for times in arrivals]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    return found, spent
+    return [[at for at in times if at >= begin] for times in arrivals], spent
 
 
 def measure(mode: str, streams: int, step_ms: float, seconds: float) -> Result:
@@ -280,16 +237,14 @@ def measure(mode: str, streams: int, step_ms: float, seconds: float) -> Result:
     with running_server((), command) as server:
         assert server.pid is not None
         pids = [server.pid, *_descendants(server.pid)]
-        port = int(server.base_url.rpartition(":")[2])
-        arrivals, spent = asyncio.run(read_streams(port, pids, streams, seconds))
-        memory = memory_of(server.pid)
+        url = PostUrl.parse(server.base_url + "/v1/completions")
+        arrivals, spent = asyncio.run(read_streams(url, pids, streams, seconds))
+        memory = sum(map(memory_of, pids))
     count = sum(map(len, arrivals))
     gaps = sorted(1e3 * (after - before) for times in arrivals for before, after in itertools.pairwise(times))
-    of_a_token = sorted((1e6 * each / count for each in spent), reverse=True)
+    of_a_token = sorted((1e6 * each / count for each in spent if each), reverse=True)
     beyond = statistics.median(gaps) - step_ms
-    return Result(
-        count / seconds, gaps[int(0.99 * len(gaps))], beyond, memory, tuple(each for each in of_a_token if each)
-    )
+    return Result(count / seconds, gaps[int(0.99 * len(gaps))], beyond, memory, tuple(of_a_token))
 
 
 def processor_seconds(pid: int) -> float:
@@ -298,12 +253,9 @@ def processor_seconds(pid: int) -> float:
 
 
 def memory_of(pid: int) -> float:
-    """Return the proportional memory in MiB of a process and all that it started."""
-    total = 0
-    for each in [pid, *_descendants(pid)]:
-        rollup = Path(f"/proc/{each}/smaps_rollup").read_text()
-        total += int(next(line for line in rollup.splitlines() if line.startswith("Pss:")).split()[1])
-    return total / 1024
+    """Return a process's proportional memory in MiB."""
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return int(next(line for line in rollup.splitlines() if line.startswith("Pss:")).split()[1]) / 1024
 
 
 def _descendants(pid: int) -> list[int]:
@@ -314,6 +266,8 @@ def _descendants(pid: int) -> list[int]:
 
 def table(results: dict[tuple[float, int, str], list[Result]]) -> str:
     lines = [
+        f"{this_machine.name()}; medians of {min(map(len, results.values()))} rounds.",
+        "",
         "| step | streams | processes | tokens/s | p99 between tokens | beyond the step | memory | processor time |",
         "|---:|---:|---|---:|---:|---:|---:|---:|",
     ]
@@ -337,14 +291,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="of steps in one run")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="file for the table")
+    parser.add_argument("--out", type=this_machine.output_file, help="file for the table")
     parser.add_argument("--serve", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--step-ms", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--host", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve is not None:
-        serve_stand_in(arguments.serve, arguments.step_ms, arguments.port)
+        make = make_engine if arguments.serve == "one" else EngineElsewhere
+        serve(lambda: make(arguments.step_ms / 1e3), ServerConfig(port=arguments.port))
         return
     results: dict[tuple[float, int, str], list[Result]] = {}
     for _ in range(arguments.rounds):

@@ -24,8 +24,7 @@ and each load is simulated with step times of two origins:
 
 Every piece is run twice, with the same arrivals and lengths and with other tokens, so that no prompt is found in the
 cache: how far the second differs from the first shows how well anything could predict it. Each simulation is run
-seven times, with other draws of single steps' times, and the median of each figure is compared; how far the draws move
-it is reported, and what changes if every step takes 5 % longer.
+seven times, with other draws of single steps' times, and the median of each figure is compared.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ import math
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +49,12 @@ from benchmarks.simulator_loads import (
     open_traffic,
     run_in_turn,
 )
-from benchmarks.simulator_report import HIGHEST_SHARE, PERCENTILES, as_markdown, draw
+from benchmarks.simulator_report import HIGHEST_SHARE, PERCENTILES, as_markdown
 from octavo import LLM, EngineConfig, SamplingParams
 from octavo.planner.roofline import StepTimes
 from octavo.planner.sources import find_shape
 from octavo.simulator.calibration import calibrate
 from octavo.simulator.fitting import MeasuredStep, executions, mean_abs_error, periods
-from octavo.simulator.pareto import require_plot
 from octavo.simulator.setup import Plan
 from octavo.simulator.simulation import Results, Simulation
 from octavo.simulator.sketch import Sketch
@@ -68,11 +65,9 @@ from octavo.workloads.workload import named_workload
 
 SHARES = "0.16,0.26,0.6,0.8,0.95,closed"
 CRAMPED = {**ENGINE, "num_blocks": 257, "swap_space": 0}
-SLOWER = 1.05
 DRAWS = 7
 
 _MakeTraffic = Callable[[], Traffic]
-_Combine = Callable[[list[float]], float]
 
 
 def simulated(speed: Speed, traffic: Traffic, options: dict[str, Any], seed: int = 0) -> Results:
@@ -122,7 +117,6 @@ def compared(beforehand: Speed, measured: Measured, load: Load) -> dict[str, Any
     first, second = ([piece for piece in pieces if piece.number % 2 == turn] for turn in (0, 1))
     real = combined([observed(pieces)])
     early, late = simulations(beforehand, first), simulations(between, first)
-    slower = simulations(replace(between, times=between.times.slowed(SLOWER)), first)
     device = StepTimes(**{**(fields := between.fit["execution"]["times"]), "products": _points(fields)})
     row: dict[str, Any] = {
         "name": load.name,
@@ -142,8 +136,6 @@ def compared(beforehand: Speed, measured: Measured, load: Load) -> dict[str, Any
         ],
     }
     row |= side_by_side(real, *map(combined, (early, late)))
-    row["draws"] = side_by_side(combined(late, min), combined(late, max))
-    row["slower"] = side_by_side(combined(late), combined(slower))
     if second:
         row["again"] = side_by_side(*(combined([observed(half)]) for half in (first, second)))
     return row
@@ -154,12 +146,13 @@ def bias(times: StepTimes, steps: Sequence[MeasuredStep]) -> float:
     return math.fsum(step.predicted(times) for step in steps) / math.fsum(step.seconds for step in steps) - 1
 
 
-def combined(reports: Sequence[Mapping[str, Any]], how: _Combine = statistics.median) -> dict[str, Any]:
-    """Combine each figure of all reports: by default, to its median."""
+def combined(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the median of each figure."""
     found: dict[str, Any] = {
-        name: {p: how([each[name][p] for each in reports]) for p in PERCENTILES} for name in ("ttft_ms", "itl_ms")
+        name: {p: statistics.median([each[name][p] for each in reports]) for p in PERCENTILES}
+        for name in ("ttft_ms", "itl_ms")
     }
-    return found | {"output_tok_s": how([each["output_tok_s"] for each in reports])}
+    return found | {"output_tok_s": statistics.median([each["output_tok_s"] for each in reports])}
 
 
 def side_by_side(*found: dict[str, Any]) -> dict[str, Any]:
@@ -219,10 +212,8 @@ def main() -> None:
     parser.add_argument("--run-seconds", type=float, default=10.0, help="of arrivals in each piece")
     parser.add_argument("--between-seconds", type=float, default=4.0, help="of calibration before each piece")
     parser.add_argument("--keep-plans", metavar="FILE", help="keep the recording of the server")
-    parser.add_argument("--output", help="write OUTPUT.json, OUTPUT.md and OUTPUT.png")
+    parser.add_argument("--output", help="write OUTPUT.json and OUTPUT.md")
     arguments = parser.parse_args()
-    if arguments.output:
-        require_plot(Path(arguments.output).with_suffix(".png"))
     if arguments.speed:
         beforehand = Speed.read(arguments.speed)
     else:
@@ -256,8 +247,7 @@ def main() -> None:
     if arguments.output:
         stem = Path(arguments.output)
         stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-        stem.with_suffix(".md").write_text(as_markdown(result) + f"\n![Real and simulated latency]({stem.name}.png)\n")
-        draw(result, stem.with_suffix(".png"))
+        stem.with_suffix(".md").write_text(as_markdown(result))
 
 
 if __name__ == "__main__":

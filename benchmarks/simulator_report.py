@@ -1,9 +1,8 @@
-"""The table and the plot of `benchmarks/simulator.py`."""
+"""The table of `benchmarks/simulator.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 PERCENTILES = ("p50", "p90", "p99")
@@ -88,23 +87,18 @@ def _latency_table(rows: Sequence[dict[str, Any]], which: int) -> list[str]:
 
 
 def _limits(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """How far the same latencies lie from themselves, in a second run and on a machine that is a little slower."""
+    """How far the same latencies lie from themselves in a second run."""
     lines = ["", "## How well latencies can be predicted", ""]
     lines += [
-        "The second half of the pieces against the first, of the same arrivals and lengths; the lowest and the highest "
-        "of the simulations, which differ in the draws of single steps; and the simulation if every step takes 5 % "
-        "longer, against the first one."
+        "The second half of the pieces against the first, of the same arrivals and lengths.",
+        "",
+        "| load | figure | p50 | p90 | p99 |",
+        "|---|---|---|---|---|",
     ]
-    lines += ["", "| load | against | figure | p50 | p90 | p99 |", "|---|---|---|---|---|---|"]
     for row in rows:
-        for kind, label in (
-            ("again", "first → second half"),
-            ("draws", "lowest → highest draw"),
-            ("slower", "steps 5 % longer"),
-        ):
-            for name, shown in _SHOWN.items() if kind in row else ():
-                cells = [f"{one:.1f} → {other:.1f} ({_percent(one, other)})" for one, other in row[kind][name].values()]
-                lines.append(f"| {row['name']} | {label} | {shown} | " + " | ".join(cells) + " |")
+        for name, shown in _SHOWN.items() if "again" in row else ():
+            cells = [f"{one:.1f} → {other:.1f} ({_percent(one, other)})" for one, other in row["again"][name].values()]
+            lines.append(f"| {row['name']} | {shown} | " + " | ".join(cells) + " |")
     return lines
 
 
@@ -119,22 +113,3 @@ def _percent(real: float, model: float) -> str:
 
 def _verdict(pairs: Sequence[Sequence[float]]) -> str:
     return "met" if all(abs(model / real - 1) <= WITHIN for real, model in pairs) else "missed"
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, name in zip(figure.subplots(1, 2), ("ttft_ms", "itl_ms"), strict=True):
-        for p, colour in zip(PERCENTILES, ("#0072B2", "#E69F00", "#D55E00"), strict=True):
-            rows = [row for row in result["rows"] if "users" not in row]
-            rates = [row["rate"] for row in rows]
-            for index, (style, label) in enumerate((("o-", "real"), ("+-.", "beforehand"), ("x--", "in between"))):
-                values = [row[name][p][index] for row in rows]
-                axes.plot(rates, values, style, color=colour, label=f"{p} {label}")
-        axes.set(yscale="log", xlabel="requests a second", ylabel=name.replace("_", ", "))
-        axes.grid(alpha=0.3)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
-    figure.savefig(path, dpi=110)

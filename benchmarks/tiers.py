@@ -251,46 +251,6 @@ def table(rows: Sequence[Row], sizes: dict[str, str], arguments: argparse.Namesp
     return "\n".join(lines) + "\n"
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = list(dict.fromkeys(row.workload for row in rows))
-    figure, axes = pyplot.subplots(len(names), 2, figsize=(10, 2.9 * len(names)), squeeze=False)
-    for (hits, times), name in zip(axes, names, strict=True):
-        mine = [row for row in rows if row.workload == name][::-1]
-        labels = [row.tiers.replace("`", "") for row in mine]
-        left = [0.0] * len(mine)
-        for tier, colour in zip(TIERS, ("#c2410c", "#f59e0b", "#64748b", "#0ea5e9"), strict=True):
-            widths = [100 * row.hit_rates[tier] for row in mine]
-            hits.barh(labels, widths, left=left, color=colour, label=tier)
-            left = [a + b for a, b in zip(left, widths, strict=True)]
-        hits.set_xlabel("% of prompt tokens found", fontsize=8)
-        hits.legend(
-            fontsize=7,
-            ncols=4,
-            loc="lower right",
-            bbox_to_anchor=(1.0, 1.0),
-            frameon=False,
-            handlelength=1,
-            columnspacing=1,
-        )
-        hits.set_xlim(0, 100)
-        bars = times.barh(labels, [1e3 * row.mean_ttft_s for row in mine], color="#c2410c")
-        times.bar_label(bars, fmt="%.0f ms", padding=3, fontsize=8)
-        times.set_xlabel("mean time to first token", fontsize=8)
-        times.set_yticklabels([])
-        times.margins(x=0.18)
-        hits.set_title(name, fontsize=10, loc="left")
-        for axis in (hits, times):
-            axis.tick_params(labelsize=8)
-            axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
@@ -301,7 +261,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="share of the prompt tokens of each workload")
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--dir", type=Path, help="where disk tiers are made; default: the system's temporary folder")
-    parser.add_argument("--out", type=this_machine.output_folder, help="folder for tiers.md, .json and .png")
+    parser.add_argument("--out", type=this_machine.output_folder, help="folder for tiers.md and .json")
     arguments = parser.parse_args()
     tokens = int(TOKENS * arguments.scale)
     workloads = {"documents": documents(tokens)}
@@ -321,10 +281,6 @@ def main() -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.with_suffix(".md").write_text(text)
         file.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-        try:
-            plot(rows, file.with_suffix(".png"))
-        except ImportError:
-            print("no plot: matplotlib is not installed (octavo[plot])")
     print(json.dumps([asdict(row) for row in rows]))
 
 
