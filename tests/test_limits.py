@@ -138,7 +138,7 @@ def test_a_limit_that_makes_no_sense_is_refused(options: dict[str, Any], says: s
         EngineConfig.from_options({"limits": options})
 
 
-@pytest.mark.parametrize("given", [{"max_n": 3}, "max_n=3", RequestLimits(max_n=3)])
+@pytest.mark.parametrize("given", [{"max_n": 3}, "max_n=3", '{"max_n": 3}', RequestLimits(max_n=3)])
 def test_each_limit_is_raised_singly_in_the_table_of_the_engine(given: Any) -> None:
     assert EngineConfig.from_options({"limits": given}).limits == RequestLimits(max_n=3)
 

@@ -28,7 +28,7 @@ from octavo.errors import ConfigError
         ("eviction_policy", "lfu", "eviction_policy: 'lfu' was removed; use 'adaptive'"),
         ("dtype", ["auto"], "dtype must be one of auto, bfloat16"),
         ("model", 5, "model must be a text, got 5"),
-        ("limits", {"max_n": 2.0}, "max_n must be an integer, got 2.0"),
+        ("limits", {"max_n": 2.0}, "limits: max_n must be an integer, got 2.0"),
     ],
 )
 def test_an_option_of_the_wrong_type_is_refused_by_name(name: str, value: object, message: str) -> None:

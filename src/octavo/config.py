@@ -13,7 +13,7 @@ from octavo.errors import ConfigError
 from octavo.kv_budget import KVBudget
 from octavo.limits import DEFAULT_LIMITS, RequestLimits
 from octavo.option import MILLISECONDS, SECONDS, Options, Unit, check_address, json_object, option, options_of
-from octavo.speculative_config import METHODS, SpeculativeConfig
+from octavo.speculative_config import SpeculativeConfig
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_EVICTION_POLICY: Literal["adaptive"] = "adaptive"
@@ -108,12 +108,11 @@ def _check_secret(secret: str, name: str) -> None:
         )
 
 
-def _read_object(given: str | dict[str, Any], name: str) -> str:
-    """Return the text of a JSON object; raises `ConfigError` if it is not one."""
+def _read_overrides(given: str | dict[str, Any]) -> str:
     try:
-        return json.dumps(json_object(given, name), sort_keys=True)
+        return json.dumps(json_object(given, "hf_overrides"), sort_keys=True)
     except TypeError as error:
-        raise ConfigError(f"{name} must be a JSON object: {error}") from error
+        raise ConfigError(f"hf_overrides must be a JSON object: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,12 +128,6 @@ class KVEventsConfig(Options):
     max_queue_size: int = option(100_000, "steps that may wait to be sent", least=1)
     topic: str = option("", "first frame of every message")
     format: Literal["array", "map"] = option("array", "how events are encoded: as vLLM's releases do, or by name")
-
-
-def _read_kv_events(given: str | dict[str, Any]) -> str:
-    text = _read_object(given, "kv_events_config")
-    KVEventsConfig.from_options(json.loads(text))
-    return text
 
 
 # vLLM's names.
@@ -175,7 +168,7 @@ class EngineConfig(Options):
         None,
         "JSON object of fields that replace those of the model's config.json, such as '{\"rope_scaling\": {…}}'",
         metavar="JSON",
-        read=partial(_read_object, name="hf_overrides"),
+        read=_read_overrides,
     )
     load_format: Literal["auto", "safetensors", "gguf"] = _model(
         "auto", "files to take where the hub has both: safetensors, or gguf; auto: safetensors where there are any"
@@ -281,13 +274,12 @@ class EngineConfig(Options):
         least=0,
         most=1,
     )
-    kv_events_config: str | dict | None = _cache(  # type: ignore[type-arg]  # noqa: RUF009 (the default is None)
+    kv_events_config: KVEventsConfig | None = _cache(  # noqa: RUF009 (the default is None)
         None,
         "JSON object with vLLM's names: publish which blocks the KV cache stores and removes, for routers, as in "
         """'{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}' (docs/operate/route.md); needs """
         "octavo[events]",
         metavar="JSON",
-        read=_read_kv_events,
     )
 
     swap_space: int | None = _below(
@@ -381,14 +373,13 @@ class EngineConfig(Options):
     async_scheduling: bool | None = _scheduling(
         None, "plan the next step while a step is computed; default: on a GPU only"
     )
-    speculative_config: str | dict | None = _scheduling(  # type: ignore[type-arg]  # noqa: RUF009 (the default is None)
+    speculative_config: SpeculativeConfig | None = _scheduling(  # noqa: RUF009 (the default is None)
         None,
         "JSON object that turns on speculative decoding (docs/serve/speculation.md): tokens are drafted from text that "
-        f"is known or by a smaller model, and the output stays the same; method: "
-        f"{', '.join(METHODS)}; model: that of draft_model; "
-        "num_speculative_tokens (8), prompt_lookup_min (2), prompt_lookup_max (8)",
+        "is known or by a smaller model, and the output stays the same; method: ngram (the default), suffix or "
+        "draft_model; model: that of draft_model; num_speculative_tokens (8), prompt_lookup_min (2), prompt_lookup_max "
+        "(8)",
         metavar="JSON",
-        read=lambda given: str(SpeculativeConfig.parse(given)),
     )
     limits: RequestLimits = _scheduling(  # noqa: RUF009 (the default is frozen)
         DEFAULT_LIMITS,
@@ -491,10 +482,13 @@ class EngineConfig(Options):
     @property
     def kv_events(self) -> KVEventsConfig | None:
         """Options for publishing events of the KV cache; None if they are not."""
-        if self.kv_events_config is None:
-            return None
-        events = KVEventsConfig.from_options(json.loads(str(self.kv_events_config)))
-        return events if events.enable_kv_cache_events and events.publisher == "zmq" else None
+        events = self.kv_events_config
+        return events if events and events.enable_kv_cache_events and events.publisher == "zmq" else None
+
+    @property
+    def draft_model(self) -> str | None:
+        """The smaller model that drafts tokens; None if none does."""
+        return None if self.speculative_config is None else self.speculative_config.model
 
     @property
     def has_stores(self) -> bool:

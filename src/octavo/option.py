@@ -49,29 +49,22 @@ SECONDS = Unit("SECONDS", "a number of seconds")
 MILLISECONDS = Unit("MS", "a number of milliseconds")
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    group: str = "",
-    unit: Unit | None = None,
-    metavar: str | None = None,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    read: Callable[[Any], Any] | None = None,
-    check: Callable[[Any, str], None] | None = None,
-    needs: str | None = None,
-    removed: Mapping[str, str] | None = None,
-    none: bool = False,
-    limit: str | None = None,
-    text_limit: str | None = None,
-    secret: bool = False,
-    internal: bool = False,
-) -> Any:
-    """Return the dataclass field of one option. Its type gives its choices, and whether it may be None.
+def option(default: Any, help: str, **declared: Any) -> Any:
+    """Return the dataclass field of one option.
 
     Args:
+        declared: attributes of its `Option`.
+    """
+    metadata = {"option": {"help": help, **declared}}
+    return field(default=default, repr=not declared.get("secret"), metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a dataclass: its name, type and default, and what `option` was given.
+
+    Attributes:
+        hint: the type, which gives its choices, and whether it may be None.
         group: title of its group in `--help`.
         metavar: name of the value in `--help`; if None, it depends on the unit and the type.
         least, above, most: smallest value, or the one it must exceed, and the largest. Only with `most=inf` may it be
@@ -80,36 +73,12 @@ def option(
         check: raises `ConfigError` for an invalid value; its arguments are the value, each one of a list, and the name.
         needs: another option without which this one has no meaning.
         removed: words that earlier versions accepted, and what to use instead.
+        none: whether the word "none" may be given for None, because a command has another default.
         limit, text_limit: entries of `RequestLimits`: the largest value of a request's parameter, or number of its
             entries; and the largest number of characters in one of them.
-        none: whether the word "none" may be given for None, because a command has another default.
         secret: whether the value must never be shown.
         internal: whether the option is a keyword only: no flag, environment variable or TOML key.
     """
-    declared = {
-        "help": help,
-        "group": group,
-        "unit": unit,
-        "metavar": metavar,
-        "secret": secret,
-        "internal": internal,
-        "least": least,
-        "above": above,
-        "most": most,
-        "read": read,
-        "check": check,
-        "needs": needs,
-        "removed": removed or {},
-        "none": none,
-        "limit": limit,
-        "text_limit": text_limit,
-    }
-    return field(default=default, repr=not secret, metadata={"option": declared})
-
-
-@dataclass(frozen=True)
-class Option:
-    """One option of a dataclass: its name, type and default, and what `option` was given."""
 
     name: str
     hint: Any
@@ -180,8 +149,7 @@ class Option:
         if value is None and self.none:
             value = NONE
         elif self.is_table:
-            entries = value if isinstance(value, Mapping) else value.changed()
-            value = ",".join(f"{name}={entry}" for name, entry in entries.items())
+            value = json.dumps(value if isinstance(value, Mapping) else value.changed())
         return [f"{flag(self.name)}={value}"]
 
     def parse(self, text: str, where: str) -> Any:
@@ -216,7 +184,7 @@ class Option:
 
     def accept(self, value: object, where: str) -> Any:
         """Return the value of what a TOML file has; raises `ConfigError` as `parse` does."""
-        if self.is_table:
+        if self.is_table and not isinstance(value, str):
             return dict(_checked_names(value, self.types[0], where))
         if self.is_list:
             texts = [value] if isinstance(value, str) else value
@@ -259,7 +227,11 @@ class Option:
     def _table(self, value: Any) -> Any:
         table = self.types[0]
         entries = _parse_table(value, table, self.name) if isinstance(value, str) else value
-        return table(**_checked_names(entries, table, self.name))
+        _checked_names(entries, table, self.name)
+        try:
+            return table(**entries)
+        except ConfigError as error:
+            raise ConfigError(f"{self.name}: {error}") from error
 
     def _check_range(self, value: Any) -> None:
         least, most = self.least, self.most
@@ -343,13 +315,17 @@ def _checked_names(given: Any, config: type[Any], where: str) -> Mapping[str, An
 
 
 def _parse_table(text: str, table: type[Any], where: str) -> dict[str, Any]:
-    """Parse 'max_n=128,max_tools=4'."""
+    """Parse 'max_n=128,max_tools=4', or a JSON object."""
+    if text.lstrip().startswith("{"):
+        return dict(_checked_names(json_object(text, where), table, where))
     entries: dict[str, Any] = {}
     for part in filter(None, map(str.strip, text.split(","))):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         name = name.replace("-", "_")
         if not equals:
-            raise ConfigError(f"{where} must be a list such as {next(iter(options_of(table)))}=1, got {shown(part)}")
+            raise ConfigError(
+                f"{where} must be a JSON object, or a list such as {next(iter(options_of(table)))}=1, got {shown(part)}"
+            )
         _checked_names({name: value}, table, where)
         entries[name] = options_of(table)[name].parse(value, f"{where}: {name}")
     return entries

@@ -124,7 +124,11 @@ def test_a_file_that_says_something_else_is_refused_with_the_place(tmp_path: Pat
         ("OCTAVO_max_num_seqs", "3", r"did you mean OCTAVO_MAX_NUM_SEQS\?"),
         ("OCTAVO_MAX_N", "3", "'OCTAVO_MAX_N'; it was removed: it is an entry of --limits"),
         ("OCTAVO_EXECUTOR", "process", "'OCTAVO_EXECUTOR'; it was removed: the model runs in the engine's own"),
-        ("OCTAVO_LIMITS", "max_n", "OCTAVO_LIMITS must be a list such as max_stop_strings=1, got 'max_n'"),
+        (
+            "OCTAVO_LIMITS",
+            "max_n",
+            "OCTAVO_LIMITS must be a JSON object, or a list such as max_stop_strings=1, got 'max_n'",
+        ),
         ("OCTAVO_LIMITS", "max_n=x", "OCTAVO_LIMITS: max_n must be an integer, got 'x'"),
         ("OCTAVO_PORT", "x", "OCTAVO_PORT must be an integer, got 'x'"),
         ("OCTAVO_PORT", "", "OCTAVO_PORT is set but empty"),

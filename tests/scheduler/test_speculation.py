@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.request import FinishReason, Request, RequestId, Sequence
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.drafts import Draft, DraftMethod, TokenIndex
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
 from octavo.scheduler.speculation import Drafts, Speculator
-from octavo.speculative_config import SpeculativeConfig
 from tests.kvcache.caches import make_manager
 from tests.scheduler.kit import Harness
 from tests.scheduler.results import Draw, result_of
@@ -189,18 +189,18 @@ def test_a_draft_ends_before_the_last_token_that_may_be_drawn() -> None:
     ("given", "said"),
     [
         ("[", "must be a JSON object"),
-        ([1], "must be a JSON object"),
+        ([1], "must be a table of values by name"),
         ({"method": "eagle"}, "one of ngram, suffix, draft_model"),
         ({"method": "draft_model"}, "model None"),
         ({"method": "suffix", "model": "smollm2"}, "model 'smollm2'"),
-        ({"method": "ngram", "num_speculative_tokens": 0}, "from 1 to 64"),
-        ({"method": "ngram", "tokens": 3}, "has no 'tokens'"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "between 1 and 64"),
+        ({"method": "ngram", "tokens": 3}, "unknown option 'tokens'"),
         ({"method": "ngram", "prompt_lookup_min": 9}, "prompt_lookup_max"),
     ],
 )
 def test_a_wrong_configuration_is_refused(given: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        SpeculativeConfig.parse(given)  # type: ignore[arg-type]
+        EngineConfig(speculative_config=given)  # type: ignore[arg-type]
 
 
 def test_an_output_is_remembered_however_its_request_ends_but_not_beams() -> None:

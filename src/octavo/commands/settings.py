@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -156,7 +156,7 @@ class Settings:
 def _shown(option: Option, value: Any) -> Any:
     if option.secret and value:
         return [HIDDEN] * len(value) if isinstance(value, (list, tuple)) else HIDDEN
-    if option.is_table and not isinstance(value, dict):
+    if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     return list(value) if isinstance(value, tuple) else value
 

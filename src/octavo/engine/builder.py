@@ -25,7 +25,6 @@ from octavo.engine.tiers import join_stores, tier_identity
 from octavo.errors import ConfigError
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.kvcache.manager import KVCacheManager
-from octavo.planner.draft_model import draft_model_of
 from octavo.runner.runner import ModelRunner
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler, make_speculator
 from octavo.scheduler.plan_log import PlanLog
@@ -53,9 +52,7 @@ def build_engine(config: EngineConfig, begun: Future[Tokenizer | None] | None = 
         raise ConfigError("speculative_config is not available for models that run through transformers")
     begun = begun or begin_loading(config)
     # Before the model, which takes what it leaves.
-    draft_model = (
-        None if (name := draft_model_of(config.speculative_config)) is None else LoadedDraftModel(config, name)
-    )
+    draft_model = None if config.draft_model is None else LoadedDraftModel(config, config.draft_model)
     try:
         runner, facts = build_runner(config, 0 if draft_model is None else draft_model.bytes_to_come)
     except BaseException:

@@ -29,6 +29,7 @@ from octavo.planner.draft_model import DraftMemory, draft_memory
 from octavo.planner.machine import CPU_MEMORY_SHARE
 from octavo.planner.model_shape import ModelShape, divide, even_groups
 from octavo.planner.sizing import Sizing
+from octavo.speculative_config import SpeculativeConfig
 
 _DEFAULT_MAX_NUM_SEQS = 256
 _UNLIMITED = 1 << 62
@@ -101,7 +102,7 @@ class PlanOptions(Options):
         least=1,
     )
     max_num_batched_tokens: int = _shared("max_num_batched_tokens")
-    speculative_config: str | None = _shared("speculative_config")
+    speculative_config: SpeculativeConfig | None = _shared("speculative_config")  # noqa: RUF009
     kv_budget: str | None = _shared("kv_budget")
     kv_cache_memory: int | None = _size(
         None, "memory for the KV cache of one device, such as 2GiB; default: what --memory leaves", least=1

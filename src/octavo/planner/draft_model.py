@@ -8,7 +8,6 @@ from octavo.config import EngineConfig
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.planner.model_shape import ModelShape
 from octavo.planner.sizing import Sizing
-from octavo.speculative_config import SpeculativeConfig
 
 # Drafts are for sequences of up to so many tokens, and for so many sequences at once that their tokens fit together.
 _CACHE_TOKENS = 16_384
@@ -32,11 +31,6 @@ class DraftMemory:
 
 
 NO_DRAFT_MODEL = DraftMemory(0, 0, 0)
-
-
-def draft_model_of(config: str | dict[str, object] | None) -> str | None:
-    """Return the draft model that a `speculative_config` names; None without one."""
-    return None if config is None else SpeculativeConfig.parse(config).model
 
 
 def draft_config(config: EngineConfig, model: str, shape: ModelShape) -> EngineConfig:
@@ -74,7 +68,7 @@ def draft_memory(config: EngineConfig, dtype: str, *, on_cpu: bool, available: i
     Raises:
         ModelError, ConfigError: it cannot be found or counted, or does not fit.
     """
-    if (name := draft_model_of(config.speculative_config)) is None:
+    if (name := config.draft_model) is None:
         return NO_DRAFT_MODEL
     # Imported here: it needs numpy, which most plans do without.
     from octavo.planner.sources import find_shape

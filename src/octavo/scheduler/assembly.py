@@ -25,7 +25,6 @@ from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.speculation import Clock, Speculator
 from octavo.scheduler.waiting import Fetching
-from octavo.speculative_config import SpeculativeConfig
 
 
 def assemble_cache(
@@ -115,9 +114,8 @@ def make_speculator(
         model: the draft model, once it is loaded.
         clock: see `Speculator`.
     """
-    if config.speculative_config is None:
+    if (wanted := config.speculative_config) is None:
         return None
-    wanted = SpeculativeConfig.parse(config.speculative_config)
     if method is None:
         tree = kv if wanted.method != "ngram" else None
         method = DraftMethod(wanted.prompt_lookup_min, wanted.prompt_lookup_max, tree)
