@@ -84,7 +84,7 @@ def requests_of(workload: str) -> list[dict[str, Any]]:
     if kind == "speculation":
         tokenizer = load_tokenizer(EngineConfig())
         assert tokenizer is not None
-        prompt = tokenizer.apply_chat_template([{"role": "user", "content": WORK[work]}])
+        prompt = tokenizer.apply_chat_template([{"role": "user", "content": WORK[work][0]}])
         return [{"prompt_token_ids": tokenizer.encode(prompt, add_special_tokens=False), "max_tokens": 128}]
     return [{"prompt_token_ids": r.prompt_token_ids, "max_tokens": r.max_tokens} for r in named_workload(workload)]
 
