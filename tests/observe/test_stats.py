@@ -60,15 +60,26 @@ def served(
 def test_the_present_state_is_read_when_it_is_asked_for() -> None:
     now = Gauges(num_running=9)
     stats = EngineStats(max_model_len=1024, gauges=lambda: now)
-    now = Gauges(num_running=3, num_waiting=2, kv_usage=0.5, num_preemptions=1, deferred_tokens=7, evicted_blocks=8)
+    now = Gauges(
+        num_running=3,
+        num_waiting=5,
+        num_fetching=2,
+        kv_usage=0.5,
+        num_preemptions=1,
+        deferred_tokens=7,
+        evicted_blocks=8,
+    )
     families = exposed(stats)
     for name, expected in {
         "vllm:num_requests_running": 3,
-        "vllm:num_requests_waiting": 2,
+        "vllm:num_requests_waiting": 5,
         "vllm:kv_cache_usage_perc": 0.5,
     }.items():
         assert families[name].type == "gauge"
         assert value(families, name) == expected
+    for reason, expected in {"capacity": 3, "deferred": 2}.items():
+        name = "vllm:num_requests_waiting_by_reason"
+        assert value(families, name, reason=reason) == expected
     for name, expected in {
         "vllm:num_preemptions": 1,
         "octavo:deferred_tokens": 7,
@@ -110,33 +121,6 @@ def test_finished_requests_are_counted_by_reason() -> None:
     }.items():
         assert value(families, name, f"{name}_sum") == total
         assert value(families, name, f"{name}_count") == 3
-
-
-# The series of vLLM's published dashboard (examples/online_serving/prometheus_grafana/grafana.json), all selected by
-# `model_name`. Its older `vllm:gpu_cache_usage_perc` has since been renamed, in vLLM and here.
-DASHBOARD = (
-    *("e2e_request_latency_seconds_bucket", "e2e_request_latency_seconds_sum", "e2e_request_latency_seconds_count"),
-    *("prompt_tokens_total", "generation_tokens_total"),
-    *("time_per_output_token_seconds_bucket", "time_per_output_token_seconds_sum"),
-    *("time_per_output_token_seconds_count", "inter_token_latency_seconds_bucket"),
-    *("inter_token_latency_seconds_sum", "inter_token_latency_seconds_count"),
-    *("num_requests_running", "num_requests_waiting"),
-    *("time_to_first_token_seconds_bucket", "time_to_first_token_seconds_sum", "time_to_first_token_seconds_count"),
-    *("kv_cache_usage_perc", "request_prompt_tokens_bucket", "request_generation_tokens_bucket"),
-    *("request_success_total", "request_queue_time_seconds_sum", "request_prefill_time_seconds_sum"),
-    *("request_decode_time_seconds_sum", "request_max_num_generation_tokens_sum"),
-)
-
-
-def test_no_query_of_vllms_dashboard_is_empty() -> None:
-    stats = EngineStats(max_model_len=1024)
-    served(stats, 1.0, 1.25, [1.75, 3.25], FinishReason.LENGTH)
-    series = [
-        s for family in exposed(stats).values() for s in family.samples if s.labels.get("model_name") == "a model"
-    ]
-    assert {f"vllm:{name}" for name in DASHBOARD} - {s.name for s in series} == set()
-    assert [s.labels["finished_reason"] for s in series if s.name == "vllm:request_success_total" and s.value]
-    assert [s.labels["le"] for s in series if s.name == "vllm:e2e_request_latency_seconds_bucket"][-1] == "+Inf"
 
 
 def test_what_vllms_dashboard_asks_for_is_there() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.request import RequestId
 from octavo.server.keys import tenant_of
@@ -35,25 +36,35 @@ def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         request.getfixturevalue("server").assert_nothing_runs()
 
 
-# The series in the queries of vLLM's published Grafana dashboard; "gpu_cache_usage_perc" of its older versions is
-# "kv_cache_usage_perc" in newer ones.
-VLLM_DASHBOARD = {
-    *(f"{name}_seconds_{part}" for name in ("e2e_request_latency", "time_to_first_token") for part in ("sum", "count")),
-    *(f"time_per_output_token_seconds_{part}" for part in ("sum", "count")),
+# Series in the queries of vLLM's published Grafana dashboards: examples/observability/prometheus_grafana/grafana.json
+# and, of those in dashboards/grafana/, what applies to any server (commits 4b5c627c to 0b9faa41).
+VLLM_SECONDS = ("e2e_request_latency", "time_to_first_token", "inter_token_latency", "time_per_output_token")
+VLLM_DASHBOARDS = {
+    *(f"{name}_seconds_{part}" for name in VLLM_SECONDS for part in ("bucket", "sum", "count")),
     *(f"request_{name}_time_seconds_sum" for name in ("queue", "prefill", "decode")),
-    *("prompt_tokens_total", "generation_tokens_total", "num_requests_running", "num_requests_waiting"),
-    *("request_prompt_tokens_sum", "request_generation_tokens_sum", "request_max_num_generation_tokens_sum"),
-    *("kv_cache_usage_perc", "request_success_total/length"),
+    *(f"request_{name}_tokens_{part}" for name in ("prompt", "generation") for part in ("bucket", "sum", "count")),
+    *("request_max_num_generation_tokens_sum", "request_success_total"),
+    *("prompt_tokens_total", "prompt_tokens_cached_total", "generation_tokens_total"),
+    *("prefix_cache_queries_total", "prefix_cache_hits_total", "engine_sleep_state"),
 }
+VLLM_IDLE = {"num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc"}
+VLLM_IDLE |= {"num_preemptions_total"}
 
 
-def test_a_live_server_has_every_series_of_vllms_dashboard(server: RealServer) -> None:
-    server.complete([5, 6, 7], max_tokens=3, n=2, temperature=1)
-    counters = server.counters()
-    missing = {name for name in VLLM_DASHBOARD if f"vllm:{name}" not in counters}
-    assert not missing
-    idle = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"}
-    assert all(counters[f"vllm:{name}"] > 0 for name in VLLM_DASHBOARD - idle)
+def test_a_live_server_has_every_series_of_vllms_dashboards(server: RealServer) -> None:
+    for _ in range(2):
+        server.complete(list(range(5, 40)), max_tokens=3, n=2, temperature=1)
+    families = text_string_to_metric_families(server.client.get("/metrics").text)
+    samples = [sample for family in families for sample in family.samples]
+    largest: dict[str, float] = {}
+    for sample in samples:
+        if sample.labels.get("model_name") == MODEL:
+            largest[sample.name] = max(largest.get(sample.name, 0), sample.value)
+    assert {f"vllm:{name}" for name in VLLM_DASHBOARDS | VLLM_IDLE} - largest.keys() == set()
+    assert {name for name in VLLM_DASHBOARDS if not largest[f"vllm:{name}"]} == set()
+    assert {("http_requests_total", "2xx"), ("process_start_time_seconds", None)} <= {
+        (sample.name, sample.labels.get("status")) for sample in samples
+    }
 
 
 class TestEndpoints:

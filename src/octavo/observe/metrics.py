@@ -27,6 +27,7 @@ _COUNTERS = (
     ("prefix_cache_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     ("num_preemptions", "num_preemptions", "Sequences that had to give up their blocks."),
     ("prompt_tokens", "prompt_tokens", "Prompt tokens processed, cached ones included."),
+    ("prompt_tokens_cached", "prefix_cache_hits", "Prompt tokens that were cached, in any tier."),
     ("generation_tokens", "generation_tokens", "Tokens generated."),
 )
 _SPECULATION = (
@@ -95,6 +96,19 @@ class EngineCollector(Collector):
             gauge = GaugeMetricFamily(f"vllm:{name}", help, labels=names)
             gauge.add_metric(values, read(attribute))
             yield gauge
+        waiting = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Requests waiting to be scheduled: for capacity, or deferred until a store has loaded their prefix.",
+            labels=[*names, "reason"],
+        )
+        waiting.add_metric([*values, "capacity"], gauges.num_waiting - gauges.num_fetching)
+        waiting.add_metric([*values, "deferred"], gauges.num_fetching)
+        yield waiting
+        awake = GaugeMetricFamily(
+            "vllm:engine_sleep_state", "1 for the engine's state; always awake.", labels=[*names, "sleep_state"]
+        )
+        awake.add_metric([*values, "awake"], 1.0)
+        yield awake
         for prefix, counters in (("vllm", _COUNTERS), ("octavo", _OWN_COUNTERS)):
             for name, attribute, help in counters:
                 counter = CounterMetricFamily(f"{prefix}:{name}", help, labels=names)

@@ -83,6 +83,7 @@ class Gauges:
     """Figures of the scheduler and the cache at one moment.
 
     Attributes:
+        num_fetching: number of the waiting requests whose prefix is being loaded from a store.
         num_swapped: number of the waiting sequences whose blocks are in host memory.
         kv_usage: share of blocks in use, 0 to 1.
         kv_bytes: bytes of the pool by state, which add up to the whole.
@@ -93,6 +94,7 @@ class Gauges:
 
     num_running: int = 0
     num_waiting: int = 0
+    num_fetching: int = 0
     num_swapped: int = 0
     kv_usage: float = 0.0
     kv_bytes: dict[BlockState, int] = field(default_factory=dict)
@@ -111,6 +113,7 @@ class Gauges:
         return cls(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
+            num_fetching=0 if scheduler.fetching is None else len(scheduler.fetching),
             num_swapped=scheduler.num_swapped,
             kv_usage=kv.usage,
             kv_bytes=kv.bytes_by_state(),
