@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-import octavo.cluster.selection
 from octavo.cluster.config import RouterConfig
 from octavo.cluster.selection import PrefixSelection, RoundRobin, Selection, Ticket
 from octavo.cluster.workers import RoutedPrompt, Worker
@@ -225,30 +224,6 @@ def test_what_the_index_cannot_answer_goes_to_the_least_loaded_and_leaks_no_rese
         selection.close()
 
     with servers() as each:
-        asyncio.run(run(each))
-
-
-def test_the_events_of_a_server_that_the_index_does_not_hear_are_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(octavo.cluster.selection, "_HEARD_SECONDS", 0.0)
-
-    async def run(each: list[Server]) -> None:
-        selection, server = PrefixSelection(CONFIG), each[0]
-        facts = server.worker.facts
-        server.worker.facts = {**facts, "kv_events": {"endpoint": "tcp://127.0.0.1:9", "replay_endpoint": None}}
-        await selection.add(server.worker)
-        server.worker.facts = facts
-        server.compute(PROMPT)
-        for _ in range(3):
-            assert await overlap(selection, server.worker, PROMPT) == 0
-            ticket = await selection.choose([server.worker], RoutedPrompt(PROMPT, ""))
-            await selection.first_token(ticket)
-            await selection.done(ticket)
-        server.compute([9000])
-        await until(lambda: overlap(selection, server.worker, PROMPT), SIZE * 8)
-        assert selection.num_reserved() == 0
-        selection.close()
-
-    with servers(1) as each:
         asyncio.run(run(each))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,11 +20,6 @@ logger = logging.getLogger("octavo.route")
 
 # Time in which the index must take in or forget a server, whose events it reads over a network.
 _INDEX_SECONDS = 2.0
-# Time in which the index must know of the blocks of a prompt that was computed, and how many prompts in a row of one
-# server may be unknown before the server's events are read anew, which is not done again for a while.
-_HEARD_SECONDS = 2.0
-_MOST_UNHEARD = 3
-_READ_ANEW_SECONDS = 30.0
 
 
 @dataclass(slots=True)
@@ -36,14 +30,12 @@ class Ticket:
         selection_id: name of its reservation in an index; None if it has none.
         cached_tokens: tokens of the prompt that the server has cached, as far as is known.
         kv_hint: address of another server that has more of them, and hands out its blocks; None if none is known.
-        prompt: what the index was asked about.
     """
 
     worker: Worker
     selection_id: str | None = None
     cached_tokens: int = 0
     kv_hint: str | None = None
-    prompt: RoutedPrompt | None = None
 
 
 class Selection:
@@ -92,27 +84,10 @@ class RoundRobin(Selection):
         return self._ticket(ordered[next(self._turn) % len(ordered)])
 
 
-@dataclass(slots=True)
-class _Heard:
-    """Whether the index hears a server's events.
-
-    Attributes:
-        prompt: one that the server has computed, at `computed_at`, and that is to be looked up.
-        num_unheard: prompts in a row that were not found.
-        read_at: when its events were last read anew.
-    """
-
-    prompt: RoutedPrompt | None = None
-    computed_at: float = 0.0
-    num_unheard: int = 0
-    read_at: float = -_READ_ANEW_SECONDS
-
-
 class PrefixSelection(Selection):
     """Asks Dynamo's index, which reads the servers' KV events, and keeps account of the load of each.
 
-    If the index cannot answer, the least loaded server is chosen. A server whose recent prompts it does not know is
-    added again, so that it reads all its events.
+    If the index cannot answer, the least loaded server is chosen.
 
     Raises:
         ConfigError: ai-dynamo-runtime is missing.
@@ -132,7 +107,6 @@ class PrefixSelection(Selection):
         )
         self._seconds = config.selection_timeout
         self._known: dict[int, Worker] = {}
-        self._heard: dict[int, _Heard] = {}
         self._freeing: set[asyncio.Future[None]] = set()
 
     async def add(self, worker: Worker) -> None:
@@ -151,7 +125,6 @@ class PrefixSelection(Selection):
 
     async def remove(self, worker: Worker) -> None:
         # With it go the blocks that the index believes to be there.
-        self._heard.pop(worker.worker_id, None)
         if self._known.pop(worker.worker_id, None) is not None:
             async with asyncio.timeout(_INDEX_SECONDS):
                 await self._service.delete_worker(worker.worker_id)
@@ -187,7 +160,7 @@ class PrefixSelection(Selection):
             return await super().choose(workers, prompt)
         assert worker is not None
         ticket = self._ticket(worker, selection_id, chosen["overlap"]["longest_matched"])
-        ticket.kv_hint, ticket.prompt = hint, prompt
+        ticket.kv_hint = hint
         return ticket
 
     async def _hint(self, asked: dict[str, Any], worker_id: int) -> str | None:
@@ -206,9 +179,6 @@ class PrefixSelection(Selection):
 
     async def first_token(self, ticket: Ticket) -> None:
         if ticket.selection_id is not None:
-            heard = self._heard.setdefault(ticket.worker.worker_id, _Heard())
-            if heard.prompt is None:
-                heard.prompt, heard.computed_at = ticket.prompt, time.monotonic()
             try:
                 await self._service.prefill_complete(ticket.selection_id)
             except Exception as error:
@@ -218,32 +188,6 @@ class PrefixSelection(Selection):
         await super().done(ticket)
         if ticket.selection_id is not None:
             await self._free(ticket.selection_id)
-            await self._listen(ticket.worker)
-
-    async def _listen(self, worker: Worker) -> None:
-        """Look up a prompt that a server has computed, and read its events anew if they do not seem to arrive."""
-        heard, now = self._heard.get(worker.worker_id), time.monotonic()
-        if heard is None or heard.prompt is None or now - heard.computed_at < _HEARD_SECONDS:
-            return
-        prompt, heard.prompt = heard.prompt, None
-        full_blocks = len(prompt.token_ids) // worker.facts["block_size"]
-        asked = {"model_name": worker.group, "token_ids": list(prompt.token_ids), "cache_salt": prompt.scope or None}
-        try:
-            async with asyncio.timeout(self._seconds):
-                found = (await self._overlaps(asked)).get(worker.worker_id, 0)
-        except Exception as error:
-            logger.warning("the index could not be asked about %s: %s", worker.url, error)
-            return
-        # A block or two may have been evicted since.
-        heard.num_unheard = heard.num_unheard + 1 if found < full_blocks / 2 else 0
-        is_due = heard.num_unheard >= _MOST_UNHEARD and now - heard.read_at > _READ_ANEW_SECONDS
-        if is_due and worker.worker_id in self._known:
-            logger.warning("the index knows none of the recent prompts of %s: its events are read anew", worker.url)
-            try:
-                await self.add(worker)
-            except Exception as error:
-                logger.warning("the index does not take in %s: %s", worker.url, error)
-            self._heard[worker.worker_id] = _Heard(read_at=now)
 
     async def _overlaps(self, asked: dict[str, Any]) -> dict[int, int]:
         """Return how many blocks of a prompt each server has on its device, as far as the index knows."""
