@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,7 +24,7 @@ from octavo.cluster.workers import RoutedPrompt
 from octavo.server.config import ServerConfig
 from octavo.server.errors import ApiError
 from octavo.server.http.connection import InFlight
-from octavo.server.routers import HINT_HEADER, KEY_HEADER, PROMPT_HEADER, RoutedPrompts, registered
+from octavo.server.routers import HINT_HEADER, KEY_HEADER, PROMPT_HEADER, WORKER_PATH, RoutedPrompts, registered
 from octavo.workloads.server_process import running_server
 from tests.ports import free_port
 from tests.server.real_engine import MODEL, RealServer, real_server, slowed_down
@@ -128,6 +129,17 @@ def test_a_prompt_returns_to_where_it_is_cached_and_is_tokenised_once(
     assert counters["cached_tokens_total"] > 0
     assert counters["reservations"] == 0
     assert not any(name.startswith(("retries", "fallbacks")) for name in counters)
+
+
+def test_a_server_says_what_it_is_while_a_step_lasts(pair: tuple[RealServer, RealServer]) -> None:
+    server, step_ends = pair[0], threading.Event()
+    headers = {"Authorization": f"Bearer {KEY}"}
+    known = server.client.get(WORKER_PATH, headers=headers).json()
+    server.engine._send(step_ends.wait)
+    try:
+        assert server.client.get(WORKER_PATH, headers=headers, timeout=10).json() == known
+    finally:
+        step_ends.set()
 
 
 def test_a_server_fetches_the_blocks_that_a_hint_names_and_answers_the_same() -> None:

@@ -103,7 +103,11 @@ class RoutedPrompts:
             raise ApiError(HTTPStatus.FORBIDDEN, message, code="not_the_router")
 
     def endpoints(self, engine: EngineClient, reader: BodyReader, *, needs_key: bool) -> list[Endpoint]:
+        facts: dict[str, Any] = {}  # they do not change, and the engine answers only between two steps
+
         async def describe(request: Request) -> Response:
+            if not facts:
+                facts.update(await engine.ask(_engine_facts))
             worker = {
                 "instance": self._instance,
                 "role": self._role,
@@ -111,7 +115,7 @@ class RoutedPrompts:
                 "fingerprint": self._fingerprint,
                 "prompt_settings": reader.prompt_settings,
                 "needs_key": needs_key,
-                **await engine.ask(_engine_facts),
+                **facts,
             }
             return json_response(worker)
 
