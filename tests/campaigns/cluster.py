@@ -115,13 +115,20 @@ class Host:
 
 @dataclass
 class Server:
-    """A process on a host, which can be killed, suspended and started again with the same command."""
+    """A process on a host, which can be killed, frozen and started again with the same command."""
 
     host: Host
     argv: list[str]
     log: Path
     health: str | None = None
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    _frozen_s: float = 0.0
+    _frozen_at: float | None = None
+
+    @property
+    def frozen_s(self) -> float:
+        """Seconds that it has been frozen, in all."""
+        return self._frozen_s + (0.0 if self._frozen_at is None else time.monotonic() - self._frozen_at)
 
     @property
     def name(self) -> str:
@@ -157,6 +164,14 @@ class Server:
     def send(self, number: signal.Signals) -> None:
         assert self._process is not None
         self._process.send_signal(number)
+
+    def freeze(self) -> None:
+        self.send(signal.SIGSTOP)
+        self._frozen_at = time.monotonic()
+
+    def thaw(self) -> None:
+        self._frozen_s, self._frozen_at = self.frozen_s, None
+        self.send(signal.SIGCONT)
 
     def kill(self) -> None:
         self.send(signal.SIGKILL)

@@ -36,11 +36,9 @@ from pathlib import Path
 import httpx
 
 from benchmarks import this_machine
-from octavo.server.routers import WORKER_PATH
 from tests.campaigns.attacks import write_model
 from tests.campaigns.cluster import (
     ADMIN_KEY,
-    ROUTER_KEY,
     START_SECONDS,
     Cluster,
     Network,
@@ -90,9 +88,9 @@ async def stop_a_server(cluster: Cluster, rng: random.Random) -> Server:
 
 async def freeze_a_server(cluster: Cluster, rng: random.Random) -> None:
     server = rng.choice(cluster.servers)
-    server.send(signal.SIGSTOP)
+    server.freeze()
     await _a_while(rng)
-    server.send(signal.SIGCONT)
+    server.thaw()
 
 
 async def kill_a_rank(cluster: Cluster, rng: random.Random) -> Server | None:
@@ -104,7 +102,7 @@ async def kill_a_rank(cluster: Cluster, rng: random.Random) -> Server | None:
     until = time.monotonic() + START_SECONDS
     while True:
         try:
-            await asyncio.to_thread(operate, server, WORKER_PATH, ROUTER_KEY)  # which the engine's thread answers
+            await asyncio.to_thread(operate, server, "/debug/kv")  # which the engine's thread answers
             return server
         except httpx.HTTPError:
             if time.monotonic() > until:
@@ -118,19 +116,19 @@ async def kill_the_router(cluster: Cluster, rng: random.Random) -> None:
 
 
 async def freeze_the_router(cluster: Cluster, rng: random.Random) -> None:
-    cluster.router.send(signal.SIGSTOP)
+    cluster.router.freeze()
     await _a_while(rng)
-    cluster.router.send(signal.SIGCONT)
+    cluster.router.thaw()
 
 
 async def replace_a_server_unseen(cluster: Cluster, rng: random.Random) -> Server:
-    """The router, suspended meanwhile, has an old index and never sees the server down."""
+    """The router, frozen meanwhile, has an old index and never sees the server down."""
     server = rng.choice(cluster.servers)
-    cluster.router.send(signal.SIGSTOP)
+    cluster.router.freeze()
     server.kill()
     server.start()
     await asyncio.to_thread(server.wait_ready)
-    cluster.router.send(signal.SIGCONT)
+    cluster.router.thaw()
     return server
 
 
@@ -147,9 +145,9 @@ async def kill_redis(cluster: Cluster, rng: random.Random) -> None:
 
 
 async def freeze_redis(cluster: Cluster, rng: random.Random) -> None:
-    cluster.redis.send(signal.SIGSTOP)
+    cluster.redis.freeze()
     await _a_while(rng)
-    cluster.redis.send(signal.SIGCONT)
+    cluster.redis.thaw()
 
 
 async def cut_a_link(cluster: Cluster, rng: random.Random) -> None:

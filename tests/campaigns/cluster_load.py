@@ -12,7 +12,8 @@ from tests.campaigns.cluster import PORT, Cluster, Server
 from tests.campaigns.endurance_clients import Client, Manner, Question, Reply, questions
 
 TENANTS = ("ada", "ben")
-# Time after which a request is without an end: as long as no fault, with all that TCP waits for after one.
+# Time after which a request is without an end, while the router runs: as long as no fault, with all that TCP waits for
+# after one.
 END_SECONDS = 45.0
 # Share of the clients that leave at a random moment.
 LEAVE = 0.1
@@ -35,6 +36,7 @@ class Load:
         self.outcomes: Counter[str] = Counter()
         self.faults: list[str] = []
         self.unreachable_until = -math.inf
+        self._router = router
         self._client = Client(PORT, router.host.address)
         self._known = known
         self._rng = rng
@@ -68,7 +70,7 @@ class Load:
 
     async def _ask(self, question: Question, whole: Reply) -> str:
         stream = question.streams and self._rng.random() < 0.8
-        client, began = self._client, time.monotonic()
+        client, began, frozen = self._client, time.monotonic(), self._router.frozen_s
         if self._rng.random() < LEAVE:
             # It leaves; whatever it has received is compared too.
             manner = Manner(leaves_after=self._rng.random())
@@ -78,6 +80,8 @@ class Load:
         reply = await client.ask(question, self._rng.choice(TENANTS), Manner(leaves_after=END_SECONDS), stream=stream)
         took = time.monotonic() - began
         self._compare(question, reply, whole)
+        if took >= END_SECONDS and took - (self._router.frozen_s - frozen) < END_SECONDS - 1:
+            return "left a frozen router"
         if took >= END_SECONDS:
             self.faults.append(f"a request had no end: {str(reply)[:300]}")
             return "without an end"
