@@ -33,7 +33,7 @@ from typing import Any
 from benchmarks import this_machine
 from benchmarks.speculation import WORK
 from octavo.config import EngineConfig
-from octavo.text.loading import load_tokenizer
+from octavo.text.tokenizer_loading import load_tokenizer
 from octavo.workloads.workload import named_workload
 
 HERE = Path(__file__).parent

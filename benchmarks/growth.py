@@ -35,9 +35,9 @@ from octavo.engine.outputs import OutputKind
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
-from octavo.limits import DEFAULT_LIMITS
 from octavo.pooling import Pooling
 from octavo.request import PinRequest, Request, RequestContext, RequestId
+from octavo.request_limits import DEFAULT_LIMITS
 from octavo.runner.batch import BatchBuilder
 from octavo.runner.sequences import SequenceTable
 from octavo.sampling.penalties import adjust

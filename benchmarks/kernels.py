@@ -28,7 +28,7 @@ import torch
 from octavo import kernels
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.storage.arena import KVArena
-from octavo.workloads.limits import CACHE_BYTES, read_bandwidth
+from octavo.workloads.machine_limits import CACHE_BYTES, read_bandwidth
 from octavo.workloads.timing import Call, interleaved, paired_ratio, threads
 
 QUANTISED: tuple[kernels.WeightFormat, ...] = ("Q4_0", "Q4_1", "Q8_0")

@@ -24,8 +24,8 @@ from octavo import LLM, kernels
 from octavo.attention.native import NativeAttention
 from octavo.planner.machine import default_num_threads
 from octavo.workloads.attention import LARGE, SMALL, AttentionCase, HeadCounts
-from octavo.workloads.limits import DRAM_BYTES, read_bandwidth
-from octavo.workloads.memory import RealEngine
+from octavo.workloads.machine_limits import DRAM_BYTES, read_bandwidth
+from octavo.workloads.memory_block_sizes import RealEngine
 from octavo.workloads.report import columns
 from octavo.workloads.timing import Timing, interleaved, paired_ratio, threads
 from octavo.workloads.workload import BenchRequest

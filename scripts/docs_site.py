@@ -239,8 +239,8 @@ def _endpoint(name: str, path: str, operation: dict[str, Any], schemas: dict[str
 def _openapi() -> dict[str, Any]:
     """Return the description of a server with default options; no engine is started."""
     from octavo.engine.inspection import EngineInfo
-    from octavo.limits import RequestLimits
     from octavo.pooling import Pooling
+    from octavo.request_limits import RequestLimits
     from octavo.server.app import create_app
     from octavo.server.bodies.fields import Served
     from octavo.server.openapi import describe

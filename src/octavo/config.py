@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal
 
 from octavo.errors import ConfigError
 from octavo.kv_budget import KVBudget
-from octavo.limits import DEFAULT_LIMITS, RequestLimits
 from octavo.option import MILLISECONDS, SECONDS, Options, Unit, check_address, json_object, option, options_of
+from octavo.request_limits import DEFAULT_LIMITS, RequestLimits
 from octavo.speculative_config import SpeculativeConfig
 
 DEFAULT_MODEL = "smollm2"

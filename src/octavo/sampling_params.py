@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from octavo.errors import FieldError, shown
 from octavo.kv_budget import KVBudget
-from octavo.limits import RequestLimits
 from octavo.option import option, options_of
+from octavo.request_limits import RequestLimits
 from octavo.structured_outputs import StructuredOutputsParams
 
 MAX_LENGTH_PENALTY = 10.0
@@ -27,7 +27,7 @@ class SamplingParams:
 
     From each field come its check, the flag of `octavo generate` and its range in the API's description.
 
-    The limits of an engine are checked separately; see `octavo.limits`.
+    The limits of an engine are checked separately; see `octavo.request_limits`.
 
     Attributes:
         n: number of completions of one prompt; they share the prompt's blocks.

@@ -9,7 +9,7 @@ import json
 import random
 from typing import Any
 
-from octavo.limits import DEFAULT_LIMITS as LIMITS
+from octavo.request_limits import DEFAULT_LIMITS as LIMITS
 from octavo.server.bodies.foreign_fields import HARMLESS, NEUTRAL, OTHER_NAMES
 from tests.campaigns.fuzz_values import (
     MAX_MODEL_LEN,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from octavo.limits import DEFAULT_LIMITS
+from octavo.request_limits import DEFAULT_LIMITS
 from octavo.server.app import create_app
 from octavo.server.bodies.fields import Served
 from octavo.server.openapi import UNSUPPORTED, describe

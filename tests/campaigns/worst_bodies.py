@@ -41,7 +41,7 @@ from benchmarks.timed_sampler import SamplerTime
 from octavo.config import EngineConfig
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.builder import build_engine
-from octavo.limits import DEFAULT_LIMITS as LIMITS
+from octavo.request_limits import DEFAULT_LIMITS as LIMITS
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.server.app import create_app
 from octavo.server.bodies.chat_messages import MAX_MARKS

@@ -18,8 +18,8 @@ from octavo.commands.options import (
 )
 from octavo.config import MOST_THREADS, EngineConfig
 from octavo.errors import ConfigError
-from octavo.limits import RequestLimits
 from octavo.option import Options, flag, options_of
+from octavo.request_limits import RequestLimits
 from octavo.sampling_params import SamplingParams
 from octavo.server.config import ServerConfig
 from octavo.structured_outputs import StructuredOutputsParams

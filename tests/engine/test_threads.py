@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from octavo import SamplingParams, kernels
-from octavo.engine import loading
+from octavo.engine import model_loading
 from tests.conftest import MakeLLM
 
 pytestmark = [
@@ -36,7 +36,7 @@ def test_a_model_is_loaded_in_as_many_threads_as_the_engine_is_given(
     make_llm: MakeLLM, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(loading, "_load", counting_threads(loading._load, seen))
+    monkeypatch.setattr(model_loading, "_load", counting_threads(model_loading._load, seen))
     kernels.set_num_threads(7)
     make_llm(tiny_llama, num_threads=2)
     assert seen == [2]

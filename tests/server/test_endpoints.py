@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
 import octavo
-from octavo.limits import RequestLimits
 from octavo.observe.stats import Gauges
+from octavo.request_limits import RequestLimits
 from octavo.server.app import create_app
 from octavo.server.bodies.fields import Served
 from octavo.server.openapi import describe

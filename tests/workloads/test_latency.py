@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.workloads import limits
+from octavo.workloads import machine_limits
 from octavo.workloads.latency import LatencyRun, measure, rates, summary
-from octavo.workloads.limits import Limit
+from octavo.workloads.machine_limits import Limit
 from octavo.workloads.workload import BenchRequest
 from tests.commands.conftest import OctavoCommand
 from tests.conftest import MakeLLM
@@ -71,7 +71,7 @@ def test_the_command_prints_one_json_object(
     octavo_command: OctavoCommand, tiny_llama: Path, same_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = [Limit("DRAM", 1, "GB/s", 10.0, 11.0, "torch")]
-    monkeypatch.setattr(limits, "measure_limits", lambda counts: measured if counts == [1] else [])
+    monkeypatch.setattr(machine_limits, "measure_limits", lambda counts: measured if counts == [1] else [])
     argv = ["--model", tiny_llama, "--device", "cpu", "--dtype", "float32", "--num-threads", 1, "--token-id-end", 300]
     argv += ["--batch-size", 3, "--input-len", 20, "--output-len", 4, "--num-iters", 2, "--kv-cache-memory", "16MiB"]
     code, out, _ = octavo_command("bench", "latency", *argv, "--json", "--machine-limits")

@@ -30,8 +30,8 @@ from octavo.cluster.selection import Selection, Ticket
 from octavo.cluster.workers import RoutedPrompt, Worker, Workers
 from octavo.config import EngineConfig
 from octavo.errors import shortened
-from octavo.limits import DEFAULT_LIMITS
 from octavo.request import cache_scope
+from octavo.request_limits import DEFAULT_LIMITS
 from octavo.server.access import AcceptedKeys, presented_key
 from octavo.server.apis import EVENTS, REQUEST_ID_HEADER, api_of
 from octavo.server.bodies.body_reader import ChatRequest, CompletionRequest

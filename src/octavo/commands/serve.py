@@ -72,7 +72,7 @@ def _serve(config: EngineConfig, server_config: ServerConfig, interrupt: Interru
         tokenizer = None
         with collection_paused():
             if load_model_config(model_of(config)).runs_natively:
-                from octavo.text.loading import begin_loading
+                from octavo.text.tokenizer_loading import begin_loading
 
                 # A large vocabulary takes 200 MB while it is loaded: those go back before the weights are read.
                 if (tokenizer := begin_loading(config)) is not None:

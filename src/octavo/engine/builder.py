@@ -16,10 +16,10 @@ from octavo.checkpoint.model_source import (
 )
 from octavo.config import EngineConfig, format_bytes
 from octavo.engine.core import EngineCore
-from octavo.engine.draft_model import LoadedDraftModel
+from octavo.engine.draft_model_loading import LoadedDraftModel
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.kv_events import KVEventPublisher, NullPublisher
-from octavo.engine.loading import dtype_name
+from octavo.engine.model_loading import dtype_name
 from octavo.engine.runner_builder import RunnerFacts, build_runner
 from octavo.engine.tiers import join_stores, tier_identity
 from octavo.errors import ConfigError
@@ -30,8 +30,8 @@ from octavo.scheduler.assembly import assemble_cache, assemble_scheduler, make_s
 from octavo.scheduler.plan_log import PlanLog
 from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.waiting import Fetching
-from octavo.text.loading import begin_loading, load_tokenizer
 from octavo.text.tokenizer import Tokenizer
+from octavo.text.tokenizer_loading import begin_loading, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def build_engine(config: EngineConfig, begun: Future[Tokenizer | None] | None = 
     """Load `config.model` and build an engine for it.
 
     Args:
-        begun: its tokenizer, if that is being loaded already (`text/loading.py`).
+        begun: its tokenizer, if that is being loaded already (`text/tokenizer_loading.py`).
 
     Raises:
         ModelError: the model cannot be found, read or run.

@@ -39,7 +39,7 @@ from octavo.scheduler.plan_log import PlanLog
 from octavo.tiers.lower import LowerTiers
 
 if TYPE_CHECKING:  # they import torch, which a server does later
-    from octavo.engine.draft_model import LoadedDraftModel
+    from octavo.engine.draft_model_loading import LoadedDraftModel
     from octavo.runner.runner import Collect, ModelRunner
 
 logger = logging.getLogger(__name__)

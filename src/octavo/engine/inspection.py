@@ -14,9 +14,9 @@ from octavo.kvcache.holdings import Holdings
 from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.ledger import CacheTotals, RequestHolding
 from octavo.kvcache.manager import KVCacheManager
-from octavo.limits import RequestLimits
 from octavo.pooling import Pooling
 from octavo.request import CacheOutcome, CacheReport, Request
+from octavo.request_limits import RequestLimits
 from octavo.scheduler.kv_limits import KVLimits
 from octavo.scheduler.scheduler import Scheduler
 from octavo.tiers.base import LATENCY_BOUNDS

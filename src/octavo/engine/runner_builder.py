@@ -19,7 +19,7 @@ from octavo.checkpoint.model_source import ModelFormat, ModelSource, load_model_
 from octavo.checkpoint.recommended import model_pooling, sampling_defaults
 from octavo.config import EngineConfig
 from octavo.engine.inspection import EngineInfo
-from octavo.engine.loading import LoadTarget, choose_target, dtype_name, load_with_threads
+from octavo.engine.model_loading import LoadTarget, choose_target, dtype_name, load_with_threads
 from octavo.errors import ConfigError, ModelError
 from octavo.kvcache.block import NULL_BLOCK
 from octavo.kvcache.spec import MEASURES_NO_COPIES, KVCacheSpec

@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import Any
 
 from octavo.errors import OverloadedError, RequestError
-from octavo.grammar.limits import compile_grammar, first_error
+from octavo.grammar.bounded_matcher import compile_grammar, first_error
 from octavo.grammar.source import may_force_long_runs, to_lark, without_forcing
 from octavo.grammar.trial import MEMORY, NICENESS, TrialFailedError, start_one, try_compiling
 from octavo.structured_outputs import StructuredOutputsParams

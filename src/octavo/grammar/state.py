@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.errors import OctavoError, shortened
+from octavo.grammar.bounded_matcher import ROW_ITEMS, STEP_FUEL, STEP_ITEMS
 from octavo.grammar.compiler import CompiledGrammar
-from octavo.grammar.limits import ROW_ITEMS, STEP_FUEL, STEP_ITEMS
 
 # A mask is computed after this many tokens even if it is not needed, because llguidance counts the lexer's steps from
 # mask to mask.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from octavo.grammar.limits import compile_grammar, first_error
+from octavo.grammar.bounded_matcher import compile_grammar, first_error
 from octavo.helper_process import (
     HelperEndedError,
     HelperProcess,

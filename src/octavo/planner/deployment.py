@@ -25,7 +25,7 @@ from octavo.planner.calculator import (
     weight_bytes,
     without_windows,
 )
-from octavo.planner.draft_model import DraftMemory, draft_memory
+from octavo.planner.draft_memory import DraftMemory, draft_memory
 from octavo.planner.machine import CPU_MEMORY_SHARE
 from octavo.planner.model_shape import ModelShape, divide, even_groups
 from octavo.planner.sizing import Sizing

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.grammar.state import GrammarState
-from octavo.limits import MOST_BAD_WORD_TOKENS
+from octavo.request_limits import MOST_BAD_WORD_TOKENS
 from octavo.sampling.draw import uniforms
 from octavo.scheduler.plan import SamplingSnapshot
 

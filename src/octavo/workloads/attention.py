@@ -24,7 +24,7 @@ from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.planner.calculator import block_tokens
 from octavo.storage.arena import KVArena
 from octavo.storage.layer_kv import LayerKV
-from octavo.workloads.limits import DRAM_BYTES
+from octavo.workloads.machine_limits import DRAM_BYTES
 from octavo.workloads.timing import Call, Timing, interleaved, paired_ratio
 
 Kind = Literal["decode", "prefill"]

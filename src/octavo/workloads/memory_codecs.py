@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from octavo.workloads.memory import CacheBudget, Played
+from octavo.workloads.memory_block_sizes import CacheBudget, Played
 from octavo.workloads.report import show
 
 HEADING = (

@@ -11,7 +11,7 @@ from typing import Any
 from octavo.config import format_bytes
 from octavo.errors import ConfigError, how_to_install
 from octavo.workloads import memory_codecs
-from octavo.workloads.memory import CONTIGUOUS, BlockSize, CacheBudget, Played
+from octavo.workloads.memory_block_sizes import CONTIGUOUS, BlockSize, CacheBudget, Played
 from octavo.workloads.report import show
 
 _COLOURS = {

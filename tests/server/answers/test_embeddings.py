@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from octavo.limits import RequestLimits
+from octavo.request_limits import RequestLimits
 from tests.server.conftest import Running, running_server
 from tests.server.fake_engine import BOS, FakeEngine
 from tests.server.real_engine import error_of, real_server

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from octavo.limits import DEFAULT_LIMITS
+from octavo.request_limits import DEFAULT_LIMITS
 from tests.server.conftest import Running, wait_until
 from tests.server.fake_engine import VOCAB_SIZE, FakeEngine
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from octavo.errors import RequestError
-from octavo.limits import DEFAULT_LIMITS
+from octavo.request_limits import DEFAULT_LIMITS
 from octavo.server.app import create_app
 from octavo.server.bodies.body_reader import FollowUp, frame
 from octavo.server.bodies.local_reader import LocalApisReader

@@ -18,7 +18,7 @@ import pytest
 
 from octavo import helper_process
 from octavo.errors import ContextLengthError, RequestError
-from octavo.limits import DEFAULT_LIMITS
+from octavo.request_limits import DEFAULT_LIMITS
 from octavo.server.bodies import reader_pool
 from octavo.server.bodies.body_reader import BodyReader, frame
 from octavo.server.bodies.reader_pool import (

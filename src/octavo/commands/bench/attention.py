@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
     from octavo import __version__, kernels
     from octavo.workloads.attention import HeadCounts, cases, measure_case, worst_slowdown
-    from octavo.workloads.limits import read_bandwidth
+    from octavo.workloads.machine_limits import read_bandwidth
     from octavo.workloads.timing import threads
 
     backends = args.attention_backend or (["native"] if kernels.available() else []) + ["reference"]

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _limits(num_threads: int | None) -> dict[str, dict[str, float]]:
     """Return the limits with the engine's threads, as {"limits": {"name, unit": value}}."""
-    from octavo.workloads.limits import measure_limits, thread_counts
+    from octavo.workloads.machine_limits import measure_limits, thread_counts
 
     counts = thread_counts(num_threads)
     return {"limits": {f"{x.name}, {x.unit}": x.value for x in measure_limits(counts[-1:])}}

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from octavo import __version__, kernels
-    from octavo.workloads.limits import measure_limits, thread_counts
+    from octavo.workloads.machine_limits import measure_limits, thread_counts
 
     limits = list(
         measure_limits(

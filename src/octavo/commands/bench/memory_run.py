@@ -17,7 +17,7 @@ from octavo.kvcache.formats import KV_FORMATS
 from octavo.planner.roofline import without_overlap
 from octavo.planner.sources import find_shape
 from octavo.workloads import memory_codecs, memory_report, report, traces, workload
-from octavo.workloads.memory import (
+from octavo.workloads.memory_block_sizes import (
     CONTIGUOUS,
     BenchEngine,
     BlockSize,

@@ -19,7 +19,7 @@ from jiter import from_json
 
 import octavo
 from octavo.errors import FieldError, RequestError, shortened
-from octavo.limits import RequestLimits
+from octavo.request_limits import RequestLimits
 from octavo.sampling_params import SamplingParams
 from octavo.server.answer_json import json_bytes
 from octavo.server.apis import new_id

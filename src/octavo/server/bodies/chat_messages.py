@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.errors import FieldError, RequestError, shown
-from octavo.limits import RequestLimits
+from octavo.request_limits import RequestLimits
 from octavo.server.bodies.tools import checked_calls
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

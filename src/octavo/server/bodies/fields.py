@@ -22,8 +22,8 @@ from typing import Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_o
 from jiter import from_json
 
 from octavo.errors import FieldError, RequestError, shortened, shown
-from octavo.limits import RequestLimits
 from octavo.option import Option, options_of
+from octavo.request_limits import RequestLimits
 from octavo.sampling_params import SamplingParams
 
 Schema = dict[str, Any]

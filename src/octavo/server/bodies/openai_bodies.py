@@ -7,8 +7,8 @@ from dataclasses import MISSING, dataclass
 from typing import Any, ClassVar, Literal
 
 from octavo.errors import FieldError, shown
-from octavo.limits import RequestLimits
 from octavo.option import options_of
+from octavo.request_limits import RequestLimits
 from octavo.sampling_params import SamplingParams, check_limits
 from octavo.server.bodies.chat_messages import ROLES
 from octavo.server.bodies.fields import (

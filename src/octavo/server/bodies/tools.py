@@ -14,7 +14,7 @@ from octavo.dialect.formats import CallFormat, call_format, reasoning_format
 from octavo.dialect.parser import Dialect
 from octavo.dialect.writing import with_tools_described
 from octavo.errors import FieldError, RequestError, shown
-from octavo.limits import RequestLimits
+from octavo.request_limits import RequestLimits
 from octavo.server.bodies.fields import Declared, taken
 from octavo.structured_outputs import StructuredOutputsParams
 

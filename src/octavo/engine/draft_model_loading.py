@@ -8,7 +8,7 @@ from octavo.checkpoint.model_source import load_model_config, model_of
 from octavo.config import EngineConfig, format_bytes
 from octavo.engine.runner_builder import RunnerFacts, build_runner
 from octavo.errors import ConfigError, ModelNotFoundError
-from octavo.planner.draft_model import draft_config
+from octavo.planner.draft_memory import draft_config
 from octavo.planner.sources import shape_of_source
 from octavo.runner.runner import ModelRunner
 from octavo.scheduler.draft_model import DraftModel

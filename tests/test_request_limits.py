@@ -10,7 +10,7 @@ import pytest
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, OverloadedError, RequestError, shortened, shown
-from octavo.limits import DEFAULT_LIMITS, RequestLimits, limits_table
+from octavo.request_limits import DEFAULT_LIMITS, RequestLimits, limits_table
 from octavo.sampling_params import SamplingParams, check_limits
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "operate" / "limits.md"
@@ -157,7 +157,7 @@ def test_a_limit_that_was_an_option_is_refused_with_its_new_place() -> None:
 def test_the_table_of_limits_is_the_declaration() -> None:
     document = DOCUMENT.read_text()
     assert limits_table() in document, (
-        "docs/operate/limits.md has another table: replace it with what octavo.limits.limits_table() returns"
+        "docs/operate/limits.md has another table: replace it with what octavo.request_limits.limits_table() returns"
     )
     assert all(f"`{limit.name}`" in document for limit in fields(RequestLimits))
 

@@ -13,7 +13,7 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.planner.model_shape import ModelShape
 from octavo.planner.sources import find_shape
-from octavo.workloads.memory import CacheBudget, play, simulated_engine
+from octavo.workloads.memory_block_sizes import CacheBudget, play, simulated_engine
 from octavo.workloads.memory_report import markdown, require_matplotlib
 from octavo.workloads.workload import named_workload
 from tests.commands.conftest import OctavoCommand
