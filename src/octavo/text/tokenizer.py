@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken
 
-from octavo.checkpoint.hf_config import read_hf_config, read_json
+from octavo.checkpoint.hf_config import read_hf_config
 from octavo.checkpoint.model_source import ModelFormat, ModelSource
-from octavo.errors import CorruptModelError, ModelNotFoundError, RequestError, UnsupportedModelError
+from octavo.errors import CorruptModelError, RequestError
 from octavo.text.byte_pieces import BytePieces
 from octavo.text.chat_template import render_chat
-from octavo.text.gguf_tokenizer import build_tokenizer, byte_alphabet, write_spaces_as_sentencepiece
+from octavo.text.folder_tokenizer import build_folder_tokenizer, chat_templates, tokenizer_config
+from octavo.text.gguf_tokenizer import build_tokenizer, byte_alphabet
 
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BYTE_OF = byte_alphabet()
 # Number of tokens, and of added tokens, with which a byte-level decoder is checked.
 _NUM_CHECKED = 256
@@ -137,25 +136,14 @@ class Tokenizer:
 
     @classmethod
     def _from_folder(cls, folder: Path) -> Tokenizer:
-        config = {**(read_json(folder / "special_tokens_map.json") or {})}
-        config |= read_json(folder / "tokenizer_config.json") or {}
-        named = {name: text for name in _NAMED_TOKENS if (text := _content(config.get(name))) is not None}
-        path = folder / "tokenizer.json"
-        if path.is_file():
-            try:
-                backend = tokenizers.Tokenizer.from_file(str(path))
-            except Exception as error:  # tokenizers raises Exception itself
-                raise CorruptModelError(f"{path} cannot be read: {error}") from error
-            _complete(backend, config, named)
-            _write_spaces_as_llama(backend, config, folder)
-        else:
-            backend, named = _through_transformers(folder, named)
+        config = tokenizer_config(folder)
+        backend, named = build_folder_tokenizer(folder, config)
         has_config = (folder / "config.json").is_file()
         return cls(
             backend,
             named_tokens=named,
             eos_token_ids=read_hf_config(folder).eos_token_ids if has_config else frozenset(),
-            chat_templates=_chat_templates(folder, config),
+            chat_templates=chat_templates(folder, config),
         )
 
     @property
@@ -317,87 +305,6 @@ class Tokenizer:
 def needs_transformers(source: ModelSource) -> bool:
     """Whether transformers, which imports torch, must convert a source's vocabulary."""
     return source.format is not ModelFormat.GGUF and not (source.path / "tokenizer.json").is_file()
-
-
-def _content(token: Any) -> str | None:
-    """Return the text of a token in a configuration: a string, or an object with the text under "content"."""
-    text = token.get("content") if isinstance(token, Mapping) else token
-    return text if isinstance(text, str) else None
-
-
-def _complete(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """Add the tokens that tokenizer_config.json names and tokenizer.json does not, as transformers does.
-
-    The flags add_bos_token and add_eos_token are ignored, as in transformers: tokenizer.json itself defines which
-    tokens are added around a text.
-    """
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    listed = config.get("added_tokens_decoder") or {}
-    additions = []
-    for _, token in sorted(listed.items(), key=lambda item: int(item[0])):
-        if (text := _content(token)) is not None and text not in known:
-            flags = {key: bool(token.get(key)) for key in ("single_word", "lstrip", "rstrip", "normalized", "special")}
-            additions.append(AddedToken(text, **flags))
-            known.add(text)
-    further = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    texts = further.values() if isinstance(further, Mapping) else further
-    for text in [*named.values(), *map(_content, texts)]:
-        if text is not None and text not in known:
-            additions.append(AddedToken(text, normalized=False, special=True))
-            known.add(text)
-    if additions:
-        backend.add_tokens(additions)
-
-
-def _write_spaces_as_llama(backend: tokenizers.Tokenizer, config: Mapping[str, Any], folder: Path) -> None:
-    """Handle spaces in Llama 2 folders as transformers 5 does.
-
-    It rebuilds the handling from the name of the tokenizer's class, because older files put a ▁ after every special
-    token, which Llama's own SentencePiece does not. It uses Mistral's files as they are.
-    """
-    if config.get("tokenizer_class") not in ("LlamaTokenizer", "LlamaTokenizerFast"):
-        return
-    model_type = (read_json(folder / "config.json") or {}).get("model_type", "llama")
-    if model_type != "llama" or not getattr(backend.model, "byte_fallback", False):
-        return
-    backend.normalizer = None
-    if config.get("add_prefix_space") is False:
-        write_spaces_as_sentencepiece(backend, "never")
-    else:
-        write_spaces_as_sentencepiece(backend, "always" if config.get("legacy") else "first")
-
-
-def _through_transformers(folder: Path, named: dict[str, str]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """Let transformers convert a vocabulary in older files (tokenizer.model, vocab.json with merges.txt)."""
-    if not any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")):
-        raise ModelNotFoundError(f"{folder} holds no tokenizer.json and no other vocabulary")
-    from transformers import AutoTokenizer
-
-    try:
-        converted = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        backend: tokenizers.Tokenizer = converted.backend_tokenizer
-    except Exception as error:  # a conversion may raise anything, such as an ImportError of sentencepiece
-        raise UnsupportedModelError(
-            f"{folder} has no tokenizer.json, and transformers cannot convert its vocabulary ({error}); "
-            "save it once with AutoTokenizer.from_pretrained(folder).save_pretrained(folder) where sentencepiece is"
-        ) from error
-    return backend, {**{name: str(text) for name, text in converted.special_tokens_map.items()}, **named}
-
-
-def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates by name; files override the key in tokenizer_config.json, as in transformers."""
-    templates: dict[str, str] = {}
-    if (folder / "chat_template.jinja").is_file():
-        templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[path.stem] = path.read_text(encoding="utf-8")
-    if templates:
-        return templates
-    stated = config.get("chat_template") or (read_json(folder / "chat_template.json") or {}).get("chat_template")
-    if isinstance(stated, str):
-        return {"default": stated}
-    named = stated if isinstance(stated, list) else []
-    return {entry["name"]: entry["template"] for entry in named if {"name", "template"} <= entry.keys()}
 
 
 def _encoded_length(token: str) -> int:
