@@ -13,6 +13,7 @@ from typing import Any
 
 from octavo.checkpoint.config_fields import ConfigFields
 from octavo.checkpoint.families import NATIVE_ARCHITECTURES, NativeArchitecture
+from octavo.checkpoint.hf_positions import layer_ropes, layer_windows, partial_rotary
 from octavo.checkpoint.kv_cache_scheme import kv_cache_scheme_dtype, only_kv_cache_scheme
 from octavo.checkpoint.model_config import (
     NATIVE_ACTIVATIONS,
@@ -86,12 +87,12 @@ def _model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
     num_layers = fields.size("num_hidden_layers")
     if num_layers > _MOST_LAYERS:
         raise CorruptModelError(f"{path}: num_hidden_layers must be at most {_MOST_LAYERS}, got {num_layers}")
-    windows = _layer_windows(fields, native, num_layers)
+    windows = layer_windows(fields, native, num_layers)
     max_position = fields.size("max_position_embeddings", default=2048)
     biased = _biased(fields, native)
     ropes: list[RopeConfig | None] = [RopeConfig(rotary_dim=rotary_dim)] * num_layers
     if reason is None:
-        ropes = _layer_ropes(fields, native, rotary_dim, max_position, windows)
+        ropes = layer_ropes(fields, native, rotary_dim, max_position, windows)
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.size("vocab_size"),
@@ -180,7 +181,7 @@ def _why_not_native(fields: ConfigFields, architecture: str, native: NativeArchi
         return f"RoPE scaling {rope['rope_type']!r}"
     if any(isinstance(value, dict) for value in rope.values()) and native.local_rope_theta is None:
         return "a RoPE that differs between layers"
-    if native.partial_rotary is None and _partial_rotary(fields, rope, 1.0) != 1.0:
+    if native.partial_rotary is None and partial_rotary(fields, rope, 1.0) != 1.0:
         return "a partial rotary factor"
     if (activation := _activation(fields, native)) not in NATIVE_ACTIVATIONS:
         return f"activation {activation!r}"
@@ -341,106 +342,6 @@ def _dense_layers(fields: ConfigFields, num_layers: int) -> int:
     if kinds is None:
         return min(num_layers, fields.size("first_k_dense_replace", 0, minimum=0))
     return kinds.index("sparse") if "sparse" in kinds else num_layers
-
-
-def _layer_ropes(
-    fields: ConfigFields,
-    native: NativeArchitecture | None,
-    head_dim: int,
-    max_position: int,
-    windows: tuple[int | None, ...],
-) -> list[RopeConfig | None]:
-    """Return each layer's rotary embedding: windowed layers may have one of their own."""
-    parameters = fields.rope()
-    if native is not None and native.partial_rotary is not None:
-        head_dim = int(head_dim * _partial_rotary(fields, parameters, native.partial_rotary))
-    if native is None or native.local_rope_theta is None:
-        rope = _rope(fields, parameters, head_dim, max_position)
-        return [rope if rotates else None for rotates in _rotating(fields, native, windows)]
-    both = ("full_attention", "sliding_attention")
-    if all(isinstance(parameters.get(kind), dict) for kind in both):
-        everywhere, local = ({"rope_type": "default", "rope_theta": 10000.0} | parameters[kind] for kind in both)
-    else:
-        everywhere = parameters
-        theta = fields.get("rope_local_base_freq", native.local_rope_theta)
-        local = {"rope_type": "default", "rope_theta": theta}
-    full, windowed = (_rope(fields, kind, head_dim, max_position) for kind in (everywhere, local))
-    return [full if window is None else windowed for window in windows]
-
-
-def _partial_rotary(fields: ConfigFields, rope: dict[str, Any], default: float) -> float:
-    return float(rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or default)
-
-
-def _rotating(fields: ConfigFields, native: NativeArchitecture | None, windows: tuple[int | None, ...]) -> list[bool]:
-    """Return for each layer whether queries and keys rotate."""
-    if native is None or native.unrotated == "none":
-        return [True] * len(windows)
-    if native.unrotated == "full_attention":
-        return [window is not None for window in windows]
-    step = fields.size("no_rope_layer_interval", default=4)
-    listed = fields.get("no_rope_layers") or [(layer + 1) % step for layer in range(len(windows))]
-    if len(listed) != len(windows):
-        raise CorruptModelError(f"{fields.source}: {len(listed)} no_rope_layers for {len(windows)} layers")
-    return [bool(rotates) for rotates in listed]
-
-
-def _rope(fields: ConfigFields, parameters: dict[str, Any], head_dim: int, max_position: int) -> RopeConfig:
-    kind = parameters["rope_type"]
-    values: dict[str, Any] = {"theta": float(parameters["rope_theta"]), "rotary_dim": head_dim, "kind": kind}
-    factors = ("factor", "low_freq_factor", "high_freq_factor")
-    keys = {"linear": factors[:1], "llama3": factors, "yarn": factors[:1]}.get(kind, ())
-    for key in keys:
-        if not isinstance(parameters.get(key), int | float):
-            raise CorruptModelError(f"{fields.source}: RoPE scaling {kind!r} needs a number {key}")
-        values[key] = float(parameters[key])
-    if kind == "yarn":
-        values |= _yarn(parameters, values["factor"])
-    if kind in ("llama3", "yarn"):
-        # transformers prefers the outer key where both are given.
-        outer = fields.get("original_max_position_embeddings")
-        values["original_max_position"] = int(
-            outer or parameters.get("original_max_position_embeddings") or max_position
-        )
-    return RopeConfig(**values)
-
-
-def _yarn(parameters: dict[str, Any], factor: float) -> dict[str, Any]:
-    stated, above, below = (parameters.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
-    if stated is None:
-        above, below = (above, below) if above and below else (1.0, 0.0)
-        stated = yarn_attention_factor(factor, float(above)) / yarn_attention_factor(factor, float(below))
-    return {
-        "beta_fast": float(parameters.get("beta_fast") or 32),
-        "beta_slow": float(parameters.get("beta_slow") or 1),
-        "truncate": bool(parameters.get("truncate", True)),
-        "attention_factor": float(stated),
-    }
-
-
-def _layer_windows(fields: ConfigFields, native: NativeArchitecture | None, num_layers: int) -> tuple[int | None, ...]:
-    """Return each layer's sliding window, by the rules of the family's configuration class in transformers."""
-    rule = native.windowed if native else "by_layer"
-    if rule == "never":
-        return (None,) * num_layers
-    window: int | None = fields.get("sliding_window", native.default_window if native else None)
-    if window or isinstance(rule, int):
-        window = fields.size("sliding_window", default=4096)
-    window = window or None  # 0 in configurations of models without one
-    if native is not None and not isinstance(rule, int) and not fields.get("use_sliding_window", rule == "always"):
-        window = None
-    if rule == "always":
-        return (window,) * num_layers
-    kinds = fields.get("layer_types")
-    if isinstance(rule, int):
-        every = fields.size("sliding_window_pattern", default=fields.size("_sliding_window_pattern", default=rule))
-        kinds = kinds or ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
-    elif kinds is None:
-        first = int(fields.get("max_window_layers", 28)) if native else num_layers
-        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
-    if len(kinds) != num_layers:
-        raise CorruptModelError(f"{fields.source}: {len(kinds)} layer_types for {num_layers} layers")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _dtype(fields: ConfigFields, folder: Path) -> str:

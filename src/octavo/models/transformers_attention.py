@@ -1,0 +1,234 @@
+"""Octavo's attention as an attention function of transformers, which looks such functions up by name.
+
+One function is registered. What a layer's call of it does depends on the pass that is running:
+
+    probe   3 tokens, ordinary masked attention -> the shape of each layer's keys and values, and its window
+    step    ragged tokens as one row [1, num_tokens], keys and values written to blocks, attention over block tables
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from octavo.attention.base import AttentionBackend, AttentionBatch
+from octavo.attention.reference import attend_dense
+from octavo.errors import OctavoError, UnsupportedModelError
+from octavo.kvcache.spec import LayerKVSpec
+from octavo.storage.layer_kv import LayerKV
+
+ATTENTION = "octavo_paged"
+"""The name under which transformers finds the function."""
+
+_PROBE_TOKENS = 3
+# Additional arguments that some architectures pass to attention, and that no backend supports.
+_UNSUPPORTED_ARGUMENTS = ("indices", "block_indices", "position_bias", "score_mod", "head_mask")
+
+
+class Attention(Protocol):
+    """The implementation behind a layer's attention call: a step over blocks, or the probe."""
+
+    def attend(
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: _Call
+    ) -> torch.Tensor:
+        """Attend with query, key, value [num_tokens, heads, dim]; returns [num_tokens, num_heads, value_dim]."""
+
+    def mask(self, mask_function: Callable[..., torch.Tensor], length: int) -> torch.Tensor | None:
+        """Return the mask over `length` tokens for the layers of one kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The remaining arguments of one attention call."""
+
+    mask: torch.Tensor | None
+    scale: float
+    softcap: float | None
+    sinks: torch.Tensor | None
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedStep:
+    """One step over block tables. `layer_of` maps id(attention module) to its index in `kv`."""
+
+    layer_of: dict[int, int]
+    batch: AttentionBatch
+    kv: Sequence[LayerKV]
+    attention: AttentionBackend
+
+    def attend(
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: _Call
+    ) -> torch.Tensor:
+        kv = self.kv[self.layer_of[id(module)]]
+        self.attention.write(kv, key, value, self.batch)
+        return self.attention.attend(kv, query, self.batch, scale=call.scale, softcap=call.softcap, sinks=call.sinks)
+
+    def mask(self, mask_function: Callable[..., torch.Tensor], length: int) -> torch.Tensor | None:
+        return None
+
+
+@dataclass(slots=True)
+class Probe:
+    """Learns each layer's shapes and window from one forward pass over a few tokens."""
+
+    model_name: str
+    max_positions: int
+    layers: list[LayerKVSpec] = field(default_factory=list)
+    layer_of: dict[int, int] = field(default_factory=dict)
+
+    def attend(
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: _Call
+    ) -> torch.Tensor:
+        place = f"{self.model_name}, attention layer {len(self.layers)}"
+        if id(module) in self.layer_of:
+            raise UnsupportedModelError(f"{place}: one attention module is called twice in a pass")
+        if key.shape[0] != _PROBE_TOKENS:
+            raise UnsupportedModelError(f"{place}: it attends to {key.shape[0]} keys of a {_PROBE_TOKENS}-token prompt")
+        if not call.arguments.get("is_causal", getattr(module, "is_causal", True)):
+            raise UnsupportedModelError(f"{place}: its attention is not causal")
+        for name in _UNSUPPORTED_ARGUMENTS:
+            if call.arguments.get(name) is not None:
+                raise UnsupportedModelError(f"{place}: attention with {name!r} is not supported")
+        window = self._window(call, place)
+        self.layer_of[id(module)] = len(self.layers)
+        self.layers.append(LayerKVSpec(key.shape[1], key.shape[2], value.shape[2], window))
+        attended = attend_dense(
+            query,
+            key.float().permute(1, 2, 0),
+            value.float().transpose(0, 1),
+            scale=call.scale,
+            window=window,
+            softcap=call.softcap,
+            sinks=call.sinks,
+        )
+        return attended.to(query.dtype)
+
+    def mask(self, mask_function: Callable[..., torch.Tensor], length: int) -> torch.Tensor | None:
+        """Return a mask in which every entry is the window, 0 for full attention, so that each layer receives its
+        window.
+
+        The window is determined by evaluating the mask function at the model's last positions, far beyond the probe's
+        tokens.
+        """
+        end = max(self.max_positions, length)
+        windows = {self._window_at(mask_function, query, end) for query in (end - 2, end - 1)}
+        if windows <= {end - 1, end}:
+            windows = {0}
+        if len(windows) > 1:
+            raise UnsupportedModelError(f"{self.model_name}: its window changes with the position (chunked attention)")
+        return torch.full((1, 1, length, length), windows.pop(), dtype=torch.int64)
+
+    def _window_at(self, mask_function: Callable[..., torch.Tensor], query: int, end: int) -> int:
+        zero = torch.zeros((), dtype=torch.int64)
+        keys = torch.arange(end)
+        visible = mask_function(zero, zero, torch.tensor(query), keys).expand(end)
+        window = int(visible.sum())
+        if not bool(visible[query + 1 - window : query + 1].all()):
+            raise UnsupportedModelError(
+                f"{self.model_name}: its mask is not causal over a window (token {query} sees {window} others)"
+            )
+        return window
+
+    def _window(self, call: _Call, place: str) -> int | None:
+        """Return the layer's window, from its mask if there is one, else from its arguments."""
+        if call.mask is None:
+            window = call.arguments.get("sliding_window")
+            return window if window is not None and window < self.max_positions else None
+        if call.mask.dtype is not torch.int64:
+            raise UnsupportedModelError(f"{place}: it brings a mask of its own, which block tables cannot honour")
+        return int(call.mask.flatten()[0]) or None
+
+
+_current: ContextVar[Attention] = ContextVar("_current")
+
+
+def run_through(
+    model: Any, attention: Attention, token_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor
+) -> torch.Tensor:
+    """Run a forward pass whose layers attend through `attention`; returns logits [rows, vocab_size]."""
+    token = _current.set(attention)
+    try:
+        output = model(
+            input_ids=token_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=logits_indices,
+            return_dict=True,
+        )
+    finally:
+        _current.reset(token)
+    logits: torch.Tensor = output.logits[0]
+    return logits
+
+
+def _paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function for transformers: [1, heads, num_tokens, dim] each -> [1, num_tokens, heads, dim].
+
+    `s_aux` is transformers' name for sinks.
+    """
+    attention = _current.get(None)
+    if attention is None:
+        raise OctavoError(f"{type(module).__name__} was called outside of a step")
+    call = _Call(
+        mask=attention_mask,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=softcap,
+        sinks=s_aux,
+        arguments=arguments,
+    )
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    # Contiguous, because some architectures call `view` on the result.
+    return attention.attend(module, query.contiguous(), key, value, call).contiguous()[None], None
+
+
+def _mask(*, mask_function: Callable[..., torch.Tensor], q_length: int, **_: Any) -> torch.Tensor | None:
+    """The mask function for transformers."""
+    attention = _current.get(None)
+    return None if attention is None else attention.mask(mask_function, q_length)
+
+
+def register_attention() -> None:
+    """Register the functions with transformers, under the name `ATTENTION`."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION, _paged_attention)
+    AttentionMaskInterface.register(ATTENTION, _mask)
+
+
+def probe_layers(model: Any, max_positions: int) -> Probe:
+    """Run a few tokens through the model, and return what its layers showed.
+
+    Args:
+        max_positions: the longest sequence; a window of this length or more is none.
+
+    Raises:
+        UnsupportedModelError: a layer's attention cannot be computed over blocks.
+    """
+    name = type(model).__name__
+    probe = Probe(name, max_positions)
+    token_ids = torch.zeros(_PROBE_TOKENS, dtype=torch.int64, device=model.device)
+    positions = torch.arange(_PROBE_TOKENS, device=model.device)
+    with torch.inference_mode():
+        run_through(model, probe, token_ids, positions, positions)
+    if not probe.layers:
+        raise UnsupportedModelError(f"{name}: its layers do not attend through transformers' AttentionInterface")
+    expected = model.config.get_text_config(decoder=True).num_hidden_layers
+    if len(probe.layers) < expected:
+        raise UnsupportedModelError(f"{name}: only {len(probe.layers)} of its {expected} layers are attention layers")
+    return probe
