@@ -73,7 +73,7 @@ class PagedStep:
 
 
 @dataclass(slots=True)
-class Probe:
+class LayerProbe:
     """Learns each layer's shapes and window from one forward pass over a few tokens."""
 
     model_name: str
@@ -211,7 +211,7 @@ def register_attention() -> None:
     AttentionMaskInterface.register(ATTENTION, _mask)
 
 
-def probe_layers(model: Any, max_positions: int) -> Probe:
+def probe_layers(model: Any, max_positions: int) -> LayerProbe:
     """Run a few tokens through the model, and return what its layers showed.
 
     Args:
@@ -221,7 +221,7 @@ def probe_layers(model: Any, max_positions: int) -> Probe:
         UnsupportedModelError: a layer's attention cannot be computed over blocks.
     """
     name = type(model).__name__
-    probe = Probe(name, max_positions)
+    probe = LayerProbe(name, max_positions)
     token_ids = torch.zeros(_PROBE_TOKENS, dtype=torch.int64, device=model.device)
     positions = torch.arange(_PROBE_TOKENS, device=model.device)
     with torch.inference_mode():
