@@ -6,7 +6,7 @@ behind in a table. Plain data: only the scheduler's modules read and write it.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,8 @@ class Place:
         held: blocks it holds.
         base: blocks of the tokens it had when it was admitted.
         most: blocks of its prompt and its longest answer; the last token's key and value are never computed.
-        kept: the most blocks that it keeps under its budget; `most` without one.
+        kept: the most blocks that a group keeps; a longer table gives up as many as it takes. By number of blocks,
+            how many groups.
         copies: shared blocks that it must copy before it writes to them.
         siblings: parallel samples or beams that start once it has computed their prompt, each in its own place.
         sibling_blocks: blocks that each of them takes then: a copy of the prompt's last, partly filled block, and
@@ -36,7 +37,7 @@ class Place:
     held: int
     base: int
     most: int
-    kept: int
+    kept: Mapping[int, int]
     copies: int
     siblings: int
     sibling_blocks: int

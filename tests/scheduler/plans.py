@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from octavo.kvcache.attended import Mass, Places
-from octavo.kvcache.block import NULL_BLOCK
+from octavo.kvcache.attended import Mass
+from octavo.kvcache.block import NULL_BLOCK, Places
 from octavo.request import Sequence, SequenceId
 from octavo.scheduler.plan import DRAWN, BlocksLetGo, SamplingSnapshot, SequenceForked, StepPlan
 from octavo.scheduler.scheduler import Scheduler

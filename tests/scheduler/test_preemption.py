@@ -6,11 +6,13 @@ from typing import Any, Literal
 
 import pytest
 
+from octavo.kv_budget import KVBudget
 from octavo.kvcache.block import BlockId, BlockTransfer, HostBlockId
 from octavo.kvcache.holdings import RestoreCost
 from octavo.request import Request, SequenceStatus
 from octavo.scheduler.plan import StepPlan
 from octavo.scheduler.preemption import Preemption
+from tests.kvcache.caches import FULL, sliding
 from tests.scheduler.kit import Harness, status
 from tests.scheduler.plans import shares
 
@@ -127,6 +129,16 @@ def test_admission_leaves_room_for_those_that_run_to_grow() -> None:
     assert list(shares(engine.step())) == [first.request_id], "two would fit now, and not with 8 tokens more each"
     engine.run()
     assert second.sequences[0].num_preemptions == 0
+
+
+def test_a_budget_that_only_reads_less_reserves_as_much_as_none_next_to_a_window() -> None:
+    def reserve(kv_budget: KVBudget | None) -> int:
+        engine = Harness(layers=(FULL, sliding(3)), headroom_tokens=40)
+        engine.add(16, max_tokens=100, kv_budget=kv_budget)
+        engine.step()
+        return engine.scheduler.running.reserve
+
+    assert reserve(KVBudget(mode="sparse_read", tokens=8)) == reserve(None)
 
 
 def test_what_cannot_grow_any_more_reserves_nothing() -> None:

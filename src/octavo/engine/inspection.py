@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.kvcache.attended import AttendedBlocks
 from octavo.kvcache.block import BlockState
 from octavo.kvcache.holdings import Holdings
 from octavo.kvcache.host_memory import HostMemory
@@ -173,13 +174,14 @@ def budget_fields(request: Request, holdings: Holdings) -> dict[str, Any] | None
     if not budget.measures:
         beyond = sum(max(0, seq.num_computed - budget.tokens) for seq in request.sequences)
         return {**fields, "evicted_tokens" if budget.evicts else "skipped_tokens": beyond}
-    attended = [holding.attended for _, holding in holdings.of([request]) if holding.attended is not None]
-    shares = [of_seq.share_let_go for of_seq in attended]
-    return {
-        **fields,
-        "evicted_tokens": sum(of_seq.tokens_let_go for of_seq in attended),
-        "evicted_mass": round(sum(shares) / len(shares), 6) if shares else 0.0,
-    }
+    tokens, shares = 0, list[float]()
+    for _, holding in holdings.of([request]):
+        if attended := [each for each in holding.retained if isinstance(each, AttendedBlocks)]:
+            tokens += max(each.tokens_let_go for each in attended)
+            gone = sum(each.mass_let_go for each in attended)
+            shares.append(gone / max(1, gone + sum(each.mass_kept for each in attended)))
+    mass = round(sum(shares) / len(shares), 6) if shares else 0.0
+    return {**fields, "evicted_tokens": tokens, "evicted_mass": mass}
 
 
 def limits_in_bytes(limits: KVLimits, block_bytes: int) -> dict[str, int | None]:

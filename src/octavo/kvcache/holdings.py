@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, Self, cast
 
-from octavo.kvcache.attended import AttendedBlocks, Places
-from octavo.kvcache.block import NULL_BLOCK, BlockTable, new_table
+from octavo.kvcache.attended import AttendedBlocks, Mass
+from octavo.kvcache.block import NULL_BLOCK, BlockTable, Places, new_table
 from octavo.kvcache.hashing import FullBlocks, Source, TokenChain
 from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix import PrefixIndex
@@ -33,78 +33,86 @@ class RestoreCost(NamedTuple):
     blocks: int
 
 
+class Retention(Protocol):
+    """Decides which blocks of one group a sequence keeps: `Window` by position, `AttendedBlocks` by attention."""
+
+    def let_go(self, table: Seq[int], num_computed: int, block_size: int) -> tuple[Seq[int], Seq[int]]:
+        """Choose the blocks that no later token reads, once `num_computed` tokens are computed, and forget them.
+
+        Returns:
+            Their indices in the group's table, and their places among the blocks that the runner has, if it is to
+            close the gaps in its table.
+        """
+
+    def due_at(self, num_computed: int, block_size: int) -> int:
+        """Return the number of computed tokens at which `let_go` may choose blocks again."""
+
+    def places_let_go(self) -> tuple[int, ...]:
+        """Return the indices of all blocks let go so far whose gaps the runner closes."""
+
+    def add(self, mass: Mass) -> None:
+        """Note the attention that some rows paid to the blocks it keeps: [blocks]."""
+
+    def copy(self) -> Self:
+        """Return a copy for a fork."""
+
+
+_EVERYTHING = Window(sys.maxsize)
+
+
 @dataclass(slots=True)
 class Holding:
     """The blocks and hash chain of one sequence.
 
     Attributes:
-        windows: what each group keeps; None for everything.
-        attended: decides by attention what groups without a window keep; None if they keep everything.
-        num_slid: leading table entries that a window has slid past, per group, among them the first blocks that stay.
+        retained: what each group keeps; empty if all groups keep everything.
         num_published: full blocks offered to the prefix cache so far.
-        next_full: number of computed tokens at which the next block is full.
         capacity: tokens for which the tables have unshared blocks; the sequence may grow to this length without more.
     """
 
     tables: list[BlockTable]
     chain: TokenChain
-    windows: Seq[Window | None]
-    num_slid: list[int]
-    attended: AttendedBlocks | None = None
+    retained: Seq[Retention]
     num_published: int = 0
-    next_full: int = 0
     capacity: int = 0
-
-    @classmethod
-    def empty(cls, chain: TokenChain, windows: Seq[Window | None], attended: AttendedBlocks | None = None) -> Holding:
-        """Return the holding of a sequence without blocks."""
-        return cls([new_table() for _ in windows], chain, windows, [0] * len(windows), attended)
 
     def fork(self) -> Holding:
         """Return a holding of the same blocks; the next write of either must check whether its block is shared."""
         self.capacity = 0
-        tables = [table[:] for table in self.tables]
-        attended = None if self.attended is None else self.attended.copy()
-        return Holding(tables, self.chain.copy(), self.windows, self.num_slid.copy(), attended, self.num_published)
+        tables, retained = [table[:] for table in self.tables], [each.copy() for each in self.retained]
+        return Holding(tables, self.chain.copy(), retained, self.num_published)
 
-    def slide(self, num_computed: int, block_size: int) -> Iterator[BlockTable]:
-        """Replace the blocks that windows have slid past by null blocks, and yield them, to be released."""
-        for group, window in enumerate(self.windows):
-            if window is None:
-                continue
-            table, slid = self.tables[group], max(self.num_slid[group], window.sink_blocks)
-            first = min(window.passed(num_computed, block_size), len(table))
-            if first > slid:
-                passed = table[slid:first]
-                table[slid:first] = new_table([NULL_BLOCK] * (first - slid))
-                self.num_slid[group] = first
-                yield passed
-
-    def let_go(self, num_computed: int) -> tuple[Places, list[BlockTable]]:
-        """Replace the blocks that attention decides against by null blocks.
+    def let_go(self, num_computed: int, block_size: int) -> tuple[Places, list[BlockTable]]:
+        """Replace the blocks that are not kept by null blocks.
 
         Returns:
-            The places of these blocks among those that each group kept, and the blocks, to be released.
+            The places of those whose gaps the runner closes, () if there are none; and the blocks, to be released.
         """
-        if self.attended is None or not (gone := self.attended.let_go(num_computed)):
-            return (), []
-        released = []
-        for table, (_, indices) in zip(self.tables, gone, strict=True):
-            released.append(new_table([table[index] for index in indices]))
-            for index in indices:
-                table[index] = NULL_BLOCK
-        return tuple(places for places, _ in gone), released
+        places, released = [], []
+        for table, retention in zip(self.tables, self.retained, strict=False):
+            indices, of_group = retention.let_go(table, num_computed, block_size)
+            places.append(tuple(of_group))
+            if indices:
+                released.append(new_table([table[index] for index in indices]))
+                for index in indices:
+                    table[index] = NULL_BLOCK
+        return tuple(places) if any(places) else (), released
+
+    def commit_at(self, num_computed: int, block_size: int) -> int:
+        """Return the number of computed tokens at which a block is full, or some may be let go."""
+        full = num_computed - num_computed % block_size + block_size
+        return min([full, *(each.due_at(num_computed, block_size) for each in self.retained)])
 
     def places_let_go(self) -> Places:
-        """Return for each group the places in its table of blocks that attention has decided against."""
-        return () if self.attended is None else self.attended.places_let_go()
+        """Return for each group the indices of the blocks whose gaps the runner closes; () if there are none."""
+        gone = tuple(each.places_let_go() for each in self.retained)
+        return gone if any(gone) else ()
 
     def empty_tables(self) -> list[BlockTable]:
         """Take the blocks out, and return the tables that they stood in; the chain is kept."""
         tables, num_groups = self.tables, len(self.tables)
         self.tables = [new_table() for _ in range(num_groups)]
-        self.num_slid = [0] * num_groups
-        self.num_published = self.next_full = self.capacity = 0
+        self.num_published = self.capacity = 0
         return tables
 
 
@@ -122,25 +130,27 @@ class Holdings(dict[Sequence, Holding]):
         self._prefix_cache = prefix_cache
         self._spec = spec
         self._block_size = spec.block_size
-        self._windows = spec.windows()
+        windows = spec.windows()
+        self._windows: Seq[Retention] = [window or _EVERYTHING for window in windows] if any(windows) else ()
 
     def begin(self, seq: Sequence) -> Holding:
         """Return a sequence's holding; it begins without blocks, and with the chain of the prompt's full blocks."""
         holding = self.get(seq)
         if holding is None:
-            budget = seq.request.params.kv_budget
-            windows = self._windows if budget is None else self._spec.windows(budget)
-            holding = self[seq] = Holding.empty(self.prompt_chain(seq.request), windows, self.attended(seq))
+            tables = [new_table() for _ in self._spec.groups]
+            holding = self[seq] = Holding(tables, self.prompt_chain(seq.request), self.retained(seq))
             holding.chain.source = Source(seq.request.tenant, seq.request.cache_scope, seq.request.request_id)
         return holding
 
-    def attended(self, seq: Sequence) -> AttendedBlocks | None:
-        """Return what decides by attention which blocks a sequence keeps, before any has been measured."""
-        if seq.measured_from is None:
-            return None
+    def retained(self, seq: Sequence) -> Seq[Retention]:
+        """Return what decides which blocks each group keeps of a sequence that has none yet."""
         budget = seq.request.params.kv_budget
-        assert budget is not None
-        return AttendedBlocks(budget, self._windows, self._block_size, seq.num_prompt_tokens)
+        if budget is None or not budget.evicts or (budget.measures and seq.measured_from is None):
+            return self._windows
+        return [
+            window or AttendedBlocks(budget, self._block_size, seq.num_prompt_tokens)
+            for window in self._spec.windows(budget)
+        ]
 
     def hash_prompt(self, request: Request) -> None:
         """Pack and hash a request's prompt. Thread-safe."""

@@ -10,11 +10,9 @@ import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
-import numpy as np
-
 from octavo.errors import CacheError
-from octavo.kvcache.attended import Mass, Places
-from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable, as_array, new_table
+from octavo.kvcache.attended import Mass
+from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable, Places, new_table
 from octavo.kvcache.blocks import BlockRecords
 from octavo.kvcache.events import KVEventLog
 from octavo.kvcache.eviction import make_eviction_policy
@@ -25,7 +23,7 @@ from octavo.kvcache.ledger import CacheLedger, Latest, RequestCopy, Stock
 from octavo.kvcache.pins import PinTable
 from octavo.kvcache.pool import BlockPool, check_references
 from octavo.kvcache.prefix import PrefixHit, PrefixIndex
-from octavo.kvcache.spec import KVCacheSpec, Window
+from octavo.kvcache.spec import KVCacheSpec
 from octavo.request import CacheOutcome, CacheReport, PinReceipt, PinRequest, Request, Sequence
 
 DEFAULT_PIN_BUDGET = 0.25
@@ -114,7 +112,6 @@ class KVCacheManager:
         self.pins = PinTable(self.pool, budget_blocks, tenant_blocks, self.prefix_cache.longest, clock)
         self.holdings = Holdings(self.pool, self.prefix_cache, spec)
         self.no_hit = PrefixHit(0, tuple(new_table() for _ in self._windows))
-        self.slides = any(window is not None for window in self._windows)
 
     @property
     def usage(self) -> float:
@@ -207,7 +204,6 @@ class KVCacheManager:
                 self.hierarchy.hit(table)
         holding.tables = [table[:] for table in hit.tables]
         self.hierarchy.load(seq, holding.tables, hit, pool)
-        holding.num_slid = list(map(_num_slid, holding.tables, holding.windows))
         # Loaded blocks are published together with those that the step computes.
         covered = hit.num_tokens // self.spec.block_size
         holding.num_published = min((index for _, index, _ in hit.loads), default=covered)
@@ -308,25 +304,21 @@ class KVCacheManager:
 
     def measured(self, seq: Sequence, mass: Mass) -> None:
         """Note the mass of attention that some rows of a sequence had, before they are committed."""
-        if (attended := self.holdings[seq].attended) is not None:
-            attended.add(mass)
+        for retention, of_group in zip(self.holdings[seq].retained, mass, strict=False):
+            retention.add(of_group)
 
     def commit(self, seq: Sequence) -> Places:
-        """Publish the blocks that `num_computed` now fills and release those outside the window, after a step.
+        """Publish the blocks that `num_computed` now fills and release those that are not kept, after a step.
 
         Returns:
-            For each group, the places of blocks that were let go by their attention, among those that it kept; ()
-            if there are none.
+            For each group, the places of blocks that were let go whose gaps the runner closes; () if there are none.
         """
-        holding = self.holdings[seq]
-        if seq.num_computed >= holding.next_full:
-            self._publish(seq, holding, seq.num_computed // self.spec.block_size)
-        if self.slides or seq.request.params.kv_budget is not None:
-            for passed in holding.slide(seq.num_computed, self.spec.block_size):
-                self.pool.release(passed)
-        if holding.attended is None:
+        holding, filled = self.holdings[seq], seq.num_computed // self.spec.block_size
+        if filled > holding.num_published:
+            self._publish(seq, holding, filled)
+        if not holding.retained:
             return ()
-        places, gone = holding.let_go(seq.num_computed)
+        places, gone = holding.let_go(seq.num_computed, self.spec.block_size)
         for blocks in gone:
             self.pool.release(blocks)
         return places
@@ -369,7 +361,7 @@ class KVCacheManager:
         self.hierarchy.forget(seq.seq_id)
         if (holding := self.holdings.get(seq)) is not None:
             self._give_back(holding)
-            holding.attended = self.holdings.attended(seq)
+            holding.retained = self.holdings.retained(seq)
 
     def forget(self, seq: Sequence) -> None:
         """Forget a finished sequence and release what it holds."""
@@ -427,10 +419,3 @@ class KVCacheManager:
                 self.ledger.published(block, chain)
         self.hierarchy.published([block for block, *_ in published])
         holding.num_published = filled
-        holding.next_full = (filled + 1) * self.spec.block_size
-
-
-def _num_slid(table: BlockTable, window: Window | None) -> int:
-    """Return how many leading entries a window has slid past, among them the first blocks, which stay."""
-    num_null = len(table) - int(np.count_nonzero(as_array(table)))
-    return num_null + window.sink_blocks if window is not None and num_null else num_null

@@ -15,6 +15,7 @@ into a block. They slide, except for the first blocks:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -81,7 +82,7 @@ class LayerKVSpec:
 
 
 class Window(NamedTuple):
-    """The blocks that a group keeps: those with the last `tokens` tokens, and the first `sink_blocks`."""
+    """Keeps the blocks of a group with the last `tokens` tokens, and the first `sink_blocks` (`holdings.Retention`)."""
 
     tokens: int
     sink_blocks: int = 0
@@ -89,6 +90,28 @@ class Window(NamedTuple):
     def passed(self, num_computed: int, block_size: int) -> int:
         """Return the index of the first block that the next token still sees, apart from the first `sink_blocks`."""
         return max(0, num_computed - self.tokens + 1) // block_size
+
+    def most_blocks(self, block_size: int, max_step: int = 1) -> int:
+        """Return the most blocks that it keeps, with the tokens of a step: a block at either end may be partial."""
+        return -(-(self.tokens - 1 + max_step) // block_size) + 1 + self.sink_blocks
+
+    def let_go(self, table: Sequence[int], num_computed: int, block_size: int) -> tuple[Sequence[int], Sequence[int]]:
+        first = end = min(self.passed(num_computed, block_size), len(table))
+        while first > self.sink_blocks and table[first - 1]:  # those before it are null blocks already
+            first -= 1
+        return range(first, end), ()
+
+    def due_at(self, num_computed: int, block_size: int) -> int:
+        return (self.passed(num_computed, block_size) + 1) * block_size + self.tokens - 1
+
+    def places_let_go(self) -> tuple[int, ...]:
+        return ()
+
+    def add(self, mass: object) -> None:
+        pass
+
+    def copy(self) -> Window:
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,25 +241,27 @@ class KVCacheSpec:
         kept = None if budget is None or not budget.slides else Window(budget.tokens - self.block_size, 1)
         return tuple(group.window or kept for group in self.groups)
 
+    def most_blocks(self, budget: KVBudget | None = None, num_prompt_tokens: int = 0, max_step: int = 1) -> list[int]:
+        """Return the most blocks that each group keeps of a sequence, with the tokens of the step in flight.
+
+        A budget that measures attention keeps the whole prompt until it is computed.
+        """
+        most = sys.maxsize
+        if budget is not None and budget.measures:
+            most = self.blocks_for_tokens(budget.first_eviction(num_prompt_tokens))
+        windows = self.windows(budget)
+        return [most if window is None else window.most_blocks(self.block_size, max_step) for window in windows]
+
     def peak_blocks(
-        self, num_tokens: int, max_tokens_per_step: int, budget: KVBudget | None = None, num_prompt_tokens: int = 0
+        self, num_tokens: int, max_step: int, budget: KVBudget | None = None, num_prompt_tokens: int = 0
     ) -> int:
         """Return the maximum number of blocks, in all groups, that one sequence of `num_tokens` tokens holds at a time.
 
-        A group with a window keeps at most the window and the tokens of the step in flight. A budget that measures
-        attention keeps the whole prompt until it is computed.
+        Args:
+            max_step: maximum number of tokens in a step.
         """
-        total = 0
-        for window in self.windows(budget):
-            blocks = self.blocks_for_tokens(num_tokens)
-            if window is None and budget is not None and budget.measures:
-                blocks = min(blocks, self.blocks_for_tokens(budget.first_eviction(num_prompt_tokens)))
-            if window is not None:
-                # window - 1 tokens before the step's first, the step's tokens, and a partial block at either end
-                live = window.tokens - 1 + min(max_tokens_per_step, num_tokens)
-                blocks = min(blocks, self.blocks_for_tokens(live) + 1 + window.sink_blocks)
-            total += blocks
-        return total
+        blocks = self.blocks_for_tokens(num_tokens)
+        return sum(min(blocks, most) for most in self.most_blocks(budget, num_prompt_tokens, max_step))
 
     def _with_copies(self, copies: Int8Copies) -> KVCacheSpec:
         """Add the groups of copies, of as many layers each as fit into a block, which grows for a layer too large."""

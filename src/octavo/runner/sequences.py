@@ -11,7 +11,7 @@ import torch
 
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.kv_budget import KVBudget
-from octavo.kvcache.attended import Places
+from octavo.kvcache.block import Places
 from octavo.request import SequenceId
 from octavo.sampling.batch import MASK_64, RECORD, SamplingBatch, SamplingState, record_of
 from octavo.scheduler.plan import BlocksLetGo, SamplingSnapshot, SequenceForked, StepPlan

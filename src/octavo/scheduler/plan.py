@@ -33,8 +33,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from octavo.kvcache.attended import Mass, Places
-from octavo.kvcache.block import BlockCopy, BlockId, BlockTransfer
+from octavo.kvcache.attended import Mass
+from octavo.kvcache.block import BlockCopy, BlockId, BlockTransfer, Places
 from octavo.request import FinishReason, RequestId, Sequence, SequenceId, TokenLogprobs
 from octavo.sampling_params import SamplingParams
 

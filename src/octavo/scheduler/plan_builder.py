@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from itertools import chain, repeat
 
 from octavo.errors import OctavoError
-from octavo.kvcache.attended import Places
-from octavo.kvcache.block import BlockCopy, BlockTransfer
+from octavo.kvcache.block import BlockCopy, BlockTransfer, Places
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence, SequenceId
 from octavo.scheduler.plan import (

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 from octavo.kvcache.manager import KVCacheManager
-from octavo.kvcache.spec import Window
 from octavo.request import Sequence
 from octavo.sequence_state import Place
 
@@ -46,9 +45,7 @@ class RunningSet:
         self._on_leave = on_leave
         self._size = kv.spec.block_size
         self._headroom = -(-headroom_tokens // self._size)
-        windows = Counter(kv.spec.windows())
-        self._num_growing = windows.pop(None, 0)
-        self._windows = [(self._kept(window), count) for window, count in windows.items() if window is not None]
+        self._kept = Counter(kv.spec.most_blocks())
 
     def __len__(self) -> int:
         return len(self.order)
@@ -117,8 +114,7 @@ class RunningSet:
     def num_held(self, place: Place) -> int:
         """Return the blocks that a running sequence holds in all groups, but for those of a step's tokens that a window
         is about to slide past."""
-        kept = ((place.kept, self._num_growing), *self._windows)
-        return sum(min(place.held, most) * count for most, count in kept)
+        return sum(min(place.held, most) * count for most, count in place.kept.items())
 
     def after(self, seq: Sequence) -> list[Sequence]:
         """Return a running sequence and those behind it, in order of service."""
@@ -144,23 +140,15 @@ class RunningSet:
         if len(seq.request.sequences) > 1:
             headroom += -(-headroom // 2)
         sibling_blocks = min(-(-num_prompt // size) + headroom, most) - shared if siblings else 0
-        kept, budget = most, seq.request.params.kv_budget
-        if budget is not None and budget.measures:
-            kept = min(most, -(-budget.first_eviction(num_prompt) // size))
-        elif budget is not None and (windows := [w for w in self._kv.spec.windows(budget) if w is not None]):
-            kept = max(map(self._kept, windows))
+        kept, budget = self._kept, seq.request.params.kv_budget
+        if budget is not None:
+            kept = Counter(self._kv.spec.most_blocks(budget, num_prompt))
         return Place(0, base, most, kept, 0, siblings, sibling_blocks, headroom)
-
-    def _kept(self, window: Window) -> int:
-        """Return the blocks of a full window, with partial blocks at both ends and the first ones that stay. A longer
-        table gives up as many blocks as it takes.
-        """
-        return -(-window.tokens // self._size) + 1 + window.sink_blocks
 
     def _bound(self, place: Place) -> int:
         target = min(max(place.held, place.base) + place.headroom, place.most)
         bound = 0
-        for most, count in ((place.kept, self._num_growing), *self._windows):
+        for most, count in place.kept.items():
             own = max(0, min(target, most) - min(place.held, most))
             bound += (own + place.copies + place.siblings * min(place.sibling_blocks, most)) * count
         return bound

@@ -251,8 +251,7 @@ class Scheduler(Lifecycle):
         except Exception as error:
             self.fail(seq.request, error)
             return False
-        always = self.kv.slides or seq.measured_from is not None
-        place.publish_at = 0 if always else computed - computed % size + size
+        place.publish_at = self.kv.holdings[seq].commit_at(computed, size)
         return True
 
     def _draw(
