@@ -34,8 +34,8 @@ from octavo.request import cache_scope
 from octavo.request_limits import DEFAULT_LIMITS
 from octavo.server.access import AcceptedKeys, presented_key
 from octavo.server.apis import EVENTS, REQUEST_ID_HEADER, api_of
-from octavo.server.bodies.body_reader import ChatRequest, CompletionRequest
 from octavo.server.bodies.local_reader import LocalApisReader
+from octavo.server.bodies.read_bodies import ChatRequest, CompletionRequest
 from octavo.server.bodies.reader_pool import ReaderPool
 from octavo.server.config import ServerConfig
 from octavo.server.errors import MODEL_MISSING, RETRY_AFTER_SECONDS, ApiError

@@ -15,11 +15,12 @@ from octavo.errors import RequestError, shown
 from octavo.server.access import client_of
 from octavo.server.answers.generation import AT_ONCE, Answer, Job
 from octavo.server.apis import api_of, new_id
-from octavo.server.bodies.body_reader import EmbeddingRequest, ReadAnswer, ReadRequest, frame
+from octavo.server.bodies.body_reader import frame
 from octavo.server.bodies.fields import RequestBody
 from octavo.server.bodies.foreign_fields import header_value
 from octavo.server.bodies.local_reader import LocalApisReader
 from octavo.server.bodies.openai_bodies import OLDEST_MESSAGES
+from octavo.server.bodies.read_bodies import EmbeddingRequest, ReadAnswer, ReadRequest
 from octavo.server.bodies.reader_pool import ReaderPool
 from octavo.server.config import ServerConfig
 from octavo.server.engine_client import EngineClient, TokenizerLike

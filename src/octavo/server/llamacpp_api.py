@@ -14,17 +14,12 @@ from octavo.errors import RequestError
 from octavo.request import FinishReason
 from octavo.sampling_params import SamplingParams
 from octavo.server.access import client_of
-from octavo.server.answer_json import (
-    dumps,
-    event,
-    json_pieces,
-    weight_of,
-)
+from octavo.server.answer_json import dumps, event, json_pieces, weight_of
 from octavo.server.answers.generation import Answer, Job, Usage, seconds_of
 from octavo.server.answers.logprobs import TokenTexts, chat_logprobs
 from octavo.server.apis import LLAMACPP_DEFAULTS
-from octavo.server.bodies.body_reader import CompletionRequest
 from octavo.server.bodies.local_bodies import InfillBody, LlamaCppBody
+from octavo.server.bodies.read_bodies import CompletionRequest
 from octavo.server.engine_client import EngineClient
 from octavo.server.handling import Handling
 from octavo.server.route import Handlers, get, json_response, post

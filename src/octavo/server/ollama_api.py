@@ -17,18 +17,12 @@ from starlette.responses import Response
 import octavo
 from octavo.engine.outputs import RequestOutput
 from octavo.request import FinishReason
-from octavo.server.answer_json import (
-    ascii_bytes,
-    dumps,
-    json_bytes,
-    json_pieces,
-)
+from octavo.server.answer_json import ascii_bytes, dumps, json_bytes, json_pieces
 from octavo.server.answers.chat import BlockKind, Change, Closed, Grew, SingleChat
 from octavo.server.answers.completions import EmbeddingAnswer
 from octavo.server.answers.generation import Job, Usage, seconds_of
 from octavo.server.answers.logprobs import TokenTexts, chat_logprobs
 from octavo.server.apis import OLLAMA
-from octavo.server.bodies.body_reader import ChatRequest, EmbeddingRequest, ReadAnswer
 from octavo.server.bodies.local_bodies import (
     OllamaChatBody,
     OllamaEmbedBody,
@@ -41,6 +35,7 @@ from octavo.server.bodies.local_bodies import (
 )
 from octavo.server.bodies.local_reader import NamedModel, ReadEmpty
 from octavo.server.bodies.messages_body import arguments_object
+from octavo.server.bodies.read_bodies import ChatRequest, EmbeddingRequest, ReadAnswer
 from octavo.server.engine_client import EngineClient
 from octavo.server.handling import Handling
 from octavo.server.route import Handlers, get, json_response, post

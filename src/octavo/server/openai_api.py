@@ -19,15 +19,10 @@ from octavo.server.answers.logprobs import TokenTexts
 from octavo.server.answers.messages import MessagesAnswer
 from octavo.server.answers.responses import ResponseAnswer, ResponseStore, StoredResponse
 from octavo.server.apis import ANTHROPIC, api_of
-from octavo.server.bodies.body_reader import (
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    FollowUp,
-    frame,
-)
+from octavo.server.bodies.body_reader import frame
 from octavo.server.bodies.messages_body import CountTokensBody, MessagesBody
 from octavo.server.bodies.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
+from octavo.server.bodies.read_bodies import ChatRequest, CompletionRequest, EmbeddingRequest, FollowUp
 from octavo.server.bodies.responses_body import PAGE_QUERY, ResponsesBody
 from octavo.server.config import ServerConfig
 from octavo.server.engine_client import EngineClient

@@ -22,9 +22,9 @@ from octavo.server.answers import completions
 from octavo.server.answers.completions import CompletionAnswer
 from octavo.server.answers.generation import AT_ONCE, Job
 from octavo.server.answers.logprobs import TokenTexts
-from octavo.server.bodies.body_reader import CompletionRequest
 from octavo.server.bodies.openai_bodies import CompletionBody
 from octavo.server.bodies.prompts import EncodedPrompt
+from octavo.server.bodies.read_bodies import CompletionRequest
 from octavo.server.engine_client import EngineClient
 from octavo.server.http.turnstile import Turnstile
 from tests.engine.tiny_engine import tiny_core

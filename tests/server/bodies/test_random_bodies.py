@@ -9,8 +9,9 @@ import pytest
 from octavo.errors import RequestError
 from octavo.request_limits import DEFAULT_LIMITS
 from octavo.server.app import create_app
-from octavo.server.bodies.body_reader import FollowUp, frame
+from octavo.server.bodies.body_reader import frame
 from octavo.server.bodies.local_reader import LocalApisReader
+from octavo.server.bodies.read_bodies import FollowUp
 from octavo.server.errors import ApiError
 from tests.campaigns.fuzz_fields import WEIGHTS, make_body
 from tests.campaigns.fuzz_values import MAX_MODEL_LEN

@@ -16,7 +16,7 @@ from octavo.request import FinishReason
 from octavo.server.answer_json import dumps, event, json_pieces, weight_of
 from octavo.server.answers.generation import Answer, Job, OpenAIAnswer
 from octavo.server.answers.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
-from octavo.server.bodies.body_reader import ChatRequest
+from octavo.server.bodies.read_bodies import ChatRequest
 from octavo.server.bodies.tools import Speech
 from octavo.server.engine_client import EngineClient
 

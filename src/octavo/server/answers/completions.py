@@ -11,16 +11,11 @@ from typing import Any
 from octavo.engine.outputs import CompletionOutput, RequestOutput
 from octavo.errors import RequestError
 from octavo.request import TokenLogprobs
-from octavo.server.answer_json import (
-    dumps,
-    event,
-    json_bytes,
-    json_pieces,
-)
+from octavo.server.answer_json import dumps, event, json_bytes, json_pieces
 from octavo.server.answers.generation import Answer, Job, OpenAIAnswer
 from octavo.server.answers.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
-from octavo.server.bodies.body_reader import CompletionRequest
 from octavo.server.bodies.openai_bodies import CompletionBody
+from octavo.server.bodies.read_bodies import CompletionRequest
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import FAILED_STEP
 

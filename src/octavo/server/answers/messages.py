@@ -9,8 +9,8 @@ from octavo.request import FinishReason
 from octavo.server.answer_json import dumps, json_pieces
 from octavo.server.answers.chat import Block, BlockKind, Change, Closed, Grew, Opened, SingleChat
 from octavo.server.answers.generation import Job
-from octavo.server.bodies.body_reader import ChatRequest
 from octavo.server.bodies.messages_body import arguments_object
+from octavo.server.bodies.read_bodies import ChatRequest
 from octavo.server.engine_client import EngineClient
 
 

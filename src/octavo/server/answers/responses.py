@@ -14,15 +14,11 @@ from typing import Any
 
 from octavo.engine.outputs import RequestOutput
 from octavo.request import FinishReason
-from octavo.server.answer_json import (
-    ascii_bytes,
-    json_bytes,
-    json_pieces,
-)
+from octavo.server.answer_json import ascii_bytes, json_bytes, json_pieces
 from octavo.server.answers.chat import Block, BlockKind, Change, Closed, Grew, Opened, SingleChat
 from octavo.server.answers.generation import Job
 from octavo.server.answers.logprobs import PartLogprobs, TokenTexts
-from octavo.server.bodies.body_reader import ChatRequest
+from octavo.server.bodies.read_bodies import ChatRequest
 from octavo.server.bodies.responses_body import ResponsesBody, id_of_item, response_id_of
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import ApiError

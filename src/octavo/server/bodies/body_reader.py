@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from hashlib import blake2b
 from itertools import chain
 from typing import Any, TypeVar
@@ -28,7 +28,8 @@ from octavo.server.bodies.fields import RequestBody, drop_unknown, fields_of, fi
 from octavo.server.bodies.foreign_fields import translate
 from octavo.server.bodies.messages_body import CountTokensBody, MessagesBody
 from octavo.server.bodies.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
-from octavo.server.bodies.prompts import EncodedPrompt, GivenPromptEncoder, PromptEncoder, split_prompts
+from octavo.server.bodies.prompts import GivenPromptEncoder, PromptEncoder, split_prompts
+from octavo.server.bodies.read_bodies import ChatRequest, CompletionRequest, EmbeddingRequest, FollowUp, ReadAnswer
 from octavo.server.bodies.responses_body import (
     ResponsesBody,
     page,
@@ -50,91 +51,6 @@ Body = TypeVar("Body", bound=RequestBody)
 
 # Of a prediction, by token of the model's context.
 _MOST_PREDICTED_CHARACTERS = 8
-
-
-# A placeholder: the engine does not sample for embeddings.
-_NO_PARAMS = SamplingParams(max_tokens=1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadRequest:
-    """A body with prompts that was read; its bulky fields have been emptied.
-
-    Attributes:
-        origin: the body of another API that was translated into this one; None for OpenAI's.
-        request_id: the id of the response, if it was needed for reading.
-        predicted_ids: the tokens of `prediction`.
-    """
-
-    body: CompletionBody | ChatBody | EmbeddingBody
-    model: str
-    params: SamplingParams = _NO_PARAMS
-    prompts: list[EncodedPrompt]
-    cache_salt: str
-    origin: RequestBody | None = None
-    request_id: str = ""
-    predicted_ids: tuple[int, ...] = ()
-
-    @property
-    def sent(self) -> RequestBody:
-        """The body as the client sent it."""
-        return self.body if self.origin is None else self.origin
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionRequest(ReadRequest):
-    body: CompletionBody
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRequest(ReadRequest):
-    """A chat, which has one prompt.
-
-    Attributes:
-        echoed: the text that `echo` puts before the answer.
-        speech: how the answer is to be parsed.
-        items: all input items of a response, as the inside of a JSON list; empty if it is not to be stored.
-        instructions: the instructions of a response.
-    """
-
-    body: ChatBody
-    echoed: str = ""
-    speech: Speech = field(default_factory=Speech)
-    items: bytes = b""
-    instructions: str | None = None
-
-    @property
-    def prompt(self) -> EncodedPrompt:
-        return self.prompts[0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingRequest(ReadRequest):
-    body: EmbeddingBody
-
-
-@dataclass(frozen=True, slots=True)
-class ReadAnswer:
-    """A body that was answered while it was read.
-
-    Attributes:
-        content: the answer's JSON.
-    """
-
-    body: RequestBody
-    content: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class FollowUp:
-    """A response's body that continues an earlier response or refers to its items, and cannot be read without them.
-
-    Attributes:
-        referenced: ids of the responses that items of the body refer to.
-    """
-
-    previous_response_id: str | None
-    referenced: tuple[str, ...]
 
 
 class BodyReader:

@@ -11,14 +11,7 @@ from octavo.errors import ContextLengthError, shortened
 from octavo.sampling_params import SamplingParams
 from octavo.server.answer_json import json_bytes
 from octavo.server.apis import LLAMACPP_DEFAULTS, OLLAMA_DEFAULTS
-from octavo.server.bodies.body_reader import (
-    BodyReader,
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    ReadAnswer,
-    about,
-)
+from octavo.server.bodies.body_reader import BodyReader, about
 from octavo.server.bodies.fields import MOST_NOTED, RequestBody, drop_unknown, fields_of, filled
 from octavo.server.bodies.foreign_fields import translate
 from octavo.server.bodies.local_bodies import (
@@ -35,6 +28,7 @@ from octavo.server.bodies.local_bodies import (
 )
 from octavo.server.bodies.openai_bodies import OLDEST_MESSAGES, ChatBody, CompletionBody, EmbeddingBody
 from octavo.server.bodies.prompts import EncodedPrompt, split_prompts
+from octavo.server.bodies.read_bodies import ChatRequest, CompletionRequest, EmbeddingRequest, ReadAnswer
 from octavo.text.prompt_checks import check_token_ids
 
 
