@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 
+from octavo.cluster.config import RouterConfig
 from octavo.errors import ConfigError
+from octavo.kvcache.hashing import Label
 from octavo.planner.roofline import StepTimes
-from octavo.simulator.fleet import ROUTERS, Fleet
+from octavo.simulator.fleet import PREFILL_TOKENS, ROUTERS, Fleet
+from octavo.simulator.links import ROUND_TRIP_S
 from octavo.simulator.questions import Demand, simulate
 from octavo.simulator.simulation import Results
 from octavo.simulator.speed import MEASURED, Speed
+from octavo.tiers.base import Reason
 from octavo.workloads.traces import TOKENS_PER_HASH, TraceRequest
 from tests.simulator.test_simulation import STEP, plan
 
@@ -81,7 +85,84 @@ def test_a_request_that_comes_during_a_step_delays_the_next() -> None:
     assert simulate(servers, Demand(trace=trace)).busy_s == pytest.approx(26 * STEP + 0.004 + 20 * STEP)
 
 
+NEAR = {"kv_host_memory": "4GiB", "kv_demotion": "all", "max_model_len": 4096}
+
+
+def hot(router: str, **fleet: Any) -> Results:
+    """Two servers, of which the one that has a long prompt is busy when it comes again."""
+    long = tuple(range(6))
+    trace = (
+        TraceRequest(0.0, TOKENS_PER_HASH * 6, 2, long),
+        *(TraceRequest(8.0, TOKENS_PER_HASH * 2, 300, (100 + n, 200 + n)) for n in range(2)),
+        *(TraceRequest(8.1 + n / 10, TOKENS_PER_HASH * 6, 2, long) for n in range(2)),
+    )
+    return simulate(plan(**NEAR).replace(replicas=2, router=router, **fleet), Demand(trace=trace))
+
+
+def test_a_server_fetches_what_a_neighbour_has_if_that_is_faster_than_computing() -> None:
+    alone = hot("round_robin", link_gbit=None)
+    assert hot("round_robin", link_gbit=100.0).cached_tokens == alone.cached_tokens, "a router that does not look knows"
+    fetched, slowly, never = (hot("prefix", link_gbit=rate) for rate in (100.0, 0.001, None))
+    assert fetched.completed == slowly.completed == never.completed == 5
+    assert fetched.cached_tokens >= slowly.cached_tokens >= never.cached_tokens > 0
+
+
+def test_blocks_arrive_when_the_links_have_carried_them() -> None:
+    servers = plan(**NEAR).replace(replicas=3, link_gbit=10.0).servers()
+    stores = [server.neighbours for server in servers]
+    clock, memory, key = servers[0].clock, servers[1].kv.hierarchy.host, b"k" * 16
+    label = Label(key, b"p" * 16, b"t" * 8)
+    slot = memory.reserve(label, "")
+    assert slot is not None
+    for store in stores:
+        assert store is not None
+        store.medium.expect([label], "1")
+    first, _, third = stores
+    assert first is not None
+    assert third is not None
+    assert first.ask([label], 1.0).outcomes == [Reason.ABSENT], "it is being filled"
+    memory.filled(slot, "neighbour", hold=False)
+    asked, got = first.ask([label], 1.0), first.get([label], [memoryview(b"")], 1.0)
+    carried = first.block_bytes / (10e9 / 8)
+    assert (asked.outcomes, got.outcomes, asked.done, got.done) == ([None], [None], False, False)
+    assert first.next_end() == ROUND_TRIP_S
+    clock.now = ROUND_TRIP_S
+    assert (asked.done, got.done) == (True, False)
+    assert first.next_end() == pytest.approx(ROUND_TRIP_S + carried)
+    # The neighbour's own link carries one after the other.
+    third.get([label], [memoryview(b"")], 1.0)
+    assert third.next_end() == pytest.approx(ROUND_TRIP_S + 2 * carried)
+    clock.now = 1.0
+    assert got.done
+    assert first.next_end() is None
+
+
+def test_long_prompts_are_computed_apart_and_fetched() -> None:
+    trace = tuple(
+        TraceRequest(number * 2.0, TOKENS_PER_HASH * 4 if number % 2 else 64, 30, (10 * number,) * 4)
+        for number in range(8)
+    )
+    found = simulate(plan(**NEAR).replace(replicas=3, link_gbit=100.0, prefill_replicas=1), Demand(trace=trace))
+    assert (found.requests, found.completed, found.output_tokens) == (8, 8, 8 * 30)
+    assert found.per_replica[0] == 4, "the long ones"
+    assert sum(found.per_replica) == 12
+    assert found.prompt_tokens == 4 * 64 + 4 * TOKENS_PER_HASH * 4, "each prompt counts once"
+    assert found.ttft.count == 8
+    together = simulate(plan(**NEAR).replace(replicas=3), Demand(trace=trace))
+    assert found.ttft.greatest > together.ttft.greatest
+    assert RouterConfig(worker=["http://a:1"]).prefill_tokens == PREFILL_TOKENS
+
+
 def test_what_cannot_be_is_refused() -> None:
+    near = plan(**NEAR).replace(replicas=2)
+    for changes, reason in (
+        ({"link_gbit": 0.0}, "link_gbit must be above 0"),
+        ({"link_gbit": 10.0, "kv_demotion": "on_evict"}, "--kv-demotion all"),
+        ({"prefill_replicas": 2}, "must leave some of the 2 replicas, got 2"),
+        ({"prefill_replicas": 1}, "needs a link"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            near.replace(**changes)
     with pytest.raises(ConfigError, match="router must be one of prefix, least_loaded, round_robin, got 'best'"):
         plan().replace(replicas=2, router="best")
     with pytest.raises(ConfigError, match="replicas must be at least 1"):

@@ -97,6 +97,21 @@ def _add_speed(group: argparse._ArgumentGroup) -> None:
         help="how --replicas share the requests, as --strategy of octavo route (default: prefix)",
     )
     group.add_argument(
+        "--link-gbit",
+        type=float,
+        metavar="X",
+        help="bandwidth of each server's network in Gbit/s: servers fetch blocks from the host memory of others that "
+        "have more of a prompt (needs --kv-host-memory and --kv-demotion all; default: they do not)",
+    )
+    group.add_argument(
+        "--prefill-replicas",
+        type=integer,
+        default=0,
+        metavar="N",
+        help="how many of --replicas only compute long prompts, as with --role prefill, and the others answer (needs "
+        "--link-gbit; default: 0)",
+    )
+    group.add_argument(
         "--kv-bits",
         type=float,
         metavar="X",
@@ -234,7 +249,10 @@ def run(args: argparse.Namespace) -> int:
         "speed": {"kind": speed.kind, "origin": speed.origin},
         "options": options,
         "max_model_len": plan.max_model_len,
-        "traffic": {"trace": args.trace, **{k: v for k, v in asdict(demand).items() if k not in ("trace", "tenants")}},
+        "traffic": {
+            "trace": args.trace,
+            **{n: getattr(demand, n) for n in demand.__slots__ if n not in ("trace", "tenants")},
+        },
         "targets": asdict(targets) if targets.given else None,
         "points": points,
     }
@@ -295,6 +313,8 @@ def _plan(args: argparse.Namespace, options: dict[str, Any]) -> Plan:
         args.slowdown,
         args.replicas,
         args.router or "prefix",
+        args.link_gbit,
+        args.prefill_replicas,
         tuple(drafts),
     )
     measured = {} if speed is None else speed.facts

@@ -1,23 +1,30 @@
 """Several simulated servers behind a router, on one virtual clock.
 
-    traffic ──> router ──> one of N simulations, each with its own cache and scheduler
+    traffic ──> router ──> one of N simulations, each with its own cache and scheduler ──links──> the others' blocks
                                ^
-                               └── the one whose next step begins first computes it, if nothing arrives before
+                               └── the one whose next steps end first computes them, if nothing arrives before
 
-A router decides by what a server is like after the step that it is computing, so up to a step early, and takes no time.
+A router decides by what a server is like after the steps that it is computing, so somewhat early, and takes no time.
+With servers for prefill, a long prompt is computed by one of them first, and then fetched, as `octavo route` does it.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
 
+from octavo.kvcache.hashing import TokenChain
 from octavo.request import cache_scope
 from octavo.simulator.simulation import Results, SimulatedServer, Simulation, rare_collections
-from octavo.simulator.traffic import SimulatedRequest, Tenants, Traffic, clip
+from octavo.simulator.traffic import DECODE, PREFILL, SimulatedRequest, Tenants, Traffic, clip
+
+PREFILL_TOKENS = 512  # as `--prefill-tokens` of `octavo route`
+_MOST_EXAMINED = 16  # servers of those that once got prompts with an equal beginning
 
 
 @dataclass(eq=False, slots=True)
@@ -25,37 +32,44 @@ class Replica:
     """One of several servers, as the router sees it; the traffic of its simulation.
 
     Attributes:
-        sent: requests that are on their way to it.
+        sent: requests that are on their way to it, and when they arrive.
         uncomputed: prompt tokens that it has to compute for each request without a first token, by the request's `id`.
         num_uncomputed: their sum.
         in_flight: requests that have not ended.
         num_requests: all that were ever sent there.
+        load: blocks that it has to compute, twice because they will be in use too, and that are in use; by `settle`.
     """
 
     place: int
     server: SimulatedServer
     ended_at: Callable[[SimulatedRequest, float], None]
-    sent: deque[SimulatedRequest] = field(default_factory=deque)
+    sent: deque[tuple[float, SimulatedRequest]] = field(default_factory=deque)
     uncomputed: dict[int, int] = field(default_factory=dict)
     num_uncomputed: int = 0
     in_flight: int = 0
     num_requests: int = 0
+    load: float = 0.0
 
-    def send(self, request: SimulatedRequest, cached: int) -> None:
+    def send(self, request: SimulatedRequest, cached: int, at: float) -> None:
         """Send a request, of whose prompt the router believes that many tokens to be cached there."""
         self.uncomputed[id(request)] = tokens = request.shape.prompt_tokens - cached
         self.num_uncomputed += tokens
         self.in_flight += 1
         self.num_requests += 1
-        self.sent.append(request)
+        self.sent.append((at, request))
+
+    def settle(self) -> None:
+        """Compute its load, after a request was sent or steps were computed."""
+        kv = self.server.kv
+        self.load = 2 * self.num_uncomputed / kv.spec.block_size + kv.usage * kv.pool.num_blocks
 
     def due(self) -> float | None:
         """See `Traffic.due`."""
-        return self.sent[0].arrival_s if self.sent else None
+        return self.sent[0][0] if self.sent else None
 
     def take(self) -> SimulatedRequest:
         """See `Traffic.take`."""
-        return self.sent.popleft()
+        return self.sent.popleft()[1]
 
     def began(self, request: SimulatedRequest) -> None:
         """Called when a request has its first token."""
@@ -68,15 +82,27 @@ class Replica:
         self.ended_at(request, at)
 
 
-_Destination = tuple[Replica, int]
-"""A replica, and the tokens of the prompt that it has cached; 0 if the router does not look."""
+class Destination(NamedTuple):
+    """A replica, the tokens of the prompt that it has cached, and the one that has most of them; 0 and None if the
+    router does not look.
+    """
+
+    replica: Replica
+    cached: int = 0
+    holder: Replica | None = None
+
+
+class SimulatedRouter(Protocol):
+    """Chooses replicas."""
+
+    def choose(self, request: SimulatedRequest, replicas: Sequence[Replica]) -> Destination: ...
 
 
 class LeastLoaded:
     """Takes the replica with the fewest requests."""
 
-    def choose(self, request: SimulatedRequest, replicas: Sequence[Replica]) -> _Destination:
-        return min(replicas, key=lambda replica: replica.in_flight), 0
+    def choose(self, request: SimulatedRequest, replicas: Sequence[Replica]) -> Destination:
+        return Destination(min(replicas, key=lambda replica: replica.in_flight))
 
 
 class _RoundRobin:
@@ -85,40 +111,64 @@ class _RoundRobin:
     def __init__(self) -> None:
         self._next = 0
 
-    def choose(self, request: SimulatedRequest, replicas: Sequence[Replica]) -> _Destination:
+    def choose(self, request: SimulatedRequest, replicas: Sequence[Replica]) -> Destination:
         self._next += 1
-        return replicas[(self._next - 1) % len(replicas)], 0
+        return Destination(replicas[(self._next - 1) % len(replicas)])
 
 
 class LongestPrefix:
     """Weighs the cached part of a prompt against load as Dynamo's selection does (`octavo route`): the replica with the
     least sum of prompt blocks that it would have to compute, and of blocks that would be in use.
 
-    Without full attention, servers publish no events, so the least loaded is taken.
+    Without full attention, servers publish no events, so the least loaded is taken. Only replicas that got a prompt
+    with an equal beginning can have some of it, so the caches of no others are examined.
     """
 
-    def choose(self, request: SimulatedRequest, replicas: Sequence[Replica]) -> _Destination:
+    def __init__(self) -> None:
+        self._sent: dict[bytes, dict[int, Replica]] = {}  # by the key of the first 1, 2, 4, … blocks of prompts
+
+    def choose(self, request: SimulatedRequest, replicas: Sequence[Replica]) -> Destination:
         kv, tokens = replicas[0].server.kv, request.shape.prompt_tokens
         if kv.spec.groups[0].sliding_window is not None:
             return LeastLoaded().choose(request, replicas)
         index, scope = kv.prefix_cache, cache_scope(request.shape.tenant, None, "")
         # All replicas have the same root, so one chain of keys serves for all.
         chain = index.chain(scope, index.full_blocks(request.prompt_token_ids(), scope))
-        size = kv.spec.block_size
+        size, most = kv.spec.block_size, (tokens - 1) // kv.spec.block_size
+        cached = {
+            replica: size * len(replica.server.kv.prefix_cache.leading(0, chain, most))
+            for replica in self._candidates(chain, most)
+        }
 
-        def cost(choice: _Destination) -> tuple[float, int]:
-            replica, cached = choice
-            kv, to_compute = replica.server.kv, (tokens - cached + replica.num_uncomputed) / size
+        def cost(replica: Replica) -> tuple[float, int]:
             # What it has to compute will be in use too.
-            return 2 * to_compute + kv.usage * kv.pool.num_blocks, replica.in_flight
+            return 2 * (tokens - cached.get(replica, 0)) / size + replica.load, replica.in_flight
 
-        def cached(replica: Replica) -> int:
-            return size * len(replica.server.kv.prefix_cache.leading(0, chain, (tokens - 1) // size))
+        others = min(replicas, key=lambda replica: (replica.load, replica.in_flight))
+        chosen = min((others, *(each for each in cached if each in replicas)), key=cost)
+        for depth in _depths(most):
+            self._sent.setdefault(chain.key(depth), {})[chosen.place] = chosen
+        holder = max(cached, key=cached.__getitem__, default=chosen)
+        return Destination(
+            chosen, cached.get(chosen, 0), holder if cached.get(holder, 0) > cached.get(chosen, 0) else None
+        )
 
-        return min(((replica, cached(replica)) for replica in replicas), key=cost)
+    def _candidates(self, chain: TokenChain, most: int) -> Iterable[Replica]:
+        """Return the replicas that may have some of a prompt, those that may have most first."""
+        found: dict[int, Replica] = {}
+        for depth in reversed(_depths(most)):
+            more = [each for place, each in self._sent.get(chain.key(depth), {}).items() if place not in found]
+            if len(more) > _MOST_EXAMINED:
+                more = heapq.nsmallest(_MOST_EXAMINED, more, key=lambda replica: replica.load)
+            found.update((replica.place, replica) for replica in more)
+        return found.values()
 
 
-ROUTERS: dict[str, Callable[[], LongestPrefix | LeastLoaded | _RoundRobin]] = {
+def _depths(most: int) -> list[int]:
+    return [1 << power for power in range(most.bit_length())]
+
+
+ROUTERS: dict[str, Callable[[], SimulatedRouter]] = {
     "prefix": LongestPrefix,
     "least_loaded": LeastLoaded,
     "round_robin": _RoundRobin,
@@ -129,8 +179,8 @@ class Fleet:
     """One run of several servers with given traffic.
 
     Args:
-        router: a name of `ROUTERS`.
         tenants, give_up: see `Simulation`.
+        num_prefill: how many of the servers, the first ones, compute long prompts for the others.
     """
 
     def __init__(
@@ -140,16 +190,25 @@ class Fleet:
         router: str,
         tenants: Tenants | None = None,
         give_up: Callable[[Results], bool] | None = None,
+        num_prefill: int = 0,
     ) -> None:
         self.results = Results(router=router)
         self._router = ROUTERS[router]()
         self._traffic = traffic
         self._give_up = give_up
-        self._replicas = [Replica(place, server, traffic.ended) for place, server in enumerate(servers)]
+        self._replicas = [Replica(place, server, self._ended) for place, server in enumerate(servers)]
+        self._for_prompts, self._for_answers = self._replicas[:num_prefill], self._replicas[num_prefill:]
         self._simulations = [
             Simulation(replica.server, replica, tenants, results=self.results, on_first_token=replica.began)
             for replica in self._replicas
         ]
+        # When the last of the next steps of each server with work begins; entries of former turns do not count.
+        self._busy: list[tuple[float, int, int]] = []
+        self._turns = [0] * len(servers)
+        # Requests whose prompts are being computed, and those whose prompts were: when, in which order, and where to.
+        self._apart: dict[int, tuple[SimulatedRequest, Replica, Replica]] = {}
+        self._handed: list[tuple[float, int, SimulatedRequest, Replica]] = []
+        self._numbers = itertools.count()
 
     def run(self) -> Results:
         """Run until all requests have ended; raises like `Simulation.run`."""
@@ -163,32 +222,70 @@ class Fleet:
         return results
 
     def _run(self) -> None:
-        busy: list[tuple[float, int]] = []  # when the next step of each server with work begins
         steps = 0
-        while busy or self._traffic.due() is not None:
-            due = self._traffic.due()
-            if due is not None and (not busy or due <= busy[0][0]):
-                replica = self._send(self._traffic.take())
-                if replica.in_flight == 1:
-                    heapq.heappush(busy, (max(due, replica.server.clock.now), replica.place))
+        while True:
+            arrives, handed = self._traffic.due(), self._handed[0][0] if self._handed else None
+            due = min((at for at in (arrives, handed) if at is not None), default=None)
+            if due is not None and (not self._busy or due <= self._busy[0][0]):
+                if due == handed:
+                    _, _, request, replica = heapq.heappop(self._handed)
+                    self._deliver(request, Destination(replica), due)
+                else:
+                    self._route(self._traffic.take())
                 continue
-            _, place = heapq.heappop(busy)
-            replica = self._replicas[place]
+            if not self._busy:
+                return
+            _, place, turn = heapq.heappop(self._busy)
+            if turn != self._turns[place]:
+                continue
             self._simulations[place].advance()
-            if replica.in_flight:
-                heapq.heappush(busy, (replica.server.clock.now, place))
+            self._settle(self._replicas[place])
             if self._give_up is not None and self.results.steps != steps and self._give_up(self.results):
                 self.results.unstable = True
                 return
             steps = self.results.steps
 
-    def _send(self, request: SimulatedRequest) -> Replica:
-        clipped = clip(request.shape, self._replicas[0].server.scheduler.config.max_model_len)
-        if clipped is not request.shape:
-            request = SimulatedRequest(request.arrival_s, clipped, request.user)
+    def _route(self, request: SimulatedRequest) -> None:
+        shape = clip(request.shape, self._replicas[0].server.scheduler.config.max_model_len)
+        if shape is not request.shape:
+            request = replace(request, shape=shape)
             self.results.clipped += 1
-        replica, cached = self._router.choose(request, self._replicas)
-        if replica.in_flight and replica.server.clock.now > request.arrival_s:
-            self._simulations[replica.place].delay(replica.server.times.per_arrival)
-        replica.send(request, cached)
-        return replica
+        choice = self._router.choose(request, self._for_answers)
+        if self._for_prompts and shape.prompt_tokens - choice.cached >= PREFILL_TOKENS:
+            own = self._router.choose(request, self._for_prompts)
+            if shape.prompt_tokens - own.cached >= PREFILL_TOKENS:
+                prompt = replace(request, shape=shape._replace(output_tokens=1), stage=PREFILL)
+                prompt = self._deliver(prompt, own, request.arrival_s)
+                self._apart[id(prompt)] = request, choice.replica, own.replica
+                return
+            choice = choice._replace(holder=own.replica)
+        self._deliver(request, choice, request.arrival_s)
+
+    def _deliver(self, request: SimulatedRequest, choice: Destination, at: float) -> SimulatedRequest:
+        """Send a request, and return it as it was sent: with a hint."""
+        replica, simulation = choice.replica, self._simulations[choice.replica.place]
+        while replica.in_flight and replica.server.clock.now < at:
+            simulation.advance(at)
+        if replica.in_flight and replica.server.clock.now > at:
+            simulation.delay(replica.server.times.per_arrival)
+        if choice.holder is not None and replica.server.neighbours is not None:
+            request = replace(request, kv_hint=str(choice.holder.place))
+        replica.send(request, choice.cached, at)
+        self._settle(replica)
+        return request
+
+    def _settle(self, replica: Replica) -> None:
+        """Note when a server's next event is due."""
+        replica.settle()
+        place = replica.place
+        self._turns[place] += 1
+        if replica.in_flight:
+            heapq.heappush(self._busy, (self._simulations[place].next_begins(), place, self._turns[place]))
+
+    def _ended(self, request: SimulatedRequest, at: float) -> None:
+        if request.stage != PREFILL:
+            self._traffic.ended(request, at)
+            return
+        whole, replica, holder = self._apart.pop(id(request))
+        handed = replace(whole, stage=DECODE, kv_hint=str(holder.place))
+        heapq.heappush(self._handed, (at, next(self._numbers), handed, replica))

@@ -176,13 +176,15 @@ class Targets:
     def gives_up(self, num_requests: int) -> Callable[[Results], bool]:
         """Return a function that says whether a run of `num_requests` can no longer meet the targets.
 
-        It checks every thousandth step.
+        It checks after every thousand steps.
         """
-        allowed = (1 - self.percentile / 100) * num_requests
+        allowed, checked = (1 - self.percentile / 100) * num_requests, 0
 
         def too_late(results: Results) -> bool:
-            if results.steps % 1000:
+            nonlocal checked
+            if results.steps // 1000 == checked:
                 return False
+            checked = results.steps // 1000
             return results.ttft.share_above(1.02 * self.most_ttft_ms / 1e3) * results.ttft.count > allowed
 
         return too_late
@@ -193,8 +195,7 @@ def simulate(plan: Plan, demand: Demand, targets: Targets | None = None) -> Resu
     give_up = None if targets is None else targets.gives_up(-(-demand.num_requests // demand.replicas))
     if plan.replicas == 1:
         return Simulation(plan.server(), demand.traffic(), demand.tenants, give_up).run()
-    servers = [plan.server(seed) for seed in range(plan.replicas)]
-    return Fleet(servers, demand.traffic(), plan.router, demand.tenants, give_up).run()
+    return Fleet(plan.servers(), demand.traffic(), plan.router, demand.tenants, give_up, plan.prefill_replicas).run()
 
 
 def too_short(results: Results, *, met: bool = False) -> str | None:

@@ -19,10 +19,14 @@ from octavo.planner.roofline import Machine, roofline, windows_of
 from octavo.planner.sizing import Sizing
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler, make_speculator
 from octavo.scheduler.preemption import Preemption
+from octavo.scheduler.waiting import Fetching
 from octavo.simulator.acceptance import Output, RecordedDrafts
 from octavo.simulator.fleet import ROUTERS
+from octavo.simulator.leaps import Leaps
+from octavo.simulator.links import LinkedMemory, NeighbourStore
 from octavo.simulator.simulation import SimulatedServer, VirtualClock
 from octavo.simulator.speed import ESTIMATED, Speed
+from octavo.tiers.lower import LowerTiers
 
 _UNLIMITED = 1 << 62
 
@@ -53,6 +57,8 @@ class Plan:
         slowdown: factor on all step times.
         replicas: number of such servers behind a router.
         router: how it divides the requests (`fleet.ROUTERS`).
+        link_gbit: bandwidth of each server's network in Gbit/s, over which it fetches blocks; None without neighbours.
+        prefill_replicas: number of them that only compute long prompts, whose answers come from the others.
         drafts: of recorded outputs, if the server speculates (`acceptance.py`).
     """
 
@@ -65,6 +71,8 @@ class Plan:
     slowdown: float = 1.0
     replicas: int = 1
     router: str = "prefix"
+    link_gbit: float | None = None
+    prefill_replicas: int = 0
     drafts: tuple[Output, ...] = ()
 
     def __post_init__(self) -> None:
@@ -72,6 +80,16 @@ class Plan:
             raise ConfigError(f"replicas must be at least 1, got {self.replicas}")
         if self.router not in ROUTERS:
             raise ConfigError(f"router must be one of {', '.join(ROUTERS)}, got {self.router!r}")
+        if self.link_gbit is not None and not 0 < self.link_gbit < math.inf:
+            raise ConfigError(f"link_gbit must be above 0, got {self.link_gbit:g}")
+        if self.link_gbit is not None and (not self.config.kv_host_memory or self.config.kv_demotion != "all"):
+            raise ConfigError("link_gbit needs --kv-host-memory and --kv-demotion all: servers lend what is there")
+        if not 0 <= self.prefill_replicas < self.replicas:
+            raise ConfigError(
+                f"prefill_replicas must leave some of the {self.replicas} replicas, got {self.prefill_replicas}"
+            )
+        if self.prefill_replicas and (self.link_gbit is None or self.router != "prefix"):
+            raise ConfigError("prefill_replicas needs a link (--link-gbit) and --router prefix")
         if (self.speed is None) == (self.machine is None):
             raise ConfigError("give either a measured speed (--speed, --plans) or a machine to estimate (--machine)")
         if self.config.has_stores:
@@ -187,8 +205,18 @@ class Plan:
     def _plain_spec(self) -> KVCacheSpec:
         return dataclasses.replace(self, kv_bits=None).spec
 
-    def server(self, seed: int = 0) -> SimulatedServer:
-        """Build a server with an empty cache; `seed` draws how single steps scatter."""
+    def servers(self) -> list[SimulatedServer]:
+        """Build all replicas, each with its own draws of how single steps scatter."""
+        neighbours: dict[str, LinkedMemory] = {}
+        return [self.server(place, neighbours) for place in range(self.replicas)]
+
+    def server(self, seed: int = 0, neighbours: dict[str, LinkedMemory] | None = None) -> SimulatedServer:
+        """Build a server with an empty cache.
+
+        Args:
+            seed: of the draws of how single steps scatter.
+            neighbours: by address, the servers that it can fetch blocks from, to which it is added.
+        """
         config = self.config
         spec, speed, clock = self.spec, self.effective_speed, VirtualClock()
         sizing, pool = self.sizing, PoolSize(self.num_blocks, self.num_blocks * spec.block_bytes)
@@ -203,18 +231,30 @@ class Plan:
         times = speed.times
         per_token = (times.base + times.product_seconds(_RESTORED)) / _RESTORED
         per_block = times.per_moved_block or spec.block_size * times.per_context_token
+        speculator = make_speculator(
+            config,
+            kv,
+            self.max_model_len,
+            method=RecordedDrafts(list(self.drafts)),
+            clock=lambda: (0.0, 0.0),  # looking for drafts is in the recorded times
+        )
+        windowed = windows_of(times, spec, self.max_model_len) if self.speed is None else ()
+        leaps = None
+        if speculator is None and not windowed and config.itl_slo_ms is None:
+            leaps = Leaps(kv, self.max_model_len, config.max_num_batched_tokens)
+        computing = Preemption(per_token, per_block)
+        store = tiers = None
+        if self.link_gbit is not None and neighbours is not None:
+            neighbours[str(seed)] = memory = LinkedMemory(neighbours)
+            store = NeighbourStore(memory, self.num_devices * spec.block_bytes, self.link_gbit * 1e9 / 8, clock)
+            tiers = LowerTiers(kv.hierarchy.host, [store], lambda slot: memoryview(b""), store.block_bytes, clock)
         scheduler = assemble_scheduler(
             config,
             kv,
             self.max_model_len,
-            preemption=Preemption(per_token, per_block),
-            speculator=make_speculator(
-                config,
-                kv,
-                self.max_model_len,
-                method=RecordedDrafts(list(self.drafts)),
-                clock=lambda: (0.0, 0.0),  # looking for drafts is in the recorded times
-            ),
+            preemption=computing,
+            fetching=None if tiers is None else Fetching(kv, tiers, computing),
+            speculator=speculator or leaps,
         )
         return SimulatedServer(
             scheduler,
@@ -223,8 +263,10 @@ class Plan:
             speed.intake_s,
             speed.reply_s,
             speed.spread,
-            windows_of(times, spec, self.max_model_len) if self.speed is None else (),
+            windowed,
             seed,
+            leaps,
+            store,
         )
 
 

@@ -16,8 +16,9 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from octavo.errors import CapacityError, ContextLengthError, OctavoError
@@ -30,8 +31,12 @@ from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.step_time import StepLoad
 from octavo.simulator.acceptance import RIGHT
 from octavo.simulator.fitting import PAUSE_S, Spread
+from octavo.simulator.leaps import Leaps
+from octavo.simulator.links import NeighbourStore
 from octavo.simulator.sketch import Sketch
-from octavo.simulator.traffic import SimulatedRequest, Tenants, Traffic, clip
+from octavo.simulator.traffic import DECODE, PREFILL, SimulatedRequest, Tenants, Traffic, clip
+
+_ROOM_S = 0.005
 
 
 class VirtualClock:
@@ -54,6 +59,8 @@ class SimulatedServer:
         spread: how far single steps lie from `times`.
         windowed: layers that attend to less than `times` assumes.
         seed: of the draws from the spread.
+        leaps: the scheduler's, if steps may be simulated several at a time.
+        neighbours: where it fetches blocks from; None if it does not.
     """
 
     scheduler: Scheduler
@@ -64,6 +71,8 @@ class SimulatedServer:
     spread: Spread = field(default_factory=Spread)
     windowed: tuple[WindowedLayers, ...] = ()
     seed: int = 0
+    leaps: Leaps | None = None
+    neighbours: NeighbourStore | None = None
 
     @property
     def kv(self) -> KVCacheManager:
@@ -233,6 +242,7 @@ class Simulation:
         self._drew_at = 0.0
         self._last_token: dict[SequenceId, float] = {}  # of unfinished sequences that drew no token in the last step
         self._running_s = self._usage_s = 0.0
+        self._ahead: list[float] = []  # seconds of the next steps, as far as only a new request could change them
         # One object per output length: many requests share a length, and nothing modifies the object.
         self._params: dict[int, SamplingParams] = {}
         server.scheduler.on_admitted = self._on_admitted
@@ -253,25 +263,93 @@ class Simulation:
         results.wall_s = time.perf_counter() - began
         return results
 
-    def advance(self) -> bool:
-        """Take what has arrived, and compute a step or wait for the next request; False if there is nothing to do."""
+    def next_begins(self) -> float:
+        """Return when the last of the next steps begins that only a new request could change; if there is none, when
+        something arrives.
+        """
+        now = self._server.clock.now
+        if not self._server.scheduler.num_running and not self._came:
+            return max(now, self._next_event(self._traffic.due(), math.inf) or now)
+        if self._traffic.due() is not None:
+            return now
+        self._ahead = self._ahead or self._foreseen(math.inf)
+        return now + math.fsum(self._ahead[:-1])
+
+    def advance(self, until: float = math.inf) -> bool:
+        """Take what has arrived, and compute steps or wait for the next request; False if there is nothing to do.
+
+        Args:
+            until: when the next request arrives; several steps are computed only if they all begin before.
+        """
         traffic, scheduler, clock = self._traffic, self._server.scheduler, self._server.clock
+        intake, num_live = self._server.intake_s, len(self._live)
         for sent in self._came:
             self._arrive(sent)
         self._came.clear()
-        intake = self._server.intake_s
         while (due := traffic.due()) is not None and due + intake <= clock.now:
             self._arrive(traffic.take())
+        if due is not None:
+            until = min(until, due + intake)
+        if len(self._live) != num_live:
+            self._ahead = []
+        ahead = self._steps_before(until)
         plan = scheduler.schedule() if scheduler.has_work else StepPlan()
         if plan:
-            self._step(plan)
-        elif due is not None:
-            clock.now = due + intake
+            self._step(plan, ahead)
+        elif (event := self._next_event(due, until)) is not None:
+            clock.now = event
         elif scheduler.has_work:
             raise OctavoError(f"{scheduler.num_waiting} simulated requests wait, but nothing runs")
         else:
             return False
         return True
+
+    def _next_event(self, due: float | None, until: float) -> float | None:
+        """Return when the next request or block comes, at the latest `until`, while nothing runs; None if none do."""
+        scheduler, neighbours, events = self._server.scheduler, self._server.neighbours, [until]
+        if due is not None:
+            events.append(due + self._server.intake_s)
+        if neighbours is not None and (end := neighbours.next_end()) is not None:
+            events.append(end)
+        elif scheduler.fetching is not None and len(scheduler.fetching):
+            events.append(self._server.clock.now + _ROOM_S)  # a fetch waits for room in host memory
+        return event if (event := min(events)) < math.inf else None
+
+    def _steps_before(self, until: float) -> list[float]:
+        """Return the seconds of the next steps, those that begin before `until` and at least one, if they are known."""
+        leaps, begins, count = self._server.leaps, self._server.clock.now, 0
+        if leaps is None:
+            return []
+        ahead, self._ahead = self._ahead or self._foreseen(until), []
+        for seconds in ahead:
+            if count and begins >= until:
+                break
+            begins += seconds
+            count += 1
+        leaps.num_steps = count
+        return ahead[:count]
+
+    def _foreseen(self, until: float) -> list[float]:
+        """Return the seconds of the next steps that begin before `until` and that only a new request could change."""
+        server, found = self._server, list[float]()
+        streams = server.scheduler.running.order
+        if server.leaps is None or self._came or server.scheduler.num_waiting:
+            return []
+        most, begins = server.leaps.most(streams), server.clock.now
+        load = StepLoad(len(streams), sum(seq.num_tokens for seq in streams), 0.0, len(streams))
+        while len(found) < most and (not found or begins < until):
+            found.append(self._seconds(load, resumed=not found and begins - self._ended_at >= PAUSE_S))
+            begins += found[-1]
+            load = load._replace(context=load.context + load.rows)
+        return found
+
+    def _seconds(self, load: StepLoad, num_moved: int = 0, *, resumed: bool) -> float:
+        """Return how long a step takes, but for the requests that arrive meanwhile."""
+        server = self._server
+        seconds = server.times.predict(load, num_moved)
+        if ratios := server.spread.ratios(load, resumed):
+            seconds *= ratios[int(self._random() * len(ratios))]
+        return seconds
 
     def delay(self, seconds: float) -> None:
         """Let the next step take longer, because of a request that arrived during the last one."""
@@ -290,10 +368,10 @@ class Simulation:
 
     def _arrive(self, sent: SimulatedRequest) -> None:
         results, scheduler = self.results, self._server.scheduler
-        results.requests += 1
+        results.requests += sent.stage != PREFILL
         results.arrivals_s = max(results.arrivals_s, sent.arrival_s)
         if (shape := clip(sent.shape, scheduler.config.max_model_len)) is not sent.shape:
-            sent = SimulatedRequest(sent.arrival_s, shape, sent.user)
+            sent = replace(sent, shape=shape)
             results.clipped += 1
         params = self._params.get(shape.output_tokens)
         if params is None:
@@ -305,6 +383,7 @@ class Simulation:
             params,
             arrival_time=sent.arrival_s,
             tenant=shape.tenant,
+            kv_hint=sent.kv_hint,
             weight=self._tenants.weight_of(shape.tenant),
         )
         try:
@@ -317,36 +396,40 @@ class Simulation:
         results.peak_waiting = max(results.peak_waiting, scheduler.num_waiting)
 
     def _on_admitted(self, request: Request) -> None:
-        self.results.prompt_tokens += len(request.prompt_token_ids)
-        self.results.cached_tokens += request.num_cached_tokens or 0
+        if self._live[request.sequences[0].seq_id].stage != DECODE:  # what it has was computed for it
+            self.results.prompt_tokens += len(request.prompt_token_ids)
+            self.results.cached_tokens += request.num_cached_tokens or 0
 
-    def _step(self, plan: StepPlan) -> None:
+    def _step(self, plan: StepPlan, ahead: Seq[float]) -> None:
+        """Compute a plan, which stands for as many steps as `ahead` has durations, or for one."""
         server, results = self._server, self.results
         scheduler, clock = server.scheduler, server.clock
         moved = len(plan.copies) + len(plan.stores) + len(plan.loads)
-        load = StepLoad.of(plan.starts, plan.lengths, num_streams=plan.num_streams)
-        seconds = server.times.predict(load, moved)
-        for layers in server.windowed:
-            seconds -= layers.saved(plan.starts, plan.lengths)
-        if ratios := server.spread.ratios(load, clock.now - self._ended_at >= PAUSE_S):
-            seconds *= ratios[int(self._random() * len(ratios))]
-        if per_arrival := server.times.per_arrival:
-            seconds += per_arrival * self._take_until(clock.now + seconds - server.intake_s)
-        seconds += self._delay
+        steps = list(ahead)
+        if steps:
+            steps[0] += server.times.per_moved_block * moved
+        else:
+            load = StepLoad.of(plan.starts, plan.lengths, num_streams=plan.num_streams)
+            steps.append(self._seconds(load, moved, resumed=clock.now - self._ended_at >= PAUSE_S))
+            for layers in server.windowed:
+                steps[0] -= layers.saved(plan.starts, plan.lengths)
+        steps[0] += self._delay
         self._delay = 0.0
-        clock.now += seconds
-        self._ended_at = clock.now
-        running, used = scheduler.num_running, server.kv.usage
+        if per_arrival := server.times.per_arrival:
+            steps[-1] += per_arrival * self._take_until(clock.now + sum(steps) - server.intake_s)
+        seconds = sum(steps)
+        running, used, began = scheduler.num_running, server.kv.usage, clock.now
+        self._ended_at = clock.now = began + seconds
         updates = scheduler.update(plan, StepResult((RIGHT,) * plan.num_draws))
         scheduler.observe(plan, seconds)
-        results.steps += 1
+        results.steps += len(steps)
         results.busy_s += seconds
         results.moved_blocks += moved
         results.output_tokens += sum([len(update.token_ids) for update in updates])
         results.peak_running = max(results.peak_running, running)
         self._running_s += running * seconds
         self._usage_s += used * seconds
-        self._note_tokens(plan)
+        self._note_tokens(plan, began, steps)
         for update in updates:
             if update.finish_reason is not None:
                 self._finish(update.seq)
@@ -357,9 +440,9 @@ class Simulation:
             self._came.append(self._traffic.take())
         return len(self._came)
 
-    def _note_tokens(self, plan: StepPlan) -> None:
-        """Record the time to first token and the inter-token latencies of a step."""
-        now, before = self._server.clock.now, self._drew
+    def _note_tokens(self, plan: StepPlan, began: float, steps: Seq[float]) -> None:
+        """Record the time to first token and the inter-token latencies of steps in a row of the same sequences."""
+        now, before = began + steps[0], self._drew
         drew = set(plan.seq_ids[: plan.num_streams])
         if plan.num_streams < plan.num_rows:
             later = zip(plan.seq_ids[plan.num_streams :], plan.draws[plan.num_streams :], strict=True)
@@ -374,11 +457,16 @@ class Simulation:
                 self._first_token(self._live[seq_id], now)
             else:
                 self.results.itl.add(now - at)
-        self._drew, self._drew_at = drew, now
+        for seconds in steps[1:]:
+            self.results.itl.add(seconds, len(drew))
+        self._drew, self._drew_at = drew, began + sum(steps)
 
     def _first_token(self, sent: SimulatedRequest, now: float) -> None:
         if self._on_first_token is not None:
             self._on_first_token(sent)
+        if sent.stage == PREFILL:
+            self.results.output_tokens -= 1
+            return
         waited = now + self._server.reply_s - sent.arrival_s
         self.results.ttft.add(waited)
         tenant = self.results.tenants.setdefault(sent.shape.tenant, TenantResults())
@@ -392,6 +480,7 @@ class Simulation:
         self._drew.discard(seq.seq_id)
         # Breaks the reference cycle, so that no garbage collection is needed.
         seq.request.sequences.clear()
-        self.results.completed += 1
-        self.results.e2e.add(received - sent.arrival_s)
+        if sent.stage != PREFILL:
+            self.results.completed += 1
+            self.results.e2e.add(received - sent.arrival_s)
         self._traffic.ended(sent, received)

@@ -32,6 +32,8 @@ _OWN_SWEEPS: Mapping[str, Any] = {
     "slowdown": float,
     "replicas": parse_count,
     "router": str,
+    "link_gbit": float,
+    "prefill_replicas": parse_count,
 }
 _NUM_RATES = 10
 
@@ -126,9 +128,7 @@ def parse_sweep(text: str) -> tuple[str, list[Any]]:
         raise ConfigError(f"cannot read {text!r} as a sweep: write kv_cache_memory=1GiB,4GiB")
     option = options_of(EngineConfig).get(name)
     if name not in _OWN_SWEEPS and (option is None or option.internal):
-        raise ConfigError(
-            f"--sweep {name}: no such engine option, nor kv_bits, num_devices, slowdown, replicas or router"
-        )
+        raise ConfigError(f"--sweep {name}: no such engine option, nor one of {', '.join(_OWN_SWEEPS)}")
     found = []
     for value in values.split(","):
         try:

@@ -29,6 +29,8 @@ from octavo.workloads.workload import Lengths, check_rate
 # repetition of a trace takes new ids for its prefixes, and when none are left, those of repetitions long ago.
 _OWN = 1 << 30
 
+PREFILL, DECODE = "prefill", "decode"
+
 
 class Shape(NamedTuple):
     """The lengths and prefixes of one request.
@@ -47,11 +49,18 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRequest:
-    """A request with its arrival time."""
+    """A request with its arrival time.
+
+    Attributes:
+        kv_hint: the neighbour that has more of its prompt, if the router knows one.
+        stage: `PREFILL` if only its prompt is computed, for another server; `DECODE` if it comes to that server then.
+    """
 
     arrival_s: float
     shape: Shape
     user: int = 0
+    kv_hint: str | None = None
+    stage: str = ""
 
     def prompt_token_ids(self) -> list[int]:
         """Return the tokens of the prompt, in a new list."""
