@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -86,6 +87,9 @@ patch("uvicorn.server.asyncio", _Hasty()).start()
 # What httpx waits where a test does not say: its five seconds may be too few on a busy machine.
 for _kind in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _kind, 120.0)
+
+# Every client would load the system's certificates, which takes longer than to start a server over a `FakeEngine`.
+patch("httpx._transports.default.create_ssl_context", cache(httpx.create_ssl_context)).start()
 
 
 class InlineWorker:

@@ -106,7 +106,7 @@ def test_each_key_opens_what_it_is_for_and_nothing_else_in_any_spelling(server: 
             continue
         keys = {"root"} if path.startswith(OPERATOR) else {"way"} if path.startswith(ROUTER) else {"mine", "other"}
         target = SPELLINGS[spelling](example(path))
-        for key in ("mine", "other", "root", "way"):
+        for key in ("mine", "other", "root", "way") if spelling in SAME else ("other", "root"):
             status = status_of(server, method, target, key)
             if spelling in SAME:
                 assert (status == 401) == (key not in keys), (method, target, key)
@@ -141,10 +141,11 @@ def test_an_endpoint_is_for_clients_unless_it_says_otherwise() -> None:
     assert Endpoint("GET", "/new", handler, "Status", "A new one").access is Access.CLIENT
 
 
-@pytest.mark.parametrize("number", ["9" * 5000, "9" * 10, "-1", "x", "٣"])
-def test_a_block_that_cannot_be_is_missing(start_server: Callable[..., Running], number: str) -> None:
-    answer = start_server().client.get(f"/live/blocks/{number}")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_such_block")
+def test_a_block_that_cannot_be_is_missing(start_server: Callable[..., Running]) -> None:
+    server = start_server()
+    for number in ("9" * 5000, "9" * 10, "-1", "x", "٣"):
+        answer = server.client.get(f"/live/blocks/{number}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_such_block"), number
 
 
 def test_the_load_is_as_closed_as_the_metrics(start_server: Callable[..., Running]) -> None:
