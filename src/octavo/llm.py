@@ -15,7 +15,7 @@ from tqdm import tqdm
 from octavo.config import DEFAULT_MODEL, EngineConfig
 from octavo.engine.builder import build_engine
 from octavo.engine.input_processor import Prompt
-from octavo.engine.inspection import EngineInfo, PinInfo
+from octavo.engine.inspection import EngineInfo, PinInfo, list_pins
 from octavo.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, OutputKind, RequestOutput
 from octavo.errors import RequestError, RequestFailedError
 from octavo.pooling import Pooling
@@ -179,11 +179,11 @@ class LLM:
 
     def pins(self) -> list[PinInfo]:
         """Return all pins, the soonest to expire first."""
-        return self.core.pins()
+        return list_pins(self.core.scheduler.kv)
 
     def unpin(self, pin_id: str) -> bool:
         """Remove a pin before it expires; returns False if there is none with that id."""
-        return self.core.unpin(pin_id)
+        return self.core.scheduler.kv.pins.unpin(pin_id)
 
     def kv_report(self) -> dict[str, Any]:
         """Report who holds which bytes of the cache, and how much it helped, as `/debug/kv` does."""

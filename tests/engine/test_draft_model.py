@@ -7,6 +7,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from octavo.cli import main
+from octavo.engine.builder import load_draft_model
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError
 from octavo.scheduler.step_time import StepTimeModel
@@ -139,10 +141,10 @@ def test_the_plan_counts_what_a_draft_model_takes(capsys: pytest.CaptureFixture[
     planned = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert main(["plan", str(tiny_model()), *options, "--json"]) == 0
     without = json.loads(capsys.readouterr().out.splitlines()[-1])
-    with drafting_core(another_model()) as core:
-        loaded = core._draft_model
-        assert loaded is not None
+    with drafting_core(another_model()) as core, ExitStack() as resources:
+        assert core.config.draft_model is not None
+        loaded = load_draft_model(core.config, core.config.draft_model, resources)
         sizes = planned["draft_model_bytes"]
-        assert sizes["cache"] == loaded.bytes_to_come
-        assert sizes["weights"] == pytest.approx(loaded._facts.weight_bytes, rel=0.01)
+        assert sizes["cache"] == loaded.cache_bytes
+        assert sizes["weights"] == pytest.approx(loaded.facts.weight_bytes, rel=0.01)
     assert planned["memory"]["kv_cache_bytes_per_device"] < without["memory"]["kv_cache_bytes_per_device"]

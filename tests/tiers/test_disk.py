@@ -15,7 +15,7 @@ from typing import NoReturn
 import pytest
 
 from octavo.config import EngineConfig
-from octavo.engine.tiers import _open_stores
+from octavo.engine.tiers import open_stores
 from octavo.errors import ConfigError
 from octavo.kvcache.eviction import AdaptiveEviction, FifoEviction, LruEviction, make_eviction_policy
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec, eviction_bytes
@@ -338,7 +338,7 @@ def test_the_disk_gives_up_slots_by_the_policy_of_the_options(tmp_path: Path) ->
     spec = KVCacheSpec.build([LayerKVSpec(num_kv_heads=1, key_dim=8, value_dim=8)], block_size=16, dtype="float32")
     for name, policy in (("adaptive", AdaptiveEviction), ("fifo", FifoEviction), ("lru", LruEviction)):
         config = EngineConfig(kv_disk=str(tmp_path / name), eviction_policy=name)  # type: ignore[arg-type]
-        (store,) = _open_stores(config, spec, bytes(16))
+        (store,) = open_stores(config, spec, bytes(16))
         try:
             assert isinstance(store.medium._pool._eviction, policy)  # type: ignore[attr-defined]
         finally:

@@ -1,32 +1,31 @@
-"""Builds an engine from options: the runner, the tokenizer, the cache, the scheduler."""
+"""Builds an engine from options: the runner, the tokenizer, the cache, the scheduler, and the draft model."""
 
 from __future__ import annotations
 
 import logging
 import time
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from octavo import kernels
-from octavo.checkpoint.model_source import (
-    load_model_config,
-    model_fingerprint,
-    model_of,
-)
+from octavo.checkpoint.model_source import ModelSource, load_model_config, model_fingerprint, model_of
 from octavo.config import EngineConfig, format_bytes
 from octavo.engine.core import EngineCore
-from octavo.engine.draft_model_loading import LoadedDraftModel
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.kv_events import KVEventPublisher, NullPublisher
 from octavo.engine.model_loading import dtype_name
 from octavo.engine.runner_builder import RunnerFacts, build_runner
 from octavo.engine.tiers import join_stores, tier_identity
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, ModelNotFoundError
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.kvcache.manager import KVCacheManager
+from octavo.planner.draft_memory import draft_config
+from octavo.planner.sources import shape_of_source
 from octavo.runner.runner import ModelRunner
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler, make_speculator
+from octavo.scheduler.draft_model import DraftModel
 from octavo.scheduler.plan_log import PlanLog
 from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.waiting import Fetching
@@ -51,37 +50,16 @@ def build_engine(config: EngineConfig, begun: Future[Tokenizer | None] | None = 
     if config.speculative_config is not None and not load_model_config(source).runs_natively:
         raise ConfigError("speculative_config is not available for models that run through transformers")
     begun = begun or begin_loading(config)
-    # Before the model, which takes what it leaves.
-    draft_model = None if config.draft_model is None else LoadedDraftModel(config, config.draft_model)
-    try:
-        runner, facts = build_runner(config, 0 if draft_model is None else draft_model.bytes_to_come)
-    except BaseException:
-        if draft_model is not None:
-            draft_model.close()
-        raise
-    model, attention, host, plan_log = runner.model, runner.attention.name, runner.host, None
-    assert host is not None, "built with the runner"
-    try:
+    with ExitStack() as resources:  # closed here if anything below fails, else with the engine
+        # Before the model, which takes what it leaves.
+        draft = None if config.draft_model is None else load_draft_model(config, config.draft_model, resources)
+        runner, facts = build_runner(config, 0 if draft is None else draft.cache_bytes)
+        resources.callback(runner.close)
         tokenizer = load_tokenizer(config) if begun is None else begun.result()
-        limit = config.limits.max_grammar_ms
+        model, limit = runner.model, config.limits.max_grammar_ms
         grammars = GrammarCompiler(lambda: tokenizer, facts.vocab_size, model.eos_token_ids, limit)
         runner.use_grammars(grammars)  # shared with the engine
-        if config.record_plans is not None:
-            plan_log = PlanLog(config.record_plans, _recorded_facts(config, facts, attention))
-        # Products in another dtype, and quantised ones, which round activations, give other keys and values.
-        identity = (
-            model_fingerprint(Path(source.path)),
-            *([str(config.hf_overrides)] if config.hf_overrides else []),
-            # By which transformers' "longrope" and "dynamic" choose frequencies.
-            *([] if load_model_config(source).runs_natively else [str(facts.max_model_len)]),
-            dtype_name(model.dtype),
-            facts.spec.dtype,
-            config.quantization,
-            runner.arena.layout.value,
-            *([facts.kv_scales] if facts.kv_scales else []),
-            *(["bounds"] if any(layer.bounded for layer in facts.spec.layers) else []),
-            *tier_identity(config, Path(source.path), attention),
-        )
+        identity = _identity(config, source, runner, facts)
         kv = assemble_cache(
             config,
             facts.spec,
@@ -90,58 +68,57 @@ def build_engine(config: EngineConfig, begun: Future[Tokenizer | None] | None = 
             num_prefix_blocks=facts.num_prefix_blocks,
             identity=identity,
         )
-        tiers, preemption = join_stores(config, kv, host, identity), Preemption()
-        fetching = None if tiers is None else Fetching(kv, tiers, preemption)
+        preemption, drafts = Preemption(), None if draft is None else draft.drafts_for(runner, tokenizer)
+        if (tiers := join_stores(config, kv, runner.host, identity)) is not None:
+            resources.callback(tiers.close)
         scheduler = assemble_scheduler(
             config,
             kv,
             facts.max_model_len,
             preemption=preemption,
-            fetching=fetching,
-            speculator=None
-            if draft_model is None
-            else make_speculator(config, kv, facts.max_model_len, model=draft_model.drafts_for(runner, tokenizer)),
+            fetching=None if tiers is None else Fetching(kv, tiers, preemption),
+            speculator=None if drafts is None else make_speculator(config, kv, facts.max_model_len, model=drafts),
         )
-        publisher = _start_publisher(config, kv)
-    except BaseException:
-        runner.close()
-        if draft_model is not None:
-            draft_model.close()
-        raise
-    logger.debug(
-        "%d blocks of %d tokens, swap space: %s, attention: %s",
-        facts.num_blocks - 1,
-        facts.spec.block_size,
-        format_bytes(facts.num_host_blocks * facts.spec.block_bytes),
-        attention,
-    )
-    inputs = InputProcessor(
-        config=config,
-        info=facts,
-        scheduler=scheduler,
-        tokenizer=tokenizer,
-        eos_token_ids=model.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
-        grammars=grammars,
-    )
-    core = EngineCore(
-        inputs,
-        runner,
-        tiers=tiers,
-        publisher=publisher,
-        plans_ahead=_plans_ahead(config, runner),
-        plan_log=plan_log,
-        draft_model=draft_model,
-    )
+        eos_token_ids = model.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset())
+        core = EngineCore(
+            InputProcessor(config, facts, scheduler, tokenizer, eos_token_ids, grammars),
+            runner,
+            tiers=tiers,
+            publisher=_start_publisher(config, kv, resources),
+            plans_ahead=_plans_ahead(config, runner),
+            plan_log=_open_plan_log(config, facts, runner.attention.name, resources),
+            resources=resources.pop_all(),
+        )
     logger.info("%s; loaded in %.1f s", core.summary, time.perf_counter() - started)
     return core
 
 
-def _start_publisher(config: EngineConfig, kv: KVCacheManager) -> NullPublisher:
+def _identity(config: EngineConfig, source: ModelSource, runner: ModelRunner, facts: RunnerFacts) -> tuple[str, ...]:
+    """Return what a block's bytes depend on, except its tokens."""
+    # Products in another dtype, and quantised ones, which round activations, give other keys and values.
+    return (
+        model_fingerprint(Path(source.path)),
+        *([str(config.hf_overrides)] if config.hf_overrides else []),
+        # By which transformers' "longrope" and "dynamic" choose frequencies.
+        *([] if load_model_config(source).runs_natively else [str(facts.max_model_len)]),
+        dtype_name(runner.model.dtype),
+        facts.spec.dtype,
+        config.quantization,
+        runner.arena.layout.value,
+        *([facts.kv_scales] if facts.kv_scales else []),
+        *(["bounds"] if any(layer.bounded for layer in facts.spec.layers) else []),
+        *tier_identity(config, Path(source.path), runner.attention.name),
+    )
+
+
+def _start_publisher(config: EngineConfig, kv: KVCacheManager, resources: ExitStack) -> NullPublisher:
     if (events := config.kv_events) is None:
         return NullPublisher()
     if kv.events is None:
         raise ConfigError("kv_events_config: the model has no layer with full attention, so no prefix can be announced")
-    return KVEventPublisher(events, kv.events, kv.spec.block_size)
+    publisher = KVEventPublisher(events, kv.events, kv.spec.block_size)
+    resources.callback(publisher.close)
+    return publisher
 
 
 def _plans_ahead(config: EngineConfig, runner: ModelRunner) -> bool:
@@ -158,9 +135,11 @@ def _plans_ahead(config: EngineConfig, runner: ModelRunner) -> bool:
     return runner.model.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
 
 
-def _recorded_facts(config: EngineConfig, facts: RunnerFacts, attention: str) -> dict[str, Any]:
-    """Return what a reader of recorded plans must know about the engine that executed them."""
-    return {
+def _open_plan_log(config: EngineConfig, facts: RunnerFacts, attention: str, resources: ExitStack) -> PlanLog | None:
+    if config.record_plans is None:
+        return None
+    # What a reader of recorded plans must know about the engine that executed them.
+    recorded: dict[str, Any] = {
         "model": facts.model_name,
         "block_size": facts.spec.block_size,
         "block_bytes": facts.spec.block_bytes,
@@ -172,3 +151,84 @@ def _recorded_facts(config: EngineConfig, facts: RunnerFacts, attention: str) ->
         "weight_bytes": facts.weight_bytes,
         "attention": attention,
     }
+    plan_log = PlanLog(config.record_plans, recorded)
+    resources.callback(plan_log.close)
+    return plan_log
+
+
+class LoadedDraftModel(NamedTuple):
+    """A draft model in memory, with its small cache."""
+
+    source: ModelSource
+    runner: ModelRunner
+    facts: RunnerFacts
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of its cache, which takes memory only as it is written."""
+        return self.facts.num_blocks * self.facts.spec.block_bytes
+
+    def drafts_for(self, target: ModelRunner, tokenizer: Tokenizer | None) -> DraftModel:
+        """Return the source of drafts for a model, given its runner and its tokenizer.
+
+        Raises:
+            ConfigError: the draft model has other tokens.
+        """
+        facts, spec, vocab_size = self.facts, self.facts.spec, target.model.vocab_size
+        self.runner.num_threads = target.num_threads  # changing their number in each step would take longer than it
+        self._require_same_tokens(tokenizer, vocab_size)
+        logger.info(
+            "draft model %s: %s of weights, %s of KV cache for %d tokens",
+            facts.model_name,
+            format_bytes(facts.weight_bytes),
+            format_bytes(self.cache_bytes),
+            (facts.num_blocks - 1) // len(spec.groups) * spec.block_size,
+        )
+        return DraftModel(
+            self.runner.execute,
+            num_blocks=facts.num_blocks,
+            block_size=spec.block_size,
+            num_groups=len(spec.groups),
+            max_num_seqs=facts.max_num_seqs,
+            max_model_len=facts.max_model_len,
+            vocab_size=min(facts.vocab_size, vocab_size),
+        )
+
+    def _require_same_tokens(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        name = self.facts.model_name
+        try:
+            own = Tokenizer.from_source(self.source)
+        except ModelNotFoundError:
+            own = None
+        if own is None or tokenizer is None:
+            if vocab_size != self.facts.vocab_size:
+                raise ConfigError(
+                    f"a draft model needs the same tokens, but {name} has {self.facts.vocab_size:,}, and the model "
+                    f"has {vocab_size:,}"
+                )
+            return
+        count = max(own.vocab_size, tokenizer.vocab_size)
+        if differing := [i for i in range(count) if own.id_to_token(i) != tokenizer.id_to_token(i)]:
+            first = differing[0]
+            raise ConfigError(
+                f"a draft model needs the same tokenizer, but that of {name} differs in {len(differing):,} of "
+                f"{count:,} tokens: {first} is {own.id_to_token(first)!r}, not {tokenizer.id_to_token(first)!r}"
+            )
+
+
+def load_draft_model(config: EngineConfig, name: str, resources: ExitStack) -> LoadedDraftModel:
+    """Load the draft model of an engine with these options, which `resources` closes.
+
+    Args:
+        name: the draft model, as for `--model`.
+
+    Raises:
+        ModelError, ConfigError: see `build_engine`.
+    """
+    source = model_of(EngineConfig(model=name, hf_token=config.hf_token))
+    model = load_model_config(source)
+    if not model.runs_natively:
+        raise ConfigError(f"the draft model {name} runs through transformers only: {model.transformers_reason}")
+    runner, facts = build_runner(draft_config(config, name, shape_of_source(source, model)))
+    resources.callback(runner.close)
+    return LoadedDraftModel(source, runner, facts)

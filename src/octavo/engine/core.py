@@ -6,13 +6,14 @@ import logging
 import time
 import weakref
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from octavo.config import format_bytes
 from octavo.engine.input_processor import InputProcessor
-from octavo.engine.inspection import PinInfo, kv_report, limits_in_bytes, list_pins, tiers_report
+from octavo.engine.inspection import kv_report, limits_in_bytes, tiers_report
 from octavo.engine.kv_events import NullPublisher
 from octavo.engine.outputs import (
     GRAMMAR_TOO_COMPLEX,
@@ -39,7 +40,6 @@ from octavo.scheduler.plan_log import PlanLog
 from octavo.tiers.lower import LowerTiers
 
 if TYPE_CHECKING:  # they import torch, which a server does later
-    from octavo.engine.draft_model_loading import LoadedDraftModel
     from octavo.runner.runner import Collect, ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class EngineCore:
         inputs: makes the requests, for the scheduler.
         publisher: publishes what the cache stores and removes, for indexes outside the engine.
         plan_log: records each plan and how long it took.
-        draft_model: the model that the scheduler's drafts come from, which is closed with the engine.
+        resources: what is closed with the engine.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class EngineCore:
         plans_ahead: bool = False,
         publisher: NullPublisher | None = None,
         plan_log: PlanLog | None = None,
-        draft_model: LoadedDraftModel | None = None,
+        resources: ExitStack | None = None,
     ) -> None:
         self.inputs, self.runner, self.tiers = inputs, runner, tiers
         self.config, self.info, self.tokenizer = inputs.config, inputs.info, inputs.tokenizer
@@ -101,7 +101,7 @@ class EngineCore:
         self.outputs = OutputProcessor(self.tokenizer)
         self._recovery = Recovery(scheduler, runner, self.stats)
         self._plans_ahead = plans_ahead
-        self._draft_model = draft_model
+        self._resources = ExitStack() if resources is None else resources
         self._ahead: _StepInFlight | None = None  # handed over while the previous step was computed
         scheduler.on_admitted = partial(_book_admission, self.stats)
         self._plan_log, self._computed_at = plan_log, 0.0  # when the last result arrived
@@ -275,14 +275,6 @@ class EngineCore:
             report["tiers"] = tiers_report(host, stores, self.scheduler.kv.spec.block_bytes)
         return report
 
-    def pins(self) -> list[PinInfo]:
-        """Return all pins, the soonest to expire first."""
-        return list_pins(self.scheduler.kv)
-
-    def unpin(self, pin_id: str) -> bool:
-        """Remove a pin before it expires; False if there is none with that id."""
-        return self.scheduler.kv.pins.unpin(pin_id)
-
     def set_kv_limits(self, limits: Mapping[str, KVLimits]) -> None:
         """Replace the tenants' floors and caps, also in the statistics; see `Scheduler.set_limits`."""
         self.scheduler.set_limits(limits)
@@ -298,7 +290,7 @@ class EngineCore:
         return count
 
     def close(self, seconds: float = CLOSING_SECONDS) -> None:
-        """Abort all requests, write reused blocks to the stores, and close these and the runner.
+        """Abort all requests, write reused blocks to the stores, and close everything.
 
         Args:
             seconds: maximum time to write blocks; what was not written by then is lost.
@@ -309,13 +301,7 @@ class EngineCore:
         self._flush()
         if self.tiers is not None:
             self._write_reused(self.tiers, seconds)
-            self.tiers.close()
-        self.publisher.close()
-        self.runner.close()
-        if self._draft_model is not None:
-            self._draft_model.close()
-        if self._plan_log is not None:
-            self._plan_log.close()
+        self._resources.close()
 
     def _write_reused(self, tiers: LowerTiers, seconds: float) -> None:
         """Write what the device has reused to the stores, in pieces that fit into host memory."""

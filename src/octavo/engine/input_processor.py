@@ -39,7 +39,6 @@ class InputProcessor:
 
     def __init__(
         self,
-        *,
         config: EngineConfig,
         info: EngineInfo,
         scheduler: Scheduler,

@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from hashlib import blake2b
 from pathlib import Path
 
@@ -61,15 +62,16 @@ def join_stores(
     # Blocks waiting to be written are held in host memory; leave half of it for blocks that are read.
     most_write_bytes = memory.num_prefix_slots * kv.spec.block_bytes // 2
     fingerprint = _fingerprint(kv.spec, identity)
-    stores = _open_stores(config, kv.spec, fingerprint, most_write_bytes)
-    names = " and ".join(f"{store.name} ({_held(store)})" for store in stores)
-    logger.info("prefixes are loaded from %s if that takes less time than computing them, as measured", names)
-    try:
-        return LowerTiers(memory, stores, lambda slot: host.row(slot - 1), kv.spec.block_bytes, time.monotonic)
-    except BaseException:
-        for store in stores:
-            store.close()
-        raise
+    with ExitStack() as opened:  # closed again if anything below fails
+        stores = [
+            opened.enter_context(closing(store))
+            for store in open_stores(config, kv.spec, fingerprint, most_write_bytes)
+        ]
+        names = " and ".join(f"{store.name} ({_held(store)})" for store in stores)
+        logger.info("prefixes are loaded from %s if that takes less time than computing them, as measured", names)
+        tiers = LowerTiers(memory, stores, lambda slot: host.row(slot - 1), kv.spec.block_bytes, time.monotonic)
+        opened.pop_all()
+    return tiers
 
 
 def _held(store: Store) -> str:
@@ -83,34 +85,25 @@ def _fingerprint(spec: KVCacheSpec, identity: tuple[str, ...]) -> bytes:
     return blake2b("\0".join(parts).encode(), digest_size=16).digest()
 
 
-def _open_stores(
+def open_stores(
     config: EngineConfig, spec: KVCacheSpec, fingerprint: bytes, most_write_bytes: int = MOST_WRITE_BYTES
-) -> list[Store]:
-    stores: list[Store] = []
+) -> Iterator[Store]:
+    """Open the stores that the options name, one after the other, in the order in which they are asked."""
     if config.kv_disk is not None:
         from octavo.tiers.disk import DiskMedium
 
-        describe = {"model": config.model, "dtype": spec.dtype, "block_size": str(spec.block_size)}
-        medium = DiskMedium(
+        disk = DiskMedium(
             Path(config.kv_disk),
             config.kv_disk_size,
             fingerprint,
             spec.block_bytes,
-            describe=describe,
+            describe={"model": config.model, "dtype": spec.dtype, "block_size": str(spec.block_size)},
             eviction=make_eviction_policy(config.eviction_policy),
         )
-        stores.append(Store(medium, most_write_bytes=most_write_bytes))
-    try:
-        # A neighbour before Redis, because it is asked only for what a hint says it has.
-        stores.extend(
-            Store(medium, num_threads=REMOTE_THREADS, most_write_bytes=most_write_bytes)
-            for medium in _open_remote(config, fingerprint, spec.block_bytes)
-        )
-    except BaseException:
-        for store in stores:
-            store.close()
-        raise
-    return stores
+        yield Store(disk, most_write_bytes=most_write_bytes)
+    # A neighbour before Redis, because it is asked only for what a hint says it has.
+    for medium in _open_remote(config, fingerprint, spec.block_bytes):
+        yield Store(medium, num_threads=REMOTE_THREADS, most_write_bytes=most_write_bytes)
 
 
 def _open_remote(config: EngineConfig, fingerprint: bytes, block_bytes: int) -> Iterator[Medium]:

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import octavo
+from octavo.engine.inspection import list_pins
 from octavo.errors import shortened
 from octavo.server.access import AcceptedKeys
 from octavo.server.config import ServerConfig
@@ -115,16 +116,15 @@ class Operations(Handlers):
     @get("/debug/pins", "PinList", access=Access.ADMIN)
     async def list_pins(self, request: Request) -> Response:
         """Every pinned prefix."""
-        pins = [
-            {"id": pin.pin_id, **_without_id(asdict(pin))} for pin in await self._engine.ask(lambda core: core.pins())
-        ]
+        found = await self._engine.ask(lambda core: list_pins(core.scheduler.kv))
+        pins = [{"id": pin.pin_id, **_without_id(asdict(pin))} for pin in found]
         return json_response({"object": "list", "data": pins})
 
     @delete("/debug/pins/{pin_id}", "DeletedPin", access=Access.ADMIN)
     async def unpin(self, request: Request) -> Response:
         """Let a pin go before its time."""
         pin_id = request.path_params["pin_id"]
-        if not await self._engine.ask(lambda core: core.unpin(pin_id)):
+        if not await self._engine.ask(lambda core: core.scheduler.kv.pins.unpin(pin_id)):
             raise ApiError(
                 404, f"There is no pin `{shortened(pin_id)}`; it may have expired.", param="pin_id", code="no_such_pin"
             )
