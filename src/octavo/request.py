@@ -107,39 +107,52 @@ class PinRequest:
     ttl_seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestContext:
-    """The context of a request besides its prompt and sampling parameters.
+@dataclass(slots=True, kw_only=True)
+class RequestTerms:
+    """What a request says besides its prompt and sampling parameters, from its arrival to its end.
 
     Attributes:
-        request_id: the request's id; None to let the engine assign one.
-        priority: lower is served first, as in vLLM.
+        priority: lower is served first, as in vLLM; ties by arrival.
         cache_salt: restricts the sharing of cached blocks, within its tenant or group, to requests with the same salt.
         tenant: the tenant that the request is accounted to; empty if no API key is required.
         cache_group: group of tenants that share cached blocks; None if its tenant shares them with no other.
         weight: share of service of its tenant relative to others.
-        max_waiting_requests, max_waiting_tokens: limits of its tenant's requests that wait for their first step, and of
-            their prompt tokens; None for its share of the whole queue.
         traceparent: the trace that the request is part of (W3C Trace Context), for its spans.
         pins: prefixes of the prompt to pin once they are computed.
-        pooling: how to pool the prompt into an embedding, without generating; None to generate.
         predicted_ids: tokens that the output may contain (OpenAI's `prediction`), from which drafts are made.
         kv_hint: address of a neighbour (`--kv-neighbours`) that has more of the prompt cached, as a router knows.
     """
 
-    request_id: str | None = None
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""
     cache_group: str | None = None
     weight: float = 1.0
-    max_waiting_requests: int | None = None
-    max_waiting_tokens: int | None = None
     traceparent: str | None = None
     pins: tuple[PinRequest, ...] = ()
-    pooling: Pooling | None = None
     predicted_ids: tuple[int, ...] = ()
     kv_hint: str | None = None
+
+    def terms(self) -> dict[str, Any]:
+        """Return these fields by name."""
+        return {name: getattr(self, name) for name in RequestTerms.__slots__}
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestContext(RequestTerms):
+    """The context in which a request is made.
+
+    Attributes:
+        request_id: the request's id; None to let the engine assign one.
+        max_waiting_requests, max_waiting_tokens: limits of its tenant's requests that wait for their first step, and of
+            their prompt tokens; None for its share of the whole queue.
+        pooling: how to pool the prompt into an embedding, without generating; None to generate.
+    """
+
+    request_id: str | None = None
+    max_waiting_requests: int | None = None
+    max_waiting_tokens: int | None = None
+    pooling: Pooling | None = None
 
 
 DEFAULT_CONTEXT = RequestContext()
@@ -356,17 +369,12 @@ def sibling_seed(seed: int, index: int) -> int:
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class Request(RequestTerms):
     """One prompt and its parameters, in which `params.max_tokens` has been set.
 
     Attributes:
         prompt_token_ids: the prompt, shared by all sequences and never changed.
-        traceparent: the trace that the request is part of (W3C Trace Context).
         full_blocks: the prompt packed and hashed, which `Holdings.hash_prompt` stores for its own use.
-        priority: lower is served first, as in vLLM; ties by arrival.
-        cache_salt: restricts the sharing of cached blocks, within its tenant or group, to requests with the same salt.
-        cache_group: group of tenants that share cached blocks; None if its tenant shares them with no other.
-        weight: share of service of its tenant relative to others.
         due_time: position in the order of service if priorities age, set by the scheduler; otherwise None.
         cache_scope: derived from tenant, group and salt; cached blocks are only shared within one scope.
         grammar: the compiled structured output, kept as long as the request; None before it is compiled.
@@ -374,17 +382,14 @@ class Request:
         stop_readers: detokenizers of its sequences, which find stop strings as tokens are drawn; None if it has none.
         seed: seed of the first sequence; those of the others are derived from it (`sibling_seed`).
         bad_word_ids: the token sequences that spell `params.bad_words`.
-        pins: prefixes of the prompt to pin once they are computed.
         pin_receipts: results of the pins.
         was_admitted: whether it was ever admitted, as far as the scheduler has reported.
         uncomputed_charge: prompt tokens that were charged to its tenant, but are not computed yet.
         admitted_time, first_token_time: as `arrival_time`, of its first step and of its first token; None before.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; None before it.
-        kv_hint: address of a neighbour that has more of the prompt cached; None if none is known.
         cached_by_tier: these tokens by the tier where they were found: "device", "host", "disk", "neighbour", "remote".
         cache_report: why there were not more; None before first admission.
         prompt_logprobs: log-probabilities collected while the prompt is computed; entry i is of prompt token i + 1.
-        predicted_ids: tokens that the output may contain, from which drafts are made.
         num_accepted_tokens: drafted output tokens that were accepted.
         pooled: hidden states collected while the prompt is computed; None if no embedding is wanted.
     """
@@ -394,16 +399,9 @@ class Request:
     params: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
     arrival_time: float = field(default_factory=time.monotonic)
-    priority: int = 0
-    tenant: str = ""
-    cache_salt: str = ""
-    cache_group: str | None = None
-    weight: float = 1.0
     due_time: float | None = None
     seed: int = 0
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    pins: tuple[PinRequest, ...] = ()
-    traceparent: str | None = None
     full_blocks: object = None
     grammar: object = None
     search: Any = None
@@ -413,12 +411,10 @@ class Request:
     admitted_time: float | None = None
     first_token_time: float | None = None
     num_cached_tokens: int | None = None
-    kv_hint: str | None = None
     cached_by_tier: dict[str, int] = field(default_factory=dict)
     cache_report: CacheReport | None = None
     pin_receipts: list[PinReceipt] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    predicted_ids: tuple[int, ...] = ()
     num_accepted_tokens: int = 0
     pooled: PooledStates | None = None
     cache_scope: str = field(init=False)

@@ -102,24 +102,19 @@ class InputProcessor:
         if params.max_tokens is None:
             params = params.with_max_tokens(self._longest_output(len(token_ids), context.tenant, budget))
         pooled = None if context.pooling is None else PooledStates(context.pooling, len(token_ids))
+        terms = context.terms()
+        terms["cache_salt"] = _hash_salt(context.cache_salt)
+        terms["pins"] = tuple(sorted(context.pins, key=lambda pin: pin.num_tokens))
         request = Request(
             request_id=RequestId(context.request_id or f"req-{next(self._ids)}"),
             prompt_token_ids=token_ids,
             params=params,
             eos_token_ids=self.eos_token_ids,
             arrival_time=time.monotonic(),
-            priority=context.priority,
-            tenant=context.tenant,
-            cache_salt=_hash_salt(context.cache_salt),
-            cache_group=context.cache_group,
-            weight=context.weight,
-            pins=tuple(sorted(context.pins, key=lambda pin: pin.num_tokens)),
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            traceparent=context.traceparent,
             bad_word_ids=bad_word_ids,
             pooled=pooled,
-            predicted_ids=context.predicted_ids,
-            kv_hint=context.kv_hint,
+            **terms,
         )
         self.scheduler.tenants.check(request)
         # Done here to keep it out of the engine's thread.
