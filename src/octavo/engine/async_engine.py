@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeVar
 
 from octavo.engine.core import EngineCore
@@ -133,11 +133,7 @@ class AsyncEngine:
         self._watchdog = Watchdog(self._thread, core.stats, watchdog_seconds)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._making = TenantThreads(NUM_SHARED_THREADS, "octavo-prompt")
-
-    @cached_property
-    def _grammars(self) -> GrammarQueue:
-        assert self.core.inputs.grammars is not None  # or the request would have been refused
-        return GrammarQueue(self.core.inputs.grammars)
+        self._grammars = None if (compiler := core.inputs.grammars) is None else GrammarQueue(compiler)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -196,11 +192,14 @@ class AsyncEngine:
         else:
             request = await self._making.run(context.tenant, partial(make, prompt, params, context))
             if (wanted := request.params.structured_outputs) is not None:
+                assert self._grammars is not None  # or it would have been refused
                 request.grammar = await self._grammars.compile(wanted, context.tenant)
             self._require_alive()
         # Nothing is awaited from here until the request is queued, so the check stays valid.
         self._check_room(len(request.prompt_token_ids), context)
-        stream = self._open(request.request_id)
+        if request.request_id in self._streams:
+            raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
+        stream = self._streams[request.request_id] = Stream()
         self.stats.waiting.enter(request)
         self.core.outputs.add(request, prompt if isinstance(prompt, str) else None, output_kind)
         self._send(partial(self._add, request))
@@ -331,13 +330,10 @@ class AsyncEngine:
         return True
 
     def _use_idle_time(self) -> None:
+        """Audit the block accounting; a request that arrives meanwhile waits for it, about 1 ms per 1,500 blocks."""
         if self._prepares_grammars and self.core.inputs.grammars is not None:
             self.core.inputs.grammars.prepare()
             self._prepares_grammars = False
-        self._audit()
-
-    def _audit(self) -> None:
-        """Audit the block accounting; a request that arrives meanwhile waits for it, about 1 ms per 1,500 blocks."""
         try:
             self.core.scheduler.kv.audit()
             self.stats.on_audit(None)
@@ -378,12 +374,6 @@ class AsyncEngine:
         # If the loop has been closed, there is nobody left to notify.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback)
-
-    def _open(self, request_id: RequestId) -> Stream:
-        if request_id in self._streams:
-            raise RequestError(f"request id {request_id!r} is in use", param="request_id")
-        stream = self._streams[request_id] = Stream()
-        return stream
 
     def _deliver(self, news: StepNews) -> None:
         """Turn a step's results into outputs, and put these into their streams; on the event loop, as all below."""

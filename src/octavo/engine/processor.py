@@ -90,47 +90,35 @@ def _find_stop_string(detokenizer: IncrementalDetokenizer, update: SequenceUpdat
 
 @dataclass(slots=True)
 class _Completion:
-    """The pending output of one sequence since the last delta (for FINAL, since the start)."""
+    """One sequence, and its output since the last delta (for FINAL, since the start), whose text is still in pieces."""
 
     seq: Sequence
     detokenizer: IncrementalDetokenizer | None
-    wants_logprobs: bool
-    wants_sum: bool
+    output: CompletionOutput
     text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    cumulative_logprob: float = 0.0
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
     delivered_end: bool = False
 
     def take_in(self, update: SequenceUpdate) -> None:
-        self.token_ids.extend(update.token_ids)
-        if self.wants_logprobs:
-            self.logprobs.extend(update.logprobs)
-        self.cumulative_logprob = update.cumulative_logprob
-        self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
+        output = self.output
+        output.token_ids.extend(update.token_ids)
+        if output.logprobs is not None:
+            output.logprobs.extend(update.logprobs)
+        if output.cumulative_logprob is not None:
+            output.cumulative_logprob = update.cumulative_logprob
+        output.finish_reason, output.stop_reason = update.finish_reason, update.stop_reason
         if update.text is not None:
             self.text.append(update.text)
         elif self.detokenizer is not None:
             self.text.append(read(self.detokenizer, update))
 
     def take(self, index: int) -> CompletionOutput:
-        """Return the pending output and reset it."""
+        """Return the output, and begin the next one."""
+        output = self.output
+        output.index, output.text = index, "".join(self.text)
+        self.delivered_end, self.text = output.finish_reason is not None, []
         # Positional arguments are faster, and this runs for each token of each stream.
-        output = CompletionOutput(
-            index,
-            "".join(self.text),
-            self.token_ids,
-            self.cumulative_logprob if self.wants_sum else None,
-            self.logprobs if self.wants_logprobs else None,
-            self.finish_reason,
-            self.stop_reason,
-        )
-        self.text, self.token_ids = [], []
-        if self.wants_logprobs:
-            self.logprobs = []
-        self.delivered_end = self.finish_reason is not None
+        logprobs: list[TokenLogprobs] | None = None if output.logprobs is None else []
+        self.output = CompletionOutput(index, "", [], output.cumulative_logprob, logprobs)
         return output
 
 
@@ -165,7 +153,15 @@ class OutputProcessor:
         # The end of the prompt is processed once, then copied for all sequences.
         detokenizer = self._make_detokenizer(request)
         completions = [
-            _Completion(seq, detokenizer and detokenizer.copy(), wants_logprobs, wants_logprobs or chooses)
+            _Completion(
+                seq,
+                detokenizer and detokenizer.copy(),
+                CompletionOutput(
+                    seq.index,
+                    cumulative_logprob=0.0 if wants_logprobs or chooses else None,
+                    logprobs=[] if wants_logprobs else None,
+                ),
+            )
             for seq in sequences
         ]
         self._tracked[request.request_id] = _Tracked(request, prompt, kind, chooses, completions, len(completions))
@@ -182,7 +178,8 @@ class OutputProcessor:
             if tracked is None:
                 continue
             try:
-                self._take_in(tracked, update)
+                tracked.completions[update.seq.index].take_in(update)
+                tracked.num_open -= update.finish_reason is not None
             except Exception as error:
                 outputs.append(self._fail(tracked, error))
             else:
@@ -212,11 +209,6 @@ class OutputProcessor:
             return None
         return IncrementalDetokenizer(self._tokenizer, request.prompt_token_ids, request.params)
 
-    def _take_in(self, tracked: _Tracked, update: SequenceUpdate) -> None:
-        tracked.completions[update.seq.index].take_in(update)
-        if update.finish_reason is not None:
-            tracked.num_open -= 1
-
     def _output(self, tracked: _Tracked) -> RequestOutput | None:
         request, finished = tracked.request, not tracked.num_open
         if finished:
@@ -225,17 +217,12 @@ class OutputProcessor:
             return None
         news = []
         for index, completion in enumerate(_best(tracked) if tracked.chooses else tracked.completions):
-            if completion.token_ids or (not completion.delivered_end and (finished or completion.finish_reason)):
+            pending = completion.output
+            if pending.token_ids or (not completion.delivered_end and (finished or pending.finish_reason)):
                 news.append(completion.take(index))
         # Positional arguments, as in `take`.
-        output = RequestOutput(
-            request.request_id,
-            tracked.prompt,
-            request.prompt_token_ids,
-            news,
-            finished,
-            request.num_cached_tokens or 0,
-        )
+        cached = request.num_cached_tokens or 0
+        output = RequestOutput(request.request_id, tracked.prompt, request.prompt_token_ids, news, finished, cached)
         output.cached_by_tier = request.cached_by_tier
         output.num_accepted_tokens = request.num_accepted_tokens
         if not tracked.sent_first:
@@ -259,7 +246,7 @@ class OutputProcessor:
         if ended.error == STEP_FAILED:
             return self._failed_output(tracked)
         for completion in tracked.completions:
-            completion.finish_reason = completion.finish_reason or completion.seq.finish_reason
+            completion.output.finish_reason = completion.output.finish_reason or completion.seq.finish_reason
         tracked.num_open = 0
         output = self._output(tracked)
         assert output is not None, "it is finished"
@@ -292,6 +279,6 @@ def _best(tracked: _Tracked) -> list[_Completion]:
         return tracked.completions
 
     def score(completion: _Completion) -> float:
-        return completion.cumulative_logprob / max(1, len(completion.token_ids))
+        return (completion.output.cumulative_logprob or 0.0) / max(1, len(completion.output.token_ids))
 
     return sorted(tracked.completions, key=score, reverse=True)[: params.n]
