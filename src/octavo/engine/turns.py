@@ -33,60 +33,59 @@ class Turns:
 
     def __init__(self, places: int) -> None:
         self._places = places
-        self._num_held = 0
         self._held = LeastServed()  # places
-        # Tenants in the order of their last turns.
+        # Tenants in the order of their last turns; no line is empty.
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    async def run(self, tenant: str, begin: Callable[[], asyncio.Future[_T]], patience: float | None = None) -> _T:
+        """Wait for a place, and hold it until what `begin` returns has ended, even if the caller has left; return that.
+
+        Raises:
+            TimeoutError: there was no place within `patience` seconds.
+        """
+        await asyncio.wait_for(self.take(tenant), patience)
+        running = begin()
+        running.add_done_callback(lambda _: self.give_back(tenant))
+        return await asyncio.shield(running)
 
     async def take(self, tenant: str) -> None:
         """Wait for a place and take it; `give_back` frees it."""
-        if self._has_place(tenant):
-            self._hold(tenant)
-            return
         turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append(turn)
+        line = self._waiting.setdefault(tenant, deque())
+        line.append(turn)
+        self._let_in()
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.cancelled():
-                self._forget(tenant, turn)
-            else:
+            if not turn.cancelled():
                 self.give_back(tenant)  # the place was given just before the cancellation
+            elif turn in line:
+                line.remove(turn)
+                if not line:
+                    del self._waiting[tenant]
             raise
 
     def give_back(self, tenant: str) -> None:
         """Free a place that was taken with `take`."""
-        self._num_held -= 1
         self._held.charge(tenant, -1)
         if not self._held[tenant]:
             self._held.forget(tenant)
-        while (following := self._next()) is not None:
-            line = self._waiting.pop(following)
+        self._let_in()
+
+    def _let_in(self) -> None:
+        """Give the places that are free to those whose turn it is."""
+        num_held = sum(map(self._held.__getitem__, self._held))
+        while (tenant := self._held.next(self._waiting)) is not None:
+            if num_held >= self._places + (not self._held[tenant]):
+                return
+            line = self._waiting.pop(tenant)
             turn = line.popleft()
             if line:
-                self._waiting[following] = line
+                self._waiting[tenant] = line
             if not turn.done():  # the waiting task may have been cancelled just now
-                self._hold(following)
+                self._held.charge(tenant, 1)
+                num_held += 1
                 turn.set_result(None)
-
-    def _has_place(self, tenant: str) -> bool:
-        return self._num_held < self._places + (not self._held[tenant])
-
-    def _hold(self, tenant: str) -> None:
-        self._num_held += 1
-        self._held.charge(tenant, 1)
-
-    def _next(self) -> str | None:
-        """Return the tenant whose turn it is, or None if none waits or there is no place for it."""
-        following = self._held.next(self._waiting)
-        return following if following is not None and self._has_place(following) else None
-
-    def _forget(self, tenant: str, turn: asyncio.Future[None]) -> None:
-        line = self._waiting.get(tenant, deque())
-        if turn in line:
-            line.remove(turn)
-            if not line:
-                del self._waiting[tenant]
 
 
 class TenantThreads:
@@ -103,11 +102,8 @@ class TenantThreads:
 
     async def run(self, tenant: str, work: Callable[[], _T]) -> _T:
         """Call `work` in a thread once it is the tenant's turn, and return its result."""
-        await self._turns.take(tenant)
-        running = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        # The work keeps its place until it ends, even if its caller has left.
-        running.add_done_callback(lambda _: self._turns.give_back(tenant))
-        return await asyncio.shield(running)
+        loop = asyncio.get_running_loop()
+        return await self._turns.run(tenant, lambda: loop.run_in_executor(self._threads, work))
 
     def start(self, work: Callable[[], object]) -> None:
         """Call `work` in a thread out of turn, without waiting for it."""
@@ -159,13 +155,11 @@ class GrammarQueue:
 
     async def _compile(self, wanted: StructuredOutputsParams, tenant: str) -> CompiledGrammar:
         try:
-            await asyncio.wait_for(self._turns.take(tenant), self._patience)
+            return await self._turns.run(
+                tenant, lambda: asyncio.wrap_future(self._compiler.begin(wanted, tenant)), self._patience
+            )
         except TimeoutError:
             raise OverloadedError(
                 f"structured_outputs.{wanted.kind} has waited {self._patience:g} s for other grammars to be compiled; "
                 "try again later"
             ) from None
-        compiling = asyncio.wrap_future(self._compiler.begin(wanted, tenant))
-        # A grammar keeps its place until it is compiled, even if all clients have left.
-        compiling.add_done_callback(lambda _: self._turns.give_back(tenant))
-        return await asyncio.shield(compiling)
