@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.sampling.masks import mask, rows_allowing
+from octavo.sampling.masks import forbid, mask
 
 VOCAB = 5001
 
@@ -45,9 +45,18 @@ def test_only_what_is_allowed_keeps_its_logit(allowed: list[list[int]]) -> None:
     assert torch.equal(logits, expected)
 
 
-def test_rows_that_allow_some_of_the_tokens_are_found() -> None:
-    words = np.zeros((4, 2), dtype=np.uint32)
-    words[0, 0], words[1, 1], words[3, 1] = 1 << 31, 1, 1 << 31
-    assert rows_allowing(words, [0, 1, 2, 3], [31, 63]) == [0, 3]
-    assert rows_allowing(words, [1, 3], [32, 63]) == [1, 3]
-    assert rows_allowing(words, [0, 1], [5, 64, 1000]) == []
+@pytest.mark.parametrize(
+    ("allowed", "forbidden", "left"),
+    [
+        ([31, 40], [31, 63], [40]),
+        ([32, 63], [63], [32]),
+        ([31, 63], [31, 63], [31, 63]),  # nothing else is allowed
+        ([5], [64, 1000, VOCAB + 64], [5]),  # they are not allowed, or beyond the vocabulary
+    ],
+)
+def test_tokens_are_forbidden_unless_nothing_else_is_allowed(
+    allowed: list[int], forbidden: list[int], left: list[int]
+) -> None:
+    words = words_of([allowed])
+    forbid(words[0], forbidden)
+    assert (words == words_of([left])).all()

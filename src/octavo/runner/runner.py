@@ -214,9 +214,9 @@ class ModelRunner:
         finally:
             self.is_computing = False
         if batch.is_plain and batch.attention.measured is None:
-            draws = self._sampler.draw(logits, batch.sampling, batch.sample_rows, overwrite_logits=True)
-            self._batches.note_drawn(draws.token_ids)
-            return draws.result
+            token_ids, collect = self._sampler.draw(logits, batch.sampling, batch.sample_rows, overwrite_logits=True)
+            self._batches.note_drawn(token_ids)
+            return collect
         return self._later(partial(self._sample_and_score, batch, logits, later))
 
     @torch.inference_mode()

@@ -194,6 +194,12 @@ class SamplingState:
         assert self.counts is not None, f"the tokens of request {self.snapshot.request_id} are not counted"
         return self.counts
 
+    @property
+    def followed(self) -> GrammarState:
+        """The grammar of a structured output."""
+        assert self.grammar is not None, f"the output of request {self.snapshot.request_id} is not structured"
+        return self.grammar
+
     def fork(self) -> SamplingState:
         """Return a copy for a forked sequence."""
         counts = None if self.counts is None else self.counts.fork()

@@ -36,37 +36,24 @@ def positions_of(words: Words) -> tuple[IntArray, IntArray]:
     return rows[which], columns[which] * 32 + bit
 
 
-def rows_allowing(words: Words, rows: Seq[int], token_ids: Iterable[int]) -> list[int]:
-    """Return those of the rows that allow any of the tokens, which may lie beyond the vocabulary."""
-    index = np.asarray(rows)
-    allows = np.zeros(len(index), dtype=np.bool_)
-    for token_id in token_ids:
-        if token_id // 32 < words.shape[1]:
-            allows |= (words[index, token_id // 32] >> np.uint32(token_id % 32) & np.uint32(1)).astype(np.bool_)
-    return [int(row) for row in index[allows]]
-
-
 def finish_masks(words: Words, states: Seq[SamplingState]) -> None:
     """Take out of masks what a grammar allows but its request, or the length of a JSON number, does not."""
-    _forbid_ends(words, states)
-    for word, grammar in zip(words, grammars_of(states), strict=True):
-        end_long_number(word, grammar)
+    for word, state in zip(words, states, strict=True):
+        # `min_tokens` and `ignore_eos` keep an output from ending while the grammar allows anything else.
+        forbid(word, forbidden_ends(state, len(state.followed.token_ids)))
+        end_long_number(word, state.followed)
 
 
-def _forbid_ends(words: Words, states: Seq[SamplingState]) -> None:
-    """Apply `min_tokens` and `ignore_eos`, which keep an output from ending while the grammar allows anything else."""
-    rows_of: dict[frozenset[int], list[int]] = {}
-    for row, (state, grammar) in enumerate(zip(states, grammars_of(states), strict=True)):
-        if ends := forbidden_ends(state, len(grammar.token_ids)):
-            rows_of.setdefault(ends, []).append(row)
-    for ends, rows in rows_of.items():
-        for row in rows_allowing(words, rows, ends):  # a few
-            going_on = words[row].copy()
-            for token_id in ends:
-                if token_id // 32 < words.shape[1]:
-                    going_on[token_id // 32] &= ~np.uint32(1 << token_id % 32)
-            if going_on.any():
-                words[row] = going_on
+def forbid(word: Words, token_ids: Iterable[int]) -> None:
+    """Take tokens, which may lie beyond the vocabulary, out of a mask [ceil(vocab / 32)] unless it allows no others."""
+    allowed = [i for i in token_ids if i // 32 < len(word) and int(word[i // 32]) >> i % 32 & 1]
+    if not allowed:
+        return
+    left = word.copy()
+    for token_id in allowed:
+        left[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+    if left.any():
+        word[:] = left
 
 
 def forbidden_ends(state: SamplingState, position: int) -> frozenset[int]:
@@ -79,11 +66,7 @@ def forbidden_ends(state: SamplingState, position: int) -> frozenset[int]:
 
 def may_go_on(state: SamplingState) -> bool:
     """Whether another token may follow the output."""
-    return state.grammar is not None and len(state.grammar.token_ids) < (state.snapshot.params.max_tokens or 1)
-
-
-def grammars_of(states: Seq[SamplingState]) -> list[GrammarState]:
-    return [state.grammar for state in states if state.grammar is not None]
+    return len(state.followed.token_ids) < (state.snapshot.params.max_tokens or 1)
 
 
 MAX_DIGITS = 40
@@ -106,11 +89,8 @@ def end_long_number(word: Words, grammar: GrammarState) -> None:
     first = {token_id: vocabulary.spelling(token_id)[:1] for token_id in token_ids.tolist()}
     digits = [token_id for token_id, byte in first.items() if byte and byte[0] in _DIGITS]
     # A quotation mark cannot follow a number, but may follow the digits of a string.
-    is_string = any(byte and byte[0] == _QUOTE for byte in first.values())
-    if is_string or len(digits) == len(first):
-        return
-    for token_id in digits:
-        word[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+    if not any(byte and byte[0] == _QUOTE for byte in first.values()):
+        forbid(word, digits)
 
 
 def _follows_many_digits(grammar: GrammarState) -> bool:

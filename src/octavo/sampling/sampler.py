@@ -16,7 +16,6 @@ import importlib.util
 from bisect import bisect_right
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -31,25 +30,6 @@ from octavo.sampling.penalties import adjust
 from octavo.sampling.structured import StructuredDraws
 from octavo.scheduler.plan import Candidate, SamplingSnapshot, StepResult
 from octavo.storage.device_copy import begin_copy_to_host
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceDraws:
-    """Tokens drawn on the device and being copied to the host.
-
-    Attributes:
-        token_ids: int64 [draws], on the device.
-    """
-
-    token_ids: torch.Tensor
-    _arrived: Callable[[], tuple[torch.Tensor, torch.Tensor]]
-    _batch: SamplingBatch
-
-    def result(self) -> StepResult:
-        """Wait for the tokens; raises `LogitsError` like `Sampler.sample`."""
-        token_ids, valid = self._arrived()
-        _require_valid(valid, self._batch)
-        return StepResult(tuple(token_ids.tolist()))
 
 
 def make_choice(device: torch.device) -> Choice:
@@ -126,11 +106,22 @@ class Sampler:
         row_of: Seq[int] | None = None,
         *,
         overwrite_logits: bool = False,
-    ) -> DeviceDraws:
-        """Sample for a batch that `is_plain`, without waiting for the tokens; arguments as of `sample`."""
+    ) -> tuple[torch.Tensor, Callable[[], StepResult]]:
+        """Sample for a batch that `is_plain`, without waiting for the tokens; arguments as of `sample`.
+
+        Returns:
+            int64 [draws] token ids, on the device, and a function that waits for them and raises as `sample` does.
+        """
         logits = logits.float().contiguous() if row_of is None else _spread(logits, len(batch), row_of)
         token_ids, valid = self._choice.choose(self._adjusted(logits, batch, overwrite_logits), batch)
-        return DeviceDraws(token_ids, _to_host(token_ids, valid), batch)
+        arrived = _to_host(token_ids, valid)
+
+        def collect() -> StepResult:
+            ids_on_host, valid = arrived()
+            _require_valid(valid, batch)
+            return StepResult(tuple(ids_on_host.tolist()))
+
+        return token_ids, collect
 
     @torch.inference_mode()
     def score(self, logits: torch.Tensor, targets: Seq[int], num_top: int) -> tuple[TokenLogprobs, ...]:
@@ -149,7 +140,7 @@ class Sampler:
         self, logits: torch.Tensor, batch: SamplingBatch, own: npt.NDArray[np.bool_], *, overwrite_logits: bool
     ) -> StepResult:
         if batch.is_plain:
-            return self.draw(logits, batch, overwrite_logits=overwrite_logits).result()
+            return self.draw(logits, batch, overwrite_logits=overwrite_logits)[1]()
         structured = np.flatnonzero(batch.records["structured"])
         overwrite_logits = overwrite_logits and not batch.records["needs_logprobs"].any()
         chosen_from = self._adjusted(logits, batch, overwrite_logits)

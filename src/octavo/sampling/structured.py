@@ -43,7 +43,7 @@ from octavo.grammar.compiler import Vocabulary
 from octavo.grammar.state import GrammarBroken, GrammarFinding, GrammarState, PendingFindings, allows_free_text
 from octavo.sampling.batch import SamplingBatch, SamplingState
 from octavo.sampling.choice import Choice, DrawMasks, DrawRows, Flags, look_at, place
-from octavo.sampling.masks import Words, finish_masks, forbidden_ends, grammars_of, may_go_on, positions_of
+from octavo.sampling.masks import Words, finish_masks, forbidden_ends, may_go_on, positions_of
 from octavo.scheduler.plan import MOST_FORCED
 
 # With more draws than this in a step, forced tokens are left to the next step: finding them then costs as much as a
@@ -79,7 +79,7 @@ class StructuredDraws:
         positions = batch.positions[structured].tolist()
         records, own = batch.records[structured], own[structured]
         is_tried = (records["top_k"] == 0) & (records["top_p"] == 1.0) & (records["min_p"] == 0.0) | records["greedy"]
-        is_tried &= self.find_free_text(states, positions)
+        is_tried &= [_in_free_text(*each) for each in zip(states, positions, strict=True)]
         masks = None
         if len(masked := np.flatnonzero(~is_tried)):
             mask_of = np.full(len(batch), -1)
@@ -110,17 +110,6 @@ class StructuredDraws:
         numbers = structured[mine].tolist()
         return token_ids, valid, {numbers[i]: following for i, following in forced.items()}
 
-    def find_free_text(self, states: Seq[SamplingState], positions: Seq[int]) -> Flags:
-        """Return bool [draws]: whether a token may be drawn without a mask."""
-        found = np.zeros(len(states), dtype=np.bool_)
-        for i, (grammar, position) in enumerate(zip(grammars_of(states), positions, strict=True)):
-            grammar.return_to(position)
-            try:
-                found[i] = grammar.in_free_text
-            except GrammarBroken:
-                continue  # `fill` reports it
-        return found
-
     def accept(
         self, states: Seq[SamplingState], positions: Seq[int], token_ids: Seq[int], own: Seq[bool]
     ) -> tuple[Flags, Flags]:
@@ -133,16 +122,15 @@ class StructuredDraws:
             bool [draws]: whether the grammar allows the token; and bool [draws]: whether it has already followed it, as
             it does for an allowed token of the row's own sequence if no other draw shares the grammar.
         """
-        grammars = grammars_of(states)
-        draws_of = Counter(map(id, grammars))
+        draws_of = Counter(id(state.grammar) for state in states)
         accepted = np.zeros(len(states), dtype=np.bool_)
         followed = np.zeros(len(states), dtype=np.bool_)
-        for i, (grammar, token_id) in enumerate(zip(grammars, token_ids, strict=True)):
-            if token_id in forbidden_ends(states[i], positions[i]):
+        for i, (state, token_id) in enumerate(zip(states, token_ids, strict=True)):
+            if token_id in forbidden_ends(state, positions[i]):
                 continue  # only a mask shows whether anything else can follow
-            follow = own[i] and draws_of[id(grammar)] == 1
+            follow = own[i] and draws_of[id(state.grammar)] == 1
             try:
-                accepted[i] = grammar.takes(token_id, follow=follow)
+                accepted[i] = state.followed.takes(token_id, follow=follow)
             except GrammarBroken:
                 continue  # `fill` reports it
             followed[i] = accepted[i] and follow
@@ -156,12 +144,13 @@ class StructuredDraws:
         """
         masks: list[Words | None] = []
         due: dict[int, SamplingState] = {}  # by their grammar's identity: the parallel samples of a prompt share one
-        for state, grammar, position in zip(states, grammars_of(states), positions, strict=True):
+        for state, position in zip(states, positions, strict=True):
+            grammar = state.followed
             grammar.return_to(position)
             masks.append(mask := grammar.mask)
             if mask is None:
                 due[id(grammar)] = state
-        grammars, num_words = grammars_of(list(due.values())), -(-vocab // 32)
+        grammars, num_words = [state.followed for state in due.values()], -(-vocab // 32)
         filled = np.empty((len(due), num_words), dtype=np.uint32)
         matchers: list[tuple[Any, int]] = []
         broken: dict[int, str] = {}
@@ -182,8 +171,8 @@ class StructuredDraws:
             except GrammarBroken as error:
                 broken[id(grammar)] = str(error)
         if broken:
-            of = zip(states, map(id, grammars_of(states)), strict=True)
-            raise GrammarError({s.snapshot.request_id: broken[identity] for s, identity in of if identity in broken})
+            of = [(state.snapshot.request_id, id(state.grammar)) for state in states]
+            raise GrammarError({request_id: broken[identity] for request_id, identity in of if identity in broken})
         finish_masks(filled, list(due.values()))
         row_of = {identity: row for row, identity in enumerate(due)}
         words = np.empty((len(states), num_words), dtype=np.uint32)
@@ -229,9 +218,8 @@ class StructuredDraws:
         """Let each grammar follow its draw, and find out what may come next; in a thread, without waiting for it."""
         asked: list[GrammarState] = []
         tasks: list[_Task] = []
-        for state, grammar, token_id, has_followed in zip(
-            states, grammars_of(states), token_ids, followed, strict=True
-        ):
+        for state, token_id, has_followed in zip(states, token_ids, followed, strict=True):
+            grammar = state.followed
             if grammar.is_valid:  # otherwise it is rebuilt when it draws again
                 tasks.append((state, grammar.matcher, token_id, has_followed))
                 asked.append(grammar)
@@ -272,9 +260,19 @@ def _some(
     return [states[i] for i in chosen], [positions[i] for i in chosen]
 
 
+def _in_free_text(state: SamplingState, position: int) -> bool:
+    """Whether a token may be drawn without a mask."""
+    grammar = state.followed
+    grammar.return_to(position)
+    try:
+        return grammar.in_free_text
+    except GrammarBroken:
+        return False  # `fill` reports it
+
+
 def _force(state: SamplingState, already: list[int]) -> bool:
     """Add the only token that may come next to those that are forced; False if none is."""
-    mask = None if state.grammar is None else state.grammar.mask
+    mask = state.followed.mask
     if mask is None or np.count_nonzero(mask) != 1 or np.bitwise_count(mask).sum() != 1:
         return False
     params = state.snapshot.params
