@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from octavo import SamplingParams
-from octavo.runner.batch import StepInputs, padded_size
 from octavo.runner.graphs import CudaCapture, padded_context
+from octavo.runner.inputs import StepInputs, padded_size
 from tests.conftest import MakeLLM, runner_of
 
 

@@ -21,7 +21,7 @@ import torch
 from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.kvcache.splits import SPLIT
 from octavo.models.decoder import Decoder
-from octavo.runner.batch import StepInputs, padded_size
+from octavo.runner.inputs import StepInputs, padded_size
 from octavo.storage.layer_kv import LayerKV
 
 Replay = Callable[[], None]
