@@ -15,9 +15,9 @@ from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.kvcache.formats import KV_FORMATS
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
-from octavo.option import parse_count
 from octavo.planner.calculator import DTYPE_BYTES
 from octavo.storage.codec import CODECS
+from octavo.units import parse_count
 
 SPEC = KVCacheSpec.build((LayerKVSpec(1, 8, 8),), 16, "float32")
 

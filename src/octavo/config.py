@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
+from octavo.config_tables import KVEventsConfig, SpeculativeConfig
 from octavo.errors import ConfigError
 from octavo.kv_budget import KVBudget
-from octavo.option import MILLISECONDS, SECONDS, Options, Unit, check_address, json_object, option, options_of
+from octavo.option import Options, check_address, json_object, option, options_of
 from octavo.request_limits import DEFAULT_LIMITS, RequestLimits
-from octavo.speculative_config import SpeculativeConfig
+from octavo.units import BYTES, MILLISECONDS, SECONDS, SWAP_BYTES
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_EVICTION_POLICY: Literal["adaptive"] = "adaptive"
@@ -40,52 +40,6 @@ STAGING_MEMORY = 256 << 20
 
 _LONGEST_TTL = 10 * 365 * 86400
 _SHORTEST_SECRET = 16
-# A bare number below this is in GiB, as in vLLM, and not in bytes.
-_SMALLEST_SWAP = 1024
-
-
-_UNITS = {"": 1, "B": 1}
-for _power, _letter in enumerate("KMGT", start=1):
-    _UNITS[_letter + "B"] = 1000**_power
-    _UNITS[_letter + "IB"] = _UNITS[_letter] = 1024**_power
-
-
-def parse_bytes(text: str) -> int:
-    """Parse a size: '2GiB' -> 2147483648, '2GB' -> 2000000000, '2G' -> 2147483648, '123' -> 123.
-
-    Raises:
-        ConfigError: the text is not a number with an optional unit of B, K, M, G, T, KB … TB, KiB … TiB.
-    """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
-    unit = match and _UNITS.get(match[2].upper())
-    if not match or not unit:
-        raise ConfigError(f"cannot read {text!r} as a number of bytes: write 2147483648, 2GiB or 2GB")
-    return int(float(match[1]) * unit)
-
-
-def format_bytes(count: float) -> str:
-    """Format a size: 2147483648 -> '2.00 GiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    raise AssertionError("unreachable")
-
-
-def _read_bytes(size: int | str) -> int:
-    return parse_bytes(size) if isinstance(size, str) else size
-
-
-def _read_swap(size: int | str) -> int:
-    """Read swap space: '4' -> 4 GiB, as in vLLM; with a unit, or 1024 and above, a number of bytes."""
-    if isinstance(size, str) and not re.fullmatch(r"\s*[0-9]+(\.[0-9]+)?\s*", size):
-        return parse_bytes(size)
-    number = float(size)
-    return int(number * 2**30) if 0 < number < _SMALLEST_SWAP else int(number)
-
-
-BYTES = Unit("SIZE", "a number of bytes, such as 2GiB", _read_bytes)
-SWAP_BYTES = Unit("SIZE", "a number of bytes, such as 2GiB", _read_swap)
 
 
 def checked_kv_cache_dtype(name: str) -> str:
@@ -113,21 +67,6 @@ def _read_overrides(given: str | dict[str, Any]) -> str:
         return json.dumps(json_object(given, "hf_overrides"), sort_keys=True)
     except TypeError as error:
         raise ConfigError(f"hf_overrides must be a JSON object: {error}") from error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVEventsConfig(Options):
-    """The entries of `kv_events_config`, with vLLM's names; unlike vLLM's, the default endpoint is closed to others."""
-
-    enable_kv_cache_events: bool = option(False, "whether to publish at all")
-    publisher: Literal["zmq", "null"] = option("zmq", "zmq: over ZeroMQ; null: not at all")
-    endpoint: str = option("tcp://127.0.0.1:5557", "address of the PUB socket")
-    replay_endpoint: str | None = option(None, "address of the ROUTER socket that sends batches again")
-    buffer_steps: int = option(10_000, "batches kept to be sent again", least=1)
-    hwm: int = option(100_000, "messages that may wait for one reader before it misses some", least=1)
-    max_queue_size: int = option(100_000, "steps that may wait to be sent", least=1)
-    topic: str = option("", "first frame of every message")
-    format: Literal["array", "map"] = option("array", "how events are encoded: as vLLM's releases do, or by name")
 
 
 # vLLM's names.

@@ -13,7 +13,6 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, cached_property
@@ -23,30 +22,11 @@ from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from octavo.errors import ConfigError, shown
+from octavo.units import Unit, parse_count
 
 HIDDEN = "(hidden)"
 NONE = "none"
 _SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """The unit of an option's number.
-
-    Attributes:
-        metavar: name of the value in `--help`.
-        words: what an error calls a value, such as "a number of seconds".
-        read: converts a number, or a text such as "2GiB", to the unit; None if only numbers are accepted. The option's
-            type is that of the number, which a checked instance holds.
-    """
-
-    metavar: str
-    words: str
-    read: Callable[[int | str], int] | None = None
-
-
-SECONDS = Unit("SECONDS", "a number of seconds")
-MILLISECONDS = Unit("MS", "a number of milliseconds")
 
 
 def option(default: Any, help: str, **declared: Any) -> Any:
@@ -375,24 +355,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if found := difflib.get_close_matches(name[:80], names, n=1, cutoff=0.6):
         return f"; did you mean {found[0]}?"
     return f"; known: {', '.join(names)}"
-
-
-_COUNT_UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
-
-
-def parse_count(text: str) -> int:
-    """Parse a count as in vLLM: '4096' -> 4096, '4k' -> 4000, '4K' -> 4096, '25.6k' -> 25600.
-
-    Raises:
-        ValueError: the text is not such a number, or not a whole one.
-    """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)([kKmMgG])\s*", text)
-    if match is None:
-        return int(text)
-    whole, rest = divmod(round(float(match[1]) * _COUNT_UNITS[match[2]], 6), 1)
-    if rest:
-        raise ValueError(f"{text!r} is not a whole number")
-    return int(whole)
 
 
 _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}

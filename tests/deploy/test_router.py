@@ -11,7 +11,8 @@ import yaml
 from octavo.cli import build_parser
 from octavo.cluster.config import RouterConfig
 from octavo.commands.options import engine_options, given_options
-from octavo.config import EngineConfig, KVEventsConfig
+from octavo.config import EngineConfig
+from octavo.config_tables import KVEventsConfig
 from tests.deploy.files import DEPLOY, load
 
 MANIFESTS = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "octavo.yml").read_text()))

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from octavo.config import EngineConfig, KVEventsConfig
+from octavo.config import EngineConfig
+from octavo.config_tables import KVEventsConfig
 from octavo.engine.kv_events import KVEventPublisher, encoded_event
 from octavo.errors import ConfigError
 from octavo.kvcache.events import BlocksRemoved, BlocksStored, Event

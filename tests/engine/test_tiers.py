@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from octavo.config import EngineConfig, format_bytes
+from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.spec import eviction_bytes
 from octavo.request import Request, RequestContext
 from octavo.sampling_params import SamplingParams
 from octavo.tiers.base import Reason
+from octavo.units import format_bytes
 from tests.conftest import MakeLLM, runner_of
 from tests.engine.test_same_tokens import alone, assert_same, workload
 from tests.engine.test_swapping import block_bytes, tight

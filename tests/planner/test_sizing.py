@@ -11,7 +11,7 @@ import torch
 
 from octavo.cli import build_parser
 from octavo.commands.options import engine_options
-from octavo.config import EngineConfig, parse_bytes
+from octavo.config import EngineConfig
 from octavo.engine.builder import build_engine
 from octavo.errors import ConfigError
 from octavo.kvcache.spec import eviction_bytes
@@ -22,6 +22,7 @@ from octavo.planner.sizing import Sizing, serve_command
 from octavo.planner.sources import find_shape
 from octavo.sampling_params import SamplingParams
 from octavo.tiers.slabs import INDEX_BYTES, most_slots
+from octavo.units import parse_bytes
 from tests.conftest import runner_of
 from tests.models.tiny import write_hf_model
 

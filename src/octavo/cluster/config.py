@@ -9,7 +9,8 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from octavo.errors import ConfigError, shown
-from octavo.option import SECONDS, Options, check_address, option
+from octavo.option import Options, check_address, option
+from octavo.units import SECONDS
 
 _workers = partial(option, group="workers (docs/operate/route.md)")
 _choice = partial(option, group="choice of a server")

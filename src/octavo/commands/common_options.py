@@ -6,7 +6,7 @@ import argparse
 from typing import Literal
 
 from octavo.config import MOST_THREADS
-from octavo.option import parse_count
+from octavo.units import parse_count
 
 
 def add_json_option(parser: argparse.ArgumentParser, instead_of: str = "a table") -> None:

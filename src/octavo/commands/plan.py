@@ -10,9 +10,10 @@ from typing import Any
 
 from octavo.commands.common_options import add_json_option
 from octavo.commands.options import add_options, given_options
-from octavo.config import DEFAULT_MODEL, format_bytes
+from octavo.config import DEFAULT_MODEL
 from octavo.errors import ConfigError
 from octavo.planner.deployment import PlanOptions
+from octavo.units import format_bytes
 
 DESCRIPTION = """\
 Compute the memory that a model needs for a workload (weights, activations and KV cache, by the code that allocates

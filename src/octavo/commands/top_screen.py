@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.segment import SegmentLines
 from rich.text import Text
 
-from octavo.config import format_bytes
+from octavo.units import format_bytes
 
 # Period in seconds over which rates and percentiles are computed.
 _WINDOW_S = 5.0

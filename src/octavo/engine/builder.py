@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from octavo import kernels
 from octavo.checkpoint.model_source import ModelSource, load_model_config, model_fingerprint, model_of
-from octavo.config import EngineConfig, format_bytes
+from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.kv_events import KVEventPublisher, NullPublisher
@@ -31,6 +31,7 @@ from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.waiting import Fetching
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tokenizer_loading import begin_loading, load_tokenizer
+from octavo.units import format_bytes
 
 logger = logging.getLogger(__name__)
 

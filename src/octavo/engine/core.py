@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from octavo.config import format_bytes
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.inspection import kv_report, limits_in_bytes, tiers_report
 from octavo.engine.kv_events import NullPublisher
@@ -38,6 +37,7 @@ from octavo.scheduler.kv_limits import KVLimits
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
 from octavo.scheduler.plan_log import PlanLog
 from octavo.tiers.lower import LowerTiers
+from octavo.units import format_bytes
 
 if TYPE_CHECKING:  # they import torch, which a server does later
     from octavo.runner.runner import Collect, ModelRunner

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from octavo.config import KVEventsConfig
+from octavo.config_tables import KVEventsConfig
 from octavo.errors import ConfigError, how_to_install
 from octavo.kvcache.events import BlocksStored, CacheSnapshot, Event, KVEventLog
 

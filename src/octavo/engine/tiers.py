@@ -11,7 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from octavo import kernels
-from octavo.config import EngineConfig, format_bytes
+from octavo.config import EngineConfig
 from octavo.errors import ConfigError, how_to_install
 from octavo.kvcache.eviction import make_eviction_policy
 from octavo.kvcache.manager import KVCacheManager
@@ -21,6 +21,7 @@ from octavo.tiers.base import LAYOUT_VERSION, Medium
 from octavo.tiers.host import HostTier
 from octavo.tiers.lower import LowerTiers
 from octavo.tiers.store import MOST_WRITE_BYTES, Store
+from octavo.units import format_bytes
 
 logger = logging.getLogger(__name__)
 

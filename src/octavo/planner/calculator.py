@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from octavo.config import DEFAULT_EVICTION_POLICY, EngineConfig, format_bytes
+from octavo.config import DEFAULT_EVICTION_POLICY, EngineConfig
 from octavo.errors import ConfigError
 from octavo.kv_budget import KVBudget
 from octavo.kvcache.formats import KV_FORMATS, needs_copies
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec, eviction_bytes
 from octavo.kvcache.splits import SPLIT, max_splits, partial_bytes
 from octavo.planner.model_shape import ModelShape
+from octavo.units import format_bytes
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of one weight or activation. Cache sizes are in `kvcache/formats.py`."""

@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any, Literal
 
 from octavo.checkpoint.share import Share
-from octavo.config import BYTES, EngineConfig, format_bytes
+from octavo.config import EngineConfig
+from octavo.config_tables import SpeculativeConfig
 from octavo.errors import ConfigError
 from octavo.kv_budget import KVBudget
 from octavo.kvcache.formats import KV_FORMATS
@@ -29,7 +30,7 @@ from octavo.planner.draft_memory import DraftMemory, draft_memory
 from octavo.planner.machine import CPU_MEMORY_SHARE
 from octavo.planner.model_shape import ModelShape, divide, even_groups
 from octavo.planner.sizing import Sizing
-from octavo.speculative_config import SpeculativeConfig
+from octavo.units import BYTES, format_bytes
 
 _DEFAULT_MAX_NUM_SEQS = 256
 _UNLIMITED = 1 << 62

@@ -8,7 +8,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from octavo.config import ALLOWED_CPUS, MOST_THREADS, parse_bytes
+from octavo.config import ALLOWED_CPUS, MOST_THREADS
+from octavo.units import parse_bytes
 
 # Most of the RAM that the weights leave which the KV cache takes by itself. Pages are taken only as blocks are first
 # written.

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from octavo.config import EngineConfig, format_bytes
+from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kvcache.spec import KVCacheSpec, eviction_bytes
 from octavo.option import options_of
@@ -25,6 +25,7 @@ from octavo.planner.calculator import (
     weight_bytes,
 )
 from octavo.planner.model_shape import ModelShape, layers_of_rank
+from octavo.units import format_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from functools import partial
 from math import inf
 from typing import Literal
 
-from octavo.config import BYTES
 from octavo.dialect.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from octavo.errors import ConfigError, shown
-from octavo.option import SECONDS, Options, option
+from octavo.option import Options, option
 from octavo.server.keys import check_key
+from octavo.units import BYTES, SECONDS
 
 API_KEY_VARIABLE = "OCTAVO_API_KEY"
 ADMIN_KEY_VARIABLE = "OCTAVO_ADMIN_KEY"

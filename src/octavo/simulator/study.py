@@ -9,7 +9,7 @@ from typing import Any
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.option import options_of, parse_count
+from octavo.option import options_of
 from octavo.simulator.questions import (
     Demand,
     Targets,
@@ -22,6 +22,7 @@ from octavo.simulator.questions import (
 )
 from octavo.simulator.setup import Plan
 from octavo.simulator.simulation import Results
+from octavo.units import parse_count
 
 Variant = tuple[dict[str, Any], Plan]
 """The swept options' values, and the server with them."""

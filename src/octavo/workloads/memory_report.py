@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from octavo.config import format_bytes
 from octavo.errors import ConfigError, how_to_install
+from octavo.units import format_bytes
 from octavo.workloads import memory_codecs
 from octavo.workloads.memory_block_sizes import CONTIGUOUS, BlockSize, CacheBudget, Played
 from octavo.workloads.report import show

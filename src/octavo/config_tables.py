@@ -1,4 +1,4 @@
-"""The entries of `speculative_config`."""
+"""The options of an engine that are tables of options themselves."""
 
 from __future__ import annotations
 
@@ -33,3 +33,18 @@ class SpeculativeConfig(Options):
             raise ConfigError(
                 f"prompt_lookup_min is {self.prompt_lookup_min}, but prompt_lookup_max is {self.prompt_lookup_max}"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVEventsConfig(Options):
+    """The entries of `kv_events_config`, with vLLM's names; unlike vLLM's, the default endpoint is closed to others."""
+
+    enable_kv_cache_events: bool = option(False, "whether to publish at all")
+    publisher: Literal["zmq", "null"] = option("zmq", "zmq: over ZeroMQ; null: not at all")
+    endpoint: str = option("tcp://127.0.0.1:5557", "address of the PUB socket")
+    replay_endpoint: str | None = option(None, "address of the ROUTER socket that sends batches again")
+    buffer_steps: int = option(10_000, "batches kept to be sent again", least=1)
+    hwm: int = option(100_000, "messages that may wait for one reader before it misses some", least=1)
+    max_queue_size: int = option(100_000, "steps that may wait to be sent", least=1)
+    topic: str = option("", "first frame of every message")
+    format: Literal["array", "map"] = option("array", "how events are encoded: as vLLM's releases do, or by name")
