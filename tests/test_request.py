@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from octavo.request import Request, RequestId, Sequence, SequenceStatus, TokenLogprobs, TopLogprobs
+from octavo.logprobs import TokenLogprobs, TopLogprobs
+from octavo.request import Request, RequestId, Sequence, SequenceStatus
 from octavo.sampling_params import SamplingParams
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from octavo.engine import async_engine
-from octavo.engine.async_engine import DELIVERED_AT_ONCE, AsyncEngine, Stream
+from octavo.engine.async_engine import DELIVERED_AT_ONCE, AsyncEngine
 from octavo.engine.core import EngineCore
-from octavo.engine.outputs import STEP_FAILED, Ended, OutputKind, RequestOutput, StepNews
+from octavo.engine.outputs import STEP_FAILED, Ended, OutputKind, RequestOutput, StepNews, Stream
 from octavo.errors import ContextLengthError, EngineDeadError, RequestError, UnreadError
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.request import DEFAULT_CONTEXT, FinishReason, Request, RequestContext, RequestId, Sequence
@@ -391,13 +391,13 @@ async def test_an_engine_that_was_never_started_says_so(core: EngineCore) -> Non
 
 async def test_a_stop_is_never_missed(core: EngineCore) -> None:
     """The stop may fall anywhere in the loop of the engine's thread: before, in, or after it looks for work."""
-    core.runner.close = lambda: None  # each round starts an engine with the same core
-    for delay in range(40):
-        async with started(core) as engine:
-            await collect(engine, PROMPT, tokens(1))
-            await asyncio.sleep(delay * 2e-5)
-            async with asyncio.timeout(60):
-                await engine.shutdown(0)
+    with core._resources.pop_all():  # each round starts an engine with the same core
+        for delay in range(40):
+            async with started(core) as engine:
+                await collect(engine, PROMPT, tokens(1))
+                await asyncio.sleep(delay * 2e-5)
+                async with asyncio.timeout(60):
+                    await engine.shutdown(0)
 
 
 def expect(engine: AsyncEngine, count: int) -> dict[RequestId, tuple[Sequence, Stream]]:
@@ -406,7 +406,7 @@ def expect(engine: AsyncEngine, count: int) -> dict[RequestId, tuple[Sequence, S
     for _ in range(count):
         request = engine.core.inputs.make(PROMPT, tokens(9))
         engine.core.outputs.add(request, None, OutputKind.DELTA)
-        stream = engine._open(request.request_id)
+        stream = engine._streams[request.request_id] = Stream()
         expected[request.request_id] = (request.sequences[0], stream)
     return expected
 
@@ -430,7 +430,8 @@ async def test_requests_that_end_are_told_so_a_few_sequences_at_a_time(core: Eng
         wide = [core.inputs.make(PROMPT, tokens(9, n=DELIVERED_AT_ONCE)) for _ in range(3)]
         for request in wide:
             core.outputs.add(request, None, OutputKind.FINAL)
-        streams = [engine._open(request.request_id) for request in wide]
+        streams = [Stream() for _ in wide]
+        engine._streams |= {request.request_id: stream for request, stream in zip(wide, streams, strict=True)}
         engine._deliver(StepNews(ended=[Ended(request) for request in wide]))
         assert [stream.qsize() for stream in streams] == [1, 0, 0]
         await until(lambda: all(stream.qsize() for stream in streams))

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from octavo.kvcache.block import BlockState
+from octavo.logprobs import TokenLogprobs
 from octavo.planner.roofline import StepTimes
-from octavo.request import PinRequest, Request, Sequence, SequenceStatus, TokenLogprobs
+from octavo.request import PinRequest, Request, Sequence, SequenceStatus
 from octavo.scheduler.lifecycle import SchedulerConfig
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
 from octavo.scheduler.policy import Policy

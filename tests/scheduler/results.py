@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from octavo.request import TokenLogprobs
+from octavo.logprobs import TokenLogprobs
 from octavo.scheduler.plan import Candidate, StepResult
 
 

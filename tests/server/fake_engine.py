@@ -14,9 +14,10 @@ from octavo.engine.inspection import EngineInfo, limits_in_bytes
 from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
 from octavo.errors import CapacityError, ContextLengthError, EngineDeadError, RequestError
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
+from octavo.logprobs import TokenLogprobs
 from octavo.observe.stats import EngineStats
 from octavo.pooling import Pooling
-from octavo.request import DEFAULT_CONTEXT, FinishReason, RequestContext, RequestId, TokenLogprobs
+from octavo.request import DEFAULT_CONTEXT, FinishReason, RequestContext, RequestId
 from octavo.request_limits import DEFAULT_LIMITS, RequestLimits
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.kv_limits import KVAmounts, KVLimits, resolve_limits

@@ -20,7 +20,7 @@ from octavo.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from octavo.engine.outputs import CompletionOutput, RequestOutput
     from octavo.llm import LLM
-    from octavo.request import TokenLogprobs
+    from octavo.logprobs import TokenLogprobs
 
 # The engine's --seed and --kv-budget apply to every request without its own; second flags would only confuse.
 _OMITTED = ("seed", "kv_budget")

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import Prompt
-from octavo.engine.outputs import Ended, OutputKind, RequestOutput, StepNews
+from octavo.engine.outputs import Ended, OutputKind, RequestOutput, StepNews, Stream
 from octavo.engine.turns import GrammarQueue, TenantThreads
 from octavo.engine.watchdog import Watchdog
 from octavo.errors import CacheError, EngineDeadError, OctavoError, RequestError, RequestFailedError, UnreadError
@@ -55,37 +55,6 @@ DELIVERED_AT_ONCE = 64
 MAX_UNREAD = 262_144
 
 _T = TypeVar("_T")
-
-
-class Stream(asyncio.Queue["RequestOutput | OctavoError"]):
-    """The queue of one request's outputs for its caller.
-
-    Attributes:
-        unread: unread tokens and alternatives in the queue.
-    """
-
-    unread = 0
-
-    def hand_over(self, output: RequestOutput) -> None:
-        self.unread += _num_objects(output)
-        self.put_nowait(output)
-
-    async def next(self) -> RequestOutput:
-        """Return the next output; raises if an error was queued instead."""
-        output = await self.get()
-        if isinstance(output, OctavoError):
-            raise output
-        self.unread -= _num_objects(output)
-        return output
-
-
-def _num_objects(output: RequestOutput) -> int:
-    count = 0
-    for completion in output.outputs:
-        count += 1 + len(completion.token_ids)
-        if completion.logprobs:
-            count += sum(len(entry.top) for entry in completion.logprobs)
-    return count
 
 
 class AsyncEngine:
@@ -390,7 +359,7 @@ class AsyncEngine:
         if not news:
             self._undelivered.popleft()
         outputs = self.core.outputs.process(some)
-        _let_go(some, outputs)
+        some.let_go(outputs)
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if output.finished:
@@ -426,17 +395,3 @@ class AsyncEngine:
         for answer in list(self._answers):
             if not answer.done():
                 answer.set_exception(error)
-
-
-def _let_go(news: StepNews, outputs: list[RequestOutput]) -> None:
-    """Break the reference cycles between ended requests and their sequences.
-
-    Otherwise only a full garbage collection would free them, and a busy server defers it.
-    """
-    finished = {output.request_id for output in outputs if output.finished and output.error is None}
-    for update in news.updates:
-        request = update.seq.request
-        if request.request_id in finished:
-            request.sequences.clear()
-    for ended in news.ended:
-        ended.request.sequences.clear()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from octavo.request import CacheReport, FinishReason, PinReceipt, Request, RequestId, TokenIdSeq, TokenLogprobs
+from octavo.errors import OctavoError
+from octavo.logprobs import TokenLogprobs
+from octavo.request import CacheReport, FinishReason, PinReceipt, Request, RequestId, TokenIdSeq
 from octavo.scheduler.plan import SequenceUpdate
 
 UNUSABLE_LOGITS = "unusable_logits"
@@ -97,6 +101,37 @@ class RequestOutput:
         return list(self.prompt_ids)
 
 
+class Stream(asyncio.Queue["RequestOutput | OctavoError"]):
+    """The queue of one request's outputs for its caller.
+
+    Attributes:
+        unread: unread tokens and alternatives in the queue.
+    """
+
+    unread = 0
+
+    def hand_over(self, output: RequestOutput) -> None:
+        self.unread += _num_objects(output)
+        self.put_nowait(output)
+
+    async def next(self) -> RequestOutput:
+        """Return the next output; raises if an error was queued instead."""
+        output = await self.get()
+        if isinstance(output, OctavoError):
+            raise output
+        self.unread -= _num_objects(output)
+        return output
+
+
+def _num_objects(output: RequestOutput) -> int:
+    count = 0
+    for completion in output.outputs:
+        count += 1 + len(completion.token_ids)
+        if completion.logprobs:
+            count += sum(len(entry.top) for entry in completion.logprobs)
+    return count
+
+
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
     """One prompt's embedding: a unit vector of `hidden_size` numbers."""
@@ -154,3 +189,13 @@ class StepNews:
             count += 1
         ended_first, self.ended = self.ended[:count], self.ended[count:]
         return StepNews(updates, ended_first)
+
+    def let_go(self, outputs: Iterable[RequestOutput]) -> None:
+        """Break the reference cycles between the requests that have ended with these outputs and their sequences.
+
+        Otherwise only a full garbage collection would free them, and a busy server defers it.
+        """
+        finished = {output.request_id for output in outputs if output.finished and output.error is None}
+        requests = [update.seq.request for update in self.updates if update.seq.request.request_id in finished]
+        for request in (*requests, *(ended.request for ended in self.ended)):
+            request.sequences.clear()

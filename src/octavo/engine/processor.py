@@ -19,7 +19,8 @@ from octavo.engine.outputs import (
     RequestTimes,
     StepNews,
 )
-from octavo.request import FinishReason, Request, RequestId, Sequence, TokenLogprobs
+from octavo.logprobs import TokenLogprobs
+from octavo.request import FinishReason, Request, RequestId, Sequence
 from octavo.scheduler.plan import SequenceUpdate
 from octavo.text.detokenizer import IncrementalDetokenizer
 from octavo.text.tokenizer import Tokenizer
@@ -178,8 +179,7 @@ class OutputProcessor:
             if tracked is None:
                 continue
             try:
-                tracked.completions[update.seq.index].take_in(update)
-                tracked.num_open -= update.finish_reason is not None
+                self._take_in(tracked, update)
             except Exception as error:
                 outputs.append(self._fail(tracked, error))
             else:
@@ -208,6 +208,10 @@ class OutputProcessor:
         if self._tokenizer is None or not request.params.detokenize or request.params.stop:
             return None
         return IncrementalDetokenizer(self._tokenizer, request.prompt_token_ids, request.params)
+
+    def _take_in(self, tracked: _Tracked, update: SequenceUpdate) -> None:
+        tracked.completions[update.seq.index].take_in(update)
+        tracked.num_open -= update.finish_reason is not None
 
     def _output(self, tracked: _Tracked) -> RequestOutput | None:
         request, finished = tracked.request, not tracked.num_open

@@ -15,10 +15,10 @@ from octavo.attention.base import AttentionBackend
 from octavo.attention.reference import ReferenceAttention
 from octavo.errors import ExecutorError
 from octavo.grammar.compiler import GrammarCompiler
+from octavo.logprobs import TokenLogprobs
 from octavo.models.base import CausalLM, LaterRows
 from octavo.models.decoder import Decoder
 from octavo.planner.calculator import scored_rows
-from octavo.request import TokenLogprobs
 from octavo.runner.batch import BatchBuilder, StepBatch
 from octavo.runner.graphs import Capture, DecodeGraphs
 from octavo.runner.ranks import RankGroup

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from octavo import kernels
-from octavo.request import TokenLogprobs, TopLogprobs
+from octavo.logprobs import TokenLogprobs, TopLogprobs
 from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.draw import draw, largest
 from octavo.sampling.masks import Words, mask

@@ -23,7 +23,7 @@ import torch
 
 from octavo import kernels
 from octavo.errors import LogitsError
-from octavo.request import TokenLogprobs, TopLogprobs
+from octavo.logprobs import TokenLogprobs, TopLogprobs
 from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.choice import Choice, DrawRows, NativeChoice, look_at, with_limits
 from octavo.sampling.penalties import adjust

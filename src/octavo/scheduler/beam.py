@@ -20,7 +20,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import count
 
-from octavo.request import FinishReason, Request, Sequence, TokenLogprobs
+from octavo.logprobs import TokenLogprobs
+from octavo.request import FinishReason, Request, Sequence
 from octavo.scheduler.lifecycle import Lifecycle
 from octavo.scheduler.plan import Candidate, SequenceUpdate, StepResult
 

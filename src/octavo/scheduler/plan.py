@@ -35,7 +35,8 @@ from typing import NamedTuple
 
 from octavo.kvcache.attended import Mass
 from octavo.kvcache.block import BlockCopy, BlockId, BlockTransfer, Places
-from octavo.request import FinishReason, RequestId, Sequence, SequenceId, TokenLogprobs
+from octavo.logprobs import TokenLogprobs
+from octavo.request import FinishReason, RequestId, Sequence, SequenceId
 from octavo.sampling_params import SamplingParams
 
 DRAWN = -1

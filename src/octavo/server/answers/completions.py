@@ -10,7 +10,7 @@ from typing import Any
 
 from octavo.engine.outputs import CompletionOutput, RequestOutput
 from octavo.errors import RequestError
-from octavo.request import TokenLogprobs
+from octavo.logprobs import TokenLogprobs
 from octavo.server.answer_json import dumps, event, json_bytes, json_pieces
 from octavo.server.answers.generation import Answer, Job, OpenAIAnswer
 from octavo.server.answers.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs

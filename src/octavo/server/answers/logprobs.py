@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from octavo.request import TokenLogprobs
+from octavo.logprobs import TokenLogprobs
 from octavo.server.engine_client import EngineClient
 
 
