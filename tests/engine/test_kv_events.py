@@ -330,10 +330,12 @@ def test_a_configuration_that_cannot_be_is_refused(given: Any, message: str) -> 
 
 
 def test_nothing_is_published_unless_it_is_switched_on_as_in_vllm() -> None:
-    assert EngineConfig(kv_events_config="{}").kv_events is None
-    assert EngineConfig(kv_events_config={"enable_kv_cache_events": True, "publisher": "null"}).kv_events is None
+    assert EngineConfig.from_options({"kv_events_config": "{}"}).kv_events is None
+    assert (
+        EngineConfig(kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null")).kv_events is None
+    )
     with pytest.raises(ConfigError, match="enable_prefix_caching is off"):
-        EngineConfig(kv_events_config={"enable_kv_cache_events": True}, enable_prefix_caching=False)
+        EngineConfig(kv_events_config=KVEventsConfig(enable_kv_cache_events=True), enable_prefix_caching=False)
 
 
 def test_an_address_that_is_taken_is_an_error_with_the_address() -> None:

@@ -228,7 +228,7 @@ def test_auto_is_a_rank_for_each_numa_node_bound_to_its_cpus(tmp_path: Path, mon
     nodes = [frozenset(cpus[:1]), frozenset(cpus[-1:])]
     for module in ("loading", "runner_builder"):
         monkeypatch.setattr(f"octavo.engine.{module}.numa_nodes", lambda: nodes)
-    monkeypatch.setattr("octavo.engine.loading.usable_cores", lambda: 2)
+    monkeypatch.setattr("octavo.engine.model_loading.usable_cores", lambda: 2)
     write_hf_model(tmp_path, "Llama", **SIZES)
     with made(tmp_path, tensor_parallel_size="auto") as llm:
         group = runner_of(llm.core)._ranks

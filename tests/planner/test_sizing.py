@@ -111,7 +111,9 @@ def test_an_engine_that_is_refused_names_a_command_that_starts(
 
 
 def test_a_model_is_refused_before_its_weights_are_read(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.engine.loading.open_weights", lambda *args: pytest.fail("the weights were opened"))
+    monkeypatch.setattr(
+        "octavo.engine.model_loading.open_weights", lambda *args: pytest.fail("the weights were opened")
+    )
     monkeypatch.setenv(MEMORY_LIMIT_VARIABLE, "1MiB")
     with pytest.raises(ConfigError, match=r"1\.00 MiB are available"):
         build_engine(EngineConfig(model=tiny_model, device="cpu"))
