@@ -28,7 +28,9 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockTable, BlockTransfer, HostBlockId, new_table
+import numpy as np
+
+from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockTable, BlockTransfer, HostBlockId, as_array, new_table
 from octavo.kvcache.blocks import BlockRecords
 from octavo.kvcache.eviction.adaptive import GhostList
 from octavo.kvcache.hashing import Label, TokenChain, label_of, private_label
@@ -151,8 +153,7 @@ class CacheHierarchy:
     def hit(self, table: BlockTable) -> None:
         """Called when a request has found these blocks on the device."""
         if self._used_again is not None:
-            for block_id in table:
-                self._used_again[block_id] = 1
+            np.frombuffer(self._used_again, np.uint8)[as_array(table)] = 1
 
     def evicted(self, block_ids: Seq[BlockId]) -> None:
         """Called when cached blocks are evicted; their memory does not change before the next step."""

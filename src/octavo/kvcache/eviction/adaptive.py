@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.kvcache.block import BlockId, where
-from octavo.kvcache.eviction.policies import LruEviction, SomeBlocks, as_list
+from octavo.kvcache.eviction.policies import LruEviction, SomeBlocks
 from octavo.kvcache.hashing import PREFIX_BYTES, key_prefix
 from octavo.kvcache.key_index import LatestKeys
 
@@ -205,11 +205,18 @@ class AdaptiveEviction(LruEviction):
 
     def hit(self, block_ids: SomeBlocks, priority: int) -> None:
         kinds, stamps, now, rests = self._kinds, self._stamps, self._clock, list[int]()
-        for block_id in as_list(block_ids):
-            rests.append(2 * (now - stamps[block_id] & _STAMPS) - kinds[block_id])
-            now += 1
-            kinds[block_id], stamps[block_id] = _AGAIN, now & _STAMPS
-        self._clock = now
+        self._clock += len(block_ids)
+        if isinstance(block_ids, np.ndarray):
+            kinds_array, stamps_array = np.frombuffer(kinds, np.uint8), np.frombuffer(stamps, np.int32)
+            times = np.arange(now, self._clock)
+            if self._model is not None:
+                ages = times - stamps_array.take(block_ids) & _STAMPS
+                rests = (2 * ages - kinds_array.take(block_ids)).tolist()
+            kinds_array[block_ids], stamps_array[block_ids] = _AGAIN, times + 1 & _STAMPS
+        else:
+            for at, block_id in enumerate(block_ids, now):
+                rests.append(2 * (at - stamps[block_id] & _STAMPS) - kinds[block_id])
+                kinds[block_id], stamps[block_id] = _AGAIN, at + 1 & _STAMPS
         if self._model is not None:
             self._model.note_returned(rests)
 
