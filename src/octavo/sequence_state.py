@@ -13,10 +13,10 @@ from typing import Any
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """The blocks of one table that a running sequence holds and may still take.
+    """The blocks of each table that a running sequence holds and may still take.
 
     Attributes:
-        held: blocks it holds.
+        holding: its block tables, and the number of tokens that fit in those it does not share.
         base: blocks of the tokens it had when it was admitted.
         most: blocks of its prompt and its longest answer; the last token's key and value are never computed.
         kept: the most blocks that a group keeps; a longer table gives up as many as it takes. By number of blocks,
@@ -27,14 +27,13 @@ class Place:
             headroom.
         headroom: blocks that it must be able to grow by, up to `most`.
         bound: blocks it is bound to take, including siblings, as counted in `RunningSet.reserve`.
-        capacity: number of tokens that fit in blocks it does not share.
         publish_at: number of computed tokens from which they must be committed to the cache.
         more_from: number of computed tokens from which a drawn token needs more than being appended; 0 means always.
         ending_ids: tokens that may end it, which need more than being appended too.
         num_sent: entries of each of its block tables that the runner has as they are; -1 if it does not know it.
     """
 
-    held: int
+    holding: Any
     base: int
     most: int
     kept: Mapping[int, int]
@@ -42,7 +41,6 @@ class Place:
     siblings: int
     sibling_blocks: int
     headroom: int
-    capacity: int = 0
     bound: int = 0
     publish_at: int = 0
     more_from: int = 0

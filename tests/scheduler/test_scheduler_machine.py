@@ -97,8 +97,8 @@ def reserve_of(scheduler: Scheduler) -> int:
     running, total = scheduler.running, 0
     for seq in running.order:
         place, fresh = seq.state.placed, running._place(seq, seq.num_pending_siblings)
-        fresh.held, fresh.base, fresh.copies = len(scheduler.kv.tables(seq)[0]), place.base, place.copies
-        total += running._bound(fresh)
+        fresh.base, fresh.copies = place.base, place.copies
+        total += running._bound(fresh, len(scheduler.kv.tables(seq)[0]))
     return total
 
 

@@ -142,11 +142,11 @@ class StepComposer:
             place, num_known = seq.state.placed, seq.num_missing
             same_blocks = seq.tokens_until_eviction(seq.num_computed, self._kv.spec.block_size)
             tokens = tokens[: max(0, same_blocks - num_known)]
-            if seq.num_computed + num_known + len(tokens) > place.capacity:
+            if seq.num_computed + num_known + len(tokens) > place.holding.capacity:
                 if self._kv.extend(seq, num_known + len(tokens), self._tenants.room) is not None:
                     self._running.grew(seq)
                 else:
-                    tokens = tokens[: place.capacity - seq.num_computed - num_known]
+                    tokens = tokens[: place.holding.capacity - seq.num_computed - num_known]
             if tokens:
                 step.drafts[seq_id] = tokens
 
@@ -238,7 +238,7 @@ class StepComposer:
         running = SequenceStatus.RUNNING
         served, short = step.streams, False
         # Without a call for each of them, because this runs for every token of every stream.
-        full = [seq for seq in streams if (place := seq.state.place) and seq.num_computed >= place.capacity]
+        full = [seq for seq in streams if (place := seq.state.place) and seq.num_computed >= place.holding.capacity]
         if not full or self._kv.extend_all(full):
             for seq in full:
                 self._running.grew(seq)
@@ -247,7 +247,7 @@ class StepComposer:
         for seq in streams:
             if short and seq.status is not running:
                 continue
-            if seq.num_computed >= seq.state.placed.capacity and not self._extend(seq, 1, step):
+            if seq.num_computed >= seq.state.placed.holding.capacity and not self._extend(seq, 1, step):
                 short = True
                 if step.ahead or not self._take_from_those_behind(seq, step):
                     continue
@@ -345,9 +345,9 @@ class StepComposer:
         while True:
             if self._extend(seq, has + chunk, step):
                 return chunk
-            place = seq.state.placed
+            capacity = self._kv.holdings[seq].capacity
             blocks = self._tenants.room(seq) // len(self._kv.spec.groups)
-            fits = place.capacity + blocks * self._kv.spec.block_size - seq.num_computed - has
+            fits = capacity + blocks * self._kv.spec.block_size - seq.num_computed - has
             if 0 < fits < chunk and self._extend(seq, has + fits, step):
                 return fits
             if step.ahead:
@@ -364,7 +364,7 @@ class StepComposer:
     def _extend(self, seq: Sequence, num_tokens: int, step: PlannedStep) -> bool:
         """Allocate blocks for a running sequence's next tokens; False if there are too few."""
         kv, tenants = self._kv, self._tenants
-        if step.ahead and not seq.state.placed.capacity:
+        if step.ahead and not seq.state.placed.holding.capacity:
             return False  # it shares a block, which must be copied
         copies = kv.extend(seq, num_tokens, tenants.room)
         if copies is None and not step.ahead and tenants.restore_floor(seq.request.tenant):

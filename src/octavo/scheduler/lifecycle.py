@@ -153,7 +153,7 @@ class Lifecycle:
         if parent.status is SequenceStatus.RUNNING and self.num_free_places > 0:
             self.kv.fork(parent, child)
             child.status = SequenceStatus.RUNNING
-            self.running.fork(parent, child)
+            self.running.fork(child)
             self.builder.fork(parent, child)
         else:
             child.num_computed = 0
@@ -241,7 +241,7 @@ class Lifecycle:
         """Give back the blocks that a sequence took for drafted tokens that were not accepted."""
         if seq.status is SequenceStatus.RUNNING and self.kv.trim(seq):
             place = self.running.grew(seq)
-            place.num_sent = min(place.num_sent, place.held)
+            place.num_sent = min(place.num_sent, len(place.holding.tables[0]))
 
     def fail(self, request: Request, error: Exception) -> None:
         """End a request whose handling raised an exception; `take_failures` reports it."""

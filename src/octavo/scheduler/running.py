@@ -60,17 +60,12 @@ class RunningSet:
 
     def enter(self, seq: Sequence) -> None:
         """Add a sequence that has been given blocks."""
-        place = self._place(seq, seq.num_pending_siblings)
-        place.held = len(self._kv.tables(seq)[0])
-        place.capacity = place.held * self._size
-        self._enter(seq, place)
+        self._enter(seq, self._place(seq, seq.num_pending_siblings))
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Add `child`, which shares the blocks of the running `parent`; the first to write copies a partial block."""
-        place, of_parent = self._place(child, 0), parent.state.placed
-        place.held = of_parent.held
+    def fork(self, child: Sequence) -> None:
+        """Add a sequence that shares its parent's blocks; the first to write copies a partial block."""
+        place = self._place(child, 0)
         place.copies = int(child.num_computed % self._size > 0)
-        of_parent.capacity = place.capacity = 0
         self._enter(child, place)
 
     def leave(self, seq: Sequence) -> None:
@@ -91,8 +86,6 @@ class RunningSet:
     def grew(self, seq: Sequence) -> Place:
         """Account for new blocks of a sequence, or copies of shared ones."""
         place = seq.state.placed
-        place.held = len(self._kv.tables(seq)[0])
-        place.capacity = place.held * self._size
         place.copies = 0
         self._count(place)
         return place
@@ -108,13 +101,13 @@ class RunningSet:
     def reserve_with(self, newcomer: Sequence, num_tokens: int) -> int:
         """Return the reserve if a newcomer entered with blocks for its first `num_tokens` tokens."""
         place = self._place(newcomer, newcomer.num_pending_siblings)
-        place.held = -(-num_tokens // self._size)
-        return self.reserve + self._bound(place)
+        return self.reserve + self._bound(place, -(-num_tokens // self._size))
 
     def num_held(self, place: Place) -> int:
         """Return the blocks that a running sequence holds in all groups, but for those of a step's tokens that a window
         is about to slide past."""
-        return sum(min(place.held, most) * count for most, count in place.kept.items())
+        held = len(place.holding.tables[0])
+        return sum(min(held, most) * count for most, count in place.kept.items())
 
     def after(self, seq: Sequence) -> list[Sequence]:
         """Return a running sequence and those behind it, in order of service."""
@@ -143,17 +136,17 @@ class RunningSet:
         kept, budget = self._kept, seq.request.params.kv_budget
         if budget is not None:
             kept = Counter(self._kv.spec.most_blocks(budget, num_prompt))
-        return Place(0, base, most, kept, 0, siblings, sibling_blocks, headroom)
+        return Place(self._kv.holdings.get(seq), base, most, kept, 0, siblings, sibling_blocks, headroom)
 
-    def _bound(self, place: Place) -> int:
-        target = min(max(place.held, place.base) + place.headroom, place.most)
+    def _bound(self, place: Place, held: int) -> int:
+        target = min(max(held, place.base) + place.headroom, place.most)
         bound = 0
         for most, count in place.kept.items():
-            own = max(0, min(target, most) - min(place.held, most))
+            own = max(0, min(target, most) - min(held, most))
             bound += (own + place.copies + place.siblings * min(place.sibling_blocks, most)) * count
         return bound
 
     def _count(self, place: Place) -> None:
-        bound = self._bound(place)
+        bound = self._bound(place, len(place.holding.tables[0]))
         self.reserve += bound - place.bound
         place.bound = bound
