@@ -266,7 +266,10 @@ def _descendants(pid: int) -> list[int]:
 
 def table(results: dict[tuple[float, int, str], list[Result]]) -> str:
     lines = [
-        f"{this_machine.name()}; medians of {min(map(len, results.values()))} rounds.",
+        "# The HTTP side and the engine in one process and in two",
+        "",
+        f"`python -m benchmarks.processes {' '.join(sys.argv[1:])}`, {this_machine.name()}. Medians of "
+        f"{min(map(len, results.values()))} rounds.",
         "",
         "| step | streams | processes | tokens/s | p99 between tokens | beyond the step | memory | processor time |",
         "|---:|---:|---|---:|---:|---:|---:|---:|",

@@ -98,6 +98,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octavo.commands.bench.memory_run import run
+    from octavo.commands.bench.memory_comparison import run
 
     return run(args)

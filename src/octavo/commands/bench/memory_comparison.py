@@ -1,4 +1,4 @@
-"""The implementation of `octavo bench memory`, apart from its options so that `--help` imports little."""
+"""The comparisons of `octavo bench memory`, apart from its options so that `--help` imports little."""
 
 from __future__ import annotations
 
