@@ -66,21 +66,12 @@ class Refusal:
 
 
 @dataclass(eq=False, slots=True)
-class CachedPrefix:
-    """The length of a waiting sequence's cached prefix in tokens, and the version of the cache it was found in."""
-
-    version: int
-    num_tokens: int
-
-
-@dataclass(eq=False, slots=True)
 class SequenceState:
     """The scheduler's record of one sequence.
 
     Attributes:
         place: what it holds while it runs; None while it does not.
         refusal: why it was not admitted yet; None while it may be tried.
-        cached_prefix: how much of it is cached, where the order of admission depends on that.
         fetch: its blocks on the way from a store, or arrived, until it is admitted.
         is_held: whether it waits for a restart that lets it run.
         last_served: the turn in which it last had a token, while streams take turns.
@@ -91,7 +82,6 @@ class SequenceState:
 
     place: Place | None = None
     refusal: Refusal | None = None
-    cached_prefix: CachedPrefix | None = None
     fetch: Any = None
     is_held: bool = False
     last_served: int = 0

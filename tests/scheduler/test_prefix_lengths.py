@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence
-from octavo.scheduler.waiting import prefix_length
 from tests.kvcache.caches import make_manager, make_request
 
 SIZE = 4
@@ -34,16 +32,15 @@ def waiting(tokens: list[int]) -> Sequence:
 def test_a_prefix_is_looked_up_again_only_where_it_became_longer_or_shorter(prefix_cache: str) -> None:
     kv = make_manager(num_blocks=64, block_size=SIZE, prefix_cache=prefix_cache)
     seqs = [waiting([*range(20), 100 + i]) for i in range(8)]
-    prefixes = partial(prefix_length, kv)
-    assert [prefixes(seq) for seq in seqs] == [0] * 8
+    assert [kv.cached_length(seq) for seq in seqs] == [0] * 8
     with patch.object(kv, "match", side_effect=kv.match) as match:
         compute(kv, [900 + i for i in range(12)])
-        assert [prefixes(seq) for seq in seqs] == [0] * 8
+        assert [kv.cached_length(seq) for seq in seqs] == [0] * 8
         assert match.call_count == 1  # of the one that was computed
         compute(kv, list(range(12)))
-        assert [prefixes(seq) for seq in seqs] == [12] * 8
+        assert [kv.cached_length(seq) for seq in seqs] == [12] * 8
         kv.reset_prefix_cache()
-        assert [prefixes(seq) for seq in seqs] == [0] * 8
+        assert [kv.cached_length(seq) for seq in seqs] == [0] * 8
 
 
 @pytest.mark.parametrize("prefix_cache", ["hashed", "radix"])
@@ -58,8 +55,7 @@ def test_the_remembered_length_is_what_the_cache_has(
     # Few blocks, so that what was cached is evicted.
     kv = make_manager(num_blocks=12, block_size=SIZE, prefix_cache=prefix_cache)
     seqs = [waiting([1000 * kind + i for i in range(length)]) for kind, length in line]
-    prefixes = partial(prefix_length, kv)
     for kind, length, ask in computed:
         compute(kv, [1000 * kind + i for i in range(length)])
         if ask:
-            assert [prefixes(seq) for seq in seqs] == [kv.match(seq).num_tokens for seq in seqs]
+            assert [kv.cached_length(seq) for seq in seqs] == [kv.match(seq).num_tokens for seq in seqs]

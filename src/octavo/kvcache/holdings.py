@@ -68,6 +68,8 @@ class Holding:
         retained: what each group keeps; empty if all groups keep everything.
         num_published: full blocks offered to the prefix cache so far.
         capacity: tokens for which the tables have unshared blocks; the sequence may grow to this length without more.
+        cached_length, cached_at: tokens of a waiting sequence that are cached, where the order of admission depends on
+            that, and the number of changes of the cache until then; -1 if it was not looked up.
     """
 
     tables: list[BlockTable]
@@ -75,6 +77,8 @@ class Holding:
     retained: Seq[Retention]
     num_published: int = 0
     capacity: int = 0
+    cached_length: int = 0
+    cached_at: int = -1
 
     def fork(self) -> Holding:
         """Return a holding of the same blocks; the next write of either must check whether its block is shared."""

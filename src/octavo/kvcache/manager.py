@@ -129,15 +129,20 @@ class KVCacheManager:
         """
         return self.hierarchy.match(seq, *self.holdings.matchable(seq))
 
-    def match_on_device(self, seq: Sequence) -> PrefixHit:
-        """Return the longest prefix of a sequence that the device has, up to `_COMPARED_BLOCKS`."""
-        chain, most = self.holdings.matchable(seq)
-        return self.prefix_cache.longest(chain, min(most, _COMPARED_BLOCKS))
+    def cached_length(self, seq: Sequence) -> int:
+        """Return the number of tokens, up to `_COMPARED_BLOCKS`, at a waiting sequence's beginning that the device has.
 
-    def still_matches(self, seq: Sequence, num_tokens: int) -> bool:
-        """Whether `match_on_device` most probably still finds `num_tokens` tokens; two look-ups per group."""
-        chain, most = self.holdings.matchable(seq)
-        return self.prefix_cache.ends_at(chain, num_tokens // self.spec.block_size, min(most, _COMPARED_BLOCKS))
+        The first look-up takes time proportional to the length of the prefix. The result holds until a block is
+        published or evicted, and then two look-ups per group show whether the prefix still ends at the same token.
+        """
+        (chain, most), holding, size = self.holdings.matchable(seq), self.holdings[seq], self.spec.block_size
+        version, most = self.pool.num_published_ever + self.evicted.count, min(most, _COMPARED_BLOCKS)
+        known, length = holding.cached_at, holding.cached_length
+        if known != version:
+            holding.cached_at = version
+            if known < 0 or not self.prefix_cache.ends_at(chain, length // size, most):
+                holding.cached_length = self.prefix_cache.longest(chain, most).num_tokens
+        return holding.cached_length
 
     def tokens_after(self, seq: Sequence, most: int) -> tuple[int, ...]:
         """Return at most `most` tokens that followed all tokens of a running sequence before, as far as is cached."""
@@ -146,11 +151,6 @@ class KVCacheManager:
         chain, size = self.holdings[seq].chain, self.spec.block_size
         chain.grow(seq.num_tokens, seq.tokens)
         return self.prefix_cache.tokens_after(chain, seq.tokens(len(chain) * size, seq.num_tokens), most)
-
-    @property
-    def version(self) -> int:
-        """A number that changes with every block published or evicted; meanwhile `match_on_device` finds the same."""
-        return self.pool.num_published_ever + self.evicted.count
 
     def bytes_by_state(self) -> dict[BlockState, int]:
         """Return the bytes of the pool's blocks by state, without the null block. O(1)."""
@@ -202,7 +202,7 @@ class KVCacheManager:
             if table:
                 pool.acquire(table, tenant, hit_by=seq.request.priority)
                 self.hierarchy.hit(table)
-        holding.tables = [table[:] for table in hit.tables]
+        holding.tables, holding.cached_at = [table[:] for table in hit.tables], -1
         self.hierarchy.load(seq, holding.tables, hit, pool)
         # Loaded blocks are published together with those that the step computes.
         covered = hit.num_tokens // self.spec.block_size

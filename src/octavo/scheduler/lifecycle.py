@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceStatus
@@ -22,7 +21,7 @@ from octavo.scheduler.plan_builder import PlanBuilder
 from octavo.scheduler.policy import FirstComeFirstServed, Policy
 from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.running import RunningSet
-from octavo.scheduler.waiting import Fetching, WaitingQueue, prefix_length
+from octavo.scheduler.waiting import Fetching, WaitingQueue
 from octavo.sequence_state import SequenceState
 
 MayRun = Callable[[RequestId], bool]
@@ -120,8 +119,7 @@ class Lifecycle:
             max_model_len=config.max_model_len,
             max_step=config.max_num_batched_tokens,
         )
-        length = partial(prefix_length, kv) if by_prefix else None
-        self.waiting = WaitingQueue(self.policy, length, self.tenants.is_capped)
+        self.waiting = WaitingQueue(self.policy, kv.cached_length if by_prefix else None, self.tenants.is_capped)
         self._failures: list[tuple[Request, Exception]] = []
         self.on_admitted: Callable[[Request], None] = lambda request: None
         self.on_ended: Callable[[Request], None] = lambda request: None

@@ -137,22 +137,8 @@ class PlanBuilder:
         if not step:
             return StepPlan()
         self.is_building = True
-        size, drafts, sequences = self._block_size, step.drafts, step.sequences
-        starts: list[int] = []
-        token_ids: list[int] = []
-        others: list[tuple[Sequence, int]] = []
-        # Streams are the first rows, each of which draws one token. In one loop for speed: it runs for every token.
-        add_sequence, add_start, add_token = sequences.append, starts.append, token_ids.append
-        for seq in step.streams:
-            output, start, seq_id = seq.output_token_ids, seq.num_computed, seq.seq_id
-            if not output or seq_id in drafts:
-                others.append((seq, 1))  # it may draw for siblings too, or verify a draft
-                continue
-            if start >= seq.state.placed.num_sent * size:
-                self._send(len(sequences), seq, start + 1)
-            add_sequence(seq)
-            add_start(start)
-            add_token(output[-1])
+        sequences, drafts = step.sequences, step.drafts
+        starts, token_ids, others = self._add_streams(step)
         num_streams = len(sequences)
         lengths, num_draws = [1] * num_streams, [1] * num_streams
         sibling_seeds: dict[int, tuple[int, ...]] = {}
@@ -167,14 +153,8 @@ class PlanBuilder:
             drawing = request.drawing(seq) if end == seq.num_tokens else ()
             if len(drawing) > 1:
                 sibling_seeds[row] = tuple(sibling.seed for sibling in drawing[1:])
-            if (num_top := request.params.prompt_logprobs) is not None:
-                first, last = max(start, len(request.prompt_logprobs)), min(end, seq.num_prompt_tokens - 1)
-                if first < last:
-                    scores.append(PromptScores(row, first, tuple(seq.tokens(first + 1, last + 1)), num_top))
-            if (pooled := request.pooled) is not None:
-                first, last = max(start, pooled.next_position), min(end, seq.num_prompt_tokens)
-                if first < last:
-                    pools.append(PromptPool(row, first, last - first))
+            scores += _scores_of(row, seq, end)
+            pools += _pools_of(row, seq, end)
             sequences.append(seq)
             step.draws.append(drawing)
             starts.append(start)
@@ -208,6 +188,30 @@ class PlanBuilder:
         self._reset = self.is_building = False
         self._in_flight.append(step)
         return step.plan
+
+    def _add_streams(self, step: PlannedStep) -> tuple[list[int], list[int], list[tuple[Sequence, int]]]:
+        """Make streams the first rows, each of which draws one token.
+
+        Returns:
+            Their starts and tokens, and those that may draw for siblings too, or verify a draft, with their tokens.
+        """
+        size, drafts, sequences = self._block_size, step.drafts, step.sequences
+        starts: list[int] = []
+        token_ids: list[int] = []
+        others: list[tuple[Sequence, int]] = []
+        # In one loop for speed: it runs for every token.
+        add_sequence, add_start, add_token = sequences.append, starts.append, token_ids.append
+        for seq in step.streams:
+            output, start, seq_id = seq.output_token_ids, seq.num_computed, seq.seq_id
+            if not output or seq_id in drafts:
+                others.append((seq, 1))
+                continue
+            if start >= seq.state.placed.num_sent * size:
+                self._send(len(sequences), seq, start + 1)
+            add_sequence(seq)
+            add_start(start)
+            add_token(output[-1])
+        return starts, token_ids, others
 
     def complete(self, plan: StepPlan) -> PlannedStep:
         """Note that `plan` was executed, and return its step.
@@ -282,3 +286,19 @@ class PlanBuilder:
         copies, let_go = tuple(table[:] for table in tables), self._kv.holdings[seq].places_let_go()
         self._new.append(NewSequence(seq.seq_id, sampling, copies, token_ids, let_go))
         place.num_sent = len(tables[0])
+
+
+def _scores_of(row: int, seq: Sequence, end: int) -> list[PromptScores]:
+    """Return the positions before `end` to score, of a sequence whose prompt's log-probabilities are wanted."""
+    if (num_top := seq.request.params.prompt_logprobs) is None:
+        return []
+    first, last = max(seq.num_computed, len(seq.request.prompt_logprobs)), min(end, seq.num_prompt_tokens - 1)
+    return [PromptScores(row, first, tuple(seq.tokens(first + 1, last + 1)), num_top)] if first < last else []
+
+
+def _pools_of(row: int, seq: Sequence, end: int) -> list[PromptPool]:
+    """Return the positions before `end` to sum, of a sequence whose prompt's embedding is wanted."""
+    if (pooled := seq.request.pooled) is None:
+        return []
+    first, last = max(seq.num_computed, pooled.next_position), min(end, seq.num_prompt_tokens)
+    return [PromptPool(row, first, last - first)] if first < last else []

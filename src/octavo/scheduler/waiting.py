@@ -25,7 +25,6 @@ from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence, SequenceStatus
 from octavo.scheduler.policy import Key, Policy
 from octavo.scheduler.preemption import Preemption
-from octavo.sequence_state import CachedPrefix
 
 if TYPE_CHECKING:
     from octavo.tiers.lower import LowerTiers
@@ -110,7 +109,6 @@ class WaitingQueue:
     def discard(self, seq: Sequence) -> None:
         """Remove a sequence that ended, or was admitted."""
         self._size -= 1
-        seq.state.cached_prefix = None
         name = self._name(seq)
         line = self._lines[name]
         if line.seqs[0] is seq:
@@ -295,22 +293,6 @@ class Fetching:
         if (fetch := seq.state.fetch) is not None:
             seq.state.fetch = None
             self.tiers.release(fetch)
-
-
-def prefix_length(kv: KVCacheManager, seq: Sequence) -> int:
-    """Return the number of cached tokens at the beginning of a waiting sequence, which is kept in its state.
-
-    The first look-up takes time proportional to the length of the prefix. The result holds until the cache changes, and
-    then two key look-ups show whether the prefix still ends at the same token.
-    """
-    version, found = kv.version, seq.state.cached_prefix
-    if found is None:
-        found = seq.state.cached_prefix = CachedPrefix(version, kv.match_on_device(seq).num_tokens)
-    elif found.version != version:
-        if not kv.still_matches(seq, found.num_tokens):
-            found.num_tokens = kv.match_on_device(seq).num_tokens
-        found.version = version
-    return found.num_tokens
 
 
 class SortedSequences(list[Sequence]):
