@@ -66,7 +66,8 @@ class RequestTerms:
         weight: share of service of its tenant relative to others.
         traceparent: the trace that the request is part of (W3C Trace Context), for its spans.
         pins: prefixes of the prompt to pin once they are computed.
-        predicted_ids: tokens that the output may contain (OpenAI's `prediction`), from which drafts are made.
+        predicted_ids: tokens that the output may contain (OpenAI's `prediction`, or an outline with `GAP` for unknown
+            ones), from which drafts are made.
         kv_hint: address of a neighbour (`--kv-neighbours`) that has more of the prompt cached, as a router knows.
     """
 
@@ -103,6 +104,9 @@ class RequestContext(RequestTerms):
 
 
 DEFAULT_CONTEXT = RequestContext()
+
+GAP = -1
+"""Stands for any tokens in a prediction of an output."""
 
 
 @dataclass(frozen=True, slots=True)

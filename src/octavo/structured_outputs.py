@@ -204,6 +204,50 @@ def with_real_dates(schema: Any) -> Any:
     return changed
 
 
+_MOST_PIECES, _MOST_NESTED = 256, 16
+
+
+def json_outline(schema: str, *, compact: bool = False) -> list[str]:
+    """Return what a JSON Schema says of the text itself, in pieces between values: names, and how values begin and end.
+
+        {"name": string, "ages": [integer]}       {"name": "      ", "ages": [      ]}
+
+    It is a guess: white space is that of `json.dumps`, and arrays have one element.
+
+    Args:
+        compact: without white space.
+    """
+    root = json.loads(schema)
+    pieces = [""]
+
+    def add(given: Any, depth: int) -> None:
+        if not isinstance(given, dict) or depth > _MOST_NESTED or len(pieces) > _MOST_PIECES:
+            pieces.append("")
+        elif isinstance(path := given.get("$ref"), str):
+            found: Any = root
+            for name in path.removeprefix("#/").split("/"):
+                found = found.get(name) if isinstance(found, dict) else None
+            add(found, depth + 1)
+        elif isinstance(properties := given.get("properties"), dict) and properties:
+            begin = "{"
+            for name, value in properties.items():
+                pieces[-1] += f"{begin}{json.dumps(name, ensure_ascii=False)}{':' if compact else ': '}"
+                begin = "," if compact else ", "
+                add(value, depth + 1)
+            pieces[-1] += "}"
+        elif isinstance(items := given.get("items"), dict):
+            pieces[-1] += "["
+            add(items, depth + 1)
+            pieces[-1] += "]"
+        else:
+            quote = '"' if given.get("type") == "string" else ""
+            pieces[-1] += quote
+            pieces.append(quote)
+
+    add(root, 0)
+    return pieces
+
+
 def _schema_text(schema: object) -> str:
     """Return a schema as compact JSON, so that equal schemas are found in caches."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 from dataclasses import replace
@@ -15,13 +16,13 @@ from octavo import kernels
 from octavo.engine.core import EngineCore
 from octavo.engine.outputs import CompletionOutput
 from octavo.observe.metrics import MetricsPage
-from octavo.request import RequestContext, RequestId
+from octavo.request import GAP, RequestContext, RequestId
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.drafts import Draft
 from octavo.scheduler.step_time import StepTimeModel
 from octavo.server.answers.generation import Usage
 from octavo.server.bodies.prompts import EncodedPrompt
-from octavo.structured_outputs import StructuredOutputsParams
+from octavo.structured_outputs import StructuredOutputsParams, json_outline
 from tests.engine.preempting import thrash
 from tests.engine.speculating import Adversary, Outputs, speculate
 from tests.engine.tiny_engine import VOCAB_SIZE, assert_drained, tiny_core
@@ -334,6 +335,31 @@ def test_a_prediction_is_drafted_from_its_beginning_and_again_after_it_was_wrong
         assert outputs[-1].outputs == [expected]
         assert steps < 30
         assert counters.num_accepted_tokens - accepted > 30
+
+
+def test_the_outline_of_a_schema_is_a_prediction() -> None:
+    home = {"properties": {"city": {"type": "string"}, "floor": {"type": "integer"}, "next": {"$ref": "#/$defs/home"}}}
+    schema = {
+        "properties": {
+            "kind": {"enum": ["a", 1]},
+            "homes": {"items": {"$ref": "#/$defs/home"}},
+            "rest": {"type": "number"},
+        },
+        "$defs": {"home": home},
+    }
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
+    pieces = json_outline(json.dumps(schema))
+    assert pieces[:4] == ['{"kind": ', ', "homes": [{"city": "', '", "floor": ', ', "next": {"city": "']
+    assert pieces[-2].endswith('}], "rest": ')
+    assert len(pieces) < 100
+    with tiny_core(speculative_config={"method": "ngram"}) as core:
+        assert core.tokenizer is not None
+        predicted = core.inputs.make([5], params).predicted_ids
+        first = core.tokenizer.encode(pieces[0], add_special_tokens=False)
+        assert predicted[: len(first) + 1] == (*first, GAP)
+        assert core.inputs.make([5], params, RequestContext(predicted_ids=(7,))).predicted_ids == (7,)
+    with tiny_core() as core:
+        assert not core.inputs.make([5], params).predicted_ids
 
 
 def test_usage_has_the_accepted_tokens_up_to_a_stop_string() -> None:

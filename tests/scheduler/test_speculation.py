@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.request import FinishReason, Request, RequestId, Sequence
+from octavo.request import GAP, FinishReason, Request, RequestId, Sequence
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.drafts import Draft, DraftMethod, TokenIndex
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
@@ -56,12 +56,37 @@ def test_a_draft_goes_on_as_a_repetition() -> None:
     assert method.draft(sequence(1, 2, 3), 8) is None
 
 
-def test_a_prediction_is_drafted_while_the_output_begins_it_and_searched_afterwards() -> None:
+def test_a_prediction_is_drafted_from_its_beginning_and_after_each_difference() -> None:
     method, seq = DraftMethod(2, 8), sequence(1, 2, 30)
     seq.request.predicted_ids = (30, 31, 32, 33, 34, 35, 36)
-    assert method.draft(seq, 3) == Draft((31, 32, 33), "prediction", 4)
-    seq.output_token_ids += [40, 32, 33]
-    assert method.draft(seq, 3) == Draft((34, 35, 36), "ngram", 2)
+    assert method.draft(seq, 3) == Draft((31, 32, 33), "prediction", 9)
+    seq.output_token_ids += [40]
+    assert method.draft(seq, 3) is None
+    seq.output_token_ids += [32]
+    assert method.draft(seq, 3) == Draft((33, 34, 35), "prediction", 5)
+
+
+def test_a_prediction_is_followed_through_its_gaps() -> None:
+    method, seq = DraftMethod(2, 8), sequence(1, 2, 30)
+    seq.request.predicted_ids = (30, 31, GAP, 32, 33, GAP, 34)
+    assert method.draft(seq, 3) == Draft((31,), "prediction", 9)
+    seq.output_token_ids += [31, 50, 51]
+    assert method.draft(seq, 3) is None
+    seq.output_token_ids += [32]
+    assert method.draft(seq, 3) == Draft((33,), "prediction", 11)
+    seq.output_token_ids += [33, 34]  # nothing stands for the gap
+    assert method.draft(seq, 3) is None
+
+
+@pytest.mark.parametrize("changed", [[40], [40, 41], [], [40, 5]])
+def test_a_copy_is_followed_through_a_change(changed: list[int]) -> None:
+    method, seq = DraftMethod(2, 8), sequence(1, 2, 3, 4, 5, 6, 7, 8, 9, 2)
+    seq.output_token_ids += [3, 4]
+    assert method.draft(seq, 3) == Draft((5, 6, 7), "ngram", 3)
+    seq.output_token_ids += [*changed, 6]
+    draft = method.draft(seq, 3)
+    assert draft is not None
+    assert (draft.token_ids, draft.source) == ((7, 8, 9), "copy")
 
 
 def ended(*token_ids: int, prompt: int = 2, salt: str = "") -> Sequence:

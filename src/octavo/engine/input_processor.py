@@ -16,9 +16,10 @@ from octavo.errors import ContextLengthError, RequestError
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.kv_budget import KVBudget, choose_budget
 from octavo.pooling import PooledStates
-from octavo.request import DEFAULT_CONTEXT, Request, RequestContext, RequestId
+from octavo.request import DEFAULT_CONTEXT, GAP, Request, RequestContext, RequestId
 from octavo.sampling_params import SamplingParams, check_limits
 from octavo.scheduler.scheduler import Scheduler
+from octavo.structured_outputs import json_outline
 from octavo.text.bad_words import bad_word_token_ids
 from octavo.text.prompt_checks import check_text_length, check_token_ids, packed_token_ids
 from octavo.text.tokenizer import Tokenizer
@@ -105,6 +106,7 @@ class InputProcessor:
         terms = context.terms()
         terms["cache_salt"] = _hash_salt(context.cache_salt)
         terms["pins"] = tuple(sorted(context.pins, key=lambda pin: pin.num_tokens))
+        terms["predicted_ids"] = context.predicted_ids or self._outline(params)
         request = Request(
             request_id=RequestId(context.request_id or f"req-{next(self._ids)}"),
             prompt_token_ids=token_ids,
@@ -120,6 +122,19 @@ class InputProcessor:
         # Done here to keep it out of the engine's thread.
         self.scheduler.kv.holdings.hash_prompt(request)
         return request
+
+    def _outline(self, params: SamplingParams) -> tuple[int, ...]:
+        """Return what a JSON Schema says about the tokens of the output, if drafts may be made from it."""
+        wanted = params.structured_outputs
+        if self.scheduler.speculator is None or self.tokenizer is None or wanted is None:
+            return ()
+        if not isinstance(schema := wanted.json, str) or wanted.reasoning is not None:
+            return ()
+        outline: list[int] = []
+        for piece in json_outline(schema, compact=wanted.disable_any_whitespace):
+            outline += self.tokenizer.encode(piece, add_special_tokens=False)
+            outline.append(GAP)
+        return tuple(outline[: self.max_model_len])
 
     def _check_params(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Refuse parameters that are out of range or contradict each other; returns the token ids of the bad words."""

@@ -1,11 +1,12 @@
 """Drafts: tokens that may follow a sequence, found without a model. They change when tokens come, never which.
 
-    ngram     what followed the last tokens where they occurred before, in the sequence's own prompt and output, or in
-              the text that the request predicts
-    suffix    what followed the whole sequence before, in the tree of cached blocks, which has its own scope's alone;
-              otherwise as ngram; or, if their match is longer, what followed the last tokens in the scope's latest
-              outputs
+    prediction  the text that the request predicts, or the outline of its JSON Schema
+    copy        the text that the last tokens are a copy of, with changes: an edit
+    ngram       what followed the last tokens where they occurred before, in the sequence's own prompt and output
+    suffix      what followed the whole sequence before, in the tree of cached blocks, which has its own scope's alone
+    recent      what followed the last tokens in the scope's latest outputs
 
+Of those that begin with the last tokens, the longest match wins. Method "ngram" has the first three.
 What must be remembered of a sequence is in `Sequence.state`, so it ends with the sequence; outputs are kept apart.
 """
 
@@ -17,17 +18,21 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from octavo.kvcache.manager import KVCacheManager
-from octavo.request import Sequence
+from octavo.request import GAP, Sequence
 
 _TOKEN_BITS = 24
 # Occurrences compared to find the longest match, the latest first.
 _MOST_OCCURRENCES = 8
+# Tokens that a copy may leave out or replace at once.
+_MOST_LEFT_OUT = 8
+# A prediction counts as a copy of so many tokens at first.
+_TRUSTED = 8
 # Tokens indexed in one step, so that no step waits long for a prompt: 4,096 take about 2 ms.
 _INDEXED_AT_ONCE = 4096
 # Of each of the scopes used last, the latest 8,192 to 16,384 tokens of outputs are kept: about 2 MB a scope.
 _KEPT_OUTPUTS = 8192
 _MOST_SCOPES = 32
-_END = -1  # stands between two outputs; no token
+_NOWHERE = 1 << 62
 
 
 class Draft(NamedTuple):
@@ -43,6 +48,38 @@ class Draft(NamedTuple):
     match: int
 
 
+class Copy:
+    """Earlier tokens of which a sequence's last tokens are a copy, with changes.
+
+        earlier     a b c d e f
+        copy        a b x d         e is expected after d, and nothing after x: it may replace c, or be inserted
+
+    Attributes:
+        expected: place of the token that follows if the copy goes on.
+        num_copied: how many tokens agree, halved where some are left out or replaced.
+        agrees: whether the last one does.
+    """
+
+    __slots__ = ("agrees", "expected", "num_copied")
+
+    def __init__(self, expected: int, num_copied: int) -> None:
+        self.expected, self.num_copied, self.agrees = expected, num_copied, num_copied > 0
+
+    def follow(self, tokens: Seq[int], first: int) -> None:
+        """Compare the tokens of the copy from the place `first` on. What a gap stands for is no change."""
+        for place in range(first, len(tokens)):
+            token, expected = tokens[place], self.expected
+            if expected < place and tokens[expected] == token:
+                self.expected, self.num_copied, self.agrees = expected + 1, self.num_copied + 1, True
+                continue
+            self.agrees = False
+            for at in range(expected + 1, min(place, expected + 1 + _MOST_LEFT_OUT)):
+                if tokens[at] == token and (at == expected + 1 or tokens[at - 1] == tokens[place - 1]):
+                    self.num_copied = 1 + self.num_copied // (1 if tokens[expected] == GAP else 2)
+                    self.expected, self.agrees = at + 1, True
+                    break
+
+
 class TokenIndex:
     """The tokens of a sequence, and where each run of `width` tokens occurred before.
 
@@ -51,24 +88,30 @@ class TokenIndex:
 
     Attributes:
         tokens: all tokens indexed so far.
+        prediction, copy: the output as a copy of the tokens before the sequence, and of what it copied last.
 
     Args:
-        before: tokens before the sequence's own.
+        before: tokens that the sequence's output may be a copy of.
     """
 
     def __init__(self, width: int, before: Seq[int] = ()) -> None:
         self.tokens = array("i")
-        self._num_before = len(before)
+        self.prediction = Copy(0 if before else _NOWHERE, _TRUSTED)
+        self.copy = Copy(_NOWHERE, 0)
+        self._num_followed = 0
+        self._num_before = len(before) + 1 if before else 0
         self._width = width
         self._mask = (1 << _TOKEN_BITS * width) - 1
         self._run = 0
         self._latest: dict[int, int] = {}
         self._earlier = array("i")
-        self.append(before)
+        if before:
+            self.append([*before, GAP])
 
     def extend(self, seq: Sequence) -> bool:
         """Index the tokens that a sequence has gained; returns whether all of them are indexed now."""
-        first = len(self.tokens) - self._num_before
+        if (first := len(self.tokens) - self._num_before) < seq.num_prompt_tokens:
+            self._num_followed = self._num_before + seq.num_prompt_tokens
         last = min(seq.num_tokens, first + _INDEXED_AT_ONCE)
         self.append(seq.tokens(first, last))
         return last == seq.num_tokens
@@ -113,9 +156,17 @@ class TokenIndex:
             place = self._earlier[place]
         return (longest, found) if longest >= self._width else (0, -1)
 
+    def follow_copies(self) -> None:
+        """Compare the output's tokens that came since with what it copies."""
+        for copy in (self.prediction, self.copy):
+            copy.follow(self.tokens, self._num_followed)
+        self._num_followed = len(self.tokens)
+
     def after(self, place: int, count: int) -> tuple[int, ...]:
-        """Return `count` tokens after a place; beyond the last, they go on as a repetition would."""
+        """Return `count` tokens after a place, up to a gap; beyond the last, they go on as a repetition would."""
         following = self.tokens[place + 1 : place + 1 + count].tolist()
+        if GAP in following:
+            return tuple(following[: following.index(GAP)])
         while len(following) < count:
             following += following[: count - len(following)]
         return tuple(following)
@@ -137,7 +188,7 @@ class LatestOutputs:
         first = max(seq.num_prompt_tokens - self._width, seq.num_tokens - _INDEXED_AT_ONCE, 0)
         if len(self._indexes[0].tokens) >= _KEPT_OUTPUTS:
             self._indexes = [TokenIndex(self._width), self._indexes[0]]
-        self._indexes[0].append([*seq.tokens(first, seq.num_tokens), _END])
+        self._indexes[0].append([*seq.tokens(first, seq.num_tokens), GAP])
 
     def draft(self, last: Seq[int], count: int) -> tuple[int, tuple[int, ...]]:
         """Return the length of the longest match of the last tokens of a sequence, and up to `count` that followed."""
@@ -146,15 +197,12 @@ class LatestOutputs:
             length, place = index.longest_match_with(last, len(last))
             if length > best[0]:
                 following = index.tokens[place + 1 : place + 1 + count].tolist()
-                best = length, tuple(following[: following.index(_END)] if _END in following else following)
+                best = length, tuple(following[: following.index(GAP)] if GAP in following else following)
         return best
 
 
 class DraftMethod:
-    """Drafts what followed before: the whole sequence, or else its last tokens in its own text, its prediction, or the
-    latest outputs of its scope.
-
-    While an output is the beginning of its prediction, it is drafted from there.
+    """Finds drafts of all sources above.
 
     Args:
         least, most_match: the length of matches in a sequence's own text, in tokens.
@@ -193,12 +241,10 @@ class DraftMethod:
                 seq.state.suffix_block = block
         index = seq.state.token_index
         if index is None:
-            predicted, count = seq.request.predicted_ids, seq.num_output_tokens
-            if count < len(predicted) and tuple(seq.output_token_ids) == predicted[:count]:
-                return Draft(predicted[count : count + most], "prediction", count + most)
-            index = seq.state.token_index = TokenIndex(self._least, predicted)
+            index = seq.state.token_index = TokenIndex(self._least, seq.request.predicted_ids)
         if not index.extend(seq):
             return None
+        index.follow_copies()
         length, place = index.longest_match(self._most_match)
         if length < self._most_match and (outputs := self._outputs.get(seq.request.cache_scope)) is not None:
             matched, following = outputs.draft(
@@ -206,4 +252,11 @@ class DraftMethod:
             )
             if matched > length and following:
                 return Draft(following, "recent", matched)
-        return Draft(index.after(place, most), "ngram", length) if length else None
+        for source, copy in (("prediction", index.prediction), ("copy", index.copy)):
+            is_longest = copy.agrees and copy.num_copied >= max(length, self._least)
+            if is_longest and (following := index.after(copy.expected - 1, most)):
+                return Draft(following, source, copy.num_copied)
+        if not length or not (following := index.after(place, most)):
+            return None
+        index.copy = Copy(place + 1, length)
+        return Draft(following, "ngram", length)
