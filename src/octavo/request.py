@@ -54,7 +54,7 @@ class PinRequest:
     ttl_seconds: float
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class RequestTerms:
     """What a request says besides its prompt and sampling parameters, from its arrival to its end.
 
