@@ -24,7 +24,7 @@ A hierarchy without host memory has zero slots, so no code needs a special case 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -136,7 +136,7 @@ class CacheHierarchy:
         self.num_kept = 0
         self._left: dict[SequenceId, _Left] = {}
         self._kept: dict[bytes, _Kept] = {}  # by key: all that is left
-        self._closing: list[Demoted] | None = None  # what is evicted while the engine closes
+        self._send_down: Callable[[BlockId, Label, str], object] = host.store_prefix
 
     # What happens to the device's blocks
 
@@ -176,18 +176,14 @@ class CacheHierarchy:
         Their memory does not change any more.
         """
         closing: list[Demoted] = []
-        self._closing = closing
+        self._send_down = lambda *demoted: closing.append(demoted)
         pool.evict_all_cached()
         return closing[::-1]
 
     def _demote(self, block_ids: Seq[BlockId]) -> None:
         """Plan to store published blocks in host memory as prefixes, as far as there is room."""
         for block_id in block_ids:
-            demoted = block_id, self._blocks.label(block_id), self._blocks.sources[block_id].tenant
-            if self._closing is None:
-                self.host.store_prefix(*demoted)
-            else:
-                self._closing.append(demoted)
+            self._send_down(block_id, self._blocks.label(block_id), self._blocks.sources[block_id].tenant)
 
     # Preempted sequences
 

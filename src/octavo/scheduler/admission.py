@@ -224,7 +224,7 @@ class Admission:
         kept = available - self._tenants.room(seq) if self._tenants else 0
         if self._is_within_floor(seq):
             return kept
-        return max(self._watermark, self._running.reserve_with(seq, num_tokens), kept)
+        return max(self._watermark, self._running.reserve + self._running.bound_of(seq, num_tokens), kept)
 
     def is_over_cap(self, seq: Sequence) -> bool:
         """Whether a waiting sequence exceeds its tenant's cap, together with the tenant's running sequences."""
@@ -232,7 +232,8 @@ class Admission:
         if left == math.inf or self._most_blocks(seq) <= left:
             return False
         hit = self._match(seq)
-        return kv.num_needed(hit, seq.num_tokens - hit.num_tokens) + self._bound(seq) > left
+        bound = self._running.bound_of(seq, seq.num_tokens)
+        return kv.num_needed(hit, seq.num_tokens - hit.num_tokens) + bound > left
 
     def _is_within_floor(self, seq: Sequence) -> bool:
         """Whether a waiting sequence fits its tenant's floor, together with the tenant's running sequences."""
@@ -242,11 +243,8 @@ class Admission:
         """Return the most blocks that a waiting sequence's tokens take at a time, and those that it is bound to take
         beyond."""
         budget = seq.request.params.kv_budget
-        return self._kv.spec.peak_blocks(seq.num_tokens, self._max_step, budget) + self._bound(seq)
-
-    def _bound(self, seq: Sequence) -> int:
-        """Return how many blocks a newcomer is bound to take beyond those for its present tokens."""
-        return self._running.reserve_with(seq, seq.num_tokens) - self._running.reserve
+        blocks = self._kv.spec.peak_blocks(seq.num_tokens, self._max_step, budget)
+        return blocks + self._running.bound_of(seq, seq.num_tokens)
 
     def _is_refused(self, seq: Sequence) -> bool:
         refusal = seq.state.refusal

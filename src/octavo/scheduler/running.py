@@ -98,10 +98,9 @@ class RunningSet:
             self.num_promised -= 1
             self._count(place)
 
-    def reserve_with(self, newcomer: Sequence, num_tokens: int) -> int:
-        """Return the reserve if a newcomer entered with blocks for its first `num_tokens` tokens."""
-        place = self._place(newcomer, newcomer.num_pending_siblings)
-        return self.reserve + self._bound(place, -(-num_tokens // self._size))
+    def bound_of(self, newcomer: Sequence, num_tokens: int) -> int:
+        """Return the blocks that a newcomer is bound to take beyond those for its first `num_tokens` tokens."""
+        return self._bound(self._place(newcomer, newcomer.num_pending_siblings), -(-num_tokens // self._size))
 
     def num_held(self, place: Place) -> int:
         """Return the blocks that a running sequence holds in all groups, but for those of a step's tokens that a window
