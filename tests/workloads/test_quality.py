@@ -76,7 +76,7 @@ def test_a_budget_is_compared_with_everything_kept(
     # Untrained, it knows no answer; and unless it evicts, there is none beyond its context.
     beyond = 0.0 if mode == "sinks" else None
     assert [one["needle"] for one in answer["budgets"]] == [{"20": 0.0, "400": None}, {"20": 0.0, "400": beyond}]
-    assert (kept["questions"], kept["sums"]) == ([0.0, 0.0], 0.0)
+    assert (kept["questions"], kept["sums"]) == ([0.0, 0.0, 0.0], 0.0)
 
 
 def test_no_codec_to_compare_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

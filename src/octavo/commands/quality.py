@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 EXIT_WORSE = 1
 
+_BEYOND = 1 << 20  # tokens of a context that sinks go beyond
+
 DESCRIPTION = """\
 Compare codecs of the KV cache with the unquantised one: perplexity, KL divergence, agreement, retrieval. With
 --kv-budget, compare a budget, or a JSON list of them, with everything kept, in --codecs too: memory, perplexity,
@@ -38,9 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--needle-lengths",
         type=positives,
-        default="512,1024",
         metavar="N,…",
-        help="lengths of the texts in which a pass key is hidden (default: 512,1024)",
+        help="lengths of the texts in which a pass key is hidden (default: 512,1024; with --kv-budget: five up to the "
+        "model's context, and twice that with sinks)",
     )
     parser.add_argument(
         "--max-ppl-increase",
@@ -58,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     if (budget := engine.pop("kv_budget", None)) is not None:
         return _compare_budgets(_budgets(budget), args, engine)
     args.window = args.window or 512
+    args.needle_lengths = args.needle_lengths or [512, 1024]
     asked = engine.pop("kv_cache_dtype", None)
     codecs = _codecs(args.codecs, asked)
     _check_plot(args)
@@ -103,28 +106,27 @@ def _compare_budgets(budgets: list[KVBudget], args: argparse.Namespace, engine: 
     from octavo import LLM, __version__
     from octavo.workloads.budget_quality import measure, plot
 
-    most = max(budget.tokens for budget in budgets)
-    window = args.window or 4 * most
-    longest = max(window, *args.needle_lengths, 2 * most) + 160
+    window = args.window or 4 * max(budget.tokens for budget in budgets)
     defaults: dict[str, Any] = {"max_num_seqs": 4, "kv_cache_memory": "1GiB", "max_num_batched_tokens": 512}
 
     def make(kept: KVBudget | None, codec: str | None) -> LLM:
         limits: dict[str, Any] = {} if kept is None else {"kv_budget": str(kept)}
         if kept is not None and kept.slides:
-            limits["max_model_len"] = longest
+            limits["max_model_len"] = _BEYOND
         if codec is not None:
             limits["kv_cache_dtype"] = codec
         return LLM(**{**defaults, **engine, **limits})
 
-    results = measure(make, budgets, codecs, window=window, needle_lengths=args.needle_lengths)
+    results = measure(make, budgets, codecs, window=window, needle_lengths=args.needle_lengths or ())
     if args.plot:
         plot(results, args.plot)
     if args.json:
         rows = [asdict(result) for result in results]
         print(report.as_json_line({"bench": "quality", "version": __version__, "budgets": rows}))
     else:
-        needles = [f"needle in {length:,}" for length in args.needle_lengths]
-        heading = ("KV budget", "cache", "MiB", "perplexity", "after it", *needles, "question", "the next", "sums")
+        needles = [f"needle in {length:,}" for length in results[0].needle]
+        questions = ("question", "next turn", "same answer")
+        heading = ("KV budget", "cache", "MiB", "perplexity", "after it", *needles, *questions, "sums")
         lines = [
             (
                 *(result.budget or "everything", result.kv_cache_dtype, f"{result.num_bytes / 2**20:.2f}"),

@@ -4,17 +4,20 @@
     perplexity     exp of the mean negative log-likelihood of the next token, over the first `window` tokens of English
                    text: of those within the first budget, and of those after it, which are computed as answers are
     needle         share of eleven depths at which a pass key hidden in text is repeated, for each length of text
-    questions      share of documents with two pass keys of which the first is repeated, and then the second
+    questions      share of documents with two pass keys of which the first is repeated; the second, asked in the next
+                   turn, whose prompt has document, first question and answer; and the second, asked within the answer
+                   to the first, when a budget has already chosen what to keep without knowing it
     sums           share of sums that are right after many worked examples
 
-A model that keeps everything cannot be asked about more than its context; there it has no figure (None).
+A model that keeps everything cannot be asked about more than its context; there it has no figure (None). Budgets whose
+prompts are computed alike share an engine, and so its prefix cache.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,12 +25,17 @@ from octavo.kv_budget import KVBudget
 from octavo.llm import LLM
 from octavo.planner.calculator import SequenceCost
 from octavo.sampling_params import SamplingParams
+from octavo.structured_outputs import StructuredOutputsParams
 from octavo.workloads.quality import english
 
 _DEPTHS = tuple(i / 10 for i in range(11))
 _DOCUMENTS = 8
 _SUMS = 16
+_ROOM = 96  # tokens of a hidden pass key, its question and the answer
 _GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+
+
+_Variant = tuple[KVBudget | None, str | None]  # a budget, and a codec if it is not that of all budgets
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +48,7 @@ class BudgetQuality:
     perplexity_within: float | None
     perplexity_after: float | None
     needle: dict[int, float | None]
-    questions: tuple[float | None, float | None]
+    questions: tuple[float | None, float | None, float | None]
     sums: float | None
 
 
@@ -50,39 +58,61 @@ def measure(
     codecs: Sequence[str] = (),
     *,
     window: int,
-    needle_lengths: Sequence[int],
+    needle_lengths: Sequence[int] = (),
 ) -> list[BudgetQuality]:
     """Measure a model that keeps everything, then with each of the budgets, then with everything in each of the codecs.
 
     Args:
-        make: makes an engine with a budget, and a codec, if it is not that of all budgets.
+        make: makes an engine with a budget, which is the most that its requests may have, and a codec, if it is not
+            that of all budgets.
         window: number of tokens of text whose perplexity is measured.
-        needle_lengths: numbers of tokens of text around a hidden pass key.
+        needle_lengths: numbers of tokens of text around a hidden pass key; by default five up to the model's context,
+            and twice that if some budget goes beyond it.
     """
+    variants: list[_Variant] = [(None, None), *((kept, None) for kept in budgets), *((None, codec) for codec in codecs)]
+    engines: dict[Any, list[_Variant]] = {}
+    for variant in variants:
+        engines.setdefault(_engine_of(*variant), []).append(variant)
+    results: dict[_Variant, BudgetQuality] = {}
     least = min(budget.tokens for budget in budgets)
-    variants: list[tuple[KVBudget | None, str | None]] = [(None, None), *((budget, None) for budget in budgets)]
-    results = []
-    for kept, codec in [*variants, *((None, codec) for codec in codecs)]:
-        with make(kept, codec) as llm:
-            asked, spec = _Asked(llm), llm.core.scheduler.kv.spec
-            within, after = _perplexities(asked, window, least, kept)
-            results.append(
-                BudgetQuality(
-                    None if kept is None else str(kept),
-                    spec.dtype,
-                    SequenceCost.of(spec, window, 1, kept).num_bytes,
-                    within,
-                    after,
-                    {length: asked.share(*_needles(asked, length)) for length in needle_lengths},
-                    _questions(asked, 2 * least),
-                    asked.share(*_sums(asked, 2 * least)),
-                )
-            )
-    return results
+    for (codec, limits), alike in engines.items():
+        most = None if limits is None else max((kept for kept, _ in alike if kept), key=lambda kept: kept.tokens)
+        with make(most, codec) as llm:
+            needle_lengths = needle_lengths or _lengths(llm, beyond=any(budget.slides for budget in budgets))
+            for kept, _ in alike:
+                results[kept, codec] = _measured(_Asked(llm, kept), window, least, needle_lengths)
+    return [results[variant] for variant in variants]
+
+
+def _engine_of(kept: KVBudget | None, codec: str | None) -> tuple[str | None, Any]:
+    """Return what variants have in common that share an engine: the codec, and what its budget limits."""
+    as_dense = kept is None or (kept.measures and not kept.layers)
+    return codec, None if as_dense or kept is None else (kept.mode, kept.layers)
+
+
+def _lengths(llm: LLM, *, beyond: bool) -> list[int]:
+    longest = llm.core.inputs.max_model_len
+    contexts = [*(longest >> halvings for halvings in (4, 3, 2, 1, 0)), *[2 * longest] * beyond]
+    return [context - _ROOM for context in contexts if context > _ROOM]
+
+
+def _measured(asked: _Asked, window: int, least: int, needle_lengths: Sequence[int]) -> BudgetQuality:
+    spec, kept = asked.llm.core.scheduler.kv.spec, asked.kept
+    within, after = _perplexities(asked, window, least)
+    return BudgetQuality(
+        None if kept is None else str(kept),
+        spec.dtype,
+        SequenceCost.of(spec, window, 1, kept).num_bytes,
+        within,
+        after,
+        {length: asked.share(*_needles(asked, length)) for length in needle_lengths},
+        _questions(asked, 2 * least),
+        asked.share(*_sums(asked, 2 * least)),
+    )
 
 
 def plot(results: Sequence[BudgetQuality], path: str) -> None:
-    """Plot perplexity after the budget, and the share of needles found, over memory, as a PNG; needs matplotlib."""
+    """Plot each measure over memory as a PNG; needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -93,49 +123,67 @@ def plot(results: Sequence[BudgetQuality], path: str) -> None:
         budget = None if result.budget is None else KVBudget.parse(result.budget)
         name = f"everything, {result.kv_cache_dtype}" if budget is None else budget.mode
         curves.setdefault(name + " by entropy" * (budget is not None and bool(budget.layers)), []).append(result)
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5))
-    for name, of_name in curves.items():
-        of_name.sort(key=lambda result: result.num_bytes)
-        sizes = [result.num_bytes / 2**20 for result in of_name]
-        found = [[share for share in result.needle.values() if share is not None] for result in of_name]
-        axes[0].plot(sizes, [result.perplexity_after or math.nan for result in of_name], "o-", label=name)
-        axes[1].plot(sizes, [100 * sum(each) / len(each) if each else math.nan for each in found], "o-", label=name)
-    for axis, title in zip(axes, ("perplexity after the budget", "pass keys found, %"), strict=True):
+    panels: dict[str, Callable[[BudgetQuality], float]] = {
+        "perplexity after the budget": lambda result: result.perplexity_after or math.nan,
+        "pass keys found, %": lambda result: _mean(result.needle.values()),
+        "questions answered, %": lambda result: _mean(result.questions),
+        "sums right, %": lambda result: _mean([result.sums]),
+    }
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8))
+    for axis, (title, of) in zip(axes.flat, panels.items(), strict=True):
+        for name, of_name in curves.items():
+            of_name.sort(key=lambda result: result.num_bytes)
+            axis.plot([result.num_bytes / 2**20 for result in of_name], list(map(of, of_name)), "o-", label=name)
         axis.set_xlabel("KV cache of a sequence, MiB")
         axis.set_ylabel(title)
-    axes[0].legend(fontsize=8)
+        axis.set_ylim(*(() if "perplexity" in title else (-4, 104)))
+    axes[0, 0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _mean(shares: Iterable[float | None]) -> float:
+    known = [share for share in shares if share is not None]
+    return 100 * sum(known) / len(known) if known else math.nan
 
 
 class _Asked:
-    """An engine that is asked questions, and the tokens of a text that it knows nothing of."""
+    """An engine that is asked questions under a budget, and the tokens of a text that it knows nothing of."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, kept: KVBudget | None) -> None:
         self.llm = llm
+        self.kept = kept
         self.tokens = llm.tokenizer.encode(english())
         self.longest = llm.core.inputs.max_model_len
 
     def encode(self, text: str) -> list[int]:
         return self.llm.tokenizer.encode(text, add_special_tokens=False)
 
-    def answers(self, prompts: Sequence[list[int]]) -> list[str] | None:
+    def answers(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[str] | None:
         """Return the answer to each prompt; None if one is longer than the context."""
-        if max(map(len, prompts)) + 8 > self.longest:
+        if max(map(len, prompts)) + max(each.max_tokens or 0 for each in params) > self.longest:
             return None
-        given: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
-        return [output.outputs[0].text for output in self.llm.generate(given, _GREEDY, use_tqdm=False)]
+        answers = []
+        for prompt, each in zip(prompts, params, strict=True):  # one by one: each finds what those before it computed
+            asked: Any = {"prompt_token_ids": prompt}
+            (output,) = self.llm.generate(asked, replace(each, kv_budget=self.kept), use_tqdm=False)
+            answers.append(output.outputs[0].text)
+        return answers
 
-    def share(self, prompts: Sequence[list[int]], expected: Sequence[str]) -> float | None:
+    def share(
+        self, prompts: Sequence[list[int]], expected: Sequence[str], params: Sequence[SamplingParams] = ()
+    ) -> float | None:
         """Return the share of prompts whose answer has what is expected."""
-        answers = self.answers(prompts)
+        answers = self.answers(prompts, params or [_GREEDY] * len(prompts))
         if answers is None:
             return None
-        return sum(key in answer for key, answer in zip(expected, answers, strict=True)) / len(expected)
+        found = [key in answer for key, answer in zip(expected, answers, strict=True)]
+        return sum(found) / len(found)
 
 
-def _perplexities(asked: _Asked, window: int, kept: int, budget: KVBudget | None) -> tuple[float | None, float | None]:
-    tokens = asked.tokens[: min(window, asked.longest - 1)]
+def _perplexities(asked: _Asked, window: int, kept: int) -> tuple[float | None, float | None]:
+    tokens, budget = asked.tokens[: min(window, asked.longest - 1)], asked.kept
     if budget is not None and not budget.slides:
         budget = replace(budget, dense_prompt=False)
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, kv_budget=budget)
@@ -160,8 +208,8 @@ def _needles(asked: _Asked, length: int) -> tuple[list[list[int]], list[str]]:
     return prompts, keys
 
 
-def _questions(asked: _Asked, length: int) -> tuple[float | None, float | None]:
-    rng, firsts, seconds, keys = random.Random(2), [], [], []
+def _questions(asked: _Asked, length: int) -> tuple[float | None, float | None, float | None]:
+    rng, firsts, turns, within, keys = random.Random(2), [], [], [], []
     for document in range(_DOCUMENTS):
         red, blue = _key(rng), _key(rng)
         text = asked.tokens[document * 500 : document * 500 + length]
@@ -169,10 +217,20 @@ def _questions(asked: _Asked, length: int) -> tuple[float | None, float | None]:
         hidden = [asked.encode(f"\n\nThe {name} key is {key}.\n\n") for name, key in (("red", red), ("blue", blue))]
         whole = [*text[: places[0]], *hidden[0], *text[places[0] : places[1]], *hidden[1], *text[places[1] :]]
         firsts.append([*whole, *asked.encode("\n\nWhat is the red key? The red key is")])
-        answered = asked.encode(f" {red}.\n\nWhat is the blue key? The blue key is")
-        seconds.append([*firsts[-1], *answered])
+        next_question = f" {red}.\n\nWhat is the blue key? The blue key is"
+        turns.append([*firsts[-1], *asked.encode(next_question)])
+        within.append(_written(next_question, len(turns[-1]) - len(firsts[-1])))
         keys.append((red, blue))
-    return asked.share(firsts, [red for red, _ in keys]), asked.share(seconds, [blue for _, blue in keys])
+    reds, blues = zip(*keys, strict=True)
+    answer = [_written()] * _DOCUMENTS
+    return asked.share(firsts, reds, answer), asked.share(turns, blues, answer), asked.share(firsts, blues, within)
+
+
+def _written(text: str = "", num_tokens: int = 0) -> SamplingParams:
+    """Return parameters of an answer that is a text of so many tokens, and then a key."""
+    regex = text.replace(".", r"\.").replace("?", r"\?") + " [0-9]{5}"
+    most = num_tokens + (_GREEDY.max_tokens or 0)
+    return replace(_GREEDY, max_tokens=most, structured_outputs=StructuredOutputsParams(regex=regex))
 
 
 def _sums(asked: _Asked, length: int) -> tuple[list[list[int]], list[str]]:
