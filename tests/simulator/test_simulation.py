@@ -396,3 +396,18 @@ def test_nothing_is_taken_off_measured_times_or_where_no_context_exceeds_the_win
     assert not estimated("llama-3.1-8b").server().windowed
     measured = plan.replace(machine=None, speed=Speed("made up", MEASURED, plan.effective_speed.times), num_blocks=99)
     assert not measured.server().windowed
+
+
+@pytest.mark.parametrize("mode", ["sinks", "bounded", "sparse_read"])
+def test_a_budget_bounds_what_requests_keep_and_read(mode: str) -> None:
+    demand = Demand(count=4, users=4, input_len="500", output_len="1500")
+    times = StepTimes(STEP, (), per_context_token=1e-6)
+    dense = plan(max_model_len=4096).replace(speed=Speed("made up", MEASURED, times))
+    budget = {"mode": mode, "tokens": 256}
+    everything, kept = (simulate(each, demand) for each in (dense, dense.replace(kv_budget=budget)))
+    assert everything.output_tokens == kept.output_tokens
+    share = len([layer for layer in dense.replace(kv_budget=budget).spec.layers if layer.bounded]) / 32 or 1.0
+    context = 4 * (share * 256 + (1 - share) * 2000)
+    assert kept.itl.percentile(100) == pytest.approx(STEP + 1e-6 * context, rel=0.01)
+    assert everything.itl.percentile(100) == pytest.approx(STEP + 1e-6 * 4 * 2000, rel=0.01)
+    assert (kept.mean_usage < 0.5 * everything.mean_usage) == (mode != "sparse_read")

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from octavo.errors import ConfigError
+from octavo.kv_budget import KVBudget
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.option import nearest
 from octavo.planner.calculator import weight_bytes
@@ -238,16 +239,20 @@ class WindowedLayers:
         size: tokens that a query attends to, itself included.
         per_context_token: seconds to read one token's keys and values in these layers.
         per_chunk_work: seconds per pair of a query of a chunk and a token, in these layers.
+        decodes_only: whether prompts attend to all tokens.
     """
 
     size: int
     per_context_token: float
     per_chunk_work: float
+    decodes_only: bool = False
 
     def saved(self, starts: Sequence[int], lengths: Sequence[int]) -> float:
         """Return how many seconds shorter a step is; `starts` and `lengths` are those of its plan."""
         size, tokens, work = self.size, 0, 0.0
         for start, length in zip(starts, lengths, strict=True):
+            if self.decodes_only and length > 1:
+                continue
             # The first query reaches back furthest, to `start + 1 - size`.
             if start >= size:
                 tokens += start + 1 - size
@@ -259,14 +264,26 @@ class WindowedLayers:
 
 def windows_of(times: StepTimes, spec: KVCacheSpec, max_model_len: int) -> tuple[WindowedLayers, ...]:
     """Return the layers with windows that contexts of up to `max_model_len` tokens exceed; `times` know no windows."""
-    layers = list(zip(spec.layers, spec.formats, strict=True))
+    sizes = {layer.sliding_window for layer in spec.layers if layer.sliding_window is not None}
+    return tuple(
+        _windowed(times, spec, size, [layer.sliding_window == size for layer in spec.layers])
+        for size in sorted(sizes)
+        if size < max_model_len
+    )
+
+
+def read_under(budget: KVBudget, times: StepTimes, spec: KVCacheSpec) -> WindowedLayers:
+    """Return the layers that read no more than a budget; `times` know no budget."""
+    if budget.slides:
+        return _windowed(times, spec, budget.tokens, [layer.sliding_window is None for layer in spec.layers])
+    few = [layer.sliding_window is None if budget.evicts else layer.bounded for layer in spec.layers]
+    return replace(_windowed(times, spec, budget.tokens, few), decodes_only=True)
+
+
+def _windowed(times: StepTimes, spec: KVCacheSpec, size: int, chosen: Sequence[bool]) -> WindowedLayers:
+    """Return the chosen layers, whose share of a step's attention is that of their keys and values."""
+    layers = [(layer, format) for layer, format, own in zip(spec.layers, spec.formats, chosen, strict=True) if own]
+    bytes_share = sum(layer.token_bytes(format) for layer, format in layers) / spec.bytes_per_token
     attended = sum(layer.key_dim + layer.value_dim for layer in spec.layers)
-    found = []
-    for size in sorted({layer.sliding_window for layer in spec.layers if layer.sliding_window is not None}):
-        if size >= max_model_len:
-            continue
-        own = [(layer, format) for layer, format in layers if layer.sliding_window == size]
-        bytes_share = sum(layer.token_bytes(format) for layer, format in own) / spec.bytes_per_token
-        work_share = sum(layer.key_dim + layer.value_dim for layer, _ in own) / attended
-        found.append(WindowedLayers(size, times.per_context_token * bytes_share, times.per_chunk_work * work_share))
-    return tuple(found)
+    work_share = sum(layer.key_dim + layer.value_dim for layer, _ in layers) / attended
+    return WindowedLayers(size, times.per_context_token * bytes_share, times.per_chunk_work * work_share)

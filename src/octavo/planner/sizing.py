@@ -67,13 +67,16 @@ class Sizing:
             raise ConfigError(
                 f"kv_budget keeps {budget.tokens} tokens, but {self.config.model} supports a context of {limit}"
             )
-        elsewhere = self.host_available is not None or self.config.num_ranks > 1
-        if budget is not None and not budget.slides and elsewhere:
+        if budget is not None and not budget.slides and (self.on_gpu or self.config.num_ranks > 1):
             raise ConfigError(f"kv_budget of mode {budget.mode} needs a CPU, and tensor_parallel_size 1")
         if (budget is None or not budget.slides) and self.max_model_len > limit:
             raise ConfigError(
                 f"max_model_len is {self.max_model_len}, but {self.config.model} supports at most {limit} tokens"
             )
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.host_available is not None
 
     @property
     def max_model_len(self) -> int:

@@ -15,7 +15,7 @@ from octavo.kvcache.spec import KVCacheSpec
 from octavo.planner.calculator import DTYPE_BYTES, PoolSize
 from octavo.planner.machine import CPU_MEMORY_SHARE
 from octavo.planner.model_shape import ModelShape, divide
-from octavo.planner.roofline import Machine, roofline, windows_of
+from octavo.planner.roofline import Machine, read_under, roofline, windows_of
 from octavo.planner.sizing import Sizing
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler, make_speculator
 from octavo.scheduler.preemption import Preemption
@@ -39,6 +39,11 @@ class _WithBits(Sizing):
     """A sizing whose keys and values take `bits_ratio` times the bytes of `kv_dtype`."""
 
     bits_ratio: float
+    machine: Machine | None
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.machine is not None and not self.machine.on_cpu  # what was measured may have been a CPU
 
     @property
     def spec(self) -> KVCacheSpec:
@@ -144,6 +149,7 @@ class Plan:
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
             bits_ratio=self._bits_ratio,
+            machine=machine,
             available=_UNLIMITED if machine is None else int(machine.memory * config.gpu_memory_utilization),
             cache_share=CPU_MEMORY_SHARE if on_cpu else 1.0,
             tied_head_copied=False,
@@ -239,6 +245,8 @@ class Plan:
             clock=lambda: (0.0, 0.0),  # looking for drafts is in the recorded times
         )
         windowed = windows_of(times, spec, self.max_model_len) if self.speed is None else ()
+        if (budget := config.budget) is not None:
+            windowed = (*windowed, read_under(budget, times, spec))
         leaps = None
         if speculator is None and not windowed and config.itl_slo_ms is None:
             leaps = Leaps(kv, self.max_model_len, config.max_num_batched_tokens)
@@ -267,6 +275,7 @@ class Plan:
             seed,
             leaps,
             store,
+            budget,
         )
 
 

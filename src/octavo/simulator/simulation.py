@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from octavo.errors import CapacityError, ContextLengthError, OctavoError
+from octavo.kv_budget import KVBudget
 from octavo.kvcache.manager import KVCacheManager
 from octavo.planner.roofline import StepTimes, WindowedLayers
 from octavo.request import Request, RequestId, Sequence, SequenceId
@@ -61,6 +62,7 @@ class SimulatedServer:
         seed: of the draws from the spread.
         leaps: the scheduler's, if steps may be simulated several at a time.
         neighbours: where it fetches blocks from; None if it does not.
+        budget: of all requests.
     """
 
     scheduler: Scheduler
@@ -73,6 +75,7 @@ class SimulatedServer:
     seed: int = 0
     leaps: Leaps | None = None
     neighbours: NeighbourStore | None = None
+    budget: KVBudget | None = None
 
     @property
     def kv(self) -> KVCacheManager:
@@ -375,7 +378,9 @@ class Simulation:
             results.clipped += 1
         params = self._params.get(shape.output_tokens)
         if params is None:
-            params = SamplingParams(max_tokens=shape.output_tokens, ignore_eos=True, temperature=0.0)
+            params = SamplingParams(
+                max_tokens=shape.output_tokens, ignore_eos=True, temperature=0.0, kv_budget=self._server.budget
+            )
             self._params[shape.output_tokens] = params
         request = Request(
             RequestId(f"sim-{next(self._numbers)}"),
