@@ -4,7 +4,9 @@
     sinks         `tokens` tokens   all it keeps: the first block, and the most recent ones  StreamingLLM (Xiao 2024)
     bounded       `tokens` tokens   all it keeps: the first block, both ends of the prompt,  H2O (Zhang 2023), SnapKV
                   and the prompt,   the most recent ones, and those with the most attention  (Li 2024), by blocks as
-                  while it lasts    since they were written (`kvcache/attended.py`)          PagedEviction (2025)
+                  while it lasts    since they were written (`kvcache/attended.py`);         PagedEviction (2025)
+                                    with `layers`, in groups of like layers, as many in the  Kim and Jung (2025)
+                                    mean of the groups
     sparse_read   all tokens        `tokens` of them: the first block, the most recent ones, Quest (Tang et al. 2024)
                                     and blocks whose keys may score highest in a layer;
                                     with `layers`, as many in the mean of the layers         Kim and Jung (2025)
@@ -17,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -41,8 +43,9 @@ class KVBudget:
         tokens: the most tokens whose keys and values are kept, or read, in layers without a sliding window.
         dense_prompt: but of sinks, whether tokens of the prompt read everything, so that it is exact and shared. If
             not, only its first `tokens` do: a budget's loss can be measured on a text, and bounded holds no more.
-        layers: of sparse_read, the entropy of attention in each layer that reads sparsely (`calibration/entropy.py`),
-            by which `tokens` times their number is divided among them; empty: evenly. A server's apply to all requests.
+        layers: of bounded, the entropy of attention in each layer without a sliding window (`calibration/entropy.py`),
+            and of sparse_read, in each that reads sparsely: `tokens` times their number is divided by it; empty:
+            evenly. A server's apply to all requests.
     """
 
     mode: str
@@ -94,19 +97,21 @@ class KVBudget:
         return max(1, self.tokens // block_size // _SHARE_OF_RECENT)
 
     def blocks_read(self, block_size: int) -> tuple[int, ...]:
-        """Return how many blocks a token reads in each of `layers`, or in every layer.
+        """Return how many blocks a token reads in each of `layers`, or in every layer."""
+        return self.divided(self.layers, block_size) if self.layers else (self.tokens // block_size,)
 
-        Each layer has a quarter of the mean at least, and the rest in proportion to its entropy; fractions of blocks go
-        to those layers that lack most of one (Kim and Jung, "Entropy-guided KV caching", Mathematics 13(15):2366).
+    def divided(self, entropies: Sequence[float], block_size: int) -> tuple[int, ...]:
+        """Return how many blocks each of several layers, or groups of as many layers, keeps or reads.
+
+        Each has a quarter of the mean at least, and the rest in proportion to its entropy; fractions of blocks go to
+        those that lack most of one (Kim and Jung, "Entropy-guided KV caching", Mathematics 13(15):2366).
         """
-        mean, count, entropy = self.tokens // block_size, len(self.layers), math.fsum(self.layers)
-        if not count:
-            return (mean,)
+        mean, count, entropy = self.tokens // block_size, len(entropies), math.fsum(entropies)
         least = min(mean, max(mean // _SHARE_OF_LEAST, self.num_recent(block_size) + 1))
-        exact = [count * (mean - least) * of_layer / entropy for of_layer in self.layers]
+        exact = [count * (mean - least) * each / entropy for each in entropies]
         left = count * (mean - least) - sum(map(int, exact))
-        lacking = set(sorted(range(count), key=lambda layer: int(exact[layer]) - exact[layer])[:left])
-        return tuple(least + int(blocks) + (layer in lacking) for layer, blocks in enumerate(exact))
+        lacking = set(sorted(range(count), key=lambda index: int(exact[index]) - exact[index])[:left])
+        return tuple(least + int(blocks) + (index in lacking) for index, blocks in enumerate(exact))
 
     def reads_all_before(self, num_prompt_tokens: int, block_size: int) -> int:
         """Return the first position whose token may be computed from fewer than all tokens before it."""
@@ -130,8 +135,8 @@ class KVBudget:
         if type(dense := given.get("dense_prompt", True)) is not bool or ("dense_prompt" in given and mode == "sinks"):
             raise FieldError("kv_budget.dense_prompt", "must be true or false, and the mode not sinks")
         layers = given.get("layers", ())
-        if not isinstance(layers, list | tuple) or ("layers" in given and (mode != "sparse_read" or not layers)):
-            raise FieldError("kv_budget.layers", "must be a list of the layers' entropies, and the mode sparse_read")
+        if not isinstance(layers, list | tuple) or ("layers" in given and (mode == "sinks" or not layers)):
+            raise FieldError("kv_budget.layers", "must be a list of the layers' entropies, and the mode not sinks")
         for entropy in layers:
             if type(entropy) not in (int, float) or not 0 < entropy <= 1:
                 raise FieldError("kv_budget.layers", f"must be above 0 and at most 1, got {shown(entropy)}")

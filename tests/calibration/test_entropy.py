@@ -68,11 +68,14 @@ def test_layers_share_the_blocks_of_a_uniform_budget(layers: tuple[float, ...], 
 
 
 @pytest.mark.slow
-def test_calibrate_prints_a_budget_that_a_server_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    given = '{"mode": "sparse_read", "tokens": 64}'
+@pytest.mark.parametrize(("mode", "num_layers"), [("sparse_read", 2), ("bounded", 4)])
+def test_calibrate_prints_a_budget_that_a_server_takes(
+    mode: str, num_layers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = f'{{"mode": "{mode}", "tokens": 64}}'
     options = ["--entropy", "--windows", "2", "--window", "128", "--kv-budget"]
     assert cli.main(["calibrate", deep_model(), *options, given]) == 0
     printed = capsys.readouterr().out.strip().splitlines()[-1]
-    assert len(json.loads(printed)["layers"]) == 2
+    assert len(json.loads(printed)["layers"]) == num_layers
     assert str(KVBudget.parse(printed)) == printed
     assert cli.main(["calibrate", deep_model(), "--entropy"]) == 1

@@ -28,14 +28,19 @@ from tests.models.tiny import write_hf_model
 
 BUDGET = 64
 EVICTING = ("sinks", "bounded")
-MODES = pytest.mark.parametrize("mode", [*EVICTING, "sparse_read", "entropy"])
-ENTROPIES = [0.8, 0.3]
+MODES = pytest.mark.parametrize("mode", [*EVICTING, "groups", "sparse_read", "entropy"])
+# By entropy: a bounded budget in groups of layers, and sparse reads.
+ENTROPIES = {"groups": [0.2, 0.8, 0.3, 0.5], "entropy": [0.8, 0.3]}
 _RANDOM = random.Random(1)
 PROMPTS = [[_RANDOM.randrange(3, VOCAB_SIZE - 1) for _ in range(length)] for length in (150, 40, 60)]
 
 
 def params(tokens: int | None = BUDGET, mode: str = "sinks", **more: Any) -> SamplingParams:
-    budget: Any = None if tokens is None else {"mode": mode.replace("entropy", "sparse_read"), "tokens": tokens}
+    budget: Any = (
+        None
+        if tokens is None
+        else {"mode": {"entropy": "sparse_read", "groups": "bounded"}.get(mode, mode), "tokens": tokens}
+    )
     return SamplingParams(**{"max_tokens": 200, "temperature": 0, "ignore_eos": True, **more}, kv_budget=budget)
 
 
@@ -52,9 +57,9 @@ def of_mode(mode: str, **options: Any) -> dict[str, Any]:
     """Options of an engine whose requests may have budgets of a mode; without one, they have everything."""
     if mode in EVICTING:
         return options
-    budget: dict[str, Any] = {"mode": "sparse_read", "tokens": MAX_MODEL_LEN}
-    if mode == "entropy":
-        budget["layers"] = ENTROPIES
+    budget: dict[str, Any] = {"mode": "bounded" if mode == "groups" else "sparse_read", "tokens": MAX_MODEL_LEN}
+    if mode in ENTROPIES:
+        budget["layers"] = ENTROPIES[mode]
     return {"model": deep_model(), "kv_budget": budget, **options}
 
 
@@ -84,7 +89,7 @@ def outputs(sampling: SamplingParams, mode: str = "sinks", **options: Any) -> tu
 @MODES
 def test_a_budget_that_is_never_exceeded_changes_no_token(mode: str) -> None:
     dense = {} if mode in EVICTING else {"model": deep_model()}
-    assert outputs(params(800, mode), mode) == outputs(params(None), **dense)
+    assert outputs(params(800, mode), mode)[0] == outputs(params(None), **dense)[0]
 
 
 @pytest.mark.slow
@@ -99,10 +104,12 @@ def test_a_budget_gives_the_same_tokens_cold_cached_in_chunks_and_preempted(mode
         # Sinks, a window with a partial block at either end, and the tokens of the step in flight.
         assert most <= 3 * (BUDGET // 16 + 1) + sum(map(len, PROMPTS)) // 16
         assert most_in_chunks <= 3 * (BUDGET // 16 + 1) + 2
-    if mode == "bounded":  # prompts, until they are computed
-        assert max(most, most_in_chunks) <= sum(-(-len(prompt) // 16) for prompt in PROMPTS)
+    if mode in ("bounded", "groups"):  # prompts, until they are computed
+        num_tables = 4 if mode == "groups" else 1
+        assert max(most, most_in_chunks) <= num_tables * sum(-(-len(prompt) // 16) for prompt in PROMPTS)
     for preemption_mode in ("swap", "recompute"):
-        tight = {"num_blocks": {"sinks": 11, "bounded": 13}.get(mode, 30), "max_num_batched_tokens": 32}
+        num_blocks = {"sinks": 11, "bounded": 13, "groups": 49}.get(mode, 30)  # the four groups have as many tables
+        tight = {"num_blocks": num_blocks, "max_num_batched_tokens": 32}
         assert outputs(sampling, mode, **tight, preemption_mode=preemption_mode)[0] == expected
     with tiny_core(**of_mode(mode, attention_backend="reference")) as core:
         assert generate(core, sampling)[0] == expected
@@ -272,7 +279,7 @@ def test_budgets_that_make_no_sense_are_refused_with_the_numbers(tmp_path: Path)
         core.inputs.make([5], params(64, "sparse_read"))
     with tiny_core(**of_mode("entropy")) as core:
         request = core.inputs.make([5], params(64, "entropy"))
-        assert request.params.kv_budget == KVBudget(mode="sparse_read", tokens=64, layers=tuple(ENTROPIES))
+        assert request.params.kv_budget == KVBudget(mode="sparse_read", tokens=64, layers=tuple(ENTROPIES["entropy"]))
         with pytest.raises(RequestError, match="can be set for the server only"):
             core.inputs.make([5], SamplingParams(kv_budget={**sparse, "layers": [1, 1]}))  # type: ignore[arg-type]
     for entropies in ([], [0.5, 2], [0.5, True], 3):

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--entropy",
         action="store_true",
-        help="measure the entropy of attention in each layer, by which a --kv-budget of sparse_read is divided",
+        help="measure the entropy of attention in each layer, by which a --kv-budget is divided",
     )
     group.add_argument(
         "--bits",
@@ -100,14 +100,16 @@ def _entropy(args: argparse.Namespace, options: dict[str, Any], text: Text) -> i
     from octavo.commands.calibrate_search import loaded
 
     budget = EngineConfig.from_options(options).budget
-    if budget is None or budget.evicts or args.search:
-        raise ConfigError("--entropy divides a budget: give --kv-budget of mode sparse_read, and no --search")
+    if budget is None or budget.slides or args.search:
+        raise ConfigError("--entropy divides a budget: give --kv-budget of another mode than sinks, and no --search")
     with loaded(options, length := args.window or 2048) as (llm, runner):
-        bounded = [layer.bounded for layer in runner.arena.spec.layers]
+        divided = [
+            layer.sliding_window is None and (layer.bounded or budget.evicts) for layer in runner.arena.spec.layers
+        ]
         windows = windows_of(llm.tokenizer.encode(text.content), args.windows or 8, length, text.name)
         found = layer_entropies(runner.model, runner.attention, windows)
     means = [sum(of_layer) / len(found) for of_layer in zip(*found, strict=True)]
-    layers = [round(mean, 4) for mean, reads_few in zip(means, bounded, strict=True) if reads_few]
+    layers = [round(mean, 4) for mean, is_divided in zip(means, divided, strict=True) if is_divided]
     print(KVBudget.of({**json.loads(str(budget)), "layers": layers}))
     return 0
 

@@ -177,7 +177,7 @@ def budget_fields(request: Request, holdings: Holdings) -> dict[str, Any] | None
     tokens, shares = 0, list[float]()
     for _, holding in holdings.of([request]):
         if attended := [each for each in holding.retained if isinstance(each, AttendedBlocks)]:
-            tokens += max(each.tokens_let_go for each in attended)
+            tokens += sum(each.tokens_let_go for each in attended) // len(attended)
             gone = sum(each.mass_let_go for each in attended)
             shares.append(gone / max(1, gone + sum(each.mass_kept for each in attended)))
     mass = round(sum(shares) / len(shares), 6) if shares else 0.0

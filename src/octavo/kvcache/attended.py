@@ -20,7 +20,10 @@ import numpy.typing as npt
 from octavo.kv_budget import KVBudget
 
 Mass = npt.NDArray[np.int64]
-"""The mass of blocks: [groups, blocks], as many as groups without a window keep; others are not measured."""
+"""The mass of the blocks that a group keeps: [blocks]."""
+
+Masses = tuple[Mass, ...]
+"""Those of each group; empty with a window, which is not measured."""
 
 _SHARE_OF_ENDS = 8
 _SHARE_OF_RECENT = 2
@@ -30,12 +33,15 @@ _PROMPT_END = 10
 class AttendedBlocks:
     """The blocks of one group that a sequence keeps, and their mass (`holdings.Retention`).
 
+    Args:
+        num_blocks: the most that it keeps once the sequence exceeds the budget.
+
     Attributes:
         mass_let_go: mass that blocks had when they were let go.
     """
 
-    def __init__(self, budget: KVBudget, block_size: int, num_prompt_tokens: int) -> None:
-        self._size, self._most = block_size, budget.tokens // block_size
+    def __init__(self, budget: KVBudget, num_blocks: int, block_size: int, num_prompt_tokens: int) -> None:
+        self._size, self._most = block_size, num_blocks
         # Among them the block of the next token, which is empty at first.
         self._recent = max(min(2, self._most - 1), self._most // _SHARE_OF_RECENT)
         self._first_eviction = budget.first_eviction(num_prompt_tokens)
@@ -66,7 +72,7 @@ class AttendedBlocks:
     def places_let_go(self) -> tuple[int, ...]:
         return tuple(np.setdiff1d(np.arange(self._length), self._indices).tolist())
 
-    def add(self, mass: npt.NDArray[np.int64]) -> None:
+    def add(self, mass: Mass) -> None:
         """Add what some rows attended to, whose blocks are all that the group keeps: [blocks]."""
         self._grow(len(mass) - len(self._indices))
         self._mass[: len(mass)] += mass

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 from octavo.errors import CacheError
-from octavo.kvcache.attended import Mass
+from octavo.kvcache.attended import Masses
 from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable, Places, new_table
 from octavo.kvcache.blocks import BlockRecords
 from octavo.kvcache.events import KVEventLog
@@ -302,7 +302,7 @@ class KVCacheManager:
         holding.capacity = num_blocks * self.spec.block_size
         return True
 
-    def measured(self, seq: Sequence, mass: Mass) -> None:
+    def measured(self, seq: Sequence, mass: Masses) -> None:
         """Note the mass of attention that some rows of a sequence had, before they are committed."""
         for retention, of_group in zip(self.holdings[seq].retained, mass, strict=False):
             retention.add(of_group)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from octavo.attention.base import MeasuredRows, SinkReads, SparseReads
-from octavo.kvcache.attended import Mass
+from octavo.kvcache.attended import Masses
 from octavo.runner.inputs import InputViews, StepInputs, padded_size
 from octavo.runner.sequences import Rows, SequenceTable
 from octavo.sampling.batch import SamplingBatch
@@ -79,7 +79,8 @@ class StepBatch:
         self.scores: list[tuple[int, PromptScores]] = []
         self.pools: list[tuple[int, PromptPool]] = []
         self.sampling, self.is_plain = _NO_DRAWS, False
-        self._measured: dict[int, list[tuple[int, int]]] = {}  # by the plan's row, where its queries' mass is
+        # By the plan's row, for each of its queries: where its mass begins, and how many blocks each group has.
+        self._measured: dict[int, list[tuple[int, list[int]]]] = {}
         self.fits_graphs = in_graphs and _each_draws(plan)
         views = self._decodes(lengths) if _each_draws(plan) else self._ragged(plan, lengths)
         self.token_ids, self.attention, self.logits_indices = views
@@ -200,12 +201,12 @@ class StepBatch:
             np.subtract(drawn, self._not_output, out=self.sampling.positions)
         self._steps_left = 0 if depends else self._block_size - 1 - int(offsets.max())
 
-    def mass(self) -> dict[int, tuple[Mass, ...]]:
+    def mass(self) -> dict[int, tuple[Masses, ...]]:
         """Return the mass of each row's blocks, for `StepResult.mass`, once the step is computed."""
         if self.attention.measured is None:
             return {}
         mass = self.attention.measured.mass.cpu().numpy()
-        return {row: tuple(mass[:, begin:end] for begin, end in queries) for row, queries in self._measured.items()}
+        return {row: tuple(_of_groups(mass, *query) for query in queries) for row, queries in self._measured.items()}
 
     def _measure(self) -> None:
         """Note what queries see of sequences that have let go of blocks, and make room for the mass of blocks."""
@@ -220,14 +221,16 @@ class StepBatch:
         if not len(measured):
             attention.measured = None
             return
-        blocks = -(-kept.min(axis=0)[measured] // size)  # groups with a window let go of none, and are not measured
-        ends = np.cumsum(blocks)
+        blocks = -(-kept[:, measured] // size)
+        blocks[self._table.windowed] = 0  # they are not measured
+        ends = np.cumsum(blocks.max(axis=0))
         begins = np.full(len(self._query_rows), -1, dtype=np.int64)
-        begins[measured] = ends - blocks
+        begins[measured] = ends - blocks.max(axis=0)
         mass = torch.zeros(len(kept), int(ends[-1]), dtype=torch.int64, device=device)
         attention.measured = MeasuredRows(to_device(begins, device), mass)
-        for row, end, count in zip(self._row_of_query[measured].tolist(), ends.tolist(), blocks.tolist(), strict=True):
-            self._measured.setdefault(row, []).append((end - count, end))
+        rows = self._row_of_query[measured].tolist()
+        for row, begin, counts in zip(rows, begins[measured].tolist(), blocks.T.tolist(), strict=True):
+            self._measured.setdefault(row, []).append((begin, counts))
 
     def _sinks(self) -> SinkReads | None:
         """Return what sequences see that have evicted tokens under their budget; None if none has."""
@@ -373,6 +376,11 @@ def _each_draws(plan: StepPlan) -> bool:
     if plan.num_streams == len(plan.seq_ids):
         return True
     return plan.is_decodes and plan.lengths == plan.draws and not (plan.sibling_seeds or plan.scores or plan.pools)
+
+
+def _of_groups(mass: npt.NDArray[np.int64], begin: int, counts: list[int]) -> Masses:
+    """Return what each group has of the mass of one query's blocks, which begin there."""
+    return tuple(of_group[begin : begin + count] for of_group, count in zip(mass, counts, strict=True))
 
 
 def _bounds(lengths: np.ndarray) -> npt.NDArray[np.int32]:

@@ -88,6 +88,7 @@ class ModelRunner:
             mirrored=True if capture is not None else None,
             block_size=spec.block_size,
             num_bounded=sum(layer.bounded for layer in spec.layers),
+            windowed=[index for index, group in enumerate(spec.groups) if group.sliding_window is not None],
         )
         self._batches = BatchBuilder(sequences)
         self.graphs: DecodeGraphs | None = None

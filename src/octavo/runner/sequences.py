@@ -43,6 +43,7 @@ class SequenceTable:
         mirrored: whether the device has its own memory; by default, if it is not a CPU.
         block_size: tokens per block.
         num_bounded: number of layers with bounds of keys.
+        windowed: groups with a sliding window.
 
     Attributes:
         tables: int32 [max_rows, max_blocks], one per group. Blocks that attention decided against are left out.
@@ -64,8 +65,9 @@ class SequenceTable:
         mirrored: bool | None = None,
         block_size: int = 16,
         num_bounded: int = 0,
+        windowed: Seq[int] = (),
     ) -> None:
-        self.block_size, self.device = block_size, torch.device(device)
+        self.block_size, self.device, self.windowed = block_size, torch.device(device), list(windowed)
         # Zeros are mapped on first touch, so unused rows cost no memory.
         self.tables = [np.zeros((max_rows, max_blocks), dtype=np.int32) for _ in range(num_groups)]
         self.mirrored = self.device.type != "cpu" if mirrored is None else mirrored

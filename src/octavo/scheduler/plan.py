@@ -33,7 +33,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from octavo.kvcache.attended import Mass
+from octavo.kvcache.attended import Masses
 from octavo.kvcache.block import BlockCopy, BlockId, BlockTransfer, Places
 from octavo.logprobs import TokenLogprobs
 from octavo.request import FinishReason, RequestId, Sequence, SequenceId
@@ -250,7 +250,7 @@ class StepResult:
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     forced: dict[int, tuple[int, ...]] = field(default_factory=dict)
     pooled: tuple[bytes, ...] = ()
-    mass: Mapping[int, tuple[Mass, ...]] = field(default_factory=dict)
+    mass: Mapping[int, tuple[Masses, ...]] = field(default_factory=dict)
     load_seconds: float = 0.0
     store_seconds: float = 0.0
 
