@@ -1,4 +1,5 @@
 // The tiles of amx.h in plain C++, bit for bit, so that the amx level's logic can be tested on any machine.
+// The functions are no templates, so that they are compiled once and not for each tile.
 #pragma once
 
 #include "level/simd/portable.h"
@@ -19,16 +20,19 @@ inline void load_tile_config(const TileConfig& config) {
 // In hardware, using tiles without a configuration is an illegal instruction; here they have no rows.
 inline void release_tiles() { t_tiles.config = {}; }
 template <int T> inline void tile_zero() { __builtin_memset(t_tiles.values[T], 0, sizeof t_tiles.values[T]); }
-template <int T> inline void tile_load(const void* from, int64_t stride) {
-    tile_zero<T>();
-    for (int row = 0; row < t_tiles.config.rows[T]; ++row)
-        __builtin_memcpy(t_tiles.values[T][row], static_cast<const char*>(from) + row * stride,
-                         t_tiles.config.row_bytes[T]);
+inline void load_rows(int tile, const void* from, int64_t stride) {
+    __builtin_memset(t_tiles.values[tile], 0, sizeof t_tiles.values[tile]);
+    for (int row = 0; row < t_tiles.config.rows[tile]; ++row)
+        __builtin_memcpy(t_tiles.values[tile][row], static_cast<const char*>(from) + row * stride,
+                         t_tiles.config.row_bytes[tile]);
 }
-template <int T> inline void tile_store(void* to, int64_t stride) {
-    for (int row = 0; row < t_tiles.config.rows[T]; ++row)
-        __builtin_memcpy(static_cast<char*>(to) + row * stride, t_tiles.values[T][row], t_tiles.config.row_bytes[T]);
+inline void store_rows_of(int tile, void* to, int64_t stride) {
+    for (int row = 0; row < t_tiles.config.rows[tile]; ++row)
+        __builtin_memcpy(static_cast<char*>(to) + row * stride, t_tiles.values[tile][row],
+                         t_tiles.config.row_bytes[tile]);
 }
+template <int T> inline void tile_load(const void* from, int64_t stride) { load_rows(T, from, stride); }
+template <int T> inline void tile_store(void* to, int64_t stride) { store_rows_of(T, to, stride); }
 inline float without_subnormals(float x) {
     return (float_bits(x) & 0x7f800000) ? x : bits_to_float(float_bits(x) & 0x80000000);
 }
@@ -44,17 +48,17 @@ inline bool multiplies_exactly(const uint32_t (&rows)[16][16]) {
         for (const uint32_t pair : row) all &= is_moderate(pair & 0xffff) & is_moderate(pair >> 16);
     return all;
 }
-template <int Sums, int A, int B> inline void tile_dot_bf16() {
+inline void dot_bf16(int sums, int a_tile, int b_tile) {
     const TileConfig& config = t_tiles.config;
-    const int columns = config.row_bytes[Sums] / 4, units = config.row_bytes[A] / 4;
+    const int columns = config.row_bytes[sums] / 4, units = config.row_bytes[a_tile] / 4;
     const auto low = [](uint32_t pair) { return without_subnormals(bits_to_float(pair << 16)); };
     const auto high = [](uint32_t pair) { return without_subnormals(bits_to_float(pair & 0xffff0000u)); };
-    const bool exact = multiplies_exactly(t_tiles.values[A]) && multiplies_exactly(t_tiles.values[B]);
-    for (int m = 0; m < config.rows[Sums]; ++m) {
+    const bool exact = multiplies_exactly(t_tiles.values[a_tile]) && multiplies_exactly(t_tiles.values[b_tile]);
+    for (int m = 0; m < config.rows[sums]; ++m) {
         float even[16] = {}, odd[16] = {};
         for (int unit = 0; unit < units; ++unit) {
-            const uint32_t a = t_tiles.values[A][m][unit];
-            const uint32_t* b = t_tiles.values[B][unit];
+            const uint32_t a = t_tiles.values[a_tile][m][unit];
+            const uint32_t* b = t_tiles.values[b_tile][unit];
             if (exact) {
                 for (int n = 0; n < 16; ++n) even[n] += bits_to_float(a << 16) * bits_to_float(b[n] << 16);
                 for (int n = 0; n < 16; ++n)
@@ -68,10 +72,11 @@ template <int Sums, int A, int B> inline void tile_dot_bf16() {
         }
         for (int n = 0; n < columns; ++n) {
             const float sum = without_subnormals(even[n] + odd[n]);
-            uint32_t& to = t_tiles.values[Sums][m][n];
+            uint32_t& to = t_tiles.values[sums][m][n];
             to = float_bits(without_subnormals(without_subnormals(bits_to_float(to)) + sum));
         }
     }
 }
+template <int Sums, int A, int B> inline void tile_dot_bf16() { dot_bf16(Sums, A, B); }
 
 }  // namespace octavo::OCTAVO_LEVEL
