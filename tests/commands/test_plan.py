@@ -127,6 +127,30 @@ def test_devices_that_divide_the_kv_heads_unevenly_are_planned_as_they_are_serve
     assert "3 KV heads are divided unevenly among 2 devices" in two["notes"][0]
 
 
+def test_output_tokens_cost_what_the_machine_takes_to_read_weights_and_contexts(plan: Callable[..., Any]) -> None:
+    workload = ["llama-3.1-8b", "--machine", "h100", "--context", 8192, "--concurrency", 32, "--price-per-hour", 3.6]
+    price = plan(*workload)["price"]
+    read = 8.03e9 * 2 + 32 * 8192 * 131_072  # bytes a step
+    seconds = read / (0.8 * 3350e9)
+    assert price["output_tokens_per_second"] == pytest.approx(32 / seconds, rel=0.05)
+    assert price["per_million_output_tokens"] == pytest.approx(0.001 * seconds / 32 * 1e6, rel=0.05)
+    cheaper = plan(*workload, "--weights", "int4")["price"]
+    assert cheaper["per_million_output_tokens"] < price["per_million_output_tokens"]
+
+
+def test_sliding_windows_make_output_tokens_cheaper(plan: Callable[..., Any]) -> None:
+    options = ["--machine", "h100", "--concurrency", 8, "--price-per-hour", 1, "--context"]
+    short, long = (plan("mistral-7b-v0.1", *options, context)["price"] for context in (4096, 32768))
+    assert long["output_tokens_per_second"] == pytest.approx(short["output_tokens_per_second"], rel=0.01)
+
+
+def test_a_price_is_not_guessed(plan: Callable[..., Any], refusal: Callable[..., Any]) -> None:
+    assert "octavo calibrate-speed" in refusal("llama-3.1-8b", "--memory", "80GiB", "--price-per-hour", "3")
+    assert "must be above 0, got 0" in refusal("llama-3.1-8b", "--machine", "h100", "--price-per-hour", "0")
+    too_much = ["llama-3.1-70b", "--machine", "h100", "--concurrency", 8, "--price-per-hour", 3]
+    assert plan(*too_much)["price"] is None
+
+
 def test_sliding_windows_say_what_they_save(plan: Callable[..., Any]) -> None:
     mistral = plan("mistral-7b-v0.1", "--context", 32768)
     assert mistral["blocks_per_sequence"] == 4096 // 16 + 1

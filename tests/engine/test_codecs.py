@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from octavo.kvcache.formats import KV_FORMATS
-from octavo.planner.deployment import Deployment, PlanOptions
+from octavo.planner.deployment import Deployment
+from octavo.planner.plan_options import PlanOptions
+from octavo.planner.report import report_of
 from octavo.planner.sources import find_shape
 from octavo.request import sibling_seed
 from octavo.sampling_params import SamplingParams
@@ -124,7 +126,7 @@ def test_the_plan_and_the_ledger_count_the_bytes_that_are_there(
         options = PlanOptions(kv_cache_dtype=codec, dtype="float32", max_model_len=64)
         arena, planned = core.runner.arena, Deployment(find_shape(str(folder)), options)
         assert planned.spec == arena.spec
-        assert arena.nbytes == 9 * planned.report()["block_bytes_per_device"]
+        assert arena.nbytes == 9 * report_of(planned)["block_bytes_per_device"]
         report = core.kv_report()
         assert report["block_bytes"] * (report["num_blocks"] + 1) == arena.nbytes
         fresh = KVArena(arena.spec, 3)

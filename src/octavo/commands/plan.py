@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from octavo.commands.common_options import add_json_option
 from octavo.commands.options import add_options, given_options
 from octavo.config import DEFAULT_MODEL
 from octavo.errors import ConfigError
-from octavo.planner.deployment import PlanOptions
+from octavo.planner.plan_options import PlanOptions
 from octavo.units import format_bytes
 
 DESCRIPTION = """\
@@ -42,6 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plan for a device by name, with the memory of its data sheet: h100, a100-80gb, …; "
         "`octavo simulate --list-machines` prints all",
     )
+    parser.add_argument(
+        "--price-per-hour",
+        type=float,
+        metavar="X",
+        help="what all devices cost an hour, in any currency: adds the least price of a million output tokens; needs "
+        "--machine",
+    )
     add_json_option(parser, "tables")
     parser.add_argument(
         "--plot", metavar="FILE.png", help="plot how many users fit at once, by context (needs --memory; octavo[plot])"
@@ -52,6 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from octavo.planner.deployment import Deployment
     from octavo.planner.known_models import KNOWN_MODELS
+    from octavo.planner.price import decode_price
+    from octavo.planner.report import report_of
+    from octavo.planner.roofline import find_machine
     from octavo.planner.sources import find_shape
     from octavo.simulator.pareto import require_plot
 
@@ -62,10 +73,15 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"two models were given: {args.model_argument} and --model {args.model}")
     if args.plot:
         require_plot(args.plot)
+    if args.price_per_hour is not None:
+        _check_price(args)
     here = _machine(args)
     options = PlanOptions(**{**here, **given_options(args, PlanOptions)})
     name = getattr(args, "model", getattr(args, "model_argument", DEFAULT_MODEL))
-    report = Deployment(find_shape(name), options).report()
+    deployment = Deployment(find_shape(name), options)
+    report = report_of(deployment)
+    if args.price_per_hour is not None:
+        report["price"] = decode_price(deployment, find_machine(args.machine), args.price_per_hour)
     if (
         args.machine is None
         and here.get("device") == "cpu"
@@ -80,6 +96,16 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         _draw(report, args.plot)
     return 0
+
+
+def _check_price(args: argparse.Namespace) -> None:
+    if not 0 < args.price_per_hour < math.inf:
+        raise ConfigError(f"--price-per-hour must be above 0, got {args.price_per_hour:g}")
+    if args.machine is None:
+        raise ConfigError(
+            "--price-per-hour needs --machine NAME, whose data sheet gives its speed; to use a measured speed, run "
+            "`octavo calibrate-speed` and `octavo simulate --speed FILE --price-per-hour X`"
+        )
 
 
 def _machine(args: argparse.Namespace) -> dict[str, Any]:
@@ -139,6 +165,8 @@ def _tables(report: Mapping[str, Any]) -> Iterator[str]:
     if (memory := report["memory"]) is not None:
         yield from _table("what fits", _fitting(memory, report["device"]))
         yield from _users(memory["by_context"])
+    if report.get("price"):
+        yield from _price(report["price"], report)
     yield from _alternatives(report)
     if (window := report["sliding_window"]) is not None:
         yield ""
@@ -177,6 +205,26 @@ def _users(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for row in shown:
         counts = "".join(f"{count:>18,}" for count in row["by_kv_dtype"].values())
         yield f"  {row['context']:>9,} tokens{'':8}{counts}"
+
+
+def _price(price: Mapping[str, Any], report: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the least price of output tokens, what it assumes, and how to include prompts and idle time."""
+    users = f"{price['users']:,} {'user' if price['users'] == 1 else 'users'}"
+    yield from _table(
+        f"price at {price['per_hour']:g} an hour, ESTIMATED from the data sheet of {price['machine']}",
+        {
+            "a million output tokens": f"at least {price['per_million_output_tokens']:.3g}",
+            "tokens per second": f"at most {price['output_tokens_per_second']:,.0f}, while {users} decode at "
+            f"{report['context']:,} tokens",
+        },
+    )
+    yield "  Prompts and idle time add to it; simulate your traffic to include them:"
+    devices = report["tensor_parallel_size"]
+    yield (
+        f"    octavo simulate {report['model']} --machine {price['machine']}"
+        + (f" --num-devices {devices}" if devices > 1 else "")
+        + f" --price-per-hour {price['per_hour']:g} --concurrency {price['users']} --trace FILE"
+    )
 
 
 def _fitting(memory: Mapping[str, Any], device: str) -> dict[str, str]:

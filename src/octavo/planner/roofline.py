@@ -160,9 +160,18 @@ def find_machine(name: str) -> Machine:
 
 
 def roofline(
-    shape: ModelShape, spec: KVCacheSpec, machine: Machine, dtype: str = "bfloat16", num_devices: int = 1
+    shape: ModelShape, spec: KVCacheSpec, machine: Machine, weights: int | None = None, num_devices: int = 1
 ) -> StepTimes:
-    """Estimate the step times of `num_devices` together; `shape` and `spec` describe one device's part of the model."""
+    """Estimate the step times of `num_devices` together; `shape` and `spec` describe one device's part of the model.
+
+    Args:
+        weights: bytes of one device's weights; None: as in bfloat16.
+
+    Raises:
+        ConfigError: several devices whose link is not known.
+    """
+    if weights is None:
+        weights = weight_bytes(shape, "bfloat16", tied_head_copied=False)
     byte_s = 1 / (machine.gb_s * 1e9 * BANDWIDTH_REACHED)
     flop_s = 1 / (machine.tflop_s * 1e12 * RATE_REACHED)
     base, per_row_beyond = shape.config.num_layers * machine.launch_us * 1e-6, 0.0
@@ -179,7 +188,7 @@ def roofline(
     attended = sum(2 * shape.num_heads * (layer.key_dim + layer.value_dim) for layer in spec.layers)
     return StepTimes(
         base=base,
-        products=_products(shape, weight_bytes(shape, dtype, tied_head_copied=False) * byte_s, flop_s, per_row_beyond),
+        products=_products(shape, weights * byte_s, flop_s, per_row_beyond),
         per_context_token=spec.bytes_per_token * byte_s,
         per_chunk_work=attended * flop_s,
         # Sampling reads the logits a few times in fp32.

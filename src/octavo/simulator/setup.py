@@ -12,7 +12,7 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kvcache.formats import layer_formats
 from octavo.kvcache.spec import KVCacheSpec
-from octavo.planner.calculator import DTYPE_BYTES, PoolSize
+from octavo.planner.calculator import DTYPE_BYTES, PoolSize, weight_bytes
 from octavo.planner.machine import CPU_MEMORY_SHARE
 from octavo.planner.model_shape import ModelShape, divide
 from octavo.planner.roofline import Machine, read_under, roofline, windows_of
@@ -196,7 +196,8 @@ class Plan:
         if self.speed is None:
             assert self.machine is not None
             devices = f"{self.num_devices} × " if self.num_devices > 1 else ""
-            times = roofline(self.part, self._plain_spec, self.machine, self.dtype, self.num_devices)
+            weights = weight_bytes(self.part, self.dtype, tied_head_copied=False)
+            times = roofline(self.part, self._plain_spec, self.machine, weights, self.num_devices)
             times = times.with_kv_bytes(self._bits_ratio)
             return Speed(
                 f"ESTIMATED by a roofline of {devices}{self.machine.name}, not measured: {self.machine.source}",
