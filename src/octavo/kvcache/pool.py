@@ -127,7 +127,7 @@ class BlockPool:
             CacheError: a block is free, and cannot be shared; nothing has changed.
         """
         ids = _without_null(block_ids)
-        unused, _ = _split(ids, self.blocks.references, 0)
+        unused = _where(ids, self.blocks.references, 0)
         self._check_published(unused, "shared")
         self._add_references(ids, 1)
         cached = self.unpinned(unused)
@@ -148,11 +148,12 @@ class BlockPool:
             CacheError: a block has no reference left, because it was freed twice.
         """
         ids, blocks = _without_null(block_ids)[::-1], self.blocks
-        for block_id in _split(ids, blocks.references, 0)[0]:
+        for block_id in _where(ids, blocks.references, 0):
             raise CacheError(f"block {block_id} is freed twice (it is {blocks.state(block_id).value})")
-        last, _ = _split(ids, blocks.references, 1)
+        last = _where(ids, blocks.references, 1)
         self._add_references(ids, -1)
-        freed, published = _split(last, blocks.groups, UNPUBLISHED)
+        freed = _where(last, blocks.groups, UNPUBLISHED)
+        published = _where(last, blocks.groups, UNPUBLISHED, equal=False) if len(freed) else last
         cached = self.unpinned(published)
         if self.owners is not None:
             self.owners.gave_back(last)
@@ -222,11 +223,11 @@ class BlockPool:
 
     def num_evictable(self, block_ids: Sequence[BlockId]) -> int:
         """Return how many of a table's published blocks are in the cached state: neither referenced nor pinned."""
-        return len(self.unpinned(_split(_without_null(block_ids), self.blocks.references, 0)[0]))
+        return len(self.unpinned(_where(_without_null(block_ids), self.blocks.references, 0)))
 
     def unpinned(self, block_ids: SomeBlocks) -> SomeBlocks:
         """Return those of these blocks that have no pin."""
-        return _split(block_ids, self.blocks.pins, 0)[0] if self.num_with_pins else block_ids
+        return _where(block_ids, self.blocks.pins, 0) if self.num_with_pins else block_ids
 
     def count_states(self) -> dict[BlockState, int]:
         """Return the number of blocks in each state, without the null block."""
@@ -288,7 +289,7 @@ class BlockPool:
             counts[block_id] += count
 
     def _check_published(self, block_ids: SomeBlocks, to_be: str) -> None:
-        for block_id in _split(block_ids, self.blocks.groups, UNPUBLISHED)[0]:
+        for block_id in _where(block_ids, self.blocks.groups, UNPUBLISHED):
             raise CacheError(f"block {block_id} is {self.blocks.state(block_id).value} and cannot be {to_be}")
 
     def _evict(self, count: int) -> list[BlockId]:
@@ -304,15 +305,11 @@ def _without_null(block_ids: Sequence[BlockId]) -> SomeBlocks:
     return as_indices(block_ids) if len(block_ids) > _MANY else [block for block in block_ids if block != NULL_BLOCK]
 
 
-def _split(block_ids: SomeBlocks, field: array[int], value: int) -> tuple[SomeBlocks, SomeBlocks]:
-    """Return the blocks whose entry in a field is `value`, and the others."""
+def _where(block_ids: SomeBlocks, field: array[int], value: int, *, equal: bool = True) -> SomeBlocks:
+    """Return the blocks whose entry in a field is `value`, or those whose entry is not."""
     if isinstance(block_ids, np.ndarray):
-        equal = np.frombuffer(field, field.typecode).take(block_ids) == value
-        if equal.any():
-            return where(equal, block_ids), block_ids[~equal]
-        return block_ids[:0], block_ids
-    chosen = [block_id for block_id in block_ids if field[block_id] == value]
-    return chosen, [block_id for block_id in block_ids if field[block_id] != value] if chosen else block_ids
+        return where((np.frombuffer(field, field.typecode).take(block_ids) == value) == equal, block_ids)
+    return [block_id for block_id in block_ids if (field[block_id] == value) is equal]
 
 
 def check_references(blocks: BlockRecords, tables: Iterable[BlockTable]) -> Iterator[str]:
