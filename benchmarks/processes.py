@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import this_machine
-from benchmarks.growth import BLOCK, INFO, BatchOnly, make_core
+from benchmarks.stand_in import BLOCK, INFO, BatchOnly, make_core
 from octavo.checkpoint.model_source import resolve_model
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.outputs import OutputKind, RequestOutput
