@@ -204,7 +204,7 @@ class Result:
 async def read_streams(
     url: PostUrl, pids: list[int], count: int, seconds: float
 ) -> tuple[list[list[float]], list[float]]:
-    """Read streams for a while after the last has begun.
+    """Read streams for a while, a second after the last has begun.
 
     Returns:
         When their tokens arrived in that while, and the processor time of each process in it, in seconds.
@@ -223,6 +223,7 @@ async def read_streams(
         if failed := [task for task in tasks if task.done()]:
             failed[0].result()
         await asyncio.sleep(0.05)
+    await asyncio.sleep(1.0)  # tokens that wait in buffers since the streams began are not counted
     begin, before = time.perf_counter(), [processor_seconds(pid) for pid in pids]
     await asyncio.sleep(seconds)
     spent = [processor_seconds(pid) - earlier for pid, earlier in zip(pids, before, strict=True)]
