@@ -14,7 +14,7 @@ from octavo.request import GAP, FinishReason, Request, RequestId, Sequence
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.drafts import Draft, DraftMethod, TokenIndex
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
-from octavo.scheduler.speculation import Drafts, Speculator
+from octavo.scheduler.speculation import Drafts, Speculator, _Rate
 from tests.kvcache.caches import make_manager
 from tests.scheduler.kit import Harness
 from tests.scheduler.results import Draw, result_of
@@ -179,6 +179,20 @@ def test_right_drafts_are_verified_where_rows_are_cheap() -> None:
 def test_few_drafts_are_verified_that_are_wrong_and_none_where_rows_cost_as_much_as_steps() -> None:
     assert sum(map(bool, Server(right=False, per_row=0.05).steps(100))) <= 3
     assert sum(map(bool, Server(right=True, per_row=30.0, count=4).steps(400))) <= 8
+
+
+def test_after_losses_only_drafts_that_promise_much_are_verified() -> None:
+    server = Server(right=True, per_row=0.4)
+    server.steps(60)
+    server.speculator._balance = -3.0
+    assert server.step()
+    for rate in server.speculator._rates["oracle"]:
+        rate.accepted = 0.4 * rate.tried
+    server.streams[0].state.followed.rate = _Rate(40.0, 100.0)  # a row that takes 0.4 s promises 0.4 tokens
+    server.speculator._balance = 0.0
+    assert server.step()
+    server.speculator._balance = -3.0
+    assert not server.step()
 
 
 def test_a_draft_delays_a_stream_without_one_by_little() -> None:

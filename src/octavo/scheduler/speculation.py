@@ -15,10 +15,11 @@ was found in text. Its tokens then compete for rows with all others. Where it wa
 for one token at times, for 0.2 % of the time at most, to learn whether it has become so.
 
 Everything here must cost less than it may gain. The search for drafts may spend the time that recent drafts saved, plus
-0.2 % of all time; when that is used up, steps pass without a search. Where no number of rows could pay, nothing is
-drafted for some steps, and a sequence for which no draft is found is looked at less often. Under load each row adds as
-much time as a stream does, so that drafts fade by themselves. No draft lengthens a step by more than 5 % where a stream
-has none. Prompts' chunks hide nothing, so a step with one verifies nothing.
+0.2 % of all time; when that is used up, steps pass without a search. Verified drafts may lose 0.1 % of all time; after
+greater losses, only drafts that promise 25 % more tokens per second are verified, until the time is won back. Where no
+number of rows could pay, nothing is drafted for some steps; a sequence for which no draft is found is looked at less
+often. Under load each row adds as much time as a stream does, so that drafts fade by themselves. No draft lengthens a
+step by more than 5 % where a stream has none. Prompts' chunks hide nothing, so a step with one verifies nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from math import inf, sqrt
+from math import sqrt
 from typing import NamedTuple
 
 from octavo.request import Request, Sequence, SequenceId
@@ -53,8 +54,11 @@ _KEPT = 32  # tokens of a draft, of which a step verifies the next few
 _SAMPLED = 4  # one in so many steps without drafts is observed
 _NO_DRAFTS: Drafts = {}
 
-_LOOKING = 0.002  # of the time may be spent on drafts that save nothing
+_LOOKING = 0.002  # of the time may be spent on looking for drafts that save nothing
 _SAVED_UP, _OVERDRAWN = 2.0, 0.1  # steps' time that may be saved up for looking, and by which it may be overdrawn
+_RISKED = 0.001  # of the time may be lost by verifying drafts
+_MOST_DEBT = 4.0  # steps' time that count as lost at most, so that drafts are soon tried again
+_GAIN_IN_DEBT = 0.25  # that a draft must promise after greater losses
 _ASSUMED_RATE = 0.9  # of accepted drafts, where it is asked whether any number of rows could pay
 _PAUSE = 32  # steps without drafts once they could not
 
@@ -177,7 +181,8 @@ class Speculator:
         self._paused: dict[int, int] = {}  # by number of streams, the step until which none of them drafts
         self._last: tuple[int, int] | None = None  # drafted and accepted tokens of the last step; None without drafts
         self._enough = 1.0 + _LEAST_GAIN  # times the tokens per second without drafts
-        self._account = inf  # seconds that may be spent on drafts
+        self._for_looking = 0.0  # seconds that may be spent on looking for drafts
+        self._balance = 0.0  # seconds that verified drafts may lose
         self._choosing = 0.0  # seconds that choosing the drafts of the last step took
         self._for_probing = 0.0  # seconds for which a draft model may be asked that is not worth it
 
@@ -204,7 +209,7 @@ class Speculator:
         self._num_steps += 1
         self._choosing = 0.0
         num_known = sum([seq.num_missing for seq in streams])
-        if self._account < 0 or self._paused.get(num_known, 0) > self._num_steps:
+        if self._for_looking < 0 or self._paused.get(num_known, 0) > self._num_steps:
             return _NO_DRAFTS
         began, used = self._clock()
         drafting: list[tuple[Sequence, Followed]] = []
@@ -220,7 +225,7 @@ class Speculator:
             chosen = self._choose(streams, num_known, drafting, most_rows - num_known)
         ended, used_now = self._clock()
         self._choosing = ended - began
-        self._account -= used_now - used  # in which other processes do not count
+        self._for_looking -= used_now - used  # in which other processes do not count
         self.counters.saved_seconds -= self._choosing
         return chosen
 
@@ -228,7 +233,7 @@ class Speculator:
         self, streams: Seq[Sequence], num_known: int, drafting: list[tuple[Sequence, Followed]], most_rows: int
     ) -> Drafts:
         """Choose drafts of some streams, with up to `most_rows` tokens beyond the `num_known` of all streams."""
-        self._enough = 1.0 + max(_LEAST_GAIN, self.times.decode_error)
+        self._enough = 1.0 + max(_LEAST_GAIN if self._balance >= 0 else _GAIN_IN_DEBT, self.times.decode_error)
         base = _Base(len(streams), num_known, sum([seq.num_tokens for seq in streams]) / len(streams))
         if not (alone := self.times.decode_seconds(num_known, base.context)):
             return _NO_DRAFTS
@@ -446,15 +451,17 @@ class Speculator:
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learn from the duration of a step of decodes, which `learn` has seen."""
         seconds -= self._choosing  # which is counted already, and says nothing about rows
-        self._account = min(_SAVED_UP * seconds, max(-_OVERDRAWN * seconds, self._account + _LOOKING * seconds))
-        if self._last is None and self._num_steps % _SAMPLED:
-            return
-        count = plan.num_rows
-        context = sum(plan.starts) / count + 1
+        self._for_looking += _LOOKING * seconds
+        self._balance += _RISKED * seconds
+        count, context = plan.num_rows, sum(plan.starts) / plan.num_rows + 1
         if self._last is not None:
             num_drafted, gained = self._last
-            alone = self.times.decode_seconds(plan.num_tokens - num_drafted, context)
-            saved = (1 + gained / count) * alone - seconds if alone else 0.0
-            self.counters.saved_seconds += saved
-            self._account += max(-_OVERDRAWN * seconds, saved)
-        self.times.observe_decodes(plan.num_tokens, context, seconds)
+            if alone := self.times.decode_seconds(plan.num_tokens - num_drafted, context):
+                saved = (1 + gained / count) * alone - seconds
+                self.counters.saved_seconds += saved
+                self._for_looking += max(0.0, saved)
+                self._balance += saved
+        self._for_looking = min(_SAVED_UP * seconds, max(-_OVERDRAWN * seconds, self._for_looking))
+        self._balance = min(_SAVED_UP * seconds, max(-_MOST_DEBT * seconds, self._balance))
+        if self._last is not None or not self._num_steps % _SAMPLED:
+            self.times.observe_decodes(plan.num_tokens, context, seconds)
