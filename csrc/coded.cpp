@@ -77,15 +77,17 @@ CodingPlan plan_coding(const Weight& weight) {
 
 void encode(const Weight& weight, const CodingPlan& plan, char* to) {
     const CodedWeight coded(weight);
-    std::memset(to, 0, coded.bytes(plan.num_escapes));
+    char* panels = to + CodedWeight::header_bytes;
+    const int64_t panels_end = CodedWeight::header_bytes + coded.panels * coded.panel_bytes();
+    std::memset(to, 0, CodedWeight::header_bytes);
+    std::memset(to + panels_end, 0, coded.bytes(plan.num_escapes) - panels_end);
     auto* tables = reinterpret_cast<uint8_t*>(to);
     for (int code = 1; code < kCodes; ++code) {
         tables[code] = static_cast<uint8_t>((plan.base + code) >> 1);
         tables[kCodes + code] = static_cast<uint8_t>((plan.base + code) << 7);
     }
     std::memcpy(to + 2 * kCodes, &plan.num_escapes, sizeof plan.num_escapes);
-    char* panels = to + CodedWeight::header_bytes;
-    auto* first_escape = reinterpret_cast<int32_t*>(panels + coded.panels * coded.panel_bytes());
+    auto* first_escape = reinterpret_cast<int32_t*>(to + panels_end);
     auto* escapes = reinterpret_cast<Escape*>(to + coded.escapes_at());
     parallel_for(static_cast<int>(coded.panels), [&](int panel) {
         int32_t count = 1;
@@ -101,8 +103,10 @@ void encode(const Weight& weight, const CodingPlan& plan, char* to) {
     if (const int64_t found = before - coded.panels; found != plan.num_escapes)
         throw std::invalid_argument("from exponent " + std::to_string(plan.base) + " the weight has " +
                                     std::to_string(found) + " escapes, not " + std::to_string(plan.num_escapes));
+    // Each thread clears what it encodes: with several, first touch spreads the pages over the threads' memory nodes.
     parallel_for(static_cast<int>(coded.panels), [&](int panel) {
         char* codes = panels + panel * coded.panel_bytes();
+        std::memset(codes, 0, coded.panel_bytes());
         encode_panel({weight, panel}, plan.base, codes, escapes + first_escape[panel]);
     });
 }
