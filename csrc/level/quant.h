@@ -102,6 +102,7 @@ template <WeightFormat F> inline F16 section_minimum(const uint16_t* halves, con
 constexpr bool kSumsWords = true;
 #else
 constexpr bool kSumsWords = false;
+inline void keep_in_memory(F16&) {}
 inline U16 dot_words(U16 words, U16, U16) { return words; }
 inline U16 add_words(U16 acc, U16) { return acc; }
 inline U16 dot_signed(U16 acc, U16 a, U16 b) { return dot_bytes(acc, a ^ U16::set1(0x80808080u), b); }
@@ -216,123 +217,122 @@ void quantise_rows(const QuantLayout& layout, const char* const* rows, int count
     with_constant<kQuantRows>(count, [&](auto constant) { quantise_group<S, constant>(layout, rows, width, to); });
 }
 
-// Products of R rows with both halves of a panel, 16 outputs each, or with the half `first`. A broadcast activation is
-// used for both: one port loads, one multiplies, and two halves keep the first from holding up the second.
-template <WeightFormat F, int R, int T>
-[[gnu::noinline]] void quant_halves(const ProductTask& task, const uint8_t* panel, int64_t row, Ahead ahead, int first,
-                                    F16 (*results)[2]) {
+// The integer sums of R rows with T halves of a section, 16 outputs each, for the inputs that share the scale `Part`.
+// A broadcast activation is used for all halves: one port loads, one multiplies.
+template <WeightFormat F, int R, int T, int Part>
+[[gnu::always_inline]] inline void dot_part(const uint8_t* planes, const uint32_t* x, const uint32_t* sums,
+                                            U16 (&dots)[R][T]) {
     constexpr QuantLayout layout = quant_layout(F);
-    constexpr int kParts = layout.scales_per_section(), kPlanes = layout.planes_at();
-    constexpr int kTogether = quads_in_words<F>();
-    const QuantRows group = task.quants.at(row - task.first_row, task.units, task.units * kParts);
-    const uint32_t *x = group.quants, *sums = group.sums;
-    const float* steps = group.scales;
-    F16 totals[R][T];
+    constexpr int kQuads = 8 / layout.scales_per_section(), kTogether = quads_in_words<F>();
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-        for (int t = 0; t < T; ++t) totals[r][t] = F16::zero();
+        for (int t = 0; t < T; ++t)
+            dots[r][t] = layout.has_minimums() || (kSumsWords && layout.quant_bits() == 8) ? U16::zero()
+                                                                                           : U16::set1(sums[r]);
+    each_constant<kQuads / kTogether>([&](auto chunk) __attribute__((always_inline)) {
+        U16 words[R][T];
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+            for (int t = 0; t < T; ++t) words[r][t] = U16::zero();
+        each_constant<kTogether>([&](auto index) __attribute__((always_inline)) {
+            constexpr int j = Part * kQuads + chunk * kTogether + index;
+            U16 weights[T];
+#pragma GCC unroll 2
+            for (int t = 0; t < T; ++t) weights[t] = quad<F, j>(planes + t * 64);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) {
+                const U16 broadcast = U16::set1(x[j * R + r]);
+#pragma GCC unroll 2
+                for (int t = 0; t < T; ++t)
+                    if constexpr (kTogether > 1)
+                        words[r][t] = dot_words(words[r][t], weights[t], broadcast);
+                    else
+                        dots[r][t] = dot_quad<F>(dots[r][t], weights[t], broadcast);
+            }
+        });
+        if constexpr (kTogether > 1)
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+                for (int t = 0; t < T; ++t) dots[r][t] = add_words(dots[r][t], words[r][t]);
+    });
+}
+
+// Adds the products of R rows with T halves of a section, from `first` on, to totals[row][half].
+template <WeightFormat F, int R, int T, int Part>
+[[gnu::always_inline]] inline void add_part(const uint16_t* header, const uint8_t* factors, const uint8_t* planes,
+                                            int first, const uint32_t* x, const float* steps, const uint32_t* sums,
+                                            F16 (&totals)[R][2]) {
+    constexpr QuantLayout layout = quant_layout(F);
+    U16 dots[R][T];
+    dot_part<F, R, T, Part>(planes + first * 64, x, sums, dots);
+    F16 scale[T], minimum[T];
+#pragma GCC unroll 2
+    for (int t = 0; t < T; ++t) {
+        scale[t] = section_scale<F>(header + (first + t) * 16, factors, first + t, Part);
+        if constexpr (layout.has_minimums())
+            minimum[t] = section_minimum<F>(header + (first + t) * 16, factors, first + t, Part);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+        const F16 step = F16::set1(steps[r]);
+#pragma GCC unroll 2
+        for (int t = 0; t < T; ++t) {
+            F16& total = totals[r][first + t];
+            total = fma(F16::from_int(dots[r][t]), scale[t] * step, total);
+            if constexpr (layout.has_minimums()) total = fma(minimum[t], as_float(U16::set1(sums[r])), total);
+            if constexpr (kSumsWords) keep_in_memory(total);
+        }
+    }
+}
+
+// 32 outputs of R rows. Where there are too few registers for the sums of both halves of a panel, a section's halves
+// follow each other, so that its lines are read once.
+template <WeightFormat F, int R>
+[[gnu::noinline]] void quant_panel(const ProductTask& task, const char* weight, int64_t index, int64_t row,
+                                   Ahead ahead) {
+    constexpr QuantLayout layout = quant_layout(F);
+    constexpr int kParts = layout.scales_per_section(), kTogether = R <= kQuantRowsOfBothHalves ? 2 : 1;
+    ask_to_write_rows<R>(task.out, row, index);
+    const auto* panel = reinterpret_cast<const uint8_t*>(weight);
+    const QuantRows group = task.quants.at(row - task.first_row, task.units, task.units * kParts);
+    const uint32_t *x = group.quants, *sums = group.sums;
+    const float* steps = group.scales;
+    F16 totals[R][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) totals[r][0] = totals[r][1] = F16::zero();
     for (int left = task.units; left > 0; left -= layout.sections()) {
         const int sections = layout.sections() == layout.stored_sections() ? layout.sections()
                                                                            : min(left, layout.sections());
         const uint8_t* header = panel;
-        const auto* halves = reinterpret_cast<const uint16_t*>(panel) + first * 16;
-        if (R <= kQuantRowsThatWait && first == 0) {
-            for (int line = 0; line < layout.header_bytes(); line += 64)
-                __builtin_prefetch(panel + kQuantPrefetch + line, 0, 3);
-        }
+        for (int line = 0; R <= kQuantRowsThatWait && line < layout.header_bytes(); line += 64)
+            __builtin_prefetch(panel + kQuantPrefetch + line, 0, 3);
         panel += layout.header_bytes();
         for (int section = 0; section < sections; ++section) {
             const uint8_t* factors = layout.factors_of(header, section, panel);
-            const uint8_t* planes = panel + kPlanes + first * 64;
             if constexpr (R > kQuantRowsThatWait) {
                 ahead.ask_l1();
             } else {
-                if (kPlanes > 0 && first == 0) __builtin_prefetch(panel + kQuantPrefetch, 0, 3);
-#pragma GCC unroll 16
-                for (int line = 0; line < (layout.low + layout.high) * T; ++line)
-                    __builtin_prefetch(planes + kQuantPrefetch + line * (128 / T), 0, 3);
+#pragma GCC unroll 32
+                for (int line = 0; line < layout.section_bytes(); line += 64)
+                    __builtin_prefetch(panel + kQuantPrefetch + line, 0, 3);
             }
-            each_constant<kParts>([&](auto part) __attribute__((always_inline)) {
-                U16 dots[R][T];
-#pragma GCC unroll 16
-                for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-                    for (int t = 0; t < T; ++t)
-                        dots[r][t] = layout.has_minimums() || (kSumsWords && layout.quant_bits() == 8)
-                                         ? U16::zero()
-                                         : U16::set1(sums[r]);
-                each_constant<8 / kParts / kTogether>([&](auto chunk) __attribute__((always_inline)) {
-                    U16 words[R][T];
-#pragma GCC unroll 16
-                    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-                        for (int t = 0; t < T; ++t) words[r][t] = U16::zero();
-                    each_constant<kTogether>([&](auto index) __attribute__((always_inline)) {
-                        constexpr int j = part * (8 / kParts) + chunk * kTogether + index;
-                        U16 weights[T];
-#pragma GCC unroll 2
-                        for (int t = 0; t < T; ++t) weights[t] = quad<F, j>(planes + t * 64);
-#pragma GCC unroll 16
-                        for (int r = 0; r < R; ++r) {
-                            const U16 broadcast = U16::set1(x[j * R + r]);
-#pragma GCC unroll 2
-                            for (int t = 0; t < T; ++t)
-                                if constexpr (kTogether > 1)
-                                    words[r][t] = dot_words(words[r][t], weights[t], broadcast);
-                                else
-                                    dots[r][t] = dot_quad<F>(dots[r][t], weights[t], broadcast);
-                        }
-                    });
-                    if constexpr (kTogether > 1)
-#pragma GCC unroll 16
-                        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-                            for (int t = 0; t < T; ++t) dots[r][t] = add_words(dots[r][t], words[r][t]);
+#pragma GCC unroll 1
+            for (int first = 0; first < 2; first += kTogether)
+                each_constant<kParts>([&](auto part) __attribute__((always_inline)) {
+                    add_part<F, R, kTogether, part>(reinterpret_cast<const uint16_t*>(header), factors,
+                                                    panel + layout.planes_at(), first, x, steps, sums + part * R,
+                                                    totals);
                 });
-                F16 scale[T], minimum[T];
-#pragma GCC unroll 2
-                for (int t = 0; t < T; ++t) {
-                    scale[t] = section_scale<F>(halves + t * 16, factors, first + t, part);
-                    if constexpr (layout.has_minimums())
-                        minimum[t] = section_minimum<F>(halves + t * 16, factors, first + t, part);
-                }
-#pragma GCC unroll 16
-                for (int r = 0; r < R; ++r) {
-                    const F16 step = F16::set1(steps[r]);
-#pragma GCC unroll 2
-                    for (int t = 0; t < T; ++t) {
-                        totals[r][t] = fma(F16::from_int(dots[r][t]), scale[t] * step, totals[r][t]);
-                        if constexpr (layout.has_minimums())
-                            totals[r][t] = fma(minimum[t], as_float(U16::set1(sums[r])), totals[r][t]);
-                    }
-                }
-                sums += R;
-            });
+            sums += kParts * R;
             x += 8 * R;
             steps += R;
             panel += layout.section_bytes();
         }
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-        for (int t = 0; t < T; ++t) results[r][first + t] = totals[r][t];
-}
-
-// 32 outputs of R rows.
-template <WeightFormat F, int R>
-inline void quant_panel(const ProductTask& task, const char* weight, int64_t index, int64_t row, const Ahead& ahead) {
-    const auto* panel = reinterpret_cast<const uint8_t*>(weight);
-    ask_to_write_rows<R>(task.out, row, index);
-    F16 results[R][2];
-    if constexpr (kQuantHalves == 2 || R == 1) {
-        quant_halves<F, R, 2>(task, panel, row, ahead, 0, results);
-    } else {
-        quant_halves<F, R, 1>(task, panel, row, ahead, 0, results);
-        quant_halves<F, R, 1>(task, panel, row, ahead, 1, results);
-    }
-    store_rows(task.out, row, index, results);
+    store_sums(task.out, row, index, totals);
 }
 
 template <WeightFormat F>

@@ -1,5 +1,5 @@
 // Speed of the kernels without Python: native_bench [products|threshold|attention|pool] [--threads N] [--level
-// NAME] [--exact]
+// NAME] [--weight FORMAT] [--exact]
 //
 // Medians of repeated calls. The calls cycle through more weights than fit into second-level caches, so that these come
 // from where they would come from in a model. For the limits of a machine, see `octavo bench limits`.
@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cmath>
 #include <memory>
+#include <string>
 #include <vector>
 
 #ifdef __linux__
@@ -30,6 +31,7 @@ constexpr const char* kFormatNames[kNumWeightFormats] = {
     "Q2_K", "Q3_K", "Q4_K",       "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"};
 constexpr int64_t kWeightBytes = 96 << 20;
 constexpr double kSecondsEach = 0.15;
+std::string g_only_weight;  // products of this format alone
 
 double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
@@ -132,8 +134,9 @@ void products() {
         for (int i = 0; i < kNumWeightFormats; ++i) {
             const auto format = static_cast<WeightFormat>(i);
             if (format == WeightFormat::bf16_coded || inputs % block_inputs(format)) continue;
+            if (!g_only_weight.empty() && g_only_weight != kFormatNames[i]) continue;
             Weights weights(format, inputs, outputs);
-            for (const int rows : {1, 8, 32, 64, 128, 256}) {
+            for (const int rows : {1, 2, 4, 8, 16, 32, 64, 128, 256}) {
                 const Product product(weights, rows);
                 const double median = measure([&] { product(false); }).median;
                 std::printf("%-12s %6d %7d -> %5d %10.1f %8.1f %10.1f\n", kFormatNames[static_cast<int>(format)], rows,
@@ -372,6 +375,8 @@ int main(int argc, char** argv) {
         } else if (argument == "--level" && has_value && isa_from_name(argv[i + 1]) != kNumIsas &&
                    isa_is_supported(isa_from_name(argv[i + 1]))) {
             force_isa(isa_from_name(argv[++i]));
+        } else if (argument == "--weight" && has_value) {
+            g_only_weight = argv[++i];
         } else if (argument == "--exact") {
             g_exact = true;  // attention only
         } else if (std::any_of(std::begin(kParts), std::end(kParts),
@@ -379,7 +384,7 @@ int main(int argc, char** argv) {
             only = argument;
         } else {
             std::fprintf(stderr, "usage: native_bench [products|attention|threshold|pool] [--threads N] "
-                                 "[--level NAME] [--exact]\n");
+                                 "[--level NAME] [--weight FORMAT] [--exact]\n");
             return 2;
         }
     }

@@ -168,11 +168,19 @@ inline U16 dot_bytes(U16 acc, U16 a, U16 b) {
 }
 
 #ifndef OCTAVO_HAS_VNNI
+// Neither changes a number. The first keeps the compiler from computing several rows' products before it adds any, the
+// second from holding what is needed once a section in registers: the sums of words would not stay in theirs.
+inline U16 in_order(U16 sum) {
+    asm volatile("" : "+x"(sum.lo), "+x"(sum.hi));
+    return sum;
+}
+inline void keep_in_memory(F16& total) { asm volatile("" : "+m"(total.lo), "+m"(total.hi) : : "memory"); }
 // Sums of products in the two 16-bit halves of each lane, for a few products of small numbers: see quant.h.
 #define OCTAVO_SUMS_WORDS
 inline U16 dot_words(U16 words, U16 a, U16 b) {
-    return {_mm256_add_epi16(words.lo, _mm256_maddubs_epi16(a.lo, b.lo)),
-            _mm256_add_epi16(words.hi, _mm256_maddubs_epi16(a.hi, b.hi))};
+    const U16 sum{_mm256_add_epi16(words.lo, _mm256_maddubs_epi16(a.lo, b.lo)),
+                  _mm256_add_epi16(words.hi, _mm256_maddubs_epi16(a.hi, b.hi))};
+    return in_order(sum);
 }
 inline U16 add_words(U16 acc, U16 words) {
     const __m256i ones = _mm256_set1_epi16(1);
@@ -181,8 +189,8 @@ inline U16 add_words(U16 acc, U16 words) {
 }
 // acc + sum over four bytes of a (signed) * b (signed, not -128).
 inline U16 dot_signed(U16 acc, U16 a, U16 b) {
-    return {dot_small8(acc.lo, _mm256_abs_epi8(a.lo), _mm256_sign_epi8(b.lo, a.lo)),
-            dot_small8(acc.hi, _mm256_abs_epi8(a.hi), _mm256_sign_epi8(b.hi, a.hi))};
+    return in_order({dot_small8(acc.lo, _mm256_abs_epi8(a.lo), _mm256_sign_epi8(b.lo, a.lo)),
+                     dot_small8(acc.hi, _mm256_abs_epi8(a.hi), _mm256_sign_epi8(b.hi, a.hi))});
 }
 #endif
 
@@ -236,9 +244,9 @@ constexpr int kVectorsPerPass = 1;
 constexpr int kMaxRows = 4;
 constexpr int kGemmRows = 3;  // times two vectors of outputs
 #ifdef OCTAVO_HAS_VNNI
-constexpr int kQuantRows = 2, kQuantHalves = 1;
+constexpr int kQuantRows = 2, kQuantRowsOfBothHalves = 1;
 #else
-constexpr int kQuantRows = 4, kQuantHalves = 1;  // sums of words stay in registers, the others do not
+constexpr int kQuantRows = 4, kQuantRowsOfBothHalves = 2;  // sums of words stay in registers, the others do not
 #endif
 
 }  // namespace octavo::OCTAVO_LEVEL

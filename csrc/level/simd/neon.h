@@ -284,6 +284,6 @@ inline void store(U16 x, void* p) {
 constexpr int kVectorsPerPass = 1;
 constexpr int kMaxRows = 4;
 constexpr int kGemmRows = 2;  // times two vectors of outputs
-constexpr int kQuantRows = 2, kQuantHalves = 1;
+constexpr int kQuantRows = 2, kQuantRowsOfBothHalves = 1;
 
 }  // namespace octavo::OCTAVO_LEVEL

@@ -197,6 +197,6 @@ constexpr int kVectorsPerPass = 1;
 constexpr int kMostRows = 2;  // more would take longer to compile than this level's few users and tests would gain
 constexpr int kMaxRows = kMostRows;
 constexpr int kGemmRows = kMostRows;  // times two vectors of outputs
-constexpr int kQuantRows = kMostRows, kQuantHalves = 1;
+constexpr int kQuantRows = kMostRows, kQuantRowsOfBothHalves = 1;
 
 }  // namespace octavo::OCTAVO_LEVEL
