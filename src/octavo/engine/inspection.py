@@ -13,7 +13,7 @@ from octavo.kvcache.attended import AttendedBlocks
 from octavo.kvcache.block import BlockState
 from octavo.kvcache.holdings import Holdings
 from octavo.kvcache.host_memory import HostMemory
-from octavo.kvcache.ledger import CacheTotals, RequestHolding
+from octavo.kvcache.ledger import CacheTotals, RequestHolding, Stock
 from octavo.kvcache.manager import KVCacheManager
 from octavo.pooling import Pooling
 from octavo.request import CacheOutcome, CacheReport, Request
@@ -106,13 +106,12 @@ def kv_report(scheduler: Scheduler) -> dict[str, Any]:
     kv = scheduler.kv
     kv.pins.expire()
     size = kv.spec.block_bytes
-    requests, limits = scheduler.requests, scheduler.tenants.limits
+    requests = scheduler.requests
     stock = kv.stock(requests)
     held = {holding.request.request_id: holding for holding in stock.holdings}
     totals = CacheTotals()
     for of_tenant in kv.ledger.totals.values():
         totals.merge(of_tenant)
-    counters = kv.pins.counters
     host, swapped = kv.hierarchy.host, kv.hierarchy.swapped
     return {
         "block_size": kv.spec.block_size,
@@ -130,25 +129,8 @@ def kv_report(scheduler: Scheduler) -> dict[str, Any]:
             "dropped_bytes": swapped.blocks_dropped * size,
         },
         "prefix_cache": _totals(totals),
-        "tenants": {
-            tenant: {
-                "bytes": _bytes(stock.tenants.get(tenant, {}), stock.swapped.get(tenant, 0), size),
-                "prefix_cache": _totals(kv.ledger.totals.get(tenant, CacheTotals())),
-                "pins": {"held_bytes": kv.pins.num_blocks_of(tenant) * size},
-                "limits": limits_in_bytes(limits.get(tenant, KVLimits()), size),
-            }
-            for tenant in sorted(kv.ledger.totals.keys() | stock.tenants.keys() | stock.swapped.keys() | limits.keys())
-        },
-        "pins": {
-            "budget_bytes": kv.pins.budget_blocks * size,
-            "tenant_budget_bytes": kv.pins.tenant_blocks * size,
-            "held_bytes": kv.pool.num_with_pins * size,
-            "num_pins": len(kv.pins),
-            "made": counters.num_pinned,
-            "expired": counters.num_expired,
-            "yielded": counters.num_yielded,
-            "unpinned": counters.num_unpinned,
-        },
+        "tenants": _tenants_report(kv, stock, scheduler.tenants.limits),
+        "pins": _pins_report(kv),
         "requests": [
             {
                 "request_id": request.request_id,
@@ -159,6 +141,33 @@ def kv_report(scheduler: Scheduler) -> dict[str, Any]:
             }
             for request in requests
         ],
+    }
+
+
+def _tenants_report(kv: KVCacheManager, stock: Stock, limits: Mapping[str, KVLimits]) -> dict[str, Any]:
+    size, totals = kv.spec.block_bytes, kv.ledger.totals
+    return {
+        tenant: {
+            "bytes": _bytes(stock.tenants.get(tenant, {}), stock.swapped.get(tenant, 0), size),
+            "prefix_cache": _totals(totals.get(tenant, CacheTotals())),
+            "pins": {"held_bytes": kv.pins.num_blocks_of(tenant) * size},
+            "limits": limits_in_bytes(limits.get(tenant, KVLimits()), size),
+        }
+        for tenant in sorted(totals.keys() | stock.tenants.keys() | stock.swapped.keys() | limits.keys())
+    }
+
+
+def _pins_report(kv: KVCacheManager) -> dict[str, int]:
+    counters, size = kv.pins.counters, kv.spec.block_bytes
+    return {
+        "budget_bytes": kv.pins.budget_blocks * size,
+        "tenant_budget_bytes": kv.pins.tenant_blocks * size,
+        "held_bytes": kv.pool.num_with_pins * size,
+        "num_pins": len(kv.pins),
+        "made": counters.num_pinned,
+        "expired": counters.num_expired,
+        "yielded": counters.num_yielded,
+        "unpinned": counters.num_unpinned,
     }
 
 

@@ -154,16 +154,13 @@ def _join(
     sizing = _size_loaded(sizing, config, model, weight_bytes)
     max_model_len, spec, pool = sizing.max_model_len, sizing.spec, sizing.pool()
     sizing.warn_if_short(pool)
+    num_host_blocks, num_prefix_blocks = sizing.num_host_blocks(pool), sizing.num_prefix_blocks
+    sizing.warn_if_swap_is_short(num_host_blocks)
     attention = make_backend(config.attention_backend, device)
     own = spec if ranks is None else sizing.rank_spec(0)
     arena = KVArena(own, pool.num_blocks, device, attention.layout)
-    num_host_blocks, num_prefix_blocks = sizing.num_host_blocks(pool), sizing.num_prefix_blocks
     host = HostTier(num_host_blocks + num_prefix_blocks, own.block_bytes)
-    sizing.warn_if_swap_is_short(num_host_blocks)
-    if config.deterministic:
-        _require_kernels("deterministic cannot be guaranteed", model, arena, attention)
-    if ranks is not None:
-        _require_kernels(f"tensor_parallel_size is {config.num_ranks}", model, arena, attention)
+    _require_kernels(config, model, arena, attention)
     kv_scales = _choose_scales(config, source, arena, model)
     if ranks is not None:
         ranks.begin(pool.num_blocks, host.num_blocks)
@@ -257,8 +254,10 @@ def _measures_refusal(spec: KVCacheSpec, device: torch.device, *, has_ranks: boo
     return "" if spec.int8_copies is None else f"it {MEASURES_NO_COPIES}"
 
 
-def _require_kernels(prefix: str, model: CausalLM, arena: KVArena, attention: AttentionBackend) -> None:
-    """Refuse what does not run on the C++ kernels: they alone control their order of reduction, and serve ranks."""
+def _require_kernels(config: EngineConfig, model: CausalLM, arena: KVArena, attention: AttentionBackend) -> None:
+    """Refuse what must run on the C++ kernels and does not: they alone control their order of sums, and serve ranks."""
+    if not config.deterministic and config.num_ranks == 1:
+        return
     if not isinstance(model, NativeDecoder):
         reason = f"{model.architecture} in {model.dtype} does not run on the native decoder here"
     elif not (isinstance(attention, NativeAttention) and all(attention.supports(layer) for layer in arena.layers)):
@@ -268,7 +267,8 @@ def _require_kernels(prefix: str, model: CausalLM, arena: KVArena, attention: At
         )
     else:
         return
-    raise ConfigError(f"{prefix}: {reason}")
+    several = f"tensor_parallel_size is {config.num_ranks}"
+    raise ConfigError(f"{'deterministic cannot be guaranteed' if config.deterministic else several}: {reason}")
 
 
 def _size_before_loading(target: LoadTarget, set_aside: int) -> Sizing:
