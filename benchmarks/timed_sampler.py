@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
-from octavo.sampling.sampler import DeviceDraws, Sampler
+from octavo.sampling.sampler import Sampler
 
 
 class SamplerTime:
@@ -35,8 +34,9 @@ class SamplerTime:
                 self._depth -= 1
                 if not self._depth:  # one method may call another
                     self._seconds += self._clock() - began
-            if isinstance(found, DeviceDraws):
-                return SimpleNamespace(token_ids=found.token_ids, result=self._timed(found.result))
+            if way.__name__ == "draw":
+                token_ids, collect = found
+                return token_ids, self._timed(collect)
             return found
 
         return run

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from octavo.engine.input_processor import InputProcessor
-from octavo.engine.inspection import kv_report, limits_in_bytes, tiers_report
+from octavo.engine.inspection import kv_report, limits_in_bytes
 from octavo.engine.kv_events import NullPublisher
 from octavo.engine.outputs import (
     GRAMMAR_TOO_COMPLEX,
@@ -269,11 +269,7 @@ class EngineCore:
 
     def kv_report(self) -> dict[str, Any]:
         """Return who holds which bytes of the cache, and how much it helped, for JSON; see `engine.inspection`."""
-        report = kv_report(self.scheduler)
-        if (host := self.scheduler.kv.hierarchy.host).num_prefix_slots:
-            stores = () if self.tiers is None else self.tiers.stores
-            report["tiers"] = tiers_report(host, stores, self.scheduler.kv.spec.block_bytes)
-        return report
+        return kv_report(self.scheduler, () if self.tiers is None else self.tiers.stores)
 
     def set_kv_limits(self, limits: Mapping[str, KVLimits]) -> None:
         """Replace the tenants' floors and caps, also in the statistics; see `Scheduler.set_limits`."""

@@ -96,7 +96,7 @@ def list_pins(kv: KVCacheManager) -> list[PinInfo]:
     ]
 
 
-def kv_report(scheduler: Scheduler) -> dict[str, Any]:
+def kv_report(scheduler: Scheduler, stores: Sequence[Store] = ()) -> dict[str, Any]:
     """Return bytes by state, in total and by tenant; the blocks of each unfinished request; prefix cache totals.
 
     The tenants' active, cached and pinned bytes and the free bytes add up to the whole cache. Swapped bytes are in host
@@ -141,6 +141,7 @@ def kv_report(scheduler: Scheduler) -> dict[str, Any]:
             }
             for request in requests
         ],
+        **({"tiers": tiers_report(host, stores, size)} if host.num_prefix_slots else {}),
     }
 
 

@@ -18,6 +18,7 @@ import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -106,7 +107,6 @@ class DiskMedium(Medium):
         self._pool = BlockPool(self._records, policy, (self._records.forget,), grows=True)
         self._pool.count_owners(())  # by the tenant's digest in hexadecimal
         self._slabs: list[_Slab] = []
-        self._firsts: list[int] = []  # first slot of each slab
         self._number = 0
         self._is_full = False  # no slab will be added any more
         self._may_grow_at = 0.0
@@ -189,7 +189,7 @@ class DiskMedium(Medium):
     def close(self) -> None:
         for slab in self._slabs:
             os.close(slab.file)
-        self._slabs, self._firsts = [], []
+        self._slabs = []
         self._records.keys = KeyIndex(0)
         if self._lock_file is not None:
             os.close(self._lock_file)
@@ -315,7 +315,6 @@ class DiskMedium(Medium):
         """Add an open slab, and return its slots."""
         first = self._slabs[-1].first + self._slabs[-1].layout.num_slots if self._slabs else 1
         self._slabs.append(_Slab(file, layout, first))
-        self._firsts.append(first)
         return range(first, first + layout.num_slots)
 
     def _open_all(self) -> None:
@@ -366,7 +365,7 @@ class DiskMedium(Medium):
 
     def _place(self, slot: int) -> tuple[int, int, int]:
         """Return the file that has a slot, and where its payload and its header begin there."""
-        slab = self._slabs[bisect_right(self._firsts, slot) - 1]
+        slab = self._slabs[bisect_right(self._slabs, slot, key=attrgetter("first")) - 1]
         index = slot - slab.first
         return slab.file, slab.layout.payload_at(index), slab.layout.header_at(index)
 

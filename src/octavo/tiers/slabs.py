@@ -239,19 +239,16 @@ class TenantNames:
     def __init__(self, folder: Path) -> None:
         self._path = folder / _NAMES_FILE
         self._names = read_tenant_names(folder)
-        self._digests = {name: digest for digest, name in self._names.items()}
         self._lock = threading.Lock()
 
     def digest(self, tenant: str) -> bytes:
         """Return the digest of a name, which is written down if it is new."""
-        if (known := self._digests.get(tenant)) is not None:
-            return known
-        with self._lock:
-            digest = tenant_digest(tenant)
-            if tenant not in self._digests:
-                self._names[digest] = tenant
-                self._digests[tenant] = digest
-                self._append(tenant)
+        digest = tenant_digest(tenant)
+        if digest not in self._names:
+            with self._lock:
+                if digest not in self._names:
+                    self._names[digest] = tenant
+                    self._append(tenant)
         return digest
 
     def name(self, digest: bytes) -> str:
@@ -264,9 +261,9 @@ class TenantNames:
             kept = {digest: name for digest, name in self._names.items() if digest in digests}
             if len(kept) == len(self._names):
                 return
-            self._names, self._digests = kept, {name: digest for digest, name in kept.items()}
+            self._names = kept
             self._path.unlink(missing_ok=True)
-            for name in self._digests:
+            for name in kept.values():
                 self._append(name)
 
     def _append(self, name: str) -> None:
