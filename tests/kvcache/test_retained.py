@@ -18,8 +18,8 @@ RETENTIONS: dict[str, Callable[[], Retention]] = {
     "a window": lambda: Window(9),
     "a window of a block": lambda: Window(SIZE),
     "a window after two blocks of sinks": lambda: Window(9, 2),
-    "attention": lambda: AttendedBlocks(KVBudget(mode="bounded", tokens=4 * SIZE), SIZE, PROMPT),
-    "attention, of a short prompt": lambda: AttendedBlocks(KVBudget(mode="bounded", tokens=4 * SIZE), SIZE, 3),
+    "attention": lambda: AttendedBlocks(KVBudget(mode="bounded", tokens=4 * SIZE), 4, SIZE, PROMPT),
+    "attention, of a short prompt": lambda: AttendedBlocks(KVBudget(mode="bounded", tokens=4 * SIZE), 4, SIZE, 3),
 }
 
 

@@ -44,6 +44,7 @@ class AttendedBlocks:
         self._size, self._most = block_size, num_blocks
         # Among them the block of the next token, which is empty at first.
         self._recent = max(min(2, self._most - 1), self._most // _SHARE_OF_RECENT)
+        self._budget, self._num_prompt_tokens = budget, num_prompt_tokens
         self._first_eviction = budget.first_eviction(num_prompt_tokens)
         num_prompt_tokens = budget.num_dense(num_prompt_tokens)
         end = min(-(-num_prompt_tokens // (_PROMPT_END * block_size)), self._most // _SHARE_OF_ENDS)
@@ -78,8 +79,7 @@ class AttendedBlocks:
         self._mass[: len(mass)] += mass
 
     def due_at(self, num_computed: int, block_size: int) -> int:
-        first = self._first_eviction
-        return first if num_computed < first else num_computed - num_computed % block_size + block_size
+        return num_computed + self._budget.tokens_until_eviction(num_computed, self._num_prompt_tokens, block_size)
 
     def let_go(self, table: Seq[int], num_computed: int, block_size: int) -> tuple[Seq[int], Seq[int]]:
         """Choose which blocks go, so that those kept and that of the next token are within the budget."""
