@@ -137,7 +137,7 @@ class EngineConfig(Options):
     )
     generation_config: str = _model(
         "auto",
-        "where sampling parameters come from that a request leaves out; auto: the model's generation_config.json; "
+        "source of the sampling parameters that a request leaves out; auto: the model's generation_config.json; "
         "vllm: as in vLLM, neutral values; or a folder with a generation_config.json",
         metavar="auto|vllm|DIR",
     )
@@ -194,8 +194,8 @@ class EngineConfig(Options):
     enable_prefix_caching: bool = _cache(True, "reuse the blocks of a prefix that was computed before")
     prefix_cache: Literal["hashed", "radix"] = _cache(
         "hashed",
-        "order of the tree of cached blocks; hashed: as --eviction-policy and arrival say; radix: leaves are evicted "
-        "first, and requests with the longest cached prefix admitted first",
+        "order of evictions and admissions; hashed: by --eviction-policy and arrival; radix: the leaves of the tree of "
+        "cached blocks are evicted first, and requests with the longest cached prefix admitted first",
     )
     eviction_policy: Literal["lru", "fifo", "priority", "adaptive"] = _cache(
         DEFAULT_EVICTION_POLICY,
@@ -314,8 +314,8 @@ class EngineConfig(Options):
     )
     speculative_config: SpeculativeConfig | None = _scheduling(  # noqa: RUF009 (the default is None)
         None,
-        "JSON object that turns on speculative decoding (docs/serve/speculation.md): tokens are drafted from text that "
-        "is known or by a smaller model, and the output stays the same; method: ngram (the default), suffix or "
+        "JSON object that turns on speculative decoding (docs/serve/speculation.md): tokens are drafted from known "
+        "text or by a smaller model, and the output stays the same; method: ngram (the default), suffix or "
         "draft_model; model: that of draft_model; num_speculative_tokens (8), prompt_lookup_min (2), prompt_lookup_max "
         "(8)",
         metavar="JSON",
@@ -384,7 +384,7 @@ class EngineConfig(Options):
             raise ConfigError("kv_events_config publishes what prefixes are cached, but enable_prefix_caching is off")
         if self.speculative_config is not None and self.async_scheduling:
             raise ConfigError(
-                "async_scheduling plans a step before the token is known that a draft must follow: "
+                "async_scheduling plans a step before the token that a draft must follow is known: "
                 "give speculative_config or async_scheduling, not both"
             )
         if self.preemption_mode == "swap" and self.swap_space == 0:

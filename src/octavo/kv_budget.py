@@ -133,10 +133,10 @@ class KVBudget:
         if type(tokens) is not int or tokens < 1:
             raise FieldError("kv_budget.tokens", f"must be a positive integer, got {shown(tokens)}")
         if type(dense := given.get("dense_prompt", True)) is not bool or ("dense_prompt" in given and mode == "sinks"):
-            raise FieldError("kv_budget.dense_prompt", "must be true or false, and the mode not sinks")
+            raise FieldError("kv_budget.dense_prompt", "must be true or false; the mode must not be sinks")
         layers = given.get("layers", ())
         if not isinstance(layers, list | tuple) or ("layers" in given and (mode == "sinks" or not layers)):
-            raise FieldError("kv_budget.layers", "must be a list of the layers' entropies, and the mode not sinks")
+            raise FieldError("kv_budget.layers", "must be a list of the layers' entropies; the mode must not be sinks")
         for entropy in layers:
             if type(entropy) not in (int, float) or not 0 < entropy <= 1:
                 raise FieldError("kv_budget.layers", f"must be above 0 and at most 1, got {shown(entropy)}")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 
 class LeastServed:
-    """What each tenant has received, such as service for its weight, or holds, such as places. The least is next.
+    """Amounts by tenant, such as weighted service received or places held; the tenant with the least is next.
 
     A tenant that comes, or comes back, may start level with the others (start-time fair queueing: Goyal et al.,
     SIGCOMM 1996), so that it gets no credit for the time in which it asked for nothing.

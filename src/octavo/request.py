@@ -56,7 +56,7 @@ class PinRequest:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class RequestTerms:
-    """What a request says besides its prompt and sampling parameters, from its arrival to its end.
+    """A request's attributes apart from its prompt and sampling parameters, unchanged from arrival to end.
 
     Attributes:
         priority: lower is served first, as in vLLM; ties by arrival.

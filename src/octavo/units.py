@@ -71,8 +71,8 @@ def parse_bytes(text: str) -> int:
 
 def format_bytes(count: float) -> str:
     """Format a size: 2147483648 -> '2.00 GiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
         count /= 1024
     raise AssertionError("unreachable")

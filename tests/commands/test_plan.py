@@ -290,7 +290,7 @@ def test_weights_are_quantised_as_the_server_would(plan: Callable[..., Any]) -> 
 
     on_cpu = ("--device", "cpu")
     parameters = plan("smollm2")["parameters"]
-    assert weights("smollm2", *on_cpu)[0] == "as in the GGUF file"
+    assert weights("smollm2", *on_cpu)[0] == "the GGUF file's"
     assert weights("smollm2", *on_cpu, "--quantization", "none") == ("bfloat16", 2 * parameters)
     parameters = plan("llama-3.1-8b")["parameters"]
     assert weights("llama-3.1-8b", *on_cpu, "--quantization", "q4_0") == ("q4_0", parameters * 18 // 32)
@@ -358,7 +358,7 @@ def test_every_well_known_model_has_a_table(capsys: pytest.CaptureFixture[str]) 
         (["llma-3.1-70b"], "did you mean llama-3.1-70b"),
         (["llama-2-7b", "--context", "5000"], "a context of 5000 tokens is over max_model_len, which is 4096"),
         (["llama-2-7b", "--max-model-len", "5000"], "max_model_len is 5000, but llama-2-7b supports at most 4096"),
-        (["qwen2.5-7b", "--tensor-parallel-size", "29"], "has 28 heads: 29 devices are more than can share it"),
+        (["qwen2.5-7b", "--tensor-parallel-size", "29"], "has 28 heads, so 29 devices cannot share it"),
         (["deepseek-r1", "--device", "cpu", "--tensor-parallel-size", "2"], "caches latents that all heads share"),
         (
             ["qwen3-30b-a3b", "--device", "cpu", "--tensor-parallel-size", "32"],

@@ -186,7 +186,7 @@ def test_an_uneven_division_gives_the_share_of_the_rank_that_has_most(name: str,
 
 
 def test_more_devices_than_heads_are_refused_with_the_numbers() -> None:
-    with pytest.raises(UnsupportedModelError, match="has 28 heads: 29 devices are more than can share it"):
+    with pytest.raises(UnsupportedModelError, match="has 28 heads, so 29 devices cannot share it"):
         divide(find_shape("qwen2.5-7b"), 29)
 
 

@@ -109,7 +109,7 @@ def test_a_recording_that_is_damaged_or_cannot_be_read_is_named(tmp_path: Path) 
     facts = gzip.compress(b'{"octavo plans":3}\n')
     for content, message in (
         (b"", "is not a recording of plans of version 3"),
-        (written[:20], "ends before its first line does"),
+        (written[:20], "whose first line is incomplete"),
         (gzip.compress(b"[]\n"), "is not a recording of plans of version 3"),
         (gzip.compress(b'{"octavo plans":2}\n'), "is not a recording of plans of version 3"),
         (gzip.compress(b"{\n"), "is not a recording of plans of version 3: Expecting"),

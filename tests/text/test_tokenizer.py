@@ -366,10 +366,10 @@ def test_a_sentencepiece_folder_writes_spaces_as_transformers(
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("tokens", [1, 2, 3], "tokenizer.ggml.tokens is no array of strings"),
-        ("tokens", "abc", "tokenizer.ggml.tokens is no array of strings"),
-        ("token_type", [1.0, 1.0, 1.0], "tokenizer.ggml.token_type is no array of integers"),
-        ("merges", [5], "tokenizer.ggml.merges is no array of strings"),
+        ("tokens", [1, 2, 3], "tokenizer.ggml.tokens is not an array of strings"),
+        ("tokens", "abc", "tokenizer.ggml.tokens is not an array of strings"),
+        ("token_type", [1.0, 1.0, 1.0], "tokenizer.ggml.token_type is not an array of integers"),
+        ("merges", [5], "tokenizer.ggml.merges is not an array of strings"),
         ("merges", ["a zz"], "its vocabulary cannot be used"),
         ("merges", ["nothing"], "its vocabulary cannot be used"),
         ("bos_token_id", -1, "bos_token has id -1 in a vocabulary of 3"),

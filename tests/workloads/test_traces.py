@@ -46,8 +46,8 @@ def test_the_format_is_read_from_the_content_not_the_name(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "is no known trace"),
-        ("a,b\n1,2\n", "is no known trace"),
+        ("", "is not a known trace"),
+        ("a,b\n1,2\n", "is not a known trace"),
         ("[", "Expecting value"),
         ("[]", "holds no request"),
         ('[{"prompt_token_ids": [1]}]', "entry 0: 'max_tokens' is missing"),
@@ -56,7 +56,7 @@ def test_the_format_is_read_from_the_content_not_the_name(tmp_path: Path) -> Non
         ('{"timestamp": 0}', "line 1: 'hash_ids' is missing"),
         (
             '{"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [1]}',
-            "1 hash ids do not stand for",
+            "1 hash ids do not match",
         ),
         ('{"timestamp": 0}\nx', "line 1: "),
         ("arrival_s,client,prompt_tokens,output_tokens\n0,1,2,3\n0,1,x,3\n", "line 3: "),

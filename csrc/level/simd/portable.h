@@ -1,5 +1,5 @@
-// Sixteen lanes in the vector extensions of GCC and Clang, which compile for any machine. As loops over arrays they took
-// four times as long to compile.
+// Sixteen lanes in the vector extensions of GCC and Clang, which compile for any machine. As loops over arrays they
+// took three times as long to compile.
 #pragma once
 
 #include "level/simd/common.h"

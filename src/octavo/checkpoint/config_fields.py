@@ -10,7 +10,7 @@ from octavo.errors import CorruptModelError, UnsupportedModelError, shown
 MOST_SIZE = 1 << 40
 """The largest number that a model file may state as one of its sizes."""
 
-# What older architectures call the things every decoder has.
+# Older architectures' names for the fields that every decoder has.
 _ALIASES = {
     "hidden_size": ("n_embd", "d_model", "dim"),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
@@ -31,7 +31,7 @@ def uniform_size(value: object, key: str, source: object, minimum: int = 1) -> i
     """Return the size that a model file states under `key`, once or in a list for each layer.
 
     Raises:
-        CorruptModelError: it is no integer of at least `minimum`, or is above `MOST_SIZE`.
+        CorruptModelError: it is not an integer of at least `minimum`, or is above `MOST_SIZE`.
         UnsupportedModelError: it differs between layers.
     """
     if isinstance(value, list) and value:

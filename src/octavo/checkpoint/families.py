@@ -30,7 +30,7 @@ class Experts(NamedTuple):
     Attributes:
         width: the key of an expert's intermediate size in `config.json`.
         default_*: what a configuration means that does not mention a size.
-        normalised: see `ExpertsConfig`; None if `norm_topk_prob` says so, and in GGUF files `gguf_normalised`.
+        normalised: see `ExpertsConfig`; None if `norm_topk_prob` decides it, and in GGUF files `gguf_normalised`.
         bias: whether router and experts have biases.
         shared_width: the key of the shared expert's intermediate size, if there is one; it has a gate.
         scoring, corrected: see `ExpertsConfig`.

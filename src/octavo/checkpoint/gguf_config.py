@@ -236,7 +236,7 @@ def _rope(file: GGUFFile, meta: _Keys, native: NativeArchitecture, head_dim: int
         raise UnsupportedModelError(f"{file.path}: RoPE scaling 'longrope' is not supported in GGUF files")
     if rotary_dim != head_dim and native.partial_rotary is None:
         raise UnsupportedModelError(
-            f"{file.path}: {rotary_dim} of {head_dim} dimensions of a head are rotated; only all of them is supported"
+            f"{file.path}: {rotary_dim} of {head_dim} dimensions of a head are rotated; only all are supported"
         )
     scaling = meta.get("rope.scaling.type", "none")
     if scaling not in ("none", "linear", "yarn"):

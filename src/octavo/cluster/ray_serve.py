@@ -120,7 +120,7 @@ class RayReplica:
         return {**facts, "url": self._url}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `waiting_tokens_policy` reads."""
+        """The figures that `waiting_tokens_policy` reads."""
         stats = self._engine.stats
         return {"waiting_tokens": float(stats.waiting.total.tokens), "running_requests": float(len(self._in_flight))}
 
@@ -245,7 +245,7 @@ class _AllReplicas(Worker):
 
 @dataclass(eq=False)
 class _HandleAnswer:
-    """What aiohttp would return of an answer."""
+    """An answer as aiohttp would return it."""
 
     _items: Any
     status: int = 0
@@ -289,7 +289,7 @@ class _HandleAnswer:
 
 @dataclass(frozen=True)
 class _ApplicationArguments:
-    """What an application may be given; see `app`."""
+    """The arguments of an application; see `app`."""
 
     engine: Mapping[str, Any] = field(default_factory=dict)
     server: Mapping[str, Any] = field(default_factory=dict)

@@ -412,7 +412,7 @@ def _client_error() -> type[Exception]:
 
 
 def _model_of(body: bytes) -> str | None:
-    """Return the model that a body names; None if it names none or is no JSON, which the server answers."""
+    """Return the model that a body names; None if it names none or is not JSON, which the server reports."""
     try:
         model = from_json(body).get("model")
     except (ValueError, AttributeError):

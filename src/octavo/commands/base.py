@@ -15,10 +15,10 @@ from octavo.option import nearest
 EXIT_USAGE = 2
 
 _MOST_IN_USAGE = 12
-# What Ollama and vLLM call commands.
+# Ollama's and vLLM's names for commands.
 _OTHER_COMMANDS = {"run": "chat", "pull": "serve", "ps": "top", "complete": "generate"}
 _ADVICE = {"list": "a server has one model, which GET /v1/models names"}
-# What vLLM and llama.cpp call options, and what to write here.
+# vLLM's and llama.cpp's names for options, and Octavo's.
 _OTHER_FLAGS = {
     "-m": "the model is an argument without a flag",
     "-p": "a prompt is an argument of `octavo generate`",

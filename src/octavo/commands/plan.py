@@ -136,7 +136,7 @@ def _tables(report: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"{report['concurrency']:,} {'sequence' if report['concurrency'] == 1 else 'sequences'} of "
         f"{report['context']:,} tokens in blocks of {report['block_size']:,}, "
-        f"weights {report['weights']}, KV cache {report['kv_cache_dtype']}, {devices} × {report['device']}"
+        f"{report['weights']} weights, {report['kv_cache_dtype']} KV cache, {devices} × {report['device']}"
     )
     yield from _table(
         "KV cache",

@@ -27,8 +27,9 @@ logger = logging.getLogger("octavo.serve")
 
 DESCRIPTION = """\
 Serve a model over HTTP, with OpenAI's API. Every option is also an environment variable (OCTAVO_MAX_NUM_SEQS=64; lists
-are split at commas) and a line of --config (max_num_seqs = 64). Flags go before the environment, and that before the
-file. Options of the environment and the file are logged at the start, keys hidden; all options with --log-level debug.
+are split at commas) and a line of --config (max_num_seqs = 64). Flags override the environment, which overrides the
+file. The server logs the options from the environment and the file at its start, with keys hidden; with --log-level
+debug, it logs all options.
 """
 
 

@@ -286,7 +286,7 @@ def _plan(args: argparse.Namespace, options: dict[str, Any]) -> Plan:
 
     wants_drafts = options.get("speculative_config") is not None
     if args.drafts and not wants_drafts:
-        raise ConfigError("--drafts says how far drafts hold, but --speculative-config asks for none")
+        raise ConfigError("--drafts gives the acceptance of drafts, but no --speculative-config is given")
     given = [name for name in ("speed", "plans", "machine") if getattr(args, name)]
     if len(given) != 1:
         raise ConfigError(
@@ -418,7 +418,7 @@ def _tables(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _notes(points: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield what the tables do not say: why there is no answer, and what makes it doubtful."""
+    """Yield notes below the tables: why there is no answer, or why it is doubtful."""
     if refusing := [point for point in points if point.get("refused")]:
         worst = max(refusing, key=lambda point: point["refused"])
         most = "" if len(points) == 1 else "up to "

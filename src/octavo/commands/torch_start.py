@@ -22,7 +22,7 @@ from typing import Any
 # Describe operators to torch's compiler and to tensors without memory, or replace some on GPUs: a fifth of torch's
 # import. A model that Octavo computes itself on a CPU needs none of it.
 _REGISTRATIONS = ("torch._meta_registrations", "torch.distributed._meta_registrations", "torch._native")
-# What `import torch` imports and its own parts do not use, in the version that this was tried with: a quarter of its
+# Modules that `import torch` imports but does not use, in the version that this was tried with: a quarter of its
 # import, and twice as many modules with those that these import.
 _UNUSED_IN = "2.13."
 _UNUSED = frozenset(

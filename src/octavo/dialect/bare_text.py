@@ -16,7 +16,7 @@ from octavo.structured_outputs import DATE_PATTERNS
 # Text without a closing tag.
 _TEXT = r"/([^<]|<[^\/])*/"
 _CLOSING = "</"
-# What Rust's regular expressions do not have, or what would end the pattern in the middle.
+# Unsupported by Rust's regular expressions, or would end the pattern early.
 _UNSUPPORTED = re.compile(r"\(\?(?![:isx])|\\[1-9bBkAzZ]|(?<!\\)\$|(?<![\\\[])\^")
 # Longer ranges of lengths make large automata.
 _LONGEST_COUNTED = 1024

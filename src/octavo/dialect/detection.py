@@ -51,7 +51,7 @@ def template_calls(render: Render, template: str) -> TemplateCalls:
             break
         found = next((each for each in CALL_FORMATS if not each.unmarked and _reads(each, written)), None)
         if found is None and described is not None and described.unmarked:
-            # What it tells the model to write counts, not how it writes earlier calls.
+            # The instructions to the model count, not how the template renders earlier calls.
             found = described
         if found is None and (begun := _after_prompt(render, written)):
             found = next((each for each in CALL_FORMATS if each.unmarked and _reads(each, begun)), None)
@@ -87,7 +87,7 @@ def _written(render: Render, *, as_text: bool) -> str | None:
 
 
 def _after_prompt(render: Render, written: str) -> str:
-    """Return the part of `written` that begins an answer; "" if that cannot be told."""
+    """Return the part of `written` that begins an answer; "" if that is unclear."""
     try:
         prompt = render([{"role": "user", "content": _QUESTION}], add_generation_prompt=True)
     except RequestError:

@@ -21,7 +21,7 @@ from octavo.dialect.formats import CallFormat, ReasoningFormat
 from octavo.dialect.values import SPACES, Characters, MalformedError, Reader
 from octavo.structured_outputs import ReasoningPart
 
-# What may begin the header of a message in harmony, and what ends a message.
+# Tokens that may begin a message's header in harmony, and those that end a message.
 _HEADERS = ("<|channel|>", "<|start|>", "<|constrain|>", "<|message|>", "to=")
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
 

@@ -140,7 +140,7 @@ def _plans_ahead(config: EngineConfig, runner: ModelRunner) -> bool:
 def _open_plan_log(config: EngineConfig, facts: RunnerFacts, attention: str, resources: ExitStack) -> PlanLog | None:
     if config.record_plans is None:
         return None
-    # What a reader of recorded plans must know about the engine that executed them.
+    # Facts about the engine that readers of recorded plans need.
     recorded: dict[str, Any] = {
         "model": facts.model_name,
         "block_size": facts.spec.block_size,

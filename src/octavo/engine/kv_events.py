@@ -31,7 +31,7 @@ SCOPE_PREFIX = "dynamo-cache-salt:"
 """Precedes a block's scope among its extra keys: Dynamo's index hashes what follows into each block's own key."""
 
 DEVICE_MEDIUM = "GPU"
-"""What vLLM calls the memory that the model computes in, on every device."""
+"""vLLM's name for the memory that the model computes in, on every device."""
 
 _END = (-1).to_bytes(8, "big", signed=True)
 _BLOCKS_AT_ONCE = 256

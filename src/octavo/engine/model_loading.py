@@ -1,4 +1,4 @@
-"""Which model an engine loads, and how it is computed: device, dtype, number of ranks."""
+"""Choose the model that an engine loads, and its device, dtype and number of ranks."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def choose_target(config: EngineConfig) -> LoadTarget:
     if config.deterministic and device.type != "cpu":
         raise ConfigError(
             f"deterministic cannot be guaranteed on device {device.type!r}: its matrix products sum in an order that "
-            "depends on how many rows come together; use device='cpu', or do without"
+            "depends on the number of rows; use device='cpu', or leave deterministic off"
         )
     source = model_of(config)
     model_config = _for_device(load_model_config(source), source, device)

@@ -205,7 +205,7 @@ class Recovery:
         try:
             self._runner.restart()
         except Exception as again:
-            raise EngineDeadError(f"{failure}, and it does not start again: {again}") from again
+            raise EngineDeadError(f"{failure}, and restarting it failed: {again}") from again
         return failure, running
 
     def audit(self, error: Exception | None = None) -> None:

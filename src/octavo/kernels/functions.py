@@ -103,8 +103,8 @@ def attend(
             blocks, int64 [1, blocks], which is added to (`AttentionBatch.measured`).
 
     Raises:
-        ValueError: block_size or value_dim is no multiple of 16, a head over 576 dimensions, a codec without a kernel,
-            mismatched shapes or dtypes, a scale that is not positive, or a table that names blocks which do not exist.
+        ValueError: block_size or value_dim is not a multiple of 16, a head over 576 dimensions, a codec without a
+            kernel, mismatched shapes or dtypes, a scale that is not positive, or a table with blocks that do not exist.
     """
     native.attend(
         keys,

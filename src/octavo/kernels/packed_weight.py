@@ -69,7 +69,7 @@ class PackedWeight:
         """A matrix of zeros, to `put` rows into.
 
         Raises:
-            ValueError: another format, or inputs of a quantised one that are no multiple of its block, 32 or 256.
+            ValueError: another format, or inputs of a quantised one that are not a multiple of its block, 32 or 256.
         """
         packed = _zeros(native.packed_bytes(format, outputs, inputs), kept=not _is_coded_later(format))
         return cls(format, outputs, inputs, packed)

@@ -43,7 +43,7 @@ def open_weights(source: ModelSource, config: ModelConfig, online: str | None = 
             raise CorruptModelError(f"{source.path} holds no tensor {name}, which should be {list(shape)}")
         if weights.shape(name) != shape:
             raise CorruptModelError(
-                f"{source.path}: tensor {name} is {list(weights.shape(name))}, its configuration says {list(shape)}"
+                f"{source.path}: tensor {name} is {list(weights.shape(name))}, but the configuration says {list(shape)}"
             )
     return weights
 

@@ -26,7 +26,7 @@ def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return (up.clamp(-7.0, 7.0) + 1) * (gate * torch.sigmoid(1.702 * gate))
 
 
-# Gates that are no product of an activation with the ups.
+# Gates that are not a product of an activation with the ups.
 GATES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"clamped_swiglu": _clamped_swiglu}
 
 

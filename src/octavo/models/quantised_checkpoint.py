@@ -73,7 +73,7 @@ class QuantisedCheckpoint:
             raise CorruptModelError(f"{name}: its quantised parts do not fit together: {error}") from error
 
     def raw(self, name: str) -> RawTensor | None:
-        """Return the matrix in the nearest format of the kernels; None if its rows are no multiple of 32.
+        """Return the matrix in the nearest format of the kernels; None if its rows are not a multiple of 32.
 
         Raises:
             CorruptModelError: as `read`.

@@ -140,7 +140,7 @@ class LayerProbe:
             window = call.arguments.get("sliding_window")
             return window if window is not None and window < self.max_positions else None
         if call.mask.dtype is not torch.int64:
-            raise UnsupportedModelError(f"{place}: it brings a mask of its own, which block tables cannot honour")
+            raise UnsupportedModelError(f"{place}: it applies a mask of its own, which block tables cannot express")
         return int(call.mask.flatten()[0]) or None
 
 

@@ -104,7 +104,8 @@ class TransformersModel(CausalLM):
             if model_class is None:  # a wrapper around a text model, which serves text alone
                 model_class = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
             if model_class is None:
-                raise UnsupportedModelError(f"{type(config).__name__}: transformers has no causal language model of it")
+                name = type(config).__name__
+                raise UnsupportedModelError(f"{name}: transformers has no causal language model for it")
             _refuse_unsupported(model_class, config)
             model, report = model_class.from_pretrained(
                 folder,

@@ -25,7 +25,7 @@ from octavo.planner.plan_options import DEFAULT_MAX_NUM_SEQS, PlanOptions
 from octavo.planner.sizing import Sizing
 
 _UNLIMITED = 1 << 62
-_AS_STORED = "as in the GGUF file"
+_AS_STORED = "the GGUF file's"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Deployment:
 
     @property
     def draft_model(self) -> DraftMemory:
-        """What the draft model takes; zeros without one."""
+        """Memory of the draft model; zeros without one."""
         on_cpu = self.options.device == "cpu"
         return draft_memory(self._config, self.dtype, on_cpu=on_cpu, available=self._available)
 

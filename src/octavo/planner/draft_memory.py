@@ -19,7 +19,7 @@ _MAX_NUM_BATCHED_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class DraftMemory:
-    """What a draft model takes in bytes."""
+    """Memory of a draft model, in bytes."""
 
     weights: int
     activations: int

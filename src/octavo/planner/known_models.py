@@ -196,7 +196,7 @@ KNOWN_MODELS: Mapping[str, KnownConfig] = {
         expert_width=1536,
         dense_layers=1,
     ),
-    # Without the module that predicts a second token, which is no part of plain decoding.
+    # Without the module that predicts a second token, which plain decoding does not use.
     "deepseek-v3": _DEEPSEEK_V3,
     "deepseek-r1": _DEEPSEEK_V3,
 }

@@ -21,7 +21,7 @@ MEMORY_LIMIT_VARIABLE = "OCTAVO_MEMORY_LIMIT"
 # Threads of the libraries that a process was started with: OpenMP's own variable, which torch obeys too.
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 
-# A cgroup v1 without a limit of memory says so by the largest number of pages that it can count.
+# A cgroup v1 without a memory limit reports the largest number of pages that it can count.
 _NO_LIMIT = 1 << 62
 
 

@@ -210,7 +210,7 @@ def divide(shape: ModelShape, num_devices: int) -> ModelShape:
         return shape
     kv_heads, heads = shape.num_kv_heads, shape.num_heads
     if num_devices > heads:
-        raise UnsupportedModelError(f"{shape.name} has {heads} heads: {num_devices} devices are more than can share it")
+        raise UnsupportedModelError(f"{shape.name} has {heads} heads, so {num_devices} devices cannot share it")
     kv_layers = layers_of_rank(shape.kv_layers, num_devices - 1, num_devices)
     query = query_heads_of(heads, kv_heads, num_devices - 1, num_devices)
     own_heads = query.stop - query.start

@@ -56,7 +56,7 @@ class PlanOptions(Options):
     )
     quantization: Literal["auto", "none", "q8_0", "q4_0"] = _option(
         "auto",
-        "auto: a GGUF file's weights stay quantised on a CPU; none: in --dtype; q8_0, q4_0: a folder's floats so",
+        "auto: a GGUF file's weights stay quantised on a CPU; none: in --dtype; q8_0, q4_0: quantise a folder's floats",
     )
     dtype: Literal["auto", *DTYPE_BYTES] = _option(  # type: ignore[valid-type]
         "auto", "weights and activations; auto: bfloat16"
@@ -81,9 +81,7 @@ class PlanOptions(Options):
     swap_space: int | None = _shared("swap_space")
     kv_host_memory: int = _shared("kv_host_memory")
     kv_disk_size: int = _size(0, "size of --kv-disk, such as 20GiB; 0: none", least=0)
-    kv_remote: str | None = _option(
-        None, "Redis or Valkey that prefixes are shared in; not connected to", metavar="URL"
-    )
+    kv_remote: str | None = _option(None, "Redis or Valkey with shared prefixes; it is not contacted", metavar="URL")
 
     def _check_together(self) -> None:
         if self.weights != "auto" and self.quantization != "auto":

@@ -1,4 +1,4 @@
-"""What output tokens cost at least on a machine known by its data sheet."""
+"""The least price of output tokens on a machine known by its data sheet."""
 
 from __future__ import annotations
 

@@ -163,12 +163,12 @@ class CudaCapture:
     def __call__(self, step: Callable[[], None]) -> Replay:
         free, _ = torch.cuda.mem_get_info(self._stream.device)
         if free < _LEFT_FREE:
-            # What steps used before is free, but torch keeps it.
+            # Memory that earlier steps used is free, but torch keeps it.
             torch.cuda.empty_cache()
             free, _ = torch.cuda.mem_get_info(self._stream.device)
         if free < _LEFT_FREE:
             raise torch.OutOfMemoryError(
-                f"{free >> 20} MiB of the GPU's memory are free, and {_LEFT_FREE >> 20} MiB are left to other steps; "
+                f"{free >> 20} MiB of the GPU's memory are free, and {_LEFT_FREE >> 20} MiB are kept for other steps; "
                 "a smaller --gpu-memory-utilization leaves more"
             )
         # Run once without recording, because kernels must not be compiled, nor libraries allocate their workspaces,

@@ -87,7 +87,7 @@ class RankGroup:
 
     def __init__(self, jobs: Sequence[RankJob]) -> None:
         if not hasattr(os, "memfd_create"):
-            raise ConfigError("tensor_parallel_size needs memory that processes share without a name, which Linux has")
+            raise ConfigError("tensor_parallel_size needs anonymous shared memory, which only Linux has")
         self._file = os.memfd_create("octavo-ranks")
         os.ftruncate(self._file, rank_memory(*jobs[0].memory))
         self._jobs = [replace(job, file=self._file) for job in jobs]

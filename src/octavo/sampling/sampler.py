@@ -176,7 +176,7 @@ class Sampler:
         snapshots = [state.snapshot for state in batch.states]
         most = min(max(snapshot.num_candidates for snapshot in snapshots), logits.shape[1])
         is_adjusted = batch.adjusted.any()
-        # What the model finds likeliest, which is reported, and what is likeliest after biases and penalties.
+        # The model's likeliest tokens, which are reported, and the likeliest after biases and penalties.
         raw, raw_ids = logits, torch.empty(0)
         if not is_adjusted or batch.records["needs_logprobs"].any():
             reported = max(snapshot.params.logprobs or 0 for snapshot in snapshots)

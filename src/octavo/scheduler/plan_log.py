@@ -159,7 +159,7 @@ def _opened(path: str | Path) -> Iterator[tuple[TextIO, dict[str, Any]]]:
             yield file, facts
     except EOFError:
         if facts is None:
-            raise ConfigError(f"{str(path)!r} is a recording of plans that ends before its first line does") from None
+            raise ConfigError(f"{str(path)!r} is a recording of plans whose first line is incomplete") from None
     except (ValueError, TypeError, zlib.error, gzip.BadGzipFile) as error:
         what = "is not a recording of plans of version" if facts is None else "is a damaged recording of plans, version"
         raise ConfigError(f"{str(path)!r} {what} {VERSION}: {error}") from error

@@ -1,4 +1,4 @@
-"""Who may use the server: the keys it accepts, what each endpoint needs, and protection from web pages.
+"""Access to the server: the keys it accepts, what each endpoint requires, and protection from web pages.
 
 Keys come from the options and from a keys file, which can be reread. A server without keys is protected from requests
 that a web page makes its reader's browser send to 127.0.0.1, or, by DNS rebinding (a domain of the page that resolves
@@ -90,7 +90,7 @@ class AcceptedKeys:
     def identify(self, scope: Scope) -> None:
         """Store the client of a request in `scope["state"]`; raise `ApiError` (401) if its key is missing or unknown.
 
-        The admin's and the router's keys pass too. They are no client's, and open only what `check` lets them.
+        The admin's and the router's keys pass too. They belong to no client, and open only what `check` allows.
         """
         key = presented_key(scope)
         if key is not None and (client := self.clients.find(key)) is not None:

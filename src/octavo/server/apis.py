@@ -47,7 +47,7 @@ _LLAMACPP_TYPES = {
     503: "unavailable_error",
 }
 
-# What Ollama and llama.cpp sample with where neither the request nor the model says it. Used on their own APIs only.
+# Ollama's and llama.cpp's sampling defaults, where neither request nor model sets them. For their own APIs only.
 OLLAMA_DEFAULTS: dict[str, float] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 LLAMACPP_DEFAULTS: dict[str, float] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 

@@ -90,7 +90,7 @@ class ServerConfig(Options):
     )
     router_key: str | None = _access(
         None,
-        "key of `octavo route`, from which alone token ids in place of a prompt are taken; shows in `ps`: prefer "
+        "key of `octavo route`; only requests with it may have token ids in place of a prompt; shows in `ps`: prefer "
         "$OCTAVO_ROUTER_KEY",
         metavar="KEY",
         check=check_key,

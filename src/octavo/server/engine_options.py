@@ -1,4 +1,4 @@
-"""How a server's engine differs from that of `LLM`, by the server's own options."""
+"""Engine options that follow from the server's own options."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
     """Exception handler for the router's errors: unknown path or method."""
     if not isinstance(error, HTTPException):
         return to_api_error(error).response(request.scope)
-    # Not `request.url`: some versions of Starlette parse the Host header with it, and fail if that is no address.
+    # Not `request.url`: some versions of Starlette parse the Host header with it, and fail if that is not an address.
     path = path_of(request.scope)
     where = f"{request.method} {shortened(path)}"
     message = {

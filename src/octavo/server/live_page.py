@@ -117,7 +117,7 @@ class LivePage(Handlers):
 
     @get("/live/events", "text/event-stream", access=Access.OPERATOR)
     async def events(self, request: Request) -> Response:
-        """What it shows, as server-sent events."""
+        """The cache page's data, as server-sent events."""
         return EventStream(self._changes(request), self._pages, _error_event)
 
     @get("/live/requests/{request_id}", "application/json", access=Access.OPERATOR)
@@ -131,7 +131,7 @@ class LivePage(Handlers):
 
     @get("/live/blocks", "application/json", access=Access.OPERATOR, query=_IDS_QUERY)
     async def blocks(self, request: Request) -> Response:
-        """Which request computed each of some blocks."""
+        """The request that computed each of the given blocks."""
         asked = request.query_params.get("ids", "")
         if not _IDS.fullmatch(asked):
             raise ApiError(400, f"ids must be 1 to {_MOST_IDS} block numbers, separated by commas.", param="ids")
@@ -141,7 +141,7 @@ class LivePage(Handlers):
 
     @get("/live/blocks/{block_id}", "application/json", access=Access.OPERATOR)
     async def block(self, request: Request) -> Response:
-        """Who holds a block, and what it is."""
+        """One block: its state, and the requests that hold it."""
         named, found = request.path_params["block_id"], None
         if _ID.fullmatch(named):
             found = await self._engine.ask(lambda core: describe_block(core.scheduler, int(named)))

@@ -202,7 +202,7 @@ class LlamaCppApi(Handlers):
 
     @get("/slots", "LlamaCppSlots")
     async def list_slots(self, request: Request) -> Response:
-        """How many sequences can run, and how many of the client's tenant do."""
+        """Number of sequences that can run, and of the client's tenant's that do."""
         tenant, info = client_of(request.scope).tenant, self._engine.info
         running = await self._engine.ask(
             lambda core: sum(seq.request.tenant == tenant for seq in core.scheduler.running)
@@ -211,7 +211,7 @@ class LlamaCppApi(Handlers):
 
     @get("/props", "LlamaCppProperties")
     async def show_properties(self, request: Request) -> Response:
-        """What the server serves, by llama.cpp's API."""
+        """The served model, in llama.cpp's form."""
         try:
             template = self._engine.tokenizer.chat_template_text
         except RequestError:  # no tokenizer

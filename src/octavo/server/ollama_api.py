@@ -229,7 +229,7 @@ class OllamaApi(Handlers):
 
     @post("/api/show", "OllamaModel", OllamaModelBody)
     async def show(self, request: Request) -> Response:
-        """What the model is, by Ollama's API."""
+        """The model's details, in Ollama's form."""
         named: NamedModel = await self._handling.read(request, "model")
         return self._handling.respond_json(named.body, json_bytes(self._description()))
 

@@ -75,7 +75,7 @@ class OpenAIApi(Handlers):
 
     @post("/v1/responses/input_tokens", "InputTokens", ResponsesBody)
     async def count_input_tokens(self, request: Request) -> Response:
-        """How many tokens a response would read."""
+        """Number of input tokens of a response."""
         read = await self._read_response(request, client_of(request.scope).tenant)
         # Otherwise checked when the engine takes the request.
         if (given := read.params.max_tokens or 0) > self._engine.info.max_model_len:
@@ -149,7 +149,7 @@ class OpenAIApi(Handlers):
 
     @post("/v1/messages/count_tokens", "TokenCount", CountTokensBody)
     async def count_tokens(self, request: Request) -> Response:
-        """How many tokens the prompt of a message has."""
+        """Number of input tokens of a message."""
         return self._handling.respond_read(await self._handling.read(request, "count_tokens"))
 
     @get("/v1/models", "ModelList")

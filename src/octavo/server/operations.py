@@ -110,7 +110,7 @@ class Operations(Handlers):
 
     @get("/debug/kv", "KVReport", access=Access.ADMIN)
     async def debug_kv(self, request: Request) -> Response:
-        """Who holds which bytes of the KV cache, and how much it helped."""
+        """Bytes of the KV cache by state and tenant, and its hits."""
         return json_response(await self._engine.ask(lambda core: core.kv_report()))
 
     @get("/debug/pins", "PinList", access=Access.ADMIN)

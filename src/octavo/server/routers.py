@@ -88,7 +88,7 @@ class RoutedPrompts:
         """Return the address of a neighbour that has more of the prompt cached; None if the request names none.
 
         Raises:
-            ApiError: it does not come from the router (403), or is no address (400).
+            ApiError: it does not come from the router (403), or is not an address (400).
         """
         if (given := headers.get(HINT_HEADER)) is None:
             return None

@@ -148,7 +148,7 @@ async def serve_on(
 def _reread(config: ServerConfig, access: AcceptedKeys, engine: EngineClient) -> None:
     """Reread the keys, and pass the tenants' floors and caps to the engine."""
     if config.keys_file is None:
-        logger.warning("SIGHUP: there is no --keys-file to reread; the server goes on")
+        logger.warning("SIGHUP: there is no --keys-file to reread; the server continues")
     elif access.reread(engine.resolve_kv_limits):
         limits = engine.resolve_kv_limits(access.kv_amounts)
         _tellings.add(task := asyncio.ensure_future(engine.ask(lambda core: core.set_kv_limits(limits))))

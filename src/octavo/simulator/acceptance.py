@@ -37,7 +37,7 @@ class KnownText(NamedTuple):
 
 
 Output = tuple[KnownText, ...]
-"""What was drafted of one output, in order."""
+"""The drafts of one output, in order."""
 
 
 def outputs_of(steps: Iterable[RecordedStep]) -> list[Output]:

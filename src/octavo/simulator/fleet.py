@@ -141,7 +141,7 @@ class LongestPrefix:
         }
 
         def cost(replica: Replica) -> tuple[float, int]:
-            # What it has to compute will be in use too.
+            # The blocks that it has to compute will be in use too.
             return 2 * (tokens - cached.get(replica, 0)) / size + replica.load, replica.in_flight
 
         others = min(replicas, key=lambda replica: (replica.load, replica.in_flight))

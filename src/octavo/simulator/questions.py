@@ -81,7 +81,7 @@ class Demand:
             raise ConfigError(f"think_time must be 0 or more, got {self.think_s:g}")
         if self.users is not None and (self.rate is not None or self.rate_scale != 1):
             raise ConfigError(
-                "a closed loop (--concurrency) has no rate: its users send a request when they have the last answer"
+                "a closed loop (--concurrency) has no rate: each user sends a request after the last answer"
             )
 
     @property

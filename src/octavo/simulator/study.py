@@ -145,7 +145,7 @@ def _note(results: Results, targets: Targets) -> dict[str, Any]:
 
 
 def _refused(plan: Plan, demand: Demand) -> dict[str, Any]:
-    """Return how many requests are the reason why there is no answer, if they are, because they do not fit."""
+    """Return the number of requests that do not fit, if these are why there is no answer."""
     refused = num_refused(plan, demand)
     return {"requests": demand.num_requests, "refused": refused} if refused else {}
 

@@ -24,7 +24,7 @@ class LayerKV(ABC):
 
     @property
     def parts(self) -> Sequence[LayerKV]:
-        """What new keys and values are written to: the layer itself, unless it is stored twice."""
+        """Where new keys and values are written: the layer itself, unless it is stored twice."""
         return (self,)
 
     @property

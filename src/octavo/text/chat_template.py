@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from octavo.errors import ConfigError, RequestError
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-# What a template may raise on unexpected messages, besides its own errors. RuntimeError: it recurses too deeply.
+# Exceptions of a template on unexpected messages, apart from its own errors. RuntimeError: it recurses too deeply.
 _RENDERING_ERRORS = (
     *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError),
 )
@@ -46,7 +46,7 @@ def render_chat(
         variables: further variables of the template, such as `bos_token` or `enable_thinking`.
 
     Raises:
-        RequestError: there is no template or no message, a content is not text, or the template refused the messages,
+        RequestError: there is no template or no message, content is not text, or the template refused the messages,
             in which case the error has its message.
     """
     if template is None:
@@ -77,7 +77,7 @@ def check_template(template: str, name: str) -> None:
         raise ConfigError(f"chat_template: {name}, line {error.lineno}: {error.message}") from error
 
 
-# What a plain template consists of. Each of these takes or makes no more than its operands hold.
+# The nodes of a plain template. The output of each is bounded by its operands.
 _PLAIN = (
     *(nodes.Template, nodes.Output, nodes.TemplateData, nodes.Name, nodes.Const, nodes.Getattr, nodes.Getitem),
     *(nodes.Slice, nodes.If, nodes.CondExpr, nodes.For, nodes.Compare, nodes.Operand, nodes.And, nodes.Or, nodes.Not),
@@ -138,7 +138,7 @@ def _joined(pieces: Iterable[str]) -> str:
     for piece in pieces:
         length += len(piece)
         if length > MAX_RENDERED:
-            raise ValueError(f"it makes more than {MAX_RENDERED} characters of them")
+            raise ValueError(f"its output exceeds {MAX_RENDERED} characters")
         taken.append(piece)
     return "".join(taken)
 

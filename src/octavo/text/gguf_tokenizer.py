@@ -165,7 +165,7 @@ def _array(file: GGUFFile, name: str, kind: type[Any]) -> list[Any]:
     """Return the array `tokenizer.ggml.<name>`; raise `CorruptModelError` unless every element is a `kind`."""
     values = file.get(f"tokenizer.ggml.{name}")
     if not isinstance(values, list) or not set(map(type, values)) <= {kind}:
-        raise CorruptModelError(f"{file.path}: tokenizer.ggml.{name} is no array of {_KINDS[kind]}")
+        raise CorruptModelError(f"{file.path}: tokenizer.ggml.{name} is not an array of {_KINDS[kind]}")
     return values
 
 

@@ -65,7 +65,7 @@ def check_text_length(
     num_bytes = len(text.encode(errors="surrogatepass").translate(None, dropped))
     if num_bytes > most and is_cut:
         raise ContextLengthError(
-            f"the prompt has {num_bytes} bytes, but even where truncate_prompt_tokens cuts it down it may have at most "
+            f"the prompt has {num_bytes} bytes, but even with truncate_prompt_tokens it may have at most "
             f"{most}: {CUT_TEXT_FACTOR} times this model's maximum context length, {max_model_len} tokens of at most "
             f"{max_token_bytes} bytes each",
             param="prompt",

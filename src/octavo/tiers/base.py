@@ -99,7 +99,7 @@ class Medium(ABC):
 
 
 class Work(Enum):
-    """What a transfer does with its blocks, the most urgent first."""
+    """Kinds of transfers, the most urgent first."""
 
     ASK = "ask"  # whether they are there
     READ = "read"

@@ -40,7 +40,7 @@ class Header(NamedTuple):
     checksum: bytes
 
     def belongs(self, fingerprint: bytes, length: int) -> Reason | None:
-        """Return why this is no block of a model; None if it may be one."""
+        """Return why this is not a block of the model; None if it may be one."""
         if self.fingerprint != fingerprint:
             return Reason.FINGERPRINT
         return None if self.length == length else Reason.TRUNCATED

@@ -179,5 +179,5 @@ def _commands(reader: BinaryIO) -> Iterator[list[bytes]]:
 
 def _count(line: bytes, mark: bytes, most: int) -> int:
     if line[:1] != mark or not 0 <= (count := int(line[1:])) <= most:
-        raise ValueError(f"{line!r} is no count of {mark.decode()} up to {most}")
+        raise ValueError(f"{line!r} is not a count of {mark.decode()} up to {most}")
     return count

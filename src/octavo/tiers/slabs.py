@@ -278,7 +278,7 @@ class TenantNames:
 
 
 def read_tenant_names(folder: Path) -> dict[bytes, str]:
-    """Return the names in a model's folder by digest; lines that are no names are ignored."""
+    """Return the names in a model's folder by digest; lines that are not names are ignored."""
     try:
         lines = (folder / _NAMES_FILE).read_bytes().splitlines()
     except OSError:

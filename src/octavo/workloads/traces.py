@@ -90,7 +90,7 @@ def _parse(name: str, text: str) -> list[TraceRequest]:
             return _parse_entries(name, "line", enumerate(rows, start=2), from_row)
     formats = "; ".join(",".join(known) for known in _CSV_FORMATS)
     raise ConfigError(
-        f"{name} is no known trace: neither JSON (a workload), nor JSON lines (Mooncake), nor CSV with {formats}"
+        f"{name} is not a known trace: neither JSON (a workload), nor JSON lines (Mooncake), nor CSV with {formats}"
     )
 
 
@@ -127,7 +127,7 @@ def _from_mooncake(entry: dict[str, Any]) -> TraceRequest:
     hash_ids = tuple(int(hash_id) for hash_id in entry["hash_ids"])
     prompt_tokens = int(entry["input_length"])
     if len(hash_ids) != -(-prompt_tokens // TOKENS_PER_HASH):
-        raise ValueError(f"{len(hash_ids)} hash ids do not stand for {prompt_tokens} tokens, {TOKENS_PER_HASH} each")
+        raise ValueError(f"{len(hash_ids)} hash ids do not match {prompt_tokens} tokens, {TOKENS_PER_HASH} each")
     return TraceRequest(
         arrival_s=float(entry["timestamp"]) / 1000,
         prompt_tokens=prompt_tokens,

@@ -203,7 +203,7 @@ def test_a_template_that_fills_the_memory_is_refused_and_the_next_chat_is_read()
 @pytest.mark.slow
 def test_a_template_that_goes_on_writing_is_refused_with_the_limit() -> None:
     writes = "{% for i in range(99999) %}{{ 'x' * 100000 }}{% endfor %}"
-    with pytest.raises(RequestError, match=f"makes more than {MAX_RENDERED} characters of them"):
+    with pytest.raises(RequestError, match=f"output exceeds {MAX_RENDERED} characters"):
         read(reading(), chat(writes), "chat")
 
 

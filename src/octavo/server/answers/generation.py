@@ -247,7 +247,7 @@ class OpenAIAnswer(Answer):
         super().__init__(engine, job)
         self._reports_usage, self._continuously = body.reports_usage, body.reports_usage_continuously
         self._extension = ResponseExtension(len(job.prompts), tells_ledger=body.tells_ledger, tells_pins=tells_pins)
-        # What all events begin with, formatted once, so that a token costs only a few string joins.
+        # The common beginning of all events, formatted once, so that a token costs only a few string joins.
         self._stream_head = dumps(self._head(stream_kind))[:-1] + ',"choices":['
 
     def _head(self, kind: str) -> dict[str, Any]:

@@ -100,7 +100,7 @@ class ResponseStore:
             del self._tenants[tenant], self._sizes[tenant]
 
 
-# What of an item grows in a stream, as its events name it; and its type.
+# The part of an item that grows in a stream, under its name in events, and its type.
 _GROWING = {
     BlockKind.TEXT: "output_text",
     BlockKind.REASONING: "reasoning_text",

@@ -311,7 +311,7 @@ class BodyReader:
         return ReadAnswer(body.without_bulk(), json_bytes({"prompt": text, "content": text}))
 
     def _piece(self, token_id: int) -> dict[str, Any]:
-        """Return a token in llama.cpp's form: its text, or its bytes where they are no text by themselves."""
+        """Return a token in llama.cpp's form: its text, or its bytes where they are not text by themselves."""
         raw = self._prompts.tokenizer.token_bytes(token_id)
         try:
             return {"id": token_id, "piece": raw.decode()}

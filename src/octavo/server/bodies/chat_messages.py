@@ -84,7 +84,7 @@ def text_of(content: Any, where: str, kinds: Collection[str] = _TEXT_PARTS) -> s
 
 
 def part_text(part: Any, where: str, kinds: Collection[str] = _TEXT_PARTS) -> str:
-    """Return the text of a content part; raise `FieldError` if it is no text."""
+    """Return the text of a content part; raise `FieldError` if it is not text."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in kinds:
         problem = (

@@ -309,7 +309,7 @@ class BodyIntake:
             by_tenant[body.tenant] += body.held
         worst = max((body.tenant for body in unfinished), key=by_tenant.__getitem__)
         victim = next(body for body in unfinished if body.tenant == worst)
-        # Without API keys all clients are one tenant, whose name is empty: what they hold is no single client's.
+        # Without API keys all clients are one tenant, whose name is empty: what they hold belongs to no single client.
         if worst and by_tenant[worst] > self._most_in_all // 2:
             return victim, partial(TOO_MANY_TENANT_BODIES, self._most_in_all // 2)
         return victim, partial(TOO_MANY_BODIES, self._most_in_all)

@@ -20,7 +20,7 @@ from octavo.server.config import ServerConfig
 
 logger = logging.getLogger("octavo.server")
 
-# What asyncio calls the failure of `accept` for want of descriptors or memory.
+# asyncio's message when `accept` fails for lack of descriptors or memory.
 _FAILED_ACCEPT = "socket.accept() out of system resource"
 # Permissions of a Unix socket: its owner and group may connect, if the folder's permissions let them.
 UNIX_SOCKET_MODE = 0o660
