@@ -174,7 +174,7 @@ def test_text_that_is_more_likely_right_goes_first() -> None:
     before = server.num_steps_of_model
     assert server.steps(40).count(4) > 30
     assert server.num_steps_of_model - before < 40
-    assert server.speculator._rates["copy"][32].tried > 20
+    assert server.speculator.acceptance.rates["copy"][32].tried > 20
 
 
 def test_other_streams_hardly_wait_for_a_model_that_catches_up() -> None:

@@ -12,9 +12,9 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.request import GAP, FinishReason, Request, RequestId, Sequence
 from octavo.sampling_params import SamplingParams
-from octavo.scheduler.drafts import Draft, DraftMethod, TokenIndex
+from octavo.scheduler.drafts import Draft, DraftMethod, Rate, TokenIndex
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
-from octavo.scheduler.speculation import Drafts, Speculator, _Rate
+from octavo.scheduler.speculation import Drafts, Speculator
 from tests.kvcache.caches import make_manager
 from tests.scheduler.kit import Harness
 from tests.scheduler.results import Draw, result_of
@@ -186,9 +186,9 @@ def test_after_losses_only_drafts_that_promise_much_are_verified() -> None:
     server.steps(60)
     server.speculator._balance = -3.0
     assert server.step()
-    for rate in server.speculator._rates["oracle"]:
+    for rate in server.speculator.acceptance.rates["oracle"]:
         rate.accepted = 0.4 * rate.tried
-    server.streams[0].state.followed.rate = _Rate(40.0, 100.0)  # a row that takes 0.4 s promises 0.4 tokens
+    server.streams[0].state.followed.rate = Rate(40.0, 100.0)  # a row that takes 0.4 s promises 0.4 tokens
     server.speculator._balance = 0.0
     assert server.step()
     server.speculator._balance = -3.0

@@ -28,12 +28,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from math import sqrt
 from typing import NamedTuple
 
 from octavo.request import Request, Sequence, SequenceId
 from octavo.scheduler.draft_model import MOST_LACKING, DraftModel
-from octavo.scheduler.drafts import Draft, DraftMethod
+from octavo.scheduler.drafts import MODEL, MOST_MATCH, Acceptance, Draft, DraftMethod, Followed
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
 from octavo.scheduler.step_time import MOST_DECODES, StepTimeModel
 
@@ -45,11 +44,6 @@ _LEAST_GAIN = 0.02
 that seems best is often one whose time is underrated."""
 
 _MOST_DELAY = 1.05
-_CAUTION = 0.5  # standard errors by which a probability is taken to be lower; more lose on edits and gain on nothing
-_PRIOR = 8.0  # tokens that the acceptance of all sequences counts as, in addition to a sequence's own
-_FORGETTING = 0.95  # of a sequence's tokens
-_MOST_TRIED = 1000.0
-_MOST_MATCH = 32  # longer matches count as equally long
 _KEPT = 32  # tokens of a draft, of which a step verifies the next few
 _SAMPLED = 4  # one in so many steps without drafts is observed
 _NO_DRAFTS: Drafts = {}
@@ -62,8 +56,6 @@ _GAIN_IN_DEBT = 0.25  # that a draft must promise after greater losses
 _ASSUMED_RATE = 0.9  # of accepted drafts, where it is asked whether any number of rows could pay
 _PAUSE = 32  # steps without drafts once they could not
 
-_MODEL = "draft_model"
-_MODEL_FORGETTING = 0.99  # of the tokens that count for a draft model's acceptance
 _TEXT_AHEAD = 0.1  # by which a draft model must be more likely right than text, which costs nothing
 _PROBING = 0.002  # of the time may go to asking a draft model that is not worth it, as far as is known
 _MOST_CAUGHT_UP = 512  # tokens at a time that a draft model computes to catch up with a sequence
@@ -94,44 +86,6 @@ class SpeculationCounters:
     num_accepted_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     saved_seconds: float = 0.0
-
-
-class _Rate:
-    """The share of tried tokens that were accepted, with the latest counting most."""
-
-    __slots__ = ("accepted", "tried")
-
-    def __init__(self, accepted: float = 0.0, tried: float = 0.0) -> None:
-        self.accepted, self.tried = accepted, tried
-
-    def count(self, *, accepted: bool, forgetting: float = 1.0) -> None:
-        self.accepted = self.accepted * forgetting + accepted
-        self.tried = self.tried * forgetting + 1.0
-        if self.tried > _MOST_TRIED:
-            self.accepted, self.tried = self.accepted / 2, self.tried / 2
-
-
-class Followed:
-    """The draft that is compared with a sequence's tokens as they come, and how its drafts fared so far.
-
-    Attributes:
-        draft: None once it is used up or refuted.
-        place: how many of its tokens have come.
-        start: number of tokens that the sequence had before the first of them.
-        look_at: number of tokens of the sequence from which another may be looked for.
-        misses: looks in a row that found none.
-    """
-
-    __slots__ = ("draft", "look_at", "misses", "place", "rate", "start")
-
-    def __init__(self) -> None:
-        self.draft: Draft | None = None
-        self.place = self.start = self.look_at = self.misses = 0
-        self.rate = _Rate()
-
-    def begin(self, draft: Draft, num_tokens: int) -> None:
-        """Follow a draft, of a sequence that has so many tokens."""
-        self.draft, self.place, self.start = draft, 0, num_tokens
 
 
 class _Base(NamedTuple):
@@ -176,7 +130,7 @@ class Speculator:
         self._max_model_len = max_model_len
         self._clock = _clock if clock is None else clock
         self.times = StepTimeModel()
-        self._rates: dict[str, list[_Rate]] = {}
+        self.acceptance = Acceptance()
         self._num_steps = 0
         self._paused: dict[int, int] = {}  # by number of streams, the step until which none of them drafts
         self._last: tuple[int, int] | None = None  # drafted and accepted tokens of the last step; None without drafts
@@ -217,7 +171,7 @@ class Speculator:
             followed: Followed | None = seq.state.followed
             if followed is None:
                 followed = seq.state.followed = Followed()
-            follows = followed.draft is not None and self._compare(seq, followed)
+            follows = followed.draft is not None and self.acceptance.compare(seq, followed)
             if follows or (followed.look_at <= seq.num_tokens and self._look(seq, followed)):
                 drafting.append((seq, followed))
         chosen = _NO_DRAFTS
@@ -242,9 +196,10 @@ class Speculator:
             return _NO_DRAFTS
         if self._model is not None:
             drafting = self._ask(self._model, streams, drafting, base, alone)
+        acceptance = self.acceptance
         rows: list[tuple[float, int]] = []  # (probability, number) of each drafted token, ascending position
         for number, (seq, followed) in enumerate(drafting):
-            rows += [(chance, number) for chance in self._chances(seq, followed)]
+            rows += [(chance, number) for chance in acceptance.chances(followed, min(self._most, self._num_left(seq)))]
         rows.sort(key=lambda row: -row[0])  # stable, so that tokens of a draft stay in order
         chosen: Drafts = {}
         for number, length in self._best(rows[:most_rows], base, alone).items():
@@ -295,14 +250,14 @@ class Speculator:
         alone: float,
     ) -> list[tuple[Sequence, Followed]]:
         """Let a draft model draft where that is worth its time; returns the sequences that have drafts."""
-        rates = self._rates_of(_MODEL)
+        acceptance = self.acceptance
         asked: list[tuple[float, int, Sequence]] = []  # (chance, tokens that the draft's cache lacks, sequence)
         for seq in streams:
             followed: Followed = seq.state.followed
             if not self._may_draft(seq) or self._num_left(seq) < 1:
                 continue
-            chance = self._chance(rates[_MOST_MATCH], followed.rate)
-            if followed.draft is not None and next(iter(self._chances(seq, followed)), 0.0) > chance - _TEXT_AHEAD:
+            chance = acceptance.chance(MODEL, MOST_MATCH, followed.rate)
+            if followed.draft is not None and next(iter(acceptance.chances(followed, 1)), 0.0) > chance - _TEXT_AHEAD:
                 continue
             if lacking := model.num_lacking(seq):
                 asked.append((chance, lacking, seq))
@@ -329,7 +284,7 @@ class Speculator:
             drafts = model.draft(ready, length)
             for seq, token_ids in zip(ready, drafts, strict=True):
                 if token_ids:
-                    seq.state.followed.begin(Draft(token_ids, _MODEL, _MOST_MATCH), seq.num_tokens)
+                    seq.state.followed.begin(Draft(token_ids, MODEL, MOST_MATCH), seq.num_tokens)
         return [(seq, seq.state.followed) for seq in streams if seq.state.followed.draft is not None]
 
     def _length(self, model: DraftModel, asked: Seq[tuple[float, int, Sequence]], base: _Base, alone: float) -> int:
@@ -374,55 +329,9 @@ class Speculator:
         followed.begin(draft, seq.num_tokens)
         return True
 
-    def _compare(self, seq: Sequence, followed: Followed) -> bool:
-        """Compare the tokens that came with a draft; returns whether it goes on."""
-        draft = followed.draft
-        assert draft is not None
-        rates = self._rates_of(draft.source)
-        for token_id in seq.tokens(followed.start + followed.place, seq.num_tokens):
-            accepted = token_id == draft.token_ids[followed.place]
-            forgetting = _MODEL_FORGETTING if draft.source == _MODEL else 1.0
-            rates[min(draft.match + followed.place, _MOST_MATCH)].count(accepted=accepted, forgetting=forgetting)
-            followed.rate.count(accepted=accepted, forgetting=_FORGETTING)
-            followed.place += 1
-            if not accepted or followed.place == len(draft.token_ids):
-                followed.draft = None
-                return False
-        return True
-
-    def _chances(self, seq: Sequence, followed: Followed) -> Iterable[float]:
-        """Return for each next token of a draft the probability that it and all before it are accepted, with caution.
-
-        A draft is no longer than its match.
-        """
-        assert followed.draft is not None
-        match, place, own = followed.draft.match + followed.place, followed.place, followed.rate
-        most = min(self._most, match, len(followed.draft.token_ids) - place, self._num_left(seq))
-        rates, chance = self._rates_of(followed.draft.source), 1.0
-        for position in range(match, match + most):
-            chance *= self._chance(rates[min(position, _MOST_MATCH)], own)
-            yield chance
-
-    @staticmethod
-    def _chance(every: _Rate, own: _Rate) -> float:
-        """Return the probability that a token is accepted, with caution, from all sequences' rate and its own."""
-        weight = min(_PRIOR, every.tried)
-        tried = own.tried + weight
-        mean = (own.accepted + weight * every.accepted / every.tried) / tried
-        return max(0.0, mean - _CAUTION * sqrt(mean * (1 - mean) / tried))
-
     def _num_left(self, seq: Sequence) -> int:
         """Return how many tokens may be drafted: the last that may be drawn is never computed."""
         return seq.max_num_tokens(self._max_model_len) - seq.num_tokens - 1
-
-    def _rates_of(self, source: str) -> list[_Rate]:
-        """Return the rates of a source by length of the match.
-
-        Before any token came, a token after a match of m tokens is accepted with probability m / (m + 1).
-        """
-        if (rates := self._rates.get(source)) is None:
-            rates = self._rates[source] = [_Rate(2 * m / (m + 1), 2.0) for m in range(_MOST_MATCH + 1)]
-        return rates
 
     def learn(self, verified: Mapping[SequenceId, tuple[int, ...]], updates: Iterable[SequenceUpdate]) -> None:
         """Count the drafts that a step has verified, by sequence."""
