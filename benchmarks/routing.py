@@ -2,6 +2,7 @@
 
     python -m benchmarks.routing conversations [--rounds 1] [--conversations 12] [--turns 8] [--users 4]
     python -m benchmarks.routing prefill_apart [--rounds 2] [--streams 4] [--tokens 1536] [--every 4] [--seconds 20]
+    python -m benchmarks.routing simulated [--seconds 40] [--share 0.5] [--alone 40]
 
 conversations   users hold one conversation after the other, under each strategy: a long system prompt, then questions,
                 each after the answer to the last one and a pause. All conversations together do not fit into the cache
@@ -10,6 +11,9 @@ conversations   users hold one conversation after the other, under each strategy
 prefill_apart   chats of many tokens run all the time, and a long prompt arrives every few seconds. Both servers answer
                 (`both`), or one computes long prompts and the other answers (`apart`, --role). Shows the time between
                 the chats' tokens, their tokens a second, and the long prompts' TTFT.
+simulated       conversations at times of their own, at a share of what the servers can do, against `octavo simulate`.
+                Step times, and what router and client add, come from requests sent alone through the router and from a
+                first run, whose prompts, lengths and times are others. Shows TTFT and the share of tokens found in caches.
 
 Servers and router are started anew for each strategy or layout, and every round does the same work under each in turn.
 """
@@ -19,21 +23,36 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
+import statistics
 import sys
+import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from benchmarks import this_machine
+from benchmarks.simulator_loads import MODEL, open_traffic
+from octavo import EngineConfig
+from octavo.planner.sources import find_shape
+from octavo.scheduler.plan_log import read_plans
+from octavo.simulator.calibration import Sent, overheads, run_load, warm_up
+from octavo.simulator.fleet import Fleet
+from octavo.simulator.setup import Plan
+from octavo.simulator.simulation import Results
+from octavo.simulator.speed import Speed, speed_of_plans
 from octavo.workloads.http import EventLines, PostUrl, post_json
 from octavo.workloads.report import percentile
 from octavo.workloads.server_process import RunningServer, fetch_json, running_server
+from octavo.workloads.serving import Target
+from octavo.workloads.workload import END_TOKEN_ID, BenchRequest, random_token_ids
 from tests.ports import free_port
 
 STRATEGIES = ("prefix", "least_loaded", "round_robin")
@@ -44,25 +63,29 @@ QUESTION = "Question {turn} about {topic}: which book should I read next, and on
 GREEDY = {"temperature": 0, "repetition_penalty": 1, "frequency_penalty": 0, "ignore_eos": True}
 PAUSE_S, IDLE_S = 0.2, 5.0
 CHAT_TOKENS, LONG_ANSWER = 200, 8
+DRAWS = 5
+
+Cluster = tuple[RunningServer, list[RunningServer]]
 
 
 @contextmanager
-def cluster(strategy: str, memory: str, options: Sequence[Sequence[str]] = ((), ())) -> Iterator[RunningServer]:
-    """Servers and a router, which is returned; `options` are those of each server."""
+def cluster(strategy: str, memory: str, options: Sequence[Sequence[str]] = ((), ())) -> Iterator[Cluster]:
+    """A router and the servers behind it; `options` are those of each server."""
     with ExitStack() as stack:
-        named: list[str] = []
+        servers: list[RunningServer] = []
         for own in options:
             addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
             events = {"enable_kv_cache_events": True, "endpoint": addresses[0], "replay_endpoint": addresses[1]}
             serving = ("--num-threads", "1", "--kv-cache-memory", memory, "--router-key", KEY, "--no-access-log")
-            server = stack.enter_context(running_server((*serving, *own, "--kv-events-config", json.dumps(events))))
-            named += ("--worker", server.base_url)
+            arguments = (*serving, *own, "--kv-events-config", json.dumps(events))
+            servers.append(stack.enter_context(running_server(arguments)))
+        named = [argument for server in servers for argument in ("--worker", server.base_url)]
         command = (sys.executable, "-m", "octavo", "route")
         routing = ("--router-key", KEY, "--strategy", strategy, "--no-access-log")
         router = stack.enter_context(running_server((*named, *routing), command))
-        while fetch_json(router.base_url + "/health")["workers"] < len(options):
+        while fetch_json(router.base_url + "/health")["workers"] < len(servers):
             time.sleep(0.1)
-        yield router
+        yield router, servers
 
 
 @dataclass
@@ -170,7 +193,7 @@ def conversations(args: argparse.Namespace) -> list[str]:
     figures = {strategy: Conversations() for strategy in STRATEGIES}
     for round_number in range(args.rounds):
         for strategy in STRATEGIES:
-            with cluster(strategy, args.kv_cache_memory) as router:
+            with cluster(strategy, args.kv_cache_memory) as (router, _):
                 asyncio.run(figures[strategy].run(router, args, round_number))
     return [
         f"{this_machine.name()}; {args.conversations} conversations of {args.turns} turns, {args.users} users, "
@@ -227,7 +250,7 @@ def prefill_apart(args: argparse.Namespace) -> list[str]:
     for number in range(args.rounds):
         for layout, roles in LAYOUTS.items():
             options = [(*near, "--kv-neighbours", f"127.0.0.1:{free_port()}", "--role", role) for role in roles]
-            with cluster("prefix", "256MiB", options) as router:
+            with cluster("prefix", "256MiB", options) as (router, _):
                 for load in ("none", "long"):
                     asyncio.run(figures[layout, load].run(router, args, number, long=load == "long"))
     return [
@@ -238,13 +261,115 @@ def prefill_apart(args: argparse.Namespace) -> list[str]:
     ]
 
 
+def conversations_at(seed: int, seconds: float, rate: float) -> tuple[list[BenchRequest], list[float]]:
+    """Return requests of conversations, of which `rate` a second begin, and their times: four turns each.
+
+    A turn's prompt is the last one's, as many other tokens as it was answered with, and a question.
+    """
+    source, timed = random.Random(seed), list[tuple[float, BenchRequest]]()
+    begins = 0.0
+    while (begins := begins + source.expovariate(rate)) < seconds:
+        at, prompt = begins, random_token_ids(source, source.randint(150, 450))
+        for _ in range(4):
+            answer = source.randint(8, 40)
+            timed.append((at, BenchRequest(prompt, answer)))
+            prompt = prompt + random_token_ids(source, answer + source.randint(20, 60))
+            at += 1.0 + source.expovariate(0.5)
+    timed.sort(key=lambda each: each[0])
+    return [request for _, request in timed], [at for at, _ in timed]
+
+
+def sent_alone(target: Target, count: int) -> list[Sent]:
+    """Send prompts of many lengths, each to idle servers."""
+    source, sent = random.Random(0), list[Sent]()
+    for _ in range(count):
+        time.sleep(source.uniform(0.1, 0.5))
+        prompt = random_token_ids(source, source.randint(20, 600))
+        zero, (record,) = run_load(target, [BenchRequest(prompt, 8)], [0.0])
+        if record.error is not None:
+            raise RuntimeError(f"a request of the calibration failed: {record.error}")
+        sent.append(Sent("paused", zero + record.sent_s, zero + record.chunk_times[0]))
+    return sent
+
+
+def simulations(speed: Speed, load: tuple[list[BenchRequest], list[float]], draws: int = DRAWS) -> list[Results]:
+    """Simulate requests at their times several times, with other draws of single steps' times."""
+    plan = Plan(find_shape(MODEL), EngineConfig(model=MODEL), speed, replicas=2)
+    found = []
+    for draw in range(draws):
+        servers = plan.servers()
+        for server in servers:
+            server.seed += len(servers) * draw
+        found.append(Fleet(servers, open_traffic(*load), "prefix").run())
+    return found
+
+
+@contextmanager
+def recorded(plans: Sequence[str], memory: str) -> Iterator[Cluster]:
+    """A cluster whose servers record their plans, and have been warmed up."""
+    options = [("--record-plans", path, "--max-model-len", "2048", "--admin-key", KEY) for path in plans]
+    with cluster("prefix", memory, options) as (router, servers):
+        warm_up(Target(router.base_url, MODEL), 2048, END_TOKEN_ID)
+        yield router, servers
+
+
+def simulated(args: argparse.Namespace) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        # A recording is complete once its server has ended.
+        before, plans = ([str(Path(folder) / f"{when}{number}") for number in range(2)] for when in ("before", "plans"))
+        with recorded(before, args.kv_cache_memory) as (router, _):
+            began = time.perf_counter()
+            sent = sent_alone(Target(router.base_url, MODEL), args.alone)
+        calibrating = [[step for step in read_plans(path) if step.at >= began] for path in before]
+        intake, reply = overheads(calibrating, sent)
+        rate = rate_at(args.share, speed_of_plans(before, since=began), args.seconds)
+        load = conversations_at(2, args.seconds, rate)
+        with recorded(plans, args.kv_cache_memory) as (router, servers):
+            target = Target(router.base_url, MODEL)
+            run_load(target, *conversations_at(1, args.seconds, rate))
+            for server in servers:  # so that the second run begins as the simulation does
+                url, headers = server.base_url + "/reset_prefix_cache", {"Authorization": f"Bearer {KEY}"}
+                urllib.request.urlopen(urllib.request.Request(url, b"", headers)).close()
+            zero, records = run_load(target, *load)
+        speed = speed_of_plans([*before, *plans], since=began, left_out=[(zero, math.inf)])
+        steps = [step for path in plans for step in read_plans(path) if step.at >= zero]
+    if failed := [record.error for record in records if record.error is not None]:
+        raise RuntimeError(f"{len(failed)} of {len(records)} requests failed: {failed[0]}")
+    found = simulations(replace(speed, intake_s=intake, reply_s=reply), load)
+    busy = sum(step.seconds for step in steps) / max(record.finished_s for record in records) / len(plans)
+    ttft = [record.chunk_times[0] - record.sent_s for record in records]
+    hits = sum(record.cached_tokens for record in records) / sum(record.prompt_tokens for record in records)
+    rows = []
+    for q in (50, 90):
+        real, model = percentile(ttft, q), statistics.median(each.ttft.percentile(q) for each in found)
+        rows.append([f"TTFT p{q}", f"{real * 1e3:.0f} ms", f"{model * 1e3:.0f} ms", f"{model / real - 1:+.1%}", "15 %"])
+    model = statistics.median(each.hit_rate for each in found)
+    rows.append(["hit rate", f"{hits:.1%}", f"{model:.1%}", f"{100 * (model - hits):+.1f} points", "2 points"])
+    return [
+        f"{this_machine.name()}; {len(records)} requests of conversations in {args.seconds:g} s at two servers with "
+        f"{args.kv_cache_memory} of cache each, which compute {busy:.0%} of the time; router and client add "
+        f"{(intake + reply) * 1e3:.1f} ms; median of {DRAWS} simulations.",
+        "",
+        *table(("figure", "real", "simulated", "difference", "wanted within"), rows),
+    ]
+
+
+def rate_at(share: float, speed: Speed, seconds: float) -> float:
+    """Return how many conversations a second keep the servers busy for a share of the time."""
+    rate, found = 0.25, 0.0
+    while found < share:
+        rate *= 1.1 if found > 0.7 * share else 1.5
+        found = simulations(speed, conversations_at(1, seconds, rate), draws=1)[0].report()["busy_share"]
+    return rate
+
+
 def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in (heading, ["---"] * len(heading), *rows)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    modes = parser.add_subparsers(required=True, metavar="conversations|prefill_apart")
+    modes = parser.add_subparsers(required=True, metavar="conversations|prefill_apart|simulated")
     mode = modes.add_parser("conversations")
     mode.set_defaults(measure=conversations)
     mode.add_argument("--conversations", type=int, default=12)
@@ -261,6 +386,12 @@ def main() -> None:
     mode.add_argument("--every", type=float, default=4.0, help="seconds between long prompts")
     mode.add_argument("--seconds", type=float, default=20.0, help="of each run")
     mode.add_argument("--rounds", type=int, default=2)
+    mode = modes.add_parser("simulated")
+    mode.set_defaults(measure=simulated)
+    mode.add_argument("--seconds", type=float, default=40.0, help="of each of two runs")
+    mode.add_argument("--alone", type=int, default=40, help="requests that are sent to idle servers before")
+    mode.add_argument("--share", type=float, default=0.5, help="of the servers' time that the runs are to take")
+    mode.add_argument("--kv-cache-memory", default="96MiB")
     for mode in modes.choices.values():
         mode.add_argument("--out", type=this_machine.output_file)
     args = parser.parse_args()

@@ -169,7 +169,7 @@ def run_in_turn(loads: Sequence[Load], num_rounds: int, between_s: float, plans:
     for piece in pieces:
         piece.steps = [step for step in steps if piece.zero <= step.at < piece.ended]
     calibrating = [step for step in steps if any(began <= step.at < ended for began, ended in spans)]
-    intake, reply = overheads(calibrating, sent)
+    intake, reply = overheads([calibrating], sent)
     loaded = [(piece.zero, piece.ended) for piece in pieces]
     speed = speed_of_plans([str(plans)], since=spans[0][0], left_out=loaded)
     return Measured(pieces, replace(speed, intake_s=intake, reply_s=reply))

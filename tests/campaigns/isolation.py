@@ -1,11 +1,11 @@
 """Test whether a tenant can find out, from `cached_tokens` or by timing, what another tenant has sent.
 
-    python -m tests.campaigns.isolation [--store hashed]    or radix, host, disk, redis; default: all, in 15 minutes
+    python -m tests.campaigns.isolation [--store hashed]    or radix, routed, host, disk, redis; default: all
 
-Over HTTP, with two keys. With `host`, the device's cache is so small that what a trial looks for has been evicted to
-host memory; with `disk` and `redis`, the server is restarted before the trials. In each trial the victim sends a random
-prompt. Then the probing tenant sends that prompt and one that nobody has sent, and so does the victim. The time to the
-first token is measured. An attacker who takes fast answers for cached ones is a classifier; its area under the ROC
+Over HTTP, with two keys; with `routed`, through a router that knows what is cached. With `host`, the device's cache is
+so small that what a trial looks for has been evicted to host memory; with `disk` and `redis`, the server is restarted
+before the trials. In each trial the victim sends a random prompt. Then the probing tenant sends that prompt and one that
+nobody has sent, and so does the victim. The time to the first token is measured. An attacker who takes fast answers for cached ones is a classifier; its area under the ROC
 curve (AUC) is 0.5 if the times reveal nothing. The victim's own times are the control: if they did not tell hits apart,
 the measurement could not either.
 
@@ -34,9 +34,11 @@ import numpy as np
 from benchmarks import this_machine
 from octavo.request import cache_scope
 from octavo.workloads.server_process import running_server
+from tests.ports import free_port
 from tests.redis_server import RedisServer
 
-DEVICE = ("hashed", "radix")
+DEVICE = ("hashed", "radix", "routed")
+ROUTER_KEY = "way-to-the-server"
 STORES = (*DEVICE, "host", "disk", "redis")
 PROMPT_TOKENS = 128
 # Blocks on the device where a store below it is probed: twelve prompts. And prompts between a secret and its trial.
@@ -133,8 +135,15 @@ def tenants_of(*options: str) -> Iterator[tuple[Tenant, Tenant, Callable[[], int
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as keys:
         keys.write(KEYS)
         keys.flush()
-        with running_server(["--keys-file", keys.name, "--no-access-log", *options]) as server:
-            port = int(server.base_url.rpartition(":")[2])
+        common = ("--keys-file", keys.name, "--no-access-log")
+        with ExitStack() as stack:
+            server = stack.enter_context(running_server([*common, *options]))
+            address = server.base_url
+            if ROUTER_KEY in options:
+                command = (sys.executable, "-m", "octavo", "route")
+                routing = ("--worker", address, "--router-key", ROUTER_KEY)
+                address = stack.enter_context(running_server([*common, *routing], command)).base_url
+            port = int(address.rpartition(":")[2])
             victim, prober = Tenant(port, "sk-victim"), Tenant(port, "sk-prober")
             rng = random.Random()
             for _ in range(4):  # threads and connections warm up
@@ -154,6 +163,10 @@ def tenants_of(*options: str) -> Iterator[tuple[Tenant, Tenant, Callable[[], int
 
 def options_of(store: str, stack: ExitStack) -> list[str]:
     """Return the options of a server that keeps the victim's blocks in `store`; `stack` closes what they need."""
+    if store == "routed":
+        addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+        events = {"enable_kv_cache_events": True, "endpoint": addresses[0], "replay_endpoint": addresses[1]}
+        return ["--router-key", ROUTER_KEY, "--kv-events-config", json.dumps(events), "--num-blocks", "4000"]
     if store in DEVICE:
         return ["--prefix-cache", store, "--num-blocks", "4000"]
     options = ["--num-blocks", str(SMALL_POOL), "--kv-host-memory", "1GiB", "--kv-demotion", "all"]

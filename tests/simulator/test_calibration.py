@@ -25,11 +25,11 @@ def test_intake_and_reply_are_measured_with_requests_that_find_the_server_idle()
     steps = [step(1.004, (1,), (1,)), step(1.014, (1,), (1,))]
     steps += [step(2.006, (2,), (0,)), step(2.016, (2,), (1,)), step(2.026, (2,), (1,)), step(3.5, (3,), (1,))]
     requests = [Sent("paused", 1.0, 1.017), Sent("paused", 2.0, 2.027), Sent("paused", 3.0, 3.6)]
-    intake, reply = overheads(steps, requests)
+    intake, reply = overheads([steps], requests)
     assert intake == pytest.approx(0.005)
     assert reply == pytest.approx(0.002)
     with pytest.raises(ConfigError, match="too short to send a prompt to the idle server"):
-        overheads(steps[-1:], requests[2:])
+        overheads([steps[-1:]], requests[2:])
 
 
 def test_requests_that_follow_others_or_are_disturbed_by_other_programs_are_not_counted() -> None:
@@ -40,7 +40,7 @@ def test_requests_that_follow_others_or_are_disturbed_by_other_programs_are_not_
     ):
         steps += [step(began + intake, (number,), (1,)), step(began + intake + 0.01, (number,), (1,))]
         requests.append(Sent(kind, began, began + intake + 0.011))
-    assert overheads(steps, requests, left_out=[(2.9, 4.0)]) == pytest.approx((0.002, 0.001))
+    assert overheads([[], steps], requests, left_out=[(2.9, 4.0)]) == pytest.approx((0.002, 0.001))
 
 
 def test_every_round_fits_the_server_that_it_is_sent_to() -> None:

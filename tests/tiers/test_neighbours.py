@@ -19,7 +19,7 @@ from octavo.kvcache.hashing import Label
 from octavo.kvcache.host_memory import HostMemory, Lent
 from octavo.tiers import neighbours
 from octavo.tiers.base import Reason
-from octavo.tiers.store import Store
+from octavo.tiers.store import LoadSpeed, Store
 from tests.tiers.stores import BLOCK_BYTES, FINGERPRINT, SECONDS, get, label, payload
 
 pytest.importorskip("redis")
@@ -238,6 +238,25 @@ def test_a_neighbour_that_stalls_or_trickles_is_a_miss_within_its_time_and_holds
         assert {reason for each in slow for reason in each.outcomes} == {Reason.IO_ERROR}
         assert time.monotonic() - began < 10
         assert get(store, labels[2:])[0] == [Reason.CLOSED] * 2
+
+
+def test_the_speed_of_each_neighbour_is_its_own_and_an_unknown_one_is_taken_to_be_as_all(
+    open_neighbour: Callable[..., Neighbour], open_store: Callable[..., Store]
+) -> None:
+    near, far, store = open_neighbour(1, 2), open_neighbour(3, 4), open_store()
+    for neighbour, number, seconds in ((near, 1, 0.01), (far, 3, 10.0)):
+        labels = expect(store, neighbour.lender.address, number)
+        assert ask(store, labels) == [None]
+        assert get(store, labels)[0] == [None]
+        peer = store.medium._peers[neighbour.lender.address]  # type: ignore[attr-defined]
+        assert peer.speed.expected(BLOCK_BYTES) is not None, "its load was measured"
+        peer.speed = LoadSpeed()
+        peer.speed.measure(seconds, BLOCK_BYTES)
+    for neighbour, number, expected in ((near, 2, 0.01), (far, 4, 10.0)):
+        assert store.expected_seconds(expect(store, neighbour.lender.address, number), BLOCK_BYTES) == expected
+    overall = store.speed.expected(BLOCK_BYTES)
+    assert overall is not None
+    assert store.expected_seconds(expect(store, "127.0.0.1:9", 5), BLOCK_BYTES) == overall
 
 
 def test_nobody_there_is_a_miss(open_store: Callable[..., Store]) -> None:

@@ -19,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -144,7 +145,7 @@ def calibrate(argv: Sequence[str], seconds: float, vocab_size: int, plans: str |
             left_out=left_out,
         )
         steps = [step for step in read_plans(path) if step.at >= began]
-        intake, reply = overheads(steps, sent, left_out)
+        intake, reply = overheads([steps], sent, left_out)
     taken = {"others": None, "stolen": None} if shares is None else asdict(shares)
     seconds_left_out = sum(end - start for start, end in left_out)
     facts = {**speed.facts, "machine": machine, **taken, "left_out_s": seconds_left_out}
@@ -229,36 +230,37 @@ def run_load(
 
 
 def overheads(
-    steps: Sequence[RecordedStep], requests: Sequence[Sent], left_out: Sequence[tuple[float, float]] = ()
+    recordings: Sequence[Sequence[RecordedStep]],
+    requests: Sequence[Sent],
+    left_out: Sequence[tuple[float, float]] = (),
 ) -> tuple[float, float]:
-    """Return two times in seconds, each the median of the requests that found the server idle.
+    """Return two times in seconds, each the median of the requests that found all servers idle.
 
         sent ── intake ──> first step begins │ … │ step that drew the first token ends ── reply ──> its client has it
 
     Args:
-        steps: those since the first request was sent.
-        requests: all that were sent since, one sequence each.
+        recordings: the steps of the server, or of each of several behind a router.
+        requests: those that were sent meanwhile.
         left_out: spans of time whose requests are not counted.
 
     Raises:
         ConfigError: no "paused" one is among them.
     """
-    first: dict[int, int] = {}
-    drew: dict[int, int] = {}
-    for number, step in enumerate(steps):
-        for seq_id, draws in zip(step.seq_ids, step.draws, strict=True):
-            first.setdefault(seq_id, number)
-            if draws:
-                drew.setdefault(seq_id, number)
     intakes, replies = [], []
-    # The numbers of sequences rise in the order in which they come to the engine.
-    for seq_id, each in zip(sorted(first), sorted(requests, key=lambda each: each.sent), strict=False):
-        is_left_out = any(began <= each.first_token and each.sent <= ended for began, ended in left_out)
-        # A step ends when the next one begins, if that has the request too.
-        after = drew.get(seq_id, len(steps)) + 1
-        if each.kind == "paused" and not is_left_out and after < len(steps) and seq_id in steps[after].seq_ids:
-            intakes.append(steps[first[seq_id]].at - each.sent)
-            replies.append(each.first_token - steps[after].at)
+    for each in requests:
+        if each.kind != "paused" or any(began <= each.first_token and each.sent <= ended for began, ended in left_out):
+            continue
+        for steps in recordings:
+            first = bisect_left(steps, each.sent, key=lambda step: step.at)
+            drew = next((number for number in range(first, len(steps)) if any(steps[number].draws)), len(steps))
+            # A step ends when the next one begins, if that has the request too.
+            if (
+                drew + 1 < len(steps)
+                and steps[drew].at < each.first_token
+                and steps[drew].seq_ids == steps[drew + 1].seq_ids
+            ):
+                intakes.append(steps[first].at - each.sent)
+                replies.append(each.first_token - steps[drew + 1].at)
     if not intakes:
         raise ConfigError("the time was too short to send a prompt to the idle server: give more --seconds")
     return max(0.0, statistics.median(intakes)), max(0.0, statistics.median(replies))

@@ -21,10 +21,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from octavo.kvcache.block import HostBlockId
 from octavo.kvcache.hashing import Label
 from octavo.kvcache.host_memory import HostMemory
+
+if TYPE_CHECKING:
+    from octavo.tiers.store import LoadSpeed
 
 LAYOUT_VERSION = 3
 """Version of the layout of a block's bytes and of its verification; part of every key and header."""
@@ -73,6 +77,10 @@ class Medium(ABC):
 
     def expect(self, labels: Sequence[Label], address: str) -> None:  # noqa: B027
         """Note that the neighbour at `HOST:PORT` may have these blocks."""
+
+    def speed_of(self, key: bytes) -> LoadSpeed | None:
+        """Return how long loads take from where a block is; None if that is the same for all blocks, or not known."""
+        return None
 
     def ask(self, labels: Sequence[Label]) -> list[Reason | None]:
         """Return None for each block that is there, and a reason for the others; called only if `must_ask`.

@@ -107,7 +107,7 @@ class LowerTiers:
         if fetch.coming:
             fetch.deadline = self._clock() + self._load_seconds
         for store, chosen in found.items():
-            if not self._is_worth(store, len(chosen), seconds_to_compute):
+            if not self._is_worth(store, chosen, seconds_to_compute):
                 continue
             if store.must_ask:
                 fetch.asking.append((store, store.ask(chosen, ASK_SECONDS)))
@@ -202,7 +202,7 @@ class LowerTiers:
             return
         answers = zip(question.labels, question.outcomes, strict=True)
         found = [label for label, _ in takewhile(lambda each: each[1] is None, answers)]
-        if found and self._is_worth(store, len(found), fetch.seconds_to_compute):
+        if found and self._is_worth(store, found, fetch.seconds_to_compute):
             fetch.wanted.append((store, found))
             self._enqueue(fetch)
 
@@ -285,9 +285,9 @@ class LowerTiers:
                 transfer = store.put(label, self._row(slot), self._host.tenant(slot))
                 self._writing.append((transfer, slot))
 
-    def _is_worth(self, store: Store, num_blocks: int, seconds_to_compute: float | None) -> bool:
-        expected = store.speed.expected(num_blocks * self._block_bytes)
-        if expected is None or seconds_to_compute is None or expected < num_blocks * seconds_to_compute:
+    def _is_worth(self, store: Store, labels: Sequence[Label], seconds_to_compute: float | None) -> bool:
+        expected = store.expected_seconds(labels, len(labels) * self._block_bytes)
+        if expected is None or seconds_to_compute is None or expected < len(labels) * seconds_to_compute:
             return True
         self.num_not_worth += 1
         return self.num_not_worth % _TRY_EVERY == 0

@@ -22,7 +22,7 @@ from octavo.kvcache.host_memory import HostMemory
 from octavo.tiers.base import Medium, Reason
 from octavo.tiers.lending import Lender
 from octavo.tiers.remote import TIMEOUT_SECONDS, RemoteMedium
-from octavo.tiers.store import Breaker
+from octavo.tiers.store import Breaker, LoadSpeed
 
 MOST_HINTS = 1 << 16
 """Blocks that hints are remembered for."""
@@ -45,6 +45,7 @@ _LIES = {Reason.FORGED, Reason.CHECKSUM, Reason.LABEL, Reason.TRUNCATED, Reason.
 class _Peer:
     def __init__(self, address: str, clock: Callable[[], float]) -> None:
         self.medium: RemoteMedium | None = None
+        self.speed = LoadSpeed()
         self.opening = threading.Lock()
         self.turns = threading.Semaphore(MOST_AT_ONCE)
         self.breaker = Breaker(f"neighbour {address}", "answers", _MOST_FAULTS, RETRY_SECONDS, clock)
@@ -101,6 +102,12 @@ class NeighbourMedium(Medium):
     def contains(self, key: bytes) -> bool | None:
         """Return None for a block of a hint, whose neighbour must be asked."""
         return None if key in self._hints else False
+
+    def speed_of(self, key: bytes) -> LoadSpeed | None:
+        """Return the speed of the neighbour of a hint, if it was asked before."""
+        with self._lock:
+            peer = self._peers.get(self._hints.get(key, ""))
+        return None if peer is None else peer.speed
 
     def ask(self, labels: Sequence[Label]) -> list[Reason | None]:
         found = self._call(labels, lambda peer: peer.ask(labels))

@@ -49,7 +49,7 @@ class Store:
 
     Attributes:
         must_ask: whether only `ask` can tell which blocks are there.
-        speed: how long loads took, from which it is decided whether computing would be faster.
+        speed: how long loads took.
         on_done: called after each transfer, in a thread of the store or, if it was refused, in the caller's.
         num_write_bytes: bytes that wait to be written.
     """
@@ -112,6 +112,12 @@ class Store:
         if not self.is_open:
             return False
         return None if self._is_writing(key) else self._contains(key)
+
+    def expected_seconds(self, labels: Sequence[Label], num_bytes: int) -> float | None:
+        """Return the expected time of a load of these blocks; None if no load was measured yet."""
+        own = self.medium.speed_of(labels[0].key)
+        found = None if own is None else own.expected(num_bytes)
+        return self.speed.expected(num_bytes) if found is None else found
 
     def wants(self, key: bytes) -> bool:
         """Return, without waiting, whether a block should be stored: it is not known to be there or being written."""
@@ -217,6 +223,7 @@ class Store:
     def _carry_out(self, transfer: Transfer) -> list[Reason | None]:
         """Ask, read or write in pieces, and return the outcome of each block."""
         began, outcomes, num_bytes = self._clock(), list[Reason | None](), 0
+        own = self.medium.speed_of(transfer.labels[0].key) if transfer.work is Work.READ else None
         size = len(transfer.labels) if transfer.work is Work.ASK else PIECE
         for start in range(0, len(transfer.labels), max(1, size)):
             labels, buffers = transfer.labels[start : start + size], transfer.buffers[start : start + size]
@@ -230,6 +237,8 @@ class Store:
             seconds = self._clock() - began
             if transfer.work is Work.READ and num_bytes:
                 self.speed.measure(seconds, num_bytes)
+                if own is not None:
+                    own.measure(seconds, num_bytes)
             self.counters.time(transfer.work, seconds)
         return outcomes
 
