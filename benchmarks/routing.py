@@ -12,8 +12,7 @@ prefill_apart   chats of many tokens run all the time, and a long prompt arrives
                 (`both`), or one computes long prompts and the other answers (`apart`, --role). Shows the time between
                 the chats' tokens, their tokens a second, and the long prompts' TTFT.
 simulated       conversations at times of their own, at a share of what the servers can do, against `octavo simulate`.
-                Step times, and what router and client add, come from requests sent alone through the router and from a
-                first run, whose prompts, lengths and times are others. Shows TTFT and the share of tokens found in caches.
+                Step times, and what router and client add, come from requests sent alone and from a first run.
 
 Servers and router are started anew for each strategy or layout, and every round does the same work under each in turn.
 """
@@ -64,6 +63,7 @@ GREEDY = {"temperature": 0, "repetition_penalty": 1, "frequency_penalty": 0, "ig
 PAUSE_S, IDLE_S = 0.2, 5.0
 CHAT_TOKENS, LONG_ANSWER = 200, 8
 DRAWS = 5
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 Cluster = tuple[RunningServer, list[RunningServer]]
 
@@ -123,10 +123,6 @@ async def stream(router: RunningServer, path: str, prompt: dict[str, Any], max_t
     return answer
 
 
-async def chat(router: RunningServer, messages: list[dict[str, str]], max_tokens: int) -> Answer:
-    return await stream(router, "/v1/chat/completions", {"messages": messages}, max_tokens)
-
-
 @dataclass
 class Conversations:
     """What one strategy gave: token counts, seconds to first tokens, and the router's seconds of processor time."""
@@ -157,7 +153,7 @@ class Conversations:
             messages = [{"role": "system", "content": SYSTEM.format(topic=topic) * 12}]
             for turn in range(turns):
                 messages.append({"role": "user", "content": QUESTION.format(turn=turn, topic=topic)})
-                answer = await chat(router, messages, 24)
+                answer = await stream(router, CHAT, {"messages": messages}, 24)
                 messages.append({"role": "assistant", "content": answer.text})
                 self.prompt_tokens += answer.usage["prompt_tokens"]
                 self.cached_tokens += answer.usage["prompt_tokens_details"]["cached_tokens"]
@@ -177,7 +173,7 @@ class Conversations:
             before, began = processor_seconds(router.pid), time.perf_counter()
             for number in range(0, args.requests, args.users):
                 chats = ([{"role": "user", "content": f"Count {number + user}"}] for user in range(args.users))
-                await asyncio.gather(*(chat(router, messages, max_tokens) for messages in chats))
+                await asyncio.gather(*(stream(router, CHAT, {"messages": each}, max_tokens) for each in chats))
             spent = processor_seconds(router.pid) - before - looks * (time.perf_counter() - began)
             costs.append(spent / args.requests)
         self.per_request, self.per_chunk = costs[0], (costs[1] - costs[0]) / (args.chunks - 1)
@@ -224,7 +220,7 @@ class Streams:
 
         async def ask(length: int, max_tokens: int) -> Answer:
             prompt = {"prompt": [source.randrange(100, 40_000) for _ in range(length)], "return_token_ids": True}
-            return await stream(router, "/v1/completions", prompt, max_tokens)
+            return await stream(router, COMPLETION, prompt, max_tokens)
 
         async def chats() -> None:
             while time.perf_counter() < ends:

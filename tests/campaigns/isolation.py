@@ -4,10 +4,10 @@
 
 Over HTTP, with two keys; with `routed`, through a router that knows what is cached. With `host`, the device's cache is
 so small that what a trial looks for has been evicted to host memory; with `disk` and `redis`, the server is restarted
-before the trials. In each trial the victim sends a random prompt. Then the probing tenant sends that prompt and one that
-nobody has sent, and so does the victim. The time to the first token is measured. An attacker who takes fast answers for cached ones is a classifier; its area under the ROC
-curve (AUC) is 0.5 if the times reveal nothing. The victim's own times are the control: if they did not tell hits apart,
-the measurement could not either.
+before the trials. In each trial the victim sends a random prompt. Then the probing tenant sends that prompt and one
+that nobody has sent, and so does the victim. The time to the first token is measured. An attacker who takes fast
+answers for cached ones is a classifier; its area under the ROC curve (AUC) is 0.5 if the times reveal nothing. The
+victim's own times are the control: if they did not tell hits apart, the measurement could not either.
 
 Every trial also counts cached tokens: the prober's must be 0, with any `cache_salt` that it may forge. A store gets as
 many trials as fit into its minutes; fewer trials make the interval wider. Exits with 1 if isolation is broken.
