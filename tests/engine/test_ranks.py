@@ -6,8 +6,11 @@ import asyncio
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +211,33 @@ def test_a_rank_that_is_killed_ends_the_running_requests_and_the_group_restarts(
     assert f"exit code {-how}" in ended[0].error_reason
     assert bits([outputs[-1]]) == expected, "the waiting request is computed by the new group, from nothing"
     core.scheduler.kv.audit()
+
+
+def test_ranks_end_with_rank_0_however_it_ends_and_leave_no_shared_memory(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write_hf_model(folder, "Llama", **SIZES)
+    script = (
+        "import sys, time; from octavo import LLM; from tests.conftest import runner_of\n"
+        f"llm = LLM({str(folder)!r}, tensor_parallel_size=2, num_threads=1, num_blocks=13, dtype='float32')\n"
+        "print(*runner_of(llm.core)._ranks.pids, flush=True); time.sleep(600)"
+    )
+    before = set(os.listdir("/dev/shm"))
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        ranks = [int(pid) for pid in process.stdout.readline().split()]
+        process.kill()
+    assert len(ranks) == 1
+    until = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() and _state(pid) != "Z" for pid in ranks):
+        assert time.monotonic() < until, "a rank outlives rank 0"
+        time.sleep(0.01)
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if "octavo" in name}
+
+
+def _state(pid: int) -> str:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    return "Z"
 
 
 def test_a_rank_that_stops_is_given_up(two_ranks: LLM) -> None:
