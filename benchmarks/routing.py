@@ -61,8 +61,7 @@ SYSTEM = "You are a librarian of the section {topic}, and answer questions about
 QUESTION = "Question {turn} about {topic}: which book should I read next, and on which shelf of the section is it?"
 GREEDY = {"temperature": 0, "repetition_penalty": 1, "frequency_penalty": 0, "ignore_eos": True}
 PAUSE_S, IDLE_S = 0.2, 5.0
-CHAT_TOKENS, LONG_ANSWER = 200, 8
-DRAWS = 5
+CHAT_TOKENS, LONG_ANSWER, DRAWS = 200, 8, 5
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 Cluster = tuple[RunningServer, list[RunningServer]]
@@ -355,7 +354,7 @@ def rate_at(share: float, speed: Speed, seconds: float) -> float:
     rate, found = 0.25, 0.0
     while found < share:
         rate *= 1.1 if found > 0.7 * share else 1.5
-        found = simulations(speed, conversations_at(1, seconds, rate), draws=1)[0].report()["busy_share"]
+        found = simulations(speed, conversations_at(2, seconds, rate), draws=1)[0].report()["busy_share"]
     return rate
 
 
