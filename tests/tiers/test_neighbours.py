@@ -19,7 +19,8 @@ from octavo.kvcache.hashing import Label
 from octavo.kvcache.host_memory import HostMemory, Lent
 from octavo.tiers import neighbours
 from octavo.tiers.base import Reason
-from octavo.tiers.store import LoadSpeed, Store
+from octavo.tiers.speed import LoadSpeed
+from octavo.tiers.store import Store
 from tests.tiers.stores import BLOCK_BYTES, FINGERPRINT, SECONDS, get, label, payload
 
 pytest.importorskip("redis")

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from octavo.tiers.lower import _TRY_EVERY
-from octavo.tiers.store import LoadSpeed
+from octavo.tiers.speed import LoadSpeed
 from tests.tiers.stores import label
 from tests.tiers.test_lower import AskedShelf, Setup, Shelf
 

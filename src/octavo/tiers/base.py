@@ -21,14 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from octavo.kvcache.block import HostBlockId
 from octavo.kvcache.hashing import Label
 from octavo.kvcache.host_memory import HostMemory
-
-if TYPE_CHECKING:
-    from octavo.tiers.store import LoadSpeed
+from octavo.tiers.speed import LoadSpeed
 
 LAYOUT_VERSION = 3
 """Version of the layout of a block's bytes and of its verification; part of every key and header."""

@@ -22,7 +22,8 @@ from octavo.kvcache.host_memory import HostMemory
 from octavo.tiers.base import Medium, Reason
 from octavo.tiers.lending import Lender
 from octavo.tiers.remote import TIMEOUT_SECONDS, RemoteMedium
-from octavo.tiers.store import Breaker, LoadSpeed
+from octavo.tiers.speed import LoadSpeed
+from octavo.tiers.store import Breaker
 
 MOST_HINTS = 1 << 16
 """Blocks that hints are remembered for."""
