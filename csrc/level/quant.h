@@ -295,6 +295,7 @@ template <WeightFormat F, int R>
                                    Ahead ahead) {
     constexpr QuantLayout layout = quant_layout(F);
     constexpr int kParts = layout.scales_per_section(), kTogether = R <= kQuantRowsOfBothHalves ? 2 : 1;
+    constexpr int kLines = layout.section_bytes() / 64;
     ask_to_write_rows<R>(task.out, row, index);
     const auto* panel = reinterpret_cast<const uint8_t*>(weight);
     const QuantRows group = task.quants.at(row - task.first_row, task.units, task.units * kParts);
@@ -316,8 +317,8 @@ template <WeightFormat F, int R>
                 ahead.ask_l1();
             } else {
 #pragma GCC unroll 32
-                for (int line = 0; line < layout.section_bytes(); line += 64)
-                    __builtin_prefetch(panel + kQuantPrefetch + line, 0, 3);
+                for (int line = 0; line < kLines; ++line)
+                    __builtin_prefetch(panel + kQuantPrefetch + line * 64, 0, 3);
             }
 #pragma GCC unroll 1
             for (int first = 0; first < 2; first += kTogether)

@@ -244,7 +244,7 @@ constexpr int kVectorsPerPass = 1;
 constexpr int kMaxRows = 4;
 constexpr int kGemmRows = 3;  // times two vectors of outputs
 #ifdef OCTAVO_HAS_VNNI
-constexpr int kQuantRows = 2, kQuantRowsOfBothHalves = 1;
+constexpr int kQuantRows = 2, kQuantRowsOfBothHalves = 2;
 #else
 constexpr int kQuantRows = 4, kQuantRowsOfBothHalves = 2;  // sums of words stay in registers, the others do not
 #endif
