@@ -311,7 +311,7 @@ class Forced(Speculator):
 
     Attributes:
         expected: the output.
-        acceptance: probability with which each drafted token is right.
+        chance: probability with which each drafted token is right.
         length: tokens of a draft; 0 for none.
         by_rows: seconds of each step of decodes, by its rows.
     """
@@ -319,14 +319,14 @@ class Forced(Speculator):
     def __init__(self, most: int, max_model_len: int) -> None:
         super().__init__(DraftMethod(2, 8), most, max_model_len)
         self.expected: Seq[int] = ()
-        self.acceptance, self.length = 1.0, 0
+        self.chance, self.length = 1.0, 0
         self.by_rows: dict[int, list[float]] = defaultdict(list)
         self._random = random.Random(0)
 
     def choose(self, streams: Seq[Sequence], most_rows: int) -> Drafts:
         (seq,) = streams
         right = self.expected[seq.num_output_tokens :][: min(self.length, self._num_left(seq))]
-        draft = [token_id if self._random.random() < self.acceptance else (token_id + 1) % 1000 for token_id in right]
+        draft = [token_id if self._random.random() < self.chance else (token_id + 1) % 1000 for token_id in right]
         return {seq.seq_id: (seq, tuple(draft))} if draft else {}
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
@@ -345,11 +345,11 @@ def compare_with_formula(
     without = [decode(llm, max_tokens)[0] for _ in range(rounds)]
     print(f"{'a':>5} {'k':>3} {'gain':>7} {'formula':>8} {'T(k + 1) / T(1)':>16}")
     for forced.length in lengths:
-        for forced.acceptance in acceptances:
+        for forced.chance in acceptances:
             runs = [decode(llm, max_tokens) for _ in range(rounds)]
             if any(tokens != forced.expected for _, tokens in runs):
                 raise SystemExit("drafts have changed the tokens")
-            a, k = forced.acceptance, forced.length
+            a, k = forced.chance, forced.length
             tokens_a_step = k + 1 if a == 1 else (1 - a ** (k + 1)) / (1 - a)
             cost = median(forced.by_rows[k + 1]) / median(forced.by_rows[1])
             gain = median(without) / median(seconds for seconds, _ in runs)
