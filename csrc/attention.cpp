@@ -252,7 +252,7 @@ void make_room_for_masses(const AttentionCall& call, Plan& plan) {
         }
 }
 
-// Adds the squares of the rows' shares of attention to the mass of blocks.
+// Adds the fourth powers of the rows' shares of attention to the mass of blocks.
 void add_masses(const AttentionCall& call, const Plan& plan) {
     constexpr int kBlocksPerTask = 256;
     const int vectors = call.kv.block_size / 16;
@@ -279,8 +279,10 @@ void add_masses(const AttentionCall& call, const Plan& plan) {
                             }
                             share += of_row[v].sum * factor;
                         }
-                        if (share > 0 && share <= 2 * kMassUnit)  // no NaN
-                            mass[block] += std::llrint(share * (share / kMassUnit));
+                        if (share > 0 && share <= 2 * kMassUnit) {  // no NaN
+                            const double square = share * (share / kMassUnit);
+                            mass[block] += std::llrint(square * (square / kMassUnit));
+                        }
                     }
                 }
             }

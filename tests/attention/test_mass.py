@@ -29,7 +29,7 @@ def dense(kv: LayerKV, table: torch.Tensor, query: torch.Tensor, length: int, so
     positions = torch.arange(length)
     scores = scores.masked_fill(positions > positions[-len(query) :, None], float("-inf"))
     weights = torch.nn.functional.pad(scores.softmax(-1), (0, -length % SIZE))
-    return weights.view(HEADS, len(query), -1, SIZE).sum(-1).square().sum((0, 1))
+    return weights.view(HEADS, len(query), -1, SIZE).sum(-1).pow(4).sum((0, 1))
 
 
 def measured(

@@ -76,9 +76,9 @@ class SparseReads:
 class MeasuredRows:
     """The sequences of a step whose attention is measured, and the mass that their blocks have in it.
 
-    A layer without a sliding window adds to a block's mass, for each row and head, the square of the share that the
-    block's tokens have of the attention, in units of 1 / `MASS_UNIT`, each rounded: integers have the same sum in any
-    order. Squares, because a few heads that look for one block say more than many that look everywhere.
+    A layer without a sliding window adds to a block's mass, for each row and head, the fourth power of the share that
+    the block's tokens have of the attention, in units of 1 / `MASS_UNIT`, each rounded: integers have the same sum in
+    any order. Fourth powers, because a few heads that look for one block say more than many that look everywhere.
 
     Attributes:
         begins: int64 [num_seqs], where the blocks of each sequence's table begin in `mass`; -1: it is not measured.

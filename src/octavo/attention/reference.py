@@ -141,11 +141,11 @@ def _unread(key: torch.Tensor, query: torch.Tensor, block_size: int, num_read: i
 
 
 def _add_mass(weights: torch.Tensor, mass: torch.Tensor, block_size: int) -> None:
-    """Add the squares of blocks' shares of the attention of all rows: weights [kv_heads, queries, share, keys]."""
+    """Add the fourth powers of blocks' shares of all rows' attention: weights [kv_heads, queries, share, keys]."""
     num_blocks = -(-weights.shape[-1] // block_size)
     padded = torch.nn.functional.pad(weights, (0, num_blocks * block_size - weights.shape[-1]))
     shares = padded.view(*weights.shape[:-1], num_blocks, block_size).sum(dim=-1)
-    mass[:num_blocks] += (shares * shares * MASS_UNIT).round().long().sum(dim=(0, 1, 2))
+    mass[:num_blocks] += (shares.square().square() * MASS_UNIT).round().long().sum(dim=(0, 1, 2))
 
 
 def _gather_sinks(kv: LayerKV, tables: Sequence[torch.Tensor], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
