@@ -44,8 +44,8 @@ from octavo.planner.sources import find_shape
 from octavo.scheduler.plan_log import read_plans
 from octavo.simulator.calibration import Sent, overheads, run_load, warm_up
 from octavo.simulator.fleet import Fleet
+from octavo.simulator.results import Results
 from octavo.simulator.setup import Plan
-from octavo.simulator.simulation import Results
 from octavo.simulator.speed import Speed, speed_of_plans
 from octavo.workloads.http import EventLines, PostUrl, post_json
 from octavo.workloads.report import percentile

@@ -55,8 +55,9 @@ from octavo.planner.roofline import StepTimes
 from octavo.planner.sources import find_shape
 from octavo.simulator.calibration import calibrate
 from octavo.simulator.fitting import MeasuredStep, executions, mean_abs_error, periods
+from octavo.simulator.results import Results
 from octavo.simulator.setup import Plan
-from octavo.simulator.simulation import Results, Simulation
+from octavo.simulator.simulation import Simulation
 from octavo.simulator.sketch import Sketch
 from octavo.simulator.speed import Speed
 from octavo.simulator.traffic import Traffic

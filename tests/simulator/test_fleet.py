@@ -14,7 +14,7 @@ from octavo.planner.roofline import StepTimes
 from octavo.simulator.fleet import PREFILL_TOKENS, ROUTERS, Fleet
 from octavo.simulator.links import ROUND_TRIP_S
 from octavo.simulator.questions import Demand, simulate
-from octavo.simulator.simulation import Results
+from octavo.simulator.results import Results
 from octavo.simulator.speed import MEASURED, Speed
 from octavo.tiers.base import Reason
 from octavo.workloads.traces import TOKENS_PER_HASH, TraceRequest

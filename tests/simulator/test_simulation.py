@@ -26,8 +26,9 @@ from octavo.simulator.questions import (
     too_short,
     variants,
 )
+from octavo.simulator.results import Results
 from octavo.simulator.setup import Plan
-from octavo.simulator.simulation import Results, Simulation
+from octavo.simulator.simulation import Simulation
 from octavo.simulator.sketch import Sketch
 from octavo.simulator.speed import MEASURED, Speed
 from octavo.simulator.traffic import Tenants

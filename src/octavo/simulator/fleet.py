@@ -20,7 +20,8 @@ from typing import NamedTuple, Protocol
 
 from octavo.kvcache.hashing import TokenChain
 from octavo.request import cache_scope
-from octavo.simulator.simulation import Results, SimulatedServer, Simulation, rare_collections
+from octavo.simulator.results import Results
+from octavo.simulator.simulation import SimulatedServer, Simulation, rare_collections
 from octavo.simulator.traffic import DECODE, PREFILL, SimulatedRequest, Tenants, Traffic, clip
 
 PREFILL_TOKENS = 512  # as `--prefill-tokens` of `octavo route`

@@ -10,8 +10,9 @@ from typing import Any
 
 from octavo.errors import ConfigError
 from octavo.simulator.fleet import Fleet
+from octavo.simulator.results import Results
 from octavo.simulator.setup import Plan
-from octavo.simulator.simulation import Results, Simulation
+from octavo.simulator.simulation import Simulation
 from octavo.simulator.traffic import (
     ClosedTraffic,
     OpenTraffic,

@@ -20,8 +20,8 @@ from octavo.simulator.questions import (
     too_short,
     variants,
 )
+from octavo.simulator.results import Results
 from octavo.simulator.setup import Plan
-from octavo.simulator.simulation import Results
 from octavo.units import parse_count
 
 Variant = tuple[dict[str, Any], Plan]
