@@ -127,7 +127,9 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.received: list[dict[str, Any]] = []
         self.cached: set[tuple[int, ...]] = set()
-        self.scheduler = SimpleNamespace(running=[], live={})  # nothing runs in it
+        # Nothing runs in it, and nothing is pinned.
+        kv = SimpleNamespace(pins=SimpleNamespace(unpin=lambda pin_id: False))
+        self.scheduler = SimpleNamespace(running=[], live={}, kv=kv)
         self._ids = itertools.count()
 
     async def start(self) -> None:
@@ -146,9 +148,6 @@ class FakeEngine:
     async def ask(self, question: Callable[[Any], Any]) -> Any:
         """Call a function with this engine, which stands for its core too."""
         return question(self)
-
-    def unpin(self, pin_id: str) -> bool:
-        return False
 
     def reset_prefix_cache(self) -> int:
         self.cached.clear()
