@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from octavo import kernels
 from octavo.engine.core import EngineCore
+from octavo.engine.live import _counters
 from octavo.engine.outputs import CompletionOutput
 from octavo.observe.metrics import MetricsPage
 from octavo.request import GAP, RequestContext, RequestId
@@ -313,9 +314,20 @@ def test_an_engine_that_speculates_gives_the_same_and_counts_its_drafts(method: 
         assert run(core, jobs) == expected
         counters = core.stats.gauges().speculation
         text = MetricsPage(core.stats, "tiny").render()[0].decode()
+        totals = _counters(core.scheduler)
     assert counters is not None
+    saved = round(counters.saved_seconds, 1)
+    assert totals[-3:] == [counters.num_draft_tokens, counters.num_accepted_tokens, saved]
     assert counters.num_accepted_tokens > 0
-    assert f'vllm:spec_decode_num_accepted_tokens_total{{model_name="tiny"}} {counters.num_accepted_tokens}.0' in text
+    for name, count in (
+        ("vllm:spec_decode_num_drafts_total", counters.num_drafts),
+        ("vllm:spec_decode_num_draft_tokens_total", counters.num_draft_tokens),
+        ("vllm:spec_decode_num_accepted_tokens_total", counters.num_accepted_tokens),
+    ):
+        assert f'{name}{{model_name="tiny"}} {count}.0' in text
+    first = counters.accepted_per_position[0]
+    assert f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{model_name="tiny",position="0"}} {first}.0' in text
+    assert 'octavo:speculation_saved_seconds{model_name="tiny"}' in text
 
 
 def test_a_prediction_is_drafted_from_its_beginning_and_again_after_it_was_wrong() -> None:
