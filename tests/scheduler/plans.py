@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from octavo.kvcache.attended import Mass
+from octavo.kvcache.attended import Masses
 from octavo.kvcache.block import NULL_BLOCK, Places
 from octavo.request import Sequence, SequenceId
 from octavo.scheduler.plan import DRAWN, BlocksLetGo, SamplingSnapshot, SequenceForked, StepPlan
@@ -157,9 +157,9 @@ class ToldRunner:
                 kept.remove(index)
                 table[index] = NULL_BLOCK
 
-    def mass(self, plan: StepPlan, planned: list[Sequence], block_size: int) -> dict[int, tuple[Mass, ...]]:
+    def mass(self, plan: StepPlan, planned: list[Sequence], block_size: int) -> dict[int, tuple[Masses, ...]]:
         """A mass of attention of each block that depends on nothing but the position and the block's index."""
-        found: dict[int, tuple[Mass, ...]] = {}
+        found: dict[int, tuple[Masses, ...]] = {}
         for number, (row, seq) in enumerate(zip(rows_of(plan), planned, strict=True)):
             first, masses = seq.measured_from, []
             for position in range(max(row.start, first or 0), row.end) if first is not None else ():
@@ -174,7 +174,7 @@ class ToldRunner:
                     total[:, : mass.shape[1]] += mass
                 masses = [total]
             if masses:
-                found[number] = tuple(masses)
+                found[number] = tuple(tuple(of_groups) for of_groups in masses)
         return found
 
     def check(self, plan: StepPlan, planned: list[Sequence]) -> None:

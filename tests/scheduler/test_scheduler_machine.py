@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from octavo.errors import RequestError
 from octavo.kv_budget import MODES, KVBudget
-from octavo.kvcache.attended import Mass
+from octavo.kvcache.attended import Masses
 from octavo.kvcache.block import NULL_BLOCK, BlockState
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.kvcache.ledger import CacheTotals
@@ -187,7 +187,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_steps = 0
         self.num_contained = 0  # requests that ended because an update raised for them alone
         self.runner = ToldRunner()
-        self.mass: dict[int, dict[int, tuple[Mass, ...]]] = {}  # measured in steps whose results are awaited
+        self.mass: dict[int, dict[int, tuple[Masses, ...]]] = {}  # measured in steps whose results are awaited
         self.kept: dict[tuple[Any, ...], list[list[int]]] = {}  # blocks that a position saw
 
     @precondition(lambda self: self.samples)
