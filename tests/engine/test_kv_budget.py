@@ -116,6 +116,23 @@ def test_a_budget_gives_the_same_tokens_cold_cached_in_chunks_and_preempted(mode
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", EVICTING)
+@pytest.mark.parametrize("kept", ["int8", "Gemma3"])
+def test_codecs_and_models_with_sliding_windows_have_budgets_as_others_do(mode: str, kept: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"kv_cache_dtype": kept}
+    if kept == "Gemma3":
+        layers = ["sliding_attention", "full_attention"]
+        shape = {"layer_types": layers, "sliding_window": 20, "query_pre_attn_scalar": 16, "tie_word_embeddings": False}
+        write_hf_model(tmp_path, kept, tokenizer=True, max_position_embeddings=MAX_MODEL_LEN, **shape)
+        options = {"model": str(tmp_path)}
+    expected = outputs(params(BUDGET, mode), mode, **options)[0]
+    dense = outputs(params(None), mode, **options)[0]
+    assert expected != dense
+    assert outputs(params(BUDGET, mode), mode, max_num_batched_tokens=32, **options)[0] == expected
+    assert outputs(params(400, mode), mode, **options)[0] == dense
+
+
+@pytest.mark.slow
 @MODES
 def test_drafts_plans_made_ahead_and_no_prefix_cache_change_no_token_under_a_budget(mode: str) -> None:
     sampling = params(BUDGET, mode)
