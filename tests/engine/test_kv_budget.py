@@ -122,7 +122,12 @@ def test_codecs_and_models_with_sliding_windows_have_budgets_as_others_do(mode: 
     options: dict[str, Any] = {"kv_cache_dtype": kept}
     if kept == "Gemma3":
         layers = ["sliding_attention", "full_attention"]
-        shape = {"layer_types": layers, "sliding_window": 20, "query_pre_attn_scalar": 16, "tie_word_embeddings": False}
+        shape: dict[str, Any] = {
+            "layer_types": layers,
+            "sliding_window": 20,
+            "query_pre_attn_scalar": 16,
+            "tie_word_embeddings": False,
+        }
         write_hf_model(tmp_path, kept, tokenizer=True, max_position_embeddings=MAX_MODEL_LEN, **shape)
         options = {"model": str(tmp_path)}
     expected = outputs(params(BUDGET, mode), mode, **options)[0]
