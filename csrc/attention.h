@@ -24,8 +24,9 @@ struct SinkReads {
     int sink_tokens;
 };
 
-// Sequences whose attention is measured. The fourth power of the share that a block's tokens have of a row's attention in
-// a head is added to the block's entry of `mass`, in units of 1 / kMassUnit, so that sums do not depend on their order.
+// Sequences whose attention is measured. The share that a block's tokens have of a row's attention in a head is raised
+// to the fourth power and added to the block's entry of `mass`, in units of 1 / kMassUnit: the sums of integers do not
+// depend on their order.
 constexpr double kMassUnit = 1 << 24;
 struct MassReads {
     const int64_t* begins;  // of each sequence's blocks in `mass`; -1: it is not measured

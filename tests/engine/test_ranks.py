@@ -256,7 +256,7 @@ def test_a_rank_that_stops_is_given_up(two_ranks: LLM) -> None:
 def test_auto_is_a_rank_for_each_numa_node_bound_to_its_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpus = sorted(ALLOWED_CPUS)
     nodes = [frozenset(cpus[:1]), frozenset(cpus[-1:])]
-    for module in ("loading", "runner_builder"):
+    for module in ("model_loading", "runner_builder"):
         monkeypatch.setattr(f"octavo.engine.{module}.numa_nodes", lambda: nodes)
     monkeypatch.setattr("octavo.engine.model_loading.usable_cores", lambda: 2)
     write_hf_model(tmp_path, "Llama", **SIZES)

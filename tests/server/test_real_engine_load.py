@@ -83,7 +83,8 @@ def test_of_64_streaming_clients_some_leave_and_all_others_get_every_token(optio
 
         # Most are there before any goes on, whenever they come.
         go_on = step_for_news(server.engine)
-        opened = server.engine._open = Mock(wraps=server.engine._open)
+        outputs = server.engine.core.outputs
+        opened = outputs.add = Mock(wraps=outputs.add)
 
         async def begin() -> None:
             while opened.call_count < NUM_CLIENTS - len(before_first):

@@ -88,4 +88,4 @@ def test_the_recording_of_a_server_says_how_far_its_drafts_held(
     assert off["points"][0]["steps"] == 30 * 60
     assert steps <= on["points"][0]["steps"] < 750
     assert main(["simulate", *elsewhere[1:], *speculating[2:]]) == 1
-    assert "asks for none" in capsys.readouterr().err
+    assert "no --speculative-config is given" in capsys.readouterr().err
