@@ -56,6 +56,12 @@ def test_a_draft_goes_on_as_a_repetition() -> None:
     assert method.draft(sequence(1, 2, 3), 8) is None
 
 
+def test_nothing_is_drafted_before_the_first_token_where_nothing_is_predicted() -> None:
+    seq = sequence(1, 2, 30)
+    seq.output_token_ids.clear()
+    assert DraftMethod(2, 8).draft(seq, 4) is None
+
+
 def test_a_prediction_is_drafted_from_its_beginning_and_after_each_difference() -> None:
     method, seq = DraftMethod(2, 8), sequence(1, 2, 30)
     seq.request.predicted_ids = (30, 31, 32, 33, 34, 35, 36)

@@ -198,7 +198,7 @@ class TokenIndex:
 
     def __init__(self, width: int, before: Seq[int] = ()) -> None:
         self.tokens = array("i")
-        self.prediction = Copy(0 if before else _NOWHERE, _TRUSTED)
+        self.prediction = Copy(0, _TRUSTED) if before else Copy(_NOWHERE, 0)
         self.copy = Copy(_NOWHERE, 0)
         self._num_followed = 0
         self._num_before = len(before) + 1 if before else 0
@@ -269,7 +269,7 @@ class TokenIndex:
         following = self.tokens[place + 1 : place + 1 + count].tolist()
         if GAP in following:
             return tuple(following[: following.index(GAP)])
-        while len(following) < count:
+        while following and len(following) < count:
             following += following[: count - len(following)]
         return tuple(following)
 
