@@ -29,12 +29,14 @@ struct CodedSide {
 // One layer's keys and values, laid out as in storage/arena.py. A unit is four bytes: a pair of bf16 or one float.
 //   key    [block][kv_head][key_units][block_size] units        key_units = key_dim / pair
 //   value  [block][kv_head][block_size / pair][value_dim] units
+// Or values are latents, the last value_dim dimensions of keys, and `value` is where these lie.
 struct LayerKV {
     const char *key, *value;
     int64_t key_block_stride, key_head_stride, value_block_stride, value_head_stride;  // bytes
     int64_t num_blocks;
     int kv_heads, key_units, value_dim, block_size;
     Storage storage;
+    bool latent;  // never of coded layers
     // For coded layers, laid out as drawn in storage/codec/. There, key_units is the number of key dimensions,
     // and `storage` the type of queries, of new keys and values, and of the output.
     CodedSide key_side{}, value_side{};

@@ -110,7 +110,15 @@ LayerKV layer_kv(const SideArguments& keys, const SideArguments& values, DType d
     else
         check_shape(key, "key cache", {-1, -1, -1, -1, 16, byte_group});
     const int64_t block_size = plain ? key.shape[3] : key.shape[2] * 16;
-    check_shape(value, "value cache", {key.shape[0], key.shape[1], block_size / together, -1, together});
+    // Latents are a view of the keys' last dimensions.
+    kv.latent = plain && value.base >= key.base && value.base < key.base + key.shape[2] * block_size * 4;
+    if (kv.latent) {
+        check_shape(value, "value cache", {key.shape[0], key.shape[1], -1, block_size, pair});
+        require(value.base == key.base + (key.shape[2] - value.shape[2]) * block_size * 4,
+                "values within keys must be their last dimensions");
+    } else {
+        check_shape(value, "value cache", {key.shape[0], key.shape[1], block_size / together, -1, together});
+    }
     require(dense_in_head(key) && dense_in_head(value), "key and value cache must be dense within a head of a block");
     const int64_t key_units = plain ? key.shape[2] : key.shape[3] * byte_group;
     const auto dims = [](Code code, int64_t units) { return static_cast<int>(code == kCodeInt4 ? 2 * units : units); };
@@ -123,7 +131,7 @@ LayerKV layer_kv(const SideArguments& keys, const SideArguments& values, DType d
     kv.num_blocks = key.shape[0];
     kv.kv_heads = static_cast<int>(key.shape[1]);
     kv.key_units = dims(key_code, key_units);
-    kv.value_dim = dims(value_code, value.shape[3]);
+    kv.value_dim = kv.latent ? static_cast<int>(value.shape[2] * pair) : dims(value_code, value.shape[3]);
     kv.block_size = static_cast<int>(block_size);
     kv.key_side = coded_side(key_code, keys, "keys", kv, key_units);
     kv.value_side = coded_side(value_code, values, "values", kv, value.shape[3]);

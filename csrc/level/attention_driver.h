@@ -31,8 +31,9 @@ struct TilePair {
 inline Tile locate(const AttendTask& task, int head, int begin, int end_position) {
     const LayerKV& kv = *task.kv;
     const int64_t key_bytes = kv.coded() ? kv.key_side.code_bytes : 4;
-    const int64_t value_bytes =
-        kv.coded() ? kv.value_side.code_bytes : kv.value_dim * int64_t{kv.storage == kBf16 ? 2 : 4};
+    const int64_t value_bytes = kv.coded()  ? kv.value_side.code_bytes
+                                : kv.latent ? 4
+                                            : kv.value_dim * int64_t{kv.storage == kBf16 ? 2 : 4};
     Tile tile;
     tile.begin = begin;
     head += task.kv_head;

@@ -25,7 +25,7 @@
 // pass, as in prompts, computing a tile takes longer than fetching the next one, and nothing is prefetched.
 #pragma once
 
-#include "level/attention_driver.h"
+#include "level/latent.h"
 
 namespace octavo::OCTAVO_LEVEL {
 
@@ -224,9 +224,11 @@ template <Storage S> struct RowPasses {
 
     static void add(const AttendTask& task, const Split& split, const Rows& rows, AttendScratch& scratch) {
         const int num_rows = task.rows_per_head(), units = task.kv->key_units;
-        each_tile(task, split, [&](int head, const TilePair& tiles) {
-            const Visible visible = visible_tokens(task, tiles.now.begin, 0, num_rows);
+        Tile latents;
+        each_tile(task, split, [&](int head, const TilePair& stored) {
+            const Visible visible = visible_tokens(task, stored.now.begin, 0, num_rows);
             if (visible.nothing()) return;
+            const TilePair tiles{with_values<S>(*task.kv, stored.now, visible, scratch, latents), stored.next};
             const uint32_t* of_head = scratch.query + head * num_rows * units;
             const Rows state = rows.from(head * num_rows);
             if (num_rows <= kMaxRows) return pass<true>(num_rows, task, tiles, visible, 0, of_head, state, scratch);

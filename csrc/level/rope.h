@@ -3,6 +3,7 @@
 //     qkv row   | q0 q1 .. | k0 .. | v0 .. |        one token
 //                 rotated    rotated, then key   [block][head][unit][offset]     one unit every block_size units
 //                 in place   as they are, value  [block][head][offset / pair][dim][offset % pair]
+//                            (latents only as keys)
 #pragma once
 
 #include "level/coded_write.h"
@@ -76,7 +77,7 @@ template <Storage S> void rope_write(const RopeTask& task, int64_t token_begin, 
             for (int unit = 0; unit < kv.key_units; ++unit)
                 __builtin_memcpy(key + int64_t{unit} * kv.block_size * 4, as_bytes(row) + unit * 4, 4);
         }
-        for (int head = 0; head < kv.kv_heads; ++head, row += kv.value_dim) {
+        for (int head = 0; head < kv.kv_heads && !kv.latent; ++head, row += kv.value_dim) {
             if (kv.coded()) {
                 write_coded_value(kv, row, block, head, offset);
                 if (task.copies) write_coded_value(*task.copies, row, copies_block, head, offset);

@@ -16,7 +16,7 @@
 // Every row goes through the same steps whatever rows it shares a tile with and whatever the size of a block.
 #pragma once
 
-#include "level/attention_driver.h"
+#include "level/latent.h"
 #include "level/simd/tiles.h"
 
 namespace octavo::OCTAVO_LEVEL {
@@ -154,11 +154,13 @@ class TilePasses : MatrixTiles<true> {
 
   private:
     // All rows of one KV head over one tile of the context.
-    void add_head(const AttendTask& task, const TilePair& tiles, const uint32_t* query, const Rows& rows,
+    void add_head(const AttendTask& task, const TilePair& stored, const uint32_t* query, const Rows& rows,
                   AttendScratch& scratch) {
         const int num_rows = task.rows_per_head();
-        const Visible visible = visible_tokens(task, tiles.now.begin, 0, num_rows);
+        const Visible visible = visible_tokens(task, stored.now.begin, 0, num_rows);
         if (visible.nothing()) return;
+        Tile latents;
+        const TilePair tiles{with_values<kBf16>(*task.kv, stored.now, visible, scratch, latents), stored.next};
         const bool one_pass = num_rows <= kTileRows;
         const bool finite = one_pass ? copy_values<true>(*task.kv, tiles, visible, scratch.values)
                                      : copy_values<false>(*task.kv, tiles, visible, scratch.values);

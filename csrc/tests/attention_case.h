@@ -276,7 +276,7 @@ class Batch {
     Storage storage;
     int key_dim, value_dim, kv_heads, group, block_size, window;
     float scale, softcap;
-    bool with_sinks;
+    bool with_sinks, latent;
     std::vector<Sequence> sequences;
 
     explicit Batch(bool plain) {
@@ -289,6 +289,8 @@ class Batch {
         key_dim = plain ? random_of(kPlainKeys) : random_of(kCodedDims);
         do value_dim = plain ? random_of(kPlainValues) : random_int(0, 2) ? key_dim : random_of(kCodedDims);
         while (code.value == kCodeInt4 && value_dim % 32);
+        latent = plain && random_int(0, 3) == 0;
+        if (latent) key_dim = random_bool() ? 80 : 576, value_dim = key_dim == 80 ? 64 : 512;
         kv_heads = random_int(1, 3);
         group = random_of(kGroups);
         block_size = random_of(kBlocks);
@@ -314,9 +316,9 @@ class Batch {
         std::string text = std::string(code.name) + ", storage " + std::to_string(storage) + " key " +
                            std::to_string(key_dim) + " value " + std::to_string(value_dim) + " kv heads " +
                            std::to_string(kv_heads) + " group " + std::to_string(group) + " block " +
-                           std::to_string(block_size) + " window " + std::to_string(window) + " softcap " +
-                           std::to_string(softcap) + " sinks " + std::to_string(with_sinks) + " threads " +
-                           std::to_string(num_threads());
+                           std::to_string(block_size) + " window " + std::to_string(window) + " latent " +
+                           std::to_string(latent) + " softcap " + std::to_string(softcap) + " sinks " +
+                           std::to_string(with_sinks) + " threads " + std::to_string(num_threads());
         for (const Sequence& s : sequences)
             text += ", " + std::to_string(s.queries) + " of " + std::to_string(s.context);
         return text;
@@ -339,6 +341,12 @@ inline LayerKV layer_of(const Batch& batch, const Side& keys, const Side& values
     kv.storage = batch.storage;
     kv.key_side = keys.side();
     kv.value_side = values.side();
+    if (batch.latent) {
+        kv.latent = true;
+        kv.value = kv.key + keys.head_stride() / batch.key_dim * (batch.key_dim - batch.value_dim);
+        kv.value_head_stride = kv.key_head_stride;
+        kv.value_block_stride = kv.key_block_stride;
+    }
     return kv;
 }
 
@@ -372,6 +380,14 @@ class Memory {
         for (int head = 0; head < batch.heads(); ++head) sinks.push_back(random_normal());
     }
     int64_t block(size_t seq, int token) const { return tables_.block(seq, token); }
+    std::vector<double> key(size_t seq, int token, int head) const {
+        return keys.decode(block(seq, token), head, token % batch_.block_size);
+    }
+    std::vector<double> value(size_t seq, int token, int head) const {
+        if (!batch_.latent) return values.decode(block(seq, token), head, token % batch_.block_size);
+        const std::vector<double> whole = key(seq, token, head);
+        return {whole.end() - batch_.value_dim, whole.end()};
+    }
     int32_t& table_entry(size_t seq, int64_t index) { return tables_.entry(seq, index); }
     void spoil(size_t seq, int token, float with) {
         for (int head = 0; head < batch_.kv_heads; ++head)

@@ -12,9 +12,6 @@ void check_row(const Batch& batch, const Memory& memory, size_t seq, int query, 
     const int position = s.context - s.queries + query, kv_head = head / batch.group;
     const int low = batch.window ? std::max(0, position - batch.window + 1) : 0;
     const int64_t row = int64_t{memory.start(seq) + query} * batch.heads() + head;
-    const auto read = [&](const Side& side, int token) {
-        return side.decode(memory.block(seq, token), kv_head, token % batch.block_size);
-    };
     std::vector<double> q, weights;
     for (int d = 0; d < batch.key_dim; ++d)
         q.push_back(load(memory.query.data(), row * batch.key_dim + d, batch.storage));
@@ -22,7 +19,7 @@ void check_row(const Batch& batch, const Memory& memory, size_t seq, int query, 
     const double sink = memory.sinks[static_cast<size_t>(head)];
     double top = batch.with_sinks ? sink : -INFINITY, sum = 0;
     for (int token = low; token <= position; ++token) {
-        const std::vector<double> key = read(memory.keys, token);
+        const std::vector<double> key = memory.key(seq, token, kv_head);
         double score = 0;
         for (size_t d = 0; d < q.size(); ++d) score += q[d] * key[d];
         score *= double{batch.scale};
@@ -34,7 +31,7 @@ void check_row(const Batch& batch, const Memory& memory, size_t seq, int query, 
     if (batch.with_sinks) sum += std::exp(sink - top);
     std::vector<double> expected(static_cast<size_t>(batch.value_dim)), sizes(expected.size(), 1e-9);
     for (int token = low; token <= position; ++token) {
-        std::vector<double> value = read(memory.values, token);
+        std::vector<double> value = memory.value(seq, token, kv_head);
         if (batch.code.value == kCodeInt4) rotate(value, true);
         for (size_t d = 0; d < value.size(); ++d) {
             expected[d] += weights[static_cast<size_t>(token - low)] / sum * value[d];

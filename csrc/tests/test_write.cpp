@@ -47,6 +47,7 @@ TEST(what_is_written_is_within_half_a_step_of_its_code) {
         for (int token = 0; token < tokens; ++token)
             for (int head = 0; head < batch.kv_heads; ++head) {
                 check(keys, batch.code.key, token, head, heads * batch.key_dim, batch.key_dim);
+                if (batch.latent) continue;
                 check(values, batch.code.value, token, head, (heads + batch.kv_heads) * batch.key_dim, batch.value_dim);
             }
     }

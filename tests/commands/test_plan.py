@@ -166,8 +166,8 @@ def test_sliding_windows_say_what_they_save(plan: Callable[..., Any]) -> None:
 
 def test_deepseek_says_how_it_is_counted(plan: Callable[..., Any]) -> None:
     answer = plan("deepseek-v3", "--context", 4096, "--device", "cpu")
-    assert answer["kv_bytes_per_token"] == 61 * (512 + 64 + 512) * 2
-    assert any("that all 128 heads share" in note for note in answer["notes"])
+    assert answer["kv_bytes_per_token"] == 61 * (512 + 64) * 2
+    assert any("128 heads share; the last 512" in note for note in answer["notes"])
     expanded = "its cache on a GPU holds expanded keys and values, 4.77 MiB a token in bfloat16"
     assert not any(expanded in note for note in answer["notes"])
     assert any(expanded in note for note in plan("deepseek-v3", "--device", "cuda")["notes"])

@@ -231,5 +231,5 @@ def test_an_unknown_model_is_refused_with_the_nearest_names() -> None:
 
 def test_deepseeks_cache_holds_latents() -> None:
     shape = find_shape("deepseek-v3")
-    assert shape.kv_layers[0] == LayerKVSpec(1, 512 + 64, 512)
-    assert "that all 128 heads share" in shape.notes[0]
+    assert shape.kv_layers[0] == LayerKVSpec(1, 512 + 64, 512, latent=True)
+    assert "that all 128 heads share; the last 512" in shape.notes[0]

@@ -48,7 +48,7 @@ class NativeAttention(AttentionBackend):
             return _supports_codes(kv)
         if not isinstance(kv, FloatKV):
             return False
-        key_dim, value_dim = kv.key.shape[2] * kv.pair, kv.value.shape[3]
+        key_dim, value_dim = kv.key.shape[2] * kv.pair, kv.value_dim
         return (
             kernels.available()
             and kv.key.device.type == "cpu"

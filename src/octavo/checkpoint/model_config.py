@@ -109,6 +109,8 @@ class LatentConfig:
         key      | rotated: rotary_dim | latent: rank |         head_dim of `ModelConfig`
         value                          | latent: rank |         value_dim of `ModelConfig`
 
+    A cache of floats stores the key alone, of which the value is a part.
+
     Attributes:
         rank: dimensions of the latent.
         rotary_dim, plain_dim: the parts of a query head that rotate and that do not.

@@ -59,6 +59,8 @@ class LayerKVSpec:
     """The storage of one attention layer per token: `num_kv_heads * (key_dim + value_dim)` elements.
 
     Attributes:
+        latent: whether values are the last `value_dim` dimensions of keys, which floats are stored as once; codes of
+            keys and values are stored both.
         bounded: whether each block also has the bounds of its keys, `2 * num_kv_heads * key_dim` elements, by which a
             budget's sparse reads choose blocks.
     """
@@ -68,6 +70,7 @@ class LayerKVSpec:
     value_dim: int
     sliding_window: int | None = None
     bounded: bool = False
+    latent: bool = False
 
     @property
     def elements_per_token(self) -> int:
@@ -75,7 +78,8 @@ class LayerKVSpec:
 
     def token_bytes(self, format: KVFormat) -> int:
         """Return the bytes of one token, including scales, without padding."""
-        return self.num_kv_heads * (format.keys.vector_bytes(self.key_dim) + format.values.vector_bytes(self.value_dim))
+        values = 0 if self.latent and format.plain else format.values.vector_bytes(self.value_dim)
+        return self.num_kv_heads * (format.keys.vector_bytes(self.key_dim) + values)
 
     def bounds_bytes(self, format: KVFormat) -> int:
         """Return the bytes of the bounds of a block's keys."""

@@ -76,8 +76,9 @@ class Decoder(CausalLM):
         self.eos_token_ids = config.eos_token_ids
         self.dtype = dtype
         self.device = torch.device(device)
+        latent = config.latent is not None and self.device.type == "cpu"  # no kernel for GPUs reads them
         self.kv_layers = tuple(
-            LayerKVSpec(config.num_kv_heads, config.head_dim, config.value_dim, window)
+            LayerKVSpec(config.num_kv_heads, config.head_dim, config.value_dim, window, latent=latent)
             for window in config.layer_windows
         )
         self._ops = ops or _fastest_ops(self.device)

@@ -147,8 +147,8 @@ def model_shape(name: str, config: ModelConfig, raw: Mapping[str, Any] | None = 
         published = str(quantization.get("quant_method"))
     if config.latent is not None:
         notes.append(
-            f"latent attention: the cache holds keys of {config.head_dim} and values of {config.value_dim} dimensions "
-            f"that all {config.num_heads} heads share"
+            f"latent attention: the cache holds keys of {config.head_dim} dimensions that all {config.num_heads} heads "
+            f"share; the last {config.value_dim} of these are also the values, which codecs store apart"
         )
     return ModelShape(
         name=name,
@@ -325,4 +325,5 @@ def _routed_experts(config: ModelConfig, num_layers: int) -> RoutedExperts | Non
 
 def _kv_layers(config: ModelConfig) -> tuple[LayerKVSpec, ...]:
     sizes = config.num_kv_heads, config.head_dim, config.value_dim
-    return tuple(LayerKVSpec(*sizes, window) for window in config.layer_windows)
+    latent = config.latent is not None
+    return tuple(LayerKVSpec(*sizes, window, latent=latent) for window in config.layer_windows)

@@ -9,6 +9,8 @@
     V   [kv_heads][block_size / pair][value_dim][pair]      dimensions adjacent: none in P·V
     B   [kv_heads][largest, smallest][key_dim]              bounds of the block's keys, if the layer is bounded
 
+Latents (`LatentKV`) have no V: values are the last dimensions of keys.
+
 This is the layout for the CPU's kernels. Those of a GPU read whole heads, token by token (`BlockLayout.TOKENS`):
 
     K   [kv_heads][block_size][key_dim]
@@ -80,21 +82,50 @@ class FloatKV(LayerKV):
 
     def write(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
         """See `LayerKV.write`."""
-        pair = self.pair
+        self.write_keys(key, slots)
         blocks, offsets = slots // self.block_size, slots % self.block_size
-        num_tokens, heads, key_dim = key.shape
         # Advanced indices separated by slices put the token dimension first on the left-hand side.
-        self.key[blocks, :, :, offsets] = key.to(self.key.dtype).view(num_tokens, heads, key_dim // pair, pair)
-        self.value[blocks, :, offsets // pair, :, offsets % pair] = value.to(self.value.dtype)
+        self.value[blocks, :, offsets // self.pair, :, offsets % self.pair] = value.to(self.value.dtype)
+
+    def write_keys(self, key: torch.Tensor, slots: torch.Tensor) -> None:
+        """Store keys as `write` does."""
+        num_tokens, heads, key_dim = key.shape
+        units = key.to(self.key.dtype).view(num_tokens, heads, key_dim // self.pair, self.pair)
+        self.key[slots // self.block_size, :, :, slots % self.block_size] = units
 
     def gather_heads(self, block_table: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `LayerKV.gather_heads`. Blocks have the same order of dimensions, so one strided copy is enough."""
-        # [kv_heads, key_dim / pair, pair, blocks, size] and [kv_heads, blocks, size / pair, pair, value_dim]
-        key = self.key.index_select(0, block_table).permute(1, 2, 4, 0, 3)
+        # [kv_heads, blocks, size / pair, pair, value_dim]
         value = self.value.index_select(0, block_table).permute(1, 0, 2, 4, 3)
-        key = key.reshape(key.shape[0], key.shape[1] * key.shape[2], -1)
         value = value.reshape(value.shape[0], -1, value.shape[4])
-        return key[:, :, :num_tokens], value[:, :num_tokens]
+        return self.gather_keys(block_table, num_tokens), value[:, :num_tokens]
+
+    def gather_keys(self, block_table: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Return the keys that `gather_heads` returns."""
+        # [kv_heads, key_dim / pair, pair, blocks, size]
+        key = self.key.index_select(0, block_table).permute(1, 2, 4, 0, 3)
+        return key.reshape(key.shape[0], key.shape[1] * key.shape[2], -1)[:, :, :num_tokens]
+
+
+class LatentKV(FloatKV):
+    """A layer whose values are the last dimensions of its keys, and are stored as those alone.
+
+    Attributes:
+        value: [num_blocks, kv_heads, value_dim // pair, block_size, pair], the part of `key` that holds them
+    """
+
+    @property
+    def value_dim(self) -> int:
+        return self.value.shape[2] * self.pair
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+        """See `LayerKV.write`; the value is part of the key."""
+        self.write_keys(key, slots)
+
+    def gather_heads(self, block_table: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `LayerKV.gather_heads`."""
+        key = self.gather_keys(block_table, num_tokens)
+        return key, key[:, -self.value_dim :].transpose(1, 2)
 
 
 class KVArena:
@@ -244,17 +275,21 @@ class KVArena:
             (block_stride, layer.key_dim * size, *key_strides),
             first,
         )
-        value = typed.as_strided(
-            (self.num_blocks, heads, size // pair, layer.value_dim, pair),
-            (block_stride, layer.value_dim * size, layer.value_dim * pair, pair, 1),
-            first + heads * layer.key_dim * size,
-        )
+        after_keys = first + heads * layer.key_dim * size
         bounds = None
         if layer.bounded:
             shape, strides = (self.num_blocks, heads, 2, layer.key_dim), (2 * layer.key_dim, layer.key_dim, 1)
-            after = first + heads * (layer.key_dim + layer.value_dim) * size
+            after = after_keys + (0 if layer.latent else heads * layer.value_dim * size)
             bounds = typed.as_strided(shape, (block_stride, *strides), after)
         before = sum(other.bounded for other in spec.layers[:index])
+        if layer.latent:
+            value = key[:, :, -(layer.value_dim // pair) :]
+            return LatentKV(key, value, group, layer.sliding_window, bounds, before)
+        value = typed.as_strided(
+            (self.num_blocks, heads, size // pair, layer.value_dim, pair),
+            (block_stride, layer.value_dim * size, layer.value_dim * pair, pair, 1),
+            after_keys,
+        )
         return FloatKV(key, value, group, layer.sliding_window, bounds, before)
 
 
