@@ -7,7 +7,8 @@ from collections.abc import Sequence as Seq
 
 from octavo.engine.core import EngineCore
 from octavo.request import RequestId, Sequence
-from octavo.scheduler.drafts import Draft, DraftMethod, Followed
+from octavo.scheduler.acceptance_rates import Followed
+from octavo.scheduler.drafts import Draft, DraftMethod
 from octavo.scheduler.speculation import Drafts, Speculator
 
 VOCAB_SIZE = 320

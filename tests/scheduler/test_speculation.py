@@ -12,7 +12,8 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.request import GAP, FinishReason, Request, RequestId, Sequence
 from octavo.sampling_params import SamplingParams
-from octavo.scheduler.drafts import Draft, DraftMethod, Rate, TokenIndex
+from octavo.scheduler.acceptance_rates import Rate
+from octavo.scheduler.drafts import Draft, DraftMethod, TokenIndex
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
 from octavo.scheduler.speculation import Drafts, Speculator
 from tests.kvcache.caches import make_manager
@@ -41,7 +42,7 @@ def test_the_index_finds_a_longest_match_among_the_latest(token_ids: list[int], 
         return length
 
     latest = [place for place in range(end - 1, -1, -1) if match(place) >= width][:8]
-    length, place = index.longest_match(most)
+    length, place = index.longest_match(index.tokens, most)
     if not latest:
         assert length == 0
     else:

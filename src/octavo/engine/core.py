@@ -178,7 +178,9 @@ class EngineCore:
             if step is None:
                 self.scheduler.wait_for_loads()
                 return StepNews()
-            ahead = self._begin_ahead()
+            # After a failure, steps are tried one at a time.
+            may_plan = self._plans_ahead and self._recovery.isolation.is_calm
+            ahead = self._begin(self.scheduler.schedule()) if may_plan else None
             result = step.collect()
             if self._plan_log is not None:
                 before, self._computed_at = self._computed_at, time.perf_counter()
@@ -230,13 +232,6 @@ class EngineCore:
         except Exception as error:
             collect = partial(_raise, error)  # raise it when this step's result is wanted
         return _StepInFlight(plan, collect, launched)
-
-    def _begin_ahead(self) -> _StepInFlight | None:
-        """Hand over the step after the one in flight, if it can already be planned."""
-        # After a failure, steps are tried one at a time.
-        if not self._plans_ahead or not self._recovery.isolation.is_calm:
-            return None
-        return self._begin(self.scheduler.schedule())
 
     def output_failed(self, request: Request, error: Exception) -> None:
         """End a request whose output could not be made, if it is still running; its caller has its last output."""

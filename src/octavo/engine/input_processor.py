@@ -104,7 +104,9 @@ class InputProcessor:
             params = params.with_max_tokens(self._longest_output(len(token_ids), context.tenant, budget))
         pooled = None if context.pooling is None else PooledStates(context.pooling, len(token_ids))
         terms = context.terms()
-        terms["cache_salt"] = _hash_salt(context.cache_salt)
+        # Of a fixed length, because every cached block of its requests refers to it.
+        salt = context.cache_salt.encode(errors="surrogatepass")
+        terms["cache_salt"] = hashlib.blake2b(salt, digest_size=16).hexdigest() if salt else ""
         terms["pins"] = tuple(sorted(context.pins, key=lambda pin: pin.num_tokens))
         terms["predicted_ids"] = context.predicted_ids or self._outline(params)
         request = Request(
@@ -195,9 +197,11 @@ class InputProcessor:
         return max(1, longest - num_prompt_tokens)
 
     def _tokenize(self, prompt: Prompt, add_special_tokens: bool) -> array[int]:
-        token_ids = packed_token_ids(
-            self._encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt, self.vocab_size, "prompt"
-        )
+        if isinstance(prompt, str):
+            tokenizer = self.require_tokenizer()
+            check_text_length(prompt, self.max_model_len, tokenizer.max_token_bytes)
+            prompt = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        token_ids = packed_token_ids(prompt, self.vocab_size, "prompt")
         if not token_ids:
             raise RequestError("the prompt is empty: it must hold at least one token", param="prompt")
         return token_ids
@@ -207,14 +211,3 @@ class InputProcessor:
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer: pass token ids as the prompt", param="prompt")
         return self.tokenizer
-
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        tokenizer = self.require_tokenizer()
-        check_text_length(text, self.max_model_len, tokenizer.max_token_bytes)
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-
-def _hash_salt(cache_salt: str) -> str:
-    """Hash a client's salt to a fixed length, because every cached block of its requests refers to it."""
-    encoded = cache_salt.encode(errors="surrogatepass")
-    return hashlib.blake2b(encoded, digest_size=16).hexdigest() if encoded else ""

@@ -151,8 +151,11 @@ class OutputProcessor:
         kind = OutputKind.FINAL if chooses else kind
         # At its end, a beam search leaves only the `n` sequences to return.
         sequences = request.sequences[: params.n] if params.use_beam_search else request.sequences
-        # The end of the prompt is processed once, then copied for all sequences.
-        detokenizer = self._make_detokenizer(request)
+        # The end of the prompt is processed once, then copied for all sequences. `find_stop_strings` reads those with
+        # stop strings, whose updates have their text.
+        detokenizer = None
+        if self._tokenizer is not None and params.detokenize and not params.stop:
+            detokenizer = IncrementalDetokenizer(self._tokenizer, request.prompt_token_ids, params)
         completions = [
             _Completion(
                 seq,
@@ -202,12 +205,6 @@ class OutputProcessor:
     def forget(self, request_id: RequestId) -> None:
         """Stop tracking a request; does nothing if it has already ended."""
         self._tracked.pop(request_id, None)
-
-    def _make_detokenizer(self, request: Request) -> IncrementalDetokenizer | None:
-        # `find_stop_strings` reads those with stop strings, whose updates have their text.
-        if self._tokenizer is None or not request.params.detokenize or request.params.stop:
-            return None
-        return IncrementalDetokenizer(self._tokenizer, request.prompt_token_ids, request.params)
 
     def _take_in(self, tracked: _Tracked, update: SequenceUpdate) -> None:
         tracked.completions[update.seq.index].take_in(update)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
@@ -142,7 +142,15 @@ class Recovery:
         Raises:
             EngineDeadError: nothing can be computed any more, or the block accounting is broken.
         """
-        goals = self._runnable_tokens() if rows is None else _planned_tokens(rows)
+        # The tokens of each request that would have been computed after the step.
+        goals: dict[RequestId, int] = {}
+        if rows is None:  # it was not planned, so all tokens of every request that may run
+            for request in self._scheduler.requests:
+                if self.isolation.may_run(request.request_id):
+                    goals[request.request_id] = max(seq.num_tokens for seq in request.sequences)
+        for seq, _, end in rows or ():
+            request_id = seq.request.request_id
+            goals[request_id] = max(goals.get(request_id, 0), end)
         if not goals and rows is None:
             raise EngineDeadError(f"a step without requests failed: {error}") from error
         if not goals:
@@ -155,9 +163,9 @@ class Recovery:
         if culprit is None:
             return []
         self._probe(error)
-        request = self._scheduler.end_request(culprit, FinishReason.ERROR)
+        ended = self._scheduler.end_request(culprit, FinishReason.ERROR)
         self._restart(error)
-        return [] if request is None else [request]
+        return [] if ended is None else [ended]
 
     def update_failed(self, rows: list[StepRow], error: Exception) -> list[Request]:
         """Handle an update that raised outside any single request; requests it changed may have lost tokens, and end.
@@ -251,14 +259,6 @@ class Recovery:
                 scheduler.end_request(request.request_id)
         raise EngineDeadError(f"the engine cannot compute any step: {error}") from error
 
-    def _runnable_tokens(self) -> dict[RequestId, int]:
-        """Return the number of tokens of every request that a step which failed before it was planned could contain."""
-        return {
-            request.request_id: max(seq.num_tokens for seq in request.sequences)
-            for request in self._scheduler.requests
-            if self.isolation.may_run(request.request_id)
-        }
-
     def _num_computed(self, request_id: RequestId) -> int | None:
         request = self._scheduler.live.get(request_id)
         return None if request is None else max(seq.num_computed for seq in request.sequences)
@@ -273,12 +273,3 @@ def planned_rows(plan: StepPlan, planned: Seq[Sequence]) -> list[StepRow]:
 def live_rows(plan: StepPlan, planned: Seq[Sequence]) -> list[StepRow]:
     """Return the rows of a plan whose sequences have not ended in the meantime."""
     return [row for row in planned_rows(plan, planned) if not row[0].finished]
-
-
-def _planned_tokens(rows: Iterable[StepRow]) -> dict[RequestId, int]:
-    """Return how many tokens of each planned request would have been computed after the step."""
-    tokens: dict[RequestId, int] = {}
-    for seq, _, end in rows:
-        request_id = seq.request.request_id
-        tokens[request_id] = max(tokens.get(request_id, 0), end)
-    return tokens

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from itertools import islice
 
 from octavo.errors import CacheError
 from octavo.kvcache.attended import Masses
@@ -207,9 +208,7 @@ class KVCacheManager:
         # Loaded blocks are published together with those that the step computes.
         covered = hit.num_tokens // self.spec.block_size
         holding.num_published = min((index for _, index, _ in hit.loads), default=covered)
-        for table in holding.tables:
-            table.extend(pool.allocate(total - len(table), tenant))
-        holding.capacity = total * self.spec.block_size
+        self._append([(holding, total)], tenant)
         return True
 
     def count_owners(self, requests: Iterable[Request]) -> None:
@@ -265,10 +264,7 @@ class KVCacheManager:
             pool.release((source,))
             copies.append(BlockCopy(source, table[first]))
             self.copied.add([RequestCopy(seq.request.request_id, *copies[-1])])
-        for table in tables:
-            if total > len(table):
-                table.extend(pool.allocate(total - len(table), tenant))
-        holding.capacity = total * size
+        self._append([(holding, total)], tenant)
         return copies
 
     def extend_all(self, seqs: Seq[Sequence]) -> bool:
@@ -278,17 +274,13 @@ class KVCacheManager:
             Whether it was done; if not, nothing has changed: a block is shared and must be copied first, there are too
             few blocks, or tenants' blocks are counted, so that each sequence may take a number of its own.
         """
-        pool, size, num_groups = self.pool, self.spec.block_size, len(self.spec.groups)
-        if pool.owners is not None or len(seqs) * num_groups > pool.num_available:
+        pool, size = self.pool, self.spec.block_size
+        if pool.owners is not None or len(seqs) * len(self.spec.groups) > pool.num_available:
             return False
-        growing = [(self.holdings[seq], seq.num_computed // size) for seq in seqs]
-        if any(len(table) != length for holding, length in growing for table in holding.tables):
+        growing = [(self.holdings[seq], seq.num_computed // size + 1) for seq in seqs]
+        if any(len(table) + 1 != total for holding, total in growing for table in holding.tables):
             return False
-        blocks = iter(pool.allocate(len(seqs) * num_groups))
-        for holding, length in growing:
-            for table in holding.tables:
-                table.append(next(blocks))
-            holding.capacity = (length + 1) * size
+        self._append(growing)
         return True
 
     def trim(self, seq: Sequence) -> bool:
@@ -399,6 +391,15 @@ class KVCacheManager:
         if found:
             raise CacheError("audit failed: " + "; ".join(found))
         return self.pool.count_states()
+
+    def _append(self, growing: Seq[tuple[Holding, int]], tenant: str = "") -> None:
+        """Append available blocks to each table of some holdings, up to the given number of blocks."""
+        missing = [max(0, total - len(table)) for holding, total in growing for table in holding.tables]
+        counts, blocks = iter(missing), iter(self.pool.allocate(sum(missing), tenant))
+        for holding, total in growing:
+            for table in holding.tables:
+                table.extend(islice(blocks, next(counts)))
+            holding.capacity = total * self.spec.block_size
 
     def _give_back(self, holding: Holding) -> None:
         for table in holding.empty_tables():

@@ -206,7 +206,13 @@ class StepBatch:
         if self.attention.measured is None:
             return {}
         mass = self.attention.measured.mass.cpu().numpy()
-        return {row: tuple(_of_groups(mass, *query) for query in queries) for row, queries in self._measured.items()}
+        return {
+            row: tuple(
+                tuple(of_group[begin : begin + count] for of_group, count in zip(mass, counts, strict=True))
+                for begin, counts in queries
+            )
+            for row, queries in self._measured.items()
+        }
 
     def _measure(self) -> None:
         """Note what queries see of sequences that have let go of blocks, and make room for the mass of blocks."""
@@ -376,11 +382,6 @@ def _each_draws(plan: StepPlan) -> bool:
     if plan.num_streams == len(plan.seq_ids):
         return True
     return plan.is_decodes and plan.lengths == plan.draws and not (plan.sibling_seeds or plan.scores or plan.pools)
-
-
-def _of_groups(mass: npt.NDArray[np.int64], begin: int, counts: list[int]) -> Masses:
-    """Return what each group has of the mass of one query's blocks, which begin there."""
-    return tuple(of_group[begin : begin + count] for of_group, count in zip(mass, counts, strict=True))
 
 
 def _bounds(lengths: np.ndarray) -> npt.NDArray[np.int32]:

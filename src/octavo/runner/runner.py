@@ -131,7 +131,10 @@ class ModelRunner:
         """
         if not plan:
             if plan.stores:
-                self._store(plan)
+                try:
+                    self._mover.begin(plan)
+                finally:
+                    self._mover.finish()
                 return partial(self._with_times, StepResult())
             self._batches.forget(plan)
             return StepResult
@@ -190,12 +193,6 @@ class ModelRunner:
     def _with_times(self, result: StepResult) -> StepResult:
         mover = self._mover
         return replace(result, load_seconds=mover.load_seconds, store_seconds=mover.store_seconds)
-
-    def _store(self, plan: StepPlan) -> None:
-        try:
-            self._mover.begin(plan)
-        finally:
-            self._mover.finish()
 
     def _compute(self, plan: StepPlan) -> Collect:
         if self.num_threads is not None and kernels.num_threads() != self.num_threads:

@@ -64,11 +64,6 @@ def forbidden_ends(state: SamplingState, position: int) -> frozenset[int]:
     return eos_token_ids if params.ignore_eos else frozenset()
 
 
-def may_go_on(state: SamplingState) -> bool:
-    """Whether another token may follow the output."""
-    return len(state.followed.token_ids) < (state.snapshot.params.max_tokens or 1)
-
-
 MAX_DIGITS = 40
 """Digits in a row, before or after a number's point: enough for 128-bit integers and for SQL's NUMERIC(38)."""
 

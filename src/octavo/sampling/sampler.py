@@ -84,7 +84,9 @@ class Sampler:
         """
         if not len(batch):
             return StepResult()
-        own = _own_draws(len(batch), row_of)
+        own = np.ones(len(batch), dtype=np.bool_)  # whether a draw is the first from its row
+        if row_of is not None:
+            own[1:] = np.diff(row_of) != 0
         logits = _spread(logits, len(batch), row_of)
         is_beam = batch.records["beam"]
         if not is_beam.any():
@@ -220,15 +222,6 @@ def _merged(parts: list[tuple[DrawRows, StepResult]], num_draws: int) -> StepRes
         candidates.update((places[i], found) for i, found in result.candidates.items())
         forced.update((places[i], following) for i, following in result.forced.items())
     return StepResult(tuple(token_ids), logprobs, candidates, forced=forced)
-
-
-def _own_draws(num_draws: int, row_of: Seq[int] | None) -> npt.NDArray[np.bool_]:
-    """Return bool [draws]: whether a draw is the first from its row."""
-    own = np.ones(num_draws, dtype=np.bool_)
-    if row_of is not None and num_draws > 1:
-        rows = np.asarray(row_of)
-        own[1:] = rows[1:] != rows[:-1]
-    return own
 
 
 def _places_to_choose_from(token_ids: list[int], snapshot: SamplingSnapshot) -> list[int]:

@@ -43,7 +43,7 @@ from octavo.grammar.compiler import Vocabulary
 from octavo.grammar.state import GrammarBroken, GrammarFinding, GrammarState, PendingFindings, allows_free_text
 from octavo.sampling.batch import SamplingBatch, SamplingState
 from octavo.sampling.choice import Choice, DrawMasks, DrawRows, Flags, look_at, place
-from octavo.sampling.masks import Words, finish_masks, forbidden_ends, may_go_on, positions_of
+from octavo.sampling.masks import Words, finish_masks, forbidden_ends, positions_of
 from octavo.scheduler.plan import MOST_FORCED
 
 # With more draws than this in a step, forced tokens are left to the next step: finding them then costs as much as a
@@ -299,7 +299,8 @@ def _find(executor: Any, tasks: list[_Task], vocabulary: Vocabulary, vocab: int)
         is_end = token_id in ends
         is_followed = has_followed or is_end or next(accepted)
         in_free_text: bool | None = None
-        if is_followed and not is_end and may_go_on(state):
+        may_go_on = len(state.followed.token_ids) < (state.snapshot.params.max_tokens or 1)
+        if is_followed and not is_end and may_go_on:
             in_free_text = allows_free_text(matcher, vocabulary.probes)
             is_followed = in_free_text or not matcher.is_error()
             if is_followed and not in_free_text:

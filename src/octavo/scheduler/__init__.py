@@ -6,6 +6,7 @@ scheduler                    what the engine calls: add, schedule, update, end
 
 composer                     which tokens a step computes: those of streams, then of prompts
 beam | speculation           beam search; which drafted tokens a step verifies
+acceptance_rates             how likely drafted tokens are right
 drafts | draft_model         tokens that may follow, from text that is known, or from a smaller model
 admission | stream_turns     which sequences start to run, and who may overtake; turns among streams
 step_budget                  what a step may take: time and tokens

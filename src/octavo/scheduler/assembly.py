@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Literal
 
 from octavo.config import EngineConfig
 from octavo.kvcache.manager import KVCacheManager
@@ -79,7 +78,12 @@ def assemble_scheduler(
         fetching: see `Scheduler`.
     """
     preemption = Preemption() if preemption is None else preemption
-    preemption.mode = _preemption_mode(config, kv)
+    # Prompts and decodes round quantised keys and values differently, so what decodes computed is not recomputed.
+    rounds_alike = config.deterministic or all(each.plain for each in kv.spec.formats)
+    swaps = config.preemption_mode == "auto" and not rounds_alike
+    preemption.mode = "swap" if swaps else config.preemption_mode
+    if not kv.hierarchy.host.num_swap_slots:
+        preemption.mode = "recompute"
     policy = make_policy(config.scheduling_policy)
     return Scheduler(
         SchedulerConfig(
@@ -120,11 +124,3 @@ def make_speculator(
         tree = kv if wanted.method != "ngram" else None
         method = DraftMethod(wanted.prompt_lookup_min, wanted.prompt_lookup_max, tree)
     return Speculator(method, wanted.num_speculative_tokens, max_model_len, model, clock)
-
-
-def _preemption_mode(config: EngineConfig, kv: KVCacheManager) -> Literal["auto", "recompute", "swap"]:
-    if not kv.hierarchy.host.num_swap_slots:
-        return "recompute"
-    # Prompts and decodes round quantised keys and values differently, so what decodes computed is not recomputed.
-    rounds_alike = config.deterministic or all(each.plain for each in kv.spec.formats)
-    return "swap" if config.preemption_mode == "auto" and not rounds_alike else config.preemption_mode

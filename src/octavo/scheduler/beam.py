@@ -94,7 +94,7 @@ class BeamSearch:
         length = len(beams[0].token_ids) + 1
         going: list[Extension] = []
         # Each beam's candidates are sorted, so the merge stops at the last one that can matter.
-        for rank, extension in enumerate(heapq.merge(*map(_extensions, count(), beams), key=_worst_last)):
+        for rank, extension in enumerate(heapq.merge(*map(_extensions, count(), beams), key=lambda each: -each.score)):
             if rank >= self._width and (len(going) == self._width or length >= self._max_tokens):
                 break
             reason = self._end_reason(extension.candidate.token_id, length)
@@ -226,7 +226,3 @@ def _extensions(place: int, beam: Beam) -> Iterator[Extension]:
         if candidate.logprob == -math.inf:
             break
         yield Extension(place, candidate, beam.score + candidate.logprob)
-
-
-def _worst_last(extension: Extension) -> float:
-    return -extension.score

@@ -193,7 +193,9 @@ class StepComposer:
         have_prompts = bool(prompts) or self._admission.has_place
         streams = self._turns.within_time(streams, have_prompts=have_prompts)
         self._lifecycle.counters.num_deferred_tokens += num_streams - len(streams)
-        if self._policy.takes_turns and self._may_run_out(len(streams)):
+        # Each may need a new block or a copy.
+        most = 2 * len(streams) * len(self._kv.spec.groups)
+        if self._policy.takes_turns and self._kv.pool.num_available - self._tenants.num_kept < most:
             first = self._first()
             streams.sort(key=lambda seq: (seq is not first, *self._policy.key(seq)))
         short |= self._serve_streams(streams, step)
@@ -256,25 +258,22 @@ class StepComposer:
 
     def _take_from_those_behind(self, seq: Sequence, step: PlannedStep) -> bool:
         """Find blocks for a stream's next token; False if the stream itself had to yield."""
+        served = set(step.streams)
         while not self._extend(seq, 1, step):
             # The first in order of service yields to no other, so that every request ends eventually.
-            behind = self._others(seq) if seq is self._first() else self._behind(seq, step)
+            first = self._first()
+            if seq is first:
+                behind = self._others(seq)
+            else:  # the sequence itself, and those that may yield to it, in order of service
+                others = [other for other in self._running.order if other is not first and other not in served]
+                behind = [
+                    each for each in others if self._policy.may_take(seq, each) and self._tenants.helps(each, seq)
+                ]
             if not behind and self._kv.pins.yield_one():
                 continue
             if self._lifecycle.preempt_one_of(behind or [seq]) is seq:
                 return False
         return True
-
-    def _behind(self, seq: Sequence, step: PlannedStep) -> list[Sequence]:
-        """Return the sequence itself and those that may yield to it, in order of service."""
-        helps, may_take, first, served = self._tenants.helps, self._policy.may_take, self._first(), set(step.streams)
-        others = (other for other in self._running.order if other is not first and other not in served)
-        return [other for other in others if may_take(seq, other) and helps(other, seq)]
-
-    def _may_run_out(self, num_streams: int) -> bool:
-        """Whether the pool may lack blocks for the streams' tokens, each of which may need a new block or a copy."""
-        available = self._kv.pool.num_available - self._tenants.num_kept
-        return available < 2 * num_streams * len(self._kv.spec.groups)
 
     def _serve_prompts(self, prompts: list[Sequence], budget: StepBudget, step: PlannedStep, short: bool) -> None:
         if short:

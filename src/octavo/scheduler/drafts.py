@@ -1,4 +1,4 @@
-"""Drafts: tokens that may follow a sequence, found without a model, and how likely they are right.
+"""Drafts: tokens that may follow a sequence, found without a model.
 
 They change when tokens come, never which.
 
@@ -16,9 +16,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from math import sqrt
 from typing import NamedTuple
 
 from octavo.kvcache.manager import KVCacheManager
@@ -36,15 +34,6 @@ _INDEXED_AT_ONCE = 4096
 # Of each of the scopes used last, the latest 8,192 to 16,384 tokens of outputs are kept: about 2 MB a scope.
 _KEPT_OUTPUTS = 8192
 _MOST_SCOPES = 32
-_NOWHERE = 1 << 62
-
-MODEL = "draft_model"
-MOST_MATCH = 32  # longer matches count as equally long
-_CAUTION = 0.5  # standard errors by which a probability is taken to be lower; more lose on edits and gain on nothing
-_PRIOR = 8.0  # tokens that the acceptance of all sequences counts as, in addition to a sequence's own
-_FORGETTING = 0.95  # of a sequence's tokens
-_MODEL_FORGETTING = 0.99  # of the tokens that count for a draft model's acceptance
-_MOST_TRIED = 1000.0
 
 
 class Draft(NamedTuple):
@@ -58,96 +47,6 @@ class Draft(NamedTuple):
     token_ids: tuple[int, ...]
     source: str
     match: int
-
-
-class Rate:
-    """The share of tried tokens that were accepted, with the latest counting most."""
-
-    __slots__ = ("accepted", "tried")
-
-    def __init__(self, accepted: float = 0.0, tried: float = 0.0) -> None:
-        self.accepted, self.tried = accepted, tried
-
-    def count(self, *, accepted: bool, forgetting: float = 1.0) -> None:
-        self.accepted = self.accepted * forgetting + accepted
-        self.tried = self.tried * forgetting + 1.0
-        if self.tried > _MOST_TRIED:
-            self.accepted, self.tried = self.accepted / 2, self.tried / 2
-
-
-class Followed:
-    """The draft that is compared with a sequence's tokens as they come, and how its drafts fared so far.
-
-    Attributes:
-        draft: None once it is used up or refuted.
-        place: how many of its tokens have come.
-        start: number of tokens that the sequence had before the first of them.
-        look_at: number of tokens of the sequence from which another may be looked for.
-        misses: looks in a row that found none.
-    """
-
-    __slots__ = ("draft", "look_at", "misses", "place", "rate", "start")
-
-    def __init__(self) -> None:
-        self.draft: Draft | None = None
-        self.place = self.start = self.look_at = self.misses = 0
-        self.rate = Rate()
-
-    def begin(self, draft: Draft, num_tokens: int) -> None:
-        """Follow a draft, of a sequence that has so many tokens."""
-        self.draft, self.place, self.start = draft, 0, num_tokens
-
-
-class Acceptance:
-    """How likely drafted tokens are accepted, learned by source and length of the match, and by sequence."""
-
-    def __init__(self) -> None:
-        self.rates: dict[str, list[Rate]] = {}
-
-    def compare(self, seq: Sequence, followed: Followed) -> bool:
-        """Compare the tokens that came with a draft; returns whether it goes on."""
-        draft = followed.draft
-        assert draft is not None
-        rates = self.rates_of(draft.source)
-        for token_id in seq.tokens(followed.start + followed.place, seq.num_tokens):
-            accepted = token_id == draft.token_ids[followed.place]
-            forgetting = _MODEL_FORGETTING if draft.source == MODEL else 1.0
-            rates[min(draft.match + followed.place, MOST_MATCH)].count(accepted=accepted, forgetting=forgetting)
-            followed.rate.count(accepted=accepted, forgetting=_FORGETTING)
-            followed.place += 1
-            if not accepted or followed.place == len(draft.token_ids):
-                followed.draft = None
-                return False
-        return True
-
-    def chances(self, followed: Followed, most: int) -> Iterable[float]:
-        """Return for each of up to `most` next tokens the probability that it and all before it are accepted.
-
-        A draft is no longer than its match.
-        """
-        assert followed.draft is not None
-        (token_ids, source, match), place = followed.draft, followed.place
-        match, chance = match + place, 1.0
-        for position in range(match, match + min(most, match, len(token_ids) - place)):
-            chance *= self.chance(source, position, followed.rate)
-            yield chance
-
-    def chance(self, source: str, match: int, own: Rate) -> float:
-        """Return the probability, taken with caution, that the token after a match is accepted."""
-        every = self.rates_of(source)[min(match, MOST_MATCH)]
-        weight = min(_PRIOR, every.tried)
-        tried = own.tried + weight
-        mean = (own.accepted + weight * every.accepted / every.tried) / tried
-        return max(0.0, mean - _CAUTION * sqrt(mean * (1 - mean) / tried))
-
-    def rates_of(self, source: str) -> list[Rate]:
-        """Return the rates of a source by length of the match.
-
-        Before any token came, a token after a match of m tokens is accepted with probability m / (m + 1).
-        """
-        if (rates := self.rates.get(source)) is None:
-            rates = self.rates[source] = [Rate(2 * m / (m + 1), 2.0) for m in range(MOST_MATCH + 1)]
-        return rates
 
 
 class Copy:
@@ -190,7 +89,7 @@ class TokenIndex:
 
     Attributes:
         tokens: all tokens indexed so far.
-        prediction, copy: the output as a copy of the tokens before the sequence, and of what it copied last.
+        copies: what the output is a copy of, by source: of the tokens before the sequence, and of what it copied last.
 
     Args:
         before: tokens that the sequence's output may be a copy of.
@@ -198,8 +97,7 @@ class TokenIndex:
 
     def __init__(self, width: int, before: Seq[int] = ()) -> None:
         self.tokens = array("i")
-        self.prediction = Copy(0, _TRUSTED) if before else Copy(_NOWHERE, 0)
-        self.copy = Copy(_NOWHERE, 0)
+        self.copies = {"prediction": Copy(0, _TRUSTED)} if before else dict[str, Copy]()
         self._num_followed = 0
         self._num_before = len(before) + 1 if before else 0
         self._width = width
@@ -229,24 +127,20 @@ class TokenIndex:
             latest[run] = place
         self._run = run
 
-    def longest_match(self, most: int) -> tuple[int, int]:
-        """Return the length of the longest match of the last tokens, up to `most`, and the end of its occurrence.
+    def longest_match(self, text: Seq[int], most: int) -> tuple[int, int]:
+        """Return the length of the longest match of a text's last tokens, up to `most`, and the end of its occurrence.
 
-        Of several, the latest. The length is 0 if there is none of at least `width` tokens.
+        The text is `tokens`, of which earlier occurrences count, or another one. Of several, the latest. The length is
+        0 if there is none of at least `width` tokens.
         """
-        end = len(self.tokens) - 1
-        return self._longest_match(self.tokens, end, self._earlier[end] if end >= 0 else -1, most)
-
-    def longest_match_with(self, last: Seq[int], most: int) -> tuple[int, int]:
-        """The same for the last tokens of another text."""
-        run = 0
-        for token_id in last[-self._width :]:
-            run = run << _TOKEN_BITS | token_id
-        return self._longest_match(last, len(last) - 1, self._latest.get(run, -1), most)
-
-    def _longest_match(self, text: Seq[int], end: int, place: int, most: int) -> tuple[int, int]:
-        """Compare the tokens of a text up to `end` with occurrences of the last ones here, from that at `place` on."""
-        tokens, longest, found, most = self.tokens, 0, -1, min(most, end + 1)
+        tokens, end, run, longest, found = self.tokens, len(text) - 1, 0, 0, -1
+        if text is tokens:
+            place = self._earlier[end] if end >= 0 else -1
+        else:
+            for token_id in text[-self._width :]:
+                run = run << _TOKEN_BITS | token_id
+            place = self._latest.get(run, -1)
+        most = min(most, end + 1)
         for _ in range(_MOST_OCCURRENCES):
             if place < 0 or longest >= most:
                 break
@@ -260,7 +154,7 @@ class TokenIndex:
 
     def follow_copies(self) -> None:
         """Compare the output's tokens that came since with what it copies."""
-        for copy in (self.prediction, self.copy):
+        for copy in self.copies.values():
             copy.follow(self.tokens, self._num_followed)
         self._num_followed = len(self.tokens)
 
@@ -296,10 +190,9 @@ class LatestOutputs:
         """Return the length of the longest match of the last tokens of a sequence, and up to `count` that followed."""
         best: tuple[int, tuple[int, ...]] = 0, ()
         for index in self._indexes:
-            length, place = index.longest_match_with(last, len(last))
+            length, place = index.longest_match(last, len(last))
             if length > best[0]:
-                following = index.tokens[place + 1 : place + 1 + count].tolist()
-                best = length, tuple(following[: following.index(GAP)] if GAP in following else following)
+                best = length, index.after(place, count)
         return best
 
 
@@ -347,18 +240,18 @@ class DraftMethod:
         if not index.extend(seq):
             return None
         index.follow_copies()
-        length, place = index.longest_match(self._most_match)
+        length, place = index.longest_match(index.tokens, self._most_match)
         if length < self._most_match and (outputs := self._outputs.get(seq.request.cache_scope)) is not None:
             matched, following = outputs.draft(
                 seq.tokens(max(0, seq.num_tokens - self._most_match), seq.num_tokens), most
             )
             if matched > length and following:
                 return Draft(following, "recent", matched)
-        for source, copy in (("prediction", index.prediction), ("copy", index.copy)):
+        for source, copy in index.copies.items():
             is_longest = copy.agrees and copy.num_copied >= max(length, self._least)
             if is_longest and (following := index.after(copy.expected - 1, most)):
                 return Draft(following, source, copy.num_copied)
         if not length or not (following := index.after(place, most)):
             return None
-        index.copy = Copy(place + 1, length)
+        index.copies["copy"] = Copy(place + 1, length)
         return Draft(following, "ngram", length)

@@ -31,8 +31,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from octavo.request import Request, Sequence, SequenceId
+from octavo.scheduler.acceptance_rates import MODEL, MOST_MATCH, Acceptance, Followed
 from octavo.scheduler.draft_model import MOST_LACKING, DraftModel
-from octavo.scheduler.drafts import MODEL, MOST_MATCH, Acceptance, Draft, DraftMethod, Followed
+from octavo.scheduler.drafts import Draft, DraftMethod
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
 from octavo.scheduler.step_time import MOST_DECODES, StepTimeModel
 

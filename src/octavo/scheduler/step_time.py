@@ -218,12 +218,7 @@ class StepTimeModel:
         self.decode_error += _ERROR_GAIN * (abs(error) - self.decode_error)
         found.count, found.last = found.count + 1, self._num_decodes
         if not self._num_decodes % _SWEPT:
-            self._forget_stale()
-
-    def _forget_stale(self) -> None:
-        """Forget numbers of rows that no step had for long, sooner those that few had, so that they are tried again."""
-        now = self._num_decodes
-        kept = {
-            rows: time for rows, time in self._decodes.items() if now - time.last < _SWEPT * 2 ** min(6, time.count)
-        }
-        self._decodes, self._known = kept, sorted(kept)
+            # Forget numbers of rows that no step had for long, sooner those that few had, so that they are tried again.
+            now, old = self._num_decodes, self._decodes
+            self._decodes = {rows: t for rows, t in old.items() if now - t.last < _SWEPT * 2 ** min(6, t.count)}
+            self._known = sorted(self._decodes)

@@ -71,7 +71,10 @@ class StreamTurns:
         known = list(received)
         for tenant in of_tenant.keys() - set(known):
             received.arrive(tenant, known)
-        lines = {tenant: sorted(own, key=_last_served, reverse=True) for tenant, own in of_tenant.items()}
+        lines = {
+            tenant: sorted(own, key=lambda each: each[0].state.last_served, reverse=True)
+            for tenant, own in of_tenant.items()
+        }
         heap = [(received[tenant] + line[-1][1], tenant) for tenant, line in lines.items()]
         heapq.heapify(heap)
         chosen: set[SequenceId] = set()
@@ -97,7 +100,3 @@ class StreamTurns:
             received.forget(tenant)  # it had all that it asked for, and gets neither credit nor debt for that
             received.arrive(tenant, cut)
         return chosen
-
-
-def _last_served(stream: tuple[Sequence, float]) -> int:
-    return stream[0].state.last_served

@@ -48,10 +48,6 @@ class _Line:
     overtakes: int = 0
     use: int | None = None
 
-    @property
-    def is_offered(self) -> bool:
-        return not self.is_capped or self.next is not None
-
 
 class WaitingQueue:
     """The sequences that wait, in order of admission and, if short ones may pass, by the tokens to compute.
@@ -188,7 +184,7 @@ class WaitingQueue:
         return tenant if own else None
 
     def _offered(self) -> list[_Line]:
-        return [line for line in self._lines.values() if line.is_offered]
+        return [line for line in self._lines.values() if not line.is_capped or line.next is not None]
 
     def _rank(self, line: _Line) -> Key:
         return self._policy.line_rank(line.seqs[0], self._next(line))

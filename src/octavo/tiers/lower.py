@@ -148,7 +148,10 @@ class LowerTiers:
         for fetch in self._fetches:
             # Blocks of one transfer arrive together, so checking the first is enough for most.
             if fetch.coming and host.state(fetch.coming[0].key) is not Slot.FILLING:
-                self._hold_arrived(fetch)
+                # Those that failed are computed instead.
+                coming, fetch.coming = fetch.coming, []
+                for label in coming:
+                    self._is_here(fetch, label)
         self._fetches = [fetch for fetch in self._fetches if fetch.pending]
 
     def is_late(self, fetch: Fetch) -> bool:
@@ -261,12 +264,6 @@ class LowerTiers:
         if state is Slot.FILLING:
             fetch.coming.append(label)
         return state is not None
-
-    def _hold_arrived(self, fetch: Fetch) -> None:
-        """Hold blocks that other fetches have loaded for this one too; those that failed are computed instead."""
-        coming, fetch.coming = fetch.coming, []
-        for label in coming:
-            self._is_here(fetch, label)
 
     def _take_in(self, fetch: Fetch, store: Store, slot: HostBlockId, reason: Reason | None) -> None:
         hold = not fetch.released

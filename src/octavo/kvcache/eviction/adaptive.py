@@ -74,6 +74,9 @@ class ReturnRates:
         num_blocks: size of the pool. Ages are measured in uses of blocks, so all blocks could be used once in this
             time.
         oldest: ages above this share one bucket.
+
+    Attributes:
+        rates: by class and bucket; empty until the first fit.
     """
 
     def __init__(self, num_blocks: int, oldest: int) -> None:
@@ -83,19 +86,15 @@ class ReturnRates:
         while self._edges[-1] < oldest:
             self._edges.append(youngest * 2 ** ((len(self._edges) - 1) / _PER_OCTAVE))
         self._returns, self._ends = np.zeros((2, len(self._edges))), np.zeros((2, len(self._edges)))
-        self._rates: list[list[float]] = []
+        self.rates: list[list[float]] = []
         # Rests that are not counted yet, each as twice the age less the class: many are counted faster together.
         self._returned: list[int] = []
         self._lost: list[int] = []
 
-    @property
-    def is_fitted(self) -> bool:
-        return bool(self._rates)
-
     def rate(self, kind: int, age: int) -> float:
         """Return the rate of a block of this class and age; only valid once fitted."""
-        edges, rates = self._edges, self._rates[kind]
-        bucket = self._bucket(age)
+        edges, rates = self._edges, self.rates[kind]
+        bucket = bisect_right(edges, age) - 1
         if bucket + 1 == len(edges):
             return rates[bucket]
         step = (age - edges[bucket]) / (edges[bucket + 1] - edges[bucket])
@@ -128,7 +127,7 @@ class ReturnRates:
         reached = np.cumsum(ends[:, ::-1], axis=1)[:, ::-1]
         spent = (reached - ends) * widths + ends * widths / 2
         assumed_time = _ASSUMED * self._num_blocks
-        self._rates = [
+        self.rates = [
             [
                 float(((np.cumsum(returns[b:]) + _ASSUMED) / (np.cumsum(time[b:]) + assumed_time)).max())
                 for b in range(len(widths))
@@ -151,9 +150,6 @@ class ReturnRates:
         buckets = np.searchsorted(self._edges, ages, side="right") - 1
         counts = np.bincount(kinds.astype(np.int64) * len(self._edges) + buckets, minlength=self._ends.size)
         return counts.reshape(self._ends.shape)
-
-    def _bucket(self, age: int) -> int:
-        return bisect_right(self._edges, age) - 1
 
 
 class AdaptiveEviction(LruEviction):
@@ -240,7 +236,9 @@ class AdaptiveEviction(LruEviction):
             some = self._choose(1 if self._clock >= self._due else count - len(victims))
             self._remember(some)
             if self._clock >= self._due:
-                self._learn()
+                assert self._model is not None
+                self._model.fit(self._waiting())
+                self._due = self._clock + self._period
             victims += some
         return victims
 
@@ -271,7 +269,7 @@ class AdaptiveEviction(LruEviction):
     def _leaves_first(self, again: BlockId, once: BlockId) -> bool:
         """Whether the victim is `again` rather than `once`, the oldest blocks of the two classes."""
         age, other_age = self._age(self._stamps[again]), self._age(self._stamps[once])
-        if self._model is not None and self._model.is_fitted:
+        if self._model is not None and self._model.rates:
             ours, theirs = self._model.rate(_AGAIN, age), self._model.rate(_ONCE, other_age)
             if age <= other_age:
                 return ours < _ORPHANS * theirs
@@ -304,11 +302,6 @@ class AdaptiveEviction(LruEviction):
     @property
     def _period(self) -> int:
         return max(_SHORTEST_PERIOD, self._num_blocks)
-
-    def _learn(self) -> None:
-        assert self._model is not None
-        self._model.fit(self._waiting())
-        self._due = self._clock + self._period
 
     def _waiting(self) -> Iterator[tuple[Kinds, Ages, float]]:
         """Yield classes and ages of samples of ghosts and of blocks, and how many blocks each entry stands for."""
