@@ -3,7 +3,7 @@ from memory, and row-wise operations.
 
     python -m benchmarks.kernels [--num-threads N] [--only products] [--seconds X] [--json]
 
-For attention see `octavo bench attention`, for the limits alone `octavo bench limits`.
+For attention see `octavo bench attention`, for the limits alone `octavo bench cpu`.
 
 Figures are medians of alternating calls. GB/s counts each byte of weights or activations once; GFLOP/s counts a
 multiply-add as two. Products cycle through more weights than second-level caches hold. `limit` is how close a row comes

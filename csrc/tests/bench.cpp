@@ -2,7 +2,7 @@
 // NAME] [--weight FORMAT] [--exact]
 //
 // Medians of repeated calls. The calls cycle through more weights than fit into second-level caches, so that these come
-// from where they would come from in a model. For the limits of a machine, see `octavo bench limits`.
+// from where they would come from in a model. For the limits of a machine, see `octavo bench cpu`.
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>

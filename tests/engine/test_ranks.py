@@ -25,6 +25,7 @@ from octavo.engine.outputs import RequestOutput
 from octavo.errors import ConfigError
 from octavo.kvcache.formats import kv_dtype
 from octavo.models.kv_scale_file import Origin, write_scales
+from octavo.planner.machine import UsableCores
 from octavo.runner.ranks import ANSWER_S
 from octavo.sampling_params import SamplingParams
 from tests.conftest import MakeLLM, assert_idle, runner_of, swapping_is_cheaper, without_deadlines
@@ -258,7 +259,7 @@ def test_auto_is_a_rank_for_each_numa_node_bound_to_its_cpus(tmp_path: Path, mon
     nodes = [frozenset(cpus[:1]), frozenset(cpus[-1:])]
     for module in ("model_loading", "runner_builder"):
         monkeypatch.setattr(f"octavo.engine.{module}.numa_nodes", lambda: nodes)
-    monkeypatch.setattr("octavo.engine.model_loading.usable_cores", lambda: 2)
+    monkeypatch.setattr("octavo.engine.model_loading.usable_cores", lambda: UsableCores(frozenset({0, 1}), 2, None))
     write_hf_model(tmp_path, "Llama", **SIZES)
     with made(tmp_path, tensor_parallel_size="auto") as llm:
         group = runner_of(llm.core)._ranks

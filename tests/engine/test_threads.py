@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from octavo import SamplingParams, kernels
-from octavo.engine import model_loading
+from octavo.engine import model_loading, runner_builder
+from octavo.planner.machine import FollowedCores, UsableCores
 from tests.conftest import MakeLLM
 
 pytestmark = [
@@ -54,6 +55,22 @@ def test_each_engine_of_a_process_keeps_its_number_of_threads(
             patch.setattr(llm.core.runner.model, "forward_in_part", counting_threads(step, seen))
             llm.generate(["Once"], params)
         assert set(seen) == {threads}
+
+
+def test_an_engine_without_a_number_of_threads_follows_the_limits(
+    make_llm: MakeLLM, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    cpus = [frozenset(range(3))]
+    read = lambda: UsableCores(cpus[0], len(cpus[0]), None)  # noqa: E731
+    monkeypatch.setattr(runner_builder, "FollowedCores", lambda: FollowedCores(read, lambda: now[0]))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    llm, params = make_llm(tiny_llama, num_threads=None), SamplingParams(max_tokens=2, ignore_eos=True)
+    llm.generate(["Once"], params)
+    assert kernels.num_threads() == 3
+    cpus[0], now[0] = frozenset({1}), 10.0
+    llm.generate(["Once"], params)
+    assert kernels.num_threads() == 1
 
 
 # Prints the CPUs that may be used, and those of each thread, the pool's among them. A thread that the pool moves to

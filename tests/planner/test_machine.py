@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 from octavo.config import MOST_THREADS, EngineConfig
 from octavo.planner import machine
 from octavo.planner.machine import (
+    FollowedCores,
+    UsableCores,
     cgroup_cores,
     cgroup_memory,
     computes_bf16,
@@ -47,8 +50,12 @@ def v1(root: Path, own: str, files: Mapping[str, object]) -> Path:
     return write(root, {f"sys/fs/cgroup/{name}": content for name, content in files.items()})
 
 
+def num_cores(root: Path, allowed: frozenset[int]) -> int:
+    return cgroup_cores(root, allowed).count
+
+
 def test_without_cgroups_everything_is_allowed(tmp_path: Path) -> None:
-    assert cgroup_cores(tmp_path, EIGHT) == 8
+    assert num_cores(tmp_path, EIGHT) == 8
     assert cgroup_memory(tmp_path, 5 * GIB) == 5 * GIB
 
 
@@ -56,18 +63,18 @@ def test_without_cgroups_everything_is_allowed(tmp_path: Path) -> None:
     ("quota", "cpus"), [("max 100000", 8), ("200000 100000", 2), ("150000 100000", 2), ("5000 100000", 1), ("", 8)]
 )
 def test_a_quota_of_version_2_limits_the_cpus(tmp_path: Path, quota: str, cpus: int) -> None:
-    assert cgroup_cores(v2(tmp_path, "/", {"cpu.max": quota}), EIGHT) == cpus
+    assert num_cores(v2(tmp_path, "/", {"cpu.max": quota}), EIGHT) == cpus
 
 
 @pytest.mark.parametrize(("quota", "cpus"), [(-1, 8), (300000, 3), (20000, 1)])
 def test_a_quota_of_version_1_limits_the_cpus(tmp_path: Path, quota: int, cpus: int) -> None:
     files = {"cpu,cpuacct/box/cpu.cfs_quota_us": quota, "cpu,cpuacct/box/cpu.cfs_period_us": 100000}
-    assert cgroup_cores(v1(tmp_path, "/box", files), EIGHT) == cpus
+    assert num_cores(v1(tmp_path, "/box", files), EIGHT) == cpus
 
 
 def test_the_least_on_the_way_to_the_root_counts(tmp_path: Path) -> None:
     files = {"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000", "a/b/c/cpu.max": "600000 100000"}
-    assert cgroup_cores(v2(tmp_path, "/a/b/c", files), EIGHT) == 3
+    assert num_cores(v2(tmp_path, "/a/b/c", files), EIGHT) == 3
     limits: dict[str, object] = {
         "a/memory.max": 4 * GIB,
         "a/memory.current": 3 * GIB,
@@ -81,10 +88,10 @@ def test_the_least_on_the_way_to_the_root_counts(tmp_path: Path) -> None:
 
 def test_cpusets_of_both_versions_limit_the_cpus(tmp_path: Path) -> None:
     second = v2(tmp_path / "v2", "/box", {"cpuset.cpus.effective": "0-7", "box/cpuset.cpus.effective": "0-1,5"})
-    assert cgroup_cores(second, EIGHT) == 3
+    assert num_cores(second, EIGHT) == 3
     first = v1(tmp_path / "v1", "/box", {"cpuset/cpuset.cpus": "0-15", "cpuset/box/cpuset.cpus": "2-3"})
-    assert cgroup_cores(first, EIGHT) == 2
-    assert cgroup_cores(first, frozenset({3, 4})) == 1, "and the affinity"
+    assert num_cores(first, EIGHT) == 2
+    assert num_cores(first, frozenset({3, 4})) == 1, "and the affinity"
 
 
 def test_numa_nodes_are_those_with_memory_and_allowed_cpus(tmp_path: Path) -> None:
@@ -107,7 +114,7 @@ def test_ranks_run_on_their_nodes(num_nodes: int, cpus: list[str]) -> None:
 
 
 def test_a_quota_counts_beside_a_cpuset(tmp_path: Path) -> None:
-    assert cgroup_cores(v2(tmp_path, "/", {"cpuset.cpus.effective": "0-5", "cpu.max": "400000 100000"}), EIGHT) == 4
+    assert num_cores(v2(tmp_path, "/", {"cpuset.cpus.effective": "0-5", "cpu.max": "400000 100000"}), EIGHT) == 4
 
 
 @pytest.mark.parametrize(("limit", "available"), [(3 * GIB, GIB), (9223372036854771712, 16 * GIB), (GIB, 0)])
@@ -123,13 +130,13 @@ def test_idle_cached_files_count_as_available(tmp_path: Path) -> None:
 
 def test_a_path_of_the_host_that_the_container_does_not_see_leads_to_its_root(tmp_path: Path) -> None:
     write(tmp_path, {"proc/self/cgroup": "0::/kubepods/pod7/box", "sys/fs/cgroup/cpu.max": "250000 100000"})
-    assert cgroup_cores(tmp_path, EIGHT) == 3
+    assert num_cores(tmp_path, EIGHT) == 3
 
 
 def test_damaged_files_limit_nothing(tmp_path: Path) -> None:
     files = {"cpu.max": "lots of", "cpuset.cpus.effective": "0-", "memory.max": "much", "memory.current": "little"}
     root = v2(tmp_path, "/", files)
-    assert (cgroup_cores(root, EIGHT), cgroup_memory(root, GIB)) == (8, GIB)
+    assert (num_cores(root, EIGHT), cgroup_memory(root, GIB)) == (8, GIB)
 
 
 def test_bf16_is_computed_where_torch_does_not_emulate_it(tmp_path: Path) -> None:
@@ -150,33 +157,72 @@ def with_siblings(root: Path, *cores: str) -> Path:
 
 def test_cpus_of_one_core_count_once(tmp_path: Path) -> None:
     root = with_siblings(tmp_path, "0,4", "1,5", "2,6", "3,7")
-    assert cgroup_cores(root, EIGHT) == 4
-    assert cgroup_cores(root, frozenset({0, 1, 4, 5})) == 2
-    assert cgroup_cores(root, frozenset({4, 5, 6})) == 3
-    assert cgroup_cores(v2(root, "/", {"cpu.max": "800000 100000"}), EIGHT) == 4
-    assert cgroup_cores(v2(root, "/", {"cpu.max": "300000 100000"}), EIGHT) == 3
-    assert cgroup_cores(v2(root, "/", {"cpu.max": "max 1", "cpuset.cpus.effective": "0,4-5"}), EIGHT) == 2
+    assert num_cores(root, EIGHT) == 4
+    assert num_cores(root, frozenset({0, 1, 4, 5})) == 2
+    assert num_cores(root, frozenset({4, 5, 6})) == 3
+    assert num_cores(v2(root, "/", {"cpu.max": "800000 100000"}), EIGHT) == 4
+    assert num_cores(v2(root, "/", {"cpu.max": "300000 100000"}), EIGHT) == 3
+    assert num_cores(v2(root, "/", {"cpu.max": "max 1", "cpuset.cpus.effective": "0,4-5"}), EIGHT) == 2
 
 
 def test_a_cpu_whose_core_is_not_known_counts_as_one(tmp_path: Path) -> None:
     root = with_siblings(tmp_path, "0,4", "1,5")
-    assert cgroup_cores(root, EIGHT) == 6
+    assert num_cores(root, EIGHT) == 6
     write(root, {"sys/devices/system/cpu/cpu0/topology/thread_siblings_list": "-"})
-    assert cgroup_cores(root, frozenset({0, 1, 5})) == 2
+    assert num_cores(root, frozenset({0, 1, 5})) == 2
+
+
+def test_performance_and_efficiency_cores_count_once_each(tmp_path: Path) -> None:
+    """Two cores with two CPUs each and four with one, as a hybrid processor has them: all of them take tasks."""
+    root = with_siblings(tmp_path, "0,1", "2,3", "4", "5", "6", "7")
+    assert cgroup_cores(root, EIGHT) == UsableCores(EIGHT, 6, None)
+    assert num_cores(root, frozenset({1, 3, 6, 7})) == 4
+
+
+def test_cpus_that_are_offline_do_not_count(tmp_path: Path) -> None:
+    """A cpuset of version 1 may name CPUs that are offline, which no affinity mask has, and which have no topology."""
+    root = with_siblings(tmp_path, "0,4", "1", "2,6")
+    v1(root, "/box", {"cpuset/box/cpuset.cpus": "0-7"})
+    assert cgroup_cores(root, EIGHT - {3, 5, 7}) == UsableCores(EIGHT - {3, 5, 7}, 3, None)
+
+
+def test_a_cpuset_of_odd_cores_and_a_quota_are_said_together(tmp_path: Path) -> None:
+    root = v2(with_siblings(tmp_path, "0,4", "1,5", "2,6", "3,7"), "/", {"cpuset.cpus.effective": "1,3,5,7"})
+    assert str(cgroup_cores(root, EIGHT)) == "4 CPUs on 2 cores"
+    v2(root, "/", {"cpu.max": "150000 100000"})
+    assert str(cgroup_cores(root, EIGHT)) == "4 CPUs on 2 cores, a quota of 1.5 CPUs"
+
+
+def test_limits_that_change_are_followed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    caplog.set_level(logging.INFO)
+    root, now = v2(tmp_path, "/", {"cpu.max": "600000 100000"}), [0.0]
+    cores = FollowedCores(lambda: cgroup_cores(root, EIGHT), lambda: now[0])
+    assert cores.num_threads() == 6
+    v2(root, "/", {"cpu.max": "150000 100000"})
+    assert cores.num_threads() == 6, "not looked at yet"
+    now[0] = 10.0
+    assert cores.num_threads() == 2
+    assert "8 CPUs on 8 cores, a quota of 1.5 CPUs; computing with 2 threads" in caplog.text
+    v2(root, "/", {"cpu.max": "max 100000", "cpuset.cpus.effective": "0-2"})
+    now[0] = 20.0
+    assert cores.num_threads() == 3
 
 
 @pytest.mark.parametrize(("stated", "threads"), [("1", 1), ("3,2", 3), ("64", 8), ("", 8), ("0", 8), ("all", 8)])
 def test_omp_num_threads_is_respected(monkeypatch: pytest.MonkeyPatch, stated: str, threads: int) -> None:
-    monkeypatch.setattr(machine, "usable_cores", lambda: 8)
+    monkeypatch.setattr(machine, "usable_cores", lambda: UsableCores(EIGHT, 8, None))
     monkeypatch.setenv("OMP_NUM_THREADS", stated)
     assert default_num_threads() == threads
 
 
 def test_no_more_threads_than_the_kernels_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "usable_cores", lambda: 1536)
+    monkeypatch.setattr(machine, "usable_cores", lambda: UsableCores(EIGHT, 1536, None))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert EngineConfig(num_threads=default_num_threads()).num_threads == MOST_THREADS
 
 
 def test_this_machine_has_a_core() -> None:
-    assert 1 <= usable_cores() <= (os.cpu_count() or 1)
+    assert 1 <= usable_cores().count <= (os.cpu_count() or 1)

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.workloads import machine_limits
 from octavo.workloads.latency import LatencyRun, measure, rates, summary
-from octavo.workloads.machine_limits import Limit
 from octavo.workloads.workload import BenchRequest
 from tests.commands.conftest import OctavoCommand
 from tests.conftest import MakeLLM
@@ -68,19 +66,16 @@ def test_a_summary_has_medians_and_percentiles_in_milliseconds() -> None:
 
 
 def test_the_command_prints_one_json_object(
-    octavo_command: OctavoCommand, tiny_llama: Path, same_threads: None, monkeypatch: pytest.MonkeyPatch
+    octavo_command: OctavoCommand, tiny_llama: Path, same_threads: None
 ) -> None:
-    measured = [Limit("DRAM", 1, "GB/s", 10.0, 11.0, "torch")]
-    monkeypatch.setattr(machine_limits, "measure_limits", lambda counts: measured if counts == [1] else [])
     argv = ["--model", tiny_llama, "--device", "cpu", "--dtype", "float32", "--num-threads", 1, "--token-id-end", 300]
     argv += ["--batch-size", 3, "--input-len", 20, "--output-len", 4, "--num-iters", 2, "--kv-cache-memory", "16MiB"]
-    code, out, _ = octavo_command("bench", "latency", *argv, "--json", "--machine-limits")
+    code, out, _ = octavo_command("bench", "latency", *argv, "--json")
     assert code == 0
     result = json.loads(out.splitlines()[-1])
     assert (result["batch_size"], result["prompt_tokens"], result["output_tokens"], result["runs"]) == (3, 60, 12, 2)
     assert result["decode_step_ms"]["p90"] >= result["decode_step_ms"]["p50"] > 0
     assert result["weights_gb_s"] >= 0
-    assert result["limits"] == {"DRAM, GB/s": 10.0}
 
 
 def test_rates_are_those_of_the_median_run_and_step() -> None:

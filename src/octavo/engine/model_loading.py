@@ -174,7 +174,7 @@ def _with_number_of_ranks(target: LoadTarget) -> LoadTarget:
     if target.config.tensor_parallel_size != "auto":
         _require_splittable(target)
         return target
-    count = min(len(numa_nodes()), usable_cores()) if target.on_cpu else 1
+    count = min(len(numa_nodes()), usable_cores().count) if target.on_cpu else 1
 
     def among(num_ranks: int) -> LoadTarget:
         return replace(target, config=replace(target.config, tensor_parallel_size=num_ranks))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,8 +30,8 @@ from octavo.models.linear import PackedLinear
 from octavo.models.native_decoder import NativeDecoder, Rank, inner_widths
 from octavo.planner.machine import (
     CPU_MEMORY_SHARE,
+    FollowedCores,
     available_memory,
-    default_num_threads,
     limited_memory,
     numa_nodes,
     rank_cpus,
@@ -78,13 +79,18 @@ def build_runner(config: EngineConfig, set_aside: int = 0) -> tuple[ModelRunner,
     """
     target = choose_target(config)
     sizing = _size_before_loading(target, set_aside)
-    num_threads = config.num_threads or max(1, default_num_threads() // target.config.num_ranks)
+    followed = FollowedCores()
+    num_threads = config.num_threads or max(1, followed.num_threads() // target.config.num_ranks)
+    if target.on_cpu:
+        where = f"{followed.cores}, {len(numa_nodes())} NUMA nodes"
+        logger.info("%s: %d threads in each of %d processes", where, num_threads, target.config.num_ranks)
     if target.config.num_ranks == 1:
-        return _join(target, sizing, load_with_threads(target, num_threads), num_threads)
+        threads = followed.num_threads if config.num_threads is None else lambda: num_threads
+        return _join(target, sizing, load_with_threads(target, num_threads), threads)
     ranks = _start_ranks(target, sizing, num_threads)
     try:
         model = load_with_threads(target, num_threads, Rank(target.share(0), ranks.native))
-        return _join(target, sizing, model, num_threads, ranks=ranks)
+        return _join(target, sizing, model, lambda: num_threads, ranks=ranks)
     except BaseException:
         ranks.close()
         raise
@@ -144,7 +150,11 @@ def choose_share_of_scales(job: RankJob, arena: KVArena, model: NativeDecoder) -
 
 
 def _join(
-    target: LoadTarget, sizing: Sizing, model: CausalLM, num_threads: int, ranks: RankGroup | None = None
+    target: LoadTarget,
+    sizing: Sizing,
+    model: CausalLM,
+    num_threads: Callable[[], int],
+    ranks: RankGroup | None = None,
 ) -> tuple[ModelRunner, RunnerFacts]:
     """Size the cache, and join it with the loaded model."""
     config, source, device = target.config, target.source, model.device

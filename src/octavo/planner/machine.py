@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 import os
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.config import ALLOWED_CPUS, MOST_THREADS
 from octavo.units import parse_bytes
+
+logger = logging.getLogger(__name__)
 
 # Most of the RAM that the weights leave which the KV cache takes by itself. Pages are taken only as blocks are first
 # written.
@@ -58,16 +64,70 @@ def computes_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     return features is None or not {"avx512bw", "avx_ne_convert", "bf16"}.isdisjoint(features)
 
 
-def usable_cores() -> int:
-    """Return how many cores this process can keep busy: those it may run on, limited by its containers' quotas."""
+@dataclass(frozen=True, slots=True)
+class UsableCores:
+    """What a process may compute with.
+
+    Attributes:
+        cpus: the CPUs it may run on.
+        num_cores: the cores that these belong to.
+        quota: the CPUs' time that its containers allow it, in CPUs; None for no limit.
+    """
+
+    cpus: frozenset[int]
+    num_cores: int
+    quota: float | None
+
+    @property
+    def count(self) -> int:
+        """The number of cores it can keep busy; a quota of 1.5 CPUs counts as two: one thread would leave a third."""
+        return max(1, math.ceil(min(self.num_cores, math.inf if self.quota is None else self.quota)))
+
+    def __str__(self) -> str:
+        quota = "" if self.quota is None else f", a quota of {self.quota:g} CPUs"
+        return f"{len(self.cpus)} CPUs on {self.num_cores} cores{quota}"
+
+
+def usable_cores() -> UsableCores:
+    """Return the cores that this process may use: those it may run on, limited by its containers' quotas."""
     return cgroup_cores(Path("/"), ALLOWED_CPUS)
 
 
-def default_num_threads() -> int:
+def default_num_threads(cores: UsableCores | None = None) -> int:
     """`usable_cores`, but no more than the environment variable OMP_NUM_THREADS allows, and the kernels can use."""
     stated = os.environ.get(THREADS_VARIABLE, "").split(",")[0].strip()
-    cores = min(usable_cores(), MOST_THREADS)
-    return min(cores, int(stated)) if stated.isdecimal() and int(stated) > 0 else cores
+    count = min((cores or usable_cores()).count, MOST_THREADS)
+    return min(count, int(stated)) if stated.isdecimal() and int(stated) > 0 else count
+
+
+class FollowedCores:
+    """The number of threads to compute with while the limits of running containers change.
+
+    Args:
+        read: returns the cores that can be used.
+        clock: returns seconds.
+
+    Attributes:
+        cores: what was read last.
+    """
+
+    _INTERVAL = 10.0  # seconds between looks at the limits
+
+    def __init__(
+        self, read: Callable[[], UsableCores] = usable_cores, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._read, self._clock = read, clock
+        self.cores, self._read_at = read(), clock()
+        self._num_threads = default_num_threads(self.cores)
+
+    def num_threads(self) -> int:
+        """Return the number of threads."""
+        if (now := self._clock()) - self._read_at >= self._INTERVAL:
+            self._read_at = now
+            if (cores := self._read()) != self.cores:
+                self.cores, self._num_threads = cores, default_num_threads(cores)
+                logger.info("limits have changed: %s; computing with %d threads", cores, self._num_threads)
+        return self._num_threads
 
 
 def cgroup_memory(root: Path, available: int) -> int:
@@ -89,20 +149,18 @@ def cgroup_memory(root: Path, available: int) -> int:
     return available
 
 
-def cgroup_cores(root: Path, allowed: frozenset[int]) -> int:
-    """Return how many cores of the `allowed` CPUs the cgroups from this process's up to the root let it keep busy.
+def cgroup_cores(root: Path, allowed: frozenset[int]) -> UsableCores:
+    """Return which of the `allowed` CPUs the cgroups from this process's up to the root let it use, and how much.
 
     CPUs of one core (SMT, hyper-threading) share its arithmetic units, caches and path to memory: one thread uses them
-    up. A quota of 1.5 CPUs counts as two: one thread would never use a third of it.
+    up.
 
     Args:
         root: folder that holds /proc and /sys.
     """
-    count = float(_num_cores(root, _cpus_of_cgroups(root, allowed)))
-    for folder in _cgroup_folders(root, "cpu"):
-        if (quota := _cpu_quota(folder)) is not None:
-            count = min(count, quota)
-    return max(1, math.ceil(count))
+    cpus = _cpus_of_cgroups(root, allowed)
+    quotas = [quota for folder in _cgroup_folders(root, "cpu") if (quota := _cpu_quota(folder)) is not None]
+    return UsableCores(cpus, _num_cores(root, cpus), min(quotas, default=None))
 
 
 def numa_nodes(root: Path = Path("/"), allowed: frozenset[int] = ALLOWED_CPUS) -> list[frozenset[int]]:
@@ -134,6 +192,7 @@ def _cpus_of_cgroups(root: Path, allowed: frozenset[int]) -> frozenset[int]:
     return cpus
 
 
+@functools.lru_cache(maxsize=8)  # a large machine has hundreds of files to read
 def _num_cores(root: Path, cpus: frozenset[int]) -> int:
     """Return how many cores the CPUs belong to; one whose core is not known counts as a core."""
     folder = root / "sys/devices/system/cpu"

@@ -47,7 +47,7 @@ class ModelRunner:
         max_num_seqs: maximum number of sequences in a step.
         max_model_len: maximum sequence length in tokens, which determines the length of block tables.
         host: host memory for swapped blocks; None if no plan swaps.
-        num_threads: threads of the kernels in each step; if None, as many as they have then.
+        num_threads: returns the threads of the kernels in a step; if None, as many as they have then.
         capture: records decode steps of a `Decoder`, to be replayed; if None, or for other models, each step is
             launched kernel by kernel.
         ranks: the other ranks of a model that is split.
@@ -68,7 +68,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         host: HostTier | None = None,
-        num_threads: int | None = None,
+        num_threads: Callable[[], int] | None = None,
         capture: Capture | None = None,
         ranks: RankGroup | None = None,
     ) -> None:
@@ -195,8 +195,8 @@ class ModelRunner:
         return replace(result, load_seconds=mover.load_seconds, store_seconds=mover.store_seconds)
 
     def _compute(self, plan: StepPlan) -> Collect:
-        if self.num_threads is not None and kernels.num_threads() != self.num_threads:
-            kernels.set_num_threads(self.num_threads)  # another engine of this process has set its own
+        if self.num_threads is not None and kernels.num_threads() != (count := self.num_threads()):
+            kernels.set_num_threads(count)  # the limits have changed, or another engine of this process has set its own
         batch = self._batches.build(plan)
         attention = self.attention
         if self._calibrated and any(layer.finds_scales for layer in self._calibrated):

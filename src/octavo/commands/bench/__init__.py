@@ -12,7 +12,7 @@ BENCHES = {
     "latency": "latency of one batch",
     "memory": "blocks against contiguous memory: waste, sequences at once, throughput",
     "attention": "attention over blocks against one contiguous block",
-    "limits": "this machine's memory bandwidth, matrix products, call overhead",
+    "cpu": "this machine's limits, and how close models come to them",
 }
 """Name and summary of each benchmark, in the order of `octavo bench --help`."""
 

@@ -22,11 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--num-iters-warmup", type=int, default=1, metavar="N", help="untimed warm-up passes (default: 1)"
     )
-    group.add_argument(
-        "--machine-limits",
-        action="store_true",
-        help="also measure how fast this machine reads memory and multiplies, as `octavo bench limits` does",
-    )
     add_seed_option(group)
     group.add_argument(
         "--token-id-end", type=positive, default=workload.END_TOKEN_ID, metavar="N", help="token ids are below this"
@@ -53,7 +48,6 @@ def run(args: argparse.Namespace) -> int:
         model = llm.config.model
         prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         rates = latency.rates(runs, prompt_tokens, len(requests), llm.info.weight_bytes)
-    limits = _limits(engine.get("num_threads")) if args.machine_limits else {}
     result = {
         "bench": "latency",
         "version": __version__,
@@ -66,16 +60,7 @@ def run(args: argparse.Namespace) -> int:
         "runs": len(runs),
         **latency.summary(runs),
         **rates,
-        **limits,
         "machine": report.machine(),
     }
     print(report.as_json_line(result) if args.json else report.as_table(result))
     return 0
-
-
-def _limits(num_threads: int | None) -> dict[str, dict[str, float]]:
-    """Return the limits with the engine's threads, as {"limits": {"name, unit": value}}."""
-    from octavo.workloads.machine_limits import measure_limits, thread_counts
-
-    counts = thread_counts(num_threads)
-    return {"limits": {f"{x.name}, {x.unit}": x.value for x in measure_limits(counts[-1:])}}

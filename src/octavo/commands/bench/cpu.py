@@ -1,0 +1,91 @@
+"""`octavo bench cpu`: the hardware limits of this machine, and how close models come to them."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from octavo.commands.common_options import add_json_option, positive, thread_count
+from octavo.workloads import report
+
+if TYPE_CHECKING:
+    from octavo.workloads.machine_limits import Limit
+    from octavo.workloads.scoreboard import Score
+
+DESCRIPTION = "Measure this machine's limits, and how close models come to them."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="models to measure, as for `octavo serve`")
+    parser.add_argument(
+        "--num-threads",
+        type=thread_count,
+        metavar="N",
+        help="number of threads to compare with one (default: all cores)",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=0.5, metavar="X", help="seconds per measurement (default: 0.5)"
+    )
+    parser.add_argument(
+        "--dram-mib", type=positive, default=256, metavar="N", help="MiB to read from DRAM (default: 256)"
+    )
+    parser.add_argument(
+        "--cache-mib", type=positive, default=4, metavar="N", help="MiB to read from cache (default: 4)"
+    )
+    parser.add_argument(
+        "--product", type=positive, default=2048, metavar="N", help="size of the square matrices (default: 2048)"
+    )
+    add_json_option(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from octavo import __version__, kernels
+    from octavo.workloads.machine_limits import measure_limits, thread_counts
+    from octavo.workloads.scoreboard import score
+
+    counts = thread_counts(args.num_threads)
+    limits = list(
+        measure_limits(
+            counts,
+            seconds=args.seconds,
+            dram_bytes=args.dram_mib << 20,
+            cache_bytes=args.cache_mib << 20,
+            product_size=args.product,
+        )
+    )
+    scores = [score(model, counts[-1]) for model in args.models]
+    machine = {**report.machine(), "isa": kernels.isa() if kernels.available() else None}
+    if args.json:
+        found = {"limits": [asdict(limit) for limit in limits], "models": [asdict(score) for score in scores]}
+        print(report.as_json_line({"bench": "cpu", "version": __version__, **found, "machine": machine}))
+        return 0
+    print(report.as_table({"version": __version__, "machine": machine}))
+    columns = ("limit", "threads", "median", "best", "", "by")
+    rows = [(x.name, x.threads, report.show(x.value), report.show(x.best), x.unit, x.how) for x in limits]
+    print("\n".join(report.columns(columns, rows)))
+    if scores:
+        print("\n".join(_score_table(scores, limits)))
+    return 0
+
+
+def _score_table(scores: list[Score], limits: list[Limit]) -> list[str]:
+    (dram,) = (x.value for x in limits if x.name == "read from DRAM" and x.threads == scores[0].threads)
+    columns = ("model", "tok/s, 1 stream", "GB/s of weights", "of DRAM's", "tok/s, 8 streams", "prompt tok/s")
+    rows = [
+        (
+            x.model,
+            _beside(x.decode_tokens_s, x.llamacpp_decode_tokens_s),
+            report.show(x.weights_gb_s),
+            f"{100 * x.weights_gb_s / dram:.0f} %",
+            report.show(x.streams_tokens_s),
+            _beside(x.prompt_tokens_s, x.llamacpp_prompt_tokens_s),
+            "-" if x.prompt_gop_s is None else report.show(x.prompt_gop_s),
+        )
+        for x in scores
+    ]
+    return ["", *report.columns((*columns, "GOP/s a thread"), rows)]
+
+
+def _beside(ours: float, llamacpp: float | None) -> str:
+    return report.show(ours) if llamacpp is None else f"{report.show(ours)} (llama.cpp {report.show(llamacpp)})"
