@@ -246,6 +246,7 @@ def test_a_model_that_is_not_a_decoder_is_refused(change: dict[str, Any], tmp_pa
             {"torch", "transformers"},
         ),
         ("octavo.checkpoint.model_source, octavo.text.tokenizer, octavo.models.loader", {"gguf", "transformers"}),
+        ("octavo.planner.sources, octavo.simulator.simulation", {"torch", "gguf"}),
     ],
 )
 def test_what_takes_long_to_import_is_imported_only_where_it_is_needed(modules: str, unwanted: set[str]) -> None:
