@@ -204,48 +204,43 @@ def with_real_dates(schema: Any) -> Any:
     return changed
 
 
-_MOST_PIECES, _MOST_NESTED = 256, 16
+_MOST_VALUES, _MOST_NESTED = 256, 16
+_TEXT, _VALUE = "\0", "\1"  # where a string's text stands, and where any other value does
+_GAPS = re.compile(r'\\u0000|"\\u0001"')  # the same in JSON
 
 
-def json_outline(schema: str, *, compact: bool = False) -> list[str]:
+def json_outline(schema: str, *, indent: int | None = None, compact: bool = False) -> list[str]:
     """Return what a JSON Schema says of the text itself, in pieces between values: names, and how values begin and end.
 
-        {"name": string, "ages": [integer]}       {"name": "      ", "ages": [      ]}
+        {"name": string, "ages": [integer]}       {"name": "      ", "ages": [      ,       ]}
 
-    It is a guess: white space is that of `json.dumps`, and arrays have one element.
+    It is a guess: arrays have two elements, and white space is that of `json.dumps`.
 
     Args:
+        indent: spaces by which each level is indented, on lines of its own; None for a single line.
         compact: without white space.
     """
-    root = json.loads(schema)
-    pieces = [""]
+    root, num_values = json.loads(schema), 0
 
-    def add(given: Any, depth: int) -> None:
-        if not isinstance(given, dict) or depth > _MOST_NESTED or len(pieces) > _MOST_PIECES:
-            pieces.append("")
-        elif isinstance(path := given.get("$ref"), str):
+    def example(given: Any, depth: int) -> Any:
+        nonlocal num_values
+        if not isinstance(given, dict) or depth > _MOST_NESTED or num_values > _MOST_VALUES:
+            num_values += 1
+            return _VALUE
+        if isinstance(path := given.get("$ref"), str):
             found: Any = root
             for name in path.removeprefix("#/").split("/"):
                 found = found.get(name) if isinstance(found, dict) else None
-            add(found, depth + 1)
-        elif isinstance(properties := given.get("properties"), dict) and properties:
-            begin = "{"
-            for name, value in properties.items():
-                pieces[-1] += f"{begin}{json.dumps(name, ensure_ascii=False)}{':' if compact else ': '}"
-                begin = "," if compact else ", "
-                add(value, depth + 1)
-            pieces[-1] += "}"
-        elif isinstance(items := given.get("items"), dict):
-            pieces[-1] += "["
-            add(items, depth + 1)
-            pieces[-1] += "]"
-        else:
-            quote = '"' if given.get("type") == "string" else ""
-            pieces[-1] += quote
-            pieces.append(quote)
+            return example(found, depth + 1)
+        if isinstance(properties := given.get("properties"), dict) and properties:
+            return {name: example(value, depth + 1) for name, value in properties.items()}
+        if isinstance(items := given.get("items"), dict):
+            return [example(items, depth + 1) for _ in range(2)]
+        num_values += 1
+        return _TEXT if given.get("type") == "string" else _VALUE
 
-    add(root, 0)
-    return pieces
+    separators = (",", ":") if compact else None
+    return _GAPS.split(json.dumps(example(root, 0), ensure_ascii=False, indent=indent, separators=separators))
 
 
 def _schema_text(schema: object) -> str:

@@ -363,7 +363,10 @@ def test_the_outline_of_a_schema_is_a_prediction() -> None:
     pieces = json_outline(json.dumps(schema))
     assert pieces[:4] == ['{"kind": ', ', "homes": [{"city": "', '", "floor": ', ', "next": {"city": "']
     assert pieces[-2].endswith('}], "rest": ')
-    assert len(pieces) < 100
+    assert len(pieces) < 1000
+    assert json_outline(json.dumps(schema), indent=2)[1] == ',\n  "homes": [\n    {\n      "city": "'
+    assert json_outline('{"items": {"type": "string"}}', compact=True) == ['["', '","', '"]']
+    assert len(json_outline('{"items": {"$ref": "#"}}')) < 1000
     with tiny_core(speculative_config={"method": "ngram"}) as core:
         assert core.tokenizer is not None
         predicted = core.inputs.make([5], params).predicted_ids

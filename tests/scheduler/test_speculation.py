@@ -96,6 +96,19 @@ def test_a_copy_is_followed_through_a_change(changed: list[int]) -> None:
     assert (draft.token_ids, draft.source) == ((7, 8, 9), "copy")
 
 
+def test_what_a_copy_inserts_after_a_token_is_expected_after_it_again() -> None:
+    method, seq = DraftMethod(2, 8), sequence(1, 2, 30)
+    seq.request.predicted_ids = (30, 31, 9, 32, 33, 9, 34, 35)
+    seq.output_token_ids += [31, 9, 70, 71]  # a line break and an indentation, say
+    assert method.draft(seq, 4) is None
+    seq.output_token_ids += [32]
+    assert method.draft(seq, 4) == Draft((33, 9, 70, 71), "prediction", 12)
+    seq.output_token_ids += [33, 9, 34]  # no more
+    seq.request.predicted_ids = ()
+    assert method.draft(seq, 4) == Draft((35,), "prediction", 15)
+    assert not seq.state.token_index.prediction.inserted
+
+
 def ended(*token_ids: int, prompt: int = 2, salt: str = "") -> Sequence:
     request = Request(RequestId("e"), token_ids[:prompt], SamplingParams(max_tokens=9000), cache_salt=salt)
     (seq,) = request.sequences

@@ -126,16 +126,21 @@ class InputProcessor:
         return request
 
     def _outline(self, params: SamplingParams) -> tuple[int, ...]:
-        """Return what a JSON Schema says about the tokens of the output, if drafts may be made from it."""
+        """Return what a JSON Schema says about the tokens of the output, if drafts may be made from it.
+
+        Drafts begin with what is on one line, and go on with what is indented where the output is.
+        """
         wanted = params.structured_outputs
         if self.scheduler.speculator is None or self.tokenizer is None or wanted is None:
             return ()
         if not isinstance(schema := wanted.json, str) or wanted.reasoning is not None:
             return ()
         outline: list[int] = []
-        for piece in json_outline(schema, compact=wanted.disable_any_whitespace):
-            outline += self.tokenizer.encode(piece, add_special_tokens=False)
-            outline.append(GAP)
+        compact = wanted.disable_any_whitespace
+        for indent in (None,) if compact else (None, 2, 4):
+            for piece in json_outline(schema, indent=indent, compact=compact):
+                outline += self.tokenizer.encode(piece, add_special_tokens=False)
+                outline.append(GAP)
         return tuple(outline[: self.max_model_len])
 
     def _check_params(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:

@@ -59,26 +59,44 @@ class Copy:
         expected: place of the token that follows if the copy goes on.
         num_copied: how many tokens agree, halved where some are left out or replaced.
         agrees: whether the last one does.
+        inserted: tokens that the copy has inserted after a token the last time, such as a line's indentation.
     """
 
-    __slots__ = ("agrees", "expected", "num_copied")
+    __slots__ = ("_num_changed", "agrees", "expected", "inserted", "num_copied")
 
     def __init__(self, expected: int, num_copied: int) -> None:
         self.expected, self.num_copied, self.agrees = expected, num_copied, num_copied > 0
+        self.inserted: dict[int, Seq[int]] = {}
+        self._num_changed = 0
 
     def follow(self, tokens: Seq[int], first: int) -> None:
         """Compare the tokens of the copy from the place `first` on. What a gap stands for is no change."""
         for place in range(first, len(tokens)):
             token, expected = tokens[place], self.expected
             if expected < place and tokens[expected] == token:
+                last = tokens[place - self._num_changed - 1]
+                if 0 < self._num_changed <= _MOST_LEFT_OUT:
+                    self.inserted[last] = tokens[place - self._num_changed : place]
+                else:
+                    self.inserted.pop(last, None)
+                self._num_changed = 0
                 self.expected, self.num_copied, self.agrees = expected + 1, self.num_copied + 1, True
                 continue
             self.agrees = False
+            self._num_changed += 1
             for at in range(expected + 1, min(place, expected + 1 + _MOST_LEFT_OUT)):
                 if tokens[at] == token and (at == expected + 1 or tokens[at - 1] == tokens[place - 1]):
                     self.num_copied = 1 + self.num_copied // (1 if tokens[expected] == GAP else 2)
-                    self.expected, self.agrees = at + 1, True
+                    self.expected, self.agrees, self._num_changed = at + 1, True, 0
                     break
+
+    def with_insertions(self, last: int, following: Seq[int]) -> tuple[int, ...]:
+        """Return the tokens that follow a last one, with those that the copy has inserted between such tokens."""
+        draft: list[int] = []
+        for token_id in following:
+            draft += [*self.inserted.get(last, ()), token_id]
+            last = token_id
+        return tuple(draft)
 
 
 class TokenIndex:
@@ -250,7 +268,7 @@ class DraftMethod:
         for source, copy in index.copies.items():
             is_longest = copy.agrees and copy.num_copied >= max(length, self._least)
             if is_longest and (following := index.after(copy.expected - 1, most)):
-                return Draft(following, source, copy.num_copied)
+                return Draft(copy.with_insertions(index.tokens[-1], following)[:most], source, copy.num_copied)
         if not length or not (following := index.after(place, most)):
             return None
         index.copies["copy"] = Copy(place + 1, length)
