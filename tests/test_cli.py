@@ -69,6 +69,7 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
             "octavo serve: error: unknown argument '--pipeline-parallel-size=2': Octavo serves on one device (see",
         ),
         (["list"], "octavo: error: there is no command 'list': a server has one model, which GET /v1/models names"),
+        (["bench", "limits"], "octavo bench: error: there is no command 'limits': `octavo bench cpu` measures them"),
         (
             ["serve", "--max-n=3"],
             "octavo serve: error: unknown argument '--max-n=3'; it was removed: it is an entry of --limits, as in",

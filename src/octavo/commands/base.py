@@ -17,7 +17,10 @@ EXIT_USAGE = 2
 _MOST_IN_USAGE = 12
 # Ollama's and vLLM's names for commands.
 _OTHER_COMMANDS = {"run": "chat", "pull": "serve", "ps": "top", "complete": "generate"}
-_ADVICE = {"list": "a server has one model, which GET /v1/models names"}
+_ADVICE = {
+    "list": "a server has one model, which GET /v1/models names",
+    "limits": "`octavo bench cpu` measures them",
+}
 # vLLM's and llama.cpp's names for options, and Octavo's.
 _OTHER_FLAGS = {
     "-m": "the model is an argument without a flag",
