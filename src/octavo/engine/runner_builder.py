@@ -150,11 +150,7 @@ def choose_share_of_scales(job: RankJob, arena: KVArena, model: NativeDecoder) -
 
 
 def _join(
-    target: LoadTarget,
-    sizing: Sizing,
-    model: CausalLM,
-    num_threads: Callable[[], int],
-    ranks: RankGroup | None = None,
+    target: LoadTarget, sizing: Sizing, model: CausalLM, num_threads: Callable[[], int], ranks: RankGroup | None = None
 ) -> tuple[ModelRunner, RunnerFacts]:
     """Size the cache, and join it with the loaded model."""
     config, source, device = target.config, target.source, model.device

@@ -204,7 +204,7 @@ class KVCacheSpec:
                 )
         groups = _group_layers(layers, entropies)
         unsized = cls(tuple(layers), groups, block_size, dtype, 0)
-        used = max(map(unsized.used_bytes, groups))
+        used = max(sum(map(unsized.layer_bytes, group.layer_indices)) for group in groups)
         spec = replace(unsized, block_bytes=-(-used // ALIGNMENT) * ALIGNMENT)
         return spec if (copies := int8_copies(dtype)) is None else spec._with_copies(copies)
 
@@ -217,12 +217,6 @@ class KVCacheSpec:
     def int8_copies(self) -> Int8Copies | None:
         """The tokens that are kept in int8 as well."""
         return int8_copies(self.dtype)
-
-    def used_bytes(self, group: GroupSpec) -> int:
-        """Return how many bytes of a block a group's layers take."""
-        if group.in_int8:
-            return sum(map(self.copy_bytes, group.layer_indices))
-        return sum(map(self.layer_bytes, group.layer_indices))
 
     def copy_bytes(self, index: int) -> int:
         """Return the bytes of a layer's part of a block of copies in int8."""
