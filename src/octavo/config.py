@@ -161,9 +161,9 @@ class EngineConfig(Options):
         None,
         "JSON object that limits the keys and values that a sequence keeps, or reads in a step "
         "(docs/serve/kv_budgets.md), such as "
-        '\'{"mode": "sinks", "tokens": 2048}\'; requests may ask for less; default: all are kept, unless a request '
-        "asks for less",
-        metavar="JSON",
+        '\'{"mode": "sinks", "tokens": 2048}\', or a .toml file by `octavo calibrate --entropy`; requests may ask '
+        "for less; default: all are kept, unless a request asks for less",
+        metavar="JSON|FILE",
         read=lambda given: str(KVBudget.parse(given)),
     )
     num_blocks: int | None = _cache(

@@ -21,15 +21,19 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from octavo.errors import ConfigError, FieldError, shown
 from octavo.option import json_object
+from octavo.toml_file import read_toml
 
 MODES = ("sinks", "bounded", "sparse_read")
 MEASURED_ROWS = 64
 """The last tokens of a prompt, whose attention is measured."""
 
+BUDGET_FILE = ".toml"
+_MOST_FILE_BYTES = 1 << 20
 _SHARE_OF_RECENT = 8
 _SHARE_OF_LEAST = 4
 
@@ -144,15 +148,30 @@ class KVBudget:
 
     @classmethod
     def parse(cls, given: str | Mapping[str, Any]) -> KVBudget:
-        """Read an option, a JSON object or its text; raises `ConfigError`."""
-        values = json_object(given, "kv_budget")
+        """Read an option, a JSON object, its text, or a .toml file; raises `ConfigError`."""
+        if isinstance(given, str) and given.endswith(BUDGET_FILE):
+            values = read_toml(given, "the KV budget", _MOST_FILE_BYTES).parsed
+        else:
+            values = json_object(given, "kv_budget")
         try:
             return cls.of(values)
         except FieldError as error:
             raise ConfigError(str(error)) from error
 
+    def _given(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not True and value != ()}
+
     def __str__(self) -> str:
-        return json.dumps({name: value for name, value in asdict(self).items() if value is not True and value != ()})
+        return json.dumps(self._given())
+
+    def write(self, path: Path, comment: str) -> None:
+        """Write a file for `parse`; raises `ConfigError` if that is impossible."""
+        lines = [f"# {comment}", *(f"{name} = {json.dumps(value)}" for name, value in self._given().items())]
+        try:
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        except OSError as error:
+            reason = error.strerror or error
+            raise ConfigError(f"cannot write the KV budget to {path} ({reason}): give --output FILE") from error
 
 
 def choose_budget(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from octavo import cli
 from octavo.calibration.entropy import entropies, layer_entropies
+from octavo.errors import ConfigError
 from octavo.kv_budget import KVBudget
 from tests.engine.test_kv_budget import deep_model
 from tests.engine.tiny_engine import tiny_core
@@ -69,13 +71,28 @@ def test_layers_share_the_blocks_of_a_uniform_budget(layers: tuple[float, ...], 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "num_layers"), [("sparse_read", 2), ("bounded", 4)])
-def test_calibrate_prints_a_budget_that_a_server_takes(
+def test_calibrate_writes_a_budget_that_a_server_reads(
     mode: str, num_layers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = f'{{"mode": "{mode}", "tokens": 64}}'
     options = ["--entropy", "--windows", "2", "--window", "128", "--kv-budget"]
-    assert cli.main(["calibrate", deep_model(), *options, given]) == 0
-    printed = capsys.readouterr().out.strip().splitlines()[-1]
-    assert len(json.loads(printed)["layers"]) == num_layers
-    assert str(KVBudget.parse(printed)) == printed
+    assert cli.main(["calibrate", deep_model(), *options, f'{{"mode": "{mode}", "tokens": 64}}']) == 0
+    path = Path(deep_model()) / f"kv_budget-{mode}.toml"
+    assert f"--kv-budget {path}" in capsys.readouterr().out
+    with tiny_core(model=deep_model(), kv_budget=str(path)) as core:
+        budget = core.config.budget
+    assert budget is not None
+    assert (budget.mode, budget.tokens, len(budget.layers)) == (mode, 64, num_layers)
+    assert cli.main(["calibrate", deep_model(), *options, str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["layers"] == list(budget.layers)
     assert cli.main(["calibrate", deep_model(), "--entropy"]) == 1
+
+
+def test_a_file_that_is_no_budget_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "budget.toml"
+    with pytest.raises(ConfigError, match="cannot read the KV budget"):
+        KVBudget.parse(str(path))
+    path.write_text('mode = "bounded"\ntokens = 64\nlayers = [2]\n')
+    with pytest.raises(ConfigError, match=r"kv_budget\.layers must be above 0 and at most 1, got 2"):
+        KVBudget.parse(str(path))
+    with pytest.raises(ConfigError, match=r"cannot write the KV budget to .*: give --output FILE"):
+        KVBudget(mode="bounded", tokens=64).write(tmp_path, "a folder")

@@ -18,6 +18,7 @@ from octavo.engine.core import EngineCore
 from octavo.engine.inspection import budget_fields
 from octavo.errors import ConfigError, RequestError
 from octavo.kv_budget import KVBudget
+from octavo.planner.calculator import SequenceCost
 from octavo.runner.batch import BatchBuilder, StepBatch
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import StepPlan
@@ -113,6 +114,24 @@ def test_a_budget_gives_the_same_tokens_cold_cached_in_chunks_and_preempted(mode
         assert outputs(sampling, mode, **tight, preemption_mode=preemption_mode)[0] == expected
     with tiny_core(**of_mode(mode, attention_backend="reference")) as core:
         assert generate(core, sampling)[0] == expected
+
+
+@pytest.mark.slow
+@MODES
+def test_a_budget_gives_the_same_tokens_restored_from_the_disk_after_a_restart(mode: str, tmp_path: Path) -> None:
+    sampling = params(BUDGET, mode)
+    expected = outputs(sampling, mode)[0]
+    disk: dict[str, Any] = {"kv_disk": str(tmp_path), "kv_disk_size": "4MiB", "kv_demotion": "all"}
+    for loaded in (False, True):
+        with tiny_core(deterministic=True, **of_mode(mode, **disk)) as core:
+            requests = [core.inputs.make(prompt, sampling) for prompt in PROMPTS]
+            for request in requests:
+                core.scheduler.add(request)
+            while core.has_work:
+                core.step()
+            core.close()
+        assert [[list(seq.output_token_ids) for seq in request.sequences] for request in requests] == expected
+        assert bool(sum(request.cached_by_tier.get("disk", 0) for request in requests)) == loaded
 
 
 @pytest.mark.slow
@@ -231,6 +250,26 @@ def test_what_had_least_of_the_attention_is_let_go_and_shown() -> None:
     assert all(first[place] for place in (0, 8, 9))
     assert (shown["mode"], shown["evicted_tokens"]) == ("bounded", 150 // 16 * 16 + 16 - BUDGET)
     assert 0 < shown["evicted_mass"] < 0.7
+
+
+@pytest.mark.parametrize("mode", EVICTING)
+def test_as_many_sequences_run_at_once_as_the_calculator_says_and_none_is_preempted(mode: str) -> None:
+    num_blocks, max_tokens = 60, 100
+    with tiny_core(num_blocks=num_blocks) as core:
+        prompt, sampling = PROMPTS[0] * 2, params(BUDGET, mode, max_tokens=max_tokens)
+        scheduler, max_step = core.scheduler, core.config.max_num_batched_tokens
+        cost = SequenceCost.of(scheduler.kv.spec, len(prompt) + max_tokens, max_step, sampling.kv_budget)
+        planned = cost.sequences_in(num_blocks - 1)
+        assert planned > (num_blocks - 1) // scheduler.kv.spec.blocks_for_tokens(len(prompt) + max_tokens)
+        requests = [core.inputs.make(prompt, sampling) for _ in range(planned + 2)]
+        for request in requests:
+            scheduler.add(request)
+        most = 0
+        while core.has_work:
+            core.step()
+            most = max(most, sum(0 < len(request.sequences[0].output_token_ids) < max_tokens for request in requests))
+        assert most >= planned
+        assert scheduler.counters.num_preemptions == 0
 
 
 @pytest.mark.slow

@@ -57,6 +57,10 @@ class ModelSource:
     overrides: Mapping[str, Any] = field(default_factory=dict, compare=False)
     through_transformers: bool = False
 
+    def beside(self, name: str) -> Path:
+        """Return the path of a file that belongs to the model: in its folder, or next to its GGUF file."""
+        return self.path / name if self.format is ModelFormat.HUGGINGFACE else self.path.with_suffix(f".{name}")
+
 
 def model_of(config: EngineConfig) -> ModelSource:
     """Find the model of a configuration, with all its options; raises as `resolve_model`, or a `ConfigError`."""

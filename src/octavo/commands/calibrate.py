@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,6 @@ from octavo.commands.common_options import add_json_option, add_window_options
 from octavo.commands.options import add_engine_options, engine_options
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.kv_budget import KVBudget
 from octavo.kvcache.formats import KV_FORMATS, layer_formats
 from octavo.workloads import report
 
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Run a model over text and choose how to quantise its KV cache (docs/serve/kv_codecs.md). Without --search: write the
 scales of an fp8 or nvfp4 cache to a file next to the model, where `octavo serve` finds it. With --search: write a codec
-for the keys and the values of each layer, for --kv-cache-dtype FILE. With --entropy: print the --kv-budget given, with
-the entropy of attention in each layer (docs/serve/kv_budgets.md).
+for the keys and the values of each layer, for --kv-cache-dtype FILE. With --entropy: write the --kv-budget given, with
+the entropy of attention in each layer, to a file next to the model, for --kv-budget FILE (docs/serve/kv_budgets.md).
 """
 
 
@@ -95,8 +94,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _entropy(args: argparse.Namespace, options: dict[str, Any], text: Text) -> int:
+    from octavo import __version__
     from octavo.calibration.entropy import layer_entropies
     from octavo.calibration.text import windows_of
+    from octavo.checkpoint.model_source import model_of
     from octavo.commands.calibrate_search import loaded
 
     budget = EngineConfig.from_options(options).budget
@@ -108,9 +109,19 @@ def _entropy(args: argparse.Namespace, options: dict[str, Any], text: Text) -> i
         ]
         windows = windows_of(llm.tokenizer.encode(text.content), args.windows or 8, length, text.name)
         found = layer_entropies(runner.model, runner.attention, windows)
+        source = model_of(llm.core.config)
     means = [sum(of_layer) / len(found) for of_layer in zip(*found, strict=True)]
-    layers = [round(mean, 4) for mean, is_divided in zip(means, divided, strict=True) if is_divided]
-    print(KVBudget.of({**json.loads(str(budget)), "layers": layers}))
+    layers = tuple(round(mean, 4) for mean, is_divided in zip(means, divided, strict=True) if is_divided)
+    budget = replace(budget, layers=layers)
+    path = Path(args.output) if args.output else source.beside(f"kv_budget-{budget.mode}.toml")
+    measured = f"entropies over {sum(map(len, windows)):,} tokens of {text.name}"
+    budget.write(path, f"octavo serve {source.name} --kv-budget THIS_FILE; {measured}")
+    if args.json:
+        print(
+            report.as_json_line({"calibrate": "entropy", "version": __version__, "file": str(path), "layers": layers})
+        )
+    else:
+        print(f"{budget}\nwritten to {path}, {measured}: give --kv-budget {path}")
     return 0
 
 

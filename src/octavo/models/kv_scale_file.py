@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from octavo.checkpoint.model_source import ModelFormat, ModelSource, model_fingerprint
+from octavo.checkpoint.model_source import ModelSource, model_fingerprint
 from octavo.errors import ConfigError, shown
 from octavo.toml_file import read_toml
 
@@ -46,8 +46,7 @@ class Origin:
 def path_beside(source: ModelSource, dtype: str) -> Path:
     """Return the default path of a model's scales: in its folder, or next to its GGUF file."""
     known = dtype if dtype.replace("_", "").isalnum() else f"table-{blake2b(dtype.encode(), digest_size=4).hexdigest()}"
-    name = f"kv_scales-{known}.toml"
-    return source.path / name if source.format is ModelFormat.HUGGINGFACE else source.path.with_suffix(f".{name}")
+    return source.beside(f"kv_scales-{known}.toml")
 
 
 def write_scales(path: Path, source: ModelSource, dtype: str, scales: Scales, origin: Origin) -> None:
