@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,7 +61,7 @@ def test_times_of_decodes_are_found_between_and_beyond_those_observed() -> None:
     times = [model.decode_seconds(rows, 400) for rows in range(1, 40)]
     assert times == sorted(times)
     # Beyond 16 rows, each row counts half as much as one of those observed.
-    assert times[31] - times[15] < 16 * (times[15] - times[0]) / 15
+    assert times[31] - times[15] == pytest.approx(16 / 2 * (times[15] - times[0]) / 15)
 
 
 def test_one_disturbed_step_keeps_no_number_of_rows_from_being_tried_again() -> None:

@@ -97,6 +97,5 @@ class StreamTurns:
                 heapq.heappush(heap, (received[tenant] + line[-1][1], tenant))
         cut = [tenant for tenant, line in lines.items() if line or tenant == over]
         for tenant in lines.keys() - set(cut):
-            received.forget(tenant)  # it had all that it asked for, and gets neither credit nor debt for that
-            received.arrive(tenant, cut)
+            received.forget(tenant)  # it had all that it asked for, and arrives anew, with neither credit nor debt
         return chosen
