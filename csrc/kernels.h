@@ -85,6 +85,8 @@ struct Kernels {
     bool (*block_maxima)(const float* x, int64_t count, float* maxima);
     float (*vocab_masses)(const float* x, int64_t count, float most, float scale, float* masses);
     int64_t (*count_above)(const float* x, int64_t count, float value);
+    double (*mass_from)(const float* masses, int64_t count, float least);
+    int64_t (*list_between)(const float* x, int64_t count, float least, float beyond, int32_t* places);
     void (*quantise_rows[kNumStorages])(const QuantLayout&, const char* const* rows, int count, int width,
                                         const QuantRows&);
     ProductKernel* multiply[kNumWeightFormats];  // quantised weights as integers

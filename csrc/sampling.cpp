@@ -19,7 +19,7 @@ constexpr double kLog2E = 1.44269504088896340736;
 constexpr double kSteepest = 1e30;
 // Masses, at most 1, are binned by their exponent and the first bits of their mantissa: few share a bin with the last
 // one that top_p keeps.
-constexpr int kBinShift = 17, kBins = 8192;
+constexpr int kBinShift = 17, kBins = 127 * 64 + 1;
 
 Scratch& scratch() {
     thread_local Scratch mine;
@@ -68,6 +68,38 @@ float lower_end(int bin) {
     return mass;
 }
 
+// The last bin for which it and those above have at least the wanted mass, if `first` and those above have it; `above`
+// receives the mass of those above. It tries bins near `guess` first, unless that is 0.
+int last_bin_of(const std::vector<float>& masses, double wanted, int first, int guess, double& above) {
+    int low = first, high = kBins;
+    above = 0.0;
+    for (int step = 1; high - low > 1; step *= 2) {
+        const auto inside = [&](int bin) { return guess > 0 && low < bin && bin < high; };
+        const int bin = inside(guess - step)   ? guess - step
+                        : inside(guess + step) ? guess + step
+                                               : low + (high - low) / 2;
+        const double mass = kernels().mass_from(masses.data(), static_cast<int64_t>(masses.size()), lower_end(bin));
+        if (mass >= wanted) {
+            low = bin;
+        } else {
+            high = bin;
+            above = mass;
+        }
+    }
+    return low;
+}
+// Where it probably is, judging by every sixteenth block.
+int guess_last_bin(const std::vector<float>& masses, double wanted, double total, int first, std::vector<float>& some) {
+    constexpr size_t kBlock = kVocabBlock, kStride = 16 * kBlock;
+    some.clear();
+    for (size_t i = 0; i < masses.size(); i += kStride)
+        some.insert(some.end(), masses.begin() + static_cast<int64_t>(i),
+                    masses.begin() + static_cast<int64_t>(i + kBlock));
+    double above;
+    const double share = kernels().mass_from(some.data(), static_cast<int64_t>(some.size()), 0.0f) / total;
+    return last_bin_of(some, wanted * share, first, 0, above);
+}
+
 // Masses down to which top_p looks for the least likely token that it keeps, one after the other.
 constexpr float kMassesTried[] = {0x1p-8f, 0x1p-12f, 0x1p-16f, 0.0f};
 
@@ -81,41 +113,39 @@ int64_t draw_nucleus(Row& row, const Draw& draw, Scratch& memory) {
     const double least = kMargin * left_out * total / static_cast<double>(row.vocab());
     const int least_bin = left_out < kLeastLeftOut ? 0 : bin_of(static_cast<float>(least));
     const auto& masses = memory.values;
-    auto& bins = memory.bins;
-    int last_bin = 0;
-    double above = 0.0;
+    int first_bin = 0;
+    double found = 0.0;
     // First among the likely tokens, which have enough mass unless the row is flat.
     for (const float tried : kMassesTried) {
-        const int first_bin = std::max(least_bin, bin_of(tried));
+        first_bin = std::max(least_bin, bin_of(tried));
         const float bound = row.least_logit(lower_end(first_bin));
         if (first_bin > least_bin && row.is_in_many_blocks(bound)) continue;
         row.weigh_blocks_from(bound);
-        bins.assign(kBins, 0.0);
-        for (const float mass : masses) bins[static_cast<size_t>(bin_of(mass))] += mass;
-        last_bin = kBins - 1;
-        above = 0.0;
-        for (; last_bin > 0 && above + bins[static_cast<size_t>(last_bin)] < wanted; --last_bin)
-            above += bins[static_cast<size_t>(last_bin)];
-        if (last_bin >= first_bin) break;
+        found = kernels().mass_from(masses.data(), static_cast<int64_t>(masses.size()), lower_end(first_bin));
+        if (found >= wanted) break;
     }
+    double above;
+    const int guess = guess_last_bin(masses, wanted, found, first_bin, memory.sample);
+    const int last_bin = last_bin_of(masses, wanted, first_bin, guess, above);
     const float from = lower_end(last_bin), beyond = last_bin + 1 < kBins ? lower_end(last_bin + 1) : kInfinity;
     auto& sharers = memory.by_mass;
     sharers.clear();
-    for (size_t i = 0; i < masses.size(); ++i) {
-        if (bin_of(masses[i]) != last_bin) continue;
-        const int64_t id = memory.listed[i / kVocabBlock] + static_cast<int64_t>(i % kVocabBlock);
+    memory.places.resize(masses.size());
+    const int64_t num_sharers = kernels().list_between(masses.data(), static_cast<int64_t>(masses.size()), from, beyond,
+                                                       memory.places.data());
+    for (int64_t i = 0; i < num_sharers; ++i) {
+        const auto place = static_cast<size_t>(memory.places[static_cast<size_t>(i)]);
+        const int64_t id = memory.listed[place / kVocabBlock] + static_cast<int64_t>(place % kVocabBlock);
         if (id < row.vocab())
-            sharers.push_back({row[id] / draw.temperature, static_cast<int32_t>(id), double{masses[i]}});
+            sharers.push_back({row[id] / draw.temperature, static_cast<int32_t>(id), double{masses[place]}});
     }
     const Candidate last = sharers.empty() ? Candidate{kInfinity, 0, 0.0} : last_of_nucleus(sharers, wanted - above);
     auto& cumulative = memory.cumulative;
     std::fill(cumulative.begin(), cumulative.end(), 0.0);
     for (size_t block = 0; block < memory.listed.size(); ++block) {
         const float* const own = masses.data() + block * kVocabBlock;
-        double sums[4] = {};
-        for (int i = 0; i < kVocabBlock; ++i)
-            sums[i % 4] += own[i] >= beyond ? own[i] : 0.0f;  // without a branch, which no one could predict
-        cumulative[static_cast<size_t>(memory.listed[block] / kVocabChunk)] += sums[0] + sums[1] + (sums[2] + sums[3]);
+        cumulative[static_cast<size_t>(memory.listed[block] / kVocabChunk)] +=
+            kernels().mass_from(own, kVocabBlock, beyond);
     }
     for (const Candidate& each : sharers)
         if (!comes_before(last, each)) cumulative[static_cast<size_t>(each.token_id / kVocabChunk)] += each.mass;

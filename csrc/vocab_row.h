@@ -28,10 +28,10 @@ inline bool comes_before(const Candidate& a, const Candidate& b) {
 
 // One thread's working memory, kept from row to row.
 struct Scratch {
-    std::vector<float> allowed_logits, kept_logits, maxima, chunk_maxima, chunk_masses, factors, values;
-    std::vector<int32_t> allowed_ids, listed;
+    std::vector<float> allowed_logits, kept_logits, maxima, chunk_maxima, chunk_masses, factors, values, sample;
+    std::vector<int32_t> allowed_ids, listed, places;
     std::vector<Candidate> candidates, by_mass;
-    std::vector<double> cumulative, bins;
+    std::vector<double> cumulative;
 };
 
 inline int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -1,6 +1,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
+#include <algorithm>
+#include <cstring>
+
 #include "bind/arguments.h"
 #include "thread_pool.h"
 
@@ -85,6 +88,17 @@ void py_encode(const Tensor& packed, int64_t outputs, int64_t inputs, int base, 
     encode(weight, {base, num_escapes}, out.base);
 }
 
+// In several threads, so that first touch spreads the pages over their memory nodes.
+void py_copy_packed(const Tensor& from, const Tensor& to) {
+    check_dense(from, "from", DType::u8, {from.shape[0]});
+    check_dense(to, "to", DType::u8, {from.shape[0]});
+    constexpr int64_t kPiece = 2 << 20;  // a huge page
+    nb::gil_scoped_release release;
+    parallel_for(static_cast<int>((from.shape[0] + kPiece - 1) / kPiece), [&](int i) {
+        std::memcpy(to.base + i * kPiece, from.base + i * kPiece, std::min(kPiece, from.shape[0] - i * kPiece));
+    });
+}
+
 void py_unpack_rows(const std::string& format, const Tensor& packed, int64_t outputs, int64_t inputs, const Tensor& ids,
                     const Tensor& out) {
     const Weight weight = weight_of(format, packed, outputs, inputs);
@@ -139,6 +153,7 @@ void bind_linear(nb::module_& m) {
           "step"_a);
     m.def("plan_coding", &py_plan_coding, "packed"_a, "outputs"_a, "inputs"_a);
     m.def("encode", &py_encode, "packed"_a, "outputs"_a, "inputs"_a, "base"_a, "num_escapes"_a, "out"_a);
+    m.def("copy_packed", &py_copy_packed, "from"_a, "to"_a);
     m.def("unpack_rows", &py_unpack_rows, "format"_a, "packed"_a, "outputs"_a, "inputs"_a, "ids"_a, "out"_a);
     m.def("linear", &py_linear, "format"_a, "packed"_a, "outputs"_a, "x"_a, "bias"_a.none(), "out"_a, "activation"_a,
           "exact"_a);

@@ -54,6 +54,8 @@ const Kernels OCTAVO_TABLE = {
     .block_maxima = OCTAVO_LEVEL::block_maxima,
     .vocab_masses = OCTAVO_LEVEL::vocab_masses,
     .count_above = OCTAVO_LEVEL::count_above,
+    .mass_from = OCTAVO_LEVEL::mass_from,
+    .list_between = OCTAVO_LEVEL::list_between,
     .quantise_rows = {OCTAVO_LEVEL::quantise_rows<kBf16>, OCTAVO_LEVEL::quantise_rows<kF32>},
 #ifdef OCTAVO_TILES
     .multiply = {nullptr, OCTAVO_LEVEL::gemm<kF32>, nullptr,

@@ -33,13 +33,47 @@ inline bool block_maxima(const float* x, int64_t count, float* maxima) {
 // null.
 inline float vocab_masses(const float* x, int64_t count, float most, float scale, float* masses) {
     const F16 top = F16::set1(most), factor = F16::set1(scale);
-    F16 sums[2] = {F16::zero(), F16::zero()};
-    for (int64_t i = 0; i < count; i += 16) {
-        const F16 mass = exp2((load_logits(x + i, count - i) - top) * factor);
-        sums[i / 16 % 2] = sums[i / 16 % 2] + mass;
-        if (masses) store_some(mass, masses + i, count - i);
+    F16 even = F16::zero(), odd = F16::zero();
+    // Exponents are not positive: `most` is the largest.
+    const auto mass_of = [&](F16 v) { return exp2_bounded(max(F16::set1(-200.0f), (v - top) * factor)); };
+    int64_t i = 0;
+    for (; i + 32 <= count; i += 32) {
+        const F16 first = mass_of(F16::load(x + i)), second = mass_of(F16::load(x + i + 16));
+        even = even + first, odd = odd + second;
+        if (masses) first.store(masses + i), second.store(masses + i + 16);
     }
-    return reduce_add(sums[0] + sums[1]);
+    const auto add_some = [&](F16& sum) {
+        if (i >= count) return;
+        const F16 mass = mass_of(load_logits(x + i, count - i));
+        sum = sum + mass;
+        if (masses) store_some(mass, masses + i, count - i);
+        i += 16;
+    };
+    add_some(even);
+    add_some(odd);
+    return reduce_add(even + odd);
+}
+
+// The sum of the masses that are at least `least`; `count` is a multiple of 16.
+inline double mass_from(const float* masses, int64_t count, float least) {
+    double sums[16] = {};
+    for (int64_t i = 0; i < count; i += 16)
+        for (int lane = 0; lane < 16; ++lane) sums[lane] += masses[i + lane] >= least ? masses[i + lane] : 0.0f;
+    double four[4];
+    for (int lane = 0; lane < 4; ++lane) four[lane] = sums[lane] + sums[lane + 4] + (sums[lane + 8] + sums[lane + 12]);
+    return four[0] + four[1] + (four[2] + four[3]);
+}
+
+// The places of the numbers in [least, beyond), in ascending order; returns how many. `count` is a multiple of 16.
+inline int64_t list_between(const float* x, int64_t count, float least, float beyond, int32_t* places) {
+    int64_t found = 0;
+    for (int64_t begin = 0; begin < count; begin += 16) {
+        int some = 0;
+        for (int64_t i = begin; i < begin + 16; ++i) some |= (x[i] >= least) & (x[i] < beyond);
+        for (int64_t i = begin; some && i < begin + 16; ++i)
+            if (x[i] >= least && x[i] < beyond) places[found++] = static_cast<int32_t>(i);
+    }
+    return found;
 }
 
 inline int64_t count_above(const float* x, int64_t count, float value) {

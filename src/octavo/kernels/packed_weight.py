@@ -123,7 +123,7 @@ class PackedWeight:
         if pays:
             return self._encode(base, num_escapes, nbytes)
         packed = _zeros(self.nbytes)
-        packed.copy_(self.packed)
+        native.copy_packed(self.packed, packed)
         return PackedWeight(self.format, self.outputs, self.inputs, packed)
 
     def _encode(self, base: int, num_escapes: int, nbytes: int) -> PackedWeight:
