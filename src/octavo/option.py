@@ -19,7 +19,7 @@ from functools import cache, cached_property
 from math import inf, isfinite
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, TypedDict, Union, Unpack, get_args, get_origin, get_type_hints
 
 from octavo.errors import ConfigError, shown
 from octavo.units import Unit, parse_count
@@ -29,12 +29,28 @@ NONE = "none"
 _SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
-def option(default: Any, help: str, **declared: Any) -> Any:
-    """Return the dataclass field of one option.
+class Declaration(TypedDict, total=False):
+    """The attributes of an `Option` that its field may give."""
 
-    Args:
-        declared: attributes of its `Option`.
-    """
+    group: str
+    unit: Unit | None
+    metavar: str | None
+    least: float | None
+    above: float | None
+    most: float | None
+    read: Callable[[Any], Any] | None
+    check: Callable[[Any, str], None] | None
+    needs: str | None
+    removed: Mapping[str, str]
+    none: bool
+    limit: str | None
+    text_limit: str | None
+    secret: bool
+    internal: bool
+
+
+def option(default: Any, help: str, **declared: Unpack[Declaration]) -> Any:
+    """Return the dataclass field of one option."""
     metadata = {"option": {"help": help, **declared}}
     return field(default=default, repr=not declared.get("secret"), metadata=metadata)
 

@@ -81,10 +81,6 @@ class RequestTerms:
     predicted_ids: tuple[int, ...] = ()
     kv_hint: str | None = None
 
-    def terms(self) -> dict[str, Any]:
-        """Return these fields by name."""
-        return {name: getattr(self, name) for name in RequestTerms.__slots__}
-
 
 @dataclass(slots=True, kw_only=True)
 class RequestContext(RequestTerms):

@@ -62,8 +62,11 @@ CAMPAIGNS = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("name", nargs="*", choices=[*CAMPAIGNS, "all"], help="campaigns to run; none: list them")
+    # Without `choices`: argparse of Python 3.11 also looks for the empty list of names among them.
+    parser.add_argument("name", nargs="*", help="campaigns to run, or all; none: list them")
     names: list[str] = parser.parse_args().name
+    if unknown := set(names) - {*CAMPAIGNS, "all"}:
+        parser.error(f"no campaign is called {min(unknown)!r}; there are {', '.join(CAMPAIGNS)}")
     if not names:
         for name, campaign in CAMPAIGNS.items():
             print(f"{name:<13} {campaign.shows}")

@@ -124,7 +124,7 @@ def check_files(config: EngineConfig) -> None:
 
 
 def _cannot_write(path: Path, is_folder: bool) -> str | None:
-    """Return why a file or a folder cannot be made or written there; None if nothing speaks against it."""
+    """Return why a file or a folder cannot be made or written there; None if it can be written."""
     if path.exists():
         return None if path.is_dir() == is_folder else f"it is a {'file' if is_folder else 'folder'}"
     # A folder is made with those above it.

@@ -103,12 +103,7 @@ class InputProcessor:
         if params.max_tokens is None:
             params = params.with_max_tokens(self._longest_output(len(token_ids), context.tenant, budget))
         pooled = None if context.pooling is None else PooledStates(context.pooling, len(token_ids))
-        terms = context.terms()
-        # Of a fixed length, because every cached block of its requests refers to it.
         salt = context.cache_salt.encode(errors="surrogatepass")
-        terms["cache_salt"] = hashlib.blake2b(salt, digest_size=16).hexdigest() if salt else ""
-        terms["pins"] = tuple(sorted(context.pins, key=lambda pin: pin.num_tokens))
-        terms["predicted_ids"] = context.predicted_ids or self._outline(params)
         request = Request(
             request_id=RequestId(context.request_id or f"req-{next(self._ids)}"),
             prompt_token_ids=token_ids,
@@ -118,7 +113,16 @@ class InputProcessor:
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             bad_word_ids=bad_word_ids,
             pooled=pooled,
-            **terms,
+            priority=context.priority,
+            # Of a fixed length, because every cached block of its requests refers to it.
+            cache_salt=hashlib.blake2b(salt, digest_size=16).hexdigest() if salt else "",
+            tenant=context.tenant,
+            cache_group=context.cache_group,
+            weight=context.weight,
+            traceparent=context.traceparent,
+            pins=tuple(sorted(context.pins, key=lambda pin: pin.num_tokens)),
+            predicted_ids=context.predicted_ids or self._outline(params),
+            kv_hint=context.kv_hint,
         )
         self.scheduler.tenants.check(request)
         # Done here to keep it out of the engine's thread.
