@@ -37,7 +37,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import this_machine
-from benchmarks.timed_sampler import SamplerTime
 from octavo.config import EngineConfig
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.builder import build_engine
@@ -51,6 +50,7 @@ from octavo.server.http.connection import InFlight
 from octavo.server.http.listening import bind
 from octavo.server.interpreter_settings import settle_interpreter
 from octavo.server.run import Server
+from tests.campaigns.timed_sampler import SamplerTime
 
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"

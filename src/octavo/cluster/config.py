@@ -17,7 +17,7 @@ _choice = partial(option, group="choice of a server")
 
 
 def checked_url(url: str, name: str = "a worker") -> str:
-    """Return a server's URL without a slash at its end; raises `ConfigError` if it is none."""
+    """Return a server's URL without a trailing slash; raises `ConfigError` if it is not a URL."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.rstrip("/") or parts.query:
         raise ConfigError(f"{name} must be a URL such as http://10.0.0.7:8000, got {shown(url)}")

@@ -46,7 +46,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes have n
             asyncio.run_coroutine_threadsafe(self._selection.done(ticket), self._event_loop)
 
     async def _follow(self, replicas: Sequence[RunningReplica]) -> None:
-        """Add replicas that have described themselves, and remove those that have gone."""
+        """Add replicas that have described themselves, and remove those that no longer exist."""
         present = {each.replica_id: each.routing_stats for each in replicas if each.routing_stats}
         for replica_id in self._workers.keys() - present.keys():
             await self._selection.remove(self._workers.pop(replica_id))

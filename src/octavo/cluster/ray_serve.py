@@ -1,7 +1,7 @@
 """Octavo on Ray Serve: replicas that hold an engine each, behind an ingress that is the application of `octavo route`.
 
     client ── HTTP ──> ingress: reads the prompt ── handle ──> PrefixRouter ──> replica: `octavo serve`'s application
-           <── bytes ─────── whatever a replica has when an item is due, in one item ──┘
+           <── bytes ─────── all bytes that a replica has ready, as one item ─────────┘
 
 Ray starts, watches, scales and replaces the replicas. `docs/operate/ray.md` shows how to use it.
 """
@@ -52,7 +52,7 @@ _ROUTER_KEY = "ingress-of-the-same-application"
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return free ports: a port is asked for by number, because its number must be known."""
+    """Return free ports, because their numbers must be known before the servers listen."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
         return [each.getsockname()[1] for each in sockets]
@@ -63,7 +63,7 @@ def waiting_tokens_policy(context: Any) -> tuple[int, dict[str, Any]]:
     waiting = context.aggregated_metrics.get("waiting_tokens", {})
     busy = context.aggregated_metrics.get("running_requests", {})
     wanted = -(-int(sum(waiting.values())) // int(context.config.target_ongoing_requests))
-    # A replica that still has requests is not taken away, as long as the others have no room for them.
+    # A replica with requests is kept until the others have room for them.
     return max(wanted, sum(count > 0 for count in busy.values()), 1), {}
 
 
@@ -78,7 +78,7 @@ class RayReplica:
         from octavo.server.app import create_app
 
         host, (events, replay) = ray.util.get_node_ip_address(), _free_ports(2)
-        # Beyond loopback only if Ray is.
+        # Listens beyond loopback only if Ray does.
         bound = "127.0.0.1" if host.startswith("127.") else "*"
         published = {"enable_kv_cache_events": True, "endpoint": f"tcp://{bound}:{events}"}
         published["replay_endpoint"] = f"tcp://{bound}:{replay}"
@@ -101,7 +101,7 @@ class RayReplica:
     async def answer(
         self, target: str, headers: list[tuple[str, str]], body: bytes, prompt: RoutedPrompt | None = None
     ) -> AsyncIterator[list[Message]]:
-        """Answer a POST; yields what the application has sent since the last item.
+        """Answer a POST; yields the bytes that the application has sent since the last item.
 
         Args:
             prompt: for `PrefixRouter`, which has read it.
@@ -125,14 +125,14 @@ class RayReplica:
         return {"waiting_tokens": float(stats.waiting.total.tokens), "running_requests": float(len(self._in_flight))}
 
     def check_health(self) -> None:
-        """Raise if no step has ended lately though there is work, so that Ray replaces this replica."""
+        """Raise if there is work but no step has ended recently, so that Ray replaces this replica."""
         if not self._engine.is_alive:
             raise EngineDeadError("the engine is not running")
         if (seconds := self._engine.stats.hung_step_seconds) is not None:
             raise EngineDeadError(f"a step of the engine has been running for {seconds:.0f} s")
 
     async def __del__(self) -> None:
-        """Called by Ray once no request is left, or its time for them is over."""
+        """Called by Ray once no request is left, or its grace period is over."""
         if hasattr(self, "_engine"):  # or it did not start
             await self._engine.shutdown(self._drain_seconds)
 
@@ -211,7 +211,7 @@ class RayIngress:
 
 
 class _OneWorker(Workers):
-    """Replicas are found and watched by Ray."""
+    """The only worker: Ray finds and watches the replicas."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(RouterConfig(accept_workers=True), _ROUTER_KEY, lambda url: None)
@@ -264,10 +264,10 @@ class _HandleAnswer:
         self.content_type = types[0].decode("latin-1").partition(";")[0] if types else ""
 
     async def iter_any(self) -> AsyncIterator[bytes]:
-        """Yield what has come.
+        """Yield the bytes received so far.
 
         Raises:
-            ConnectionError: the replica has gone.
+            ConnectionError: the replica no longer exists.
         """
         if self._pieces:
             yield self._joined(self._pieces)
@@ -310,7 +310,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
             `num_gpus` of a replica.
 
     Raises:
-        ConfigError: an argument is unknown, or an option cannot be.
+        ConfigError: an argument is unknown, or an option is invalid.
     """
     try:
         given = _ApplicationArguments(**args)

@@ -60,9 +60,9 @@ RELAYED = (
 )
 """All paths that are passed on to a server."""
 
-# Tries of one request: the servers that it was sent to may fail before they answer.
+# Attempts for one request: a server may fail before it answers.
 _MOST_TRIES = 3
-# Headers of one connection, and those that the other side sets itself.
+# Headers that belong to one connection, or that the other side sets itself.
 _OF_CONNECTION = frozenset(
     {
         b"connection",
@@ -82,7 +82,7 @@ _NOT_RETURNED = _OF_CONNECTION | {b"date", b"server", REQUEST_ID_HEADER, b"reque
 
 
 class NoWorkerError(ApiError):
-    """No server takes requests for the model now."""
+    """No server accepts requests for the model at present."""
 
     def __init__(self, model: str | None) -> None:
         super().__init__(
@@ -95,7 +95,7 @@ class NoWorkerError(ApiError):
 
 
 class WorkerLostError(ApiError):
-    """The server that was answering has gone."""
+    """The server was lost while it answered."""
 
     def __init__(self) -> None:
         message = "The server that was answering this request has gone, so the answer is cut short: send it again."
@@ -112,11 +112,11 @@ class Readers:
         self._by_group: dict[str, ReaderPool | None] = {}
 
     def __getitem__(self, worker: Worker) -> ReaderPool | None:
-        """Return what reads bodies as this server would; None if the router cannot."""
+        """Return the reader that tokenises bodies as this server would; None if the router has none."""
         return self._by_group.get(worker.group)
 
     async def add(self, worker: Worker) -> None:
-        """Find a tokenizer that gives prompts the server's tokens."""
+        """Load the tokenizer that the server uses, if the router can."""
         if worker.group not in self._by_group:
             self._by_group[worker.group] = await asyncio.to_thread(self._reader, worker)
 
@@ -155,7 +155,7 @@ class RelayedRequest:
     """A request on its way.
 
     Attributes:
-        packed: token ids, which follow the body; empty if it goes alone.
+        packed: token ids, sent after the body; empty if only the body is sent.
         cache_salt: that of the body, which is part of the prompt's scope.
     """
 
@@ -185,7 +185,7 @@ class Router:
     """Relays requests to servers.
 
     Args:
-        access: whose key a request carries.
+        access: identifies the owner of a request's key.
         prefill_tokens: see `RouterConfig.prefill_tokens`.
     """
 
@@ -212,7 +212,7 @@ class Router:
         workers.on_down = selection.remove
 
     async def relay(self, request: Request) -> Response:
-        """Answer a request with what a server answers."""
+        """Send a request to a server, and relay its answer."""
         async with self._intake.body(request) as body:
             job = await self._job(request, body)
         return _Relayed(self, job, self._in_flight)
@@ -229,7 +229,7 @@ class Router:
             if model is not None and names:
                 raise MODEL_MISSING(shortened(model))
             raise NoWorkerError(model)
-        # While servers are replaced by others with another template or tokenizer, most of them decide.
+        # During a rolling update, servers may differ in template or tokenizer: the majority decides.
         groups = Counter(worker.group for worker in workers)
         largest = [worker for worker in workers if worker.group == groups.most_common(1)[0][0]]
         key = presented_key(request.scope)
@@ -274,8 +274,8 @@ class Router:
         return headers
 
     async def prefill(self, job: RelayedRequest, ticket: Ticket) -> None:
-        """Let another server compute a long prompt first, if the one that answers is for decoding: it fetches the
-        blocks. Where that fails, it computes the prompt itself.
+        """Let another server compute a long prompt first, if the one that answers is for decoding, which fetches the
+        blocks. If that fails, it computes the prompt itself.
         """
         worker, num_tokens = ticket.worker, len(job.prompt.token_ids)
         if worker.role != "decode" or not job.packed or num_tokens - ticket.cached_tokens < self._prefill_tokens:
@@ -292,7 +292,7 @@ class Router:
             await asyncio.shield(self.selection.done(own))
 
     async def _compute_prompt(self, job: RelayedRequest, ticket: Ticket) -> str:
-        """Let a server compute a prompt, as for a completion of one token; returns how that ended."""
+        """Let a server compute a prompt, as for a completion of one token; returns the outcome."""
         body: dict[str, Any] = {"model": ticket.worker.names[0], "prompt": "-", "max_tokens": 1}
         if job.cache_salt:
             body["cache_salt"] = job.cache_salt

@@ -1,4 +1,4 @@
-"""Choice of the server that gets a request: a contract, and three ways to keep it."""
+"""Selection of the server for a request: a contract with three implementations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from octavo.server.apis import new_id
 
 logger = logging.getLogger("octavo.route")
 
-# Time in which the index must take in or forget a server, whose events it reads over a network.
+# Time limit for the index to add or remove a server, whose events it reads over a network.
 _INDEX_SECONDS = 2.0
 
 
@@ -28,8 +28,8 @@ class Ticket:
 
     Attributes:
         selection_id: name of its reservation in an index; None if it has none.
-        cached_tokens: tokens of the prompt that the server has cached, as far as is known.
-        kv_hint: address of another server that has more of them, and hands out its blocks; None if none is known.
+        cached_tokens: number of the prompt's tokens known to be cached at the server.
+        kv_hint: address of a neighbour that has more of the prompt cached; None if none is known.
     """
 
     worker: Worker
@@ -39,30 +39,30 @@ class Ticket:
 
 
 class Selection:
-    """Takes the least loaded server: the one that works on the fewest requests of this router.
+    """Chooses the least loaded server: the one with the fewest requests of this router in flight.
 
     Attributes:
-        fallbacks: how often a server was chosen without looking at the prompt though the strategy would, by reason.
+        fallbacks: number of choices made without the prompt although the strategy considers it, by reason.
     """
 
     def __init__(self) -> None:
         self.fallbacks: Counter[str] = Counter()
 
     async def add(self, worker: Worker) -> None:
-        """Called when a server begins to take requests."""
+        """Called when a server begins to accept requests."""
 
     async def remove(self, worker: Worker) -> None:
-        """Called when it takes none any more."""
+        """Called when it no longer accepts requests."""
 
     async def choose(self, workers: Sequence[Worker], prompt: RoutedPrompt) -> Ticket:
-        """Choose one of these servers, which are of one group and at least one, and count the request there."""
+        """Choose one of these servers (one group, not empty), and count the request there."""
         return self._ticket(min(workers, key=lambda worker: worker.in_flight))
 
     async def first_token(self, ticket: Ticket) -> None:
         """Called when the prompt has been computed."""
 
     async def done(self, ticket: Ticket) -> None:
-        """Called once when the request has ended, however it did."""
+        """Called once when the request has ended, whatever the outcome."""
         ticket.worker.in_flight -= 1
 
     def close(self) -> None: ...
@@ -73,7 +73,7 @@ class Selection:
 
 
 class RoundRobin(Selection):
-    """Takes one after the other."""
+    """Chooses the servers in turn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class RoundRobin(Selection):
 
 
 class PrefixSelection(Selection):
-    """Asks Dynamo's index, which reads the servers' KV events, and keeps account of the load of each.
+    """Asks Dynamo's index, which reads the servers' KV events and tracks the load of each.
 
     If the index cannot answer, the least loaded server is chosen.
 
@@ -124,7 +124,7 @@ class PrefixSelection(Selection):
         self._known[worker.worker_id] = worker
 
     async def remove(self, worker: Worker) -> None:
-        # With it go the blocks that the index believes to be there.
+        # This also removes the server's blocks from the index.
         if self._known.pop(worker.worker_id, None) is not None:
             async with asyncio.timeout(_INDEX_SECONDS):
                 await self._service.delete_worker(worker.worker_id)
@@ -164,7 +164,7 @@ class PrefixSelection(Selection):
         return ticket
 
     async def _hint(self, asked: dict[str, Any], worker_id: int) -> str | None:
-        """Return the address of the server that has most of a prompt; None if the chosen one has as much of it."""
+        """Return the address of the server that has most of a prompt cached; None if the chosen one has as much."""
         addresses = {
             number: worker.neighbour_address
             for number, worker in self._known.items()
@@ -190,12 +190,12 @@ class PrefixSelection(Selection):
             await self._free(ticket.selection_id)
 
     async def _overlaps(self, asked: dict[str, Any]) -> dict[int, int]:
-        """Return how many blocks of a prompt each server has on its device, as far as the index knows."""
+        """Return the number of a prompt's blocks on each server's device, according to the index."""
         scores = await self._service.overlap_scores(asked)
         return {score["worker_id"]: score["device_blocks"] for score in scores["workers"]}
 
     def num_reserved(self) -> int:
-        """Return how many requests the index counts at servers."""
+        """Return the number of requests that the index counts at servers."""
         return sum(load["active_requests"] for group in self._service.loads() for load in group["loads"])
 
     def close(self) -> None:
@@ -214,7 +214,7 @@ class PrefixSelection(Selection):
 
 
 def _record(worker: Worker) -> dict[str, Any]:
-    """Return what the index must know of a server."""
+    """Return the record of a server for the index."""
     facts = worker.facts
     return {
         "worker_id": worker.worker_id,

@@ -1,6 +1,6 @@
-"""The servers behind a router: where they are, what they serve, and whether they take requests.
+"""The servers behind a router: their addresses, their models, and whether they accept requests.
 
-a list, a file, DNS, registrations ──> URLs ──look──> Worker: what it says of itself, and its state
+a list, a file, DNS, registrations ──> URLs ──check──> Worker: its description and its state
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REGISTERED_SECONDS = 30.0
 _LOOK_SECONDS = 2.0
 _CONNECT_SECONDS = 2.0
 _MOST_FAILURES = 2
-# Pause before a server is looked at again that has missed a look.
+# Delay before a server that failed a check is checked again.
 _AGAIN_SECONDS = 0.25
 # Less than a server's --keep-alive-timeout, so that it does not close a connection just as a request is sent over it.
 _KEPT_SECONDS = 4.0
@@ -37,10 +37,10 @@ _MOST_SHOWN = 200
 
 
 class RoutedPrompt(NamedTuple):
-    """A prompt as an index knows it.
+    """A prompt in the form that an index uses.
 
     Attributes:
-        token_ids: its tokens; empty if they are not known.
+        token_ids: its tokens; empty if unknown.
         scope: the part of the cache that it may see, see `cache_scope`.
     """
 
@@ -54,12 +54,12 @@ class Worker:
 
     Attributes:
         session: its connections; closing it ends every request that waits for its answer.
-        facts: what `/router/worker` says; empty until it has answered.
-        is_healthy: whether it takes requests.
-        num_failures: looks that failed in a row.
-        in_flight: requests of this router that it is working on.
+        facts: the response of `/router/worker`; empty until it has answered.
+        is_healthy: whether it accepts requests.
+        num_failures: number of consecutive failed checks.
+        in_flight: number of this router's requests that it has not finished.
         answers: its answers that are being relayed.
-        looking: held while it is looked at, because what a look finds is acted upon in several steps.
+        looking: held during a check, because its result is applied in several steps.
     """
 
     url: str
@@ -73,7 +73,7 @@ class Worker:
 
     @property
     def worker_id(self) -> int:
-        """A number that every router gives it."""
+        """An id that is the same in every router."""
         return int.from_bytes(blake2b(self.url.encode(), digest_size=6).digest(), "big")
 
     @property
@@ -83,7 +83,7 @@ class Worker:
 
     @property
     def role(self) -> str:
-        """What it is for: see `ServerConfig.role`."""
+        """Its role, as in `ServerConfig.role`."""
         return str(self.facts.get("role", "both"))
 
     @property
@@ -93,7 +93,7 @@ class Worker:
         return "|".join(map(str, (*self.names, facts.get("fingerprint"), facts.get("block_size"), publishes)))
 
     def post(self, target: str, headers: list[tuple[str, str]], body: bytes, prompt: RoutedPrompt) -> Any:
-        """Send a request, whose prompt is known as far as `prompt` says; returns the context of the answer."""
+        """Send a request; `prompt` is what the router knows of its prompt. Returns the context of the answer."""
         return self.session.post(target, data=body, headers=headers)
 
     def event_address(self, name: str) -> str | None:
@@ -105,7 +105,7 @@ class Worker:
 
     @property
     def neighbour_address(self) -> str | None:
-        """Where it hands blocks to others, as seen from here; None if nowhere."""
+        """The address at which it serves blocks to others, as seen from here; None if it does not."""
         address = self.facts.get("kv_neighbours")
         return None if address is None else self._reachable(address)
 
@@ -118,15 +118,15 @@ class Worker:
 
 
 class Workers:
-    """All servers, looked at in the background.
+    """All servers, checked in the background.
 
     Args:
         key: the router's key.
         new_session: opens the connections to a server, given a URL.
 
     Attributes:
-        on_up: called with a server that begins to take requests, or that has been started anew.
-        on_down: called with one that takes none any more, or is no longer named.
+        on_up: called with a server that begins to accept requests, or that has restarted.
+        on_down: called with one that no longer accepts requests, or is no longer listed.
     """
 
     def __init__(self, config: RouterConfig, key: str, new_session: Callable[[str], Any]) -> None:
@@ -148,7 +148,7 @@ class Workers:
         return [each for each in self if each.is_healthy and (model is None or model in each.names)]
 
     def answering(self, model: str | None) -> list[Worker]:
-        """Return the healthy ones that answered the last look; all healthy ones if none did."""
+        """Return the healthy ones that answered the last check; all healthy ones if none did."""
         healthy = self.healthy(model)
         return [each for each in healthy if not each.num_failures] or healthy
 
@@ -159,7 +159,7 @@ class Workers:
         self._registered.pop(url.rstrip("/"), None)
 
     async def run(self) -> None:
-        """Look at all servers again and again, until cancelled."""
+        """Check all servers periodically, until cancelled."""
         while True:
             try:
                 await self.look()
@@ -169,7 +169,7 @@ class Workers:
             await asyncio.sleep(min(self._config.health_interval, _AGAIN_SECONDS if is_missed else math.inf))
 
     async def look(self) -> None:
-        """Find the servers, and look at each."""
+        """Find the servers, and check each."""
         urls = await self._urls()
         for url in self._by_url.keys() - urls:
             worker = self._by_url.pop(url)
@@ -180,7 +180,7 @@ class Workers:
         await asyncio.gather(*map(self._look_at, self))
 
     async def suspect(self, worker: Worker) -> None:
-        """Look at a server at once, whose connection was lost, and send nothing to it if it does not answer."""
+        """Check a server at once after a lost connection, and send it nothing more if it does not answer."""
         worker.num_failures = max(worker.num_failures, _MOST_FAILURES - 1)
         if worker.looking.locked():  # many requests are lost at once, and one look is enough for all
             async with worker.looking:
@@ -238,7 +238,7 @@ class Workers:
         except Exception:
             logger.exception("the cache of %s could not be forgotten", worker.url)
         if worker.num_failures >= _MOST_FAILURES:
-            # It hangs, so that what waits for it would wait for ever; closing connections does not end answers.
+            # It hangs, so requests would wait for it forever; closing the connections does not end the answers.
             for answer in list(worker.answers):
                 answer.close()
             session, worker.session = worker.session, self._new_session(worker.url)
@@ -255,7 +255,7 @@ class Workers:
         return urls
 
     def _of_file(self, path: Path) -> Iterable[str]:
-        """Return the URLs in the file; if it cannot be read, those that were there before."""
+        """Return the URLs in the file; if it cannot be read, the previous ones."""
         try:
             changed = path.stat().st_mtime
             if changed != self._file[0]:
@@ -266,7 +266,7 @@ class Workers:
         return self._file[1]
 
     async def _of_dns(self, address: str) -> Iterable[str]:
-        """Return a URL for each address of a name; if it cannot be looked up, those of the last time."""
+        """Return a URL for each address of a name; if the look-up fails, the previous ones."""
         host, _, port = address.rpartition(":")
         with suppress(OSError):
             found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)

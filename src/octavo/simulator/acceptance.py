@@ -1,7 +1,7 @@
-"""Drafts in a simulation: which would be found, and how far they hold, as a recorded server found.
+"""Drafts in a simulation: which are found and how many of their tokens are accepted, as recorded by a server.
 
 A simulated output has no text, so each follows one of the outputs in a recording. Where that one verified a draft,
-so does this one, if the speculator decides to, and it holds as far:
+so does this one, if the speculator decides to, and as many tokens are accepted:
 
     recorded     | drawn | draft of 4, the third refuted | drawn | drawn | draft of 2, both accepted |
     known        |   .   |  1   1   0   0                |   .   |   .   |  1   1                    |
@@ -43,7 +43,7 @@ Output = tuple[KnownText, ...]
 def outputs_of(steps: Iterable[RecordedStep]) -> list[Output]:
     """Return the drafts of each output in a recording.
 
-    How far the draft of an output's last step held is not recorded. An output that was preempted counts twice.
+    The acceptance of an output's last draft is not recorded. An output that was preempted counts twice.
     """
     found: dict[SequenceId | int, list[KnownText]] = {}
     prompts: dict[int, int] = {}  # by sequence, the number of its tokens when it first drew
