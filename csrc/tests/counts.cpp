@@ -11,6 +11,10 @@
 //     busiest      how often the threads that write one line take turns, which follow each other
 //     shared       lines of the pool's that more than one thread wrote
 //     weights, activations, KV    bytes that products and attention read, of packed rows once for each task
+//
+// The last columns model a socket (`kModelled`): `bytes` and `sums` are the microseconds that reading and multiplying
+// take, which overlap, `waits` those of the threads for each other, and `layer` the larger of the first two and the
+// third.
 #include <algorithm>
 #include <bitset>
 #include <cstdio>
@@ -33,10 +37,19 @@ namespace {
 int g_threads = 1, g_thread = 0;  // how many are played, and which one runs
 
 struct Counts {
-    int64_t rounds, tasks, atomics, transfers, weights, activations, kv;
+    int64_t rounds, tasks, atomics, transfers, leader, weights, activations, kv;
     int64_t read() const { return weights + activations + kv; }
 };
 Counts g_counts{};
+
+// Assumed, not measured: a socket with eight channels of DDR5-4800 (307 GB/s at most), of which a core fetches what its
+// buffers for misses allow (10 to 20 GB/s); products as measured on one core of Zen 5
+// (benchmarks/results/amd_zen5/kernels.md); and a line that moves from one core to another (40 to 150 ns on a socket:
+// David, Guerraoui, Trigonakis, "Everything you always wanted to know about synchronization", SOSP 2013).
+struct Modelled {
+    double socket_gb_s = 250, core_gb_s = 12, core_gop_s = 650, transfer_ns = 80;
+};
+constexpr Modelled kModelled;
 
 // A cache line: who has a copy, and what has happened to it.
 struct Line {
@@ -69,7 +82,9 @@ template <class T> class Counted {
   private:
     Line& touch() const {
         Line& line = g_lines[reinterpret_cast<uintptr_t>(this) / 64];
-        g_counts.transfers += line.holders.any() && !line.holders.test(g_thread);
+        const bool transferred = line.holders.any() && !line.holders.test(g_thread);
+        g_counts.transfers += transferred;
+        g_counts.leader += transferred && g_thread == 0;
         return line;
     }
     void write() {
@@ -175,11 +190,13 @@ Kernels counting_level() {
     return level;
 }
 
+constexpr int64_t kHidden = 4096, kInner = 14336;
+constexpr int kHeads = 32, kKvHeads = 8, kDim = 128, kBlock = 16;
+constexpr int64_t kQkv = (kHeads + 2 * kKvHeads) * kDim;
+constexpr double kLayerWeights = kHidden * (kQkv + kHidden + 3 * kInner);
+
 // One layer with the shapes of Llama 3's 8B: `seqs` sequences of `queries` new tokens each, of `context`.
 void play_layer(WeightFormat format, int seqs, int queries, int context) {
-    constexpr int64_t kHidden = 4096, kInner = 14336;
-    constexpr int kHeads = 32, kKvHeads = 8, kDim = 128, kBlock = 16;
-    constexpr int64_t kQkv = (kHeads + 2 * kKvHeads) * kDim;
     const int64_t rows = int64_t{seqs} * queries, blocks = (context + kBlock - 1) / kBlock;
     // Nothing is read: a weight's or a row's memory is only an address.
     static std::vector<char> memory;
@@ -254,8 +271,9 @@ int main(int argc, char** argv) {
     }
     const WeightFormat format = name == "bf16" ? WeightFormat::bf16 : WeightFormat::q4_0;
     std::printf("a layer of an 8B in %s, at the level %s\n", name.c_str(), kernels().name);
-    std::printf("%-15s %8s %7s %6s %8s %10s %8s %7s %10s %12s %8s\n", "new tokens", "threads", "rounds", "tasks",
-                "atomic", "transfers", "busiest", "shared", "weights MB", "activ. MB", "KV MB");
+    std::printf("%-15s %8s %7s %6s %8s %10s %8s %7s %10s %12s %8s %8s %8s %8s %8s\n", "new tokens", "threads", "rounds",
+                "tasks", "atomic", "transfers", "busiest", "shared", "weights MB", "activ. MB", "KV MB", "bytes us",
+                "sums us", "waits us", "layer us");
     constexpr struct {
         int seqs, queries, context;
     } kCases[] = {{1, 1, 1024}, {8, 1, 1024}, {64, 1, 1024}, {1, 512, 512}, {1, 2048, 2048}, {1, 8192, 8192}};
@@ -272,11 +290,17 @@ int main(int argc, char** argv) {
                 shared += line.writers.count() > 1;
             }
             const auto mb = [](int64_t bytes) { return static_cast<double>(bytes) / 1e6; };
-            std::printf("%5d x %-7d %8d %7lld %6lld %8lld %10lld %8lld %7lld %10.1f %12.1f %8.1f\n", seqs, queries,
+            // What follows each other: the turns on one line, and what the leader fetches. Activations stay in caches.
+            const double waits = static_cast<double>(busiest + g_counts.leader) * kModelled.transfer_ns / 1e3;
+            const double bytes = mb(g_counts.weights + g_counts.kv) * 1e3 /
+                                 std::min(kModelled.socket_gb_s, threads * kModelled.core_gb_s);
+            const double sums = 2.0 * seqs * queries * kLayerWeights / 1e3 / (threads * kModelled.core_gop_s);
+            std::printf("%5d x %-7d %8d %7lld %6lld %8lld %10lld %8lld %7lld %10.1f %12.1f %8.1f", seqs, queries,
                         threads, static_cast<long long>(g_counts.rounds), static_cast<long long>(g_counts.tasks),
                         static_cast<long long>(g_counts.atomics), static_cast<long long>(g_counts.transfers),
                         static_cast<long long>(busiest), static_cast<long long>(shared), mb(g_counts.weights),
                         mb(g_counts.activations), mb(g_counts.kv));
+            std::printf(" %8.0f %8.0f %8.0f %8.0f\n", bytes, sums, waits, std::max(bytes, sums) + waits);
             std::fflush(stdout);
         }
 }
