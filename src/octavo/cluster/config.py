@@ -13,7 +13,7 @@ from octavo.option import Options, check_address, option
 from octavo.units import SECONDS
 
 _workers = partial(option, group="workers (docs/operate/route.md)")
-_choice = partial(option, group="choice of a server")
+_choice = partial(option, group="selection of a server")
 
 
 def checked_url(url: str, name: str = "a worker") -> str:
@@ -48,12 +48,12 @@ class RouterConfig(Options):
         check=check_address,
     )
     accept_workers: bool = _workers(
-        False, "let servers register at POST /workers with the router's key; they must do so again within 30 seconds"
+        False, "let servers register at POST /workers with the router's key, and again every 30 seconds at most"
     )
     health_interval: float = _workers(
         1.0,
-        "time between two health checks of a server; one that fails sends requests to others; two, or one failed "
-        "request, end those that it has",
+        "time between two health checks of a server; after one failed check, new requests go to other servers; after "
+        "two, or a failed request, its running requests end too",
         unit=SECONDS,
         above=0,
     )

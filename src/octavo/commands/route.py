@@ -15,10 +15,10 @@ from octavo.server.http.logs import configure_logging
 logger = logging.getLogger("octavo.route")
 
 DESCRIPTION = """\
-Send each request to the server, of several, that has most of its prompt cached, weighed against its load. The servers
-are started with the same --router-key and with --kv-events-config. Tenants' keys and quotas are checked by the servers;
-give the router the same --keys-file, because each tenant's prompts are cached apart. Options may also come from the
-environment and --config, as for `octavo serve`.
+Send each request to the server with most of its prompt cached, weighed against the servers' load. Start all servers
+with the same --router-key and with --kv-events-config. The servers check tenants' keys and quotas; give the router the
+same --keys-file, because each tenant's prompts are cached separately. Options may also come from the environment and
+--config, as for `octavo serve`.
 """
 
 

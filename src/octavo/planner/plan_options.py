@@ -17,7 +17,7 @@ DEFAULT_MAX_NUM_SEQS = 256
 # Nothing that is planned for has less memory: a number without a unit was meant as gigabytes.
 _LEAST_MEMORY = 1 << 20
 
-_option = partial(option, group="what is planned for")
+_option = partial(option, group="workload and hardware")
 _OF_ENGINE = {entry.name: entry for entry in fields(EngineConfig)}
 
 

@@ -21,7 +21,7 @@ from octavo.server.route import Access, Endpoint, Handlers, ResponseCounts, dele
 
 # Maximum length of a damaged cache's audit in /health; the audit may name every block.
 _MAX_HEALTH_DETAIL = 1000
-# Who may use what tells all tenants' use together: `--metrics-access` says.
+# Access to totals over all tenants, which `--metrics-access` sets.
 TOTALS = Access.OPERATOR
 
 
@@ -48,7 +48,7 @@ class Operations(Handlers):
         self._metrics: dict[bool, Any] = {}
 
     def endpoints(self) -> list[Endpoint]:
-        # How full the cache is tells one of a few tenants what another sends, so the load is as closed as the metrics.
+        # With few tenants, the cache's usage reveals what another one sends: /load is as closed as /metrics.
         totals = Access.ADMIN if self._config.metrics_access == "admin" else Access.PUBLIC
         return [replace(each, access=totals) if each.access is TOTALS else each for each in super().endpoints()]
 

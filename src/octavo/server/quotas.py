@@ -65,7 +65,7 @@ class TenantUse:
     buckets: dict[str, Bucket] = field(default_factory=dict)
 
     def bucket(self, what: str, per_minute: float | None, now: float) -> Bucket | None:
-        """Return the bucket of requests or tokens, anew if the rate has changed; None without a rate."""
+        """Return the bucket of requests or tokens, a new one if the rate has changed; None without a rate."""
         if per_minute is None:
             self.buckets.pop(what, None)
             return None
@@ -119,7 +119,7 @@ class Charge:
             self._take(self.spent.completion_tokens)
 
     def refuse(self, reason: str) -> None:
-        """Count the refusal of a request that was let in but then found a full queue."""
+        """Count the refusal of a request that was admitted but then found the queue full."""
         self._use.refused[reason] += 1
 
     def _take(self, tokens: int) -> None:
@@ -144,7 +144,7 @@ class Quotas:
         self._shown: set[str] = set()
 
     def enter(self, client: Client) -> Charge:
-        """Let a request in; `Charge.end` must be called when it is over.
+        """Admit a request; `Charge.end` must be called when it ends.
 
         Raises:
             ApiError: the tenant is over a limit; the message has the number, and `Retry-After` the time to wait.

@@ -43,7 +43,7 @@ class Endpoint:
 
     Attributes:
         answer: name of the answer's schema in `answer_schemas.py`, or its media type.
-        summary: what it is for, in a line.
+        summary: its purpose, in one line.
         body: the type of the request's body, which has an example; None if there is none.
         query: schemas of the fields of the query.
     """
@@ -140,11 +140,11 @@ def refuse_control_characters(scope: Scope) -> None:
 
 
 def json_response(value: Any) -> Response:
-    """Answer with a value as JSON; bytes are JSON already."""
+    """Return a JSON response; bytes are taken to be JSON already."""
     return Response(value if isinstance(value, bytes) else json_bytes(value), media_type="application/json")
 
 
-# Of paths and methods that no endpoint has: clients choose these, so they are counted together.
+# Unknown paths and methods are counted together, because clients choose them.
 _NONE = "none"
 
 
@@ -162,7 +162,7 @@ class ResponseCounts:
         self._templates: list[tuple[re.Pattern[str], str]] = []
 
     def expect(self, endpoints: Iterable[Endpoint]) -> None:
-        """Count these endpoints by themselves; a path may have parameters, as `/v1/models/{model}` has."""
+        """Count each of these endpoints separately; a path may have parameters, as `/v1/models/{model}` has."""
         for endpoint in endpoints:
             self._methods.add(endpoint.method)
             self._paths.add(endpoint.path)

@@ -1,6 +1,6 @@
-"""A server's services for routers in front of it: registers with them, takes prompts as token ids, says how to route.
+"""A server's services for routers in front of it: registration, prompts as token ids, and facts for routing.
 
-A router tokenises a prompt to find out where its prefix is cached. It sends the client's body as it came, followed by
+A router tokenises a prompt to find out where its prefix is cached. It sends the client's body unchanged, followed by
 the token ids, so that nothing is tokenised twice:
 
     Octavo-Prompt: FINGERPRINT NUMBER        whose tokenizer and template, and how many tokens
@@ -124,7 +124,7 @@ class RoutedPrompts:
 
 
 def _engine_facts(core: EngineCore) -> dict[str, Any]:
-    """Return what a router must know of an engine; `kv_events` and `kv_neighbours` may be null."""
+    """Return the facts about an engine that a router needs; `kv_events` and `kv_neighbours` may be null."""
     events, kv = core.config.kv_events, core.scheduler.kv
     return {
         "model": core.config.model,
@@ -147,7 +147,7 @@ _ANSWER_SECONDS = 5.0
 
 @asynccontextmanager
 async def registered(config: ServerConfig, listener: socket.socket) -> AsyncIterator[None]:
-    """Register with the routers of the options within the context, and leave them at its end."""
+    """Register with the configured routers within the context, and deregister at its end."""
     if not config.register_with:
         yield
         return
@@ -184,7 +184,7 @@ def _send(address: str, url: str, key: str, method: str) -> None:
 
 
 def _own_url(config: ServerConfig, listener: socket.socket) -> str:
-    """Return the URL of the address that is listened on; where that is every interface, with the host's name."""
+    """Return the URL of the address that the server listens on; with the host's name if that is every interface."""
     host, port = listener.getsockname()[:2]
     name = socket.gethostname() if host in ("0.0.0.0", "::") else host
     scheme = "http" if config.ssl_certfile is None else "https"

@@ -163,7 +163,7 @@ class Server(uvicorn.Server):
     """A uvicorn server with Octavo's shutdown: requests get a grace period, which a second signal cuts short.
 
     Args:
-        engine: what the server serves; a router has none.
+        engine: the engine that is served; None for a router.
     """
 
     def __init__(

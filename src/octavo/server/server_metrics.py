@@ -83,7 +83,7 @@ class TenantCollector(Collector):
             yield gauge
 
     def _in_tiers(self) -> Metric:
-        """Return what lies in each tier below the device; Redis cannot tell."""
+        """Return the bytes in each tier below the device, by tenant; not in Redis, which does not report them."""
         stats = self._stats
         tiers: dict[str, Mapping[str, int]] = {}
         if stats.host is not None:

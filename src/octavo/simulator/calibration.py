@@ -181,7 +181,7 @@ class RoundSender:
     def send_for(self, seconds: float) -> list[Sent]:
         """Send rounds until the time is up, and return when their requests were sent and answered.
 
-        Rounds that would take longer than what is left are passed over.
+        Rounds that would take longer than the time left are skipped.
         """
         sent: list[Sent] = []
         ends_at = time.monotonic() + seconds
@@ -240,7 +240,7 @@ def overheads(
 
     Args:
         recordings: the steps of the server, or of each of several behind a router.
-        requests: those that were sent meanwhile.
+        requests: the requests sent during the recordings.
         left_out: spans of time whose requests are not counted.
 
     Raises:

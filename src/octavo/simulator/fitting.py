@@ -75,7 +75,7 @@ class Spread:
     Attributes:
         decodes: of steps without chunks of prompts.
         chunks: of steps with chunks.
-        resumed: of the first steps after a pause, which a prompt that finds an idle engine waits for.
+        resumed: of the first steps after a pause, which delay a prompt that finds the engine idle.
     """
 
     decodes: tuple[float, ...] = ()
@@ -132,7 +132,7 @@ def executions(steps: Iterable[RecordedStep]) -> list[MeasuredStep]:
 
 
 def periods(steps: Iterable[RecordedStep]) -> list[MeasuredStep]:
-    """Return the steps with the seconds until the next step began, where the engine went straight on to it.
+    """Return the steps with the seconds until the next step began, if it followed without a pause.
 
     This is the inter-token latency that streams see: it includes planning, updating and output processing.
     """
@@ -146,8 +146,8 @@ def periods(steps: Iterable[RecordedStep]) -> list[MeasuredStep]:
 def _in_series(steps: Iterable[RecordedStep]) -> Iterator[tuple[RecordedStep, bool, int, float]]:
     """Yield each step, whether it followed a pause, how many requests came in meanwhile, and when the next step began.
 
-    The last two are 0 if the engine did not go straight on to the next, with which it then has no sequence in common.
-    Else sequences that the next step is the first to have came in while this one was computed.
+    The last two are 0 if a pause followed: the next step then has no sequence in common with this one.
+    Otherwise, sequences that are new in the next step arrived during this one.
     """
     before, resumed, seen = None, False, set[int]()
     for step in steps:

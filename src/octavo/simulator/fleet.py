@@ -4,7 +4,7 @@
                                ^
                                └── the one whose next steps end first computes them, if nothing arrives before
 
-A router decides by what a server is like after the steps that it is computing, so somewhat early, and takes no time.
+A router sees each server's state after the steps that it is computing, so slightly early; a decision takes no time.
 With servers for prefill, a long prompt is computed by one of them first, and then fetched, as `octavo route` does it.
 """
 
@@ -33,11 +33,11 @@ class Replica:
     """One of several servers, as the router sees it; the traffic of its simulation.
 
     Attributes:
-        sent: requests that are on their way to it, and when they arrive.
+        sent: requests in transit to it, and their arrival times.
         uncomputed: prompt tokens that it has to compute for each request without a first token, by the request's `id`.
         num_uncomputed: their sum.
         in_flight: requests that have not ended.
-        num_requests: all that were ever sent there.
+        num_requests: number of requests sent to it so far.
         load: blocks that it has to compute, twice because they will be in use too, and that are in use; by `settle`.
     """
 
@@ -52,7 +52,7 @@ class Replica:
     load: float = 0.0
 
     def send(self, request: SimulatedRequest, cached: int, at: float) -> None:
-        """Send a request, of whose prompt the router believes that many tokens to be cached there."""
+        """Send a request, with the number of its prompt's tokens that the router believes to be cached there."""
         self.uncomputed[id(request)] = tokens = request.shape.prompt_tokens - cached
         self.num_uncomputed += tokens
         self.in_flight += 1
@@ -100,14 +100,14 @@ class SimulatedRouter(Protocol):
 
 
 class LeastLoaded:
-    """Takes the replica with the fewest requests."""
+    """Chooses the replica with the fewest requests."""
 
     def choose(self, request: SimulatedRequest, replicas: Sequence[Replica]) -> Destination:
         return Destination(min(replicas, key=lambda replica: replica.in_flight))
 
 
 class _RoundRobin:
-    """Takes one replica after the other."""
+    """Chooses the replicas in turn."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -263,7 +263,7 @@ class Fleet:
         self._deliver(request, choice, request.arrival_s)
 
     def _deliver(self, request: SimulatedRequest, choice: Destination, at: float) -> SimulatedRequest:
-        """Send a request, and return it as it was sent: with a hint."""
+        """Send a request, and return it with its hint."""
         replica, simulation = choice.replica, self._simulations[choice.replica.place]
         while replica.in_flight and replica.server.clock.now < at:
             simulation.advance(at)
@@ -276,7 +276,7 @@ class Fleet:
         return request
 
     def _settle(self, replica: Replica) -> None:
-        """Note when a server's next event is due."""
+        """Record when a server's next event is due."""
         replica.settle()
         place = replica.place
         self._turns[place] += 1

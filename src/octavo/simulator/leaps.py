@@ -1,6 +1,6 @@
-"""Steps in a row that only a new request could change, simulated as one in which each stream draws a token for each.
+"""Consecutive steps that only a new request could change, simulated as one in which each stream draws a token per step.
 
-To the scheduler, each stream verifies a draft that holds: blocks are taken, filled and published as in single steps.
+The scheduler sees streams that verify accepted drafts: blocks are taken, filled and published as in single steps.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ MOST_STEPS = 64
 
 
 class Leaps(Speculator):
-    """Stands for a speculator, whose drafts always hold.
+    """A speculator whose drafts are always accepted.
 
     Attributes:
-        num_steps: how many steps the next plan of streams alone stands for.
+        num_steps: number of steps that the next plan of decodes alone represents.
     """
 
     def __init__(self, kv: KVCacheManager, max_model_len: int, max_num_batched_tokens: int) -> None:

@@ -27,7 +27,7 @@ class LinkedMemory(Medium):
         neighbours: of all servers, by the address that hints name.
 
     Attributes:
-        busy_until: when the link has carried what it was given, into this server and out of it.
+        busy_until: when the link has finished its transfers, into this server and out of it.
     """
 
     name = "neighbour"
@@ -72,7 +72,7 @@ class LinkedMemory(Medium):
 
 
 class _Arriving(Transfer):
-    """A transfer whose outcomes are known, and which ends at a time of the virtual clock."""
+    """A transfer with known outcomes, which ends at a given time of the virtual clock."""
 
     def __init__(
         self, transfer: Transfer, outcomes: Sequence[Reason | None], ends: float, clock: Callable[[], float]
@@ -96,7 +96,7 @@ class NeighbourStore(Store):
 
     Attributes:
         block_bytes: see above.
-        num_bytes: that were transferred.
+        num_bytes: bytes transferred so far.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class NeighbourStore(Store):
         return arriving
 
     def _carried(self, holder: LinkedMemory, num_bytes: int, begins: float) -> float:
-        """Return when the links have carried so many bytes from a neighbour."""
+        """Return when a transfer of that many bytes from a neighbour ends."""
         self.num_bytes += num_bytes
         begins = max(begins, self._link.busy_until["in"], holder.busy_until["out"])
         ends = begins + num_bytes / self._bytes_per_second
