@@ -23,6 +23,7 @@ import importlib.util
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -101,12 +102,19 @@ def run(engine: str, workload_file: str, timeout: int) -> dict[str, Any] | None:
     if is_speculating:
         environment["SPECULATION"] = speculation
     command = [str(python), str(HERE / "peers" / f"run_{name}.py"), workload_file]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=True)
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        print(f"{engine}: {error}\n{str(error.stderr or '')[-2000:]}", file=sys.stderr)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as peer:
+        try:
+            out, err = peer.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(peer.pid, signal.SIGKILL)  # a server that it started would answer the next run
+            out, err = "", f"no result within {timeout} s"
+    if peer.returncode:
+        print(f"{engine}: {err[-2000:]}", file=sys.stderr)
         return None
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    result: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
     return result
 
 

@@ -153,7 +153,7 @@ void bind_linear(nb::module_& m) {
           "step"_a);
     m.def("plan_coding", &py_plan_coding, "packed"_a, "outputs"_a, "inputs"_a);
     m.def("encode", &py_encode, "packed"_a, "outputs"_a, "inputs"_a, "base"_a, "num_escapes"_a, "out"_a);
-    m.def("copy_packed", &py_copy_packed, "from"_a, "to"_a);
+    m.def("copy_packed", &py_copy_packed, "source"_a, "target"_a);
     m.def("unpack_rows", &py_unpack_rows, "format"_a, "packed"_a, "outputs"_a, "inputs"_a, "ids"_a, "out"_a);
     m.def("linear", &py_linear, "format"_a, "packed"_a, "outputs"_a, "x"_a, "bias"_a.none(), "out"_a, "activation"_a,
           "exact"_a);
