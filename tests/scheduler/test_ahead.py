@@ -145,6 +145,17 @@ def test_preemption_for_blocks_waits_until_the_step_in_flight_is_done() -> None:
     assert [len(request.sequences[0].output_token_ids) for request in requests] == [12, 12]
 
 
+def test_no_step_is_planned_ahead_after_one_that_lacked_blocks_for_a_prompt() -> None:
+    engine = Harness(num_blocks=5, block_size=8, max_num_batched_tokens=4)
+    prompt, stream = engine.add(24, max_tokens=2), engine.add(3, max_tokens=20)
+    plans: list[StepPlan] = []
+    while not prompt.sequences[0].num_output_tokens:
+        plans += run_ahead(engine)
+    without = [plan.ahead for plan in plans if prompt.request_id not in shares(plan)]
+    assert (without, stream.sequences[0].num_preemptions) == ([True, False], 1)
+    engine.run()
+
+
 def test_a_block_that_goes_to_the_host_is_stored_before_a_step_writes_over_it() -> None:
     engine = Harness(num_blocks=6, num_prefix_blocks=4, demotion="on_evict")
     engine.add(8, max_tokens=1)
