@@ -106,7 +106,7 @@ def test_what_a_copy_inserts_after_a_token_is_expected_after_it_again() -> None:
     seq.output_token_ids += [33, 9, 34]  # no more
     seq.request.predicted_ids = ()
     assert method.draft(seq, 4) == Draft((35,), "prediction", 15)
-    assert not seq.state.token_index.prediction.inserted
+    assert not seq.state.token_index.copies["prediction"].inserted
 
 
 def ended(*token_ids: int, prompt: int = 2, salt: str = "") -> Sequence:
