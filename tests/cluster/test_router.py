@@ -228,6 +228,26 @@ def test_an_answer_whose_server_is_lost_ends_with_an_error_event_or_unfinished_a
     assert [b"worker_lost" in message["body"] for message in sent] == [True] * is_stream
 
 
+def test_half_an_event_of_a_server_that_is_lost_is_not_relayed() -> None:
+    sent: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    async def chunks() -> Any:
+        for chunk in (b"data: 1\n", b"\ndata: 2\n\nda", b"ta: 3"):
+            yield chunk
+        raise ConnectionResetError
+
+    content = SimpleNamespace(iter_any=chunks)
+    answer = SimpleNamespace(raw_headers=[], content_type="text/event-stream", status=200, content=content)
+    anything: Any = SimpleNamespace(workers=[])
+    relayed = _Relayed(anything, anything, InFlight())
+    with pytest.raises(ConnectionResetError):
+        asyncio.run(relayed._relay(answer, Ticket(anything), send))
+    assert b"".join(sent) == b"data: 1\n\ndata: 2\n\n"
+
+
 def test_a_hint_goes_to_the_server_with_the_routers_key_and_a_clients_own_does_not() -> None:
     given = [(HINT_HEADER.encode(), b"10.6.6.6:1"), (KEY_HEADER.encode(), b"guessed"), (b"x", b"y")]
     scope = {"headers": given, "state": {"request_id": "r"}}

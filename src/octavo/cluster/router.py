@@ -396,12 +396,18 @@ class _Relayed(Response):
         self._is_stream = answer.content_type == EVENTS
         self._started = True
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        rest = b""
         async for chunk in answer.content.iter_any():
+            if self._is_stream:
+                # A server that is lost may leave half an event, after which no error could be read.
+                events, end, rest = (rest + chunk).rpartition(b"\n\n")
+                if not (chunk := events + end):
+                    continue
             if ticket is not None and ticket.selection_id is not None:
                 await self._router.selection.first_token(ticket)
                 ticket = Ticket(ticket.worker)
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send({"type": "http.response.body", "body": rest, "more_body": False})
 
 
 def _client_error() -> type[Exception]:
