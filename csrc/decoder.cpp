@@ -30,8 +30,9 @@ const Matrix& Decoder::make(Register place, int64_t count, int64_t width, const 
     is_shared_[place] = false;
     if (!columns) return rows_[place] = room(memory_[place], count, width);
     const int64_t element = element_bytes(shape.storage);
-    whole_[place] = share(place, count, columns->all, element);
-    return rows_[place] = columns_of(whole_[place], columns->first, width, element);
+    whole_[place] = share(place, count, columns->all(), element);
+    columns_[place] = &*columns;
+    return rows_[place] = columns_of(whole_[place], columns->begins[ranks->place().in_all()], width, element);
 }
 
 Matrix Decoder::share(int slot, int64_t count, int64_t width, int64_t element) {
@@ -41,7 +42,7 @@ Matrix Decoder::share(int slot, int64_t count, int64_t width, int64_t element) {
 
 // All ranks' columns of a register.
 Matrix Decoder::gathered(Register place) {
-    ranks->meet();
+    ranks->gather(whole_[place], *columns_[place], element_bytes(shape.storage));
     is_shared_[place] = true;
     return rows_[place] = whole_[place];
 }
@@ -67,9 +68,13 @@ float* Decoder::scores(const Linear& linear, const Matrix& x) {
 void Decoder::forward(const DecoderStep& step) {
     wake_threads();
     if (ranks) {
-        whole_[kResidual] = share(kResidual, step.num_tokens, shape.hidden, element_bytes(shape.storage));
-        embed(step, whole_[kResidual]);
-        gathered(kResidual);
+        rows_[kResidual] = share(kResidual, step.num_tokens, shape.hidden, element_bytes(shape.storage));
+        embed(step, rows_[kResidual]);
+        ranks->gather_rows(rows_[kResidual], [&](int64_t row) {
+            const std::vector<int64_t>& begins = ids.begins;
+            return std::upper_bound(begins.begin(), begins.end() - 1, step.token_ids[row]) - begins.begin() - 1;
+        });
+        is_shared_[kResidual] = true;
     } else {
         embed(step, make(kResidual, step.num_tokens, shape.hidden));
     }
@@ -194,8 +199,8 @@ void Decoder::logits(int64_t first, int64_t count, float* out) {
     const Matrix rows{reinterpret_cast<char*>(out), count, shape.vocab, shape.vocab * 4};
     if (ranks) {
         const Matrix all = share(kNumRegisters, count, shape.vocab, 4);
-        multiply(head, hidden, columns_of(all, first_id, head.outputs(), 4), kF32, kPlain);
-        ranks->meet();
+        multiply(head, hidden, columns_of(all, first_id(), head.outputs(), 4), kF32, kPlain);
+        ranks->gather(all, ids, 4);
         if (!out) return;
         parallel_for(static_cast<int>(count), [&](int i) { std::memcpy(rows.row(i), all.row(i), rows.stride); });
     } else {
@@ -223,7 +228,7 @@ void Decoder::embed(const DecoderStep& step, const Matrix& residual) const {
     parallel_for(static_cast<int>((step.num_tokens + kTokensPerTask - 1) / kTokensPerTask), [&](int task) {
         const int64_t end = std::min(step.num_tokens, (task + 1) * kTokensPerTask);
         for (int64_t i = task * kTokensPerTask; i < end; ++i) {
-            const int64_t id = step.token_ids[i] - first_id;
+            const int64_t id = step.token_ids[i] - first_id();
             if (ranks && (id < 0 || id >= head.outputs())) continue;
             if (embedding_rows)
                 std::memcpy(residual.row(i), embedding_rows + id * residual.stride, residual.stride);

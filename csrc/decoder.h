@@ -39,11 +39,6 @@ struct Linear {
 // input in kHidden.
 enum Register { kResidual, kHidden, kBranch, kQkv, kAttended, kInner, kNumRegisters };
 
-// Which columns of a matrix a rank computes, and how many all compute together.
-struct Columns {
-    int64_t first, all;
-};
-
 // The instructions, as models/program.py documents them.
 struct Norm {  // in place, columns [first, first + width) may be normalised alone
     Register source, target;
@@ -167,7 +162,7 @@ class Decoder {
     Linear head;
     bool exact = true;       // see `linear` and AttentionCall
     Ranks* ranks = nullptr;  // null if this process has the whole model
-    int64_t first_id = 0;    // of the rank's share of the vocabulary, as large as the head's outputs
+    Columns ids;             // of ranks: the vocabulary as columns of the logits; this rank's share is the head's outputs
 
     // Throws std::invalid_argument if a table names blocks that do not exist; the caller must have checked all else.
     void forward(const DecoderStep& step);
@@ -183,6 +178,7 @@ class Decoder {
     using Buffer = StreamBuffer<char>;  // keeps its memory from step to step
 
     Matrix rows_[kNumRegisters] = {}, whole_[kNumRegisters] = {};
+    const Columns* columns_[kNumRegisters] = {};  // of whole_
     bool is_shared_[kNumRegisters] = {};  // whether ranks read rows_ too, so that they must not be changed in place
     Buffer memory_[kNumRegisters], pairs_memory_, sink_memory_;
     Matrix sink_queries_ = {};  // [tokens][heads * key_dim]
@@ -194,6 +190,7 @@ class Decoder {
 
     Matrix room(Buffer& buffer, int64_t count, int64_t width) const;
     const Matrix& make(Register place, int64_t count, int64_t width, const std::optional<Columns>& columns = {});
+    int64_t first_id() const { return ranks ? ids.begins[ranks->place().in_all()] : 0; }
     Matrix share(int slot, int64_t count, int64_t width, int64_t element);
     Matrix gathered(Register place);
     const Matrix& own(Register place);

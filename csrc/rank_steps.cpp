@@ -9,7 +9,7 @@
 namespace octavo {
 namespace {
 
-enum Kind : int64_t { kStep, kLogits, kCopies, kStop };
+enum Kind : int64_t { kStep, kLogits, kCopies };
 
 // A message is numbers and arrays, each at a multiple of 8 bytes.
 class Writer {
@@ -28,6 +28,7 @@ class Writer {
                                         ", the most tokens and sequences that a step was to have");
         return place;
     }
+    void send() { ranks_.send(end_ - ranks_.message()); }
 
   private:
     Ranks& ranks_;
@@ -175,13 +176,13 @@ void send_step(Ranks& ranks, const Decoder& decoder, const DecoderStep& step) {
         for (int64_t i = 0; i < step.num_seqs; ++i)
             std::memcpy(rows + i * width * 4, group->block_tables + step.table_rows[i] * group->stride, width * 4);
     }
-    ranks.send();
+    message.send();
 }
 
 void send_logits(Ranks& ranks, int64_t first, int64_t count) {
     Writer message(ranks);
     for (int64_t number : {int64_t{kLogits}, first, count}) message.number(number);
-    ranks.send();
+    message.send();
 }
 
 void send_copies(Ranks& ranks, BlockPlace from, BlockPlace to, const std::vector<std::pair<int64_t, int64_t>>& ids) {
@@ -194,14 +195,9 @@ void send_copies(Ranks& ranks, BlockPlace from, BlockPlace to, const std::vector
             message.number(ids[i].first);
             message.number(ids[i].second);
         }
-        ranks.send();
+        message.send();
         ranks.meet();
     }
-}
-
-void send_stop(Ranks& ranks) {
-    Writer(ranks).number(kStop);
-    ranks.send();
 }
 
 void follow(Decoder& decoder, const BlockMemory (&places)[2]) {
@@ -223,11 +219,11 @@ void follow(Decoder& decoder, const BlockMemory (&places)[2]) {
                 follow_copies(ranks, places, message);
                 break;
             default:
-                return;
+                throw std::invalid_argument("a message of an unknown kind");
             }
         }
     } catch (const std::exception& error) {
-        ranks.fail("rank " + std::to_string(ranks.rank()) + ": " + error.what());
+        ranks.fail("rank " + std::to_string(ranks.place().in_all()) + ": " + error.what());
         throw;
     }
 }

@@ -26,12 +26,11 @@ int64_t step_message_bytes(int64_t num_tokens, int64_t num_seqs, int64_t num_gro
                            int64_t rotation_bytes);
 void send_step(Ranks& ranks, const Decoder& decoder, const DecoderStep& step);
 void send_logits(Ranks& ranks, int64_t first, int64_t count);
-// Returns when every rank has copied its share of the blocks.
+// Returns when every rank of this machine has copied its share of the blocks.
 void send_copies(Ranks& ranks, BlockPlace from, BlockPlace to, const std::vector<std::pair<int64_t, int64_t>>& ids);
-void send_stop(Ranks& ranks);
 
-// The others: does what rank 0 sends, until it sends a stop. `places` are the device's and the host's memory. If
-// something throws, all ranks fail.
+// The others: does what rank 0 sends, until something throws; then all ranks fail. `places` are the device's and the
+// host's memory.
 void follow(Decoder& decoder, const BlockMemory (&places)[2]);
 
 }  // namespace octavo

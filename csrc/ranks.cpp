@@ -50,8 +50,8 @@ struct Ranks::Header {
 
 #ifdef __linux__
 
-Ranks::Ranks(int file, const RankLayout& layout, int rank, int count, double timeout_seconds)
-    : timeout_seconds(timeout_seconds), layout_(layout), rank_(rank), count_(count) {
+Ranks::Ranks(int file, const RankLayout& layout, const RankPlace& place, double timeout_seconds)
+    : timeout_seconds(timeout_seconds), layout_(layout), place_(place) {
     void* memory = mmap(nullptr, bytes(layout), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
     if (memory == MAP_FAILED)
         throw std::runtime_error("cannot map " + std::to_string(bytes(layout)) +
@@ -81,9 +81,9 @@ void Ranks::wait(Signal& signal, uint32_t number, double seconds) {
     for (uint32_t seen; static_cast<int32_t>((seen = signal.number.load()) - number) < 0;) {
         const double waited = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
         if (seconds > 0 && waited > seconds) {
-            const auto late = &signal - header_->met;
-            fail("rank " + std::to_string(late) + " has not answered rank " + std::to_string(rank_) + " for " +
-                 std::to_string(static_cast<int>(seconds)) + " s");
+            const auto late = &signal - header_->met + place_.in_all() - place_.rank;
+            fail("rank " + std::to_string(late) + " has not answered rank " + std::to_string(place_.in_all()) +
+                 " for " + std::to_string(static_cast<int>(seconds)) + " s");
         }
         if (header_->failed.load()) break;
         sleep_while(signal.number, seen);
@@ -94,8 +94,8 @@ void Ranks::wait(Signal& signal, uint32_t number, double seconds) {
 
 #else
 
-Ranks::Ranks(int, const RankLayout& layout, int rank, int count, double timeout_seconds)
-    : timeout_seconds(timeout_seconds), layout_(layout), rank_(rank), count_(count) {
+Ranks::Ranks(int, const RankLayout& layout, const RankPlace& place, double timeout_seconds)
+    : timeout_seconds(timeout_seconds), layout_(layout), place_(place) {
     throw std::runtime_error("several ranks need memory without a name that processes share, which Linux has");
 }
 Ranks::~Ranks() = default;
@@ -123,17 +123,79 @@ char* Ranks::next_buffer(int slot, int64_t bytes) {
 }
 
 void Ranks::meet() {
-    raise(header_->met[rank_], ++meetings_);
-    for (int other = 0; other < count_; ++other)
-        if (other != rank_) wait(header_->met[other], meetings_, timeout_seconds);
+    raise(header_->met[place_.rank], ++meetings_);
+    for (int other = 0; other < place_.count; ++other)
+        if (other != place_.rank) wait(header_->met[other], meetings_, timeout_seconds);
 }
 
-void Ranks::send() {
+// Uses the link; a failure of it is one of all ranks.
+template <class Carry> void Ranks::carry(const Carry& carry) {
+    try {
+        carry();
+    } catch (const std::exception& error) {
+        fail(error.what());
+        check();
+    }
+}
+
+void Ranks::gather(const Matrix& buffer, const Columns& columns, int64_t element_bytes) {
+    meet();
+    if (place_.machines == 1 || buffer.rows == 0) return;
+    if (place_.rank == 0) {
+        const auto begin = [&](int machine) { return columns.begins[machine * place_.count] * element_bytes; };
+        const auto width = [&](int machine) { return begin(machine + 1) - begin(machine); };
+        int64_t widest = 0;
+        for (int machine = 0; machine < place_.machines; ++machine) widest = std::max(widest, width(machine));
+        const int64_t bytes = buffer.rows * widest;
+        packed_.resize(bytes);
+        received_.resize(place_.machines * bytes);
+        for (int64_t row = 0; row < buffer.rows; ++row)
+            std::memcpy(packed_.data() + row * widest, buffer.row(row) + begin(place_.machine), width(place_.machine));
+        carry([&] { link_.gather(packed_.data(), received_.data(), bytes); });
+        for (int machine = 0; machine < place_.machines; ++machine)
+            for (int64_t row = 0; machine != place_.machine && row < buffer.rows; ++row)
+                std::memcpy(buffer.row(row) + begin(machine), received_.data() + machine * bytes + row * widest,
+                            width(machine));
+    }
+    meet();
+}
+
+void Ranks::gather_rows(const Matrix& buffer, const std::function<int(int64_t row)>& rank_of) {
+    meet();
+    if (place_.machines == 1) return;
+    if (place_.rank == 0) {
+        const int64_t bytes = buffer.rows * buffer.stride;
+        received_.resize(place_.machines * bytes);
+        carry([&] { link_.gather(buffer.base, received_.data(), bytes); });
+        for (int64_t row = 0; row < buffer.rows; ++row)
+            std::memcpy(buffer.row(row), received_.data() + rank_of(row) / place_.count * bytes + row * buffer.stride,
+                        buffer.stride);
+    }
+    meet();
+}
+
+void Ranks::send(int64_t bytes) {
     check();
     raise(header_->sent, ++messages_);
+    if (place_.machines > 1 && place_.machine == 0) {
+        carry([&] {
+            link_.broadcast(reinterpret_cast<char*>(&bytes), sizeof bytes);
+            link_.broadcast(message_, bytes);
+        });
+    }
 }
 
-void Ranks::receive() { wait(header_->sent, ++messages_, 0); }
+void Ranks::receive() {
+    if (place_.machine == 0 || place_.rank > 0) return wait(header_->sent, ++messages_, 0);
+    int64_t bytes = 0;
+    carry([&] {
+        link_.broadcast(reinterpret_cast<char*>(&bytes), sizeof bytes);
+        if (bytes < 0 || bytes > layout_.message_bytes)
+            throw std::invalid_argument("a message of " + std::to_string(bytes) + " bytes from another machine");
+        link_.broadcast(message_, bytes);
+    });
+    send(bytes);
+}
 
 void Ranks::fail(const std::string& reason) {
     if (header_->failing.exchange(1) == 0) {

@@ -173,7 +173,7 @@ void DecoderProgram::add_mixture(const LinearArguments& router, const nb::object
     const int64_t own = mix.gate_up[0].weight.outputs / 2, hidden = mix.down[0].weight.outputs;
     mix.inner = columns_of(inner_columns, own);
     mix.columns = columns_of(columns, hidden);
-    const int64_t inner = mix.inner ? mix.inner->all : own;
+    const int64_t inner = mix.inner ? mix.inner->all() : own;
     require(mix.columns || hidden == decoder_.shape.hidden, "experts with " + std::to_string(hidden) +
                                                                 " outputs in a model of " +
                                                                 std::to_string(decoder_.shape.hidden) + " columns");
@@ -209,11 +209,12 @@ void DecoderProgram::add_gather(const std::string& name) {
     decoder_.program.emplace_back(Gather{place});
 }
 
-void DecoderProgram::set_ranks(const std::shared_ptr<Ranks>& ranks, int64_t first_id) {
-    require(first_id >= 0 && first_id < decoder_.shape.vocab, "the vocabulary has no id " + std::to_string(first_id));
+void DecoderProgram::set_ranks(const std::shared_ptr<Ranks>& ranks, const std::vector<int64_t>& ids) {
     kept_ranks_ = ranks;
     decoder_.ranks = ranks.get();
-    decoder_.first_id = first_id;
+    decoder_.ids = own_columns(ids);
+    require(decoder_.ids.all() == decoder_.shape.vocab, "ranks have " + std::to_string(decoder_.ids.all()) +
+                                                            " ids of " + std::to_string(decoder_.shape.vocab));
 }
 
 void DecoderProgram::set_ends(nb::object embedding_rows, const LinearArguments& embedding,
@@ -279,25 +280,35 @@ Linear DecoderProgram::product(const LinearArguments& parts, const char* name) {
 int64_t DecoderProgram::own_vocab(const LinearArguments& head) const {
     int64_t outputs = 0;
     for (const PartArguments& part : head) outputs += std::get<2>(part);
-    const int64_t all = decoder_.shape.vocab;
-    require(decoder_.ranks ? decoder_.first_id + outputs <= all : outputs == all,
-            "a head for " + std::to_string(outputs) + " ids from " + std::to_string(decoder_.first_id) + " of " +
-                std::to_string(all));
+    const int64_t own = decoder_.ranks ? own_width(decoder_.ids) : decoder_.shape.vocab;
+    require(outputs == own, "a head for " + std::to_string(outputs) + " ids, not " + std::to_string(own));
     return outputs;
 }
 
 std::optional<Columns> DecoderProgram::columns_of(const ColumnArguments& columns, int64_t width) const {
     if (!columns) return {};
-    const auto& [first, all] = *columns;
     require(decoder_.ranks != nullptr, "columns are for ranks: call set_ranks first");
-    require(first >= 0 && first <= all - width,
-            std::to_string(width) + " columns from " + std::to_string(first) + " of " + std::to_string(all));
-    return Columns{first, all};
+    const Columns all = own_columns(*columns);
+    require(own_width(all) == width, std::to_string(width) + " columns, not " + std::to_string(own_width(all)));
+    return all;
+}
+
+Columns DecoderProgram::own_columns(const std::vector<int64_t>& begins) const {
+    const RankPlace& place = decoder_.ranks->place();
+    require(static_cast<int64_t>(begins.size()) == int64_t{place.count} * place.machines + 1 && begins[0] == 0 &&
+                std::is_sorted(begins.begin(), begins.end()),
+            "columns must begin at 0, and have a begin for each rank and an end");
+    return {begins};
+}
+
+int64_t DecoderProgram::own_width(const Columns& columns) const {
+    const int rank = decoder_.ranks->place().in_all();
+    return columns.begins[rank + 1] - columns.begins[rank];
 }
 
 void DecoderProgram::set(Register place, int64_t width, bool kept, const std::optional<Columns>& columns) {
     contents_.set(place, width, kept);
-    whole_width_[place] = columns ? columns->all : 0;
+    whole_width_[place] = columns ? columns->all() : 0;
 }
 
 void DecoderProgram::check_size(const Linear& linear, const char* name, int64_t vocab) const {

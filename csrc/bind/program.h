@@ -22,8 +22,8 @@ using LinearArguments = std::vector<PartArguments>;
 // active, normalised, sigmoid, corrected, scale, groups, active_groups
 using ChoiceArguments = std::tuple<int, bool, bool, bool, float, int, int>;
 
-// The first column that this rank computes, and how many all ranks compute.
-using ColumnArguments = std::optional<std::pair<int64_t, int64_t>>;
+// Where the columns begin that each rank computes, then where they end.
+using ColumnArguments = std::optional<std::vector<int64_t>>;
 
 // Weight, bias or None, eps, whether it is centred.
 using NormArguments = std::tuple<nanobind::object, nanobind::object, float, bool>;
@@ -87,8 +87,8 @@ class DecoderProgram {
                      const ColumnArguments& columns);
     void keep_rows(const std::string& name);
     void add_gather(const std::string& name);
-    // `first_id`: where this rank's share of the vocabulary begins, from embedding and head.
-    void set_ranks(const std::shared_ptr<Ranks>& ranks, int64_t first_id);
+    // `ids`: the columns of the logits, hence the rows of embedding and head, that each rank has.
+    void set_ranks(const std::shared_ptr<Ranks>& ranks, const std::vector<int64_t>& ids);
     // The embedding is plain rows, or one packed matrix.
     void set_ends(nanobind::object embedding_rows, const LinearArguments& embedding, const LinearArguments& head);
     void set_exact(bool exact) { decoder_.exact = exact; }
@@ -110,6 +110,8 @@ class DecoderProgram {
     // How much of the vocabulary the head covers: all of it, or a rank's share.
     int64_t own_vocab(const LinearArguments& head) const;
     std::optional<Columns> columns_of(const ColumnArguments& columns, int64_t width) const;
+    Columns own_columns(const std::vector<int64_t>& begins) const;
+    int64_t own_width(const Columns& columns) const;
     // A register that is about to be written; only `gather` may follow if other ranks have the other columns.
     void set(Register place, int64_t width, bool kept, const std::optional<Columns>& columns);
     // Checks that a matrix maps rows of the model's width to the vocabulary.

@@ -343,11 +343,21 @@ class EngineConfig(Options):
     )
     tensor_parallel_size: int | Literal["auto"] = _execution(
         1,
-        "on a CPU: processes of this machine that share the model; each has some outputs of every matrix, and some "
-        "heads of the KV cache; auto: one for each NUMA node, if the model can be split",
+        "on a CPU: processes that share the model, on all machines together; each has some outputs of every matrix and "
+        "some heads of the KV cache; auto: one for each NUMA node of this machine, if the model can be split",
         least=1,
         most=MOST_RANKS,
     )
+    nnodes: int = _execution(
+        1,
+        "machines that tensor_parallel_size is divided among; start the same command on each, with its node_rank, in a "
+        "network that you trust (docs/operate/configure.md)",
+        least=1,
+        most=MOST_RANKS,
+    )
+    node_rank: int = _execution(0, "which of nnodes this machine is; 0 serves, the others compute for it", least=0)
+    master_addr: str = _execution("127.0.0.1", "address of machine 0, for nnodes", metavar="ADDRESS")
+    master_port: int = _execution(29501, "port at which machine 0 listens for the others", least=1, most=65535)
     attention_backend: Literal["auto", "native", "triton", "reference"] = _execution(
         "auto", "auto: the fastest that runs here; native: C++, on a CPU; triton: on a GPU; reference: plain torch"
     )
@@ -389,6 +399,13 @@ class EngineConfig(Options):
             )
         if self.preemption_mode == "swap" and self.swap_space == 0:
             raise ConfigError("preemption_mode is 'swap', but swap_space is 0: nothing could be swapped")
+        if self.nnodes > 1 and (self.num_ranks == 1 or self.num_ranks % self.nnodes):
+            raise ConfigError(
+                f"nnodes is {self.nnodes}, but tensor_parallel_size is {self.tensor_parallel_size}: give a multiple of "
+                f"{self.nnodes}, so that each machine has as many processes"
+            )
+        if self.node_rank >= self.nnodes:
+            raise ConfigError(f"node_rank is {self.node_rank}, but the machines are 0 to {self.nnodes - 1}")
         if self.num_ranks > 1:
             self._check_ranks()
 
@@ -412,6 +429,12 @@ class EngineConfig(Options):
     def num_ranks(self) -> int:
         """The processes that the model is split among; 1 for "auto", which becomes a number once the model is known."""
         return 1 if self.tensor_parallel_size == "auto" else self.tensor_parallel_size
+
+    @property
+    def own_ranks(self) -> range:
+        """The ranks on this machine."""
+        count = self.num_ranks // self.nnodes
+        return range(self.node_rank * count, (self.node_rank + 1) * count)
 
     @property
     def budget(self) -> KVBudget | None:

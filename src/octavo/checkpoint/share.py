@@ -10,7 +10,7 @@ of a quantised row, so the results do not depend on the number of ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octavo.checkpoint.model_config import ModelConfig
 from octavo.errors import ConfigError
@@ -58,6 +58,10 @@ class Share:
         first, last = (rank * panels // self.count for rank in (self.rank, self.rank + 1))
         return slice(first * _PANEL, min(total, last * _PANEL))
 
+    def begins(self, total: int) -> list[int]:
+        """Return where the `outputs` of each rank begin, and where they end."""
+        return [*(replace(self, rank=rank).outputs(total).start for rank in range(self.count)), total]
+
     @property
     def kv_heads(self) -> slice:
         return kv_heads_of(self.config.num_kv_heads, self.rank, self.count)
@@ -73,9 +77,10 @@ class Share:
         return _times(self.query_heads, config.head_dim), _times(kv, config.head_dim), _times(kv, config.value_dim)
 
     @property
-    def attended(self) -> tuple[int, int]:
-        """The rank's first column of the heads' outputs, and the number of all columns."""
-        return self.query_heads.start * self.config.value_dim, self.config.num_heads * self.config.value_dim
+    def attended(self) -> list[int]:
+        """Where the columns of each rank's heads begin, and where they end."""
+        firsts = [replace(self, rank=rank).query_heads.start for rank in range(self.count)]
+        return [head * self.config.value_dim for head in (*firsts, self.config.num_heads)]
 
 
 def kv_heads_of(num_kv_heads: int, rank: int, count: int) -> slice:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,9 +56,24 @@ def run(args: argparse.Namespace) -> int:
     check_role(config, server_config)
     settings.log()
     logger.info("loading %s", config.model)
+    if config.node_rank > 0:
+        _compute(config)
+        return 0
     with remembered_interrupt() as interrupt:
         _serve(config, server_config, interrupt)
     return 0
+
+
+def _compute(config: EngineConfig) -> None:
+    """Compute for machine 0, which serves."""
+    load_torch_libraries()
+    from octavo.engine.runner_builder import serve_ranks
+
+    # No handler of Python's runs while C++ waits for machine 0.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    check_files(config)
+    serve_ranks(config)
 
 
 def _serve(config: EngineConfig, server_config: ServerConfig, interrupt: Interrupt) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+import octavo
 from octavo import kernels
 from octavo.attention import make_backend
 from octavo.attention.base import AttentionBackend
@@ -16,12 +17,19 @@ from octavo.attention.native import NativeAttention
 from octavo.checkpoint.families import family_name
 from octavo.checkpoint.gguf_file import GGUFFile
 from octavo.checkpoint.gguf_requantize import loaded_bytes
-from octavo.checkpoint.model_source import ModelFormat, ModelSource, load_model_config, model_of, stored_format
+from octavo.checkpoint.model_source import (
+    ModelFormat,
+    ModelSource,
+    load_model_config,
+    model_fingerprint,
+    model_of,
+    stored_format,
+)
 from octavo.checkpoint.recommended import model_pooling, sampling_defaults
 from octavo.config import EngineConfig
 from octavo.engine.inspection import EngineInfo
 from octavo.engine.model_loading import LoadTarget, choose_target, dtype_name, load_with_threads
-from octavo.errors import ConfigError, ModelError
+from octavo.errors import ConfigError, ExecutorError, ModelError
 from octavo.kvcache.block import NULL_BLOCK
 from octavo.kvcache.spec import MEASURES_NO_COPIES, KVCacheSpec
 from octavo.models.base import CausalLM
@@ -80,10 +88,10 @@ def build_runner(config: EngineConfig, set_aside: int = 0) -> tuple[ModelRunner,
     target = choose_target(config)
     sizing = _size_before_loading(target, set_aside)
     followed = FollowedCores()
-    num_threads = config.num_threads or max(1, followed.num_threads() // target.config.num_ranks)
+    num_threads = _num_threads(config, followed, len(target.config.own_ranks))
     if target.on_cpu:
         where = f"{followed.cores}, {len(numa_nodes())} NUMA nodes"
-        logger.info("%s: %d threads in each of %d processes", where, num_threads, target.config.num_ranks)
+        logger.info("%s: %d threads in each of %d processes", where, num_threads, len(target.config.own_ranks))
     if target.config.num_ranks == 1:
         threads = followed.num_threads if config.num_threads is None else lambda: num_threads
         return _join(target, sizing, load_with_threads(target, num_threads), threads)
@@ -96,8 +104,43 @@ def build_runner(config: EngineConfig, set_aside: int = 0) -> tuple[ModelRunner,
         raise
 
 
+def serve_ranks(config: EngineConfig) -> None:
+    """Compute what machine 0 sends, as another of several machines, until that or a rank of this machine is lost.
+
+    Raises:
+        ModelError, ConfigError: see `build_engine`; or machine 0 runs something else.
+        ExecutorError: machine 0 cannot be reached, has ended, or has started the group again.
+    """
+    target = choose_target(config)
+    sizing, first = _size_before_loading(target, 0), target.config.own_ranks.start
+    num_threads = _num_threads(config, FollowedCores(), len(target.config.own_ranks))
+    ranks = _start_ranks(target, sizing, num_threads)
+    try:
+        model = load_with_threads(target, num_threads, Rank(target.share(first), ranks.native))
+        assert isinstance(model, NativeDecoder)
+        sizing = _size_loaded(sizing, target.config, model, model.weight_bytes + ranks.loaded())
+        pool = sizing.pool()
+        num_blocks, num_host_blocks = ranks.agree(
+            pool.num_blocks, sizing.num_host_blocks(pool) + sizing.num_prefix_blocks
+        )
+        arena = KVArena(sizing.rank_spec(first), num_blocks)
+        host = HostTier(num_host_blocks, arena.spec.block_bytes)
+        _choose_scales(target.config, target.source, arena, model)
+        ranks.begin(num_blocks, num_host_blocks)
+        logger.info("machine %d computes for machine 0", config.node_rank)
+        model.follow(arena.layers, arena.memory, host.memory)
+    except RuntimeError as error:
+        raise ExecutorError(f"machine {config.node_rank} has ended: {error}") from error
+    finally:
+        ranks.close()
+
+
+def _num_threads(config: EngineConfig, followed: FollowedCores, processes: int) -> int:
+    return config.num_threads or max(1, followed.num_threads() // processes)
+
+
 def _start_ranks(target: LoadTarget, sizing: Sizing, num_threads: int) -> RankGroup:
-    """Start the other ranks, which load their shares while this one loads its own."""
+    """Start the other ranks of this machine, which load their shares while this one loads its own."""
     config, model_config = target.config, target.model
     tokens = max(config.max_num_batched_tokens, config.max_num_seqs)  # of a step, at most
     spec, experts = sizing.spec, model_config.experts
@@ -129,9 +172,17 @@ def _start_ranks(target: LoadTarget, sizing: Sizing, num_threads: int) -> RankGr
                 log_level=logging.getLogger().getEffectiveLevel(),
                 cpus=cpus,
             )
-            for rank, cpus in enumerate(rank_cpus(numa_nodes(), config.num_ranks))
-        ]
+            for rank, cpus in zip(config.own_ranks, rank_cpus(numa_nodes(), len(config.own_ranks)), strict=True)
+        ],
+        _describe(target, sizing, memory) if config.nnodes > 1 else "",
     )
+
+
+def _describe(target: LoadTarget, sizing: Sizing, memory: tuple[int, int, int]) -> str:
+    """Return what all machines must have alike."""
+    config, specs = target.config, [sizing.rank_spec(rank) for rank in range(target.config.num_ranks)]
+    options = config.quantization, config.deterministic, config.kv_scales, target.dtype
+    return repr((octavo.__version__, model_fingerprint(target.source.path), *options, memory, specs))
 
 
 def load_share(job: RankJob) -> NativeDecoder:
@@ -160,16 +211,23 @@ def _join(
     sizing = _size_loaded(sizing, config, model, weight_bytes)
     max_model_len, spec, pool = sizing.max_model_len, sizing.spec, sizing.pool()
     sizing.warn_if_short(pool)
-    num_host_blocks, num_prefix_blocks = sizing.num_host_blocks(pool), sizing.num_prefix_blocks
+    num_blocks, num_host_blocks, num_prefix_blocks = (
+        pool.num_blocks,
+        sizing.num_host_blocks(pool),
+        sizing.num_prefix_blocks,
+    )
     sizing.warn_if_swap_is_short(num_host_blocks)
+    if ranks is not None:
+        num_blocks, swapped = ranks.agree(num_blocks, num_host_blocks + num_prefix_blocks)
+        num_host_blocks = max(0, swapped - num_prefix_blocks)
     attention = make_backend(config.attention_backend, device)
     own = spec if ranks is None else sizing.rank_spec(0)
-    arena = KVArena(own, pool.num_blocks, device, attention.layout)
+    arena = KVArena(own, num_blocks, device, attention.layout)
     host = HostTier(num_host_blocks + num_prefix_blocks, own.block_bytes)
     _require_kernels(config, model, arena, attention)
     kv_scales = _choose_scales(config, source, arena, model)
     if ranks is not None:
-        ranks.begin(pool.num_blocks, host.num_blocks)
+        ranks.begin(num_blocks, host.num_blocks)
     runner = ModelRunner(
         model,
         arena,
@@ -193,7 +251,7 @@ def _join(
         budget_refusal=model.budget_refusal,
         measures_refusal=_measures_refusal(spec, device, has_ranks=ranks is not None),
         spec=spec,
-        num_blocks=pool.num_blocks,
+        num_blocks=num_blocks,
         num_host_blocks=num_host_blocks,
         num_prefix_blocks=num_prefix_blocks,
         max_model_len=max_model_len,

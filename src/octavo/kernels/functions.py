@@ -56,10 +56,17 @@ def step_message_bytes(*, num_tokens: int, num_seqs: int, num_groups: int, max_b
 
 
 def ranks(
-    file: int, message_bytes: int, slot_bytes: int, logits_bytes: int, rank: int, count: int, timeout_s: float
+    file: int,
+    message_bytes: int,
+    slot_bytes: int,
+    logits_bytes: int,
+    rank: int,
+    count: int,
+    machines: int,
+    timeout_s: float,
 ) -> _native.Ranks:
-    """A rank's side of the memory in `file`, a descriptor."""
-    return native.Ranks(file, message_bytes, slot_bytes, logits_bytes, rank, count, timeout_s)
+    """A rank's side of the memory in `file`, a descriptor, which the ranks of one machine share."""
+    return native.Ranks(file, message_bytes, slot_bytes, logits_bytes, rank, count, machines, timeout_s)
 
 
 def attend(

@@ -255,7 +255,7 @@ class NativeDecoder(Decoder):
             logits_softcap=config.logits_softcap or 0.0,
         )
         if self._rank is not None:
-            native.set_ranks(self._rank.ranks, self.share.outputs(config.vocab_size).start)
+            native.set_ranks(self._rank.ranks, self.share.begins(config.vocab_size))
         rotations = list(self._rotations)
         ungathered = ""  # the register of which this rank has computed its columns
         for instruction in self._program:

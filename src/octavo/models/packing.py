@@ -46,11 +46,11 @@ class _Part:
 class SideBySide(Linear):
     """Packed matrices with the same inputs, one for each run of equal formats: | Q4_0 q, k | Q8_0 v |."""
 
-    def __init__(self, parts: list[_Part], columns: tuple[int, int] | None = None) -> None:
+    def __init__(self, parts: list[_Part], columns: list[int] | None = None) -> None:
         """
         Args:
-            columns: the first column of the output that this rank computes, and how many all ranks compute; None if
-                this one computes them all, or what it needs alone.
+            columns: where the columns of the output begin that each rank computes, and where they end; None if this
+                one computes them all, or what it needs alone.
         """
         self.parts = parts
         self.columns = columns
@@ -83,8 +83,8 @@ def native_parts(linear: Linear) -> list[NativePart]:
     return [native_part(part.weight, part.bias) for part in cast(SideBySide, linear).parts]
 
 
-def columns_of(linear: Linear) -> tuple[int, int] | None:
-    """Return the first of the columns that this rank computes, and how many all compute; None if it is not split."""
+def columns_of(linear: Linear) -> list[int] | None:
+    """Return where the columns begin that each rank computes, and where they end; None if it is not split."""
     return cast(SideBySide, linear).columns
 
 
@@ -219,7 +219,7 @@ class PackingReader(WeightReader):
             for part in packed.parts:
                 part.bias = biases[first : first + part.weight.outputs].clone()
                 first += part.weight.outputs
-        columns = (kept[0][0].start, out_features[0]) if split == "outputs" and self._share.count > 1 else None
+        columns = self._share.begins(out_features[0]) if split == "outputs" and self._share.count > 1 else None
         return self._count(SideBySide(packed.parts, columns))
 
     def sinks(self, layer: int) -> torch.Tensor | None:
@@ -264,7 +264,7 @@ class PackingReader(WeightReader):
         if bias:
             biases = self._biases(names, [rows] * len(names), kept)
             both = biases.view(2, -1, TILE).transpose(0, 1).flatten()
-        columns = (share.start, inner) if self._share.count > 1 else None
+        columns = self._share.begins(inner) if self._share.count > 1 else None
         return self._count(_Interleaved([_Part(weight.compact(), both)], columns))
 
     def _pack(self, names: list[str], out_features: list[int], in_features: int, kept: list[RowRanges]) -> SideBySide:

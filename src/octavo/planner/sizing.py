@@ -84,7 +84,7 @@ class Sizing:
 
     @property
     def spec(self) -> KVCacheSpec:
-        """The spec of whole blocks, in which a KV head counts as often as ranks store it."""
+        """The spec of this machine's part of whole blocks, in which a KV head counts as often as ranks store it."""
         ranks = [self.rank_spec(rank) for rank in range(self.config.num_ranks)]
         if len(ranks) == 1:
             return ranks[0]
@@ -95,9 +95,10 @@ class Sizing:
             )
         layers = tuple(
             replace(layers[0], num_kv_heads=sum(layer.num_kv_heads for layer in layers))
-            for layers in zip(*(spec.layers for spec in ranks), strict=True)
+            for layers in zip(*(ranks[own].layers for own in self.config.own_ranks), strict=True)
         )
-        return replace(ranks[0], layers=layers, block_bytes=sum(spec.block_bytes for spec in ranks))
+        own_bytes = sum(ranks[own].block_bytes for own in self.config.own_ranks)
+        return replace(ranks[0], layers=layers, block_bytes=own_bytes)
 
     def rank_spec(self, rank: int) -> KVCacheSpec:
         """Return the spec of a rank's share of each block."""
@@ -121,7 +122,7 @@ class Sizing:
     @property
     def activations(self) -> int:
         """The bytes of activations; each rank has its own, and those that ranks exchange lie in memory twice."""
-        return self.config.num_ranks * activation_bytes(
+        return len(self.config.own_ranks) * activation_bytes(
             self.shape,
             self.dtype,
             max_step=self.config.max_num_batched_tokens,

@@ -1,4 +1,4 @@
-"""The ranks of a model that is split over processes of this machine: this one is rank 0, and starts the others.
+"""The ranks of a model that are processes of this machine: this one is rank 0, and starts the others.
 
     rank 0                                     rank 1 … (`engine/rank.py`)
       start     ──── RankJob ────────────────>   load its share of the weights
@@ -6,6 +6,8 @@
       begin     ──── numbers of blocks ──────>   allocate its share of the cache, and of host memory
                 <─── ready ──────────────────
       a step    ──── shared memory ──────────>   compute, in C++ (`csrc/rank_steps.h`)
+
+With several machines (`machines.py`), the first rank of each starts those of its machine.
 
 The other ranks run no Python once they have begun. They end with the thread that has started them, hence with this
 process, however it ends; the memory that ranks share has no name, and ends with them.
@@ -19,7 +21,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -30,6 +32,7 @@ from octavo.errors import ConfigError, ExecutorError
 from octavo.helper_process import HelperEndedError, HelperProcess, HelperTooSlowError
 from octavo.kernels import rank_memory, ranks
 from octavo.kvcache.spec import KVCacheSpec
+from octavo.runner.machines import Machines
 from octavo.scheduler.plan import StepPlan
 
 if TYPE_CHECKING:
@@ -53,6 +56,7 @@ class RankJob:
     """Everything a rank needs to load its share of a model.
 
     Attributes:
+        rank: its number among those of all machines.
         spec: its share of the KV cache.
         dtype: torch's name of the dtype of weights and activations.
         file: descriptor of the memory that ranks share.
@@ -71,21 +75,22 @@ class RankJob:
     cpus: frozenset[int]
 
     def join(self) -> _native.Ranks:
-        return ranks(self.file, *self.memory, self.rank, self.config.num_ranks, ANSWER_S)
+        return ranks(self.file, *self.memory, self.rank, self.config.num_ranks, self.config.nnodes, ANSWER_S)
 
 
 class RankGroup:
-    """The other ranks, and the memory that all share.
+    """The other ranks of this machine, the memory that all share, and the other machines.
 
     Args:
-        jobs: the job of each rank, without `file`.
+        jobs: the job of each rank of this machine, without `file`.
+        description: of what all machines must run alike.
 
     Attributes:
-        native: rank 0's side of the shared memory.
-        on_failure: called in another thread when a rank has ended.
+        native: the first rank's side of the shared memory.
+        on_failure: called in another thread when a rank has ended or a machine is lost.
     """
 
-    def __init__(self, jobs: Sequence[RankJob]) -> None:
+    def __init__(self, jobs: Sequence[RankJob], description: str) -> None:
         if not hasattr(os, "memfd_create"):
             raise ConfigError("tensor_parallel_size needs anonymous shared memory, which only Linux has")
         self._file = os.memfd_create("octavo-ranks")
@@ -97,7 +102,12 @@ class RankGroup:
         self._waiting: list[threading.Thread] = []
         self._began_at = math.inf
         self._cpus = ALLOWED_CPUS
-        self._blocks = b""
+        self._blocks = (0, 0)
+        self._description = description
+        config = jobs[0].config
+        self._machines = Machines(config, ANSWER_S) if config.nnodes > 1 else None
+        if self._machines is not None:
+            self.native.set_link(*self._machines.link)
         self._start()
         self._bind(jobs[0].cpus)
 
@@ -111,6 +121,8 @@ class RankGroup:
         self._processes = [process.result() for process in started if process.exception() is None]
         for process in started:
             process.result()  # raises what starting it raised
+        if self._machines is not None:
+            self._machines.join()
 
     def _run(self, job: RankJob, started: Future[HelperProcess]) -> None:
         """Start a rank and wait until it ends: the rank is killed when the thread that has started it ends."""
@@ -123,7 +135,13 @@ class RankGroup:
             return
         started.set_result(process)
         code = process.wait()
-        self.native.fail(f"rank {job.rank} (process {process.pid}) has ended, exit code {code}")
+        self._fail(f"rank {job.rank} (process {process.pid}) has ended, exit code {code}")
+
+    def _fail(self, reason: str) -> None:
+        self.native.fail(reason)
+        if self._jobs[0].rank > 0 and self._began_at < math.inf:
+            logger.error("%s", reason)
+            os._exit(1)  # the first rank waits for machine 0, however long that takes
         if time.monotonic() - self._began_at > RESTARTED_AFTER_S:
             self.on_failure()
 
@@ -138,7 +156,7 @@ class RankGroup:
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the other ranks."""
+        """The process ids of the other ranks of this machine."""
         return [process.pid for process in self._processes]
 
     @property
@@ -147,13 +165,13 @@ class RankGroup:
         return self.native.failure
 
     def loaded(self) -> int:
-        """Wait until the other ranks have loaded their weights, and return the bytes of these.
+        """Wait until the other ranks of this machine have loaded their weights, and return the bytes of these.
 
         Raises:
             ExecutorError: one of them has failed.
         """
         total = 0
-        for rank, process in enumerate(self._processes, start=1):
+        for rank, process in self._numbered():
             try:
                 process.wait_until_ready()
             except ChildProcessError as error:
@@ -162,15 +180,26 @@ class RankGroup:
             total += int.from_bytes(process.ready, "little")
         return total
 
+    def agree(self, num_blocks: int, num_host_blocks: int) -> tuple[int, int]:
+        """Return the numbers of blocks that every machine has room for; raises `ExecutorError` or `ConfigError`."""
+        if self._machines is not None:
+            num_blocks, num_host_blocks = self._machines.agree(self._description, (num_blocks, num_host_blocks))
+        return num_blocks, num_host_blocks
+
     def begin(self, num_blocks: int, num_host_blocks: int) -> None:
         """Let the other ranks allocate their share of these blocks, and wait for steps; raises `ExecutorError`."""
-        self._blocks = pickle.dumps((num_blocks, num_host_blocks))
-        for rank, process in enumerate(self._processes, start=1):
+        self._blocks = num_blocks, num_host_blocks
+        for rank, process in self._numbered():
             try:
-                process.ask(_BEGINNING_S, [self._blocks])
+                process.ask(_BEGINNING_S, [pickle.dumps(self._blocks)])
             except (HelperEndedError, HelperTooSlowError, ChildProcessError) as error:
                 raise ExecutorError(f"rank {rank} could not allocate its share of the cache: see its log") from error
         self._began_at = time.monotonic()
+        if self._machines is not None:
+            self._machines.watch(self._fail)
+
+    def _numbered(self) -> Iterator[tuple[int, HelperProcess]]:
+        return enumerate(self._processes, start=self._jobs[0].rank + 1)
 
     def copy_blocks(self, plan: StepPlan) -> None:
         """Do a plan's transfers in the other ranks, in their order."""
@@ -187,8 +216,9 @@ class RankGroup:
         self.native.reset()
         self._start()
         self.loaded()
-        num_blocks, num_host_blocks = pickle.loads(self._blocks)
-        self.begin(num_blocks, num_host_blocks)
+        if (room := self.agree(*self._blocks)) != self._blocks:
+            raise ExecutorError(f"a machine that has started again has room for {room} blocks, not {self._blocks}")
+        self.begin(*self._blocks)
 
     def close(self) -> None:
         """End the other ranks; may be called again."""
@@ -200,6 +230,8 @@ class RankGroup:
 
     def _end(self) -> None:
         self._began_at = math.inf
+        if self._machines is not None:
+            self._machines.leave()
         for process in self._processes:
             process.close()
         for thread in self._waiting:

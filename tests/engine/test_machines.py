@@ -1,0 +1,239 @@
+"""A model split among machines gives the bits of one rank over gloo; a machine that is lost ends what runs, no more."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import LLM, SamplingParams, kernels
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError, ExecutorError
+from octavo.option import options_of
+from tests.campaigns.cluster import Network, can_isolate, isolated
+from tests.conftest import assert_idle, runner_of
+from tests.engine.test_ranks import MIXTURE, SIZES, bits
+from tests.engine.test_same_tokens import workload
+from tests.models.tiny import write_hf_model
+from tests.ports import free_port
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(not kernels.available() or sys.platform != "linux", reason="ranks need the kernels, on Linux"),
+]
+
+OPTIONS: dict[str, Any] = {"num_blocks": 40, "max_num_batched_tokens": 24, "num_threads": 1, "dtype": "bfloat16"}
+FOUR: dict[str, Any] = {**SIZES, "hidden_size": 128, "intermediate_size": 160, "num_attention_heads": 8}
+PROMPT: Any = {"prompt_token_ids": list(range(3, 40))}
+
+
+def command(model: Path, options: dict[str, Any]) -> list[str]:
+    """How another machine is started with an engine's options."""
+    named = [flag for name, value in options.items() for flag in options_of(EngineConfig)[name].argv(value)]
+    return [sys.executable, "-m", "octavo", "serve", str(model), *named]
+
+
+def several(port: int, ranks: int = 2) -> dict[str, Any]:
+    return {**OPTIONS, "tensor_parallel_size": ranks, "nnodes": 2, "master_port": port}
+
+
+@contextmanager
+def second(model: Path, options: dict[str, Any], inside: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
+    argv = [*inside, *command(model, {**options, "node_rank": 1})]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@dataclass
+class Pair:
+    """Machine 0, and what starts another."""
+
+    llm: LLM
+    model: Path
+    options: dict[str, Any]
+    other: subprocess.Popen[str]
+
+    def ask(self) -> Any:
+        params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1)
+        (output,) = self.llm.generate(PROMPT, params, use_tqdm=False)
+        return output.error_reason or bits([output])
+
+
+@pytest.fixture
+def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    monkeypatch.setattr("octavo.runner.ranks.ANSWER_S", 2.0)
+    monkeypatch.setattr("octavo.runner.machines.JOIN_AGAIN_S", 60.0)
+    write_hf_model(tmp_path, "Llama", **SIZES)
+    options = several(free_port())
+    with second(tmp_path, options) as other, LLM(str(tmp_path), **options) as llm:
+        yield Pair(llm, tmp_path, options, other)
+        assert_idle(llm.core)
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "sizes"),
+    [
+        pytest.param("Llama", 2, SIZES, id="Llama, uneven"),
+        pytest.param("Llama", 4, {**FOUR, "num_key_value_heads": 2}, id="two ranks each, replicated KV heads"),
+        pytest.param("Qwen3Moe", 2, {**SIZES, **MIXTURE}, id="a mixture"),
+    ],
+)
+def test_machines_give_the_bits_of_one_rank(tmp_path: Path, family: str, ranks: int, sizes: dict[str, Any]) -> None:
+    write_hf_model(tmp_path, family, **sizes)
+    prompts, params = workload()
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        expected = [bits(llm.generate(prompts, params, use_tqdm=False)) for _ in range(2)]
+    options = several(free_port(), ranks)
+    with second(tmp_path, options) as other:
+        with LLM(str(tmp_path), **options) as llm:
+            assert [bits(llm.generate(prompts, params, use_tqdm=False)) for _ in range(2)] == expected
+            assert_idle(llm.core)
+        assert other.wait(30) == 1, "it ends with machine 0"
+        assert other.stderr is not None
+        assert "machine 1 has ended: another machine is lost" in other.stderr.read()
+
+
+def test_a_machine_that_dies_ends_what_runs_and_another_takes_its_place(pair: Pair) -> None:
+    expected = pair.ask()
+    pair.other.kill()
+    pair.other.wait()
+    with second(pair.model, pair.options):
+        assert pair.ask().startswith("another machine is lost: Connection")
+        assert pair.ask() == expected
+
+
+def test_a_machine_that_stops_is_given_up(pair: Pair) -> None:
+    expected = pair.ask()
+    pair.other.send_signal(19)
+    began = time.monotonic()
+    with second(pair.model, pair.options):
+        assert pair.ask().startswith("another machine is lost: ")
+        assert time.monotonic() - began < 60
+        assert pair.ask() == expected
+
+
+def test_a_lost_machine_is_noticed_while_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.runner.machines.SILENT_S", 2.0)
+    monkeypatch.setattr("octavo.runner.machines._SIGN_S", 0.1)
+    write_hf_model(tmp_path, "Llama", **SIZES)
+    options = several(free_port())
+    with second(tmp_path, options) as other, LLM(str(tmp_path), **options) as llm:
+        group = runner_of(llm.core)._ranks
+        assert group is not None
+        other.send_signal(19)
+        until = time.monotonic() + 30
+        while not group.failure and time.monotonic() < until:
+            time.sleep(0.05)
+        assert group.failure == "machine 1 has given no sign of life for 2 s"
+
+
+def test_a_machine_with_other_options_is_refused(tmp_path: Path) -> None:
+    write_hf_model(tmp_path, "Llama", **SIZES)
+    options = several(free_port())
+    refused = "machine 1 was started with another model, or with other options"
+    with second(tmp_path, {**options, "block_size": 32}) as other:
+        with pytest.raises(ConfigError, match=refused):
+            LLM(str(tmp_path), **options)
+        assert other.wait(30) == 1
+        assert other.stderr is not None
+        assert refused in other.stderr.read()
+
+
+def test_a_machine_that_never_comes_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.runner.machines.FIRST_JOIN_S", 1.0)
+    write_hf_model(tmp_path, "Llama", **SIZES)
+    with pytest.raises(ExecutorError, match="the 2 machines do not meet at"):
+        LLM(str(tmp_path), **several(free_port()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nnodes": 2}, "nnodes is 2, but tensor_parallel_size is 1: give a multiple of 2"),
+        ({"nnodes": 2, "tensor_parallel_size": 3}, "give a multiple of 2"),
+        ({"nnodes": 2, "tensor_parallel_size": 2, "node_rank": 2}, "node_rank is 2, but the machines are 0 to 1"),
+    ],
+)
+def test_machines_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**options)
+
+
+@pytest.mark.skipif(not can_isolate(), reason="this user may not make network namespaces")
+def test_two_hosts_with_a_link_between_them(tmp_path: Path) -> None:
+    write_hf_model(tmp_path / "model", "Llama", **SIZES)
+    own = [sys.executable, "-m", "tests.engine.test_machines", str(tmp_path)]
+    found = subprocess.run(isolated(own), capture_output=True, text=True, timeout=300, check=False)
+    assert found.returncode == 0, found.stderr[-4000:]
+    alone, together, parted, again = json.loads(found.stdout.splitlines()[-1])
+    assert together == again == alone
+    assert parted.startswith("another machine is lost: ")
+
+
+def two_hosts(folder: Path) -> list[Any]:
+    """The answers of one rank, of two on hosts of their own, of these while their link is cut, and after that."""
+    network = Network(is_isolated=True)
+    a, b = network.host("a", 1), network.host("b", 2)
+    options = {**several(29501), "master_addr": a.address}
+    asking = [*a.inside, sys.executable, "-m", "tests.engine.test_machines", str(folder), json.dumps(options)]
+
+    def ask(process: subprocess.Popen[str]) -> None:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+
+    def answer(process: subprocess.Popen[str]) -> Any:
+        assert process.stdout is not None
+        return json.loads(process.stdout.readline())
+
+    def started(options: dict[str, Any]) -> subprocess.Popen[str]:
+        argv = [*asking[:-1], json.dumps(options)]
+        return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    with started(OPTIONS) as one:
+        ask(one)
+        found = [answer(one)]
+        one.kill()
+    with second(folder / "model", options, b.inside), started(options) as first:
+        ask(first)
+        found.append(answer(first))
+        b.cut()
+        ask(first)
+        time.sleep(5)  # longer than the other may take to answer; then machine 0 waits for one to join
+        b.join()
+        with second(folder / "model", options, b.inside):
+            found.append(answer(first))
+            ask(first)
+            found.append(answer(first))
+        first.kill()
+    return found
+
+
+def answer_lines(folder: Path, options: dict[str, Any]) -> None:
+    """Answer each line from stdin, on this host."""
+    import octavo.runner.ranks
+
+    octavo.runner.ranks.ANSWER_S = 2.0
+    with LLM(str(folder / "model"), **options) as llm:
+        for _ in sys.stdin:
+            print(json.dumps(Pair(llm, folder, options, None).ask()), flush=True)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        answer_lines(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    else:
+        print(json.dumps(two_hosts(Path(sys.argv[1]))))
