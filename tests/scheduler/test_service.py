@@ -60,6 +60,16 @@ def preemptions(count: int, n: int) -> int:
     return server.scheduler.counters.num_preemptions
 
 
+@pytest.mark.parametrize(("num_prompt_tokens", "num_copies"), [(7, 1), (8, 0)])
+def test_a_fork_is_bound_to_copy_its_last_block_only_where_that_is_half_filled(
+    num_prompt_tokens: int, num_copies: int
+) -> None:
+    server = Harness(block_size=4)
+    server.add(num_prompt_tokens, max_tokens=8, n=2)
+    server.step()
+    assert server.scheduler.running.reserve == num_copies
+
+
 def test_parallel_samples_are_reserved_for_like_as_many_requests() -> None:
     as_many = preemptions(256, n=1)
     assert preemptions(16, n=16) <= as_many
