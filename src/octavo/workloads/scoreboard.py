@@ -32,7 +32,8 @@ class Score:
 
     Attributes:
         decode_tokens_s: of one stream.
-        weights_gb_s: 10^9 bytes of weights per second that one stream reads, see `latency.rates`.
+        weights_gb_s: 10^9 bytes of weights per second that one stream reads: of a mixture, of the experts that a token
+            uses, and of an embedding only what is the head too, by their shares of the parameters.
         streams_tokens_s: of `STREAMS` streams together.
         prompt_tokens_s: of one prompt of `PROMPT_TOKENS` tokens, or as many as the model takes.
         prompt_gop_s: 10^9 operations per second and thread of the prompt's products with weights; a multiply-add counts
@@ -66,6 +67,7 @@ def score(model: str, threads: int) -> Score:
             return latency.measure(llm, requests, _RUNS)
 
         one = latency.rates(measure(1, _OUTPUT_TOKENS, _OUTPUT_TOKENS), 1, 1, llm.info.weight_bytes)
+        gb_s = one["weights_gb_s"]
         several = latency.rates(measure(STREAMS, _OUTPUT_TOKENS, _OUTPUT_TOKENS), 1, STREAMS, llm.info.weight_bytes)
         prompt = min(PROMPT_TOKENS, llm.info.max_model_len - 1)
         seconds = statistics.median(run.prefill for run in measure(1, prompt, 1))
@@ -73,6 +75,8 @@ def score(model: str, threads: int) -> Score:
         shape = shape_of_source(source, load_model_config(source))
         # One row of logits: the prompt is hardly multiplied with the head.
         multiplied = shape.active_parameters - shape.parameters.embedding - shape.parameters.head
+        embedding = shape.parameters.embedding if shape.parameters.head else 0
+        gb_s *= (shape.active_parameters - embedding) / shape.parameters.total
         gop_s = round(2 * multiplied * prompt / seconds / threads / 1e9, 1)
     except ModelError:
         gop_s = None
@@ -80,7 +84,7 @@ def score(model: str, threads: int) -> Score:
         model,
         threads,
         one["decode_tokens_s"],
-        one["weights_gb_s"],
+        round(gb_s, 1),
         several["decode_tokens_s"],
         round(prompt / seconds, 1),
         gop_s,
