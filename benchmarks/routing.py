@@ -324,7 +324,7 @@ def simulated(args: argparse.Namespace) -> list[str]:
             run_load(target, *conversations_at(1, args.seconds, rate))
             for server in servers:  # so that the second run begins as the simulation does
                 url, headers = server.base_url + "/reset_prefix_cache", {"Authorization": f"Bearer {KEY}"}
-                urllib.request.urlopen(urllib.request.Request(url, b"", headers)).close()
+                urllib.request.urlopen(urllib.request.Request(url, headers=headers, method="POST")).close()
             zero, records = run_load(target, *load)
         speed = speed_of_plans([*before, *plans], since=began, left_out=[(zero, math.inf)])
         steps = [step for path in plans for step in read_plans(path) if step.at >= zero]

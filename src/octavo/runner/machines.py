@@ -166,9 +166,10 @@ class Machines:
             self._group = None
 
     def _gather(self, own: memoryview, every: memoryview) -> None:
-        received = list(torch.frombuffer(every, dtype=torch.uint8).view(self._count, -1))
-        sent = torch.frombuffer(own, dtype=torch.uint8)
-        self._carry(lambda group: group.allgather(received, sent, self._answer))
+        received, sent = (torch.frombuffer(memory, dtype=torch.uint8) for memory in (every, own))
+        options = self._torch.distributed_c10d.AllgatherOptions()
+        options.timeout = self._answer
+        self._carry(lambda group: group._allgather_base(received, sent, options))  # the public one copies `received`
 
     def _broadcast(self, message: memoryview) -> None:
         content = torch.frombuffer(message, dtype=torch.uint8)
