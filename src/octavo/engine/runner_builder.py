@@ -211,19 +211,15 @@ def _join(
     sizing = _size_loaded(sizing, config, model, weight_bytes)
     max_model_len, spec, pool = sizing.max_model_len, sizing.spec, sizing.pool()
     sizing.warn_if_short(pool)
-    num_blocks, num_host_blocks, num_prefix_blocks = (
-        pool.num_blocks,
-        sizing.num_host_blocks(pool),
-        sizing.num_prefix_blocks,
-    )
+    num_blocks, num_host_blocks = pool.num_blocks, sizing.num_host_blocks(pool)
+    num_prefix_blocks = sizing.num_prefix_blocks
     sizing.warn_if_swap_is_short(num_host_blocks)
     if ranks is not None:
         num_blocks, swapped = ranks.agree(num_blocks, num_host_blocks + num_prefix_blocks)
         num_host_blocks = max(0, swapped - num_prefix_blocks)
     attention = make_backend(config.attention_backend, device)
-    own = spec if ranks is None else sizing.rank_spec(0)
-    arena = KVArena(own, num_blocks, device, attention.layout)
-    host = HostTier(num_host_blocks + num_prefix_blocks, own.block_bytes)
+    arena = KVArena(spec if ranks is None else sizing.rank_spec(0), num_blocks, device, attention.layout)
+    host = HostTier(num_host_blocks + num_prefix_blocks, arena.spec.block_bytes)
     _require_kernels(config, model, arena, attention)
     kv_scales = _choose_scales(config, source, arena, model)
     if ranks is not None:
