@@ -162,7 +162,7 @@ class Decoder {
     Linear head;
     bool exact = true;       // see `linear` and AttentionCall
     Ranks* ranks = nullptr;  // null if this process has the whole model
-    Columns ids;             // of ranks: the vocabulary as columns of the logits; this rank's share is the head's outputs
+    Columns ids;             // of ranks: the vocabulary as columns of the logits; a rank's are its head's outputs
 
     // Throws std::invalid_argument if a table names blocks that do not exist; the caller must have checked all else.
     void forward(const DecoderStep& step);

@@ -60,7 +60,7 @@ ELSEWHERE = {
     "pooling", "enforce_eager", "calculate_kv_scales", "kv_scales", "kv_host_memory", "kv_disk", "kv_disk_size",
     "kv_events_config", "speculative_config", "kv_remote", "kv_remote_secret", "kv_remote_ttl", "async_scheduling",
     "limits", "model_impl", "hf_file", "load_format", "hf_overrides", "tokenizer", "hf_token", "revision",
-    "kv_budget", "kv_neighbours",
+    "kv_budget", "kv_neighbours", "nnodes", "node_rank", "master_addr", "master_port",
 }  # fmt: skip
 
 
