@@ -92,5 +92,8 @@ class BatchOnly:
         result = self.execute(plan)
         return lambda: result
 
+    def failure(self) -> str:
+        return ""
+
     def close(self) -> None:
         return
