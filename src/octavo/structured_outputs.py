@@ -204,7 +204,7 @@ def with_real_dates(schema: Any) -> Any:
     return changed
 
 
-_MOST_VALUES, _MOST_NESTED = 256, 16
+_MOST_CHARACTERS, _CHARACTERS_OF_VALUE, _MOST_NESTED = 16_384, 32, 16  # so that a small schema takes little time
 _TEXT, _VALUE = "\0", "\1"  # where a string's text stands, and where any other value does
 _GAPS = re.compile(r'\\u0000|"\\u0001"')  # the same in JSON
 
@@ -220,23 +220,28 @@ def json_outline(schema: str, *, indent: int | None = None, compact: bool = Fals
         indent: spaces by which each level is indented, on lines of its own; None for a single line.
         compact: without white space.
     """
-    root, num_values = json.loads(schema), 0
+    root, left = json.loads(schema), _MOST_CHARACTERS
 
     def example(given: Any, depth: int) -> Any:
-        nonlocal num_values
-        if not isinstance(given, dict) or depth > _MOST_NESTED or num_values > _MOST_VALUES:
-            num_values += 1
+        nonlocal left
+        left -= _CHARACTERS_OF_VALUE
+        if not isinstance(given, dict) or depth > _MOST_NESTED or left < 0:
             return _VALUE
         if isinstance(path := given.get("$ref"), str):
+            left -= len(path)
             found: Any = root
             for name in path.removeprefix("#/").split("/"):
                 found = found.get(name) if isinstance(found, dict) else None
             return example(found, depth + 1)
         if isinstance(properties := given.get("properties"), dict) and properties:
-            return {name: example(value, depth + 1) for name, value in properties.items()}
+            members = {}
+            for name, value in properties.items():
+                if (left := left - len(name)) < 0:
+                    break
+                members[name] = example(value, depth + 1)
+            return members
         if isinstance(items := given.get("items"), dict):
             return [example(items, depth + 1) for _ in range(2)]
-        num_values += 1
         return _TEXT if given.get("type") == "string" else _VALUE
 
     separators = (",", ":") if compact else None

@@ -368,6 +368,9 @@ def test_the_outline_of_a_schema_is_a_prediction() -> None:
     assert json_outline(json.dumps(schema), indent=2)[1] == ',\n  "homes": [\n    {\n      "city": "'
     assert json_outline('{"items": {"type": "string"}}', compact=True) == ['["', '","', '"]']
     assert len(json_outline('{"items": {"$ref": "#"}}')) < 1000
+    for name in ("n", "n" * 5000):
+        recursive = {"properties": {f"{name}{i}": {"$ref": "#"} for i in range(50)}}
+        assert len("".join(json_outline(json.dumps(recursive)))) < 30_000
     with tiny_core(speculative_config={"method": "ngram"}) as core:
         assert core.tokenizer is not None
         predicted = core.inputs.make([5], params).predicted_ids

@@ -148,7 +148,7 @@ class LowerTiers:
         for fetch in self._fetches:
             # Blocks of one transfer arrive together, so checking the first is enough for most.
             if fetch.coming and host.state(fetch.coming[0].key) is not Slot.FILLING:
-                # Those that failed are computed instead.
+                # Blocks that other fetches have loaded are held for this one too; those that failed are computed.
                 coming, fetch.coming = fetch.coming, []
                 for label in coming:
                     self._is_here(fetch, label)
