@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "thread_pool.h"
+
 namespace octavo {
 namespace {
 
@@ -205,6 +207,7 @@ void follow(Decoder& decoder, const BlockMemory (&places)[2]) {
     try {
         while (true) {
             ranks.receive();
+            if (const int threads = ranks.threads(); threads && threads != num_threads()) set_num_threads(threads);
             Reader message(ranks);
             switch (message.number()) {
             case kStep:

@@ -45,6 +45,7 @@ struct alignas(64) Ranks::Signal {
 struct Ranks::Header {
     Signal sent, met[kMostRanks];
     alignas(64) std::atomic<uint32_t> failing, failed;
+    std::atomic<int> threads;
     char reason[2048];
 };
 
@@ -196,6 +197,10 @@ void Ranks::receive() {
     });
     send(bytes);
 }
+
+void Ranks::set_threads(int count) { header_->threads.store(count, std::memory_order_relaxed); }
+
+int Ranks::threads() const { return header_->threads.load(std::memory_order_relaxed); }
 
 void Ranks::fail(const std::string& reason) {
     if (header_->failing.exchange(1) == 0) {

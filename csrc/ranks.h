@@ -93,6 +93,11 @@ class Ranks {
     void send(int64_t bytes);
     void receive();  // waits as long as it takes; throws RankError
 
+    // The threads that each rank of this machine is to compute with; 0: as many as it has. The others take them up
+    // with the next message.
+    void set_threads(int count);
+    int threads() const;
+
     // Makes every rank throw RankError where it waits. The first reason is kept.
     void fail(const std::string& reason);
     std::string failure() const;  // empty if there is none

@@ -248,6 +248,10 @@ Epilogue epilogue_of(const std::string& activation) {
     return activation.empty() ? kPlain : static_cast<Epilogue>(kSiluGate + static_cast<int>(activation_of(activation)));
 }
 
+void require_threads(int count) {
+    require(count >= 1 && count <= 1024, "num_threads must be between 1 and 1024, got " + std::to_string(count));
+}
+
 void check_range(const int64_t* x, int64_t count, int64_t end, const char* name, int64_t begin) {
     for (int64_t i = 0; i < count; ++i)
         if (x[i] < begin || x[i] >= end)

@@ -42,6 +42,7 @@ using MassArguments = std::tuple<Tensor, Tensor>;
 // Raises unless `begins` are -1, or leave room for the blocks of each sequence of `context_lens` tokens.
 void check_measured(const MassArguments& measured, int64_t num_groups, const Tensor& context_lens, int block_size);
 void check_completed(const Tensor& completed, int64_t num_blocks);
+void require_threads(int count);
 void check_range(const int64_t* x, int64_t count, int64_t end, const char* name, int64_t begin = 0);
 Weight weight_of(const std::string& format, const Tensor& packed, int64_t outputs, int64_t inputs);
 // A norm of `width` columns of `dtype`. RMS weights are of `dtype` or float32, which decides where it rounds; weights

@@ -216,7 +216,7 @@ void py_force_isa(const std::string& name) {
 }
 
 void py_set_num_threads(int count) {
-    require(count >= 1 && count <= 1024, "num_threads must be between 1 and 1024, got " + std::to_string(count));
+    require_threads(count);
     set_num_threads(count);
 }
 

@@ -74,6 +74,12 @@ void bind_ranks(nb::module_& m) {
         .def("fail", &Ranks::fail, "reason"_a)
         .def("reset", &Ranks::reset)
         .def_rw("timeout_seconds", &Ranks::timeout_seconds)
+        .def_prop_rw(
+            "num_threads", &Ranks::threads,
+            [](Ranks& ranks, int count) {
+                require_threads(count);
+                ranks.set_threads(count);
+            })
         .def_prop_ro("failure", &Ranks::failure);
 }
 

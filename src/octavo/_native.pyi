@@ -94,6 +94,7 @@ def step_message_bytes(
 
 class Ranks:
     timeout_seconds: float
+    num_threads: int
     def __init__(
         self,
         file: int,

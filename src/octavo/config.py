@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 from octavo.config_tables import KVEventsConfig, SpeculativeConfig
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, shown
 from octavo.kv_budget import KVBudget
 from octavo.option import Options, check_address, json_object, option, options_of
 from octavo.request_limits import DEFAULT_LIMITS, RequestLimits
-from octavo.units import BYTES, MILLISECONDS, SECONDS, SWAP_BYTES
+from octavo.units import BYTES, MILLISECONDS, SECONDS, SWAP_BYTES, parse_cpus
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_EVICTION_POLICY: Literal["adaptive"] = "adaptive"
@@ -52,6 +52,13 @@ def checked_kv_cache_dtype(name: str) -> str:
         return KV_CACHE_ALIASES.get(name, name)
     known = ", ".join(KV_CACHE_DTYPES)
     raise ConfigError(f"kv_cache_dtype must be one of {known}, or a file that ends in {KV_CACHE_TABLE}, got {name!r}")
+
+
+def _check_cpu_list(cpus: str, name: str) -> None:
+    try:
+        parse_cpus(cpus)
+    except ValueError:
+        raise ConfigError(f"{name} must be numbers of CPUs and ranges, such as 0-15,32-47, got {shown(cpus)}") from None
 
 
 def _check_secret(secret: str, name: str) -> None:
@@ -340,6 +347,13 @@ class EngineConfig(Options):
         "by the ranks",
         least=1,
         most=MOST_THREADS,
+    )
+    cpu_list: str | None = _execution(
+        None,
+        "CPUs to run on, such as 0-15,32-47, of those that affinity and cgroups allow; they hold for all threads and "
+        "ranks of the process, and so decide where its memory lies",
+        metavar="CPUS",
+        check=_check_cpu_list,
     )
     tensor_parallel_size: int | Literal["auto"] = _execution(
         1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from octavo.errors import ConfigError
@@ -88,6 +88,36 @@ def _read_swap(size: int | str) -> int:
         return parse_bytes(size)
     number = float(size)
     return int(number * 2**30) if 0 < number < _SMALLEST_SWAP else int(number)
+
+
+_MOST_CPUS = 1 << 16
+
+
+def parse_cpus(text: str) -> frozenset[int]:
+    """Parse a list of CPUs as of Linux: '0-3,8' -> {0, 1, 2, 3, 8}.
+
+    Raises:
+        ValueError: the text is not such a list, or has a CPU of 65536 or above.
+    """
+    cpus: set[int] = set()
+    for part in text.strip().split(","):
+        first, dash, last = part.partition("-")
+        begin, end = int(first), int(last if dash else first)
+        if not 0 <= begin <= end < _MOST_CPUS:
+            raise ValueError(f"{part!r} is no range of CPUs")
+        cpus.update(range(begin, end + 1))
+    return frozenset(cpus)
+
+
+def format_cpus(cpus: Iterable[int]) -> str:
+    """Format a list of CPUs as Linux does: {0, 1, 2, 3, 8} -> '0-3,8'."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and runs[-1][-1] == cpu - 1:
+            runs[-1] = [runs[-1][0], cpu]
+        else:
+            runs.append([cpu])
+    return ",".join("-".join(map(str, run)) for run in runs)
 
 
 BYTES = Unit("SIZE", "a number of bytes, such as 2GiB", _read_bytes)

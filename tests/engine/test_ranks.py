@@ -25,7 +25,7 @@ from octavo.engine.outputs import RequestOutput
 from octavo.errors import ConfigError
 from octavo.kvcache.formats import kv_dtype
 from octavo.models.kv_scale_file import Origin, write_scales
-from octavo.planner.machine import UsableCores
+from octavo.planner.machine import FollowedCores, UsableCores
 from octavo.runner.ranks import ANSWER_S
 from octavo.sampling_params import SamplingParams
 from tests.conftest import MakeLLM, assert_idle, runner_of, swapping_is_cheaper, without_deadlines
@@ -258,8 +258,8 @@ def test_auto_is_a_rank_for_each_numa_node_bound_to_its_cpus(tmp_path: Path, mon
     cpus = sorted(ALLOWED_CPUS)
     nodes = [frozenset(cpus[:1]), frozenset(cpus[-1:])]
     for module in ("model_loading", "runner_builder"):
-        monkeypatch.setattr(f"octavo.engine.{module}.numa_nodes", lambda: nodes)
-    monkeypatch.setattr("octavo.engine.model_loading.usable_cores", lambda: UsableCores(frozenset({0, 1}), 2, None))
+        monkeypatch.setattr(f"octavo.engine.{module}.numa_nodes", lambda **_: nodes)
+    monkeypatch.setattr("octavo.engine.model_loading.usable_cores", lambda _: UsableCores(frozenset({0, 1}), 2, None))
     write_hf_model(tmp_path, "Llama", **SIZES)
     with made(tmp_path, tensor_parallel_size="auto") as llm:
         group = runner_of(llm.core)._ranks
@@ -268,6 +268,30 @@ def test_auto_is_a_rank_for_each_numa_node_bound_to_its_cpus(tmp_path: Path, mon
     assert os.sched_getaffinity(0) == ALLOWED_CPUS
     with made(tmp_path, tensor_parallel_size="auto", attention_backend="reference") as llm:
         assert runner_of(llm.core)._ranks is None, "that backend is not split"
+
+
+def test_every_rank_follows_the_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, quota = [0.0], [2.0]
+    read = lambda: UsableCores(frozenset(range(8)), 8, quota[0])  # noqa: E731
+    monkeypatch.setattr("octavo.engine.runner_builder.FollowedCores", lambda _: FollowedCores(read, lambda: now[0]))
+    monkeypatch.setattr("octavo.engine.runner_builder.num_cores", lambda _: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    write_hf_model(tmp_path, "Llama", **SIZES)
+    with made(tmp_path, tensor_parallel_size=2, num_threads=None) as llm:
+        group = runner_of(llm.core)._ranks
+        assert group is not None
+        other = Path(f"/proc/{group.pids[0]}/task")
+
+        def threads_after_a_prompt() -> tuple[int, int, int]:
+            llm.generate({"prompt_token_ids": list(range(3, 23))}, SamplingParams(max_tokens=2), use_tqdm=False)
+            return kernels.num_threads(), group.native.num_threads, len(list(other.iterdir()))
+
+        own, told, before = threads_after_a_prompt()
+        assert (own, told) == (1, 1)
+        quota[0], now[0] = 6.0, 10.0
+        assert threads_after_a_prompt() == (3, 3, before + 2)
+        quota[0], now[0] = 4.0, 20.0
+        assert threads_after_a_prompt() == (2, 2, before + 2), "the third thread sleeps"
 
 
 def test_a_rank_that_dies_while_the_engine_is_idle_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

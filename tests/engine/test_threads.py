@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -13,14 +14,18 @@ from typing import Any
 import pytest
 
 from octavo import SamplingParams, kernels
+from octavo.config import ALLOWED_CPUS
 from octavo.engine import model_loading, runner_builder
-from octavo.planner.machine import FollowedCores, UsableCores
+from octavo.planner.machine import FollowedCores, UsableCores, bind_threads
 from tests.conftest import MakeLLM
 
 pytestmark = [
     pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled"),
     pytest.mark.usefixtures("restore_kernels"),
 ]
+with_affinity = pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs Linux and two CPUs"
+)
 
 
 def counting_threads(function: Callable[..., Any], seen: list[int]) -> Callable[..., Any]:
@@ -63,7 +68,7 @@ def test_an_engine_without_a_number_of_threads_follows_the_limits(
     now = [0.0]
     cpus = [frozenset(range(3))]
     read = lambda: UsableCores(cpus[0], len(cpus[0]), None)  # noqa: E731
-    monkeypatch.setattr(runner_builder, "FollowedCores", lambda: FollowedCores(read, lambda: now[0]))
+    monkeypatch.setattr(runner_builder, "FollowedCores", lambda _: FollowedCores(read, lambda: now[0]))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     llm, params = make_llm(tiny_llama, num_threads=None), SamplingParams(max_tokens=2, ignore_eos=True)
     llm.generate(["Once"], params)
@@ -71,6 +76,26 @@ def test_an_engine_without_a_number_of_threads_follows_the_limits(
     cpus[0], now[0] = frozenset({1}), 10.0
     llm.generate(["Once"], params)
     assert kernels.num_threads() == 1
+
+
+@with_affinity
+def test_an_engine_with_a_cpu_list_runs_on_those_cpus_and_says_so(
+    make_llm: MakeLLM, tiny_llama: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    caplog.set_level(logging.INFO)
+    last = max(ALLOWED_CPUS)
+    try:
+        llm = make_llm(tiny_llama, num_threads=None, cpu_list=str(last))
+        llm.generate(["Once"], SamplingParams(max_tokens=2, ignore_eos=True))
+        assert kernels.num_threads() == 1
+        tasks = [int(task) for task in os.listdir("/proc/self/task")]
+        assert all(os.sched_getaffinity(task) == {last} for task in tasks)
+        assert f"running on the CPUs of --cpu-list: {last}" in caplog.text
+        assert "1 CPUs on 1 cores" in caplog.text
+        assert "1 threads in each of 1 processes" in caplog.text
+    finally:
+        bind_threads(ALLOWED_CPUS)
 
 
 # Prints the CPUs that may be used, and those of each thread, the pool's among them. A thread that the pool moves to
@@ -94,10 +119,6 @@ for _ in range(600):
 assert len(threads) >= 3, threads
 print([sorted(ALLOWED_CPUS), *threads])
 """
-
-with_affinity = pytest.mark.skipif(
-    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs Linux and two CPUs"
-)
 
 
 def cpus_of_threads(*arguments: str, **environment: str) -> tuple[list[int], list[list[int]]]:

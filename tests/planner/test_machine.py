@@ -9,23 +9,29 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from octavo.config import MOST_THREADS, EngineConfig
+from octavo.errors import ConfigError
 from octavo.planner import machine
 from octavo.planner.machine import (
     FollowedCores,
     UsableCores,
     cgroup_cores,
     cgroup_memory,
+    chosen_cpus,
     computes_bf16,
     default_num_threads,
     numa_nodes,
     rank_cpus,
     usable_cores,
 )
+from octavo.units import format_cpus, parse_cpus
 
 EIGHT = frozenset(range(8))
 GIB = 1 << 30
+NODES = {"has_memory": "0-1", "node0/cpulist": "0-1,4-5", "node1/cpulist": "2-3,6-7"}
 
 
 def write(root: Path, files: Mapping[str, object]) -> Path:
@@ -111,6 +117,32 @@ def test_ranks_run_on_their_nodes(num_nodes: int, cpus: list[str]) -> None:
     nodes = [frozenset(range(node * 8 // num_nodes, (node + 1) * 8 // num_nodes)) for node in range(num_nodes)]
     assert rank_cpus(nodes, 2) == [set(map(int, each)) for each in cpus]
     assert rank_cpus(nodes, 2 * num_nodes) == [node for node in nodes for _ in range(2)]
+
+
+def test_cpu_list_chooses_among_the_cpus_of_a_cpuset_whose_nodes_and_quota_still_count(tmp_path: Path) -> None:
+    root = v2(with_siblings(tmp_path, "0,4", "1,5", "2,6", "3,7"), "/", {"cpuset.cpus.effective": "0-6"})
+    write(root, {f"sys/devices/system/node/{name}": at for name, at in NODES.items()})
+    cpus = chosen_cpus("0,4,2-3", root, EIGHT)
+    assert cgroup_cores(root, cpus) == UsableCores(frozenset({0, 2, 3, 4}), 3, None)
+    assert numa_nodes(root, cpus) == [{0, 4}, {2, 3}]
+    v2(root, "/", {"cpu.max": "150000 100000"})
+    assert cgroup_cores(root, cpus).count == 2
+    assert chosen_cpus(None, root, EIGHT) == EIGHT
+    with pytest.raises(ConfigError, match=r"CPU 7 of cpu_list is not among the 7 that this process may use: 0-6"):
+        chosen_cpus("0-3,7", root, EIGHT)
+    with pytest.raises(ConfigError, match=r"CPUs 7-8,70 of cpu_list are not among the 6 that .* use: 0-2,4-6"):
+        chosen_cpus("7-8,70", root, EIGHT - {3})
+
+
+@pytest.mark.parametrize("text", ["", "a", "3-1", "0-", "-1", "1,,2", "0-65536", "0-99999999999"])
+def test_what_is_no_list_of_cpus_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"cpu_list must be numbers of CPUs and ranges, such as 0-15,32-47, got"):
+        EngineConfig(cpu_list=text)
+
+
+@given(cpus=st.frozensets(st.integers(0, 300), min_size=1))
+def test_a_list_of_cpus_is_read_as_it_is_written(cpus: frozenset[int]) -> None:
+    assert parse_cpus(format_cpus(cpus)) == cpus
 
 
 def test_a_quota_counts_beside_a_cpuset(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ _OTHER_FLAGS = {
     "--lora-modules": "adapters (LoRA) are not supported: merge them into the model",
     "-hf": "the model is an argument without a flag, as in org/name:Q4_K_M",
     "--hf-repo": "the model is an argument without a flag, as in org/name:Q4_K_M",
+    "--numa": "write --tensor-parallel-size auto for a rank on each NUMA node, or --cpu-list with the CPUs of one",
+    "--cpu-range": "write --cpu-list",
     "--num-devices": "write --tensor-parallel-size",
 }
 # Matches argparse's own message.

@@ -20,7 +20,7 @@ from octavo.models.loader import open_weights
 from octavo.models.native_decoder import NativeDecoder, Rank, make_decoder
 from octavo.models.ops import LayerOps
 from octavo.models.packed_modules import OnlineFormat
-from octavo.planner.machine import numa_nodes, usable_cores
+from octavo.planner.machine import chosen_cpus, numa_nodes, usable_cores
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +174,8 @@ def _with_number_of_ranks(target: LoadTarget) -> LoadTarget:
     if target.config.tensor_parallel_size != "auto":
         _require_splittable(target)
         return target
-    count = min(len(numa_nodes()), usable_cores().count) if target.on_cpu else 1
+    cpus = chosen_cpus(target.config.cpu_list)
+    count = min(len(numa_nodes(allowed=cpus)), usable_cores(cpus).count) if target.on_cpu else 1
 
     def among(num_ranks: int) -> LoadTarget:
         return replace(target, config=replace(target.config, tensor_parallel_size=num_ranks))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -40,9 +41,13 @@ from octavo.planner.machine import (
     CPU_MEMORY_SHARE,
     FollowedCores,
     available_memory,
+    bind_threads,
+    chosen_cpus,
     limited_memory,
+    num_cores,
     numa_nodes,
     rank_cpus,
+    usable_cores,
 )
 from octavo.planner.model_shape import shape_of_checkpoint
 from octavo.planner.sizing import Sizing
@@ -87,18 +92,19 @@ def build_runner(config: EngineConfig, set_aside: int = 0) -> tuple[ModelRunner,
     """
     target = choose_target(config)
     sizing = _size_before_loading(target, set_aside)
-    followed = FollowedCores()
-    num_threads = _num_threads(config, followed, len(target.config.own_ranks))
+    cpus = _bound_cpus(target)
+    followed = FollowedCores(lambda: usable_cores(cpus))
+    threads = _followed_threads(target.config, followed, cpus)
+    num_threads = threads()
     if target.on_cpu:
-        where = f"{followed.cores}, {len(numa_nodes())} NUMA nodes"
+        where = f"{followed.cores}, {len(numa_nodes(allowed=cpus))} NUMA nodes"
         logger.info("%s: %d threads in each of %d processes", where, num_threads, len(target.config.own_ranks))
     if target.config.num_ranks == 1:
-        threads = followed.num_threads if config.num_threads is None else lambda: num_threads
         return _join(target, sizing, load_with_threads(target, num_threads), threads)
-    ranks = _start_ranks(target, sizing, num_threads)
+    ranks = _start_ranks(target, sizing, num_threads, cpus)
     try:
         model = load_with_threads(target, num_threads, Rank(target.share(0), ranks.native))
-        return _join(target, sizing, model, lambda: num_threads, ranks=ranks)
+        return _join(target, sizing, model, lambda: ranks.use_threads(threads()), ranks=ranks)
     except BaseException:
         ranks.close()
         raise
@@ -113,8 +119,14 @@ def serve_ranks(config: EngineConfig) -> None:
     """
     target = choose_target(config)
     sizing, first = _size_before_loading(target, 0), target.config.own_ranks.start
-    num_threads = _num_threads(config, FollowedCores(), len(target.config.own_ranks))
-    ranks = _start_ranks(target, sizing, num_threads)
+    cpus = _bound_cpus(target)
+    threads = _followed_threads(target.config, FollowedCores(lambda: usable_cores(cpus)), cpus)
+    ranks, ended = _start_ranks(target, sizing, num_threads := threads(), cpus), threading.Event()
+
+    def follow_limits() -> None:
+        while not ended.wait(FollowedCores.INTERVAL):
+            ranks.use_threads(threads())
+
     try:
         model = load_with_threads(target, num_threads, Rank(target.share(first), ranks.native))
         assert isinstance(model, NativeDecoder)
@@ -127,19 +139,39 @@ def serve_ranks(config: EngineConfig) -> None:
         host = HostTier(num_host_blocks, arena.spec.block_bytes)
         _choose_scales(target.config, target.source, arena, model)
         ranks.begin(num_blocks, num_host_blocks)
+        threading.Thread(target=follow_limits, name="octavo-limits", daemon=True).start()
         logger.info("machine %d computes for machine 0", config.node_rank)
         model.follow(arena.layers, arena.memory, host.memory)
     except RuntimeError as error:
         raise ExecutorError(f"machine {config.node_rank} has ended: {error}") from error
     finally:
+        ended.set()
         ranks.close()
 
 
-def _num_threads(config: EngineConfig, followed: FollowedCores, processes: int) -> int:
-    return config.num_threads or max(1, followed.num_threads() // processes)
+def _bound_cpus(target: LoadTarget) -> frozenset[int]:
+    """Return the CPUs that the engine may use; with `cpu_list`, this process is bound to them."""
+    cpus = chosen_cpus(target.config.cpu_list)
+    if target.config.cpu_list is not None:
+        logger.info("running on the CPUs of --cpu-list: %s", target.config.cpu_list)
+        bind_threads(cpus)
+    return cpus
 
 
-def _start_ranks(target: LoadTarget, sizing: Sizing, num_threads: int) -> RankGroup:
+def _followed_threads(config: EngineConfig, followed: FollowedCores, cpus: frozenset[int]) -> Callable[[], int]:
+    """Return what tells how many threads each rank of this machine is to have, which changes with its limits."""
+    if config.num_threads is not None:
+        num_threads = config.num_threads
+        return lambda: num_threads
+    if (count := len(config.own_ranks)) == 1:
+        return followed.num_threads
+    of_ranks = rank_cpus(numa_nodes(allowed=cpus), count)
+    # Ranks have equal shares of the work, and wait for the one with the fewest cores.
+    most = min(num_cores(own) // of_ranks.count(own) for own in of_ranks)
+    return lambda: max(1, min(most, followed.num_threads() // count))
+
+
+def _start_ranks(target: LoadTarget, sizing: Sizing, num_threads: int, cpus: frozenset[int]) -> RankGroup:
     """Start the other ranks of this machine, which load their shares while this one loads its own."""
     config, model_config = target.config, target.model
     tokens = max(config.max_num_batched_tokens, config.max_num_seqs)  # of a step, at most
@@ -170,10 +202,13 @@ def _start_ranks(target: LoadTarget, sizing: Sizing, num_threads: int) -> RankGr
                 file=-1,
                 memory=memory,
                 log_level=logging.getLogger().getEffectiveLevel(),
-                cpus=cpus,
+                cpus=own,
             )
-            for rank, cpus in zip(config.own_ranks, rank_cpus(numa_nodes(), len(config.own_ranks)), strict=True)
+            for rank, own in zip(
+                config.own_ranks, rank_cpus(numa_nodes(allowed=cpus), len(config.own_ranks)), strict=True
+            )
         ],
+        cpus,
         _describe(target, sizing, memory) if config.nnodes > 1 else "",
     )
 

@@ -56,6 +56,7 @@ def draft_config(config: EngineConfig, model: str, shape: ModelShape) -> EngineC
         device=config.device,
         attention_backend=config.attention_backend,
         num_threads=config.num_threads,
+        cpu_list=config.cpu_list,
     )
 
 

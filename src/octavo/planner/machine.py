@@ -9,11 +9,13 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.config import ALLOWED_CPUS, MOST_THREADS
-from octavo.units import parse_bytes
+from octavo.errors import ConfigError
+from octavo.units import format_cpus, parse_bytes, parse_cpus
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +90,36 @@ class UsableCores:
         return f"{len(self.cpus)} CPUs on {self.num_cores} cores{quota}"
 
 
-def usable_cores() -> UsableCores:
-    """Return the cores that this process may use: those it may run on, limited by its containers' quotas."""
-    return cgroup_cores(Path("/"), ALLOWED_CPUS)
+def usable_cores(cpus: frozenset[int] = ALLOWED_CPUS) -> UsableCores:
+    """Return which of these CPUs this process may use now, limited by its containers' cpusets and quotas."""
+    return cgroup_cores(Path("/"), cpus)
+
+
+def chosen_cpus(cpu_list: str | None, root: Path = Path("/"), allowed: frozenset[int] = ALLOWED_CPUS) -> frozenset[int]:
+    """Return the CPUs of `--cpu-list`, or all that are allowed.
+
+    Args:
+        root: folder that holds /proc and /sys.
+
+    Raises:
+        ConfigError: the process may not use one of them, or its system does not let it choose.
+    """
+    if cpu_list is None:
+        return allowed
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigError("cpu_list needs Linux: no other system lets a process choose its CPUs")
+    chosen, usable = parse_cpus(cpu_list), _cpus_of_cgroups(root, allowed)
+    if others := chosen - usable:
+        many = f"CPUs {format_cpus(others)} of cpu_list are" if len(others) > 1 else f"CPU {min(others)} of cpu_list is"
+        raise ConfigError(f"{many} not among the {len(usable)} that this process may use: {format_cpus(usable)}")
+    return chosen
+
+
+def bind_threads(cpus: frozenset[int]) -> None:
+    """Let the threads of this process run on these CPUs only; threads and processes that they start inherit it."""
+    for task in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(task), cpus)
 
 
 def default_num_threads(cores: UsableCores | None = None) -> int:
@@ -111,7 +140,7 @@ class FollowedCores:
         cores: what was read last.
     """
 
-    _INTERVAL = 10.0  # seconds between looks at the limits
+    INTERVAL = 10.0  # seconds between looks at the limits
 
     def __init__(
         self, read: Callable[[], UsableCores] = usable_cores, clock: Callable[[], float] = time.monotonic
@@ -122,7 +151,7 @@ class FollowedCores:
 
     def num_threads(self) -> int:
         """Return the number of threads."""
-        if (now := self._clock()) - self._read_at >= self._INTERVAL:
+        if (now := self._clock()) - self._read_at >= self.INTERVAL:
             self._read_at = now
             if (cores := self._read()) != self.cores:
                 self.cores, self._num_threads = cores, default_num_threads(cores)
@@ -160,7 +189,7 @@ def cgroup_cores(root: Path, allowed: frozenset[int]) -> UsableCores:
     """
     cpus = _cpus_of_cgroups(root, allowed)
     quotas = [quota for folder in _cgroup_folders(root, "cpu") if (quota := _cpu_quota(folder)) is not None]
-    return UsableCores(cpus, _num_cores(root, cpus), min(quotas, default=None))
+    return UsableCores(cpus, num_cores(cpus, root), min(quotas, default=None))
 
 
 def numa_nodes(root: Path = Path("/"), allowed: frozenset[int] = ALLOWED_CPUS) -> list[frozenset[int]]:
@@ -192,8 +221,8 @@ def _cpus_of_cgroups(root: Path, allowed: frozenset[int]) -> frozenset[int]:
     return cpus
 
 
-@functools.lru_cache(maxsize=8)  # a large machine has hundreds of files to read
-def _num_cores(root: Path, cpus: frozenset[int]) -> int:
+@functools.lru_cache(maxsize=80)  # a large machine has hundreds of files to read
+def num_cores(cpus: frozenset[int], root: Path = Path("/")) -> int:
     """Return how many cores the CPUs belong to; one whose core is not known counts as a core."""
     folder = root / "sys/devices/system/cpu"
     return len({_read_cpus(folder / f"cpu{cpu}/topology/thread_siblings_list") or frozenset({cpu}) for cpu in cpus})
@@ -240,9 +269,7 @@ def _cpu_quota(folder: Path) -> float | None:
 def _read_cpus(path: Path) -> frozenset[int]:
     """Parse a list of CPUs such as "0-3,8" from a file; empty if the file is missing or empty."""
     try:
-        ranges = path.read_text().strip().split(",")
-        bounds = [(part.split("-")[0], part.split("-")[-1]) for part in ranges if part]
-        return frozenset(cpu for first, last in bounds for cpu in range(int(first), int(last) + 1))
+        return parse_cpus(path.read_text())
     except (OSError, ValueError):
         return frozenset()
 

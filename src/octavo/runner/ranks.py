@@ -23,15 +23,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from octavo.config import ALLOWED_CPUS, EngineConfig
+from octavo.config import EngineConfig
 from octavo.errors import ConfigError, ExecutorError
 from octavo.helper_process import HelperEndedError, HelperProcess, HelperTooSlowError
 from octavo.kernels import rank_memory, ranks
 from octavo.kvcache.spec import KVCacheSpec
+from octavo.planner.machine import bind_threads
 from octavo.runner.machines import Machines
 from octavo.scheduler.plan import StepPlan
 
@@ -83,6 +83,7 @@ class RankGroup:
 
     Args:
         jobs: the job of each rank of this machine, without `file`.
+        cpus: what this process runs on when the group has ended.
         description: of what all machines must run alike.
 
     Attributes:
@@ -90,7 +91,7 @@ class RankGroup:
         on_failure: called in another thread when a rank has ended or a machine is lost.
     """
 
-    def __init__(self, jobs: Sequence[RankJob], description: str) -> None:
+    def __init__(self, jobs: Sequence[RankJob], cpus: frozenset[int], description: str) -> None:
         if not hasattr(os, "memfd_create"):
             raise ConfigError("tensor_parallel_size needs anonymous shared memory, which only Linux has")
         self._file = os.memfd_create("octavo-ranks")
@@ -101,7 +102,7 @@ class RankGroup:
         self._processes: list[HelperProcess] = []
         self._waiting: list[threading.Thread] = []
         self._began_at = math.inf
-        self._cpus = ALLOWED_CPUS
+        self._cpus = cpus
         self._blocks = (0, 0)
         self._description = description
         config = jobs[0].config
@@ -109,7 +110,8 @@ class RankGroup:
         if self._machines is not None:
             self.native.set_link(*self._machines.link)
         self._start()
-        self._bind(jobs[0].cpus)
+        if jobs[0].cpus != cpus:
+            bind_threads(jobs[0].cpus)
 
     def _start(self) -> None:
         started: list[Future[HelperProcess]] = []
@@ -145,14 +147,10 @@ class RankGroup:
         if time.monotonic() - self._began_at > RESTARTED_AFTER_S:
             self.on_failure()
 
-    def _bind(self, cpus: frozenset[int]) -> None:
-        """Let the threads of this process run on some CPUs only; those that they start inherit it."""
-        if cpus == self._cpus:
-            return
-        self._cpus = cpus
-        for task in os.listdir("/proc/self/task"):
-            with suppress(ProcessLookupError):
-                os.sched_setaffinity(int(task), cpus)
+    def use_threads(self, count: int) -> int:
+        """Let each rank of this machine compute the next step with so many threads; returns their number."""
+        self.native.num_threads = count
+        return count
 
     @property
     def pids(self) -> list[int]:
@@ -223,7 +221,8 @@ class RankGroup:
     def close(self) -> None:
         """End the other ranks; may be called again."""
         self._end()
-        self._bind(ALLOWED_CPUS)
+        if self._jobs[0].cpus != self._cpus:
+            bind_threads(self._cpus)
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
