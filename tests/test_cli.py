@@ -74,6 +74,10 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
             ["serve", "--max-n=3"],
             "octavo serve: error: unknown argument '--max-n=3'; it was removed: it is an entry of --limits, as in",
         ),
+        (
+            ["serve", "--max-body-size", "1MiB"],
+            "octavo serve: error: unknown argument '--max-body-size'; it was removed: it is an entry of --server",
+        ),
         # Nothing is like it: --num-blocks shares its dashes and a few letters.
         (["bench", "serve", "--port", "1"], "octavo bench serve: error: unknown argument '--port' (see octavo bench"),
     ],

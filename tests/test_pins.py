@@ -73,6 +73,6 @@ def test_a_time_that_is_not_positive_is_refused(make_llm: MakeLLM, tiny_llama: P
 def test_a_single_tenant_may_pin_all_of_the_budget_unless_a_share_is_given(make_llm: MakeLLM, tiny_llama: Path) -> None:
     options = {"num_blocks": 41, "kv_cache_memory": None, "pin_budget": 0.1}
     assert make_llm(tiny_llama, **options).pin_prefix(PREFIX, 60).num_pinned_tokens == 4 * 16
-    assert make_llm(tiny_llama, **options, pin_tenant_share=0.5).pin_prefix(PREFIX, 60).num_pinned_tokens == 2 * 16
-    with pytest.raises(ConfigError, match=r"pin_tenant_share must be between 0 and 1, got -0.5"):
-        make_llm(tiny_llama, pin_tenant_share=-0.5)
+    assert make_llm(tiny_llama, **options, tenant_share=0.5).pin_prefix(PREFIX, 60).num_pinned_tokens == 2 * 16
+    with pytest.raises(ConfigError, match=r"tenant_share must be above 0 and at most 1, got -0.5"):
+        make_llm(tiny_llama, tenant_share=-0.5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,10 @@ import pytest
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, OverloadedError, RequestError, shortened, shown
-from octavo.request_limits import DEFAULT_LIMITS, RequestLimits, limits_table
+from octavo.option import Options, options_of
+from octavo.request_limits import DEFAULT_LIMITS, RequestLimits
 from octavo.sampling_params import SamplingParams, check_limits
+from octavo.server.config import ServerLimits
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "operate" / "limits.md"
 SMALL = RequestLimits(
@@ -154,12 +155,11 @@ def test_a_limit_that_was_an_option_is_refused_with_its_new_place() -> None:
         EngineConfig.from_options({"max_n": 3})
 
 
-def test_the_table_of_limits_is_the_declaration() -> None:
-    document = DOCUMENT.read_text()
-    assert limits_table() in document, (
-        "docs/operate/limits.md has another table: replace it with what octavo.request_limits.limits_table() returns"
-    )
-    assert all(f"`{limit.name}`" in document for limit in fields(RequestLimits))
+@pytest.mark.parametrize("limits", [RequestLimits, ServerLimits])
+def test_the_tables_of_limits_are_the_declarations(limits: type[Options]) -> None:
+    rows = [f"| `{limit.name}` | {limit.default} | {limit.help} |" for limit in options_of(limits).values()]
+    table = "\n".join(["| limit | default | what it limits |", "|---|---:|---|", *rows])
+    assert table in DOCUMENT.read_text(), f"docs/operate/limits.md has another table than:\n{table}"
 
 
 @pytest.mark.parametrize(

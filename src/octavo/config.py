@@ -13,7 +13,7 @@ from octavo.errors import ConfigError, shown
 from octavo.kv_budget import KVBudget
 from octavo.option import Options, check_address, json_object, option, options_of
 from octavo.request_limits import DEFAULT_LIMITS, RequestLimits
-from octavo.units import BYTES, MILLISECONDS, SECONDS, SWAP_BYTES, parse_cpus
+from octavo.units import BYTES, MILLISECONDS, SWAP_BYTES, parse_cpus
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_EVICTION_POLICY: Literal["adaptive"] = "adaptive"
@@ -38,7 +38,6 @@ MOST_RANKS = 64
 STAGING_MEMORY = 256 << 20
 """Host memory for prefixes on their way to and from stores, if `kv_host_memory` is 0."""
 
-_LONGEST_TTL = 10 * 365 * 86400
 _SHORTEST_SECRET = 16
 
 
@@ -94,7 +93,10 @@ class EngineConfig(Options):
     REMOVED: ClassVar = {
         **{name: f"it is an entry of --limits, as in {name}=16" for name in options_of(RequestLimits)},
         "executor": "the model runs in the engine's own process",
+        "kv_remote_ttl": "add it to the address, as in --kv-remote redis://HOST:6379/0?ttl=86400",
+        "pin_tenant_share": "tenant_share is the share of pins and of the queue",
         "preemption_victim": "the last running sequence in order of service is preempted",
+        "queue_tenant_share": "tenant_share is the share of pins and of the queue",
     }
 
     model: str = _model(
@@ -213,13 +215,6 @@ class EngineConfig(Options):
     pin_budget: float = _cache(
         0.25, "largest fraction of the KV cache that pinned prefixes may take, 0 to 1", least=0, most=1
     )
-    pin_tenant_share: float | None = _cache(
-        None,
-        "largest fraction of --pin-budget that one tenant (API key) may take, 0 to 1; default: 0.5 where a server has "
-        "several tenants, else 1",
-        least=0,
-        most=1,
-    )
     kv_events_config: KVEventsConfig | None = _cache(  # noqa: RUF009 (the default is None)
         None,
         "JSON object with vLLM's names: publish which blocks the KV cache stores and removes, for routers, as in "
@@ -254,7 +249,8 @@ class EngineConfig(Options):
     kv_remote: str | None = _below(
         None,
         "Redis or Valkey in which servers of one model share prefixes: redis://HOST:PORT/DB, rediss:// for TLS, or "
-        "unix://PATH; needs octavo[redis]; a password in it shows in `ps`: prefer $OCTAVO_KV_REMOTE",
+        "unix://PATH; ?ttl=SECONDS: how long a block is kept after its last use, by default until Redis evicts it; "
+        "needs octavo[redis]; a password in it shows in `ps`: prefer $OCTAVO_KV_REMOTE",
         metavar="URL",
         secret=True,
     )
@@ -266,15 +262,6 @@ class EngineConfig(Options):
         check=_check_secret,
         secret=True,
     )
-    kv_remote_ttl: int | None = _below(
-        None,
-        "time that a block is kept in --kv-remote after its last use; default: until Redis evicts it",
-        unit=SECONDS,
-        least=1,
-        most=_LONGEST_TTL,
-        needs="kv_remote",
-    )
-
     kv_neighbours: str | None = _below(
         None,
         "HOST:PORT at which this server hands blocks in host memory to servers of the same model and secret; it also "
@@ -332,10 +319,11 @@ class EngineConfig(Options):
         "the most that one request may ask for, such as max_n=128,max_tools=16; docs/operate/limits.md lists all",
         metavar="NAME=N,…",
     )
-    queue_tenant_share: float | None = _scheduling(
+    tenant_share: float | None = _scheduling(
         None,
-        "largest fraction of the limits max_waiting_requests and max_waiting_tokens that one tenant may take, up to 1, "
-        "unless its entry in the keys file says otherwise; default: 0.5 where a server has several tenants, else 1",
+        "largest fraction of --pin-budget, and of the limits max_waiting_requests and max_waiting_tokens, that one "
+        "tenant (API key) may take, up to 1, unless its entry in the keys file says otherwise; default: 0.5 where a "
+        "server has several tenants, else 1",
         above=0,
         most=1,
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from octavo.errors import FieldError, OverloadedError, RequestError, shown
-from octavo.option import Options, option, options_of
+from octavo.option import Options, option
 from octavo.structured_outputs import StructuredOutputsParams
 
 # The sampler remembers one token less than this of an output's end.
@@ -161,9 +161,3 @@ def nesting(value: object, most: int) -> int:
 
 
 DEFAULT_LIMITS = RequestLimits()
-
-
-def limits_table() -> str:
-    """Return the table of docs/operate/limits.md, with one row per limit."""
-    rows = [f"| `{limit.name}` | {limit.default} | {limit.help} |" for limit in options_of(RequestLimits).values()]
-    return "\n".join(["| limit | default | what it limits |", "|---|---:|---|", *rows])

@@ -46,7 +46,7 @@ QUIET, PATIENCE = 0.1, 10.0
 # A place for the watched stream beside attacks of n = 64, which would wait for its end otherwise.
 SERVER = ["--max-num-seqs", "65", "--kv-cache-memory", "1GiB", "--itl-slo-ms", "50"]
 # Short, so that attacks on timeouts do not take half a minute.
-TIMEOUTS = ["--header-timeout", "3", "--body-timeout", "3", "--write-timeout", "3"]
+TIMEOUTS = "header_timeout=3,body_timeout=3,write_timeout=3"
 
 Attack = Callable[[int], Coroutine[Any, Any, list[Answer]]]
 
@@ -392,16 +392,16 @@ def main() -> int:
     rows = Rows(args.rows)
     rounds: list[str] = []
     if some := chosen(attacks(), args.only):
-        with watched_server([*SERVER, *TIMEOUTS]) as server:
+        with watched_server([*SERVER, "--server-limits", TIMEOUTS]) as server:
             attack_all(server, some, rows)
     if some := chosen(template_attacks(), args.only):
         with tempfile.TemporaryDirectory() as folder:
             write_model(Path(folder), TEMPLATE)
             model = ["--model", folder, "--dtype", "float32", "--num-blocks", "2048"]
-            with watched_server([*model, "--max-body-seconds", "2", *TIMEOUTS]) as server:
+            with watched_server([*model, "--server-limits", f"max_body_seconds=2,{TIMEOUTS}"]) as server:
                 attack_all(server, some, rows)
     if args.rounds:
-        with watched_server([*SERVER, *TIMEOUTS]) as server:
+        with watched_server([*SERVER, "--server-limits", TIMEOUTS]) as server:
             rounds = [MEMORY, *memory_rounds(server, args.rounds)]
     # What people wrote below the tables stays.
     _, heading, notes = (args.out.read_text() if args.out.exists() else "").partition(NOTES)

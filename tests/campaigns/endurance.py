@@ -69,7 +69,7 @@ POOL = [
     "--limits",
     "max_waiting_requests=500",
 ]
-TIMEOUTS = ["--write-timeout", "5", "--body-timeout", "5"]
+TIMEOUTS = ["--server-limits", "write_timeout=5,body_timeout=5"]
 # Default preemption mode and prefix cache of each round.
 MODES = "swap/hashed,recompute/radix"
 PREEMPTION_MODES, PREFIX_CACHES = ("auto", "recompute", "swap"), ("hashed", "radix")
@@ -401,7 +401,7 @@ sequences are preempted all the time, admission holds back no blocks for those t
 first, on the same server.
 
 - whole: it came to its end, and is that of the same request alone: tokens, text, log-probabilities, reasons.
-- left: its client left. cut: by the server, after `--write-timeout`. 429, 503: refused, as floods are.
+- left: its client left. cut: by the server, after `write_timeout`. 429, 503: refused, as floods are.
 - step_failed: ended by a fault that met this request alone again, or half-way through taking in its tokens; what had
   come before is compared as well. uncomputable: prompts for which every step raises.
 """

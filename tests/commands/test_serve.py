@@ -9,7 +9,7 @@ import pytest
 
 import octavo.server.run
 from octavo.config import EngineConfig
-from octavo.server.config import ServerConfig
+from octavo.server.config import ServerConfig, ServerLimits
 from octavo.server.engine_options import share_among_tenants
 from tests.commands.conftest import OctavoCommand
 
@@ -23,11 +23,28 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_server_options_reach_the_server(octavo_command: OctavoCommand, served: list[Any]) -> None:
-    argv = ["--port", 0, "--api-key", "a", "--api-key", "b", "--served-model-name", "m", "--max-body-size", "1MiB"]
+    argv = [
+        "--port",
+        0,
+        "--api-key",
+        "a",
+        "--api-key",
+        "b",
+        "--served-model-name",
+        "m",
+        "--server-limits",
+        "max_body_size=1MiB",
+    ]
     code, _, _ = octavo_command("serve", "model.gguf", *argv, "--shutdown-timeout", 1.5, "--max-num-seqs", 4)
     assert code == 0
     assert served == [
-        ServerConfig(port=0, api_key=["a", "b"], served_model_name=["m"], max_body_size=2**20, shutdown_timeout=1.5)
+        ServerConfig(
+            port=0,
+            api_key=["a", "b"],
+            served_model_name=["m"],
+            server_limits=ServerLimits(max_body_size=2**20),
+            shutdown_timeout=1.5,
+        )
     ]
 
 
@@ -36,7 +53,7 @@ def test_server_options_reach_the_server(octavo_command: OctavoCommand, served: 
     [
         (["--port", "70000"], "port must be between 0 and 65535, got 70000"),
         (["--kv-cache-memory", "lots"], "cannot read 'lots' as a number of bytes"),
-        (["--max-body-size", "0"], "max_body_size must be at least 1, got 0"),
+        (["--server-limits", "max_body_size=0"], "max_body_size must be at least 1, got 0"),
         (["--role", "decode"], "role decode needs kv_neighbours"),
     ],
 )
@@ -52,16 +69,16 @@ def test_options_that_make_no_sense_are_told_before_the_server_starts(
     ("keys", "given", "expected"),
     [([], None, None), (["a"], None, None), (["a", "a"], None, None), (["a", "b"], None, 0.5), (["a", "b"], 1.0, 1.0)],
 )
-def test_of_several_tenants_none_pins_the_whole_budget_unless_it_was_said(
+def test_of_several_tenants_none_takes_everything_unless_it_was_said(
     keys: list[str], given: float | None, expected: float | None
 ) -> None:
-    config = EngineConfig(pin_tenant_share=given)
-    assert share_among_tenants(config, ServerConfig(api_key=keys)).pin_tenant_share == expected
+    config = EngineConfig(tenant_share=given)
+    assert share_among_tenants(config, ServerConfig(api_key=keys)).tenant_share == expected
 
 
 def test_keys_of_the_environment_are_tenants_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_API_KEY", "a,b")
-    assert share_among_tenants(EngineConfig(), ServerConfig()).pin_tenant_share == 0.5
+    assert share_among_tenants(EngineConfig(), ServerConfig()).tenant_share == 0.5
 
 
 @pytest.mark.parametrize(

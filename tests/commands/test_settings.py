@@ -98,6 +98,8 @@ def test_every_kind_of_option_is_read_alike_from_the_environment_and_the_file(tm
         ('prefix_cache = "tree"', "prefix_cache must be one of hashed, radix, got 'tree'"),
         ('eviction_policy = "cost"', "eviction_policy: 'cost' was removed; use 'adaptive'"),
         ("max_n = 3", r"'max_n'; it was removed: it is an entry of --limits, as in max_n="),
+        ("kv_remote_ttl = 3", r"'kv_remote_ttl'; it was removed: add it to the address, as in --kv-remote redis://"),
+        ("max_connections = 3", r"'max_connections'; it was removed: it is an entry of --server-limits"),
         ("limits = 3", "limits must be a table of values by name, got 3"),
         ("[limits]\nmax_nn = 3", r"limits: unknown option 'max_nn'; did you mean max_n\?"),
         ("deterministic = 1", "deterministic must be true or false, got 1"),
@@ -123,6 +125,11 @@ def test_a_file_that_says_something_else_is_refused_with_the_place(tmp_path: Pat
         ),
         ("OCTAVO_max_num_seqs", "3", r"did you mean OCTAVO_MAX_NUM_SEQS\?"),
         ("OCTAVO_MAX_N", "3", "'OCTAVO_MAX_N'; it was removed: it is an entry of --limits"),
+        (
+            "OCTAVO_PIN_TENANT_SHARE",
+            "1",
+            "'OCTAVO_PIN_TENANT_SHARE'; it was removed: tenant_share is the share of pins",
+        ),
         ("OCTAVO_EXECUTOR", "process", "'OCTAVO_EXECUTOR'; it was removed: the model runs in the engine's own"),
         (
             "OCTAVO_LIMITS",

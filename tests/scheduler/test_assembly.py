@@ -43,7 +43,7 @@ REACHED: dict[tuple[str, Any], Any] = {
     ("scheduling_policy", "vtc"): lambda s: isinstance(s.policy, VirtualTokenCounter),
     ("scheduling_policy", "priority"): lambda s: isinstance(s.policy, AgeingPriority) and s.policy.seconds == 60.0,
     ("kv_demotion", "all"): lambda s: s.kv.hierarchy._demotes == "all",
-    ("pin_tenant_share", 0.2): lambda s: s.kv.pins.tenant_blocks == 5,
+    ("tenant_share", 0.2): lambda s: s.kv.pins.tenant_blocks == 5,
     ("preemption_mode", "recompute"): lambda s: s.preemption.mode == "recompute",
     ("preemption_mode", "swap"): lambda s: s.preemption.mode == "swap",
     ("preemption_mode", "auto"): lambda s: s.preemption.mode == "auto" and s.preemption is SPEED,
@@ -56,11 +56,11 @@ REACHED: dict[tuple[str, Any], Any] = {
 ELSEWHERE = {
     "model", "dtype", "quantization", "device", "max_model_len", "block_size", "kv_cache_memory", "num_blocks",
     "gpu_memory_utilization", "kv_cache_dtype", "swap_space", "attention_backend", "deterministic", "num_threads",
-    "seed", "tensor_parallel_size", "record_plans", "queue_tenant_share", "chat_template", "generation_config",
+    "seed", "tensor_parallel_size", "record_plans", "chat_template", "generation_config",
     "pooling", "enforce_eager", "calculate_kv_scales", "kv_scales", "kv_host_memory", "kv_disk", "kv_disk_size",
-    "kv_events_config", "speculative_config", "kv_remote", "kv_remote_secret", "kv_remote_ttl", "async_scheduling",
+    "kv_events_config", "speculative_config", "kv_remote", "kv_remote_secret", "async_scheduling",
     "limits", "model_impl", "hf_file", "load_format", "hf_overrides", "tokenizer", "hf_token", "revision",
-    "kv_budget", "kv_neighbours", "nnodes", "node_rank", "master_addr", "master_port",
+    "kv_budget", "kv_neighbours", "cpu_list", "nnodes", "node_rank", "master_addr", "master_port",
 }  # fmt: skip
 
 

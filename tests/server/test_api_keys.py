@@ -124,8 +124,12 @@ def test_a_variable_that_holds_no_key_does_not_open_the_server(
         ({"api_key": ["a"], "keys_file": "keys.toml"}, "give either keys_file or api_key"),
         ({"served_model_name": ["a", ""]}, "served_model_name must not be empty"),
         ({"port": 65536}, "port must be between 0 and 65535, got 65536"),
-        ({"max_body_size": "many"}, "cannot read 'many'"),
-        ({"max_body_size": 0}, "max_body_size must be at least 1, got 0"),
+        ({"server_limits": {"max_body_size": "many"}}, "cannot read 'many'"),
+        ({"server_limits": {"max_body_size": 0}}, "max_body_size must be at least 1, got 0"),
+        (
+            {"server_limits": {"max_total_body_size": 9, "max_body_size": 10}},
+            r"\(9\) must be at least max_body_size \(10\)",
+        ),
         ({"shutdown_timeout": -1}, "shutdown_timeout must be at least 0, got -1"),
     ],
 )

@@ -112,7 +112,7 @@ def test_a_tenant_without_a_limit_leaves_connections_to_others(clock: Clock) -> 
 def test_one_of_several_tenants_may_have_half_as_many_requests_as_there_are_connections(
     start_server: Callable[..., Running], keys: list[str], status: int
 ) -> None:
-    server = start_server(FakeEngine(step_seconds=0.02), api_key=keys, max_connections=4)
+    server = start_server(FakeEngine(step_seconds=0.02), api_key=keys, server_limits={"max_connections": 4})
     body = {"prompt": "x", "max_tokens": 4000, "stream": True}
     with ExitStack() as streams:
         held = []

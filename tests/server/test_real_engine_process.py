@@ -131,7 +131,16 @@ def test_a_server_finishes_what_runs_restarts_warm_and_leaves_at_once_at_a_secon
 
 
 def test_a_server_out_of_descriptors_serves_on(start: Callable[..., ServerProcess]) -> None:
-    options = ["--num-blocks", "96", "--dtype", "float32", "--num-threads", "1", "--keep-alive-timeout", "600"]
+    options = [
+        "--num-blocks",
+        "96",
+        "--dtype",
+        "float32",
+        "--num-threads",
+        "1",
+        "--server-limits",
+        "keep_alive_timeout=600",
+    ]
     server = start(script(FEW_FILES, "serve", tiny_model(), *options))
     body = {"prompt": [5, 6], "max_tokens": 2, "ignore_eos": True}
     with httpx.Client(base_url=server.url) as client:

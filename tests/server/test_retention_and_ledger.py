@@ -123,7 +123,7 @@ def test_over_the_budget_the_answer_says_how_much_is_pinned() -> None:
 
 def test_over_its_share_a_tenant_is_told_how_much_is_pinned_and_another_has_its_own() -> None:
     server = {"admin_key": "admin-key", "api_key": ["first", "second"]}
-    with real_server(server, num_blocks=65, pin_budget=0.1, pin_tenant_share=0.5) as shared:
+    with real_server(server, num_blocks=65, pin_budget=0.1, tenant_share=0.5) as shared:
         for number, key in enumerate(server["api_key"]):
             message = {"role": "user", "content": f"{number} {LONG}", "cache_control": {"type": "ephemeral"}}
             headers = {"Authorization": f"Bearer {key}"}

@@ -47,7 +47,7 @@ Open = Callable[..., Store]
 
 @pytest.fixture
 def open_store(redis_server: RedisServer) -> Iterator[Open]:
-    """Opens stores over the session's server; `fingerprint`, `secret` and `ttl` as of `RemoteMedium`."""
+    """Opens stores over the session's server; `fingerprint` and `secret` as of `RemoteMedium`."""
     opened: list[Store] = []
 
     def open_store(url: str = redis_server.url, most_faults: int = 8, clock: Any = None, **options: Any) -> Store:
@@ -178,8 +178,8 @@ def test_a_value_that_is_not_a_string_is_a_miss_and_is_removed(open_store: Open,
     assert not client.exists(name)
 
 
-def test_a_time_to_live_runs_from_the_last_use(open_store: Open, client: Any) -> None:
-    store = open_store(ttl=1000)
+def test_a_time_to_live_runs_from_the_last_use(open_store: Open, client: Any, redis_server: RedisServer) -> None:
+    store = open_store(f"{redis_server.url}&ttl=1000")
     put(store, 1)
     (name,) = client.keys()
     assert 0 < client.ttl(name) <= 1000
@@ -295,6 +295,9 @@ def test_an_address_that_cannot_be_used_is_refused_without_its_password(redis_se
         RemoteMedium("http://here", FINGERPRINT, BLOCK_BYTES)
     with pytest.raises(ConfigError, match=r"kv_remote: cannot use unix://.*colour"):
         RemoteMedium(redis_server.url + "&colour=blue", FINGERPRINT, BLOCK_BYTES)
+    for ttl in ("0", "-5", "1.5", "", "315360001", "9" * 5000):
+        with pytest.raises(ConfigError, match=r"ttl must be 1 to 315360000 seconds, got"):
+            RemoteMedium(f"{redis_server.url}&ttl={ttl}&socket_timeout=1", FINGERPRINT, BLOCK_BYTES)
     with pytest.raises(ConfigError, match="rejects the password") as refused:
         RemoteMedium(redis_server.url + "&username=eve&password=letmein", FINGERPRINT, BLOCK_BYTES)
     assert "letmein" not in str(refused.value)
@@ -344,9 +347,7 @@ def test_the_secret_and_the_address_come_from_the_environment_and_are_in_no_prin
     ("options", "message"),
     [
         ({"kv_remote_secret": SECRET}, "needs kv_remote or kv_neighbours, which are not given"),
-        ({"kv_remote_ttl": 5}, "needs kv_remote, which is not given"),
         ({"kv_remote": "redis://h", "kv_remote_secret": "tooth"}, "has 5 characters, but needs 16"),
-        ({"kv_remote": "redis://h", "kv_remote_ttl": 0}, "must be between 1 and 315360000, got 0"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:

@@ -130,7 +130,8 @@ class Readers:
                 tokenizer=tokenizer, limits=DEFAULT_LIMITS, names=worker.names, **facts["prompt_settings"]
             )
             if reader.prompt_fingerprint() == facts["fingerprint"]:
-                pool = ReaderPool(reader, self._config.max_body_seconds, self._config.max_body_memory)
+                limits = self._config.server_limits
+                pool = ReaderPool(reader, limits.max_body_seconds, limits.max_body_memory)
                 pool.warm_up()
                 return pool
         logger.error(
@@ -207,7 +208,7 @@ class Router:
         self._router_key = config.router_key or ""
         self._in_flight = in_flight
         self._prefill_tokens = prefill_tokens
-        self._intake = BodyIntake(config.max_body_size, config.max_total_body_size)
+        self._intake = BodyIntake(config.server_limits.max_body_size, config.server_limits.max_total_body_size)
         workers.on_up = self._on_up
         workers.on_down = selection.remove
 

@@ -30,7 +30,7 @@ _CONNECT_SECONDS = 2.0
 _MOST_FAILURES = 2
 # Delay before a server that failed a check is checked again.
 _AGAIN_SECONDS = 0.25
-# Less than a server's --keep-alive-timeout, so that it does not close a connection just as a request is sent over it.
+# Less than a server's keep_alive_timeout, so that it does not close a connection just as a request is sent over it.
 _KEPT_SECONDS = 4.0
 _READY = 200
 _MOST_SHOWN = 200

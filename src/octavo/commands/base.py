@@ -125,6 +125,7 @@ def load_commands(parser: argparse.ArgumentParser) -> None:
 def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
     """Return the error message for an unknown argument; for a flag, with the one that was probably meant."""
     from octavo.config import EngineConfig
+    from octavo.server.config import ServerConfig
 
     message = f"unknown argument {shown(word)}"
     if (advice := _OTHER_FLAGS.get(word.partition("=")[0])) is not None:
@@ -132,7 +133,8 @@ def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
     if not word.startswith("--"):
         return message
     name = word[2:].partition("=")[0]
-    if (replaced := EngineConfig.REMOVED.get(name.replace("-", "_"))) is not None:
+    removed = {**EngineConfig.REMOVED, **ServerConfig.REMOVED}
+    if (replaced := removed.get(name.replace("-", "_"))) is not None:
         return f"{message}; it was removed: {replaced}"
     known = [flag[2:] for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
     meant = difflib.get_close_matches(name[:80], known, n=1)

@@ -242,7 +242,7 @@ class AsyncEngine:
     def _check_room(self, num_tokens: int, context: RequestContext) -> None:
         limits = self.info.limits
         if context.tenant:
-            share = 1.0 if self.core.config.queue_tenant_share is None else self.core.config.queue_tenant_share
+            share = 1.0 if self.core.config.tenant_share is None else self.core.config.tenant_share
             self.stats.waiting.check_room(
                 context.tenant,
                 num_tokens,

@@ -120,7 +120,7 @@ def _open_remote(config: EngineConfig, fingerprint: bytes, block_bytes: int) -> 
     if config.kv_neighbours is not None:
         yield NeighbourMedium(fingerprint, block_bytes, secret or "", config.kv_neighbours)
     if config.kv_remote is not None:
-        yield RemoteMedium(config.kv_remote, fingerprint, block_bytes, secret=secret, ttl=config.kv_remote_ttl)
+        yield RemoteMedium(config.kv_remote, fingerprint, block_bytes, secret=secret)
 
 
 def _digest_of_weights(path: Path) -> str:

@@ -55,7 +55,7 @@ def assemble_cache(
         num_prefix_slots=num_prefix_blocks if config.enable_prefix_caching else 0,
         demotion=config.kv_demotion,
         pin_budget=config.pin_budget,
-        pin_tenant_share=1.0 if config.pin_tenant_share is None else config.pin_tenant_share,
+        pin_tenant_share=1.0 if config.tenant_share is None else config.tenant_share,
         clock=clock,
         logs_events=config.kv_events is not None,
     )

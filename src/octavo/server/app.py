@@ -45,7 +45,7 @@ def create_app(
     in_flight = InFlight(config.request_timeout) if in_flight is None else in_flight
     several = len({client.tenant for client in access.clients.clients}) > 1
     # Each request has a connection: one tenant's leave half of them to the others.
-    quotas = Quotas(max_requests=max(1, config.max_connections // 2) if several else None)
+    quotas = Quotas(max_requests=max(1, config.server_limits.max_connections // 2) if several else None)
     handling = Handling(engine, config, in_flight, access.routers)
     name, info = handling.names[0], engine.info
     responses = ResponseCounts()

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import Literal
+from typing import ClassVar, Literal
 
 from octavo.dialect.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from octavo.errors import ConfigError, shown
-from octavo.option import Options, option
+from octavo.option import Options, option, options_of
 from octavo.server.keys import check_key
 from octavo.units import BYTES, SECONDS
 
@@ -48,8 +48,78 @@ _connection = partial(option, group="connection options")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLimits(Options):
+    """The limits of a server: connections, request bodies and stored responses.
+
+    They are the entries of the option `server_limits`, and a table of docs/operate/limits.md.
+    """
+
+    max_connections: int = option(
+        1024,
+        "open connections; one more closes the one that has waited for a request for the longest, or gets a 503 with "
+        "Retry-After if all have one",
+        least=1,
+    )
+    header_timeout: float = option(
+        10.0, "seconds in which a client must send a whole header; over it: 408, closed", unit=SECONDS, above=0
+    )
+    body_timeout: float = option(
+        30.0,
+        "seconds in which a client must send a body, in addition to one per 64 KiB; over it: 408, closed",
+        unit=SECONDS,
+        above=0,
+    )
+    write_timeout: float = option(
+        30.0,
+        "seconds after which a client that reads nothing of its answer is disconnected, and its request ended",
+        unit=SECONDS,
+        above=0,
+    )
+    keep_alive_timeout: float = option(
+        5.0, "seconds that a connection without a request is kept open", unit=SECONDS, above=0
+    )
+    max_body_size: int = option(
+        "16MiB", "size of a request body; larger ones get a 413 before they are held", unit=BYTES, least=1
+    )
+    max_total_body_size: int = option(
+        "256MiB",
+        "size of all bodies being received or read, beyond the first 64 KiB of each; above it, the tenant with "
+        "the most gets a 503 for the oldest of its bodies",
+        unit=BYTES,
+        least=1,
+    )
+    max_body_seconds: float = option(
+        10.0,
+        "seconds that reading one large body, or one chat, may take: its JSON, the chat template, the tokenizer",
+        unit=SECONDS,
+        above=0,
+        most=inf,
+    )
+    max_body_memory: int = option("1GiB", "memory of the process that reads it", unit=BYTES, least=1)
+    max_stored_responses: int = option(
+        "64MiB",
+        "memory for stored responses (previous_response_id); a tenant may take a quarter; the oldest are dropped; "
+        "0: none are stored",
+        unit=BYTES,
+        least=0,
+    )
+
+    def _check_together(self) -> None:
+        if self.max_total_body_size < self.max_body_size:
+            raise ConfigError(
+                f"max_total_body_size ({self.max_total_body_size}) must be at least max_body_size "
+                f"({self.max_body_size}): no body of that size could be received"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig(Options):
     """The options of one server, checked at construction; raises `ConfigError` with the value in the message."""
+
+    REMOVED: ClassVar = {
+        **{name: f"it is an entry of --server-limits, as in {name}=…" for name in options_of(ServerLimits)},
+        "max_stored_tenant_responses": "a tenant may take a quarter of max_stored_responses, in --server-limits",
+    }
 
     host: str = _address("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
     port: int = _address(8000, "port to listen on; 0 picks a free one", least=0, most=65535)
@@ -152,15 +222,6 @@ class ServerConfig(Options):
     strict_requests: bool = _api(
         False, "refuse unknown fields of a request (400) instead of ignoring them with a warning"
     )
-    max_stored_responses: int = _api(
-        "64MiB",
-        "memory for stored responses (previous_response_id) of all tenants; 0: none are stored",
-        unit=BYTES,
-        least=0,
-    )
-    max_stored_tenant_responses: int = _api(
-        "16MiB", "memory for stored responses of one tenant; the oldest are dropped", unit=BYTES, least=0
-    )
 
     log_level: Literal["debug", "info", "warning", "error"] = _log("info", "lowest severity that is logged")
     log_format: Literal["text", "json"] = _log(
@@ -182,26 +243,11 @@ class ServerConfig(Options):
         least=0,
     )
 
-    max_connections: int = _connection(
-        1024,
-        "maximum number of open connections; one more closes the one that has waited for a request for the longest, or "
-        "gets a 503 if all have one",
-        least=1,
-    )
-    header_timeout: float = _connection(
-        10.0, "time in which a client must send a request's header", unit=SECONDS, above=0
-    )
-    body_timeout: float = _connection(
-        30.0,
-        "time in which a client must send a request's body, in addition to one second per 64 KiB",
-        unit=SECONDS,
-        above=0,
-    )
-    write_timeout: float = _connection(
-        30.0, "time after which a client that reads nothing of its answer is disconnected", unit=SECONDS, above=0
-    )
-    keep_alive_timeout: float = _connection(
-        5.0, "time that a connection without a request is kept open", unit=SECONDS, above=0
+    server_limits: ServerLimits = _connection(  # noqa: RUF009 (the default is frozen)
+        ServerLimits(),
+        "limits of connections, bodies and stored responses, such as max_body_size=32MiB,max_connections=4096; "
+        "docs/operate/limits.md lists all",
+        metavar="NAME=N,…",
     )
     request_timeout: float | None = _connection(
         None,
@@ -216,26 +262,6 @@ class ServerConfig(Options):
         least=0,
         most=inf,
     )
-    max_body_size: int = _connection(
-        "16MiB", "maximum size of a request body; larger ones get a 413", unit=BYTES, least=1
-    )
-    max_total_body_size: int = _connection(
-        "256MiB",
-        "maximum size of all bodies being received or read, beyond the first 64 KiB of each; above it, the tenant with "
-        "the most gets a 503 for the oldest of its bodies",
-        unit=BYTES,
-        least=1,
-    )
-    max_body_seconds: float = _connection(
-        10.0,
-        "time that reading one large body may take: its JSON, the chat template and the tokenizer",
-        unit=SECONDS,
-        above=0,
-        most=inf,
-    )
-    max_body_memory: int = _connection(
-        "1GiB", "memory that reading one large body, or one chat, may take", unit=BYTES, least=1
-    )
 
     def _check_together(self) -> None:
         if self.register_with and self.router_key is None:
@@ -244,11 +270,6 @@ class ServerConfig(Options):
             raise ConfigError("register_with with uds needs advertised_url: a router cannot reach a Unix socket")
         if self.keys_file is not None and self.api_key:
             raise ConfigError("give either keys_file or api_key: the file holds all keys")
-        if self.max_total_body_size < self.max_body_size:
-            raise ConfigError(
-                f"max_total_body_size ({self.max_total_body_size}) must be at least max_body_size "
-                f"({self.max_body_size}): no body of that size could be received"
-            )
 
     @property
     def accepted_admin_key(self) -> str | None:

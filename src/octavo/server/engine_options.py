@@ -29,5 +29,4 @@ def share_among_tenants(config: EngineConfig, server: ServerConfig) -> EngineCon
     """With several tenants, limit each to half the pin budget and half the queue, unless a share was configured."""
     if len({client.tenant for client in client_keys(server).values()}) < 2:
         return config
-    shares = {name: getattr(config, name) for name in ("pin_tenant_share", "queue_tenant_share")}
-    return config.replace(**{name: SHARE_OF_SEVERAL if share is None else share for name, share in shares.items()})
+    return config if config.tenant_share is not None else config.replace(tenant_share=SHARE_OF_SEVERAL)

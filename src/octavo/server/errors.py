@@ -111,30 +111,32 @@ _TYPES = {HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error"}
 BODY_TOO_LARGE = ErrorKind(
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     "request_too_large",
-    "The request body is larger than {} bytes, the most this server accepts (--max-body-size).",
+    "The request body is larger than {} bytes, the most this server accepts (--server-limits max_body_size).",
 )
 BODY_TOO_SLOW = ErrorKind(
     HTTPStatus.BAD_REQUEST,
     "request_too_expensive",
-    "Reading this request's body took longer than {:g} s, the most this server allows (--max-body-seconds).",
+    "Reading this request's body took longer than {:g} s, the most this server allows "
+    "(--server-limits max_body_seconds).",
 )
 BODY_TOO_COSTLY = ErrorKind(
     HTTPStatus.BAD_REQUEST,
     "request_too_expensive",
-    "Reading this request's body took more than {} bytes of memory, the most this server allows (--max-body-memory).",
+    "Reading this request's body took more than {} bytes of memory, the most this server allows "
+    "(--server-limits max_body_memory).",
 )
 TOO_MANY_BODIES = ErrorKind(
     HTTPStatus.SERVICE_UNAVAILABLE,
     "too_many_bodies",
     "The request bodies that this server is receiving are larger than {} bytes together, the most it holds "
-    "(--max-total-body-size): try again later.",
+    "(--server-limits max_total_body_size): try again later.",
     retry=True,
 )
 TOO_MANY_TENANT_BODIES = ErrorKind(
     HTTPStatus.TOO_MANY_REQUESTS,
     "too_many_tenant_bodies",
     "The request bodies that this server is receiving from this API key's tenant are larger than {} bytes together, "
-    "half of what all may take (--max-total-body-size): try again later.",
+    "half of what all may take (--server-limits max_total_body_size): try again later.",
     retry=True,
 )
 MODEL_MISSING = ErrorKind(
@@ -147,7 +149,7 @@ ITEM_MISSING = ErrorKind(
     HTTPStatus.NOT_FOUND,
     "item_not_found",
     "There is no item `{}`; its response may not have been stored (store: false), may have made room for newer ones "
-    "(--max-stored-responses, --max-stored-tenant-responses), or been lost with a restart.",
+    "(--server-limits max_stored_responses), or been lost with a restart.",
 )
 SHUTTING_DOWN = ErrorKind(
     HTTPStatus.SERVICE_UNAVAILABLE,

@@ -98,8 +98,9 @@ class Handling:
         self._engine = engine
         # Shared by all bodies with several prompts.
         self._turnstile = Turnstile(AT_ONCE, lambda: engine.is_planning, lambda: engine.is_stepping)
-        self.intake = BodyIntake(config.max_body_size, config.max_total_body_size)
-        self.reading = ReaderPool(self.reader, config.max_body_seconds, config.max_body_memory)
+        limits = config.server_limits
+        self.intake = BodyIntake(limits.max_body_size, limits.max_total_body_size)
+        self.reading = ReaderPool(self.reader, limits.max_body_seconds, limits.max_body_memory)
         self.routed = RoutedPrompts(routers, self.reader.prompt_fingerprint, config.role)
 
     async def read(self, request: Request, method: str) -> Any:

@@ -65,7 +65,7 @@ class Client:
         tokens_per_minute: rate limit of prompt and output tokens of all keys together; None for no limit.
         max_concurrency: maximum number of requests being served at once, including waiting ones; None for no limit.
         max_waiting_requests, max_waiting_tokens: maximum number of requests that wait for their first step, and of
-            their prompt tokens together; None for what the engine's `queue_tenant_share` allows a tenant.
+            their prompt tokens together; None for what the engine's `tenant_share` allows a tenant.
         kv_floor, kv_cap: amount of the KV cache that is always available to its running requests, and the most that
             they may hold: tokens (int) or a share of the cache (float, 0 to 1). In the file a share is like "12.5%".
         admin: whether the client may use /debug and reset the prefix cache.

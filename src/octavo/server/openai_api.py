@@ -40,7 +40,7 @@ class OpenAIApi(Handlers):
         self._names = handling.names
         self._created = int(time.time())
         self._texts = TokenTexts(engine)
-        self._responses = ResponseStore(config.max_stored_responses, config.max_stored_tenant_responses)
+        self._responses = ResponseStore(config.server_limits.max_stored_responses)
 
     @post("/v1/completions", "Completion", CompletionBody)
     async def create_completion(self, request: Request) -> Response:
@@ -134,7 +134,7 @@ class OpenAIApi(Handlers):
             raise ApiError(
                 404,
                 f"There is no response `{shortened(response_id)}`; it may have made room for newer ones "
-                "(--max-stored-responses, --max-stored-tenant-responses), or been lost with a restart.",
+                "(--server-limits max_stored_responses), or been lost with a restart.",
                 param=param,
                 code="response_not_found",
             )

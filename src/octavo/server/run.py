@@ -174,12 +174,12 @@ class Server(uvicorn.Server):
         model_name: str,
         engine: EngineClient | None = None,
     ) -> None:
-        self.connections = ConnectionCounters()
+        self.connections, limits = ConnectionCounters(), config.server_limits
         super().__init__(
             uvicorn.Config(
                 app,
                 http=guarded_protocol(
-                    config,
+                    limits,
                     self.connections,
                     gives_way=lambda: engine is not None and engine.is_planning,
                     shares=lambda: engine is not None and engine.is_stepping,
@@ -189,7 +189,7 @@ class Server(uvicorn.Server):
                 root_path=config.root_path,
                 ssl_certfile=config.ssl_certfile,
                 ssl_keyfile=config.ssl_keyfile,
-                timeout_keep_alive=config.keep_alive_timeout,  # type: ignore[arg-type]  # any number of seconds
+                timeout_keep_alive=limits.keep_alive_timeout,  # type: ignore[arg-type]  # any number of seconds
                 lifespan="off",  # the engine is started and stopped by `serve_on`
                 log_config=None,  # logging belongs to the process, not to a library
                 log_level="warning",

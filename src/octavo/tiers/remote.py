@@ -22,7 +22,7 @@ from redis.backoff import NoBackoff
 from redis.connection import PythonRespSerializer
 from redis.retry import Retry
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, shown
 from octavo.kvcache.hashing import Label
 from octavo.tiers.base import Medium, Reason
 from octavo.tiers.header import HEADER_BYTES, make_header, prove, read_header
@@ -33,6 +33,8 @@ TIMEOUT_SECONDS = 1.0
 """Timeout of connecting and of each answer, unless the URL has `?socket_timeout=…&socket_connect_timeout=…`."""
 
 SIGNATURE_BYTES = 32
+
+_LONGEST_TTL = 10 * 365 * 86400
 
 
 def _encoded(argument: bytes | memoryview | str | int) -> bytes | memoryview:
@@ -48,11 +50,11 @@ class RemoteMedium(Medium):
     """One model's blocks in Redis.
 
     Args:
-        url: `redis://[[user]:password@]host[:port][/db]`, `rediss://` for TLS, or `unix://path`.
+        url: `redis://[[user]:password@]host[:port][/db]`, `rediss://` for TLS, or `unix://path`; with `?ttl=SECONDS`, a
+            block is kept for that long after its last use, instead of until Redis evicts it.
         fingerprint: 16 bytes that identify the weights, dtype, codec and block size.
         block_bytes: size of a block.
         secret: key that signs every value; without it, anybody who can write to Redis can plant blocks.
-        ttl: seconds that a block is kept after its last use; None to keep it until Redis evicts it.
 
     Raises:
         ConfigError: the URL is invalid, or Redis refuses the user. A server that does not answer is only logged.
@@ -61,11 +63,9 @@ class RemoteMedium(Medium):
     name = "remote"
     must_ask = True
 
-    def __init__(
-        self, url: str, fingerprint: bytes, block_bytes: int, *, secret: str | None = None, ttl: int | None = None
-    ) -> None:
+    def __init__(self, url: str, fingerprint: bytes, block_bytes: int, *, secret: str | None = None) -> None:
         self._fingerprint = fingerprint
-        self._ttl = ttl
+        url, self._ttl = _split_ttl(url)
         self._key = None if secret is None else signing_key(secret)
         self._prefix = name_prefix(fingerprint, self._key)
         self._value_bytes = HEADER_BYTES + block_bytes + (SIGNATURE_BYTES if self._key else 0)
@@ -203,6 +203,15 @@ def signed(fingerprint: bytes, key: bytes | None, label: Label, payload: memoryv
     """Return header, payload and signature of a value; without a key, the signature is empty."""
     header = make_header(fingerprint, label, payload)
     return header, payload, b"" if key is None else _sign(key, header, payload)
+
+
+def _split_ttl(url: str) -> tuple[str, int | None]:
+    """Return a URL without `ttl=SECONDS`, and those seconds."""
+    if (given := re.search(r"(?<=[?&])ttl=([^&]*)&?", url)) is None:
+        return url, None
+    if not given[1].isdecimal() or not 1 <= int(given[1][:10]) <= _LONGEST_TTL:
+        raise ConfigError(f"kv_remote: ttl must be 1 to {_LONGEST_TTL} seconds, got {shown(given[1])}")
+    return url[: given.start()] + url[given.end() :], int(given[1])
 
 
 def without_password(url: str) -> str:

@@ -257,7 +257,7 @@ def test_errors_before_a_body_is_read_are_anthropics_too(start_server: Callable[
     keys = tmp_path / "keys.toml"
     keys.write_text('[tenants.ada]\nkeys = ["ada"]\nrequests_per_minute = 1\n')
     keys.chmod(0o600)
-    server = start_server(FakeEngine(), keys_file=str(keys), max_body_size="1MiB")
+    server = start_server(FakeEngine(), keys_file=str(keys), server_limits={"max_body_size": "1MiB"})
     body: Any = {"model": "fake", "max_tokens": 1, "messages": [USER]}
     ada = {"x-api-key": "ada"}
     answers = [

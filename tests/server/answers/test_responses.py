@@ -309,7 +309,7 @@ def test_the_input_tokens_of_a_response_are_counted(client: openai.OpenAI) -> No
 
 
 def test_the_oldest_responses_make_room_within_a_tenant() -> None:
-    store = ResponseStore(10_000, 3000)
+    store = ResponseStore(12_000)
     for name in ("a", "b", "c"):
         store.put("one", name, stored(1400))
     store.put("one", "too large", stored(3001))
@@ -318,17 +318,18 @@ def test_the_oldest_responses_make_room_within_a_tenant() -> None:
 
 
 def test_the_tenant_that_stores_most_makes_room_for_others() -> None:
-    store = ResponseStore(4000, 3000)
+    store = ResponseStore(16_000)
     store.put("small", "a", stored(1000))
+    for tenant, size in (("second", 3000), ("third", 3500), ("fourth", 3500)):
+        store.put(tenant, "f", stored(size))
     for name in ("b", "c", "d", "e"):
         store.put("large", name, stored(1000))
-    assert store.get("small", "a") is not None
+    assert store.size == 15_000
+    store.put("fifth", "g", stored(2000))
     assert [store.get("large", name) is None for name in ("b", "c", "d", "e")] == [True, False, False, False]
-    store.put("third", "f", stored(1000))
-    assert store.get("large", "c") is None
     assert store.get("small", "a") is not None
-    assert store.size == 4000
+    assert store.size == 16_000
     assert store.get("other", "a") is None
     assert not store.delete("other", "a")
     assert store.delete("small", "a")
-    assert store.size == 3000
+    assert store.size == 15_000

@@ -199,7 +199,7 @@ class TestLargeBodies:
 
     @pytest.fixture
     def small(self, start_server: Callable[..., Running]) -> Running:
-        return start_server(FakeEngine(), max_body_size="1KiB")
+        return start_server(FakeEngine(), server_limits={"max_body_size": "1KiB"})
 
     def test_a_body_at_the_limit_is_read(self, small: Running) -> None:
         body = b'{"prompt":"x"}'

@@ -123,7 +123,7 @@ def test_a_refusal_is_the_same_wherever_it_is_found(size: int) -> None:
 @pytest.mark.slow
 def test_a_body_that_takes_too_long_is_refused_and_the_next_one_is_read() -> None:
     bodies = reading(seconds=1.0)
-    with pytest.raises(ApiError, match=r"took longer than 1 s.*--max-body-seconds") as refusal:
+    with pytest.raises(ApiError, match=r"took longer than 1 s.*--server-limits max_body_seconds") as refusal:
         read(bodies, {"prompt": "slow" + "x" * MEDIUM_BODY})
     assert (refusal.value.status, refusal.value.code) == (400, "request_too_expensive")
     bodies._seconds = 60.0
@@ -194,7 +194,9 @@ def test_a_template_that_loops_is_ended_and_the_next_chat_is_read() -> None:
 @pytest.mark.slow
 def test_a_template_that_fills_the_memory_is_refused_and_the_next_chat_is_read() -> None:
     bodies = reading(memory=256 * 2**20)
-    with pytest.raises(ApiError, match=rf"took more than {256 * 2**20} bytes of memory.*--max-body-memory") as refusal:
+    with pytest.raises(
+        ApiError, match=rf"took more than {256 * 2**20} bytes of memory.*--server-limits max_body_memory"
+    ) as refusal:
         read(bodies, chat("{{ '%999999999d' % 1 }}"), "chat")
     assert (refusal.value.status, refusal.value.code) == (400, "request_too_expensive")
     assert list(read(bodies, chat("x"), "chat").prompt.token_ids) == SlowTokenizer().encode("x", False)

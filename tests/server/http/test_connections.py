@@ -91,7 +91,7 @@ def error_code(answer: bytes) -> str:
 
 @pytest.mark.slow
 def test_a_header_that_trickles_ends_in_a_408(start: Callable[..., Running]) -> None:
-    server = start(header_timeout=SHORT)
+    server = start(server_limits={"header_timeout": SHORT})
     with connect(server) as connection:
         connection.sendall(HEAD)
         trickle(connection, b"X-Slow: 1\r\n")
@@ -103,20 +103,20 @@ def test_a_header_that_trickles_ends_in_a_408(start: Callable[..., Running]) -> 
 
 @pytest.mark.slow
 def test_a_connection_that_asks_nothing_is_closed_without_a_word(start: Callable[..., Running]) -> None:
-    server = start(header_timeout=SHORT)
+    server = start(server_limits={"header_timeout": SHORT})
     with connect(server) as connection:
         assert rest(connection) == b""
 
 
 @pytest.mark.slow
 def test_a_connection_that_was_used_is_kept_for_its_own_time(start: Callable[..., Running]) -> None:
-    server = start(keep_alive_timeout=600)
+    server = start(server_limits={"keep_alive_timeout": 600})
     with connect(server) as connection:
         assert ask(connection).startswith(b"HTTP/1.1 200 ")
         limit(server, header_timeout=SHORT)
         time.sleep(1.5 * SHORT)
         assert ask(connection).startswith(b"HTTP/1.1 200 ")
-    with connect(start(keep_alive_timeout=SHORT)) as connection:
+    with connect(start(server_limits={"keep_alive_timeout": SHORT})) as connection:
         assert ask(connection).startswith(b"HTTP/1.1 200 ")
         assert rest(connection) == b""
 
@@ -134,7 +134,7 @@ def test_a_second_request_on_a_kept_connection_has_its_own_time_for_a_header(sta
 @pytest.mark.slow
 @pytest.mark.parametrize("trickles", [False, True])
 def test_a_body_that_stalls_or_trickles_ends_in_a_408(start: Callable[..., Running], trickles: bool) -> None:
-    server = start(body_timeout=SHORT)
+    server = start(server_limits={"body_timeout": SHORT})
     with connect(server) as connection:
         connection.sendall(HEAD + b"Content-Length: 1000\r\n\r\n{")
         if trickles:
@@ -151,7 +151,7 @@ def test_a_large_body_has_the_time_that_its_size_takes(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transport, "MIN_BODY_RATE", 1024)
-    server = start(body_timeout=SHORT)
+    server = start(server_limits={"body_timeout": SHORT})
     body = BODY + b" " * (256 * 1024)
     head = HEAD + b"Content-Length: %d\r\n\r\n" % len(body)
     with connect(server) as connection:
@@ -237,7 +237,7 @@ def close_turnstile(
 def test_the_time_for_which_a_request_waits_its_turn_is_not_the_clients(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch, is_kept: bool
 ) -> None:
-    server = start(header_timeout=SHORT, keep_alive_timeout=SHORT)
+    server = start(server_limits={"header_timeout": SHORT, "keep_alive_timeout": SHORT})
     with connect(server) as connection:
         if is_kept:
             assert ask(connection).startswith(b"HTTP/1.1 200 ")
@@ -254,7 +254,7 @@ def test_the_time_for_which_a_request_waits_its_turn_is_not_the_clients(
 def test_a_header_that_trickles_while_its_start_waits_for_a_turn_ends_in_time(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = start(header_timeout=SHORT)
+    server = start(server_limits={"header_timeout": SHORT})
     close_turnstile(server, monkeypatch)
     with connect(server) as connection:
         connection.sendall(HEAD)
@@ -266,7 +266,7 @@ def test_a_header_that_trickles_while_its_start_waits_for_a_turn_ends_in_time(
 def test_the_time_for_which_a_body_waits_to_be_parsed_is_not_the_clients(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = start(body_timeout=SHORT)
+    server = start(server_limits={"body_timeout": SHORT})
     waiting = close_turnstile(server, monkeypatch, "parsing")
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY + b" " * 1_000) + b"0\r\n\r\n"
     with connect(server) as connection:
@@ -336,7 +336,7 @@ def test_an_answer_that_takes_long_is_not_the_clients_fault(start: Callable[...,
 
 @pytest.mark.slow
 def test_an_unread_stream_is_cut_and_its_request_ended(start: Callable[..., Running]) -> None:
-    server = start(FakeEngine(max_model_len=30_000), write_timeout=SHORT)
+    server = start(FakeEngine(max_model_len=30_000), server_limits={"write_timeout": SHORT})
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.settimeout(60)
@@ -361,7 +361,7 @@ def test_a_connection_that_was_reset_is_freed_without_a_garbage_collection(
         begin(connection, transport)
 
     monkeypatch.setattr(GuardedConnection, "connection_made", noted)
-    server = start(keep_alive_timeout=SHORT)
+    server = start(server_limits={"keep_alive_timeout": SHORT})
     gc.collect()
     gc.disable()
     try:
@@ -375,7 +375,7 @@ def test_a_connection_that_was_reset_is_freed_without_a_garbage_collection(
 
 
 def test_connections_over_the_limit_are_told_to_come_again(start: Callable[..., Running]) -> None:
-    server = start(max_connections=3)
+    server = start(server_limits={"max_connections": 3})
     held = [connect(server) for _ in range(3)]
     try:
         for connection in held:
@@ -394,7 +394,7 @@ def test_connections_over_the_limit_are_told_to_come_again(start: Callable[..., 
 
 
 def test_where_all_connections_are_taken_a_new_one_closes_the_longest_idle(start: Callable[..., Running]) -> None:
-    server = start(max_connections=3)
+    server = start(server_limits={"max_connections": 3})
     working, kept, fresh = connect(server), connect(server), connect(server)
     try:
         working.sendall(HEAD + b"Content-Length: 5\r\n\r\n")
@@ -418,7 +418,7 @@ def test_where_all_connections_are_taken_a_new_one_closes_the_longest_idle(start
 
 
 def test_bodies_without_a_key_that_stall_keep_nobody_out(start: Callable[..., Running]) -> None:
-    server = start(max_connections=3, api_key=["ada"])
+    server = start(api_key=["ada"], server_limits={"max_connections": 3})
     held = [connect(server) for _ in range(3)]
     try:
         for connection in held:

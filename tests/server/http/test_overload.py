@@ -174,7 +174,7 @@ def test_a_tenants_waiting_tokens_are_bounded(keys: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_no_tenant_may_fill_the_queue_that_all_share(keys: dict[str, Any]) -> None:
     with (
-        real_server(keys, max_num_seqs=1, limits={"max_waiting_requests": 2}, queue_tenant_share=0.5) as server,
+        real_server(keys, max_num_seqs=1, limits={"max_waiting_requests": 2}, tenant_share=0.5) as server,
         ThreadPoolExecutor(4) as callers,
     ):
         hurry = step_for_news(server.engine)

@@ -25,6 +25,8 @@ from octavo.server.errors import ApiError
 
 # Estimated bytes of a stored response's keys and objects, in addition to its contents.
 _OVERHEAD = 512
+# The least number of tenants that fill the store.
+_TENANTS_OF_STORE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +56,12 @@ class ResponseStore:
     """Stores responses by tenant. Used only from the event loop.
 
     Args:
-        most: maximum total size of all responses in bytes.
-        most_of_tenant: maximum total size of one tenant's responses in bytes.
+        most: maximum total size of all responses in bytes; one tenant's may have a quarter of it.
     """
 
-    def __init__(self, most: int, most_of_tenant: int) -> None:
+    def __init__(self, most: int) -> None:
         self._most = most
-        self._most_of_tenant = min(most, most_of_tenant)
+        self._most_of_tenant = most // _TENANTS_OF_STORE
         self._tenants: dict[str, OrderedDict[str, StoredResponse]] = {}
         self._sizes: dict[str, int] = {}
         self.size = 0

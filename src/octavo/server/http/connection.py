@@ -2,8 +2,8 @@
 
 Each request in flight is cancelled when its client disconnects, and all are when a shutdown times out.
 
-Each connection may send a body of `--max-body-size`, and may send it slowly. The total that is held beyond the first
-64 KiB of each body stays below `--max-total-body-size`: when it would be exceeded, an incomplete body is cut off (503,
+Each connection may send a body of `max_body_size`, and may send it slowly. The total that is held beyond the first
+64 KiB of each body stays below `max_total_body_size`: when it would be exceeded, an incomplete body is cut off (503,
 `Retry-After`; 429 if its tenant holds more than half), namely the oldest of the tenant that holds the most. A tenant
 that stalls many bodies therefore loses them first, and small bodies are never refused.
 """

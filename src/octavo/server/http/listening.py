@@ -124,7 +124,8 @@ def log_failed_accepts(loop: asyncio.AbstractEventLoop) -> None:
         elif loop.time() >= silent_until:
             silent_until = loop.time() + 1.0
             logger.error(
-                "cannot accept connections: %s; raise the limit of open files (ulimit -n), or lower --max-connections",
+                "cannot accept connections: %s; raise the limit of open files (ulimit -n), or lower max_connections "
+                "(--server-limits)",
                 context.get("exception"),
             )
 

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from octavo.server.config import ServerConfig
+from octavo.server.config import ServerLimits
 from octavo.server.http.turnstile import Turnstile
 
 # Minimum rate of a body in bytes per second, after its first `body_timeout`.
@@ -63,7 +63,7 @@ class ConnectionCounters:
 
 
 def guarded_protocol(
-    limits: ServerConfig,
+    limits: ServerLimits,
     counters: ConnectionCounters,
     gives_way: Callable[[], bool] = lambda: False,
     shares: Callable[[], bool] = lambda: False,
@@ -97,7 +97,7 @@ class GuardedConnection(H11Protocol):
         parsing: shared by all connections; lets one at a time go on with what takes long to parse.
     """
 
-    limits: ClassVar[ServerConfig]
+    limits: ClassVar[ServerLimits]
     counters: ClassVar[ConnectionCounters]
     idle: ClassVar[dict[GuardedConnection, None]]
     turnstile: ClassVar[Turnstile]
