@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from octavo.config import EngineConfig
+from octavo.engine.tiers import tier_identity
 from octavo.errors import ConfigError
 from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.spec import eviction_bytes
@@ -286,6 +287,20 @@ def ask_as(llm: Any, tenant: str, salt: str) -> Request:
     while core.has_work:
         core.step()
     return request
+
+
+def test_weights_that_differ_in_any_part_of_a_gguf_file_have_another_identity(tmp_path: Path) -> None:
+    parts = [tmp_path / f"model-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for part in parts:
+        part.write_bytes(bytes(3 << 20))
+    config = EngineConfig(kv_disk=str(tmp_path))
+    identities = {tier_identity(config, parts[0], "layout")}
+    for part in parts:
+        with part.open("r+b") as file:
+            file.seek(1 << 20)
+            file.write(b"another")
+        identities.add(tier_identity(config, parts[0], "layout"))
+    assert len(identities) == 3
 
 
 @pytest.mark.parametrize(("cache", "salt"), [("hashed", ""), ("radix", "pepper")])

@@ -223,17 +223,21 @@ def _not_fetched(hub_id: str, error: Exception) -> ModelNotFoundError:
     )
 
 
+def weight_files(path: Path) -> list[Path]:
+    """Return the files of a model's configuration and weights, in order: all parts of a GGUF file, or a folder's."""
+    if path.is_file():
+        return files_of(path)
+    return sorted(each for each in path.iterdir() if each.suffix in (".json", ".safetensors"))
+
+
 def model_fingerprint(path: Path) -> str:
     """A fingerprint of the weights: equal for equal files on any machine, without reading them whole.
 
     Names, sizes and both ends of the configuration and weight files: a safetensors or GGUF file begins with the
     description of all its tensors and ends with weights.
     """
-    files = (
-        files_of(path) if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in (".json", ".safetensors"))
-    )
     digest = hashlib.blake2b(digest_size=16)
-    for file in files:
+    for file in weight_files(path):
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode())
         with file.open("rb") as stream:

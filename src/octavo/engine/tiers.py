@@ -11,6 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from octavo import kernels
+from octavo.checkpoint.model_source import weight_files
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, how_to_install
 from octavo.kvcache.eviction import make_eviction_policy
@@ -126,9 +127,8 @@ def _open_remote(config: EngineConfig, fingerprint: bytes, block_bytes: int) -> 
 def _digest_of_weights(path: Path) -> str:
     import xxhash  # imported here, because an engine without stores does not need it
 
-    files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in (".json", ".safetensors"))
     digest = xxhash.xxh3_128()
-    for file in files:
+    for file in weight_files(path):
         digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
         with file.open("rb") as stream:
             while piece := stream.read(_READ_BYTES):
