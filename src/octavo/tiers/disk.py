@@ -75,7 +75,6 @@ class DiskMedium(Medium):
             block.
 
     Attributes:
-        num_evicted: blocks that have made room for others.
         open_misses: see `Medium`; a slab that is cut short or of another layout counts once.
     """
 
@@ -110,7 +109,6 @@ class DiskMedium(Medium):
         self._number = 0
         self._is_full = False  # no slab will be added any more
         self._may_grow_at = 0.0
-        self.num_evicted = 0
         self.open_misses: Counter[Reason] = Counter()
         try:
             self._lock_file: int | None = lock_directory(folder)
@@ -180,7 +178,6 @@ class DiskMedium(Medium):
             stays = header
         finally:
             with self._lock:
-                self.num_evicted += evicted is not None and stays is header
                 if stays is not None:
                     self._enter(slot, stays)
                 self._pool.release([slot])
