@@ -11,7 +11,7 @@ import torch
 
 from octavo import SamplingParams
 from octavo.config import EngineConfig
-from octavo.engine.runner_builder import _available_on_gpu
+from octavo.engine.sizes import _available_on_gpu
 from octavo.errors import ConfigError
 from octavo.llm import LLM
 from octavo.runner.swapping import make_link

@@ -257,7 +257,7 @@ def test_a_rank_that_stops_is_given_up(two_ranks: LLM) -> None:
 def test_auto_is_a_rank_for_each_numa_node_bound_to_its_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpus = sorted(ALLOWED_CPUS)
     nodes = [frozenset(cpus[:1]), frozenset(cpus[-1:])]
-    for module in ("model_loading", "runner_builder"):
+    for module in ("model_loading", "ranks"):
         monkeypatch.setattr(f"octavo.engine.{module}.numa_nodes", lambda **_: nodes)
     monkeypatch.setattr("octavo.engine.model_loading.usable_cores", lambda _: UsableCores(frozenset({0, 1}), 2, None))
     write_hf_model(tmp_path, "Llama", **SIZES)
@@ -274,7 +274,7 @@ def test_every_rank_follows_the_limits(tmp_path: Path, monkeypatch: pytest.Monke
     now, quota = [0.0], [2.0]
     read = lambda: UsableCores(frozenset(range(8)), 8, quota[0])  # noqa: E731
     monkeypatch.setattr("octavo.engine.runner_builder.FollowedCores", lambda _: FollowedCores(read, lambda: now[0]))
-    monkeypatch.setattr("octavo.engine.runner_builder.num_cores", lambda _: 8)
+    monkeypatch.setattr("octavo.engine.ranks.num_cores", lambda _: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     write_hf_model(tmp_path, "Llama", **SIZES)
     with made(tmp_path, tensor_parallel_size=2, num_threads=None) as llm:

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 def _compute(config: EngineConfig) -> None:
     """Compute for machine 0, which serves."""
     load_torch_libraries()
-    from octavo.engine.runner_builder import serve_ranks
+    from octavo.engine.ranks import serve_ranks
 
     # No handler of Python's runs while C++ waits for machine 0.
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,4 +1,4 @@
-"""Choose the model that an engine loads, and its device, dtype and number of ranks."""
+"""Choose the model that an engine loads, with its device, dtype, number of ranks and scales; and load it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from octavo.checkpoint.share import Share
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, UnsupportedModelError
 from octavo.models.base import CausalLM
+from octavo.models.kv_scales import choose_scales
 from octavo.models.loader import open_weights
 from octavo.models.native_decoder import NativeDecoder, Rank, make_decoder
 from octavo.models.ops import LayerOps
 from octavo.models.packed_modules import OnlineFormat
 from octavo.planner.machine import chosen_cpus, numa_nodes, usable_cores
+from octavo.storage.arena import KVArena
 
 logger = logging.getLogger(__name__)
 
@@ -201,3 +203,21 @@ def _require_splittable(target: LoadTarget) -> None:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return torch's name of a dtype, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
+
+
+def choose_kv_scales(config: EngineConfig, source: ModelSource, arena: KVArena, model: CausalLM) -> str:
+    """Choose the scales of calibrated codecs; returns what identifies them, empty if there are none.
+
+    Raises:
+        ConfigError: scales are given for a cache that has none.
+    """
+    dtype = arena.spec.dtype
+    if calibrated := arena.calibrated_layers:
+        share = model.share if isinstance(model, NativeDecoder) and model.share.count > 1 else None
+        calculate = config.calculate_kv_scales
+        return choose_scales(calibrated, source, dtype, file=config.kv_scales, calculate=calculate, share=share)
+    if config.kv_scales is not None:
+        raise ConfigError(
+            f"kv_scales is for fp8 and nvfp4; a KV cache in {dtype} has no scales that are chosen beforehand"
+        )
+    return ""

@@ -21,7 +21,9 @@ def main() -> None:
     os.sched_setaffinity(0, job.cpus)
     logging.basicConfig(level=job.log_level, format=f"%(asctime)s %(levelname)s rank {job.rank} %(name)s: %(message)s")
     # Imported only now: this takes seconds, in which the process must already end with its parent.
-    from octavo.engine.runner_builder import choose_share_of_scales, load_share
+    from octavo.checkpoint.model_source import model_of
+    from octavo.engine.model_loading import choose_kv_scales
+    from octavo.engine.ranks import load_share
     from octavo.storage.arena import KVArena
     from octavo.tiers.host import HostTier
 
@@ -30,7 +32,7 @@ def main() -> None:
     num_blocks, num_host_blocks = pickle.loads(receive(requests))
     arena = KVArena(job.spec, num_blocks)
     host = HostTier(num_host_blocks, job.spec.block_bytes)
-    choose_share_of_scales(job, arena, model)
+    choose_kv_scales(job.config, model_of(job.config), arena, model)
     send(answers, b"")
     # No handler of Python's, such as a coverage tool's, would run in the loop: the signal must end the process.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,6 +1,6 @@
 """The machines that a model is split among, each with the same number of ranks: what carries bytes between them.
 
-    machine 0                                    machine 1 …  (`serve_ranks` in `engine/runner_builder.py`)
+    machine 0                                    machine 1 …  (`serve_ranks` in `engine/ranks.py`)
       a store at master_addr:master_port <─────    number of the group's start, signs of life
       join  <────────── gloo ──────────────────>   join: connects to every other machine
             what each was started with, sizes

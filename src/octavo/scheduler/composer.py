@@ -70,32 +70,9 @@ class StepComposer:
         self._stalled: Sequence | None = None  # the first in order of service, if it found no blocks in the last step
         self._lacked_blocks = False  # whether a step composed ahead lacked some, for which others may have to yield
 
-    def compose(self, computing: PlannedStep | None = None, num_ending: int = 0) -> PlannedStep:
-        """Decide how many tokens each sequence computes in the next step, with blocks for all of them.
-
-        With a step in flight, this is the step after it, with the tokens that it draws pending (`PlanBuilder.pending`).
-        Then the step is empty if the result must be awaited first (`_must_await`), and in these cases:
-
-        - Streams take turns, or need blocks that are shared, or that a tenant or the pool does not have: others may
-          have to yield. Prompts take what is available, but the next step is not composed ahead then.
-        - A block was evicted that must be stored first. Those that were taken are kept for the next step.
-
-        Args:
-            computing: the step in flight.
-            num_ending: how many of their sequences draw their last token, so that others may have their places.
-        """
-        step = PlannedStep(ahead=computing is not None)
-        if computing is not None:
-            if self._must_await(computing, num_ending):
-                return step
-            budget = self._share(step)
-            if self._moves_blocks:
-                return PlannedStep(ahead=True)
-            if step:
-                self._admission.begin_step()
-            if budget is not None:
-                budget.settle()
-            return step
+    def compose(self) -> PlannedStep:
+        """Decide how many tokens each sequence computes in the next step, with blocks for all of them."""
+        step = PlannedStep()
         self._admission.begin_step()
         self._lacked_blocks = False
         budget = self._share(step, self._claim() if self._policy.may_claim else None)
@@ -114,6 +91,31 @@ class StepComposer:
                 step.runs[seq.seq_id] = step.chunks.pop(seq.seq_id)
         if self._speculator is not None and not step.chunks:
             self._add_drafts(self._speculator, step)
+        return step
+
+    def compose_ahead(self, computing: PlannedStep, num_ending: int) -> PlannedStep:
+        """Compose the step after the one in flight, with the tokens that it draws pending (`PlanBuilder.pending`).
+
+        The step is empty if the result must be awaited first (`_must_await`), and in these cases:
+
+        - Streams take turns, or need blocks that are shared, or that a tenant or the pool does not have: others may
+          have to yield. Prompts take what is available, but the next step is not composed ahead then.
+        - A block was evicted that must be stored first. Those that were taken are kept for the next step.
+
+        Args:
+            num_ending: how many sequences of the step in flight draw their last token, so that others may have their
+                places.
+        """
+        step = PlannedStep(ahead=True)
+        if self._must_await(computing, num_ending):
+            return step
+        budget = self._share(step)
+        if self._moves_blocks:
+            return PlannedStep(ahead=True)
+        if step:
+            self._admission.begin_step()
+        if budget is not None:
+            budget.settle()
         return step
 
     def _must_await(self, computing: PlannedStep, num_ending: int) -> bool:
@@ -276,6 +278,7 @@ class StepComposer:
         return True
 
     def _serve_prompts(self, prompts: list[Sequence], budget: StepBudget, step: PlannedStep, short: bool) -> None:
+        """Serve, or admit, the first prompt in order of service, then others by their rank."""
         if short:
             prompts = [seq for seq in prompts if seq.status is SequenceStatus.RUNNING]
         admission, waiting = self._admission, self._waiting

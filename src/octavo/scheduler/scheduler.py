@@ -149,7 +149,7 @@ class Scheduler(Lifecycle):
             if builder.num_in_flight > 1 or (fetching is not None and len(fetching) > 0):
                 return StepPlan()
             with builder.pending(self.config.max_model_len) as num_ending:
-                return builder.build(self._composer.compose(builder.in_flight, num_ending))
+                return builder.build(self._composer.compose_ahead(builder.in_flight, num_ending))
         self.kv.pins.expire()
         hierarchy = self.kv.hierarchy
         # `update` is not called for a failed step, so clean up after it here.
