@@ -124,6 +124,26 @@ def drawn(state: SamplingState, logits: torch.Tensor) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_right", [0, 1, 2])
+def test_only_the_first_draw_that_refutes_a_draft_goes_on(num_right: int) -> None:
+    encoded = [tokenizer().encode(text, add_special_tokens=False) for text in "bcd"]
+    (right,), (other,), (last,) = encoded
+    states, positions, drawn = [state_of(StructuredOutputsParams(regex="b*[cd]xyz"))], [0, 1, 2], [right] * 3
+    for token_id in [*[right] * num_right, *[other] * (2 - num_right)]:
+        states.append(states[-1].fork())
+        states[-1].followed.follow_draft(token_id)
+    drawn[num_right] = last
+    followed = [list(state.followed.token_ids) for state in states]
+    logits = torch.zeros(3, VOCAB)
+    logits[range(3), drawn] = 9.0
+    result = Sampler().sample(logits, SamplingBatch.of(states, positions))
+    assert list(result.token_ids[: num_right + 1]) == [*[right] * num_right, last]
+    assert list(result.forced) == [num_right]
+    has_gone_on = [state.followed.token_ids != before for state, before in zip(states, followed, strict=True)]
+    assert has_gone_on == [draw == num_right for draw in range(3)]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("regex", ["[a-h]x", "[a-z]x"])
 def test_draws_have_the_distribution_of_the_masked_logits(regex: str) -> None:
     wanted = StructuredOutputsParams(regex=regex)

@@ -12,7 +12,7 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.request import GAP, FinishReason, Request, RequestId, Sequence
 from octavo.sampling_params import SamplingParams
-from octavo.scheduler.acceptance_rates import Rate
+from octavo.scheduler.acceptance_rates import Acceptance, Followed, Rate
 from octavo.scheduler.drafts import Draft, DraftMethod, TokenIndex
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
 from octavo.scheduler.speculation import Drafts, Speculator
@@ -209,6 +209,7 @@ def test_after_losses_only_drafts_that_promise_much_are_verified() -> None:
     for rate in server.speculator.acceptance.rates["oracle"]:
         rate.accepted = 0.4 * rate.tried
     server.streams[0].state.followed.rate = Rate(40.0, 100.0)  # a row that takes 0.4 s promises 0.4 tokens
+    server.streams[0].state.followed.expected = 40.0
     server.speculator._balance = 0.0
     assert server.step()
     server.speculator._balance = -3.0
@@ -236,6 +237,24 @@ def test_a_sequence_without_drafts_is_looked_at_less_often() -> None:
     server.steps(100)
     assert 25 <= len(looked) <= 35
     assert looked[:4] == [3, 4, 5, 6]
+    looked.clear()
+    server.streams[0].request.predicted_ids = (7, GAP, 8)
+    server.steps(40)
+    assert len(looked) >= 35
+
+
+def test_a_chance_is_relative_to_what_was_to_be_expected_of_a_sequences_drafts() -> None:
+    acceptance = Acceptance()
+    for rates, share in (("good", 0.9), ("bad", 0.3)):
+        for rate in acceptance.rates_of(rates):
+            rate.accepted, rate.tried = 900 * share, 900.0
+    usual, worse = Followed(), Followed()
+    usual.rate, usual.expected = Rate(6.0, 20.0), 6.0  # it drafted from the bad source, and so it fared
+    worse.rate, worse.expected = Rate(6.0, 20.0), 18.0
+    assert acceptance.chance("good", 8, usual) == pytest.approx(0.9, abs=0.03)
+    assert acceptance.chance("bad", 8, usual) == pytest.approx(0.3, abs=0.06)
+    assert acceptance.chance("good", 8, worse) < 0.75
+    assert acceptance.chance("bad", 8, worse) == 0.0
 
 
 def test_a_draft_ends_before_the_last_token_that_may_be_drawn() -> None:

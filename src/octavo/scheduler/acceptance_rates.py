@@ -12,6 +12,7 @@ MODEL = "draft_model"
 MOST_MATCH = 32  # longer matches count as equally long
 _CAUTION = 0.5  # standard errors by which a probability is taken to be lower; more lose on edits and gain on nothing
 _PRIOR = 8.0  # tokens that the acceptance of all sequences counts as, in addition to a sequence's own
+_PRIOR_REFUTED = 4.0  # of them, where a sequence's refuted tokens are compared with those that were to be expected
 _FORGETTING = 0.95  # of a sequence's tokens
 _MODEL_FORGETTING = 0.99  # of the tokens that count for a draft model's acceptance
 _MOST_TRIED = 1000.0
@@ -41,14 +42,16 @@ class Followed:
         start: number of tokens that the sequence had before the first of them.
         look_at: number of tokens of the sequence from which another may be looked for.
         misses: looks in a row that found none.
+        rate: how many of its own tokens were accepted.
+        expected: how many of these were to be expected by the rates of all sequences.
     """
 
-    __slots__ = ("draft", "look_at", "misses", "place", "rate", "start")
+    __slots__ = ("draft", "expected", "look_at", "misses", "place", "rate", "start")
 
     def __init__(self) -> None:
         self.draft: Draft | None = None
         self.place = self.start = self.look_at = self.misses = 0
-        self.rate = Rate()
+        self.rate, self.expected = Rate(), 0.0
 
     def begin(self, draft: Draft, num_tokens: int) -> None:
         """Follow a draft, of a sequence that has so many tokens."""
@@ -69,7 +72,9 @@ class Acceptance:
         for token_id in seq.tokens(followed.start + followed.place, seq.num_tokens):
             accepted = token_id == draft.token_ids[followed.place]
             forgetting = _MODEL_FORGETTING if draft.source == MODEL else 1.0
-            rates[min(draft.match + followed.place, MOST_MATCH)].count(accepted=accepted, forgetting=forgetting)
+            every = rates[min(draft.match + followed.place, MOST_MATCH)]
+            followed.expected = followed.expected * _FORGETTING + every.accepted / every.tried
+            every.count(accepted=accepted, forgetting=forgetting)
             followed.rate.count(accepted=accepted, forgetting=_FORGETTING)
             followed.place += 1
             if not accepted or followed.place == len(draft.token_ids):
@@ -86,15 +91,20 @@ class Acceptance:
         (token_ids, source, match), place = followed.draft, followed.place
         match, chance = match + place, 1.0
         for position in range(match, match + min(most, match, len(token_ids) - place)):
-            chance *= self.chance(source, position, followed.rate)
+            chance *= self.chance(source, position, followed)
             yield chance
 
-    def chance(self, source: str, match: int, own: Rate) -> float:
-        """Return the probability, taken with caution, that the token after a match is accepted."""
-        every = self.rates_of(source)[min(match, MOST_MATCH)]
-        weight = min(_PRIOR, every.tried)
-        tried = own.tried + weight
-        mean = (own.accepted + weight * every.accepted / every.tried) / tried
+    def chance(self, source: str, match: int, followed: Followed) -> float:
+        """Return the probability, taken with caution, that the token after a match is accepted.
+
+        It is refuted as often as those of all sequences, times how much more often the sequence's own were refuted than
+        was to be expected of their sources and matches.
+        """
+        every, own = self.rates_of(source)[min(match, MOST_MATCH)], followed.rate
+        refuted, expected = own.tried - own.accepted, own.tried - followed.expected
+        worse = (refuted + _PRIOR_REFUTED) / (expected + _PRIOR_REFUTED)
+        mean = max(0.0, 1 - (1 - every.accepted / every.tried) * worse)
+        tried = own.tried + min(_PRIOR, every.tried)
         return max(0.0, mean - _CAUTION * sqrt(mean * (1 - mean) / tried))
 
     def rates_of(self, source: str) -> list[Rate]:

@@ -7,8 +7,9 @@ added in the order of their probability, those of all sequences together, and th
     ───────────────  =   ─────────────────────────────────────────────────────────────────────────────────
       step time                          T(rows), from `StepTimeModel.decode_seconds`
 
-is largest. **Probabilities** are learnt by source and length of the match, and by sequence. A draft is kept until a
-token refutes it, and its match grows with each token that comes true, verified or not: so observing costs no row.
+is largest. **Probabilities** are learnt by source and length of the match, and relative to these by sequence. A draft
+is kept until a token refutes it, and its match grows with each token that comes true, verified or not: so observing
+costs no row.
 
 A draft model is asked by the same rule, with the time that it takes in T, where it is more likely to be right than what
 was found in text. Its tokens then compete for rows with all others. Where it was not worth asking for long, it is asked
@@ -18,8 +19,9 @@ Everything here must cost less than it may gain. The search for drafts may spend
 0.2 % of all time; when that is used up, steps pass without a search. Verified drafts may lose 0.1 % of all time; after
 greater losses, only drafts that promise 25 % more tokens per second are verified, until the time is won back. Where no
 number of rows could pay, nothing is drafted for some steps; a sequence for which no draft is found is looked at less
-often. Under load each row adds as much time as a stream does, so that drafts fade by themselves. No draft lengthens a
-step by more than 5 % where a stream has none. Prompts' chunks hide nothing, so a step with one verifies nothing.
+often, unless its text is predicted. Under load each row adds as much time as a stream does, so that drafts fade by
+themselves. No draft lengthens a step by more than 5 % where a stream has none. Prompts' chunks hide nothing, so a step
+with one verifies nothing.
 """
 
 from __future__ import annotations
@@ -257,7 +259,7 @@ class Speculator:
             followed: Followed = seq.state.followed
             if not self._may_draft(seq) or self._num_left(seq) < 1:
                 continue
-            chance = acceptance.chance(MODEL, MOST_MATCH, followed.rate)
+            chance = acceptance.chance(MODEL, MOST_MATCH, followed)
             if followed.draft is not None and next(iter(acceptance.chances(followed, 1)), 0.0) > chance - _TEXT_AHEAD:
                 continue
             if lacking := model.num_lacking(seq):
@@ -324,7 +326,9 @@ class Speculator:
             return False
         if (draft := self._method.draft(seq, _KEPT)) is None:
             followed.misses += 1
-            followed.look_at = seq.num_tokens + 1 + min(_MOST_SKIPPED, followed.misses // _PATIENCE)
+            # A prediction goes on at once after what it did not know, such as a value in JSON.
+            skipped = 0 if seq.request.predicted_ids else min(_MOST_SKIPPED, followed.misses // _PATIENCE)
+            followed.look_at = seq.num_tokens + 1 + skipped
             return False
         followed.misses = 0
         followed.begin(draft, seq.num_tokens)
