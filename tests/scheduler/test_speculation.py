@@ -85,6 +85,16 @@ def test_a_prediction_is_followed_through_its_gaps() -> None:
     assert method.draft(seq, 3) is None
 
 
+def test_a_prediction_goes_on_where_it_agrees_with_the_last_tokens() -> None:
+    method, seq = DraftMethod(2, 8), sequence(1, 2, 30)
+    seq.request.predicted_ids = (*range(30, 40), GAP, 30, 9, 31, 9, 32, GAP)  # on one line, and on several
+    assert method.draft(seq, 3) == Draft((31, 32, 33), "prediction", 9)
+    seq.output_token_ids += [9]
+    assert method.draft(seq, 3) == Draft((31, 9, 32), "prediction", 10)
+    seq.output_token_ids += [31, 9]
+    assert method.draft(seq, 3) == Draft((32,), "prediction", 12)
+
+
 @pytest.mark.parametrize("changed", [[40], [40, 41], [], [40, 5]])
 def test_a_copy_is_followed_through_a_change(changed: list[int]) -> None:
     method, seq = DraftMethod(2, 8), sequence(1, 2, 3, 4, 5, 6, 7, 8, 9, 2)

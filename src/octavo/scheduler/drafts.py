@@ -27,7 +27,7 @@ _TOKEN_BITS = 24
 _MOST_OCCURRENCES = 8
 # Tokens that a copy may leave out or replace at once.
 _MOST_LEFT_OUT = 8
-# A prediction counts as a copy of so many tokens at first.
+# A prediction counts as a copy of so many tokens at first, and of so many more where some of it occurs again.
 _TRUSTED = 8
 # Tokens indexed in one step, so that no step waits long for a prompt: 4,096 take about 2 ms.
 _INDEXED_AT_ONCE = 4096
@@ -107,6 +107,7 @@ class TokenIndex:
 
     Attributes:
         tokens: all tokens indexed so far.
+        num_before: number of tokens before the sequence, with the gap after them.
         copies: what the output is a copy of, by source: of the tokens before the sequence, and of what it copied last.
 
     Args:
@@ -117,7 +118,7 @@ class TokenIndex:
         self.tokens = array("i")
         self.copies = {"prediction": Copy(0, _TRUSTED)} if before else dict[str, Copy]()
         self._num_followed = 0
-        self._num_before = len(before) + 1 if before else 0
+        self.num_before = len(before) + 1 if before else 0
         self._width = width
         self._mask = (1 << _TOKEN_BITS * width) - 1
         self._run = 0
@@ -128,8 +129,8 @@ class TokenIndex:
 
     def extend(self, seq: Sequence) -> bool:
         """Index the tokens that a sequence has gained; returns whether all of them are indexed now."""
-        if (first := len(self.tokens) - self._num_before) < seq.num_prompt_tokens:
-            self._num_followed = self._num_before + seq.num_prompt_tokens
+        if (first := len(self.tokens) - self.num_before) < seq.num_prompt_tokens:
+            self._num_followed = self.num_before + seq.num_prompt_tokens
         last = min(seq.num_tokens, first + _INDEXED_AT_ONCE)
         self.append(seq.tokens(first, last))
         return last == seq.num_tokens
@@ -271,5 +272,8 @@ class DraftMethod:
                 return Draft(copy.with_insertions(index.tokens[-1], following)[:most], source, copy.num_copied)
         if not length or not (following := index.after(place, most)):
             return None
+        if place < index.num_before:  # it goes on elsewhere, such as in the outline that is indented
+            copy = index.copies["prediction"] = Copy(place + 1, length + _TRUSTED)
+            return Draft(following, "prediction", copy.num_copied)
         index.copies["copy"] = Copy(place + 1, length)
         return Draft(following, "ngram", length)
