@@ -21,10 +21,15 @@ namespace {
 //
 //     item   | split 0 | split 1 | split 2 | split 3 | split 4 |
 //     tasks  |      node 0       |      node 1       | node 2  |  -> ((0, 1), (2, 3)), 4
+//
+// The thread that plans writes little of each item; whoever computes it makes its AttendTask (task_of).
 struct Item {
-    AttendTask task;
+    int seq, head, kv_head, kv_heads, group_size;  // the first query head, and the KV heads that it is of
+    int begin, num_tokens;                         // of the sequence's new tokens
+    int split_begin, split_end, num_tasks;
     int64_t first_partial;  // index of a PartialLine; -1: a single task
-    int num_tasks;
+    RowMass* mass;          // null: not measured
+    int64_t rows() const { return int64_t{kv_heads} * num_tokens * group_size; }
 };
 
 struct Slice {
@@ -141,12 +146,8 @@ bool has_much_context(const AttentionCall& call, const ChosenBlocks& chosen) {
     return splits >= 4 * num_threads();
 }
 
-void add_items(const AttentionCall& call, Plan& plan, int seq, bool much_context) {
-    const int query_begin = call.query_start[seq], query_len = call.query_start[seq + 1] - query_begin;
-    const int context_len = plan.chosen.num_tokens(seq, call.context_lens[seq], call.kv.block_size);
-    const int group = call.num_heads / call.kv.kv_heads;
-    Shape shape = choose_shape(call, query_len, context_len, much_context);
-    if (plan.chosen.table(seq, 0)) shape.kv_heads = 1;  // each reads other blocks
+// What the tasks of a sequence have in common.
+AttendTask task_of(const AttentionCall& call, int seq) {
     AttendTask task{};
     task.kv = &call.kv;
     task.query_token_stride = call.query_token_stride;
@@ -160,10 +161,8 @@ void add_items(const AttentionCall& call, Plan& plan, int seq, bool much_context
     task.budget = budget_of(call, seq);
     task.sink_tokens = call.sinks_apart.sink_tokens;
     task.sink_token_stride = call.sinks_apart.token_stride;
-    const bool sees_apart = task.budget && context_len > task.budget;
-    task.kv_heads = shape.kv_heads;
     task.exact = call.exact;
-    task.prompt = query_len > 1;
+    task.prompt = call.query_start[seq + 1] - call.query_start[seq] > 1;
     if (const RecentCopies& copies = call.copies; copies.recent_blocks) {
         task.reads = kReadsBetween;
         task.first_tokens = copies.first_blocks * call.kv.block_size;
@@ -171,56 +170,86 @@ void add_items(const AttentionCall& call, Plan& plan, int seq, bool much_context
         task.copies = &copies.kv;
         task.copies_table = copies.block_tables + call.table_rows[seq] * copies.block_table_stride;
     }
+    return task;
+}
+
+// The tokens that a sequence reads in the end, the new ones included.
+int context_of(const AttentionCall& call, const Plan& plan, int seq) {
+    return plan.chosen.num_tokens(seq, call.context_lens[seq], call.kv.block_size);
+}
+
+int64_t mass_stride(const AttentionCall& call, int seq) {
+    return (int64_t{call.context_lens[seq]} + kTile - 1) / kTile * (kTile / 16) + 1;
+}
+
+AttendTask task_of(const AttentionCall& call, const Plan& plan, const Item& item) {
+    const int query_begin = call.query_start[item.seq], query_len = call.query_start[item.seq + 1] - query_begin;
+    const int context_len = context_of(call, plan, item.seq);
+    const int64_t token = int64_t{query_begin} + item.begin;
+    AttendTask task = task_of(call, item.seq);
+    if (const int32_t* table = plan.chosen.table(item.seq, item.kv_head)) task.block_table = table;
+    task.kv_head = item.kv_head;
+    task.kv_heads = item.kv_heads;
+    task.group_size = item.group_size;
+    task.sinks = call.sinks ? call.sinks + item.head : nullptr;
+    task.num_tokens = item.num_tokens;
+    task.first_position = context_len - query_len + item.begin;
+    task.split_begin = item.split_begin;
+    task.split_end = item.split_end;
+    task.query = call.query + token * call.query_token_stride + item.head * call.query_head_stride;
+    if (task.budget && context_len > task.budget)
+        task.sink_query =
+            call.sinks_apart.query + token * task.sink_token_stride + item.head * call.query_head_stride;
+    task.out = call.out + token * call.out_token_stride + item.head * call.out_head_stride;
+    task.mass = item.mass;
+    task.mass_stride = mass_stride(call, item.seq);
+    return task;
+}
+
+void add_items(const AttentionCall& call, Plan& plan, int seq, bool much_context) {
+    const int query_len = call.query_start[seq + 1] - call.query_start[seq];
+    const int context_len = context_of(call, plan, seq);
+    const int group = call.num_heads / call.kv.kv_heads;
+    Shape shape = choose_shape(call, query_len, context_len, much_context);
+    if (plan.chosen.table(seq, 0)) shape.kv_heads = 1;  // each reads other blocks
+    AttendTask task = task_of(call, seq);
     // A head's tasks follow each other, so that its keys and values are still in a cache; of these, the last tokens see
     // the most context and come first, so that no thread is left with a long task at the end.
-    for (task.kv_head = 0; task.kv_head < call.kv.kv_heads; task.kv_head += shape.kv_heads) {
-        if (const int32_t* table = plan.chosen.table(seq, task.kv_head)) task.block_table = table;
-        for (int member = 0; member < group; member += shape.members) {
-            const int64_t head = int64_t{task.kv_head} * group + member;
-            task.sinks = call.sinks ? call.sinks + head : nullptr;
-            task.group_size = std::min(shape.members, group - member);
+    for (int kv_head = 0; kv_head < call.kv.kv_heads; kv_head += shape.kv_heads)
+        for (int member = 0; member < group; member += shape.members)
             for (int end = query_len; end > 0; end -= shape.tokens) {
                 const int begin = std::max(0, end - shape.tokens);
-                const int64_t token = query_begin + begin;
                 task.num_tokens = end - begin;
                 task.first_position = context_len - query_len + begin;
                 task.set_splits();
-                task.query = call.query + token * call.query_token_stride + head * call.query_head_stride;
-                if (sees_apart)
-                    task.sink_query = call.sinks_apart.query + token * task.sink_token_stride +
-                                      head * call.query_head_stride;
-                task.out = call.out + token * call.out_token_stride + head * call.out_head_stride;
-                plan.items.push_back({task, -1, 1});
+                plan.items.push_back({seq, kv_head * group + member, kv_head, shape.kv_heads,
+                                      std::min(shape.members, group - member), begin, end - begin, task.split_begin,
+                                      task.split_end, 1, -1, nullptr});
             }
-        }
-    }
 }
 
-int64_t state_lines(const AttendTask& task) {
-    return int64_t{task.kv_heads} * task.rows_per_head() * ((task.kv->value_dim + kRowState) / 16);
-}
+int64_t state_lines(const Item& item, const LayerKV& kv) { return item.rows() * ((kv.value_dim + kRowState) / 16); }
 
 // Cuts items into nodes of a power-of-two number of splits; returns that number.
-int cut(Plan& plan) {
+int cut(Plan& plan, const LayerKV& kv) {
     int64_t splits = 0;
-    for (const Item& item : plan.items) splits += item.task.split_end - item.task.split_begin;
+    for (const Item& item : plan.items) splits += item.split_end - item.split_begin;
     const int64_t fair = std::max<int64_t>(1, splits / (int64_t{num_threads()} * kTasksPerThread));
     const auto most = static_cast<int>(std::bit_floor(static_cast<uint64_t>(fair)));
     int64_t lines = 0;
     for (int index = 0; index < static_cast<int>(plan.items.size()); ++index) {
         Item& item = plan.items[index];
-        const AttendTask& task = item.task;
-        const int first = task.split_begin / most, last = std::max(task.split_begin, task.split_end - 1) / most;
+        const int first = item.split_begin / most, last = std::max(item.split_begin, item.split_end - 1) / most;
         if (num_threads() == 1 || first == last) {
-            plan.slices.push_back({index, task.split_begin, task.split_end});
+            plan.slices.push_back({index, item.split_begin, item.split_end});
             continue;
         }
         item.num_tasks = last - first + 1;
         item.first_partial = lines;
-        lines += item.num_tasks * state_lines(task);
+        lines += item.num_tasks * state_lines(item, kv);
         for (int node = first; node <= last; ++node)
             plan.slices.push_back(
-                {index, std::max(node * most, task.split_begin), std::min((node + 1) * most, task.split_end)});
+                {index, std::max(node * most, item.split_begin), std::min((node + 1) * most, item.split_end)});
     }
     if (static_cast<int64_t>(plan.partial.size()) < lines) plan.partial.resize(lines);
     if (plan.finished_capacity < plan.items.size()) {
@@ -233,22 +262,16 @@ int cut(Plan& plan) {
 
 // Gives the items of measured sequences room for their rows' masses.
 void make_room_for_masses(const AttentionCall& call, Plan& plan) {
-    const auto stride_of = [&](const Measured& measured) {
-        return (int64_t{call.context_lens[measured.seq]} + kTile - 1) / kTile * (kTile / 16) + 1;
-    };
-    const auto size_of = [](const AttendTask& task) { return task.kv_heads * task.rows_per_head() * task.mass_stride; };
     int64_t size = 0;
     for (const Measured& measured : plan.measured)
-        for (size_t i = measured.item_begin; i < measured.item_end; ++i) {
-            plan.items[i].task.mass_stride = stride_of(measured);
-            size += size_of(plan.items[i].task);
-        }
+        for (size_t i = measured.item_begin; i < measured.item_end; ++i)
+            size += plan.items[i].rows() * mass_stride(call, measured.seq);
     plan.masses.assign(size, {0.0f, 0.0f});
     RowMass* next = plan.masses.data();
     for (const Measured& measured : plan.measured)
         for (size_t i = measured.item_begin; i < measured.item_end; ++i) {
-            plan.items[i].task.mass = next;
-            next += size_of(plan.items[i].task);
+            plan.items[i].mass = next;
+            next += plan.items[i].rows() * mass_stride(call, measured.seq);
         }
 }
 
@@ -262,11 +285,11 @@ void add_masses(const AttentionCall& call, const Plan& plan) {
         parallel_for((blocks + kBlocksPerTask - 1) / kBlocksPerTask, [&](int piece) {
             const int begin = piece * kBlocksPerTask, end = std::min(blocks, begin + kBlocksPerTask);
             for (size_t i = measured.item_begin; i < measured.item_end; ++i) {
-                const AttendTask& task = plan.items[i].task;
-                for (int row = 0; row < task.kv_heads * task.rows_per_head(); ++row) {
-                    const RowMass* of_row = task.mass + row * task.mass_stride;
-                    const auto [sum, max] = of_row[task.mass_stride - 1];
-                    const int last = static_cast<int>(task.mass_stride) - 1;
+                const int64_t stride = mass_stride(call, measured.seq);
+                for (int64_t row = 0; row < plan.items[i].rows(); ++row) {
+                    const RowMass* of_row = plan.items[i].mass + row * stride;
+                    const auto [sum, max] = of_row[stride - 1];
+                    const int last = static_cast<int>(stride) - 1;
                     float known = max;
                     double factor = kMassUnit / sum;
                     for (int block = begin; block < end; ++block) {
@@ -313,22 +336,22 @@ void attend(const AttentionCall& call) {
             plan.measured.push_back({seq, first, plan.items.size()});
     }
     if (!plan.measured.empty()) make_room_for_masses(call, plan);
-    const int node_splits = cut(plan);
+    const int node_splits = cut(plan, call.kv);
 
     const Kernels& level = kernels();
     Plan& shared = plan;
     parallel_for(static_cast<int>(shared.slices.size()), [&](int index) {
         const Slice slice = shared.slices[index];
         const Item& item = shared.items[slice.item];
-        AttendTask task = item.task;
+        AttendTask task = task_of(call, shared, item);
         task.split_begin = slice.split_begin;
         task.split_end = slice.split_end;
         AttendScratch& scratch = thread_scratch();
         if (item.first_partial < 0) return level.attend(task, scratch);
 
-        const int first_node = item.task.split_begin / node_splits;
+        const int first_node = item.split_begin / node_splits;
         const auto state_of = [&](int node) {
-            return shared.partial[item.first_partial + (node - first_node) * state_lines(task)].values;
+            return shared.partial[item.first_partial + (node - first_node) * state_lines(item, call.kv)].values;
         };
         task.partial = state_of(slice.split_begin / node_splits);
         level.attend(task, scratch);

@@ -86,8 +86,8 @@ void Decoder::forward(const DecoderStep& step) {
     touch_next_blocks(step);
 }
 
-// Asks for the pages of blocks that the next steps may begin, at least one for each sequence and group, while nothing is
-// computed. Blocks that were never used are handed out in ascending order.
+// Asks for the pages of blocks that the next steps may begin, at least one for each sequence and group, while nothing
+// is computed. Blocks that were never used are handed out in ascending order.
 void Decoder::touch_next_blocks(const DecoderStep& step) {
     const char* base = nullptr;  // of all blocks
     int64_t stride = 0, last = 0;

@@ -272,6 +272,7 @@ void attention() {
                        kDim,
                        kBlock,
                        kBf16,
+                       false,
                        keys.side(),
                        values.side()};
             call.query = query.data();
