@@ -112,31 +112,6 @@ def test_a_warm_prefix_cache_changes_no_token(
     assert_same(warm, alone(make_llm, folder))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "cache", [{"enable_prefix_caching": False}, {"prefix_cache": "hashed"}, {"prefix_cache": "radix"}]
-)
-@pytest.mark.parametrize("model", ["tiny_llama", "tiny_mistral"])
-def test_preemption_changes_no_token(
-    make_llm: MakeLLM, request: pytest.FixtureRequest, model: str, cache: dict[str, Any]
-) -> None:
-    folder = request.getfixturevalue(model)
-    prompts, params = workload()
-    longest = max(len(p["prompt_token_ids"]) + s.max_tokens for p, s in zip(prompts, params, strict=True))  # type: ignore[operator]
-    llm = make_llm(
-        folder,
-        block_size=4,
-        num_blocks=longest // 4 + 4,
-        max_num_batched_tokens=24,
-        preemption_mode="recompute",
-        **cache,
-    )
-    thrash(llm.core)
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert llm.core.scheduler.counters.num_preemptions > 0
-    assert_same(outputs, alone(make_llm, folder))
-
-
 def test_one_request_preempted_again_and_again_gives_the_same_tokens(make_llm: MakeLLM, tiny_llama: Path) -> None:
     """Requests of higher priority keep arriving while it runs, and each takes the blocks it stands on."""
     llm = make_llm(tiny_llama, block_size=2, num_blocks=22, max_num_batched_tokens=16)
