@@ -93,17 +93,12 @@ def _join(
 ) -> tuple[ModelRunner, RunnerFacts]:
     """Size the cache, and join it with the loaded model."""
     config, source, device = target.config, target.source, model.device
-    default_sampling = sampling_defaults(config.generation_config, source)
-    pooling = model_pooling(config.pooling, source)
     weight_bytes = model.weight_bytes + (0 if ranks is None else ranks.loaded())
     sizing = size_loaded(sizing, config, model, weight_bytes)
     max_model_len, spec, pool = sizing.max_model_len, sizing.spec, sizing.pool()
     sizing.warn_if_short(pool)
-    num_blocks, num_host_blocks, num_prefix_blocks = (
-        pool.num_blocks,
-        sizing.num_host_blocks(pool),
-        sizing.num_prefix_blocks,
-    )
+    num_blocks, num_host_blocks = pool.num_blocks, sizing.num_host_blocks(pool)
+    num_prefix_blocks = sizing.num_prefix_blocks
     sizing.warn_if_swap_is_short(num_host_blocks)
     if ranks is not None:
         num_blocks, swapped = ranks.agree(num_blocks, num_host_blocks + num_prefix_blocks)
@@ -131,9 +126,9 @@ def _join(
     facts = RunnerFacts(
         model_name=config.model,
         max_num_seqs=config.max_num_seqs,
-        pooling=pooling,
+        pooling=model_pooling(config.pooling, source),
         limits=config.limits,
-        default_sampling=default_sampling,
+        default_sampling=sampling_defaults(config.generation_config, source),
         context_length=model.max_position_embeddings,
         budget_refusal=model.budget_refusal,
         measures_refusal=_measures_refusal(spec, device, has_ranks=ranks is not None),
