@@ -38,7 +38,7 @@ def octavo_logprobs(path: str, num_tokens: int, **options: str) -> tuple[list[in
 
 @contextmanager
 def serving(path: str, length: int, port: int) -> Iterator[httpx.Client]:
-    argv = [str(SERVER), "-m", path, "--port", str(port), "-t", "2", "-np", "1", "-c", str(length + 8)]
+    argv = [str(SERVER), "-m", path, "--port", str(port), "-t", "1", "-np", "1", "-c", str(length + 8)]
     server = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as client:
