@@ -6,8 +6,7 @@
 
 conversations   users hold one conversation after the other, under each strategy: a long system prompt, then questions,
                 each after the answer to the last one and a pause. All conversations together do not fit into the cache
-                of one server. Shows cached tokens, TTFT, and the router's processor time for a request and for a chunk,
-                from chats of one token and of many; without what it spends while idle or in processes that read bodies.
+                of one server. Shows cached tokens and TTFT; what the router adds, `benchmarks.relay` shows.
 prefill_apart   chats of many tokens run all the time, and a long prompt arrives every few seconds. Both servers answer
                 (`both`), or one computes long prompts and the other answers (`apart`, --role). Shows the time between
                 the chats' tokens, their tokens a second, and the long prompts' TTFT.
@@ -23,7 +22,6 @@ import argparse
 import asyncio
 import json
 import math
-import os
 import random
 import statistics
 import sys
@@ -60,7 +58,7 @@ KEY, SECRET = "benchmark-router-key", "only the servers of this benchmark"
 SYSTEM = "You are a librarian of the section {topic}, and answer questions about its books, shelf by shelf. "
 QUESTION = "Question {turn} about {topic}: which book should I read next, and on which shelf of the section is it?"
 GREEDY = {"temperature": 0, "repetition_penalty": 1, "frequency_penalty": 0, "ignore_eos": True}
-PAUSE_S, IDLE_S = 0.2, 5.0
+PAUSE_S = 0.2
 CHAT_TOKENS, LONG_ANSWER, DRAWS = 200, 8, 5
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
@@ -124,16 +122,14 @@ async def stream(router: RunningServer, path: str, prompt: dict[str, Any], max_t
 
 @dataclass
 class Conversations:
-    """What one strategy gave: token counts, seconds to first tokens, and the router's seconds of processor time."""
+    """What one strategy gave: token counts, and seconds to first tokens."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     ttft: list[float] = field(default_factory=list)
     seconds: float = 0.0
-    per_request: float = 0.0
-    per_chunk: float = 0.0
 
-    HEADING = ("cached tokens", "TTFT p50 (s)", "p90", "all (s)", "router, ms a request", "µs a chunk")
+    HEADING = ("cached tokens", "TTFT p50 (s)", "p90", "all (s)")
 
     def cells(self) -> list[str]:
         share = self.cached_tokens / self.prompt_tokens
@@ -141,8 +137,6 @@ class Conversations:
             f"{self.cached_tokens:,} of {self.prompt_tokens:,} ({share:.1%})",
             *(f"{percentile(self.ttft, q):.3f}" for q in (50, 90)),
             f"{self.seconds:.1f}",
-            f"{self.per_request * 1e3:.2f}",
-            f"{self.per_chunk * 1e6:.0f}",
         ]
 
     async def converse(self, router: RunningServer, topics: list[str], turns: int) -> None:
@@ -164,24 +158,6 @@ class Conversations:
         began = time.perf_counter()
         await asyncio.gather(*(self.converse(router, topics, args.turns) for _ in range(args.users)))
         self.seconds += time.perf_counter() - began
-        before = processor_seconds(router.pid)
-        await asyncio.sleep(IDLE_S)
-        looks = (processor_seconds(router.pid) - before) / IDLE_S  # at servers, also while nothing is asked
-        costs = []
-        for max_tokens in (1, args.chunks):
-            before, began = processor_seconds(router.pid), time.perf_counter()
-            for number in range(0, args.requests, args.users):
-                chats = ([{"role": "user", "content": f"Count {number + user}"}] for user in range(args.users))
-                await asyncio.gather(*(stream(router, CHAT, {"messages": each}, max_tokens) for each in chats))
-            spent = processor_seconds(router.pid) - before - looks * (time.perf_counter() - began)
-            costs.append(spent / args.requests)
-        self.per_request, self.per_chunk = costs[0], (costs[1] - costs[0]) / (args.chunks - 1)
-
-
-def processor_seconds(pid: int | None) -> float:
-    """Return the processor time of a process, without its children's."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def conversations(args: argparse.Namespace) -> list[str]:
@@ -371,8 +347,6 @@ def main() -> None:
     mode.add_argument("--turns", type=int, default=8)
     mode.add_argument("--users", type=int, default=4)
     mode.add_argument("--rounds", type=int, default=1)
-    mode.add_argument("--requests", type=int, default=40, help="requests that measure the router's processor time")
-    mode.add_argument("--chunks", type=int, default=65, help="tokens of the longer of these")
     mode.add_argument("--kv-cache-memory", default="96MiB")
     mode = modes.add_parser("prefill_apart")
     mode.set_defaults(measure=prefill_apart)

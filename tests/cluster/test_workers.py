@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from contextlib import asynccontextmanager
@@ -49,21 +50,18 @@ class _Session:
         self._url = url
 
     @asynccontextmanager
-    async def get(self, path: str, headers: Any = None) -> Any:
+    async def send(self, method: str, path: str, headers: Any = ()) -> Any:
         server = self._fleet.servers.get(self._url)
         if server is None:
             raise OSError("refused")
         if path != "/ready":
-            assert headers == {"Authorization": "Bearer way"}
+            assert headers == [(b"authorization", b"Bearer way")]
 
-        async def facts() -> Any:
-            return server
-
-        async def text() -> str:
-            return "no"
+        async def read() -> bytes:
+            return json.dumps(server).encode()
 
         status = server if isinstance(server, int) else 200
-        yield SimpleNamespace(status=status, json=facts, text=text)
+        yield SimpleNamespace(status=status, read=read)
 
     async def close(self) -> None:
         self._fleet.closed.append(self._url)

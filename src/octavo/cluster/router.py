@@ -60,6 +60,9 @@ RELAYED = (
 )
 """All paths that are passed on to a server."""
 
+MOST_EVENT_BYTES = 64 * 1024 * 1024
+"""Of one event, which is held until it is whole. The longest is the last of a response, which repeats all of it."""
+
 # Attempts for one request: a server may fail before it answers.
 _MOST_TRIES = 3
 # Headers that belong to one connection, or that the other side sets itself.
@@ -100,6 +103,14 @@ class WorkerLostError(ApiError):
     def __init__(self) -> None:
         message = "The server that was answering this request has gone, so the answer is cut short: send it again."
         super().__init__(HTTPStatus.BAD_GATEWAY, message, type="server_error", code="worker_lost")
+
+
+class EventTooLargeError(ApiError):
+    """A server sent more than `MOST_EVENT_BYTES` without the end of an event."""
+
+    def __init__(self) -> None:
+        message = f"The server sent an event of more than {MOST_EVENT_BYTES:,} bytes, so the answer is cut short."
+        super().__init__(HTTPStatus.BAD_GATEWAY, message, type="server_error", code="event_too_large")
 
 
 class Readers:
@@ -255,22 +266,18 @@ class Router:
         packed = np.asarray(ids, "<i4").tobytes()
         return RelayedRequest(request, body, model, largest, RoutedPrompt(ids, scope), packed, read.cache_salt)
 
-    def headers(self, job: RelayedRequest, ticket: Ticket) -> list[tuple[str, str]]:
+    def headers(self, job: RelayedRequest, ticket: Ticket) -> list[tuple[bytes, bytes]]:
         """Return the headers to send: the client's, and with token ids the router's own."""
-        headers = [
-            (name.decode("latin-1"), value.decode("latin-1"))
-            for name, value in job.request.scope["headers"]
-            if name not in _NOT_SENT
-        ]
+        headers = [header for header in job.request.scope["headers"] if header[0] not in _NOT_SENT]
         return headers + self._own_headers(job, ticket)
 
-    def _own_headers(self, job: RelayedRequest, ticket: Ticket) -> list[tuple[str, str]]:
-        headers = [(REQUEST_ID_HEADER.decode(), job.request.scope["state"]["request_id"])]
+    def _own_headers(self, job: RelayedRequest, ticket: Ticket) -> list[tuple[bytes, bytes]]:
+        headers = [(REQUEST_ID_HEADER, job.request.scope["state"]["request_id"].encode())]
         if job.packed:
             given = f"{ticket.worker.facts['fingerprint']} {len(job.prompt.token_ids)}"
-            headers += [(PROMPT_HEADER, given), (KEY_HEADER, self._router_key)]
+            headers += [(PROMPT_HEADER.encode(), given.encode()), (KEY_HEADER.encode(), self._router_key.encode())]
             if ticket.kv_hint is not None:
-                headers.append((HINT_HEADER, ticket.kv_hint))
+                headers.append((HINT_HEADER.encode(), ticket.kv_hint.encode()))
                 self.stats.hints += 1
         return headers
 
@@ -297,15 +304,15 @@ class Router:
         body: dict[str, Any] = {"model": ticket.worker.names[0], "prompt": "-", "max_tokens": 1}
         if job.cache_salt:
             body["cache_salt"] = job.cache_salt
-        headers = [("content-type", "application/json"), *self._own_headers(job, ticket)]
+        headers = [(b"content-type", b"application/json"), *self._own_headers(job, ticket)]
         if (key := presented_key(job.request.scope)) is not None:
-            headers.append(("authorization", f"Bearer {key}"))
+            headers.append((b"authorization", f"Bearer {key}".encode()))
         sent = json.dumps(body).encode() + job.packed
         try:
             async with ticket.worker.post("/v1/completions", headers, sent, job.prompt) as answer:
                 await answer.read()
                 return f"{answer.status // 100}xx"
-        except (OSError, _client_error()) as error:
+        except OSError as error:
             logger.warning("lost %s while it computed a prompt: %s", ticket.worker.url, error)
             await self.workers.suspect(ticket.worker)
             return "lost"
@@ -383,7 +390,7 @@ class _Relayed(Response):
                 return True
         except ApiError:
             raise
-        except (OSError, _client_error()) as error:
+        except OSError as error:
             logger.warning("lost %s while it had a request: %s %s", worker.url, type(error).__name__, error)
             await self._router.workers.suspect(worker)
             if not self._started:
@@ -393,29 +400,53 @@ class _Relayed(Response):
             raise WorkerLostError from error
 
     async def _relay(self, answer: Any, ticket: Ticket, send: Send) -> None:
-        headers = [(name.lower(), value) for name, value in answer.raw_headers if name.lower() not in _NOT_RETURNED]
-        self._is_stream = answer.content_type == EVENTS
+        headers = [header for header in answer.headers if header[0] not in _NOT_RETURNED]
+        self._is_stream = dict(headers).get(b"content-type", b"").startswith(EVENTS.encode())
         self._started = True
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-        rest = b""
-        async for chunk in answer.content.iter_any():
-            if self._is_stream:
-                # A server that is lost may leave half an event, after which no error could be read.
-                events, end, rest = (rest + chunk).rpartition(b"\n\n")
-                if not (chunk := events + end):
-                    continue
-            if ticket is not None and ticket.selection_id is not None:
-                await self._router.selection.first_token(ticket)
-                ticket = Ticket(ticket.worker)
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": rest, "more_body": False})
+        events = _WholeEvents() if self._is_stream else None
+        is_first = ticket.selection_id is not None
+        async for received in answer.chunks():
+            if chunk := received if events is None else events.feed(received):
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                if is_first:
+                    is_first = False
+                    await self._router.selection.first_token(ticket)
+        await send({"type": "http.response.body", "body": b"" if events is None else events.rest(), "more_body": False})
 
 
-def _client_error() -> type[Exception]:
-    import aiohttp
+class _WholeEvents:
+    """Holds half an event back: a server that is lost may leave one, after which a client could not read an error."""
 
-    error: type[Exception] = aiohttp.ClientError
-    return error
+    def __init__(self) -> None:
+        self._held: list[bytes] = []
+        self._size = 0
+
+    def feed(self, received: bytes) -> bytes:
+        """Return the events that are whole; raises `EventTooLargeError`."""
+        if not self._held and received.endswith(b"\n\n"):
+            return received
+        # The end of an event may have arrived in two pieces.
+        last = self._held[-1][-1:] if self._held else b""
+        end = (last + received).rfind(b"\n\n")
+        if end < 0:
+            self._hold(received)
+            return b""
+        end += 2 - len(last)
+        whole = b"".join((*self._held, received[:end]))
+        self._held, self._size = [], 0
+        if end < len(received):
+            self._hold(received[end:])
+        return whole
+
+    def rest(self) -> bytes:
+        return b"".join(self._held)
+
+    def _hold(self, part: bytes) -> None:
+        self._held.append(part)
+        self._size += len(part)
+        if self._size > MOST_EVENT_BYTES:
+            raise EventTooLargeError
 
 
 def _model_of(body: bytes) -> str | None:
