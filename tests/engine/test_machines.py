@@ -1,12 +1,14 @@
-"""A model split among machines gives the bits of one rank over gloo; a machine that is lost ends what runs, no more."""
+"""A model split among machines gives the bits of one rank; a machine that is lost ends what runs, no more."""
 
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from octavo import LLM, SamplingParams, kernels
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, ExecutorError
 from octavo.option import options_of
+from octavo.runner.machines import Machines
 from tests.campaigns.cluster import Network, can_isolate, isolated
 from tests.conftest import assert_idle, runner_of
 from tests.engine.test_ranks import MIXTURE, SIZES, bits
@@ -237,3 +240,38 @@ if __name__ == "__main__":
         answer_lines(Path(sys.argv[1]), json.loads(sys.argv[2]))
     else:
         print(json.dumps(two_hosts(Path(sys.argv[1]))))
+
+
+def test_machines_exchange_more_than_sockets_hold_and_a_stranger_at_their_port_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    size, port = 16 * 1024 * 1024, free_port()
+    strangers: list[socket.socket] = []
+
+    def listen(address: Any, **options: Any) -> Any:
+        listener = socket.create_server(address, **options)
+        strangers.append(socket.create_connection(listener.getsockname()))
+        strangers[-1].sendall(bytes(20))
+        return listener
+
+    monkeypatch.setattr("octavo.runner.machines.create_server", listen)
+
+    def run(machine: int) -> tuple[bytes, bytes]:
+        machines = Machines(
+            EngineConfig(model="x", tensor_parallel_size=2, nnodes=2, node_rank=machine, master_port=port), 60.0
+        )
+        machines.join()
+        gather, broadcast = machines.link
+        every, message = bytearray(2 * size), bytearray(b"from0" if machine == 0 else b"     ")
+        gather(memoryview(bytearray([machine + 1]) * size), memoryview(every))
+        broadcast(memoryview(message))
+        assert machines.agree("the same", [7 + machine, 9 - machine]) == [7, 8]
+        machines.leave()
+        return bytes(every), bytes(message)
+
+    with ThreadPoolExecutor(2) as pool:
+        expected = bytes([1]) * size + bytes([2]) * size, b"from0"
+        assert list(pool.map(run, range(2))) == [expected, expected]
+    assert len(strangers) == 2
+    for stranger in strangers:
+        stranger.close()

@@ -2,31 +2,43 @@
 
     machine 0                                    machine 1 …  (`serve_ranks` in `engine/ranks.py`)
       a store at master_addr:master_port <─────    number of the group's start, signs of life
-      join  <────────── gloo ──────────────────>   join: connects to every other machine
+      join  <─────── a TCP connection ─────────>   join: to every other machine
             what each was started with, sizes
       a step  ────────── broadcast ────────────>   the message of each step (`csrc/rank_steps.h`)
             <────────── all-gather ────────────>   columns of activations, four times a layer
 
 Whatever fails ends the group. Machine 0 starts it again, in the same process; another machine ends, and whoever
-supervises it starts it again. What goes over the wire is numbers and activations, in the clear and without
-authentication: the network must be trusted, as gloo's must be.
+supervises it starts it again. What goes over the wire is numbers and activations, in the clear: the network must be
+trusted. Plain connections, because an exchange of a token's columns over gloo takes ten times as long.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import re
+import select
+import struct
 import threading
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from hashlib import blake2b
 from importlib import import_module
-from socket import SOCK_DGRAM, getaddrinfo, socket
+from socket import (
+    IPPROTO_TCP,
+    MSG_WAITALL,
+    SOCK_DGRAM,
+    SOCK_STREAM,
+    TCP_NODELAY,
+    create_connection,
+    create_server,
+    getaddrinfo,
+    socket,
+)
 from typing import Any
-
-import torch
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, ExecutorError
@@ -40,8 +52,8 @@ FIRST_JOIN_S = 3600.0
 JOIN_AGAIN_S = 120.0
 """How long machines wait for each other; again, for those that whoever supervises them starts again."""
 
-_EVER = timedelta(days=1000)
 _SIGN_S = 1.0
+_GREETING_S = 5.0
 
 
 class Machines:
@@ -62,8 +74,8 @@ class Machines:
         self._machine, self._count = config.node_rank, config.nnodes
         self._place = f"{config.master_addr}:{config.master_port}"
         self._host = config.master_addr if self._machine == 0 else _own_address(config)
-        self._answer = timedelta(seconds=answer_s)
-        self._group: Any = None
+        self._answer_s = answer_s
+        self._others: dict[int, socket] = {}  # connections to the other machines
         self._start = 0
         self._watching = threading.Event()
         self._join_s = FIRST_JOIN_S
@@ -83,20 +95,44 @@ class Machines:
     def join(self) -> None:
         """Connect to every other machine anew; raises `ExecutorError` if one does not come in time."""
         self.leave()
-        gloo = self._torch.ProcessGroupGloo
         self._store.set_timeout(timedelta(seconds=self._join_s))
-        self._join_s = JOIN_AGAIN_S
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=self._host)]
-        options._timeout = self._store.timeout
-        options._threads = 1
+        ends, self._join_s = time.monotonic() + self._join_s, JOIN_AGAIN_S
         try:
             self._start = self._next_start()
-            met = self._torch.PrefixStore(f"start {self._start}", self._store)
-            self._group = gloo(met, self._machine, self._count, options)
-        except RuntimeError as error:
+            self._connect(self._torch.PrefixStore(f"start {self._start}", self._store), ends)
+        except (RuntimeError, OSError) as error:
+            self.leave()
             raise ExecutorError(f"the {self._count} machines do not meet at {self._place}: {_reason(error)}") from error
         logger.info("machine %d of %d has joined the others", self._machine, self._count)
+
+    def _connect(self, met: Any, ends: float) -> None:
+        """Connect to the machines before this one, and let those after it connect, which prove that they know a token
+        from the store; raises OSError or RuntimeError.
+        """
+        family, *_, address = getaddrinfo(self._host, 0, type=SOCK_STREAM)[0]
+        token = uuid.uuid4().bytes
+        with create_server(address[:2], family=family, backlog=self._count) as listener:
+            met.set(f"machine {self._machine}", json.dumps([*listener.getsockname()[:2], token.hex()]))
+            for machine in range(self._machine):
+                host, port, given = json.loads(met.get(f"machine {machine}"))
+                other = create_connection((host, port), timeout=max(0.0, ends - time.monotonic()))
+                self._others[machine] = other
+                other.sendall(bytes.fromhex(given) + self._machine.to_bytes(4, "big"))
+            while len(self._others) < self._count - 1:
+                listener.settimeout(max(0.0, ends - time.monotonic()))
+                other, _ = listener.accept()
+                other.settimeout(_GREETING_S)
+                greeting = b""
+                with suppress(TimeoutError):
+                    greeting = other.recv(len(token) + 4, MSG_WAITALL)
+                machine = int.from_bytes(greeting[len(token) :], "big")
+                if greeting[: len(token)] != token or not self._machine < machine < self._count:
+                    other.close()  # of whoever else has found the port
+                    continue
+                self._others[machine] = other
+        for other in self._others.values():
+            other.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
+            other.setblocking(False)
 
     def _next_start(self) -> int:
         """Machine 0 numbers the starts; each other machine takes part in one once."""
@@ -118,17 +154,17 @@ class Machines:
             ExecutorError: a machine was lost.
         """
         digest = int.from_bytes(blake2b(description.encode(), digest_size=7).digest(), "little")
-        own = torch.tensor([digest, *sizes], dtype=torch.int64)
-        every = torch.empty(self._count, len(own), dtype=torch.int64)
-        self._carry(lambda group: group.allgather(list(every), own, timedelta(seconds=FIRST_JOIN_S)))
-        for machine, other in enumerate(every[:, 0].tolist()):
-            if other != every[0, 0]:
+        numbers = struct.Struct(f"<{1 + len(sizes)}q")
+        every = bytearray(numbers.size * self._count)
+        self._gather(memoryview(numbers.pack(digest, *sizes)), memoryview(every), FIRST_JOIN_S)
+        told = list(numbers.iter_unpack(every))
+        for machine, (other, *_) in enumerate(told):
+            if other != told[0][0]:
                 raise ConfigError(
                     f"machine {machine} was started with another model, or with other options, than machine 0: "
                     "all but node_rank, num_threads and memory sizes must be the same"
                 )
-        least: list[int] = every[:, 1:].amin(0).tolist()
-        return least
+        return [min(each) for each in zip(*(rest for _, *rest in told), strict=True)]
 
     def watch(self, on_loss: Callable[[str], None]) -> None:
         """Call `on_loss` in another thread, with the reason, when another machine has given no sign of life."""
@@ -160,30 +196,56 @@ class Machines:
     def leave(self) -> None:
         """Close the connections, so that the other machines see that the group has ended."""
         self._watching.set()
-        if self._group is not None:
-            with suppress(RuntimeError):
-                self._group.shutdown()
-            self._group = None
+        for other in self._others.values():
+            other.close()
+        self._others = {}
 
-    def _gather(self, own: memoryview, every: memoryview) -> None:
-        received, sent = (torch.frombuffer(memory, dtype=torch.uint8) for memory in (every, own))
-        options = self._torch.distributed_c10d.AllgatherOptions()
-        options.timeout = self._answer
-        self._carry(lambda group: group._allgather_base(received, sent, options))  # the public one copies `received`
+    def _gather(self, own: memoryview, every: memoryview, seconds: float | None = None) -> None:
+        size = len(own)
+        parts = [every[machine * size : (machine + 1) * size] for machine in range(self._count)]
+        parts[self._machine][:] = own
+        received = {machine: parts[machine] for machine in self._others}
+        self._exchange(dict.fromkeys(self._others, own), received, self._answer_s if seconds is None else seconds)
 
     def _broadcast(self, message: memoryview) -> None:
-        content = torch.frombuffer(message, dtype=torch.uint8)
-        # Machine 0 waits for the others to take it; they wait for the next step as long as it takes.
-        limit = self._answer if self._machine == 0 else _EVER
-        self._carry(lambda group: group.broadcast(content, 0, limit))
+        if self._machine == 0:
+            self._exchange(dict.fromkeys(self._others, message), {}, self._answer_s)
+        else:
+            self._exchange({}, {0: message}, None)
 
-    def _carry(self, begin: Callable[[Any], Any]) -> None:
-        if self._group is None:
+    def _exchange(self, sent: dict[int, memoryview], received: dict[int, memoryview], seconds: float | None) -> None:
+        """Send bytes to machines while receiving others; raises `ExecutorError` if a machine is lost, or if nothing
+        arrives or leaves for so many seconds.
+        """
+        if not self._others:
             raise ExecutorError("the machines have not joined")
+        sent = {machine: content for machine, content in sent.items() if content}
+        received = {machine: room for machine, room in received.items() if room}
         try:
-            begin(self._group).wait()
-        except RuntimeError as error:
-            raise ExecutorError(f"another machine is lost: {_reason(error)}") from error
+            while True:
+                for machine, content in list(sent.items()):
+                    with suppress(BlockingIOError):
+                        sent[machine] = content[self._others[machine].send(content) :]
+                        if not sent[machine]:
+                            del sent[machine]
+                for machine, room in list(received.items()):
+                    with suppress(BlockingIOError):
+                        if not (count := self._others[machine].recv_into(room)):
+                            raise ConnectionResetError(f"Connection closed by machine {machine}")
+                        received[machine] = room[count:]
+                        if not received[machine]:
+                            del received[machine]
+                if not sent and not received:
+                    return
+                waiting = select.poll()
+                for machine in sent.keys() | received.keys():
+                    events = (select.POLLOUT if machine in sent else 0) | (select.POLLIN if machine in received else 0)
+                    waiting.register(self._others[machine], events)
+                if not waiting.poll(None if seconds is None else seconds * 1000):
+                    late = sorted(sent.keys() | received.keys())
+                    raise TimeoutError(f"machine {late[0]} has not answered for {seconds:g} s")
+        except OSError as error:
+            raise ExecutorError(f"another machine is lost: {error.strerror or error}") from error
 
 
 def _own_address(config: EngineConfig) -> str:
