@@ -59,6 +59,7 @@ struct Plan {
 constexpr int kNoWindow = 1 << 30;
 constexpr int kTasksPerThread = 8;  // enough to balance the load, few enough that taking one costs nothing
 constexpr int kItemsPerThread = 4;  // when fewer items mean less work in total
+constexpr int kMostCopiedRows = 192;  // of plain bf16 in matrix tiles; with more, the rows' states leave the caches
 
 int budget_of(const AttentionCall& call, int seq) {
     return call.sinks_apart.budgets ? call.sinks_apart.budgets[seq] : 0;
@@ -115,12 +116,14 @@ struct Shape {
     int members;   // query heads of a KV head per item: all of them, unless the group is larger than a task
 };
 
-// The most rows of an item of several tokens. If coded blocks are decoded once for all rows of an item, there should be
-// only as many items as keep every thread busy.
+// The most rows of an item of several tokens. If blocks are decoded, or their values copied for matrix tiles, once for
+// all rows of an item, there should be only as many items as keep every thread busy.
 int64_t item_rows(const AttentionCall& call) {
-    if (!decodes_to_bf16(call.kv)) return kMaxTaskRows;
+    const bool decoded = decodes_to_bf16(call.kv);
+    const bool copied = !call.kv.coded() && call.kv.storage == kBf16 && kernels().pack_tile_rows;
+    if (!decoded && !copied) return kMaxTaskRows;
     const int64_t fair = call.num_tokens * call.num_heads / (int64_t{num_threads()} * kItemsPerThread);
-    return std::clamp<int64_t>(fair, kMaxTaskRows, kMaxPromptRows);
+    return std::clamp<int64_t>(fair, kMaxTaskRows, decoded ? kMaxPromptRows : kMostCopiedRows);
 }
 
 Shape choose_shape(const AttentionCall& call, int query_len, int context_len, bool much_context) {
