@@ -112,7 +112,7 @@ def test_a_machine_that_dies_ends_what_runs_and_another_takes_its_place(pair: Pa
     pair.other.kill()
     pair.other.wait()
     with second(pair.model, pair.options):
-        assert pair.ask().startswith("another machine is lost: Connection")
+        assert pair.ask().startswith("another machine is lost: ")  # reset, closed, or a broken pipe
         assert pair.ask() == expected
 
 
