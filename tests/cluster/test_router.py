@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.datastructures import Headers
 
-from octavo.cluster.router import RelayedRequest, Router, WorkerLostError, _Relayed
+from octavo.cluster.router import EventTooLargeError, RelayedRequest, Router, WorkerLostError, _Relayed, _WholeEvents
 from octavo.cluster.selection import Ticket
 from octavo.cluster.workers import RoutedPrompt
 from octavo.server.config import ServerConfig
@@ -30,6 +30,7 @@ from tests.ports import free_port
 from tests.server.real_engine import MODEL, RealServer, real_server, slowed_down
 
 pytest.importorskip("dynamo.llm")
+pytest.importorskip("aiohttp")
 pytestmark = pytest.mark.integration
 
 KEY = "way-to-the-servers"
@@ -238,13 +239,25 @@ def test_half_an_event_of_a_server_that_is_lost_is_not_relayed() -> None:
             yield chunk
         raise ConnectionResetError
 
-    headers = [(b"content-type", b"text/event-stream")]
-    answer = SimpleNamespace(headers=headers, status=200, chunks=chunks)
+    content = SimpleNamespace(iter_any=chunks)
+    answer = SimpleNamespace(raw_headers=[], content_type="text/event-stream", status=200, content=content)
     anything: Any = SimpleNamespace(workers=[])
     relayed = _Relayed(anything, anything, InFlight())
     with pytest.raises(ConnectionResetError):
         asyncio.run(relayed._relay(answer, Ticket(anything), send))
     assert b"".join(sent) == b"data: 1\n\ndata: 2\n\n"
+
+
+def test_an_event_without_an_end_is_given_up_at_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.cluster.router.MOST_EVENT_BYTES", 100)
+    events = _WholeEvents()
+    assert events.feed(b"data: 1\n") == b""
+    assert events.feed(b"\ndata: 2") == b"data: 1\n\n"
+    assert events.feed(b"\n\n") == b"data: 2\n\n"
+    for _ in range(10):
+        assert events.feed(b"0123456789") == b""
+    with pytest.raises(EventTooLargeError, match="more than 100 bytes"):
+        events.feed(b"!")
 
 
 def test_a_hint_goes_to_the_server_with_the_routers_key_and_a_clients_own_does_not() -> None:
@@ -257,7 +270,7 @@ def test_a_hint_goes_to_the_server_with_the_routers_key_and_a_clients_own_does_n
     prompt = RoutedPrompt((1, 2), "")
     for packed, hint in ((b"12345678", "10.0.0.7:9400"), (b"12345678", None), (b"", "10.0.0.7:9400")):
         job = RelayedRequest(request, b"{}", None, [target], prompt, packed)
-        sent = {name.decode(): value.decode() for name, value in made.headers(job, Ticket(target, kv_hint=hint))}
+        sent = dict(made.headers(job, Ticket(target, kv_hint=hint)))
         assert (sent.get(HINT_HEADER), sent.get(KEY_HEADER)) == ((hint, KEY) if packed else (None, None))
         assert sent["x"] == "y"
     assert made.stats.hints == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from contextlib import asynccontextmanager
@@ -50,18 +49,21 @@ class _Session:
         self._url = url
 
     @asynccontextmanager
-    async def send(self, method: str, path: str, headers: Any = ()) -> Any:
+    async def get(self, path: str, headers: Any = None) -> Any:
         server = self._fleet.servers.get(self._url)
         if server is None:
             raise OSError("refused")
         if path != "/ready":
-            assert headers == [(b"authorization", b"Bearer way")]
+            assert headers == {"Authorization": "Bearer way"}
 
-        async def read() -> bytes:
-            return json.dumps(server).encode()
+        async def facts() -> Any:
+            return server
+
+        async def text() -> str:
+            return "no"
 
         status = server if isinstance(server, int) else 200
-        yield SimpleNamespace(status=status, read=read)
+        yield SimpleNamespace(status=status, json=facts, text=text)
 
     async def close(self) -> None:
         self._fleet.closed.append(self._url)

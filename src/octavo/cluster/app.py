@@ -19,9 +19,8 @@ from starlette.routing import Route
 from octavo.cluster.config import RouterConfig
 from octavo.cluster.router import RELAYED, NoWorkerError, Readers, Router
 from octavo.cluster.selection import PrefixSelection, make_selection
-from octavo.cluster.worker_client import WorkerClient
-from octavo.cluster.workers import Workers
-from octavo.errors import ConfigError, OctavoError, RequestError
+from octavo.cluster.workers import Workers, new_session
+from octavo.errors import ConfigError, OctavoError, RequestError, how_to_install
 from octavo.server.access import AcceptedKeys, WebPages, authenticated
 from octavo.server.app import cors
 from octavo.server.config import ServerConfig
@@ -44,6 +43,10 @@ def route(router_config: RouterConfig, config: ServerConfig) -> None:
         raise ConfigError(
             "router_key is missing: set it to the servers' router key (--router-key or $OCTAVO_ROUTER_KEY)"
         )
+    try:
+        import aiohttp  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"octavo route needs octavo[route] ({error}): {how_to_install('route')}") from error
     check_certificate(config)
     with bound(config) as listener:
         settle_interpreter()
@@ -72,7 +75,7 @@ async def _route_on(listener: Any, router_config: RouterConfig, config: ServerCo
 
 
 def make_router(router_config: RouterConfig, config: ServerConfig, access: AcceptedKeys, in_flight: InFlight) -> Router:
-    workers = Workers(router_config, config.router_key or "", WorkerClient)
+    workers = Workers(router_config, config.router_key or "", new_session)
     readers = Readers(config, router_config.tokenizer)
     selection = make_selection(router_config)
     return Router(config, access, workers, selection, readers, in_flight, router_config.prefill_tokens)

@@ -99,7 +99,7 @@ class RayReplica:
         self._app.state.warm_up()
 
     async def answer(
-        self, target: str, headers: list[tuple[bytes, bytes]], body: bytes, prompt: RoutedPrompt | None = None
+        self, target: str, headers: list[tuple[str, str]], body: bytes, prompt: RoutedPrompt | None = None
     ) -> AsyncIterator[list[Message]]:
         """Answer a POST; yields the bytes that the application has sent since the last item.
 
@@ -112,7 +112,7 @@ class RayReplica:
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Describe this replica to `PrefixRouter`."""
-        headers = [(b"authorization", f"Bearer {_ROUTER_KEY}".encode())]
+        headers = [("authorization", f"Bearer {_ROUTER_KEY}")]
         messages = [each async for item in self._call("GET", WORKER_PATH, "", headers, b"") for each in item]
         if messages[0]["status"] != 200:
             raise RuntimeError(f"{WORKER_PATH} answers {messages[0]['status']}")
@@ -137,7 +137,7 @@ class RayReplica:
             await self._engine.shutdown(self._drain_seconds)
 
     async def _call(
-        self, method: str, path: str, query: str, headers: list[tuple[bytes, bytes]], body: bytes
+        self, method: str, path: str, query: str, headers: list[tuple[str, str]], body: bytes
     ) -> AsyncIterator[list[Message]]:
         scope: Scope = {
             "type": "http",
@@ -149,7 +149,7 @@ class RayReplica:
             "raw_path": path.encode(),
             "root_path": "",
             "query_string": query.encode(),
-            "headers": [(name.lower(), value) for name, value in headers],
+            "headers": [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers],
             "client": None,
             "server": ("localhost", 80),
             "state": {},
@@ -226,7 +226,7 @@ class _AllReplicas(Worker):
 
     @asynccontextmanager
     async def post(
-        self, target: str, headers: list[tuple[bytes, bytes]], body: bytes, prompt: RoutedPrompt
+        self, target: str, headers: list[tuple[str, str]], body: bytes, prompt: RoutedPrompt
     ) -> AsyncIterator[Any]:
         for attempt in range(_MOST_TRIES):
             items = self.session.answer.remote(target, headers, body, prompt=prompt)
@@ -245,19 +245,25 @@ class _AllReplicas(Worker):
 
 @dataclass(eq=False)
 class _HandleAnswer:
-    """An answer with the methods of `WorkerAnswer`."""
+    """An answer as aiohttp would return it."""
 
     _items: Any
     status: int = 0
-    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    content_type: str = ""
+    raw_headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     _pieces: list[Message] = field(default_factory=list)
+
+    @property
+    def content(self) -> _HandleAnswer:
+        return self
 
     async def begin(self) -> None:
         first, *self._pieces = await anext(self._items)
-        self.status = first["status"]
-        self.headers = [(name.lower(), value) for name, value in first.get("headers", ())]
+        self.status, self.raw_headers = first["status"], list(first.get("headers", ()))
+        types = [value for name, value in self.raw_headers if name.lower() == b"content-type"]
+        self.content_type = types[0].decode("latin-1").partition(";")[0] if types else ""
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def iter_any(self) -> AsyncIterator[bytes]:
         """Yield the bytes received so far.
 
         Raises:
@@ -272,7 +278,7 @@ class _HandleAnswer:
             raise ConnectionError(f"the replica has gone: {error}") from error
 
     async def read(self) -> bytes:
-        return b"".join([piece async for piece in self.chunks()])
+        return b"".join([piece async for piece in self.iter_any()])
 
     def close(self) -> None:
         self._items.cancel()

@@ -266,18 +266,22 @@ class Router:
         packed = np.asarray(ids, "<i4").tobytes()
         return RelayedRequest(request, body, model, largest, RoutedPrompt(ids, scope), packed, read.cache_salt)
 
-    def headers(self, job: RelayedRequest, ticket: Ticket) -> list[tuple[bytes, bytes]]:
+    def headers(self, job: RelayedRequest, ticket: Ticket) -> list[tuple[str, str]]:
         """Return the headers to send: the client's, and with token ids the router's own."""
-        headers = [header for header in job.request.scope["headers"] if header[0] not in _NOT_SENT]
+        headers = [
+            (name.decode("latin-1"), value.decode("latin-1"))
+            for name, value in job.request.scope["headers"]
+            if name not in _NOT_SENT
+        ]
         return headers + self._own_headers(job, ticket)
 
-    def _own_headers(self, job: RelayedRequest, ticket: Ticket) -> list[tuple[bytes, bytes]]:
-        headers = [(REQUEST_ID_HEADER, job.request.scope["state"]["request_id"].encode())]
+    def _own_headers(self, job: RelayedRequest, ticket: Ticket) -> list[tuple[str, str]]:
+        headers = [(REQUEST_ID_HEADER.decode(), job.request.scope["state"]["request_id"])]
         if job.packed:
             given = f"{ticket.worker.facts['fingerprint']} {len(job.prompt.token_ids)}"
-            headers += [(PROMPT_HEADER.encode(), given.encode()), (KEY_HEADER.encode(), self._router_key.encode())]
+            headers += [(PROMPT_HEADER, given), (KEY_HEADER, self._router_key)]
             if ticket.kv_hint is not None:
-                headers.append((HINT_HEADER.encode(), ticket.kv_hint.encode()))
+                headers.append((HINT_HEADER, ticket.kv_hint))
                 self.stats.hints += 1
         return headers
 
@@ -304,15 +308,15 @@ class Router:
         body: dict[str, Any] = {"model": ticket.worker.names[0], "prompt": "-", "max_tokens": 1}
         if job.cache_salt:
             body["cache_salt"] = job.cache_salt
-        headers = [(b"content-type", b"application/json"), *self._own_headers(job, ticket)]
+        headers = [("content-type", "application/json"), *self._own_headers(job, ticket)]
         if (key := presented_key(job.request.scope)) is not None:
-            headers.append((b"authorization", f"Bearer {key}".encode()))
+            headers.append(("authorization", f"Bearer {key}"))
         sent = json.dumps(body).encode() + job.packed
         try:
             async with ticket.worker.post("/v1/completions", headers, sent, job.prompt) as answer:
                 await answer.read()
                 return f"{answer.status // 100}xx"
-        except OSError as error:
+        except (OSError, _client_error()) as error:
             logger.warning("lost %s while it computed a prompt: %s", ticket.worker.url, error)
             await self.workers.suspect(ticket.worker)
             return "lost"
@@ -390,7 +394,7 @@ class _Relayed(Response):
                 return True
         except ApiError:
             raise
-        except OSError as error:
+        except (OSError, _client_error()) as error:
             logger.warning("lost %s while it had a request: %s %s", worker.url, type(error).__name__, error)
             await self._router.workers.suspect(worker)
             if not self._started:
@@ -400,13 +404,13 @@ class _Relayed(Response):
             raise WorkerLostError from error
 
     async def _relay(self, answer: Any, ticket: Ticket, send: Send) -> None:
-        headers = [header for header in answer.headers if header[0] not in _NOT_RETURNED]
-        self._is_stream = dict(headers).get(b"content-type", b"").startswith(EVENTS.encode())
+        headers = [(name.lower(), value) for name, value in answer.raw_headers if name.lower() not in _NOT_RETURNED]
+        self._is_stream = answer.content_type == EVENTS
         self._started = True
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
         events = _WholeEvents() if self._is_stream else None
         is_first = ticket.selection_id is not None
-        async for received in answer.chunks():
+        async for received in answer.content.iter_any():
             if chunk := received if events is None else events.feed(received):
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 if is_first:
@@ -447,6 +451,13 @@ class _WholeEvents:
         self._size += len(part)
         if self._size > MOST_EVENT_BYTES:
             raise EventTooLargeError
+
+
+def _client_error() -> type[Exception]:
+    import aiohttp
+
+    error: type[Exception] = aiohttp.ClientError
+    return error
 
 
 def _model_of(body: bytes) -> str | None:

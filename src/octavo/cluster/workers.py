@@ -6,7 +6,6 @@ a list, a file, DNS, registrations ──> URLs ──check──> Worker: its d
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import socket
@@ -27,9 +26,12 @@ logger = logging.getLogger("octavo.route")
 
 REGISTERED_SECONDS = 30.0
 _LOOK_SECONDS = 2.0
+_CONNECT_SECONDS = 2.0
 _MOST_FAILURES = 2
 # Delay before a server that failed a check is checked again.
 _AGAIN_SECONDS = 0.25
+# Less than a server's keep_alive_timeout, so that it does not close a connection just as a request is sent over it.
+_KEPT_SECONDS = 4.0
 _READY = 200
 _MOST_SHOWN = 200
 
@@ -90,9 +92,9 @@ class Worker:
         facts, publishes = self.facts, self.event_address("endpoint") is not None
         return "|".join(map(str, (*self.names, facts.get("fingerprint"), facts.get("block_size"), publishes)))
 
-    def post(self, target: str, headers: list[tuple[bytes, bytes]], body: bytes, prompt: RoutedPrompt) -> Any:
+    def post(self, target: str, headers: list[tuple[str, str]], body: bytes, prompt: RoutedPrompt) -> Any:
         """Send a request; `prompt` is what the router knows of its prompt. Returns the context of the answer."""
-        return self.session.send("POST", target, headers, body)
+        return self.session.post(target, data=body, headers=headers)
 
     def event_address(self, name: str) -> str | None:
         """Return where it publishes events (`endpoint`) or repeats them (`replay_endpoint`), as seen from here."""
@@ -196,19 +198,17 @@ class Workers:
     async def _look_at_alone(self, worker: Worker) -> None:
         try:
             async with asyncio.timeout(_LOOK_SECONDS):
-                async with worker.session.send("GET", "/ready") as ready:
+                headers = {"Authorization": f"Bearer {self._key}"}
+                async with worker.session.get("/ready") as ready:
                     if ready.status != _READY:
                         await self._down(worker, f"/ready answers {ready.status}")
                         return
-                    await ready.read()
-                headers = [(b"authorization", f"Bearer {self._key}".encode())]
-                async with worker.session.send("GET", WORKER_PATH, headers) as answer:
-                    told = await answer.read()
+                async with worker.session.get(WORKER_PATH, headers=headers) as answer:
                     if answer.status != _READY:
-                        text = told.decode(errors="replace")[:_MOST_SHOWN]
+                        text = (await answer.text())[:_MOST_SHOWN]
                         await self._down(worker, f"{WORKER_PATH} answers {answer.status}: {text}")
                         return
-                    facts = json.loads(told)
+                    facts = await answer.json()
         except Exception as error:  # whatever a server answers, the others go on
             worker.num_failures += 1
             if worker.num_failures >= _MOST_FAILURES or not worker.is_healthy:
@@ -275,3 +275,17 @@ class Workers:
                 f"http://[{each}]:{port}" if ":" in each else f"http://{each}:{port}" for each in addresses
             )
         return self._dns
+
+
+def new_session(url: str) -> Any:
+    """Open connections to a server, which relay bytes as they are."""
+    import aiohttp
+
+    return aiohttp.ClientSession(
+        url,
+        auto_decompress=False,
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_SECONDS),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+        skip_auto_headers=("Accept-Encoding", "User-Agent", "Content-Type", "Accept"),
+        cookie_jar=aiohttp.DummyCookieJar(),
+    )

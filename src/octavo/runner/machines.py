@@ -9,7 +9,8 @@
 
 Whatever fails ends the group. Machine 0 starts it again, in the same process; another machine ends, and whoever
 supervises it starts it again. What goes over the wire is numbers and activations, in the clear: the network must be
-trusted. Plain connections, because an exchange of a token's columns over gloo takes ten times as long.
+trusted. Plain connections, because a step over gloo takes five times as long (a token of SmolLM2 between two processes:
+42 to 57 ms over gloo, 7 to 10 like this).
 """
 
 from __future__ import annotations
@@ -260,6 +261,6 @@ def _own_address(config: EngineConfig) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return what gloo or the store says, without its source line and the advice after it."""
+    """Return what the store or the system says, without its source line and the advice after it."""
     line = str(error).partition("\n")[0]
     return re.sub(r"^\[\S*\] *", "", line).partition(". This ")[0]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,9 +15,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 MAX_HEAD_BYTES = 65536
-MAX_LINE_BYTES = 4096
-"""Of a line between two chunks of a body."""
-_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?", re.DOTALL)
 
 
 class ProtocolError(Exception):
@@ -119,7 +115,7 @@ class _Response(asyncio.Protocol):
                     raise ProtocolError("the header of the response does not end")
                 return
             self.status, headers = parse_head(head)
-            self._body = BodyDecoder(dict(headers))
+            self._body = BodyDecoder(headers)
         piece = self._body.feed(data)
         if piece and self.status == 200:
             self._on_body(piece, now)
@@ -137,37 +133,30 @@ class _Response(asyncio.Protocol):
             self.finished.set_exception(error or ProtocolError("the connection closed before the answer ended"))
 
 
-def parse_head(head: bytes) -> tuple[int, list[tuple[bytes, bytes]]]:
+def parse_head(head: bytes) -> tuple[int, dict[str, str]]:
     """Parse the status and headers (names in lower case) from the head of a response, without its empty line."""
-    status_line, *lines = head.split(b"\r\n")
-    parts = status_line.split(b" ", 2)
-    if len(parts) < 2 or not parts[0].startswith(b"HTTP/1.") or not parts[1].isdigit():
+    status_line, *lines = head.decode("latin-1").split("\r\n")
+    parts = status_line.split(" ", 2)
+    if len(parts) < 2 or not parts[0].startswith("HTTP/1.") or not parts[1].isdecimal():
         raise ProtocolError(f"not an HTTP/1.1 answer: {status_line[:60]!r}")
-    pairs = (line.partition(b":") for line in lines)
-    return int(parts[1]), [(name.strip().lower(), value.strip()) for name, _, value in pairs]
+    pairs = (line.partition(":") for line in lines)
+    return int(parts[1]), {name.strip().lower(): value.strip() for name, _, value in pairs}
 
 
 class BodyDecoder:
-    """Decodes an HTTP body that arrives in arbitrary pieces: chunked, with a length, or until the connection ends.
+    """Decodes an HTTP body that arrives in arbitrary pieces: chunked, with a length, or until the connection ends."""
 
-    Attributes:
-        done: whether the whole body was fed; what follows it is not part of it.
-        has_excess: whether bytes were fed that follow it.
-    """
-
-    def __init__(self, headers: Mapping[bytes, bytes]) -> None:
-        self._chunked = headers.get(b"transfer-encoding", b"").lower().endswith(b"chunked")
-        length = headers.get(b"content-length")
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        self.done = False
+        self._chunked = headers.get("transfer-encoding", "").lower().endswith("chunked")
+        length = headers.get("content-length")
         self.ends_with_connection = not self._chunked and length is None
-        if length is not None and not length.isdigit():
-            raise ProtocolError("bad content-length")
-        self._left = int(length) if length is not None and not self._chunked else 0  # of the body, or of a chunk
-        self._rest = b""  # not enough to decode
-        self._ends_chunk = self._in_trailers = self.has_excess = False
-        self.done = length is not None and not self._chunked and self._left == 0
+        self._left = int(length) if length is not None and not self._chunked else 0
+        self._buffer = bytearray()
+        self.done = length == "0" and not self._chunked
 
     def feed(self, data: bytes) -> bytes:
-        """Return the body's bytes in `data`; sets `done` at the end of the body. Raises `ProtocolError`."""
+        """Return the body's bytes in `data`; sets `done` at the end of the body."""
         if self.ends_with_connection:
             return data
         if self._chunked:
@@ -175,39 +164,29 @@ class BodyDecoder:
         piece = data[: self._left]
         self._left -= len(piece)
         self.done = self._left == 0
-        self.has_excess |= len(data) > len(piece)
         return piece
 
     def _feed_chunked(self, data: bytes) -> bytes:
-        # size CRLF bytes CRLF … 0 CRLF trailers CRLF
-        data, at, pieces = self._rest + data, 0, list[bytes]()
-        while not self.done:
-            if self._left:
-                pieces.append(piece := data[at : at + self._left])
-                at += len(piece)
-                self._left -= len(piece)
-                self._ends_chunk = True
-                if self._left:
-                    break
-            begin = at + 2 if self._ends_chunk else at
-            if (end := data.find(b"\r\n", begin)) < 0:
-                if len(data) - at > MAX_LINE_BYTES:
-                    raise ProtocolError("a line between chunks does not end")
+        self._buffer += data
+        body = bytearray()
+        position = 0
+        # size CRLF data CRLF … 0 CRLF trailers CRLF; `position` is always at the start of a chunk's size.
+        while (line_end := self._buffer.find(b"\r\n", position)) >= 0:
+            try:
+                size = int(bytes(self._buffer[position:line_end]).split(b";")[0], 16)
+            except ValueError:
+                raise ProtocolError("bad chunk size") from None
+            if size == 0:
+                # Ignore trailers: they have nothing that is measured, and the connection is closed anyway.
+                self.done = True
                 break
-            if self._ends_chunk and data[at:begin] != b"\r\n":
-                raise ProtocolError("a chunk does not end where its size says")
-            self._ends_chunk = False
-            if self._in_trailers:
-                self.done = end == begin
-            elif (size := _CHUNK_SIZE.fullmatch(data, begin, end)) is None:
-                raise ProtocolError("bad chunk size")
-            else:
-                self._left = int(size[1], 16)
-                self._in_trailers = self._left == 0
-            at = end + 2
-        self._rest = data[at:]
-        self.has_excess = self.done and bool(self._rest)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            start = line_end + 2
+            if len(self._buffer) < start + size + 2:
+                break
+            body += self._buffer[start : start + size]
+            position = start + size + 2
+        del self._buffer[:position]
+        return bytes(body)
 
 
 class EventLines:
