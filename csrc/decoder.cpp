@@ -7,7 +7,6 @@
 
 #include "level/simd/common.h"
 #include "thread_pool.h"
-#include "touch_ahead.h"
 
 namespace octavo {
 namespace {
@@ -83,30 +82,6 @@ void Decoder::forward(const DecoderStep& step) {
         std::visit([&](const auto& one) { execute(step, one); }, instruction);
     num_kept_ = step.num_logits;
     logits(0, step.num_now, step.logits);
-    touch_next_blocks(step);
-}
-
-// Asks for the pages of blocks that the next steps may begin, at least one for each sequence and group, while nothing
-// is computed. Blocks that were never used are handed out in ascending order.
-void Decoder::touch_next_blocks(const DecoderStep& step) {
-    const char* base = nullptr;  // of all blocks
-    int64_t stride = 0, last = 0;
-    int num_groups = 0;
-    for (const LayerCache& cache : caches) {
-        if (!base || cache.kv.key < base) base = cache.kv.key, stride = cache.kv.key_block_stride;
-        num_groups = std::max({num_groups, cache.group + 1, cache.recent_blocks ? cache.copies_group + 1 : 0});
-    }
-    if (stride <= 0 || step.num_tokens == 0) return;
-    for (const GroupTables* group = step.groups; group < step.groups + num_groups; ++group)
-        last = std::max(last, *std::max_element(group->slots, group->slots + step.num_tokens));
-    last /= caches[0].kv.block_size;
-    if (base != std::exchange(touched_, base)) num_touched_ = 0;
-    constexpr int64_t kHugePage = 2 << 20;
-    const int64_t needed = std::max(step.num_seqs * num_groups, kHugePage / stride + 1);
-    if (last + needed < num_touched_) return;
-    const int64_t begin = std::max(num_touched_, last + 1);
-    num_touched_ = std::min(caches[0].kv.num_blocks, last + 1 + 2 * needed);
-    touch_ahead(base + begin * stride, (num_touched_ - begin) * stride);
 }
 
 void Decoder::execute(const DecoderStep&, const Norm& norm) {

@@ -187,8 +187,6 @@ class Decoder {
     std::vector<int32_t> head_rows_;
     std::vector<int64_t> head_begins_;
     int64_t num_kept_ = 0;
-    const char* touched_ = nullptr;  // the memory of blocks, of which the first so many have pages or will soon
-    int64_t num_touched_ = 0;
 
     Matrix room(Buffer& buffer, int64_t count, int64_t width) const;
     const Matrix& make(Register place, int64_t count, int64_t width, const std::optional<Columns>& columns = {});
@@ -198,7 +196,6 @@ class Decoder {
     const Matrix& own(Register place);
     float* scores(const Linear& linear, const Matrix& x);
     void embed(const DecoderStep& step, const Matrix& residual) const;
-    void touch_next_blocks(const DecoderStep& step);
     void execute(const DecoderStep& step, const Norm& norm);
     void execute(const DecoderStep& step, const Add& add);
     void execute(const DecoderStep& step, const Scale& scale);

@@ -1,5 +1,4 @@
 // The thread pool: every task runs exactly once, whatever happens around it.
-#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -19,7 +18,6 @@
 #include "harness.h"
 #include "task_shares.h"
 #include "thread_pool.h"
-#include "touch_ahead.h"
 
 namespace octavo::test {
 namespace {
@@ -295,29 +293,6 @@ TEST_ONCE(a_caller_that_sleeps_wakes_when_the_last_task_ends) {
         });
         CHECK(counts == std::vector<int>(8, 1));
     }
-}
-
-TEST_ONCE(pages_are_taken_before_they_are_written_and_keep_what_they_hold) {
-    constexpr int64_t kPages = 64, kPage = 4096;
-    void* const mapped =
-        mmap(nullptr, kPages * kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    CHECK(mapped != MAP_FAILED);
-    char* const memory = static_cast<char*>(mapped);
-    madvise(memory, kPages * kPage, MADV_NOHUGEPAGE);
-    if (madvise(memory, kPage, 23) == 0) {  // MADV_POPULATE_WRITE
-        const int64_t first = random_int(1, 20), last = random_int(21, 40);
-        memory[first * kPage] = 7;
-        touch_ahead(memory + first * kPage + 100, (last - first) * kPage);
-        std::vector<unsigned char> resident(kPages);
-        do {
-            std::this_thread::yield();
-            CHECK(mincore(memory, kPages * kPage, resident.data()) == 0);
-        } while (!(resident[static_cast<size_t>(last)] & 1));
-        for (int64_t page = 1; page < kPages; ++page)
-            CHECK((resident[static_cast<size_t>(page)] & 1) == (page >= first && page <= last));
-        CHECK(memory[first * kPage] == 7);
-    }
-    munmap(memory, kPages * kPage);
 }
 
 }  // namespace

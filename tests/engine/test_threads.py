@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
-import mmap
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ from octavo import SamplingParams, kernels
 from octavo.config import ALLOWED_CPUS
 from octavo.engine import model_loading, runner_builder
 from octavo.planner.machine import FollowedCores, UsableCores, bind_threads
-from tests.conftest import MakeLLM, runner_of
+from tests.conftest import MakeLLM
 
 pytestmark = [
     pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled"),
@@ -99,24 +96,6 @@ def test_an_engine_with_a_cpu_list_runs_on_those_cpus_and_says_so(
         assert "1 threads in each of 1 processes" in caplog.text
     finally:
         bind_threads(ALLOWED_CPUS)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
-def test_the_blocks_that_come_next_have_pages_before_a_step_writes_them(make_llm: MakeLLM, tiny_llama: Path) -> None:
-    llm = make_llm(tiny_llama, kv_cache_memory="32MiB", num_blocks=None)
-    llm.generate(["Once"], SamplingParams(max_tokens=2, ignore_eos=True))
-    memory = runner_of(llm.core).arena.memory
-    # A huge page of blocks is kept ahead at least, whatever page the first block was on.
-    page = (memory.data_ptr() + (2 << 20)) // mmap.PAGESIZE * mmap.PAGESIZE
-    resident = ctypes.create_string_buffer(1)
-    deadline = time.monotonic() + 60
-    while not resident.raw[0] & 1 and time.monotonic() < deadline:
-        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(page), ctypes.c_size_t(mmap.PAGESIZE), resident) == 0
-        time.sleep(0.01)
-    assert resident.raw[0] & 1
-    last = (memory.data_ptr() + memory.nbytes - 1) // mmap.PAGESIZE * mmap.PAGESIZE
-    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(last), ctypes.c_size_t(mmap.PAGESIZE), resident) == 0
-    assert not resident.raw[0] & 1, "the others cost nothing yet"
 
 
 # Prints the CPUs that may be used, and those of each thread, the pool's among them. A thread that the pool moves to
