@@ -176,7 +176,7 @@ AttendTask task_of(const AttentionCall& call, int seq) {
     return task;
 }
 
-// The tokens that a sequence reads in the end, the new ones included.
+// The number of tokens that a sequence attends to, the new ones included.
 int context_of(const AttentionCall& call, const Plan& plan, int seq) {
     return plan.chosen.num_tokens(seq, call.context_lens[seq], call.kv.block_size);
 }

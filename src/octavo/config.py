@@ -338,8 +338,8 @@ class EngineConfig(Options):
     )
     cpu_list: str | None = _execution(
         None,
-        "CPUs to run on, such as 0-15,32-47, of those that affinity and cgroups allow; they hold for all threads and "
-        "ranks of the process, and so decide where its memory lies",
+        "CPUs that all threads and ranks run on, such as 0-15,32-47, among those that affinity and cgroups allow; "
+        "default: all of these",
         metavar="CPUS",
         check=_check_cpu_list,
     )
