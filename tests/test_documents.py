@@ -1,4 +1,4 @@
-"""Documents lead to files that exist."""
+"""Documents lead to files that exist, and name every command."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+
+from octavo.commands import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
@@ -34,3 +36,8 @@ def test_results_that_the_code_refers_to_exist() -> None:
         if not (ROOT / result).exists()
     ]
     assert not missing
+
+
+def test_the_readme_names_every_command() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert [command for command in COMMANDS if f"| `octavo {command}" not in readme] == []
