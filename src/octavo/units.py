@@ -69,6 +69,11 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * unit)
 
 
+def counted(count: int, noun: str) -> str:
+    """Format a number of things: (1, "CPU") -> '1 CPU', (2, "CPU") -> '2 CPUs'."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def format_bytes(count: float) -> str:
     """Format a size: 2147483648 -> '2.00 GiB'."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

@@ -92,8 +92,8 @@ def test_an_engine_with_a_cpu_list_runs_on_those_cpus_and_says_so(
         tasks = [int(task) for task in os.listdir("/proc/self/task")]
         assert all(os.sched_getaffinity(task) == {last} for task in tasks)
         assert f"running on the CPUs of --cpu-list: {last}" in caplog.text
-        assert "1 CPUs on 1 cores" in caplog.text
-        assert "1 threads in each of 1 processes" in caplog.text
+        assert "1 CPU on 1 core," in caplog.text
+        assert "computing with 1 rank of 1 thread" in caplog.text
     finally:
         bind_threads(ALLOWED_CPUS)
 

@@ -37,6 +37,7 @@ from octavo.runner.warm_up import warm_up
 from octavo.sampling.sampler import warm_up_choice
 from octavo.storage.arena import KVArena
 from octavo.tiers.host import HostTier
+from octavo.units import counted
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +76,9 @@ def build_runner(config: EngineConfig, set_aside: int = 0) -> tuple[ModelRunner,
     threads = followed_threads(target.config, followed, cpus)
     num_threads = threads()
     if target.on_cpu:
-        where = f"{followed.cores}, {len(numa_nodes(allowed=cpus))} NUMA nodes"
-        logger.info("%s: %d threads in each of %d processes", where, num_threads, len(target.config.own_ranks))
+        where = f"{followed.cores}, {counted(len(numa_nodes(allowed=cpus)), 'NUMA node')}"
+        ranks_here = counted(len(target.config.own_ranks), "rank")
+        logger.info("%s: computing with %s of %s", where, ranks_here, counted(num_threads, "thread"))
     if target.config.num_ranks == 1:
         return _join(target, sizing, load_with_threads(target, num_threads), threads)
     ranks = start_ranks(target, sizing, num_threads, cpus)

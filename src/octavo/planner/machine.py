@@ -15,7 +15,7 @@ from pathlib import Path
 
 from octavo.config import ALLOWED_CPUS, MOST_THREADS
 from octavo.errors import ConfigError
-from octavo.units import format_cpus, parse_bytes, parse_cpus
+from octavo.units import counted, format_cpus, parse_bytes, parse_cpus
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class UsableCores:
 
     def __str__(self) -> str:
         quota = "" if self.quota is None else f", a quota of {self.quota:g} CPUs"
-        return f"{len(self.cpus)} CPUs on {self.num_cores} cores{quota}"
+        return f"{counted(len(self.cpus), 'CPU')} on {counted(self.num_cores, 'core')}{quota}"
 
 
 def usable_cores(cpus: frozenset[int] = ALLOWED_CPUS) -> UsableCores:
@@ -155,7 +155,7 @@ class FollowedCores:
             self._read_at = now
             if (cores := self._read()) != self.cores:
                 self.cores, self._num_threads = cores, default_num_threads(cores)
-                logger.info("limits have changed: %s; computing with %d threads", cores, self._num_threads)
+                logger.info("limits have changed: %s; computing with %s", cores, counted(self._num_threads, "thread"))
         return self._num_threads
 
 

@@ -29,6 +29,7 @@ from octavo.server.http.listening import bound, listen, log_failed_accepts, requ
 from octavo.server.http.transport import MAX_HEADER_BYTES, ConnectionCounters, guarded_protocol
 from octavo.server.interpreter_settings import return_free_memory, settle_interpreter
 from octavo.server.routers import registered
+from octavo.units import counted
 
 logger = logging.getLogger(__name__)
 
@@ -263,7 +264,7 @@ class Server(uvicorn.Server):
         self._in_flight.draining = True
         self._stops_by = time.monotonic() + self._shutdown_timeout
         if self._in_flight:
-            running = f"{len(self._in_flight)} running request{'s' if len(self._in_flight) > 1 else ''}"
+            running = counted(len(self._in_flight), "running request")
             wait = f"up to {self._shutdown_timeout:g} s for {running}; a second signal stops at once"
             print(f"Octavo stops: waiting {wait}", file=sys.stderr, flush=True)
         out_of_time = asyncio.get_running_loop().call_later(self._shutdown_timeout, self._in_flight.cancel_all)
