@@ -139,14 +139,13 @@ class KeyIndex:
         return removed
 
     def replace(self, prefixes: Sequence[int], entry_ids: Sequence[int]) -> list[int]:
-        """Give each id a new key of 8 bytes, in place of the one that it had, if any.
+        """Give each id, none of which has a key, a key of 8 bytes, which another id may have now.
 
         Returns:
             For each id, the other that had its key and has lost it; -1 if there was none.
         """
         heads, after, keys = self._heads, self._after, self._keys
         factor, size, displaced = self._factor, self._capacity, list[int]()
-        self.discard(entry_ids)
         for first, entry_id in zip(prefixes, entry_ids, strict=True):
             entry, before = entry_id + 1, 0
             home = ((first * factor & _MASK64) >> 32) * size >> 32
@@ -160,7 +159,7 @@ class KeyIndex:
                     before, after[other] = following, after[following]
             keys[entry], after[entry], heads[home] = first, head, entry
             displaced.append(before - 1)
-        self._length += len(entry_ids) - sum(before >= 0 for before in displaced)
+        self._length += displaced.count(-1)
         return displaced
 
     def find_leading(self, keys: Keys, flip: int = 0) -> BlockIds:
@@ -259,11 +258,12 @@ class LatestKeys(Generic[_Value]):
         end = start + len(prefixes)
         places = range(start, end) if end <= size else [*range(start, size), *range(end - size)]
         self._next = end % size
-        kept, empty, displaced = self._values, self._empty, list[_Value]()
+        kept, empty = self._values, self._empty
+        oldest = [place for place in places if kept[place] != empty]
+        self._index.discard(oldest)
+        displaced = [kept[place] for place in oldest]
         twins = self._index.replace(prefixes, places)
         for place, value in zip(places, values, strict=True):
-            if (before := kept[place]) != empty:
-                displaced.append(before)
             kept[place] = value
         for twin in twins:
             if twin >= 0:

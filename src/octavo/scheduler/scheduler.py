@@ -273,7 +273,8 @@ class Scheduler(Lifecycle):
                 request.search.take(seqs, draw, result, updates)
                 return
             self._append(seqs, draw, result, updates, num_accepted)
-            if not request.params.needs_logprobs and (place := seqs[0].state.place) is not None:
+            place = seqs[0].state.place
+            if place is not None and not place.more_from and not request.params.needs_logprobs:
                 # The last token's key and value are never computed.
                 place.more_from = seqs[0].max_num_tokens(self.config.max_model_len) - 1
                 place.ending_ids = request.ending_ids
