@@ -48,7 +48,7 @@ struct AttendTask {
     int window;  // a token sees itself and the window - 1 tokens before it
     int split_begin, split_end;
     bool exact;   // see AttentionCall
-    bool prompt;  // the sequence has several new tokens, though the task may have only one of them
+    bool prompt;  // its tokens are a prompt's, even if it has only one of them, and not each a decode's
     Reads reads;
     int first_tokens, recent_blocks;  // unless it reads all
     const LayerKV* copies;            // or null; the task then reads between, and adds what it reads of the copies

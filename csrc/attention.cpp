@@ -25,7 +25,7 @@ namespace {
 // The thread that plans writes little of each item; whoever computes it makes its AttendTask (task_of).
 struct Item {
     int seq, head, kv_head, kv_heads, group_size;  // the first query head, and the KV heads that it is of
-    int begin, num_tokens;                         // of the sequence's new tokens
+    int begin, num_tokens;                         // counted from the sequence's first new token
     int split_begin, split_end, num_tasks;
     int64_t first_partial;  // index of a PartialLine; -1: a single task
     RowMass* mass;          // null: not measured
@@ -118,15 +118,15 @@ struct Shape {
 
 // The most rows of an item of several tokens. If blocks are decoded, or their values copied for matrix tiles, once for
 // all rows of an item, there should be only as many items as keep every thread busy.
-int64_t item_rows(const AttentionCall& call) {
+int64_t item_rows(const AttentionCall& call, bool prompt) {
     const bool decoded = decodes_to_bf16(call.kv);
     const bool copied = !call.kv.coded() && call.kv.storage == kBf16 && kernels().pack_tile_rows;
-    if (!decoded && !copied) return kMaxTaskRows;
+    if ((!decoded && !copied) || !(prompt || call.exact)) return kMaxTaskRows;
     const int64_t fair = call.num_tokens * call.num_heads / (int64_t{num_threads()} * kItemsPerThread);
     return std::clamp<int64_t>(fair, kMaxTaskRows, decoded ? kMaxPromptRows : kMostCopiedRows);
 }
 
-Shape choose_shape(const AttentionCall& call, int query_len, int context_len, bool much_context) {
+Shape choose_shape(const AttentionCall& call, int query_len, int context_len, bool prompt, bool much_context) {
     const int group = call.num_heads / call.kv.kv_heads;
     const int parts = (group + kMaxTaskRows - 1) / kMaxTaskRows, members = (group + parts - 1) / parts;
     // A prompt reads a KV head once for as many rows as fit. A decode takes all the heads of a block together, which
@@ -135,13 +135,27 @@ Shape choose_shape(const AttentionCall& call, int query_len, int context_len, bo
     const bool long_runs = call.kv.block_size > kTile && context_len >= 2 * kSplit;
     if (parts == 1 && much_context && !long_runs && int64_t{query_len} * call.num_heads <= kMaxTaskRows)
         return {query_len, call.kv.kv_heads, members};
-    return {std::max(1, static_cast<int>(item_rows(call)) / members), 1, members};
+    return {std::max(1, static_cast<int>(item_rows(call, prompt)) / members), 1, members};
+}
+
+// How many sequences from this one on are successive tokens of one text, which read the same blocks: a decode with the
+// drafted tokens that it verifies. A task may have several of them, and each has the bits that it has alone.
+int num_together(const AttentionCall& call, int seq) {
+    if (call.sinks_apart.budgets || call.sparse.bounds || call.measured.mass) return 1;
+    const auto follows = [&](int next) {
+        return call.query_start[next + 1] - call.query_start[next] == 1 &&
+               call.table_rows[next] == call.table_rows[seq] &&
+               call.context_lens[next] == call.context_lens[seq] + next - seq;
+    };
+    int end = seq;
+    while (end < call.num_seqs && follows(end)) ++end;
+    return std::max(1, end - seq);
 }
 
 // Whether the contexts have enough splits to keep every thread busy, however many heads a task takes.
 bool has_much_context(const AttentionCall& call, const ChosenBlocks& chosen) {
     int64_t splits = 0;
-    for (int seq = 0; seq < call.num_seqs; ++seq) {
+    for (int seq = 0; seq < call.num_seqs; seq += num_together(call, seq)) {
         const int budget = budget_of(call, seq);
         const int context_len = chosen.num_tokens(seq, call.context_lens[seq], call.kv.block_size);
         splits += (int64_t{budget ? std::min(budget, context_len) : context_len} + kSplit - 1) / kSplit;
@@ -209,13 +223,14 @@ AttendTask task_of(const AttentionCall& call, const Plan& plan, const Item& item
     return task;
 }
 
-void add_items(const AttentionCall& call, Plan& plan, int seq, bool much_context) {
-    const int query_len = call.query_start[seq + 1] - call.query_start[seq];
-    const int context_len = context_of(call, plan, seq);
+// The items of `count` sequences that are computed together.
+void add_items(const AttentionCall& call, Plan& plan, int seq, int count, bool much_context) {
+    const int query_len = call.query_start[seq + count] - call.query_start[seq];
+    const int context_len = context_of(call, plan, seq) + count - 1;
     const int group = call.num_heads / call.kv.kv_heads;
-    Shape shape = choose_shape(call, query_len, context_len, much_context);
-    if (plan.chosen.table(seq, 0)) shape.kv_heads = 1;  // each reads other blocks
     AttendTask task = task_of(call, seq);
+    Shape shape = choose_shape(call, query_len, context_len, task.prompt, much_context);
+    if (plan.chosen.table(seq, 0)) shape.kv_heads = 1;  // each reads other blocks
     // A head's tasks follow each other, so that its keys and values are still in a cache; of these, the last tokens see
     // the most context and come first, so that no thread is left with a long task at the end.
     for (int kv_head = 0; kv_head < call.kv.kv_heads; kv_head += shape.kv_heads)
@@ -332,9 +347,9 @@ void attend(const AttentionCall& call) {
     for (int seq = 0; seq < call.num_seqs; ++seq) check_sequence(call, seq);
     plan.chosen.choose(call);
     const bool much_context = has_much_context(call, plan.chosen);
-    for (int seq = 0; seq < call.num_seqs; ++seq) {
+    for (int seq = 0, count; seq < call.num_seqs; seq += count) {
         const size_t first = plan.items.size();
-        add_items(call, plan, seq, much_context);
+        add_items(call, plan, seq, count = num_together(call, seq), much_context);
         if (call.measured.mass && call.measured.begins[seq] >= 0)
             plan.measured.push_back({seq, first, plan.items.size()});
     }

@@ -15,7 +15,7 @@ void attend(const AttendTask& task, AttendScratch& scratch) {
     const LayerKV& kv = *task.kv;
     if (!kv.coded()) {
 #ifdef OCTAVO_TILES
-        if (kv.storage == kBf16 && keys_fill_tiles(kv) && (task.exact || task.num_tokens > 1))
+        if (kv.storage == kBf16 && keys_fill_tiles(kv) && (task.exact || (task.prompt && task.num_tokens > 1)))
             return attend_by(task, scratch, TilePasses(kv.value_dim, scratch));
 #endif
         if (kv.storage == kBf16) return attend_by(task, scratch, RowPasses<kBf16>{});

@@ -108,6 +108,17 @@ class BlockTables {
         starts_ = {0, count};
     }
 
+    // Makes each of the first sequence's queries a sequence of one token.
+    void take_apart() {
+        const auto [context, queries] = sequences_[0];
+        contexts_.clear(), starts_ = {0};
+        for (int query = 1; query <= queries; ++query) {
+            contexts_.push_back(context - queries + query);
+            starts_.push_back(query);
+        }
+        rows_.assign(contexts_.size(), rows_[0]);
+    }
+
     void set(AttentionCall& call) const {
         call.kv.num_blocks = num_blocks_;
         call.block_tables = entries_.data();
@@ -401,6 +412,11 @@ class Memory {
         part.query += first * part.query_token_stride;
         part.out += first * part.out_token_stride;
         return part;
+    }
+    // The call for the first sequence's queries as decodes.
+    AttentionCall decodes() {
+        tables_.take_apart();
+        return call();
     }
     AttentionCall call() const {
         AttentionCall call{};

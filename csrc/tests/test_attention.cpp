@@ -162,6 +162,33 @@ TEST(attention_with_copies_of_recent_blocks_has_the_same_bits_in_any_parts) {
     }
 }
 
+TEST(decodes_of_one_sequence_together_have_the_bits_of_each_alone) {
+    for (int i = cases(60); i > 0; --i) {
+        Batch batch(i % 3 == 0);
+        const bool with_copies = i % 5 == 0 && !batch.plain() && batch.value_dim % 32 == 0;
+        if (with_copies) batch.code = random_bool() ? kK8V4 : kInt4;
+        make_prompt(batch, prompt_context());
+        Batch in_int8 = batch;
+        in_int8.code = kInt8;
+        Memory memory(batch), copied(in_int8);
+        const AttentionCall of_copies = copied.call();
+        const auto attend_to = [&](AttentionCall call) {
+            call.exact = i % 2 == 0;
+            if (with_copies)
+                call.copies = {of_copies.kv, of_copies.block_tables, of_copies.block_table_stride,
+                               of_copies.max_blocks, i % 4, 1 + i % 3};
+            attend(call);
+        };
+        describe_case(batch.describe() + (i % 2 ? "" : ", exact") + (with_copies ? ", copies" : ""));
+        for (int query = 0; query < batch.sequences[0].queries; ++query) attend_to(memory.part(query, 1));
+        const std::vector<char> alone = memory.output();
+        memory.forget_output();
+        set_num_threads(random_int(1, 7));
+        attend_to(memory.decodes());
+        CHECK(memory.output() == alone);
+    }
+}
+
 // Values so small that most sums underflow, to zeros of either sign.
 TEST(attention_over_tiny_codes_has_the_same_zeros_in_any_parts) {
     for (int i = cases(20); i > 0; --i) {
