@@ -4,6 +4,7 @@
 #pragma once
 
 #include <chrono>
+#include <mutex>
 #include <thread>
 
 #ifdef __linux__
@@ -27,27 +28,44 @@ inline std::chrono::nanoseconds run_time(std::thread& thread) {
     return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
 }
 
-namespace detail {
-// Allows a thread only those of its cores for which `wanted(core)`, so that it goes there at once, then all of them
-// again: it stays until the system finds it a better one.
-template <class Wanted> void move_thread(pthread_t thread, const Wanted& wanted) {
-    cpu_set_t allowed, chosen;
-    CPU_ZERO(&chosen);
-    if (pthread_getaffinity_np(thread, sizeof allowed, &allowed) != 0) return;
-    for (int core = 0; core < CPU_SETSIZE; ++core)
-        if (CPU_ISSET(core, &allowed) && wanted(core)) CPU_SET(core, &chosen);
-    if (CPU_COUNT(&chosen) > 0 && pthread_setaffinity_np(thread, sizeof chosen, &chosen) == 0)
-        pthread_setaffinity_np(thread, sizeof allowed, &allowed);
-}
-}  // namespace detail
+// Allows a thread, while this object lives, only those of its cores for which `wanted(core)`, so that it goes there at
+// once. Then it may use all of them again, and stays until the system finds it a better one. A mask that somebody else
+// sets meanwhile (`taskset`, a cpuset, planner/machine.py) is left alone, and one thread is moved at a time: a second
+// would take the first one's mask for all cores. Linux cannot exchange masks atomically: one that is set between two
+// system calls in turn, which read and write the mask, is still lost.
+class NarrowedMask {
+  public:
+    template <class Wanted> NarrowedMask(pthread_t thread, const Wanted& wanted) : thread_(thread) {
+        CPU_ZERO(&chosen_);
+        if (!moving_.owns_lock() || !read(all_)) return;
+        for (int core = 0; core < CPU_SETSIZE; ++core)
+            if (CPU_ISSET(core, &all_) && wanted(core)) CPU_SET(core, &chosen_);
+        if (!CPU_COUNT(&chosen_) || CPU_EQUAL(&chosen_, &all_) || !write(chosen_)) CPU_ZERO(&chosen_);
+    }
+    ~NarrowedMask() {
+        cpu_set_t now;
+        if (CPU_COUNT(&chosen_) && read(now) && CPU_EQUAL(&now, &chosen_)) write(all_);
+    }
+    NarrowedMask(const NarrowedMask&) = delete;
+    NarrowedMask& operator=(const NarrowedMask&) = delete;
+
+  private:
+    bool read(cpu_set_t& cores) const { return pthread_getaffinity_np(thread_, sizeof cores, &cores) == 0; }
+    bool write(const cpu_set_t& cores) const { return pthread_setaffinity_np(thread_, sizeof cores, &cores) == 0; }
+
+    static inline std::mutex moves_;
+    std::unique_lock<std::mutex> moving_{moves_, std::try_to_lock};
+    pthread_t thread_;
+    cpu_set_t all_, chosen_;
+};
 
 inline void move_to_core(std::thread& thread, int core) {
-    detail::move_thread(thread.native_handle(), [=](int other) { return other == core; });
+    const NarrowedMask moved(thread.native_handle(), [=](int other) { return other == core; });
 }
 
 // Moves the calling thread to any other core.
 inline void leave_core(int core) {
-    detail::move_thread(pthread_self(), [=](int other) { return other != core; });
+    const NarrowedMask moved(pthread_self(), [=](int other) { return other != core; });
 }
 
 #else

@@ -260,6 +260,32 @@ TEST_ONCE(a_thread_that_is_moved_keeps_all_its_cores) {
     other.join();
 }
 
+TEST_ONCE(a_mask_set_while_a_thread_is_moved_stays) {
+    cpu_set_t all, first, last;
+    CHECK(pthread_getaffinity_np(pthread_self(), sizeof all, &all) == 0);
+    if (CPU_COUNT(&all) < 2) return;  // nothing to choose from
+    std::vector<int> cores;
+    for (int core = 0; core < CPU_SETSIZE; ++core)
+        if (CPU_ISSET(core, &all)) cores.push_back(core);
+    CPU_ZERO(&first);
+    CPU_ZERO(&last);
+    CPU_SET(cores.front(), &first);
+    CPU_SET(cores.back(), &last);
+    cpu_set_t now;
+    {
+        const NarrowedMask moved(pthread_self(), [&](int core) { return core == cores.front(); });
+        CHECK(pthread_getaffinity_np(pthread_self(), sizeof now, &now) == 0);
+        CHECK(CPU_EQUAL(&now, &first));
+        leave_core(cores.front());  // one at a time: does nothing
+        CHECK(pthread_getaffinity_np(pthread_self(), sizeof now, &now) == 0);
+        CHECK(CPU_EQUAL(&now, &first));
+        CHECK(pthread_setaffinity_np(pthread_self(), sizeof last, &last) == 0);
+    }
+    CHECK(pthread_getaffinity_np(pthread_self(), sizeof now, &now) == 0);
+    CHECK(pthread_setaffinity_np(pthread_self(), sizeof all, &all) == 0);
+    CHECK(CPU_EQUAL(&now, &last));
+}
+
 TEST_ONCE(the_run_time_of_a_running_thread_grows) {
     std::atomic<bool> stop{false};
     std::thread thread([&] {
