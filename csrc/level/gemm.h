@@ -14,6 +14,7 @@
 #pragma once
 
 #include "level/linear_output.h"
+#include "level/row_pairs.h"
 #include "level/with_constant.h"
 
 namespace octavo::OCTAVO_LEVEL {
@@ -90,10 +91,60 @@ inline void gemm_tile(const ProductTask& task, const char* panel, int64_t panel_
     store_sums(task.out, row, panel_index, acc);
 }
 
+constexpr int kUnitsPerHalf = 32;
+
+// The same where there are too few registers for the sums of both halves of a panel: halves follow each other every few
+// units, so that the panel is still read sequentially.
+template <Storage S, int R>
+inline void gemm_halves(const ProductTask& task, const char* panel, int64_t panel_index, int64_t row, Ahead ahead) {
+    const uint32_t* x = task.x + (row - task.first_row) * task.units;
+    ask_to_write_rows<R>(task.out, row, panel_index);
+    F16 sums[R][2];
+    for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = F16::zero();
+    for (int unit = 0; unit < task.units; unit += kUnitsPerHalf) {
+        const int count = min(task.units - unit, kUnitsPerHalf);
+#pragma GCC unroll 1
+        for (int half = 0; half < 2; ++half) {
+            F16 acc[R][1];
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) acc[r][0] = sums[r][half];
+            int u = 0;
+            const char* w = panel + half * 64;
+            const uint32_t* from = x;
+            if constexpr (S == kBf16 && kInPairs<R>) {
+                join_pairs(acc);
+                for (; u + 1 < count; u += 2, w += kPanelOutputs * 8, from += 2 * R) {
+                    if constexpr (R <= kGemmRowsThatWait) {
+                        __builtin_prefetch(w + kGemmPrefetch, 0, 3);
+                        __builtin_prefetch(w + kGemmPrefetch + kPanelOutputs * 4, 0, 3);
+                    } else {
+                        ahead.ask_l2<2>();
+                    }
+                    add_pairs(acc, U16::load(w), U16::load(w + kPanelOutputs * 4), from);
+                }
+                split_pairs(acc);
+            }
+            for (; u < count; ++u, w += kPanelOutputs * 4, from += R)
+#pragma GCC unroll 16
+                for (int r = 0; r < R; ++r) acc[r][0] = mac<S>(acc[r][0], U16::load(w), U16::set1(from[r]));
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) sums[r][half] = acc[r][0];
+        }
+        panel += count * kPanelOutputs * 4;
+        x += count * R;
+    }
+    store_rows(task.out, row, panel_index, sums);
+}
+
 template <Storage S>
 void gemm(const ProductTask& task, int64_t group_begin, int64_t group_end, int64_t panel_begin, int64_t panel_end) {
     each_panel<kGemmRows>(task, group_begin, group_end, panel_begin, panel_end, int64_t{task.units} * kPanelOutputs * 4,
-                          task.units, [&](auto count, auto... of) { gemm_tile<S, count>(task, of...); });
+                          task.units, [&](auto count, auto... of) {
+                              if constexpr (count > kGemmRowsOfBothHalves)
+                                  gemm_halves<S, count>(task, of...);
+                              else
+                                  gemm_tile<S, count>(task, of...);
+                          });
 }
 
 }  // namespace octavo::OCTAVO_LEVEL

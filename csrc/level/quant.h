@@ -32,6 +32,7 @@
 
 #include "level/gemm.h"
 #include "level/interleave.h"
+#include "level/row_pairs.h"
 
 namespace octavo::OCTAVO_LEVEL {
 
@@ -45,7 +46,7 @@ template <int Shift> inline U16 shifted(U16 a) {
 }
 
 // Quad J's bits of a plane, moved to bit To of each byte.
-template <int Bits, int J, int To> inline U16 plane_bits(const uint8_t* plane) {
+template <int Bits, int J, int To> [[gnu::always_inline]] inline U16 plane_bits(const uint8_t* plane) {
     const U16 bits = U16::load(plane + J % Bits * 128);
     if constexpr (Bits == 8) return bits;
     return shifted<To - J / Bits * Bits>(bits) & U16::set1((0x01010101u * ((1u << Bits) - 1)) << To);
@@ -62,7 +63,7 @@ template <WeightFormat F> struct CodeTable {
 template <WeightFormat F> constexpr CodeTable<F> kCodeTable;
 
 // The quants of quad J of sixteen outputs.
-template <WeightFormat F, int J> inline U16 quad(const uint8_t* planes) {
+template <WeightFormat F, int J> [[gnu::always_inline]] inline U16 quad(const uint8_t* planes) {
     constexpr QuantLayout layout = quant_layout(F);
     const U16 low = plane_bits<layout.low, J, 0>(planes);
     if constexpr (layout.codebook != Codebook::none)
@@ -75,7 +76,8 @@ template <WeightFormat F, int J> inline U16 quad(const uint8_t* planes) {
 
 // A block's scale and minimum of the outputs of half a section, times their factors for the inputs of scale `part`.
 // `halves` are the half's numbers in the block's header, `at` the section's factors.
-template <WeightFormat F> inline F16 section_scale(const uint16_t* halves, const uint8_t* at, int half, int part) {
+template <WeightFormat F>
+[[gnu::always_inline]] inline F16 section_scale(const uint16_t* halves, const uint8_t* at, int half, int part) {
     constexpr Factors kind = quant_layout(F).factors;
     const uint8_t* factors = at + part * kPanelOutputs + half * 16;
     if constexpr (kind == Factors::exponent) return as_float(shift_left<23>(widen(factors)));
@@ -86,7 +88,8 @@ template <WeightFormat F> inline F16 section_scale(const uint16_t* halves, const
     if constexpr (kind == Factors::two_pairs) return scale * F16::from_int(widen(factors) & U16::set1(15));
     return scale * F16::from_int(widen(factors));
 }
-template <WeightFormat F> inline F16 section_minimum(const uint16_t* halves, const uint8_t* at, int half, int part) {
+template <WeightFormat F>
+[[gnu::always_inline]] inline F16 section_minimum(const uint16_t* halves, const uint8_t* at, int half, int part) {
     constexpr Factors kind = quant_layout(F).factors;
     const F16 minimum = F16::load_half(halves + kPanelOutputs);
     if constexpr (kind == Factors::none) return minimum;
@@ -114,7 +117,7 @@ template <WeightFormat F> constexpr int quads_in_words() {
     while (quads > 1 && (!kSumsWords || quads * 2 * 127 * ((1 << layout.quant_bits()) - 1) > 32767)) quads /= 2;
     return quads;
 }
-template <WeightFormat F> inline U16 dot_quad(U16 acc, U16 weights, U16 x) {
+template <WeightFormat F> [[gnu::always_inline]] inline U16 dot_quad(U16 acc, U16 weights, U16 x) {
     if constexpr (quant_layout(F).quant_bits() < 8) return dot_small(acc, weights, x);
     if constexpr (kSumsWords) return dot_signed(acc, weights ^ U16::set1(0x80808080u), x);
     return dot_bytes(acc, weights, x);
@@ -230,6 +233,14 @@ template <WeightFormat F, int R, int T, int Part>
         for (int t = 0; t < T; ++t)
             dots[r][t] = layout.has_minimums() || (kSumsWords && layout.quant_bits() == 8) ? U16::zero()
                                                                                            : U16::set1(sums[r]);
+    if constexpr (kInPairs<R>) {
+        join_pairs(dots);
+        each_constant<kQuads / 2>([&](auto pair) __attribute__((always_inline)) {
+            constexpr int j = Part * kQuads + pair * 2;
+            add_pairs(dots, quad<F, j>(planes), quad<F, j + 1>(planes), x + j * R);
+        });
+        return split_pairs(dots);
+    }
     each_constant<kQuads / kTogether>([&](auto chunk) __attribute__((always_inline)) {
         U16 words[R][T];
 #pragma GCC unroll 16

@@ -287,6 +287,45 @@ TEST(a_row_has_the_bits_that_it_has_alone) {
     }
 }
 
+// Levels with fused multiply-adds have the same bits, on x86-64 as on Arm, but for products in bf16 where instructions
+// for it round otherwise.
+TEST(products_have_the_recorded_bits) {
+    const Isa level = current_isa();
+    if (level == kPortable || level == kAmxEmulated) return;
+    random_engine().seed(1);
+    uint64_t quantised = 14695981039346656037u, plain = quantised;  // FNV-1a
+    const auto draw = [](const Buffer& to) {
+        for (int64_t i = 0; i < to.size() / 2; ++i)
+            store(static_cast<float>(random_int(-8192, 8191)) / 4096, to.data(), i, kBf16);
+    };
+    for (int i = 0; i < kNumWeightFormats; ++i) {
+        const auto format = static_cast<WeightFormat>(i);
+        if (format != WeightFormat::bf16 && !is_quantised(format)) continue;
+        const int64_t inputs = 512, outputs = 70;
+        const TestWeight weight(is_quantised(format) ? format : WeightFormat::q8_0, outputs, inputs);
+        const Buffer stored(outputs * inputs * 2), packed(packed_bytes(WeightFormat::bf16, outputs, inputs));
+        draw(stored);
+        std::memset(packed.data(), 0, static_cast<size_t>(packed.size()));
+        const Weight floats{packed.data(), outputs, inputs, WeightFormat::bf16};
+        pack_rows(floats, stored.data(), inputs * 2, outputs, {0, 1});
+        for (const int64_t rows : {1, 2, 3, 4, 5, 8, 13}) {
+            const Buffer x(rows * inputs * 2), out(rows * outputs * 4);
+            draw(x);
+            linear(is_quantised(format) ? weight.weight() : floats, kBf16, {x.data(), rows, inputs, inputs * 2},
+                   {out.data(), outputs * 4, outputs, nullptr, kF32, kPlain});
+            uint64_t& hash = is_quantised(format) ? quantised : plain;
+            for (int64_t byte = 0; byte < out.size(); ++byte)
+                hash = (hash ^ static_cast<unsigned char>(out.data()[byte])) * 1099511628211u;
+        }
+    }
+    describe_case("quantised " + std::to_string(quantised) + ", bf16 " + std::to_string(plain));
+    CHECK(quantised == 14387828400486263974u);
+    CHECK(plain == (level == kAmx          ? 4475254588007171458u
+                    : level == kAvx512Bf16 ? 11284528765021828361u
+                    : level == kNeonBf16   ? 13866640742177653327u
+                                           : 705004001237559182u));
+}
+
 // Products in tiles keep sums in memory between blocks of inputs if there are several groups of rows.
 TEST(rows_in_many_groups_have_the_bits_of_rows_in_one) {
     for (int i = cases(8); i > 0; --i) {

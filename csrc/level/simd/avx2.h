@@ -242,7 +242,7 @@ inline void store(U16 x, void* p) {
 
 constexpr int kVectorsPerPass = 1;
 constexpr int kMaxRows = 4;
-constexpr int kGemmRows = 3;  // times two vectors of outputs
+constexpr int kGemmRows = 3, kGemmRowsOfBothHalves = 3;  // times two vectors of outputs
 #ifdef OCTAVO_HAS_VNNI
 constexpr int kQuantRows = 2, kQuantRowsOfBothHalves = 2;
 #else

@@ -227,7 +227,7 @@ template <int K> inline void decode_unit(const char* from, const CodeTables& tab
 
 constexpr int kVectorsPerPass = 4;  // register blocking: rows x vectors accumulators
 constexpr int kMaxRows = 6;
-constexpr int kGemmRows = 12;                   // times two vectors of outputs
+constexpr int kGemmRows = 12, kGemmRowsOfBothHalves = 12;  // times two vectors of outputs
 constexpr int kQuantRows = 8, kQuantRowsOfBothHalves = 8;  // a block's sums stay in registers, the totals do not
 
 }  // namespace octavo::OCTAVO_LEVEL

@@ -1,4 +1,4 @@
-// Sixteen lanes in four NEON registers. OCTAVO_HAS_BF16 adds bfdot, OCTAVO_HAS_I8MM usdot.
+// Sixteen lanes in four NEON registers. OCTAVO_HAS_BF16 adds bfdot and bfmmla, OCTAVO_HAS_I8MM usdot and usmmla.
 #pragma once
 
 #include <arm_neon.h>
@@ -7,16 +7,18 @@
 
 namespace octavo::OCTAVO_LEVEL {
 
+// A vector has four registers, so that GCC takes these functions for large, and leaves many as calls unless told.
+#define OCTAVO_INLINE [[gnu::always_inline]] inline
 #define OCTAVO_QUARTERS for (int i = 0; i < 4; ++i)
 
 struct U16 {
     uint32x4_t v[4];
-    static U16 load(const void* p) {
+    OCTAVO_INLINE static U16 load(const void* p) {
         U16 out;
         OCTAVO_QUARTERS out.v[i] = vreinterpretq_u32_u8(vld1q_u8(static_cast<const uint8_t*>(p) + i * 16));
         return out;
     }
-    static U16 set1(uint32_t x) {
+    OCTAVO_INLINE static U16 set1(uint32_t x) {
         uint32x4_t four = vdupq_n_u32(x);
 #ifdef OCTAVO_HAS_BF16
         // GCC 12 writes a constant bf16 1.0 as `fmov .8h`, whose 1.0 is binary16's, 2^-7 to bfdot: hide constants.
@@ -24,78 +26,78 @@ struct U16 {
 #endif
         return {{four, four, four, four}};
     }
-    static U16 zero() { return set1(0); }
+    OCTAVO_INLINE static U16 zero() { return set1(0); }
 };
-inline U16 operator&(U16 a, U16 b) {
+OCTAVO_INLINE U16 operator&(U16 a, U16 b) {
     OCTAVO_QUARTERS a.v[i] = vandq_u32(a.v[i], b.v[i]);
     return a;
 }
-inline U16 operator|(U16 a, U16 b) {
+OCTAVO_INLINE U16 operator|(U16 a, U16 b) {
     OCTAVO_QUARTERS a.v[i] = vorrq_u32(a.v[i], b.v[i]);
     return a;
 }
-inline U16 operator^(U16 a, U16 b) {
+OCTAVO_INLINE U16 operator^(U16 a, U16 b) {
     OCTAVO_QUARTERS a.v[i] = veorq_u32(a.v[i], b.v[i]);
     return a;
 }
-inline U16 operator+(U16 a, U16 b) {
+OCTAVO_INLINE U16 operator+(U16 a, U16 b) {
     OCTAVO_QUARTERS a.v[i] = vaddq_u32(a.v[i], b.v[i]);
     return a;
 }
-inline U16 max(U16 a, U16 b) {  // of signed integers
+OCTAVO_INLINE U16 max(U16 a, U16 b) {  // of signed integers
     OCTAVO_QUARTERS a.v[i] =
         vreinterpretq_u32_s32(vmaxq_s32(vreinterpretq_s32_u32(a.v[i]), vreinterpretq_s32_u32(b.v[i])));
     return a;
 }
-inline int32_t reduce_max(U16 a) {
+OCTAVO_INLINE int32_t reduce_max(U16 a) {
     int32x4_t most = vreinterpretq_s32_u32(a.v[0]);
     OCTAVO_QUARTERS most = vmaxq_s32(most, vreinterpretq_s32_u32(a.v[i]));
     return vmaxvq_s32(most);
 }
 // table[code] of each byte, which is less than 16.
-inline U16 look_up(const uint8_t* table, U16 codes) {
+OCTAVO_INLINE U16 look_up(const uint8_t* table, U16 codes) {
     const uint8x16_t bytes = vld1q_u8(table);
     OCTAVO_QUARTERS codes.v[i] = vreinterpretq_u32_u8(vqtbl1q_u8(bytes, vreinterpretq_u8_u32(codes.v[i])));
     return codes;
 }
-template <int N> inline U16 shift_left(U16 a) {
+template <int N> OCTAVO_INLINE U16 shift_left(U16 a) {
     OCTAVO_QUARTERS a.v[i] = vshlq_n_u32(a.v[i], N);
     return a;
 }
-template <int N> inline U16 shift_right(U16 a) {
+template <int N> OCTAVO_INLINE U16 shift_right(U16 a) {
     OCTAVO_QUARTERS a.v[i] = vshrq_n_u32(a.v[i], N);
     return a;
 }
 
 struct F16 {
     float32x4_t v[4];
-    static F16 load(const float* p) {
+    OCTAVO_INLINE static F16 load(const float* p) {
         F16 out;
         OCTAVO_QUARTERS out.v[i] = vld1q_f32(p + i * 4);
         return out;
     }
-    static F16 load(const bf16* p) {
+    OCTAVO_INLINE static F16 load(const bf16* p) {
         F16 out;
         OCTAVO_QUARTERS out.v[i] = vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + i * 4), 16));
         return out;
     }
-    static F16 load_half(const uint16_t* p) {  // IEEE binary16
+    OCTAVO_INLINE static F16 load_half(const uint16_t* p) {  // IEEE binary16
         F16 out;
         OCTAVO_QUARTERS out.v[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + i * 4)));
         return out;
     }
-    static F16 set1(float x) {
+    OCTAVO_INLINE static F16 set1(float x) {
         const float32x4_t four = vdupq_n_f32(x);
         return {{four, four, four, four}};
     }
-    static F16 zero() { return set1(0.0f); }
-    static F16 from_int(U16 x) {
+    OCTAVO_INLINE static F16 zero() { return set1(0.0f); }
+    OCTAVO_INLINE static F16 from_int(U16 x) {
         F16 out;
         OCTAVO_QUARTERS out.v[i] = vcvtq_f32_s32(vreinterpretq_s32_u32(x.v[i]));
         return out;
     }
-    void store(float* p) const { OCTAVO_QUARTERS vst1q_f32(p + i * 4, v[i]); }
-    void store(bf16* p) const {
+    OCTAVO_INLINE void store(float* p) const { OCTAVO_QUARTERS vst1q_f32(p + i * 4, v[i]); }
+    OCTAVO_INLINE void store(bf16* p) const {
         OCTAVO_QUARTERS {
             const uint32x4_t bits = vreinterpretq_u32_f32(v[i]);
             const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
@@ -105,67 +107,69 @@ struct F16 {
         }
     }
 };
-template <class T> inline void store_both(F16 a, F16 b, T* p) {
+template <class T> OCTAVO_INLINE void store_both(F16 a, F16 b, T* p) {
     a.store(p);
     b.store(p + 16);
 }
-inline F16 as_float(U16 a) {
+OCTAVO_INLINE F16 as_float(U16 a) {
     F16 out;
     OCTAVO_QUARTERS out.v[i] = vreinterpretq_f32_u32(a.v[i]);
     return out;
 }
-inline U16 as_bits(F16 a) {
+OCTAVO_INLINE U16 as_bits(F16 a) {
     U16 out;
     OCTAVO_QUARTERS out.v[i] = vreinterpretq_u32_f32(a.v[i]);
     return out;
 }
-inline F16 operator+(F16 a, F16 b) {
+OCTAVO_INLINE F16 operator+(F16 a, F16 b) {
     OCTAVO_QUARTERS a.v[i] = vaddq_f32(a.v[i], b.v[i]);
     return a;
 }
-inline F16 operator-(F16 a, F16 b) {
+OCTAVO_INLINE F16 operator-(F16 a, F16 b) {
     OCTAVO_QUARTERS a.v[i] = vsubq_f32(a.v[i], b.v[i]);
     return a;
 }
-inline F16 operator*(F16 a, F16 b) {
+OCTAVO_INLINE F16 operator*(F16 a, F16 b) {
     OCTAVO_QUARTERS a.v[i] = vmulq_f32(a.v[i], b.v[i]);
     return a;
 }
-inline F16 operator/(F16 a, F16 b) {
+OCTAVO_INLINE F16 operator/(F16 a, F16 b) {
     OCTAVO_QUARTERS a.v[i] = vdivq_f32(a.v[i], b.v[i]);
     return a;
 }
-inline F16 fma(F16 a, F16 b, F16 c) {
+OCTAVO_INLINE F16 fma(F16 a, F16 b, F16 c) {
     OCTAVO_QUARTERS c.v[i] = vfmaq_f32(c.v[i], a.v[i], b.v[i]);
     return c;
 }
-inline F16 max(F16 a, F16 b) {  // b where either is NaN
+OCTAVO_INLINE F16 max(F16 a, F16 b) {  // b where either is NaN
     OCTAVO_QUARTERS a.v[i] = vbslq_f32(vcgtq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]);
     return a;
 }
-inline F16 min(F16 a, F16 b) {
+OCTAVO_INLINE F16 min(F16 a, F16 b) {
     OCTAVO_QUARTERS a.v[i] = vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]);
     return a;
 }
-inline float reduce_add(F16 a) {
+OCTAVO_INLINE float reduce_add(F16 a) {
     const float32x4_t four = vaddq_f32(vaddq_f32(a.v[0], a.v[2]), vaddq_f32(a.v[1], a.v[3]));
     const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
     return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
 }
-inline float reduce_max(F16 a) { return vmaxvq_f32(vmaxq_f32(vmaxq_f32(a.v[0], a.v[1]), vmaxq_f32(a.v[2], a.v[3]))); }
-inline bool any_greater(F16 a, F16 b) {
+OCTAVO_INLINE float reduce_max(F16 a) {
+    return vmaxvq_f32(vmaxq_f32(vmaxq_f32(a.v[0], a.v[1]), vmaxq_f32(a.v[2], a.v[3])));
+}
+OCTAVO_INLINE bool any_greater(F16 a, F16 b) {
     uint32x4_t any = vdupq_n_u32(0);
     OCTAVO_QUARTERS any = vorrq_u32(any, vcgtq_f32(a.v[i], b.v[i]));
     return vmaxvq_u32(any) != 0;
 }
-inline bool all_at_most(F16 a, F16 b) {  // no NaN
+OCTAVO_INLINE bool all_at_most(F16 a, F16 b) {  // no NaN
     uint32x4_t all = vdupq_n_u32(~0u);
     OCTAVO_QUARTERS all = vandq_u32(all, vcleq_f32(a.v[i], b.v[i]));
     return vminvq_u32(all) != 0;
 }
 
 // Lane i of `a` where low <= i < high, `other` elsewhere.
-inline F16 keep_lanes(F16 a, int low, int high, F16 other) {
+OCTAVO_INLINE F16 keep_lanes(F16 a, int low, int high, F16 other) {
     const int32_t first[4] = {0, 1, 2, 3};
     OCTAVO_QUARTERS {
         const int32x4_t lane = vaddq_s32(vld1q_s32(first), vdupq_n_s32(i * 4));
@@ -175,7 +179,7 @@ inline F16 keep_lanes(F16 a, int low, int high, F16 other) {
     return a;
 }
 
-inline F16 exp2(F16 x) {
+OCTAVO_INLINE F16 exp2(F16 x) {
     OCTAVO_QUARTERS {
         // Below 2^-126 the result is flushed to zero, so that a masked score weighs exactly nothing.
         const uint32x4_t small = vcltq_f32(x.v[i], vdupq_n_f32(-126.0f));
@@ -189,11 +193,11 @@ inline F16 exp2(F16 x) {
     }
     return x;
 }
-inline F16 exp2_bounded(F16 x) { return exp2(x); }
-inline F16 exp2_coarse(F16 x) { return exp2(x); }
+OCTAVO_INLINE F16 exp2_bounded(F16 x) { return exp2(x); }
+OCTAVO_INLINE F16 exp2_coarse(F16 x) { return exp2(x); }
 
 // acc + a.lo * b.lo + a.hi * b.hi for pairs of bf16.
-inline F16 mac_bf16(F16 acc, U16 a, U16 b) {
+OCTAVO_INLINE F16 mac_bf16(F16 acc, U16 a, U16 b) {
 #ifdef OCTAVO_HAS_BF16
     OCTAVO_QUARTERS acc.v[i] = vbfdotq_f32(acc.v[i], vreinterpretq_bf16_u32(a.v[i]), vreinterpretq_bf16_u32(b.v[i]));
 #else
@@ -207,10 +211,10 @@ inline F16 mac_bf16(F16 acc, U16 a, U16 b) {
 #endif
     return acc;
 }
-inline F16 mac_f32(F16 acc, U16 a, U16 b) { return fma(as_float(a), as_float(b), acc); }
+OCTAVO_INLINE F16 mac_f32(F16 acc, U16 a, U16 b) { return fma(as_float(a), as_float(b), acc); }
 
 // acc + sum over four bytes of a (unsigned, at most 127) * b (signed), lane by lane.
-inline U16 dot_small(U16 acc, U16 a, U16 b) {
+OCTAVO_INLINE U16 dot_small(U16 acc, U16 a, U16 b) {
     OCTAVO_QUARTERS {
 #ifdef OCTAVO_HAS_I8MM
         acc.v[i] = vreinterpretq_u32_s32(
@@ -225,7 +229,7 @@ inline U16 dot_small(U16 acc, U16 a, U16 b) {
     return acc;
 }
 // The same for any unsigned bytes.
-inline U16 dot_bytes(U16 acc, U16 a, U16 b) {
+OCTAVO_INLINE U16 dot_bytes(U16 acc, U16 a, U16 b) {
 #ifdef OCTAVO_HAS_I8MM
     return dot_small(acc, a, b);
 #else
@@ -235,8 +239,39 @@ inline U16 dot_bytes(U16 acc, U16 a, U16 b) {
 #endif
 }
 
+#ifdef OCTAVO_HAS_I8MM
+// Products of pairs of rows, see row_pairs.h.
+#define OCTAVO_ROW_PAIRS
+// | a0 b0 a1 b1 | of each four lanes, or | a2 b2 a3 b3 |; and back.
+template <int Half> OCTAVO_INLINE U16 zip(U16 a, U16 b) {
+    OCTAVO_QUARTERS a.v[i] = Half ? vzip2q_u32(a.v[i], b.v[i]) : vzip1q_u32(a.v[i], b.v[i]);
+    return a;
+}
+template <int Half> OCTAVO_INLINE U16 unzip(U16 a, U16 b) {
+    OCTAVO_QUARTERS a.v[i] = Half ? vuzp2q_u32(a.v[i], b.v[i]) : vuzp1q_u32(a.v[i], b.v[i]);
+    return a;
+}
+template <int Half> OCTAVO_INLINE F16 zip(F16 a, F16 b) { return as_float(zip<Half>(as_bits(a), as_bits(b))); }
+template <int Half> OCTAVO_INLINE F16 unzip(F16 a, F16 b) { return as_float(unzip<Half>(as_bits(a), as_bits(b))); }
+// The same of four numbers each, in all four lanes.
+template <int Half> OCTAVO_INLINE U16 zip_broadcast(const uint32_t* a, const uint32_t* b) {
+    const uint32x4_t x = vld1q_u32(a), y = vld1q_u32(b), four = Half ? vzip2q_u32(x, y) : vzip1q_u32(x, y);
+    return {{four, four, four, four}};
+}
+// In each four lanes, acc + a b^T, where a and b are matrices of two rows, of two units each.
+OCTAVO_INLINE U16 multiply_pairs(U16 acc, U16 a, U16 b) {  // a's bytes unsigned, b's signed
+    OCTAVO_QUARTERS acc.v[i] = vreinterpretq_u32_s32(vusmmlaq_s32(
+        vreinterpretq_s32_u32(acc.v[i]), vreinterpretq_u8_u32(a.v[i]), vreinterpretq_s8_u32(b.v[i])));
+    return acc;
+}
+OCTAVO_INLINE F16 multiply_pairs(F16 acc, U16 a, U16 b) {  // bf16
+    OCTAVO_QUARTERS acc.v[i] = vbfmmlaq_f32(acc.v[i], vreinterpretq_bf16_u32(a.v[i]), vreinterpretq_bf16_u32(b.v[i]));
+    return acc;
+}
+#endif
+
 // Rounds to the nearest integers, which are in [-128, 127]; NaN becomes zero.
-inline void round_to_int8(F16 x, int8_t* p) {
+OCTAVO_INLINE void round_to_int8(F16 x, int8_t* p) {
     int16x4_t words[4];
     OCTAVO_QUARTERS words[i] = vqmovn_s32(vcvtnq_s32_f32(x.v[i]));
     vst1_s8(p, vqmovn_s16(vcombine_s16(words[0], words[1])));
@@ -244,18 +279,18 @@ inline void round_to_int8(F16 x, int8_t* p) {
 }
 
 // Sixteen bytes to 32-bit integers, and back.
-inline U16 widen(const uint8_t* p) {
+OCTAVO_INLINE U16 widen(const uint8_t* p) {
     const uint8x16_t bytes = vld1q_u8(p);
     const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_u8(vget_high_u8(bytes));
     return {{vmovl_u16(vget_low_u16(low)), vmovl_u16(vget_high_u16(low)), vmovl_u16(vget_low_u16(high)),
              vmovl_u16(vget_high_u16(high))}};
 }
-inline U16 widen_signed(const uint8_t* p) {
+OCTAVO_INLINE U16 widen_signed(const uint8_t* p) {
     U16 out = widen(p);
     OCTAVO_QUARTERS out.v[i] = vreinterpretq_u32_s32(vshrq_n_s32(vreinterpretq_s32_u32(vshlq_n_u32(out.v[i], 24)), 24));
     return out;
 }
-inline void narrow(U16 x, uint8_t* p) {
+OCTAVO_INLINE void narrow(U16 x, uint8_t* p) {
     const uint16x8_t low = vcombine_u16(vmovn_u32(x.v[0]), vmovn_u32(x.v[1]));
     const uint16x8_t high = vcombine_u16(vmovn_u32(x.v[2]), vmovn_u32(x.v[3]));
     vst1q_u8(p, vcombine_u8(vmovn_u16(low), vmovn_u16(high)));
@@ -263,27 +298,52 @@ inline void narrow(U16 x, uint8_t* p) {
 
 // Converts fp8 by way of binary16: e5m2 is the upper byte of a half, and the exponent of e4m3 comes out 8 less.
 // Subnormals are converted correctly.
-inline F16 load_e5m2(const uint8_t* p) {
+OCTAVO_INLINE F16 load_e5m2(const uint8_t* p) {
     uint16_t halves[16];
     for (int i = 0; i < 16; ++i) halves[i] = static_cast<uint16_t>(p[i] << 8);
     return F16::load_half(halves);
 }
-inline F16 load_e4m3(const uint8_t* p) {
+OCTAVO_INLINE F16 load_e4m3(const uint8_t* p) {
     uint16_t halves[16];
     for (int i = 0; i < 16; ++i) halves[i] = static_cast<uint16_t>((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7);
     return F16::load_half(halves);
 }
 
-inline void store(U16 x, void* p) {
+OCTAVO_INLINE void store(U16 x, void* p) {
     OCTAVO_QUARTERS vst1q_u8(static_cast<uint8_t*>(p) + i * 16, vreinterpretq_u8_u32(x.v[i]));
 }
 
+#define OCTAVO_DECODES_CODES
+// See coded.h: exponent bits of the high and of the low bytes by code, with which a unit's weights are decoded.
+struct CodeTables {
+    uint8x16_t high, low;
+};
+OCTAVO_INLINE CodeTables load_tables(const uint8_t* tables) { return {vld1q_u8(tables), vld1q_u8(tables + 16)}; }
+template <int K>
+OCTAVO_INLINE void decode_unit(const char* from, const CodeTables& tables, U16& low, U16& high) {
+    const auto* bytes = reinterpret_cast<const uint8_t*>(from);
+    const uint8x16_t sign = vdupq_n_u8(0x80);
+    OCTAVO_QUARTERS {
+        const uint8x16_t both = vld1q_u8(bytes + 128 + i * 16), rest = vld1q_u8(bytes + K * 64 + i * 16);
+        const uint8x16_t codes = K ? vshrq_n_u8(both, 4) : vandq_u8(both, vdupq_n_u8(15));
+        const uint8x16_t highs = vorrq_u8(vandq_u8(rest, sign), vqtbl1q_u8(tables.high, codes));
+        const uint8x16_t lows = vorrq_u8(vbicq_u8(rest, sign), vqtbl1q_u8(tables.low, codes));
+        low.v[i] = vreinterpretq_u32_u8(vzip1q_u8(lows, highs));
+        high.v[i] = vreinterpretq_u32_u8(vzip2q_u8(lows, highs));
+    }
+}
+
 #undef OCTAVO_QUARTERS
+#undef OCTAVO_INLINE
 
 // Register blocking: rows x vectors accumulators, of four of the 32 registers each.
 constexpr int kVectorsPerPass = 1;
 constexpr int kMaxRows = 4;
-constexpr int kGemmRows = 2;  // times two vectors of outputs
-constexpr int kQuantRows = 2, kQuantRowsOfBothHalves = 1;
+#ifdef OCTAVO_ROW_PAIRS
+constexpr int kGemmRows = 4, kQuantRows = 4;  // sums of eight, even of half a panel, do not fit into the registers
+#else
+constexpr int kGemmRows = 2, kQuantRows = 2;  // times two vectors of outputs
+#endif
+constexpr int kGemmRowsOfBothHalves = 3, kQuantRowsOfBothHalves = 1;
 
 }  // namespace octavo::OCTAVO_LEVEL

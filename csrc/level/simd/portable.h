@@ -196,7 +196,7 @@ inline void store(U16 x, void* p) { __builtin_memcpy(p, &x.v, 64); }
 constexpr int kVectorsPerPass = 1;
 constexpr int kMostRows = 2;  // more would take longer to compile than this level's few users and tests would gain
 constexpr int kMaxRows = kMostRows;
-constexpr int kGemmRows = kMostRows;  // times two vectors of outputs
+constexpr int kGemmRows = kMostRows, kGemmRowsOfBothHalves = kMostRows;  // times two vectors of outputs
 constexpr int kQuantRows = kMostRows, kQuantRowsOfBothHalves = 1;
 
 }  // namespace octavo::OCTAVO_LEVEL

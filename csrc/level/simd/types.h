@@ -7,7 +7,7 @@
 
 namespace octavo::OCTAVO_LEVEL {
 
-template <Storage S> inline F16 mac(F16 acc, U16 a, U16 b) {
+template <Storage S> [[gnu::always_inline]] inline F16 mac(F16 acc, U16 a, U16 b) {
     if constexpr (S == kBf16)
         return mac_bf16(acc, a, b);
     else
