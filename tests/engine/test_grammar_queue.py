@@ -99,7 +99,7 @@ def test_a_grammar_that_never_has_its_turn_is_refused_and_may_be_sent_again() ->
         queue = queue_of(compiler, patience=0.01)
         slow = ask(queue, "ada", "ab")
         await soon()
-        with pytest.raises(OverloadedError, match=r"structured_outputs.choice has waited 0.01 s for other grammars"):
+        with pytest.raises(OverloadedError, match=r"structured_outputs.choice was not compiled within 0.01 s"):
             await queue.compile(choice("c"), "ada")
         for name in "ab":
             compiler.futures["ada", name].set_result("compiled")

@@ -129,14 +129,17 @@ def test_only_the_first_draw_that_refutes_a_draft_goes_on(num_right: int) -> Non
     encoded = [tokenizer().encode(text, add_special_tokens=False) for text in "bcd"]
     (right,), (other,), (last,) = encoded
     states, positions, drawn = [state_of(StructuredOutputsParams(regex="b*[cd]xyz"))], [0, 1, 2], [right] * 3
-    for token_id in [*[right] * num_right, *[other] * (2 - num_right)]:
+    draft = [*[right] * num_right, *[other] * (2 - num_right)]
+    for token_id in draft:
         states.append(states[-1].fork())
         states[-1].followed.follow_draft(token_id)
     drawn[num_right] = last
     followed = [list(state.followed.token_ids) for state in states]
     logits = torch.zeros(3, VOCAB)
     logits[range(3), drawn] = 9.0
-    result = Sampler().sample(logits, SamplingBatch.of(states, positions))
+    batch = SamplingBatch.of(states, positions)
+    batch.drafted[:2] = draft
+    result = Sampler().sample(logits, batch)
     assert list(result.token_ids[: num_right + 1]) == [*[right] * num_right, last]
     assert list(result.forced) == [num_right]
     has_gone_on = [state.followed.token_ids != before for state, before in zip(states, followed, strict=True)]

@@ -160,6 +160,6 @@ class GrammarQueue:
             )
         except TimeoutError:
             raise OverloadedError(
-                f"structured_outputs.{wanted.kind} has waited {self._patience:g} s for other grammars to be compiled; "
-                "try again later"
+                f"structured_outputs.{wanted.kind} was not compiled within {self._patience:g} s: the machine is busy, "
+                "or other grammars came first; try again later"
             ) from None

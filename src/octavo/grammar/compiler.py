@@ -145,8 +145,8 @@ class GrammarCompiler:
             return self.begin(wanted).result(PATIENCE + self._max_ms / 1e3)
         except FutureTimeoutError:
             raise OverloadedError(
-                f"structured_outputs.{wanted.kind} has waited {PATIENCE:g} s for other grammars to be compiled; "
-                "try again later"
+                f"structured_outputs.{wanted.kind} was not compiled within {PATIENCE:g} s: the machine is busy, "
+                "or other grammars came first; try again later"
             ) from None
 
     def begin(self, wanted: StructuredOutputsParams, tenant: str = "") -> Future[CompiledGrammar]:

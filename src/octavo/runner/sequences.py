@@ -13,7 +13,7 @@ from octavo.grammar.compiler import GrammarCompiler
 from octavo.kv_budget import KVBudget
 from octavo.kvcache.block import Places
 from octavo.request import SequenceId
-from octavo.sampling.batch import MASK_64, RECORD, SamplingBatch, SamplingState, record_of
+from octavo.sampling.batch import MASK_64, NO_DRAFT, RECORD, SamplingBatch, SamplingState, record_of
 from octavo.scheduler.plan import BlocksLetGo, SamplingSnapshot, SequenceForked, StepPlan
 from octavo.storage.device_copy import to_device
 
@@ -79,9 +79,9 @@ class SequenceTable:
         self._records = np.zeros(max_rows, dtype=RECORD)
         self._following = np.zeros(max_rows, dtype=np.bool_)  # whether tokens must be counted, or followed by a grammar
         self._states: list[SamplingState | None] = [None] * max_rows
-        # By row that verifies a draft and must be sent its tokens: the state before each of them and after the last,
-        # and the number of tokens in the first. The next step's start says which of them holds.
-        self._along: dict[int, tuple[int, list[SamplingState]]] = {}
+        # By row that verifies a draft and must be sent its tokens: the number of tokens before the draft, the draft,
+        # and the state before each of its tokens and after the last. The next step's start says which of them holds.
+        self._along: dict[int, tuple[int, Seq[int], list[SamplingState]]] = {}
         self.budgets = np.zeros(max_rows, BUDGET)
         self.blocks_read = np.zeros((num_bounded, max_rows), np.int32)
         self.num_let_go = np.zeros((num_groups, max_rows), np.int32)
@@ -156,7 +156,7 @@ class SequenceTable:
         for i in np.flatnonzero(self._following[rows]).tolist():
             row = int(rows[i])
             if (along := self._along.pop(row, None)) is not None:
-                first, states = along
+                first, _, states = along
                 self._states[row] = states[starts[i] - first]
             state = self._state(row)
             begin, end = int(bounds[i]), int(bounds[i + 1])
@@ -174,7 +174,7 @@ class SequenceTable:
                 num_tokens = starts[i] + end - begin
                 if grammar is not None:  # a fork's has followed what was forced after its parent's token
                     grammar.return_to(num_tokens - state.snapshot.num_prompt_tokens)
-                self._along[row] = num_tokens, _states_along(state, drafted)
+                self._along[row] = num_tokens, drafted, _states_along(state, drafted)
 
     def draws(
         self, rows: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64], seeds: Iterable[tuple[int, int]] = ()
@@ -189,12 +189,15 @@ class SequenceTable:
         for draw, seed in seeds:
             records[draw]["seed"] = seed & MASK_64
         states = [self._state(row) for row in rows.tolist()]
+        drafted = np.full(len(rows), NO_DRAFT)
         if self._along:
             for draw, (row, count) in enumerate(zip(rows.tolist(), num_tokens.tolist(), strict=True)):
                 if (along := self._along.get(row)) is not None:
-                    first, following = along
+                    first, draft, following = along
                     states[draw] = following[count - first]
-        return SamplingBatch(records, num_tokens - records["num_prompt_tokens"], states)
+                    if count - first < len(draft):
+                        drafted[draw] = draft[count - first]
+        return SamplingBatch(records, num_tokens - records["num_prompt_tokens"], states, drafted)
 
     def _state(self, row: int) -> SamplingState:
         state = self._states[row]

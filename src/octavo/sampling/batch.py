@@ -87,6 +87,8 @@ def _grown(array: IntArray) -> IntArray:
     return grown
 
 
+NO_DRAFT = -1
+
 # The maximum temperature: if it were infinite in float32, masked logits would become NaN.
 _HOTTEST = 1e30
 
@@ -214,11 +216,13 @@ class SamplingBatch:
         records: `RECORD` [draws].
         positions: int64 [draws]; number of output tokens before the one being drawn.
         states: one per draw.
+        drafted: int64 [draws]; the drafted token that each draw verifies, or `NO_DRAFT`, as for a sequence's last draw.
     """
 
     records: npt.NDArray[Any]
     positions: npt.NDArray[np.int64]
     states: list[SamplingState]
+    drafted: npt.NDArray[np.int64]
 
     @classmethod
     def of(cls, states: Seq[SamplingState], positions: Seq[int]) -> SamplingBatch:
@@ -226,7 +230,7 @@ class SamplingBatch:
         records = np.zeros(len(states), dtype=RECORD)
         for i, state in enumerate(states):
             records[i] = record_of(state.snapshot)
-        return cls(records, np.array(positions, dtype=np.int64), list(states))
+        return cls(records, np.array(positions, dtype=np.int64), list(states), np.full(len(states), NO_DRAFT))
 
     def __len__(self) -> int:
         return len(self.states)
@@ -271,7 +275,8 @@ class SamplingBatch:
         """Return a batch of some of the draws."""
         if len(draws) == len(self.states):
             return self
-        return SamplingBatch(self.records[draws], self.positions[draws], [self.states[i] for i in draws.tolist()])
+        states = [self.states[i] for i in draws.tolist()]
+        return SamplingBatch(self.records[draws], self.positions[draws], states, self.drafted[draws])
 
 
 def _words(allowed: Seq[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:

@@ -41,10 +41,10 @@ import torch
 from octavo.errors import GrammarError
 from octavo.grammar.compiler import Vocabulary
 from octavo.grammar.state import GrammarBroken, GrammarFinding, GrammarState, PendingFindings, allows_free_text
-from octavo.sampling.batch import SamplingBatch, SamplingState
+from octavo.sampling.batch import NO_DRAFT, SamplingBatch, SamplingState
 from octavo.sampling.choice import Choice, DrawMasks, DrawRows, Flags, look_at, place
 from octavo.sampling.masks import Words, finish_masks, forbidden_ends, positions_of
-from octavo.scheduler.plan import MOST_FORCED, SamplingSnapshot
+from octavo.scheduler.plan import MOST_FORCED
 
 # With more draws than this in a step, forced tokens are left to the next step: finding them then costs as much as a
 # draw.
@@ -100,7 +100,7 @@ class StructuredDraws:
         if not bool(valid.all()):
             return token_ids, valid, {}
         drawn = look_at(token_ids, structured).tolist()
-        mine = _going_on(np.flatnonzero(own).tolist(), states, positions, drawn)
+        mine = _going_on(np.flatnonzero(own).tolist(), batch.drafted[structured].tolist(), drawn)
         forced = self.go_on(
             [states[i] for i in mine],
             [drawn[i] for i in mine],
@@ -260,22 +260,15 @@ def _some(
     return [states[i] for i in chosen], [positions[i] for i in chosen]
 
 
-def _going_on(draws: list[int], states: list[SamplingState], positions: list[int], token_ids: list[int]) -> list[int]:
-    """Return the draws after which sequences go on: where a draft is verified, the first that differs from it.
-
-    The state of the draw after a drafted token has followed that token.
-    """
+def _going_on(draws: list[int], drafted: list[int], token_ids: list[int]) -> list[int]:
+    """Return the draws after which sequences go on: where a draft is verified, the first that differs from it."""
     going: list[int] = []
-    gone_on: SamplingSnapshot | None = None
-    for draw, following in zip(draws, (*draws[1:], None), strict=True):
-        snapshot, position = states[draw].snapshot, positions[draw]
-        if snapshot is gone_on:
-            continue  # it follows a token that was not drawn
-        if following is not None and states[following].snapshot is snapshot and positions[following] > position:
-            if states[following].followed.token_ids[position : position + 1] == [token_ids[draw]]:
-                continue
-            gone_on = snapshot
-        going.append(draw)
+    refuted = False
+    for draw in draws:
+        if not refuted and drafted[draw] != token_ids[draw]:
+            going.append(draw)
+            refuted = True
+        refuted = refuted and drafted[draw] != NO_DRAFT  # until the last draw of the sequence
     return going
 
 
