@@ -18,7 +18,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.datastructures import Headers
 
-from octavo.cluster.router import EventTooLargeError, RelayedRequest, Router, WorkerLostError, _Relayed, _WholeEvents
+from octavo.cluster.relayed_answer import (
+    EventTooLargeError,
+    RelayedAnswer,
+    RelayedRequest,
+    WholeEvents,
+    WorkerLostError,
+)
+from octavo.cluster.router import Router
 from octavo.cluster.selection import Ticket
 from octavo.cluster.workers import RoutedPrompt
 from octavo.server.config import ServerConfig
@@ -222,7 +229,7 @@ def test_an_answer_whose_server_is_lost_ends_with_an_error_event_or_unfinished_a
         sent.append(message)
 
     anything: Any = SimpleNamespace(workers=[])
-    relayed = _Relayed(anything, anything, InFlight())
+    relayed = RelayedAnswer(anything, anything, InFlight())
     relayed._run = lose
     asyncio.run(relayed({"type": "http", "path": "/v1/completions", "headers": [], "state": {}}, receive, send))
     assert [b"worker_lost" in message["body"] for message in sent] == [True] * is_stream
@@ -242,15 +249,15 @@ def test_half_an_event_of_a_server_that_is_lost_is_not_relayed() -> None:
     content = SimpleNamespace(iter_any=chunks)
     answer = SimpleNamespace(raw_headers=[], content_type="text/event-stream", status=200, content=content)
     anything: Any = SimpleNamespace(workers=[])
-    relayed = _Relayed(anything, anything, InFlight())
+    relayed = RelayedAnswer(anything, anything, InFlight())
     with pytest.raises(ConnectionResetError):
         asyncio.run(relayed._relay(answer, Ticket(anything), send))
     assert b"".join(sent) == b"data: 1\n\ndata: 2\n\n"
 
 
 def test_an_event_without_an_end_is_given_up_at_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.cluster.router.MOST_EVENT_BYTES", 100)
-    events = _WholeEvents()
+    monkeypatch.setattr("octavo.cluster.relayed_answer.MOST_EVENT_BYTES", 100)
+    events = WholeEvents()
     assert events.feed(b"data: 1\n") == b""
     assert events.feed(b"\ndata: 2") == b"data: 1\n\n"
     assert events.feed(b"\n\n") == b"data: 2\n\n"
