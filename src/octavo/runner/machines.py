@@ -224,29 +224,40 @@ class Machines:
         received = {machine: room for machine, room in received.items() if room}
         try:
             while True:
-                for machine, content in list(sent.items()):
-                    with suppress(BlockingIOError):
-                        sent[machine] = content[self._others[machine].send(content) :]
-                        if not sent[machine]:
-                            del sent[machine]
-                for machine, room in list(received.items()):
-                    with suppress(BlockingIOError):
-                        if not (count := self._others[machine].recv_into(room)):
-                            raise ConnectionResetError(f"Connection closed by machine {machine}")
-                        received[machine] = room[count:]
-                        if not received[machine]:
-                            del received[machine]
+                self._move(sent, self._send)
+                self._move(received, self._receive)
                 if not sent and not received:
                     return
-                waiting = select.poll()
-                for machine in sent.keys() | received.keys():
-                    events = (select.POLLOUT if machine in sent else 0) | (select.POLLIN if machine in received else 0)
-                    waiting.register(self._others[machine], events)
-                if not waiting.poll(None if seconds is None else seconds * 1000):
-                    late = sorted(sent.keys() | received.keys())
-                    raise TimeoutError(f"machine {late[0]} has not answered for {seconds:g} s")
+                self._wait(sent, received, seconds)
         except OSError as error:
             raise ExecutorError(f"another machine is lost: {error.strerror or error}") from error
+
+    @staticmethod
+    def _move(parts: dict[int, memoryview], move: Callable[[int, memoryview], int]) -> None:
+        """Move as many bytes as connections take or have now; removes the machines that are done."""
+        for machine, part in list(parts.items()):
+            with suppress(BlockingIOError):
+                parts[machine] = part[move(machine, part) :]
+                if not parts[machine]:
+                    del parts[machine]
+
+    def _send(self, machine: int, content: memoryview) -> int:
+        return self._others[machine].send(content)
+
+    def _receive(self, machine: int, room: memoryview) -> int:
+        if not (count := self._others[machine].recv_into(room)):
+            raise ConnectionResetError(f"Connection closed by machine {machine}")
+        return count
+
+    def _wait(self, sent: dict[int, memoryview], received: dict[int, memoryview], seconds: float | None) -> None:
+        """Wait until a connection can go on; raises TimeoutError."""
+        waiting = select.poll()
+        for machine in sent.keys() | received.keys():
+            events = (select.POLLOUT if machine in sent else 0) | (select.POLLIN if machine in received else 0)
+            waiting.register(self._others[machine], events)
+        if not waiting.poll(None if seconds is None else seconds * 1000):
+            late = min(sent.keys() | received.keys())
+            raise TimeoutError(f"machine {late} has not answered for {seconds:g} s")
 
 
 def _own_address(config: EngineConfig) -> str:
