@@ -1,10 +1,11 @@
 """What `octavo route` adds to a request, in front of a server without a model.
 
-    python -m benchmarks.relay [--strategy prefix] [--requests 200] [--chunks 65] [--pause-ms 2]
+    python -m benchmarks.relay [--strategy prefix] [--requests 200] [--chunks 65] [--pause-ms 2] [--streams 16]
 
 A client asks the stand-in for a server over one connection, in turn directly and through the router, for answers of one
 chunk and of many. Shows the router's processor time for a request and for a chunk, without what it spends while idle;
-and the median time that it adds to a request, without what tokenising takes.
+that of a chunk with many streams at once; and the median time that it adds to a request, without what tokenising takes.
+A relay of raw bytes on the same event loop shows how much of a chunk the kernel and the loop take.
 """
 
 from __future__ import annotations
@@ -13,13 +14,18 @@ import argparse
 import asyncio
 import http.client
 import json
+import operator
 import statistics
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+import uvloop
 
 from benchmarks import this_machine
 from octavo.checkpoint.model_source import tokenizer_of
@@ -27,11 +33,12 @@ from octavo.config import EngineConfig
 from octavo.request_limits import DEFAULT_LIMITS
 from octavo.server.bodies.local_reader import LocalApisReader
 from octavo.text.tokenizer import Tokenizer
-from octavo.workloads.server_process import fetch_json, running_server
+from octavo.workloads.server_process import RunningServer, fetch_json, running_server
 
 MODEL, KEY, CHAT = "smollm2", "benchmark-router-key", "/v1/chat/completions"
 QUESTION = "Question {number}: which book should I read next, and on which shelf of the section is it?"
 IDLE_S = 3.0
+Ways = list[http.client.HTTPConnection]
 EVENT = b'data: {"id":"chatcmpl-0","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":" is"},'
 EVENT += b'"logprobs":null,"finish_reason":null}],"usage":null}\n\n'
 
@@ -118,6 +125,46 @@ async def stand_in(args: argparse.Namespace) -> None:
         await server.serve_forever()
 
 
+class RawRelay(asyncio.Protocol):
+    """One side of a connection whose bytes are passed on as they are."""
+
+    def __init__(self, server: tuple[str, int] | None, other: asyncio.Transport | None = None) -> None:
+        self._server = server
+        self._other = other
+
+    def connection_made(self, transport: Any) -> None:  # uvloop's are no subclasses of asyncio's
+        self._transport = transport
+        self._early = b""
+        if self._server is not None:
+            self._connecting = asyncio.ensure_future(self._connect(*self._server))
+
+    async def _connect(self, host: str, port: int) -> None:
+        loop = asyncio.get_running_loop()
+        self._other, _ = await loop.create_connection(lambda: RawRelay(None, self._transport), host, port)
+        self._other.write(self._early)
+
+    def data_received(self, data: bytes) -> None:
+        if self._other is None:
+            self._early += data
+        else:
+            self._other.write(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._other is not None:
+            self._other.close()
+
+
+async def raw_relay(args: argparse.Namespace) -> None:
+    """Relay raw bytes to and from the server at `args.relay_to`."""
+    address = urlsplit(args.relay_to)
+    server = await asyncio.get_running_loop().create_server(
+        lambda: RawRelay((address.hostname or "", address.port or 0)), args.host, args.port
+    )
+    print(f"Octavo serving nothing on http://{args.host}:{server.sockets[0].getsockname()[1]}", flush=True)
+    with suppress(asyncio.CancelledError):
+        await server.serve_forever()
+
+
 def ask(connection: http.client.HTTPConnection, number: int, chunks: int) -> float:
     """Ask for an answer of so many events, and return the seconds until the first of them."""
     messages = [{"role": "user", "content": QUESTION.format(number=number)}]
@@ -138,42 +185,71 @@ def processor_seconds(pid: int | None) -> float:
     return sum(int(task.read_text().split()[0]) for task in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
+def connections(url: str, number: int) -> Ways:
+    return [http.client.HTTPConnection(urlsplit(url).netloc) for _ in range(number)]
+
+
+def spent(pid: int | None, idle: float, ways: Ways, requests: int, chunks: int) -> float:
+    """Return a process's processor time for a request, over so many connections at once.
+
+    Args:
+        idle: its processor time in a second in which nothing is asked.
+    """
+    before, began = processor_seconds(pid), time.perf_counter()
+    rounds = max(1, requests // len(ways))
+    with ThreadPoolExecutor(len(ways)) as threads:
+        for number in range(rounds):
+            list(threads.map(ask, ways, repeat(number), repeat(chunks)))
+    return (processor_seconds(pid) - before - idle * (time.perf_counter() - began)) / rounds / len(ways)
+
+
+def chunk_cost(process: RunningServer, idle: float, args: argparse.Namespace, streams: int) -> tuple[float, float]:
+    """Return a process's processor time for a request, and for a chunk."""
+    ways = connections(process.base_url, streams)
+    one, many = (spent(process.pid, idle, ways, args.requests, chunks) for chunks in (1, args.chunks))
+    return one, (many - one) / (args.chunks - 1)
+
+
 def measure(args: argparse.Namespace) -> list[str]:
-    command = (sys.executable, "-m", "benchmarks.relay", "--pause-ms", str(args.pause_ms), "--stand-in")
-    with running_server((), command) as server:
+    reader = new_reader()
+    own = (sys.executable, "-m", "benchmarks.relay", "--pause-ms", str(args.pause_ms))
+    with running_server((), (*own, "--stand-in")) as server:
         routing = ("--worker", server.base_url, "--router-key", KEY, "--strategy", args.strategy, "--no-access-log")
         with running_server(routing, (sys.executable, "-m", "octavo", "route")) as router:
             while not fetch_json(router.base_url + "/health")["workers"]:
                 time.sleep(0.1)
-            ways = [http.client.HTTPConnection(urlsplit(each.base_url).netloc) for each in (router, server)]
+            ways = [*connections(router.base_url, 1), *connections(server.base_url, 1)]
             for number in range(20):
                 ask(ways[0], number, 1)
+            added, tokenising = [], []
+            for number in range(args.requests):
+                through, directly = (ask(way, number, 1) for way in ways)
+                added.append(through - directly)
+                # Between two requests, as the router does it, because a processor's caches are cold then.
+                body = json.dumps({"messages": [{"role": "user", "content": QUESTION.format(number=number)}]})
+                began = time.perf_counter()
+                reader.chat(body.encode())
+                tokenising.append(time.perf_counter() - began)
             before = processor_seconds(router.pid)
             time.sleep(IDLE_S)
             looks = (processor_seconds(router.pid) - before) / IDLE_S  # at servers, also while nothing is asked
-            costs = []
-            for chunks in (1, args.chunks):
-                before, began = processor_seconds(router.pid), time.perf_counter()
-                for number in range(args.requests):
-                    ask(ways[0], number, chunks)
-                spent = processor_seconds(router.pid) - before - looks * (time.perf_counter() - began)
-                costs.append(spent / args.requests)
-            pairs = [[ask(way, number, 1) for way in ways] for number in range(args.requests)]
-    reader, body = new_reader(), json.dumps({"messages": [{"role": "user", "content": QUESTION.format(number=7)}]})
-    tokenising = []
-    for _ in range(args.requests if args.strategy == "prefix" else 0):
-        began = time.perf_counter()
-        reader.chat(body.encode())
-        tokenising.append(time.perf_counter() - began)
-    added = statistics.median(through - directly for through, directly in pairs)
-    beyond = added - (statistics.median(tokenising) if tokenising else 0.0)
+            costs = [chunk_cost(router, looks, args, streams) for streams in (1, args.streams)]
+        with running_server((), (*own, "--relay-to", server.base_url)) as raw:
+            floors = [chunk_cost(raw, 0.0, args, streams)[1] for streams in (1, args.streams)]
+    through, beyond = statistics.median(added), statistics.median(map(operator.sub, added, tokenising))
     return [
         f"{this_machine.name()}; {args.requests} requests, one after the other; "
         f"chunks {args.pause_ms:g} ms apart; --strategy {args.strategy}.",
         "",
-        f"Processor time: {costs[0] * 1e3:.2f} ms a request, "
-        f"{(costs[1] - costs[0]) / (args.chunks - 1) * 1e6:.0f} µs a chunk. Added to a request at the median: "
-        f"{added * 1e3:.2f} ms, beyond tokenising {beyond * 1e3:.2f} ms.",
+        f"Processor time of a request: {costs[0][0] * 1e3:.2f} ms. Added to it at the median: {through * 1e3:.2f} ms, "
+        f"beyond tokenising {beyond * 1e3:.2f} ms.",
+        "",
+        "| processor time of a chunk | router | raw relay |",
+        "|---|---:|---:|",
+        *(
+            f"| {streams} at once | {cost[1] * 1e6:.0f} µs | {floor * 1e6:.0f} µs |"
+            for streams, cost, floor in zip((1, args.streams), costs, floors, strict=True)
+        ),
     ]
 
 
@@ -183,12 +259,18 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--chunks", type=int, default=65, help="of a long answer")
     parser.add_argument("--pause-ms", type=float, default=2.0, help="between two chunks")
+    parser.add_argument("--streams", type=int, default=16, help="at once, in turn with a single one")
+    parser.add_argument("--relay-to", help=argparse.SUPPRESS)
     parser.add_argument("--stand-in", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--host", default="127.0.0.1", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.stand_in:
         asyncio.run(stand_in(args))
+        return
+    if args.relay_to:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(raw_relay(args))
         return
     print("\n".join(measure(args)))
 

@@ -17,7 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from octavo.cluster.config import RouterConfig
-from octavo.cluster.router import RELAYED, NoWorkerError, Readers, Router
+from octavo.cluster.relayed_answer import NoWorkerError
+from octavo.cluster.router import RELAYED, Readers, Router
 from octavo.cluster.selection import PrefixSelection, make_selection
 from octavo.cluster.workers import Workers, new_session
 from octavo.errors import ConfigError, OctavoError, RequestError, how_to_install
@@ -45,12 +46,14 @@ def route(router_config: RouterConfig, config: ServerConfig) -> None:
         )
     try:
         import aiohttp  # noqa: F401
+        import uvloop
     except ImportError as error:
         raise ConfigError(f"octavo route needs octavo[route] ({error}): {how_to_install('route')}") from error
     check_certificate(config)
     with bound(config) as listener:
         settle_interpreter()
-        asyncio.run(_route_on(listener, router_config, config))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_route_on(listener, router_config, config))
 
 
 async def _route_on(listener: Any, router_config: RouterConfig, config: ServerConfig) -> None:
