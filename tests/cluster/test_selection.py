@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,8 +19,11 @@ from octavo.cluster.workers import RoutedPrompt, Worker
 from octavo.engine.kv_events import KVEventPublisher
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import cache_scope
+from octavo.simulator.fleet import LongestPrefix, Replica
+from octavo.simulator.traffic import Shape, SimulatedRequest
 from tests.engine.test_kv_events import SIZE, published, work
 from tests.kvcache.caches import admit_and_compute, make_manager, make_sequence
+from tests.simulator.test_simulation import plan
 
 pytest.importorskip("dynamo.llm")
 
@@ -240,3 +244,40 @@ def test_others_choose_by_load_or_in_turn() -> None:
     assert asyncio.run(chosen(least, 1))[0].worker is workers[1]
     in_turn = asyncio.run(chosen(RoundRobin(), 6))
     assert [ticket.worker for ticket in in_turn] == workers * 2
+
+
+def test_the_simulated_router_weighs_blocks_against_load_as_the_index_does() -> None:
+    loads = range(6, 11)  # blocks of another request at the server that has 8 of the prompt
+
+    async def stays(each: list[Server]) -> list[bool]:
+        selection, (first, second) = await indexed(each), each
+        second.compute(PROMPT)
+        await until(partial(overlap, selection, second.worker, PROMPT), SIZE * 8)
+        found = []
+        for blocks in loads:
+            other = await selection.choose([second.worker], RoutedPrompt(range(9000, 9000 + blocks * SIZE), ""))
+            await selection.first_token(other)
+            ticket = await selection.choose([first.worker, second.worker], RoutedPrompt(PROMPT, ""))
+            found.append(ticket.worker is second.worker)
+            await selection.done(ticket)
+            await selection.done(other)
+        selection.close()
+        return found
+
+    with servers() as each:
+        real = asyncio.run(stays(each))
+    holder, idle = (Replica(place, plan().server(), lambda *_: None) for place in range(2))
+    size, router = holder.server.kv.spec.block_size, LongestPrefix()
+    prompt, other = (SimulatedRequest(0.0, Shape(((token, 8 * size + 1),), 8 * size + 1, 1)) for token in (1, 2))
+    admit_and_compute(holder.server.kv, seq := make_sequence(prompt.prompt_token_ids()))
+    holder.server.kv.forget(seq)
+    router.choose(prompt, [holder])
+    found = []
+    for blocks in loads:
+        request = replace(other, shape=Shape(((2, blocks * size),), blocks * size, 1))
+        holder.send(request, 0, 0, 0.0)
+        holder.began(request)
+        holder.settle()
+        found.append(router.choose(prompt, [holder, idle]).replica is holder)
+        holder.ended(request, 0.0)
+    assert found == real == [True, True, False, False, False]

@@ -13,11 +13,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
+from octavo.kvcache.block import BlockTable
 from octavo.kvcache.hashing import TokenChain
 from octavo.request import cache_scope
 from octavo.simulator.results import Results
@@ -36,9 +38,12 @@ class Replica:
         sent: requests in transit to it, and their arrival times.
         uncomputed: prompt tokens that it has to compute for each request without a first token, by the request's `id`.
         num_uncomputed: their sum.
+        reserved: the prompt's blocks of each request that has not ended, by the request's `id`, without those that were
+            already in use; tokens that are drawn count for nothing.
+        num_reserved: their sum.
         in_flight: requests that have not ended.
         num_requests: number of requests sent to it so far.
-        load: blocks that it has to compute, twice because they will be in use too, and that are in use; by `settle`.
+        load: the blocks that it has to compute, and those reserved; by `settle`.
     """
 
     place: int
@@ -47,22 +52,28 @@ class Replica:
     sent: deque[tuple[float, SimulatedRequest]] = field(default_factory=deque)
     uncomputed: dict[int, int] = field(default_factory=dict)
     num_uncomputed: int = 0
+    reserved: dict[int, int] = field(default_factory=dict)
+    num_reserved: int = 0
     in_flight: int = 0
     num_requests: int = 0
     load: float = 0.0
 
-    def send(self, request: SimulatedRequest, cached: int, at: float) -> None:
-        """Send a request, with the number of its prompt's tokens that the router believes to be cached there."""
-        self.uncomputed[id(request)] = tokens = request.shape.prompt_tokens - cached
-        self.num_uncomputed += tokens
+    def send(self, request: SimulatedRequest, cached: int, shared: int, at: float) -> None:
+        """Send a request, with the number of its prompt's tokens that the router believes to be cached there, and the
+        number of its blocks that other requests there use too.
+        """
+        tokens = request.shape.prompt_tokens
+        self.uncomputed[id(request)] = tokens - cached
+        self.num_uncomputed += tokens - cached
+        self.reserved[id(request)] = blocks = tokens // self.server.kv.spec.block_size - shared
+        self.num_reserved += blocks
         self.in_flight += 1
         self.num_requests += 1
         self.sent.append((at, request))
 
     def settle(self) -> None:
         """Compute its load, after a request was sent or steps were computed."""
-        kv = self.server.kv
-        self.load = 2 * self.num_uncomputed / kv.spec.block_size + kv.usage * kv.pool.num_blocks
+        self.load = self.num_uncomputed / self.server.kv.spec.block_size + self.num_reserved
 
     def due(self) -> float | None:
         """See `Traffic.due`."""
@@ -79,17 +90,19 @@ class Replica:
     def ended(self, request: SimulatedRequest, at: float) -> None:
         """See `Traffic.ended`."""
         self.began(request)
+        self.num_reserved -= self.reserved.pop(id(request))
         self.in_flight -= 1
         self.ended_at(request, at)
 
 
 class Destination(NamedTuple):
-    """A replica, the tokens of the prompt that it has cached, and the one that has most of them; 0 and None if the
-    router does not look.
+    """A replica, the tokens of the prompt that it has cached, the blocks of these that others use, and the replica that
+    has most of them; 0 and None if the router does not look.
     """
 
     replica: Replica
     cached: int = 0
+    shared: int = 0
     holder: Replica | None = None
 
 
@@ -119,7 +132,8 @@ class _RoundRobin:
 
 class LongestPrefix:
     """Weighs the cached part of a prompt against load as Dynamo's selection does (`octavo route`): the replica with the
-    least sum of prompt blocks that it would have to compute, and of blocks that would be in use.
+    least sum of prompt blocks that it would have to compute, and of blocks that would be in use. Cached blocks that no
+    request uses would be too.
 
     Without full attention, servers publish no events, so the least loaded is taken. Only replicas that got a prompt
     with an equal beginning can have some of it, so the caches of no others are examined.
@@ -136,23 +150,24 @@ class LongestPrefix:
         # All replicas have the same root, so one chain of keys serves for all.
         chain = index.chain(scope, index.full_blocks(request.prompt_token_ids(), scope))
         size, most = kv.spec.block_size, (tokens - 1) // kv.spec.block_size
-        cached = {
-            replica: size * len(replica.server.kv.prefix_cache.leading(0, chain, most))
-            for replica in self._candidates(chain, most)
+        found = {
+            replica: replica.server.kv.prefix_cache.leading(0, chain, most) for replica in self._candidates(chain, most)
         }
+        shared = {replica: _num_in_use(replica, blocks) for replica, blocks in found.items()}
+
+        def cached(replica: Replica) -> int:
+            return size * len(found.get(replica, ()))
 
         def cost(replica: Replica) -> tuple[float, int]:
-            # The blocks that it has to compute will be in use too.
-            return 2 * (tokens - cached.get(replica, 0)) / size + replica.load, replica.in_flight
+            return replica.load - cached(replica) / size - shared.get(replica, 0), replica.in_flight
 
         others = min(replicas, key=lambda replica: (replica.load, replica.in_flight))
-        chosen = min((others, *(each for each in cached if each in replicas)), key=cost)
+        chosen = min((others, *(each for each in found if each in replicas)), key=cost)
         for depth in _depths(most):
             self._sent.setdefault(chain.key(depth), {})[chosen.place] = chosen
-        holder = max(cached, key=cached.__getitem__, default=chosen)
-        return Destination(
-            chosen, cached.get(chosen, 0), holder if cached.get(holder, 0) > cached.get(chosen, 0) else None
-        )
+        holder = max(found, key=cached, default=chosen)
+        has_more = cached(holder) > cached(chosen)
+        return Destination(chosen, cached(chosen), shared.get(chosen, 0), holder if has_more else None)
 
     def _candidates(self, chain: TokenChain, most: int) -> Iterable[Replica]:
         """Return the replicas that may have some of a prompt, those that may have most first."""
@@ -163,6 +178,12 @@ class LongestPrefix:
                 more = heapq.nsmallest(_MOST_EXAMINED, more, key=lambda replica: replica.load)
             found.update((replica.place, replica) for replica in more)
         return found.values()
+
+
+def _num_in_use(replica: Replica, blocks: BlockTable) -> int:
+    """Return how many of a prefix's blocks requests use: these come first, as a block's user has those before it."""
+    references = replica.server.kv.pool.blocks.references
+    return bisect_left(blocks, True, key=lambda block: references[block] == 0)
 
 
 def _depths(most: int) -> list[int]:
@@ -271,7 +292,7 @@ class Fleet:
             simulation.delay(replica.server.times.per_arrival)
         if choice.holder is not None and replica.server.neighbours is not None:
             request = replace(request, kv_hint=str(choice.holder.place))
-        replica.send(request, choice.cached, at)
+        replica.send(request, choice.cached, choice.shared, at)
         self._settle(replica)
         return request
 
