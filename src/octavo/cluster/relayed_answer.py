@@ -9,22 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.cluster.selection import Ticket
-from octavo.cluster.workers import RoutedPrompt, Worker
+from octavo.cluster.selection import Selection, Ticket
+from octavo.cluster.workers import RoutedPrompt, Worker, Workers
 from octavo.server.apis import EVENTS, REQUEST_ID_HEADER, api_of
 from octavo.server.errors import RETRY_AFTER_SECONDS, ApiError
 from octavo.server.http.connection import ClientLeftError, InFlight
-
-if TYPE_CHECKING:
-    from octavo.cluster.router import Router
 
 logger = logging.getLogger("octavo.route")
 
@@ -96,10 +94,35 @@ class RelayedRequest:
     cache_salt: str = ""
 
 
+class RouterStats:
+    """Counts, for `/metrics`."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, str]] = Counter()  # by server and class of status
+        self.retries: Counter[str] = Counter()  # by reason
+        self.broken_streams = 0
+        self.choices, self.choice_seconds = 0, 0.0
+        self.hints = 0  # requests sent with the address of another server that has more of their prompt
+        self.prefills: Counter[str] = Counter()  # prompts sent to another server first, by how that ended
+        self.prompt_tokens = self.cached_tokens = 0  # of prompts that were looked at; as the index knew it
+
+
+class Routing(Protocol):
+    """The router, as an answer needs it."""
+
+    workers: Workers
+    selection: Selection
+    stats: RouterStats
+
+    def headers(self, job: RelayedRequest, ticket: Ticket) -> list[tuple[str, str]]: ...
+
+    async def prefill(self, job: RelayedRequest, ticket: Ticket) -> None: ...
+
+
 class RelayedAnswer(Response):
     """A server's answer, relayed as it comes; a server that fails before it answers is replaced by another."""
 
-    def __init__(self, router: Router, job: RelayedRequest, in_flight: InFlight) -> None:
+    def __init__(self, router: Routing, job: RelayedRequest, in_flight: InFlight) -> None:
         super().__init__()
         self._router = router
         self._job = job

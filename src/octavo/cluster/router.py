@@ -22,7 +22,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.checkpoint.model_source import tokenizer_of
-from octavo.cluster.relayed_answer import OF_CONNECTION, NoWorkerError, RelayedAnswer, RelayedRequest, client_error
+from octavo.cluster.relayed_answer import (
+    OF_CONNECTION,
+    NoWorkerError,
+    RelayedAnswer,
+    RelayedRequest,
+    RouterStats,
+    client_error,
+)
 from octavo.cluster.selection import Selection, Ticket
 from octavo.cluster.workers import RoutedPrompt, Worker, Workers
 from octavo.config import EngineConfig
@@ -110,19 +117,6 @@ class Readers:
                 logger.error("cannot load the tokenizer of %s: %s", name, error)
                 self._tokenizers[name] = None
         return self._tokenizers[name]
-
-
-class RouterStats:
-    """Counts, for `/metrics`."""
-
-    def __init__(self) -> None:
-        self.requests: Counter[tuple[str, str]] = Counter()  # by server and class of status
-        self.retries: Counter[str] = Counter()  # by reason
-        self.broken_streams = 0
-        self.choices, self.choice_seconds = 0, 0.0
-        self.hints = 0  # requests sent with the address of another server that has more of their prompt
-        self.prefills: Counter[str] = Counter()  # prompts sent to another server first, by how that ended
-        self.prompt_tokens = self.cached_tokens = 0  # of prompts that were looked at; as the index knew it
 
 
 class Router:

@@ -4,7 +4,7 @@
                                ^
                                └── the one whose next steps end first computes them, if nothing arrives before
 
-A router sees each server's state after the steps that it is computing, so slightly early; a decision takes no time.
+A router sees each server's cache after the steps that it is computing, so slightly early; a decision takes no time.
 With servers for prefill, a long prompt is computed by one of them first, and then fetched, as `octavo route` does it.
 """
 
