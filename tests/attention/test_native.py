@@ -227,6 +227,29 @@ def test_a_contexts_parts_are_merged_alike_by_any_number_of_threads(level: str, 
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("rows", [51, 96, 192])
+@pytest.mark.parametrize("level", [level for level in QUICK_LEVELS if level.startswith("amx")])
+def test_an_item_of_up_to_192_rows_in_tiles_agrees_with_float64_and_has_the_bits_of_small_ones(
+    level: str, rows: int, window: int | None
+) -> None:
+    kernels.force_isa(level)
+    sequences = PagedSequences([LayerKVSpec(2, 64, 64, window)], 16, 2, 700, dtype="bfloat16")
+    fill(sequences, sequences.step({0: 300, 1: 5}), 6)
+    # One thread gets four items of as many rows each as there are in all, or 192.
+    tokens = rows * 4 // 6
+    batch, kv = sequences.step({0: tokens - 9, 1: 9}), sequences.kv[0]
+    query, sinks = fill(sequences, batch, 6, seed=1), torch.randn(6)
+    kernels.set_num_threads(1)
+    large = NativeAttention().attend(kv, query, batch, scale=0.125, sinks=sinks)
+    kernels.set_num_threads(8)  # items of 48 rows
+    small = NativeAttention().attend(kv, query, batch, scale=0.125, sinks=sinks)
+    assert torch.equal(large, small)
+    expected = exact(kv, query, batch, scale=0.125, sinks=sinks)
+    by_token = (large.double() - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+    assert by_token.max() < TOLERANCE["bfloat16"]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif("amx" not in LEVELS, reason="this CPU has no AMX")
 @pytest.mark.parametrize(
