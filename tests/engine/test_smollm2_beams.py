@@ -28,7 +28,7 @@ PROMPTS = [
     "Q: How many legs does a spider have?\nA:",
     "Scientists announced on Monday that",
 ]
-WIDTHS = (2, 4, 8)
+WIDTHS = (2, 8)
 MAX_TOKENS = 16
 
 # Ends of clauses besides the end of sequence, so that outputs of many lengths are found and compete.

@@ -100,31 +100,36 @@ def test_smollm2_on_twenty_prompts(make_llm: MakeLLM) -> None:
     assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
-def assert_generates_the_same(llm: Any, model: Any, vocab: int) -> int:
-    """Compare greedy tokens with transformers'; returns how many prompt tokens were cached."""
-    generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(3, vocab, (n,), generator=generator).tolist() for n in (1, 2, 9, 30, 33, 50)]
-    expected = [generate(model, [p], 40, eos_token_id=None)[0] for p in prompts]
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in outputs] == expected
-    assert len({tuple(tokens) for tokens in expected}) == len(prompts), "the model is blind to its context"
-    return sum(output.num_cached_tokens for output in outputs)
+class Expected:
+    """Prompts of random tokens, and their greedy continuations by transformers."""
+
+    def __init__(self, model: Any, vocab: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.prompts = [torch.randint(3, vocab, (n,), generator=generator).tolist() for n in (1, 2, 9, 30, 33, 50)]
+        self.tokens = [generate(model, [prompt], 40, eos_token_id=None)[0] for prompt in self.prompts]
+        assert len(set(map(tuple, self.tokens))) == len(self.prompts), "the model is blind to its context"
+
+    def assert_same(self, llm: Any) -> int:
+        """Compare the tokens of an engine; returns how many prompt tokens were cached."""
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        outputs = llm.generate([{"prompt_token_ids": p} for p in self.prompts], params, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == self.tokens
+        return sum(output.num_cached_tokens for output in outputs)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_native_families(make_llm: MakeLLM, tmp_path: Path, family: str) -> None:
     """In batches and chunks, after preemptions, and from the prefix cache."""
     fields, _ = FAMILIES[family]
-    model = write_hf_model(tmp_path, family, **fields)
+    expected = Expected(write_hf_model(tmp_path, family, **fields), vocab=320)
     llm = make_llm(tmp_path, block_size=16, max_num_batched_tokens=32)
     assert isinstance(llm.core.runner.model, NativeDecoder if kernels.available() else Decoder)
-    assert_generates_the_same(llm, model, vocab=320)
-    assert assert_generates_the_same(llm, model, vocab=320) > 0, "nothing was cached"
+    expected.assert_same(llm)
+    assert expected.assert_same(llm) > 0, "nothing was cached"
     num_blocks = 36 if family in ("Gemma3", "Cohere2") else 20  # two groups of layers take more
     tight = make_llm(tmp_path, block_size=16, max_num_batched_tokens=32, num_blocks=num_blocks)
     thrash(tight.core)
-    assert_generates_the_same(tight, model, vocab=320)
+    expected.assert_same(tight)
     if family not in ("Mistral", "Starcoder2"):  # all their layers slide, so they need few blocks
         assert tight.core.scheduler.counters.num_preemptions
 
@@ -135,7 +140,7 @@ def test_families_that_run_through_transformers(make_llm: MakeLLM, tmp_path: Pat
     model.save_pretrained(tmp_path)
     llm = make_llm(tmp_path, block_size=4, max_num_batched_tokens=32)
     assert type(llm.core.runner.model).__name__ == "TransformersModel"
-    assert_generates_the_same(llm, model, vocab=61)
+    Expected(model, vocab=61).assert_same(llm)
 
 
 def test_generation_ends_where_transformers_ends_it(make_llm: MakeLLM, tmp_path: Path) -> None:
