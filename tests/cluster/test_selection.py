@@ -247,7 +247,9 @@ def test_others_choose_by_load_or_in_turn() -> None:
 
 
 def test_the_simulated_router_weighs_blocks_against_load_as_the_index_does() -> None:
-    loads = range(6, 11)  # blocks of another request at the server that has 8 of the prompt
+    # Blocks of another request at the server that has 8 of the prompt. With 8 both servers cost the same, and the index
+    # takes either.
+    loads = (6, 7, 9, 10)
 
     async def stays(each: list[Server]) -> list[bool]:
         selection, (first, second) = await indexed(each), each
@@ -280,4 +282,4 @@ def test_the_simulated_router_weighs_blocks_against_load_as_the_index_does() -> 
         holder.settle()
         found.append(router.choose(prompt, [holder, idle]).replica is holder)
         holder.ended(request, 0.0)
-    assert found == real == [True, True, False, False, False]
+    assert found == real == [True, True, False, False]
