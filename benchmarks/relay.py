@@ -25,8 +25,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import uvloop
-
 from benchmarks import this_machine
 from octavo.checkpoint.model_source import tokenizer_of
 from octavo.config import EngineConfig
@@ -132,7 +130,7 @@ class RawRelay(asyncio.Protocol):
         self._server = server
         self._other = other
 
-    def connection_made(self, transport: Any) -> None:  # uvloop's are no subclasses of asyncio's
+    def connection_made(self, transport: Any) -> None:
         self._transport = transport
         self._early = b""
         if self._server is not None:
@@ -269,8 +267,7 @@ def main() -> None:
         asyncio.run(stand_in(args))
         return
     if args.relay_to:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(raw_relay(args))
+        asyncio.run(raw_relay(args))
         return
     print("\n".join(measure(args)))
 

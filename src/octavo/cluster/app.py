@@ -46,14 +46,12 @@ def route(router_config: RouterConfig, config: ServerConfig) -> None:
         )
     try:
         import aiohttp  # noqa: F401
-        import uvloop
     except ImportError as error:
         raise ConfigError(f"octavo route needs octavo[route] ({error}): {how_to_install('route')}") from error
     check_certificate(config)
     with bound(config) as listener:
         settle_interpreter()
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_route_on(listener, router_config, config))
+        asyncio.run(_route_on(listener, router_config, config))
 
 
 async def _route_on(listener: Any, router_config: RouterConfig, config: ServerConfig) -> None:

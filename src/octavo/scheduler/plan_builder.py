@@ -6,7 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain, compress, repeat
+from itertools import chain, repeat
 
 from octavo.errors import OctavoError
 from octavo.kvcache.block import BlockCopy, BlockTransfer, Places
@@ -195,19 +195,22 @@ class PlanBuilder:
         Returns:
             Their starts and tokens, and those that may draw for siblings too, or verify a draft, with their tokens.
         """
-        # Comprehensions for speed: they run for every token.
-        streams, drafts, others = step.streams, step.drafts, list[tuple[Sequence, int]]()
-        outputs = [seq.output_token_ids for seq in streams]
-        if drafts or not all(outputs):
-            plain = [bool(seq.output_token_ids) and seq.seq_id not in drafts for seq in streams]
-            others = [(seq, 1) for seq, is_plain in zip(streams, plain, strict=True) if not is_plain]
-            streams, outputs = list(compress(streams, plain)), list(compress(outputs, plain))
-        starts, size = [seq.num_computed for seq in streams], self._block_size
-        for row, seq in enumerate(streams):
-            if (place := seq.state.place) and starts[row] >= place.num_sent * size:
-                self._send(row, seq, starts[row] + 1)
-        step.sequences += streams
-        token_ids = [output[-1] for output in outputs]
+        size, drafts, sequences = self._block_size, step.drafts, step.sequences
+        starts: list[int] = []
+        token_ids: list[int] = []
+        others: list[tuple[Sequence, int]] = []
+        # In one loop for speed: it runs for every token.
+        add_sequence, add_start, add_token = sequences.append, starts.append, token_ids.append
+        for seq in step.streams:
+            output, start, seq_id = seq.output_token_ids, seq.num_computed, seq.seq_id
+            if not output or seq_id in drafts:
+                others.append((seq, 1))
+                continue
+            if start >= seq.state.placed.num_sent * size:
+                self._send(len(sequences), seq, start + 1)
+            add_sequence(seq)
+            add_start(start)
+            add_token(output[-1])
         return starts, token_ids, others
 
     def complete(self, plan: StepPlan) -> PlannedStep:
