@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from llguidance import LLTokenizer
+from tokenizers import normalizers
 
 from octavo.checkpoint.model_source import resolve_model
 from octavo.errors import RequestError
@@ -43,6 +47,27 @@ def test_the_tokenizer_is_read_once_ahead_of_the_first_grammar() -> None:
     assert len(read) == 1
     assert not compiler.compile(WANTED).matcher.is_error()
     assert len(read) == 1
+
+
+def with_a_space_before_texts(tokenizer: Tokenizer) -> Tokenizer:
+    backend = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(" ")])
+    return Tokenizer(backend)
+
+
+@pytest.mark.parametrize("change", [lambda tokenizer: tokenizer, with_a_space_before_texts])
+def test_llguidance_reads_what_it_would_read_in_the_tokenizers_json(change: Callable[[Tokenizer], Tokenizer]) -> None:
+    tokenizer = change(tiny_tokenizer())
+    compiler = GrammarCompiler(lambda: tokenizer, VOCAB_SIZE, frozenset({2}), 10_000)
+    compiler.prepare()
+    read = compiler._vocabulary.tokenizer
+    expected = LLTokenizer(tokenizer.to_json(), n_vocab=VOCAB_SIZE, eos_token=[2])
+    for token_id in range(VOCAB_SIZE):
+        assert read.decode_bytes([token_id]) == expected.decode_bytes([token_id])
+        assert read.is_special_token(token_id) == expected.is_special_token(token_id)
+    for text in ("a", '{"name": "Ünïcode"}', " \n\t[1, 2]", "<|endoftext|>"):
+        assert read.tokenize_str(text) == expected.tokenize_str(text)
+    assert (read.eos_tokens, read.is_canonical) == (expected.eos_tokens, expected.is_canonical)
 
 
 def test_a_model_without_a_tokenizer_refuses_grammars_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
