@@ -1,9 +1,11 @@
-// A vocabulary's merges, found without an object for each of the millions of ways to cut its pieces.
+// A vocabulary's strings, read without an object for each length; and its merges, found without one for each of the
+// millions of ways to cut its pieces.
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstring>
 #include <functional>
 #include <limits>
 #include <string_view>
@@ -110,8 +112,33 @@ nb::list py_merges_by_score(const nb::list& pieces, const std::vector<double>& s
     return pairs;
 }
 
+// The strings of a GGUF array: each is its length (u64, little-endian) and that many bytes of UTF-8.
+nb::list py_read_strings(const nb::bytes& stored, size_t count) {
+    const char* at = stored.c_str();
+    const char* const end = at + stored.size();
+    require(count <= stored.size() / 8,
+            std::to_string(count) + " strings in " + std::to_string(stored.size()) + " bytes");
+    nb::list strings = nb::steal<nb::list>(PyList_New(static_cast<Py_ssize_t>(count)));
+    if (!strings.is_valid()) throw nb::python_error();
+    for (size_t i = 0; i < count; ++i) {
+        uint64_t length = ~uint64_t{0};
+        if (end - at >= 8) std::memcpy(&length, at, 8);
+        if (end - at < 8 || length > static_cast<uint64_t>(end - at - 8)) {
+            require(false, "string " + std::to_string(i) + " of " + std::to_string(count) + " runs past the end");
+        }
+        PyObject* string = PyUnicode_DecodeUTF8(at + 8, static_cast<Py_ssize_t>(length), "replace");
+        if (string == nullptr) throw nb::python_error();
+        PyList_SET_ITEM(strings.ptr(), static_cast<Py_ssize_t>(i), string);
+        at += 8 + length;
+    }
+    return strings;
+}
+
 }  // namespace
 
-void bind_vocabulary(nb::module_& m) { m.def("merges_by_score", &py_merges_by_score, "pieces"_a, "scores"_a); }
+void bind_vocabulary(nb::module_& m) {
+    m.def("merges_by_score", &py_merges_by_score, "pieces"_a, "scores"_a);
+    m.def("read_strings", &py_read_strings, "stored"_a, "count"_a);
+}
 
 }  // namespace octavo

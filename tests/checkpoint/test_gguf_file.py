@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import struct
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from octavo.checkpoint.gguf_config import gguf_model_config
-from octavo.checkpoint.gguf_file import GGUFFile
+from octavo.checkpoint.gguf_file import GGUFFile, strings_in_python
 from octavo.checkpoint.tensor_names import TensorNames
 from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
 from octavo.llm import LLM
@@ -61,6 +64,17 @@ def test_a_file_that_was_replaced_is_read_again(path: Path, tmp_path: Path) -> N
     tiny.write_gguf(replaced, tiny.make_model("Llama"), quantization="F16")
     assert not GGUFFile(replaced).is_quantised
     assert GGUFFile(path).is_quantised
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("octavo._native"), reason="needs the compiled library")
+@given(st.lists(st.binary(max_size=6) | st.text(max_size=4).map(str.encode), min_size=1), st.integers(1, 20))
+def test_the_library_reads_the_strings_that_python_does_and_refuses_cut_ones(strings: list[bytes], cut: int) -> None:
+    from octavo._native import read_strings
+
+    stored = b"".join(struct.pack("<Q", len(string)) + string for string in strings)
+    assert read_strings(stored, len(strings)) == strings_in_python(stored, len(strings))
+    with pytest.raises(ValueError, match=r"past the end|strings in"):
+        read_strings(stored[: -min(cut, len(stored))], len(strings))
 
 
 def test_a_missing_key_is_named_unless_there_is_a_default(path: Path) -> None:
