@@ -88,8 +88,12 @@ class HelperProcess:
         self._in, self._out = self._process.stdin, self._process.stdout
         self.ready: bytes | None = None
         self._start_seconds = start_seconds
+        self.send_first(*first)
+
+    def send_first(self, *frames: bytes) -> None:
+        """Send frames that it reads before it is ready, after those given at its start."""
         try:
-            for frame in first:
+            for frame in frames:
                 send(self._in, frame)
         except OSError:
             self.close()

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
+from unittest.mock import patch
 
 import gguf
 import pytest
@@ -23,7 +24,7 @@ from octavo.checkpoint.model_source import ModelFormat, ModelSource, resolve_mod
 from octavo.errors import ContextLengthError, CorruptModelError, ModelNotFoundError, RequestError, UnsupportedModelError
 from octavo.text.gguf_tokenizer import merges_by_score_in_python
 from octavo.text.prompt_checks import check_text_length
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.tokenizer import Tokenizer, TokenizerFiles, read_ahead
 from tests.models import tiny
 
 TEXTS = [
@@ -404,10 +405,13 @@ def test_another_process_reads_the_vocabulary_from_the_files_while_they_are_unch
     """Sending 262,144 tokens would stop all other threads for half a second."""
     path = tmp_path / "model.gguf"
     path.write_bytes(resolve_model("smollm2").path.read_bytes())
-    tokenizer = Tokenizer.from_source(ModelSource("model", path, ModelFormat.GGUF)).with_chat_template("{{ 7 }}")
+    source = ModelSource("model", path, ModelFormat.GGUF)
+    tokenizer = Tokenizer.from_source(source).with_chat_template("{{ 7 }}")
     pickled = pickle.dumps(tokenizer)
     assert len(pickled) < 20_000
-    copy = pickle.loads(pickled)
+    read_ahead(TokenizerFiles.of(source))
+    with patch.object(Tokenizer, "from_source", side_effect=AssertionError("it was read again")):
+        copy = pickle.loads(pickled)
     assert copy.apply_chat_template([{"role": "user", "content": "Hello"}]) == "7"
     assert copy.encode("Hello world") == tokenizer.encode("Hello world")
 

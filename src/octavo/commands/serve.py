@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.checkpoint.model_source import load_model_config, model_of
+from octavo.checkpoint.model_source import load_model_config, model_of, tokenizer_of
 from octavo.commands.interrupt import Interrupt, remembered_interrupt
 from octavo.commands.options import add_engine_options, add_options, engine_options, given_options
 from octavo.commands.settings import Settings
@@ -89,11 +89,13 @@ def _serve(config: EngineConfig, server_config: ServerConfig, interrupt: Interru
         tokenizer = None
         with collection_paused():
             if load_model_config(model_of(config)).runs_natively:
+                from octavo.server.bodies.reader_pool import start_ahead
                 from octavo.text.tokenizer_loading import begin_loading
 
                 # A large vocabulary takes 200 MB while it is loaded: those go back before the weights are read.
                 if (tokenizer := begin_loading(config)) is not None:
                     tokenizer.add_done_callback(lambda _: return_free_memory())
+                    start_ahead(tokenizer_of(config))
                 import_torch_to_serve()
             from octavo import AsyncEngine
             from octavo.engine.builder import build_engine

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import tokenizers
 
 from octavo.checkpoint.hf_config import read_hf_config
 from octavo.checkpoint.model_source import ModelFormat, ModelSource
-from octavo.errors import CorruptModelError, RequestError
+from octavo.errors import CorruptModelError, ModelError, RequestError
 from octavo.text.byte_pieces import BytePieces
 from octavo.text.chat_template import render_chat
 from octavo.text.folder_tokenizer import build_folder_tokenizer, chat_templates, tokenizer_config
@@ -29,7 +30,7 @@ _LONG_TEXT = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class _Origin:
+class TokenizerFiles:
     """Files from which another process can read a tokenizer again.
 
     Attributes:
@@ -41,7 +42,7 @@ class _Origin:
     stamps: tuple[tuple[Path, int, int, int], ...]
 
     @classmethod
-    def of(cls, source: ModelSource) -> _Origin:
+    def of(cls, source: ModelSource) -> TokenizerFiles:
         path = source.path.absolute()
         files = [path] if source.format is ModelFormat.GGUF else sorted(path.glob("*.json"))
         states = [(file, file.stat()) for file in files]
@@ -52,7 +53,7 @@ class _Origin:
     @property
     def is_unchanged(self) -> bool:
         try:
-            return _Origin.of(self.source) == self
+            return TokenizerFiles.of(self.source) == self
         except OSError:
             return False
 
@@ -84,7 +85,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._origin: _Origin | None = None
+        self._files: TokenizerFiles | None = None
         self._named_tokens = dict(named_tokens or {})
         self._chat_templates = dict(chat_templates or {})
         added = backend.get_added_tokens_decoder()
@@ -108,7 +109,7 @@ class Tokenizer:
         is_gguf = source.format is ModelFormat.GGUF
         tokenizer = cls._from_gguf(source.path) if is_gguf else cls._from_folder(source.path)
         if not needs_transformers(source):  # which convert slowly
-            tokenizer._origin = _Origin.of(source)
+            tokenizer._files = TokenizerFiles.of(source)
         # Check the byte pieces now rather than while the first request waits.
         tokenizer.byte_pieces(skip_special_tokens=True)
         return tokenizer
@@ -217,7 +218,7 @@ class Tokenizer:
         # vocabulary itself while the files are unchanged: writing 262,144 tokens as JSON takes half a second, during
         # which no other thread runs, and 90 MB; parsing it takes longer than reading the files.
         left_out = {"_spelled_out"}
-        if self._origin is not None and self._origin.is_unchanged:
+        if self._files is not None and self._files.is_unchanged:
             left_out.add("_backend")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
@@ -225,10 +226,10 @@ class Tokenizer:
         self.__dict__.update(state)
         if "_backend" in state:
             return
-        origin: _Origin = state["_origin"]
-        self._backend = Tokenizer.from_source(origin.source)._backend
-        if not origin.is_unchanged:
-            raise CorruptModelError(f"{origin.source.path} changed while its tokenizer was being read")
+        files: TokenizerFiles = state["_files"]
+        self._backend = _backend_of(files)
+        if not files.is_unchanged:
+            raise CorruptModelError(f"{files.source.path} changed while its tokenizer was being read")
 
     def byte_pieces(self, skip_special_tokens: bool) -> BytePieces | None:
         """Return what each token adds to any text; None if that depends on the surrounding tokens."""
@@ -300,6 +301,17 @@ class Tokenizer:
         text = self._named_tokens.get(name)
         token_id: int | None = None if text is None else self._backend.token_to_id(text)
         return token_id
+
+
+@lru_cache(maxsize=1)
+def _backend_of(files: TokenizerFiles) -> tokenizers.Tokenizer:
+    return Tokenizer.from_source(files.source)._backend
+
+
+def read_ahead(files: TokenizerFiles) -> None:
+    """Read a tokenizer's files, in a process that will unpickle a `Tokenizer` of theirs."""
+    with suppress(OSError, ModelError):  # the process that loads the model reports what is wrong
+        _backend_of(files)
 
 
 def needs_transformers(source: ModelSource) -> bool:

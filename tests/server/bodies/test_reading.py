@@ -17,6 +17,7 @@ from unittest.mock import patch
 import pytest
 
 from octavo import helper_process
+from octavo.checkpoint.model_source import resolve_model
 from octavo.errors import ContextLengthError, RequestError
 from octavo.request_limits import DEFAULT_LIMITS
 from octavo.server.bodies import reader_pool
@@ -31,6 +32,7 @@ from octavo.server.bodies.reader_pool import (
 )
 from octavo.server.errors import BODY_TOO_LARGE, MODEL_MISSING, ApiError, to_api_error
 from octavo.text.chat_template import MAX_RENDERED, render_chat
+from tests.engine.tiny_engine import tiny_model
 from tests.server.conftest import KeptPool
 from tests.server.fake_engine import VOCAB_SIZE, ByteTokenizer
 
@@ -107,6 +109,24 @@ def test_a_body_is_read_alike_inline_in_a_thread_and_in_a_process(size: int) -> 
     assert found.prompts[0].text == "x" * size
     assert (found.params.n, found.params.stop, found.model, found.cache_salt) == (2, ("a",), "fake", "s")
     assert (found.body.echo, found.body.prompt, found.body.sampling) == (True, None, {"n": 2})
+
+
+@pytest.mark.slow
+def test_the_first_body_is_read_by_the_process_that_was_started_ahead() -> None:
+    reader_pool.start_ahead(resolve_model(str(tiny_model())))
+    (ahead,) = reader_pool._started_ahead
+    bodies = reading(pool=ReaderPool)
+    read_by = read(bodies, {"prompt": "pid", "n": 1, "unknown": "x" * MEDIUM_BODY, "add_special_tokens": False})
+    assert list(read_by.prompts[0].token_ids) == ByteTokenizer().encode(str(ahead.pid), False)
+    assert not reader_pool._started_ahead
+
+
+@pytest.mark.slow
+def test_a_process_that_was_started_ahead_and_has_ended_is_replaced() -> None:
+    reader_pool.start_ahead(resolve_model(str(tiny_model())))
+    os.kill(reader_pool._started_ahead[0].pid, signal.SIGKILL)
+    reader_pool._started_ahead[0].wait()
+    assert len(read(reading(pool=ReaderPool), {"prompt": "x" * MEDIUM_BODY}).prompts[0].token_ids) == MEDIUM_BODY + 1
 
 
 @pytest.mark.slow

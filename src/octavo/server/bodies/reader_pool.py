@@ -9,8 +9,11 @@ the event loop, which takes 0.14 ms there; through a process, 0.34 to 0.46 ms of
 One pool of processes reads both. Large bodies and chats take turns separately, so that chats do not wait for large
 bodies. The frames of `octavo.helper_process` hold:
 
-    server  ── limit, pickled BodyReader ──>       once    ── nothing ──>  ready
+    server  ── files, limit, BodyReader ──>        once    ── nothing ──>  ready
             ── niced?, method, then body    ──>            ── pickled result, or the error to raise ──>  server
+
+Whoever builds an engine may start a process before there is a `BodyReader`: it imports and reads the tokenizer, which
+takes seconds for a large vocabulary, while the engine does the same and loads its weights.
 
 The cost of a body is limited: a process that exceeds the time limit is killed, and the operating system enforces the
 memory limit.
@@ -28,6 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from octavo.checkpoint.model_source import ModelSource
 from octavo.engine.turns import TenantThreads
 from octavo.errors import OctavoError
 from octavo.helper_process import (
@@ -42,6 +46,7 @@ from octavo.helper_process import (
 from octavo.server.bodies.body_reader import BodyReader
 from octavo.server.errors import BODY_TOO_COSTLY, BODY_TOO_SLOW, INTERNAL_ERROR, to_api_error
 from octavo.server.interpreter_settings import return_free_memory
+from octavo.text.tokenizer import TokenizerFiles, read_ahead
 
 logger = logging.getLogger("octavo.server")
 
@@ -126,7 +131,8 @@ class ReaderPool:
                 process = self._idle.pop()
                 if process.is_alive:  # the OOM killer may have ended it meanwhile
                     return process
-        return ReaderProcess(pickle.dumps(self._reader, pickle.HIGHEST_PROTOCOL), self._memory)
+        started = _started_ahead.pop() if _started_ahead else None
+        return ReaderProcess(pickle.dumps(self._reader, pickle.HIGHEST_PROTOCOL), self._memory, started)
 
     def _release(self, process: ReaderProcess) -> None:
         if process.is_bloated:
@@ -146,17 +152,27 @@ def _may_have_messages(raw: bytes) -> bool:
     return b'"messages"' in raw or b"\\u" in raw
 
 
+_started_ahead: list[HelperProcess] = []
+
+
+def start_ahead(source: ModelSource) -> None:
+    """Start a process for the next pool, whose reader will have this model's tokenizer."""
+    _started_ahead.append(HelperProcess(__name__, first=[pickle.dumps(TokenizerFiles.of(source))]))
+
+
 class ReaderProcess:
     """The server's handle of one reading process. Its methods block; only one thread may use it at a time.
 
     Args:
         reader: a pickled `BodyReader`.
         memory: bytes that the process may allocate beyond those that it starts with.
+        started: a process that has been started ahead.
     """
 
-    def __init__(self, reader: bytes, memory: int) -> None:
+    def __init__(self, reader: bytes, memory: int, started: HelperProcess | None = None) -> None:
         self._memory = memory
-        self._process = HelperProcess(__name__, first=[memory.to_bytes(8, "little"), reader])
+        self._process = started if started and started.is_usable else HelperProcess(__name__, first=[b""])
+        self._process.send_first(memory.to_bytes(8, "little"), reader)
         self._first_rss: int | None = None  # unknown until it is ready
 
     def read(self, method: str, parts: Sequence[bytes], seconds: float, *, is_niced: bool = False) -> Any:
@@ -205,6 +221,8 @@ def main() -> None:
     """Run the process: read bodies until the input ends. It aborts where memory runs out, as Rust does by itself."""
     requests, answers = requests_and_answers()
     try:
+        if files := receive(requests):
+            read_ahead(pickle.loads(files))
         memory = int.from_bytes(receive(requests), "little")
         reader = pickle.loads(receive(requests))
         niced = ThreadPoolExecutor(1, initializer=_lower_priority)
