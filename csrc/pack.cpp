@@ -209,26 +209,12 @@ void pack_quants(const Weight& weight, const char* rows, int64_t row_stride, int
             }
 }
 
-using PackQuants = void(const Weight&, const char* rows, int64_t row_stride, int64_t begin, int64_t end, Placement);
-constexpr PackQuants* kPackQuants[] = {  // in the order of WeightFormat
-    pack_quants<WeightFormat::q4_0>, pack_quants<WeightFormat::q4_1>, pack_quants<WeightFormat::q5_0>,
-    pack_quants<WeightFormat::q5_1>, pack_quants<WeightFormat::q8_0>, pack_quants<WeightFormat::q2_k>,
-    pack_quants<WeightFormat::q3_k>, pack_quants<WeightFormat::q4_k>, pack_quants<WeightFormat::q5_k>,
-    pack_quants<WeightFormat::q6_k>, pack_quants<WeightFormat::iq4_nl>, pack_quants<WeightFormat::iq4_xs>,
-    pack_quants<WeightFormat::mxfp4>};
-
-void store(float value, Storage storage, int64_t index, char* to) {
-    const portable::bf16 half = portable::float_to_bf16(value);
-    if (storage == kBf16)
-        std::memcpy(to + index * 2, &half, 2);
-    else
-        std::memcpy(to + index * 4, &value, 4);
-}
-
-// Quant `input` of a section, from its output's word of a plane.
-int plane_bits(const uint8_t* plane, int bits, int input) {
-    const int quad = input / 4, word = quad % bits;
-    return plane[word * kPanelOutputs * 4 + input % 4] >> quad / bits * bits & ((1 << bits) - 1);
+// The reverse of put_plane: adds an output's bits to its quads.
+template <int Bits> void add_plane(const uint8_t* from, int to, uint32_t* quads) {
+    constexpr uint32_t mask = 0x01010101u * ((1u << Bits) - 1);
+    uint32_t words[Bits];
+    for (int word = 0; word < Bits; ++word) std::memcpy(&words[word], from + word * kPanelOutputs * 4, 4);
+    for (int j = 0; j < 8; ++j) quads[j] |= (words[j % Bits] >> j / Bits * Bits & mask) << to;
 }
 
 // Of a section's `half`, sixteen inputs.
@@ -256,8 +242,8 @@ void apply_factors(Factors kind, const uint8_t (&factors)[2], int half, float& s
     }
 }
 
-void unpack_quants(const Weight& weight, int64_t output, Storage storage, char* to) {
-    const QuantLayout& layout = quant_layout(weight.format);
+template <WeightFormat F> void unpack_quants(const Weight& weight, int64_t output, Storage storage, char* to) {
+    constexpr QuantLayout layout = quant_layout(F);
     const int64_t sections = weight.inputs / kSectionInputs, lane = output % kPanelOutputs;
     const auto* panel = reinterpret_cast<const uint8_t*>(weight.packed) +
                         output / kPanelOutputs * layout.panel_bytes(sections);
@@ -271,20 +257,50 @@ void unpack_quants(const Weight& weight, int64_t output, Storage storage, char* 
         }
         const uint8_t factors[2] = {from.factors[lane],
                                     from.factors[(layout.factor_bytes() > 1 ? kPanelOutputs : 0) + lane]};
-        const uint8_t* low = from.planes + lane * 4;
-        for (int i = 0; i < kSectionInputs; ++i) {
-            int quant = plane_bits(low, layout.low, i);
-            if (layout.codebook != Codebook::none)
-                quant = kCodebooks[static_cast<int>(layout.codebook)][quant];
-            else
-                quant -= layout.zero;
-            if (layout.high) quant += plane_bits(low + layout.low * kPanelOutputs * 4, layout.high, i) << layout.low;
+        uint32_t quads[8] = {};
+        const uint8_t* planes = from.planes + lane * 4;
+        add_plane<layout.low>(planes, 0, quads);
+        if constexpr (layout.high > 0)
+            add_plane<layout.high>(planes + layout.low * kPanelOutputs * 4, layout.low, quads);
+        uint8_t quants[kSectionInputs];
+        std::memcpy(quants, quads, sizeof quants);
+        float values[kSectionInputs];
+        for (int half = 0; half < 2; ++half) {
             float scale = halves[0], minimum = halves[1];
-            apply_factors(layout.factors, factors, i / 16, scale, minimum);
-            const float product = static_cast<float>(quant) * scale;
-            store(layout.has_minimums() ? product + minimum : product, storage, index * kSectionInputs + i, to);
+            apply_factors(layout.factors, factors, half, scale, minimum);
+            for (int i = half * 16; i < half * 16 + 16; ++i) {
+                int quant = quants[i] - layout.zero;
+                if constexpr (layout.codebook != Codebook::none)
+                    quant = kCodebooks[static_cast<int>(layout.codebook)][quants[i]];
+                const float product = static_cast<float>(quant) * scale;
+                values[i] = layout.has_minimums() ? product + minimum : product;
+            }
         }
+        if (storage == kF32) {
+            std::memcpy(to + index * sizeof values, values, sizeof values);
+            continue;
+        }
+        portable::bf16 rounded[kSectionInputs];
+        for (int i = 0; i < kSectionInputs; ++i) rounded[i] = portable::float_to_bf16(values[i]);
+        std::memcpy(to + index * sizeof rounded, rounded, sizeof rounded);
     }
+}
+
+// What is done to weights of a quantised format.
+struct QuantFunctions {
+    void (*pack)(const Weight&, const char* rows, int64_t row_stride, int64_t begin, int64_t end, Placement);
+    void (*unpack)(const Weight&, int64_t output, Storage, char* to);
+};
+template <WeightFormat F> constexpr QuantFunctions kFunctionsOf = {pack_quants<F>, unpack_quants<F>};
+constexpr QuantFunctions kQuantFunctions[] = {  // in the order of WeightFormat
+    kFunctionsOf<WeightFormat::q4_0>, kFunctionsOf<WeightFormat::q4_1>, kFunctionsOf<WeightFormat::q5_0>,
+    kFunctionsOf<WeightFormat::q5_1>, kFunctionsOf<WeightFormat::q8_0>, kFunctionsOf<WeightFormat::q2_k>,
+    kFunctionsOf<WeightFormat::q3_k>, kFunctionsOf<WeightFormat::q4_k>, kFunctionsOf<WeightFormat::q5_k>,
+    kFunctionsOf<WeightFormat::q6_k>, kFunctionsOf<WeightFormat::iq4_nl>, kFunctionsOf<WeightFormat::iq4_xs>,
+    kFunctionsOf<WeightFormat::mxfp4>};
+
+const QuantFunctions& quant_functions(WeightFormat format) {
+    return kQuantFunctions[static_cast<int>(format) - static_cast<int>(WeightFormat::q4_0)];
 }
 
 }  // namespace
@@ -307,9 +323,7 @@ void pack_rows(const Weight& weight, const char* rows, int64_t row_stride, int64
     // With several threads, first touch spreads the pages over the threads' memory nodes.
     constexpr int64_t kRowsPerTask = 64;  // a multiple of sixteen
     const int64_t tasks = (num_rows + kRowsPerTask - 1) / kRowsPerTask;
-    const auto pack = is_quantised(weight.format)
-                          ? kPackQuants[static_cast<int>(weight.format) - static_cast<int>(WeightFormat::q4_0)]
-                          : pack_floats;
+    const auto pack = is_quantised(weight.format) ? quant_functions(weight.format).pack : pack_floats;
     parallel_for(static_cast<int>(tasks), [&](int task) {
         const int64_t first = task * kRowsPerTask, end = std::min(num_rows, first + kRowsPerTask);
         pack(weight, rows, row_stride, first, end, place);
@@ -317,7 +331,7 @@ void pack_rows(const Weight& weight, const char* rows, int64_t row_stride, int64
 }
 
 void unpack_row(const Weight& weight, int64_t output, Storage storage, char* to) {
-    if (is_quantised(weight.format)) return unpack_quants(weight, output, storage, to);
+    if (is_quantised(weight.format)) return quant_functions(weight.format).unpack(weight, output, storage, to);
     if (weight.format == WeightFormat::bf16_coded) return decode_row(weight, output, to);
     const int64_t units = units_per_output(weight);
     const char* from = weight.packed + (output / kPanelOutputs * units * kPanelOutputs + output % kPanelOutputs) * 4;
