@@ -18,14 +18,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.datastructures import Headers
 
-from octavo.cluster.relayed_answer import (
-    EventTooLargeError,
-    RelayedAnswer,
-    RelayedRequest,
-    WholeEvents,
-    WorkerLostError,
-)
-from octavo.cluster.router import Router
+from octavo.cluster.relayed_answer import EventTooLargeError, RelayedAnswer, WholeEvents, WorkerLostError
+from octavo.cluster.router import RelayedRequest, Router
 from octavo.cluster.selection import Ticket
 from octavo.cluster.workers import RoutedPrompt
 from octavo.server.config import ServerConfig
@@ -228,8 +222,8 @@ def test_an_answer_whose_server_is_lost_ends_with_an_error_event_or_unfinished_a
     async def send(message: Any) -> None:
         sent.append(message)
 
-    anything: Any = SimpleNamespace(workers=[])
-    relayed = RelayedAnswer(anything, anything, InFlight())
+    anything: Any = SimpleNamespace(in_flight=InFlight())
+    relayed = RelayedAnswer(anything, anything)
     relayed._run = lose
     asyncio.run(relayed({"type": "http", "path": "/v1/completions", "headers": [], "state": {}}, receive, send))
     assert [b"worker_lost" in message["body"] for message in sent] == [True] * is_stream
@@ -248,8 +242,8 @@ def test_half_an_event_of_a_server_that_is_lost_is_not_relayed() -> None:
 
     content = SimpleNamespace(iter_any=chunks)
     answer = SimpleNamespace(raw_headers=[], content_type="text/event-stream", status=200, content=content)
-    anything: Any = SimpleNamespace(workers=[])
-    relayed = RelayedAnswer(anything, anything, InFlight())
+    anything: Any = SimpleNamespace(in_flight=InFlight())
+    relayed = RelayedAnswer(anything, anything)
     with pytest.raises(ConnectionResetError):
         asyncio.run(relayed._relay(answer, Ticket(anything), send))
     assert b"".join(sent) == b"data: 1\n\ndata: 2\n\n"

@@ -17,8 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from octavo.cluster.config import RouterConfig
-from octavo.cluster.relayed_answer import NoWorkerError
-from octavo.cluster.router import RELAYED, Readers, Router
+from octavo.cluster.relayed_answer import Relay
+from octavo.cluster.router import RELAYED, NoWorkerError, Readers, Router
 from octavo.cluster.selection import PrefixSelection, make_selection
 from octavo.cluster.workers import Workers, new_session
 from octavo.errors import ConfigError, OctavoError, RequestError, how_to_install
@@ -148,7 +148,7 @@ def create_router_app(
         middleware.append(Middleware(Checked, check=WebPages(config.allowed_hosts, config.allowed_origins).refuse))
     app = Starlette(
         routes=[
-            *(Route(path, router.relay, methods=["POST"]) for path in RELAYED),
+            *(Route(path, Relay(router), methods=["POST"]) for path in RELAYED),
             Route("/v1/models", models, methods=["GET"]),
             Route("/health", health, methods=["GET"]),
             Route("/ready", ready, methods=["GET"]),

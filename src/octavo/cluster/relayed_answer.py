@@ -9,35 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.cluster.selection import Selection, Ticket
-from octavo.cluster.workers import RoutedPrompt, Worker, Workers
+from octavo.cluster.router import OF_CONNECTION, NoWorkerError, RelayedRequest, Router
+from octavo.cluster.selection import Ticket
+from octavo.cluster.workers import client_error
 from octavo.server.apis import EVENTS, REQUEST_ID_HEADER, api_of
-from octavo.server.errors import RETRY_AFTER_SECONDS, ApiError
-from octavo.server.http.connection import ClientLeftError, InFlight
+from octavo.server.errors import ApiError
+from octavo.server.http.connection import ClientLeftError
 
 logger = logging.getLogger("octavo.route")
-
-OF_CONNECTION = frozenset(
-    {
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-    }
-)
-"""Headers that belong to one connection."""
 
 MOST_EVENT_BYTES = 64 * 1024 * 1024
 """Of one event, which is held until it is whole. The longest is the last of a response, which repeats all of it."""
@@ -45,19 +30,6 @@ MOST_EVENT_BYTES = 64 * 1024 * 1024
 # Attempts for one request: a server may fail before it answers.
 _MOST_TRIES = 3
 _NOT_RETURNED = OF_CONNECTION | {b"date", b"server", REQUEST_ID_HEADER, b"request-id"}
-
-
-class NoWorkerError(ApiError):
-    """No server accepts requests for the model at present."""
-
-    def __init__(self, model: str | None) -> None:
-        super().__init__(
-            HTTPStatus.SERVICE_UNAVAILABLE,
-            f"No server takes requests{f' for `{model}`' if model else ''} now: try again later.",
-            type="server_error",
-            code="no_worker",
-            headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
-        )
 
 
 class WorkerLostError(ApiError):
@@ -76,62 +48,28 @@ class EventTooLargeError(ApiError):
         super().__init__(HTTPStatus.BAD_GATEWAY, message, type="server_error", code="event_too_large")
 
 
-@dataclass(slots=True)
-class RelayedRequest:
-    """A request on its way.
+class Relay:
+    """The endpoint that sends requests to servers: an ASGI application, as Starlette wraps functions twice."""
 
-    Attributes:
-        packed: token ids, sent after the body; empty if only the body is sent.
-        cache_salt: that of the body, which is part of the prompt's scope.
-    """
+    def __init__(self, router: Router) -> None:
+        self._router = router
 
-    request: Request
-    body: bytes
-    model: str | None
-    workers: list[Worker]
-    prompt: RoutedPrompt
-    packed: bytes = b""
-    cache_salt: str = ""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        job = await self._router.job(Request(scope, receive))
+        await RelayedAnswer(self._router, job)(scope, receive, send)
 
 
-class RouterStats:
-    """Counts, for `/metrics`."""
-
-    def __init__(self) -> None:
-        self.requests: Counter[tuple[str, str]] = Counter()  # by server and class of status
-        self.retries: Counter[str] = Counter()  # by reason
-        self.broken_streams = 0
-        self.choices, self.choice_seconds = 0, 0.0
-        self.hints = 0  # requests sent with the address of another server that has more of their prompt
-        self.prefills: Counter[str] = Counter()  # prompts sent to another server first, by how that ended
-        self.prompt_tokens = self.cached_tokens = 0  # of prompts that were looked at; as the index knew it
-
-
-class Routing(Protocol):
-    """The router, as an answer needs it."""
-
-    workers: Workers
-    selection: Selection
-    stats: RouterStats
-
-    def headers(self, job: RelayedRequest, ticket: Ticket) -> list[tuple[str, str]]: ...
-
-    async def prefill(self, job: RelayedRequest, ticket: Ticket) -> None: ...
-
-
-class RelayedAnswer(Response):
+class RelayedAnswer:
     """A server's answer, relayed as it comes; a server that fails before it answers is replaced by another."""
 
-    def __init__(self, router: Routing, job: RelayedRequest, in_flight: InFlight) -> None:
-        super().__init__()
+    def __init__(self, router: Router, job: RelayedRequest) -> None:
         self._router = router
         self._job = job
-        self._in_flight = in_flight
         self._started = self._is_stream = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await self._in_flight.run(receive, self._run(send))
+            await self._router.in_flight.run(receive, self._run(send))
         except ClientLeftError:
             return
         except ApiError as error:
@@ -248,10 +186,3 @@ class WholeEvents:
         self._size += len(part)
         if self._size > MOST_EVENT_BYTES:
             raise EventTooLargeError
-
-
-def client_error() -> type[Exception]:
-    import aiohttp
-
-    error: type[Exception] = aiohttp.ClientError
-    return error

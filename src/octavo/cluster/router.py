@@ -1,4 +1,4 @@
-"""The router's HTTP application: reads a prompt, chooses a server, and relays bytes both ways.
+"""The router: reads prompts, and finds the servers that may answer them.
 
     client ── body ──> tokens (as the server would make them) ──> Selection ──> server
            <── bytes as they come ───────────────────────────────────────────────┘
@@ -14,24 +14,17 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 import numpy as np
 from jiter import from_json
 from starlette.requests import Request
-from starlette.responses import Response
 
 from octavo.checkpoint.model_source import tokenizer_of
-from octavo.cluster.relayed_answer import (
-    OF_CONNECTION,
-    NoWorkerError,
-    RelayedAnswer,
-    RelayedRequest,
-    RouterStats,
-    client_error,
-)
 from octavo.cluster.selection import Selection, Ticket
-from octavo.cluster.workers import RoutedPrompt, Worker, Workers
+from octavo.cluster.workers import RoutedPrompt, Worker, Workers, client_error
 from octavo.config import EngineConfig
 from octavo.errors import shortened
 from octavo.request import cache_scope
@@ -42,13 +35,26 @@ from octavo.server.bodies.local_reader import LocalApisReader
 from octavo.server.bodies.read_bodies import ChatRequest, CompletionRequest
 from octavo.server.bodies.reader_pool import ReaderPool
 from octavo.server.config import ServerConfig
-from octavo.server.errors import MODEL_MISSING
+from octavo.server.errors import MODEL_MISSING, RETRY_AFTER_SECONDS, ApiError
 from octavo.server.http.connection import BodyIntake, InFlight
 from octavo.server.keys import ANYBODY
 from octavo.server.routers import HINT_HEADER, KEY_HEADER, PROMPT_HEADER
 from octavo.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo.route")
+
+OF_CONNECTION = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+    }
+)
+"""Headers that belong to one connection."""
 
 READ_BY = {
     "/v1/chat/completions": "chat",
@@ -68,6 +74,50 @@ _NOT_SENT = OF_CONNECTION | {
     *(b"host", b"content-length", b"expect", REQUEST_ID_HEADER),
     *(name.encode() for name in (PROMPT_HEADER, KEY_HEADER, HINT_HEADER)),
 }
+
+
+class NoWorkerError(ApiError):
+    """No server accepts requests for the model at present."""
+
+    def __init__(self, model: str | None) -> None:
+        super().__init__(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            f"No server takes requests{f' for `{model}`' if model else ''} now: try again later.",
+            type="server_error",
+            code="no_worker",
+            headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
+        )
+
+
+@dataclass(slots=True)
+class RelayedRequest:
+    """A request on its way.
+
+    Attributes:
+        packed: token ids, sent after the body; empty if only the body is sent.
+        cache_salt: that of the body, which is part of the prompt's scope.
+    """
+
+    request: Request
+    body: bytes
+    model: str | None
+    workers: list[Worker]
+    prompt: RoutedPrompt
+    packed: bytes = b""
+    cache_salt: str = ""
+
+
+class RouterStats:
+    """Counts, for `/metrics`."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, str]] = Counter()  # by server and class of status
+        self.retries: Counter[str] = Counter()  # by reason
+        self.broken_streams = 0
+        self.choices, self.choice_seconds = 0, 0.0
+        self.hints = 0  # requests sent with the address of another server that has more of their prompt
+        self.prefills: Counter[str] = Counter()  # prompts sent to another server first, by how that ended
+        self.prompt_tokens = self.cached_tokens = 0  # of prompts that were looked at; as the index knew it
 
 
 class Readers:
@@ -120,7 +170,7 @@ class Readers:
 
 
 class Router:
-    """Relays requests to servers.
+    """Finds servers for requests, and what to send them.
 
     Args:
         access: identifies the owner of a request's key.
@@ -143,21 +193,20 @@ class Router:
         self._readers = readers
         self._access = access
         self._router_key = config.router_key or ""
-        self._in_flight = in_flight
+        self.in_flight = in_flight
         self._prefill_tokens = prefill_tokens
         self._intake = BodyIntake(config.server_limits.max_body_size, config.server_limits.max_total_body_size)
         workers.on_up = self._on_up
         workers.on_down = selection.remove
 
-    async def relay(self, request: Request) -> Response:
-        """Send a request to a server, and relay its answer."""
-        async with self._intake.body(request) as body:
-            job = await self._job(request, body)
-        return RelayedAnswer(self, job, self._in_flight)
-
     async def _on_up(self, worker: Worker) -> None:
         await self._readers.add(worker)
         await self.selection.add(worker)
+
+    async def job(self, request: Request) -> RelayedRequest:
+        """Read a request, and find the servers that may answer it."""
+        async with self._intake.body(request) as body:
+            return await self._job(request, body)
 
     async def _job(self, request: Request, body: bytes) -> RelayedRequest:
         names = {name for worker in self.workers.healthy() for name in worker.names}
@@ -168,8 +217,10 @@ class Router:
                 raise MODEL_MISSING(shortened(model))
             raise NoWorkerError(model)
         # During a rolling update, servers may differ in template or tokenizer: the majority decides.
-        groups = Counter(worker.group for worker in workers)
-        largest = [worker for worker in workers if worker.group == groups.most_common(1)[0][0]]
+        groups: dict[str, list[Worker]] = {}
+        for worker in workers:
+            groups.setdefault(worker.group, []).append(worker)
+        largest = max(groups.values(), key=len)
         key = presented_key(request.scope)
         client = ANYBODY if key is None else self._access.clients.find(key)
         method, reader = READ_BY.get(request.scope["path"]), self._readers[largest[0]]

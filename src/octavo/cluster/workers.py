@@ -289,3 +289,10 @@ def new_session(url: str) -> Any:
         skip_auto_headers=("Accept-Encoding", "User-Agent", "Content-Type", "Accept"),
         cookie_jar=aiohttp.DummyCookieJar(),
     )
+
+
+def client_error() -> type[Exception]:
+    import aiohttp
+
+    error: type[Exception] = aiohttp.ClientError
+    return error
