@@ -283,3 +283,23 @@ def test_the_simulated_router_weighs_blocks_against_load_as_the_index_does() -> 
         found.append(router.choose(prompt, [holder, idle]).replica is holder)
         holder.ended(request, 0.0)
     assert found == real == [True, True, False, False]
+
+
+def test_of_servers_that_cost_the_same_the_simulated_router_takes_either_as_the_index_does() -> None:
+    prompts = [range(20_000 + 100 * number, 20_000 + 100 * number + 5 * SIZE) for number in range(40)]
+
+    async def places(each: list[Server]) -> set[int]:
+        selection, workers = await indexed(each), [server.worker for server in each]
+        found = set()
+        for prompt in prompts:
+            ticket = await selection.choose(workers, RoutedPrompt(prompt, ""))
+            found.add(workers.index(ticket.worker))
+            await selection.done(ticket)
+        selection.close()
+        return found
+
+    with servers() as each:
+        real = asyncio.run(places(each))
+    replicas, router = [Replica(place, plan().server(), lambda *_: None) for place in range(2)], LongestPrefix()
+    requests = [SimulatedRequest(0.0, Shape(((number, 40),), 40, 1)) for number in range(len(prompts))]
+    assert {router.choose(request, replicas).replica.place for request in requests} == real == {0, 1}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import random
 import time
 from bisect import bisect_left
 from collections import deque
@@ -133,13 +134,14 @@ class _RoundRobin:
 class LongestPrefix:
     """Weighs the cached part of a prompt against load as Dynamo's selection does (`octavo route`): the replica with the
     least sum of prompt blocks that it would have to compute, and of blocks that would be in use. Cached blocks that no
-    request uses would be too.
+    request uses would be too. Of replicas with equal sums, a random one is chosen.
 
     Without full attention, servers publish no events, so the least loaded is taken. Only replicas that got a prompt
     with an equal beginning can have some of it, so the caches of no others are examined.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int = 0) -> None:
+        self._ties = random.Random(seed)
         self._sent: dict[bytes, dict[int, Replica]] = {}  # by the key of the first 1, 2, 4, … blocks of prompts
 
     def choose(self, request: SimulatedRequest, replicas: Sequence[Replica]) -> Destination:
@@ -158,11 +160,14 @@ class LongestPrefix:
         def cached(replica: Replica) -> int:
             return size * len(found.get(replica, ()))
 
-        def cost(replica: Replica) -> tuple[float, int]:
-            return replica.load - cached(replica) / size - shared.get(replica, 0), replica.in_flight
+        def cost(replica: Replica) -> float:
+            return replica.load - cached(replica) / size - shared.get(replica, 0)
 
-        others = min(replicas, key=lambda replica: (replica.load, replica.in_flight))
-        chosen = min((others, *(each for each in found if each in replicas)), key=cost)
+        lightest = min(replica.load for replica in replicas)
+        idlest = [replica for replica in replicas if replica.load == lightest]
+        candidates = dict.fromkeys((*idlest, *(each for each in found if each in replicas)))
+        least = min(map(cost, candidates))
+        chosen = self._ties.choice([replica for replica in candidates if cost(replica) == least])
         for depth in _depths(most):
             self._sent.setdefault(chain.key(depth), {})[chosen.place] = chosen
         holder = max(found, key=cached, default=chosen)
@@ -190,11 +195,12 @@ def _depths(most: int) -> list[int]:
     return [1 << power for power in range(most.bit_length())]
 
 
-ROUTERS: dict[str, Callable[[], SimulatedRouter]] = {
+ROUTERS: dict[str, Callable[[int], SimulatedRouter]] = {
     "prefix": LongestPrefix,
-    "least_loaded": LeastLoaded,
-    "round_robin": _RoundRobin,
+    "least_loaded": lambda seed: LeastLoaded(),
+    "round_robin": lambda seed: _RoundRobin(),
 }
+"""Makers of routers, given a seed."""
 
 
 class Fleet:
@@ -215,7 +221,7 @@ class Fleet:
         num_prefill: int = 0,
     ) -> None:
         self.results = Results(router=router)
-        self._router = ROUTERS[router]()
+        self._router = ROUTERS[router](servers[0].seed)
         self._traffic = traffic
         self._give_up = give_up
         self._replicas = [Replica(place, server, self._ended) for place, server in enumerate(servers)]
