@@ -53,6 +53,28 @@ class ClientLeftError(HTTPException):
         super().__init__(CLIENT_CLOSED_REQUEST, "the client closed the connection")
 
 
+@dataclass(eq=False, slots=True)
+class _Work:
+    """Work in flight.
+
+    Attributes:
+        stopped_by: makes the error that the work ends with, as it was cancelled; None if it was not.
+    """
+
+    task: asyncio.Task[Any]
+    stopped_by: Callable[[], HTTPException | ApiError] | None = None
+
+    def stop(self, error: Callable[[], HTTPException | ApiError]) -> None:
+        if self.stopped_by is None:
+            self.stopped_by = error
+            self.task.cancel()
+
+    async def stop_at_departure(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.stop(ClientLeftError)
+
+
 class InFlight:
     """The work in flight for connected clients. Used only from the event loop.
 
@@ -66,17 +88,17 @@ class InFlight:
     def __init__(self, timeout: float | None = None) -> None:
         self._timeout = timeout
         self.draining = False
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._works: set[_Work] = set()
         self._cancelled = False
 
     def __len__(self) -> int:
-        return len(self._tasks)
+        return len(self._works)
 
     def cancel_all(self) -> None:
         """Cancel all work, present and future, with `SHUTTING_DOWN`."""
         self._cancelled = True
-        for task in self._tasks:
-            task.cancel()
+        for work in self._works:
+            work.stop(SHUTTING_DOWN)
 
     async def run(self, receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
         """Await `work`, and cancel it if its client disconnects. The request's body must have been read before.
@@ -85,33 +107,33 @@ class InFlight:
             ClientLeftError: the client closed the connection.
             ApiError: `cancel_all` was called, or the work took longer than the timeout.
         """
-        task = asyncio.ensure_future(work)
-        departure = asyncio.ensure_future(_departure(receive))
-        self._tasks.add(task)
         if self._cancelled:
-            task.cancel()
+            work.close()
+            raise SHUTTING_DOWN()
+        task = asyncio.current_task()
+        assert task is not None  # handlers run in tasks
+        # In this task, because a task of its own and waiting for both took 25 µs more of each request.
+        own = _Work(task)
+        self._works.add(own)
+        departure = asyncio.ensure_future(own.stop_at_departure(receive))
+        timer = None
+        if self._timeout is not None:
+            error = partial(REQUEST_TIMED_OUT, self._timeout)
+            timer = asyncio.get_running_loop().call_later(self._timeout, own.stop, error)
         try:
-            await asyncio.wait((task, departure), timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                if self._timeout is not None and not departure.done():
-                    raise REQUEST_TIMED_OUT(self._timeout)
-                raise ClientLeftError
-            if task.cancelled():
-                raise SHUTTING_DOWN()
-            return task.result()
+            result = await work
+        except (Exception, asyncio.CancelledError):
+            if own.stopped_by is None:
+                raise
         finally:
-            self._tasks.discard(task)
-            task.cancel()
+            self._works.discard(own)
             departure.cancel()
-            # Wait, so that the engine's iterators are closed and their blocks freed before the handler ends.
-            await asyncio.wait((task, departure))
-            if not task.cancelled():
-                task.exception()  # marks the exception as retrieved; asyncio would log it otherwise
-
-
-async def _departure(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+            if timer is not None:
+                timer.cancel()
+        if own.stopped_by is not None:
+            task.uncancel()
+            raise own.stopped_by()
+        return result
 
 
 class WholeAnswer(Response):
