@@ -188,6 +188,7 @@ class Server(uvicorn.Server):
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 ws="none",
                 root_path=config.root_path,
+                proxy_headers=False,  # nothing here uses a client's address or scheme
                 ssl_certfile=config.ssl_certfile,
                 ssl_keyfile=config.ssl_keyfile,
                 timeout_keep_alive=limits.keep_alive_timeout,  # type: ignore[arg-type]  # any number of seconds
