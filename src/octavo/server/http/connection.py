@@ -54,8 +54,8 @@ class ClientLeftError(HTTPException):
 
 
 @dataclass(eq=False, slots=True)
-class _Work:
-    """Work in flight.
+class _Running:
+    """Work in flight, in the task of its handler.
 
     Attributes:
         stopped_by: makes the error that the work ends with, as it was cancelled; None if it was not.
@@ -88,17 +88,17 @@ class InFlight:
     def __init__(self, timeout: float | None = None) -> None:
         self._timeout = timeout
         self.draining = False
-        self._works: set[_Work] = set()
+        self._running: set[_Running] = set()
         self._cancelled = False
 
     def __len__(self) -> int:
-        return len(self._works)
+        return len(self._running)
 
     def cancel_all(self) -> None:
         """Cancel all work, present and future, with `SHUTTING_DOWN`."""
         self._cancelled = True
-        for work in self._works:
-            work.stop(SHUTTING_DOWN)
+        for each in self._running:
+            each.stop(SHUTTING_DOWN)
 
     async def run(self, receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
         """Await `work`, and cancel it if its client disconnects. The request's body must have been read before.
@@ -113,8 +113,8 @@ class InFlight:
         task = asyncio.current_task()
         assert task is not None  # handlers run in tasks
         # In this task, because a task of its own and waiting for both took 25 µs more of each request.
-        own = _Work(task)
-        self._works.add(own)
+        own = _Running(task)
+        self._running.add(own)
         departure = asyncio.ensure_future(own.stop_at_departure(receive))
         timer = None
         if self._timeout is not None:
@@ -126,7 +126,7 @@ class InFlight:
             if own.stopped_by is None:
                 raise
         finally:
-            self._works.discard(own)
+            self._running.discard(own)
             departure.cancel()
             if timer is not None:
                 timer.cancel()
