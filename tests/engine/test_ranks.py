@@ -26,7 +26,7 @@ from octavo.errors import ConfigError
 from octavo.kvcache.formats import kv_dtype
 from octavo.models.kv_scale_file import Origin, write_scales
 from octavo.planner.machine import FollowedCores, UsableCores
-from octavo.runner.ranks import ANSWER_S
+from octavo.runner.ranks import ANSWER_S, RankGroup
 from octavo.sampling_params import SamplingParams
 from tests.conftest import MakeLLM, assert_idle, runner_of, swapping_is_cheaper, without_deadlines
 from tests.engine.preempting import thrash
@@ -68,6 +68,10 @@ def made(folder: Path, **options: Any) -> LLM:
         llm = LLM(str(folder), **{**TIGHT, **options})
     thrash(without_deadlines(llm.core))
     return llm
+
+
+def pids_of(group: RankGroup) -> list[int]:
+    return [process.pid for process in group._processes]
 
 
 def bits(outputs: list[RequestOutput]) -> list[Any]:
@@ -196,7 +200,7 @@ def test_a_rank_that_is_killed_ends_the_running_requests_and_the_group_restarts(
         core.step()
     group = runner_of(core)._ranks
     assert group is not None
-    os.kill(group.pids[0], how)
+    os.kill(pids_of(group)[0], how)
     until = time.monotonic() + 30
     while not group.failure and time.monotonic() < until:
         time.sleep(0.01)
@@ -220,7 +224,7 @@ def test_ranks_end_with_rank_0_however_it_ends_and_leave_no_shared_memory(tmp_pa
     script = (
         "import sys, time; from octavo import LLM; from tests.conftest import runner_of\n"
         f"llm = LLM({str(folder)!r}, tensor_parallel_size=2, num_threads=1, num_blocks=13, dtype='float32')\n"
-        "print(*runner_of(llm.core)._ranks.pids, flush=True); time.sleep(600)"
+        "print(*(p.pid for p in runner_of(llm.core)._ranks._processes), flush=True); time.sleep(600)"
     )
     before = set(os.listdir("/dev/shm"))
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
@@ -245,7 +249,7 @@ def test_a_rank_that_stops_is_given_up(two_ranks: LLM) -> None:
     group = runner_of(two_ranks.core)._ranks
     assert group is not None
     group.native.timeout_seconds = 1.0
-    os.kill(group.pids[0], signal.SIGSTOP)
+    os.kill(pids_of(group)[0], signal.SIGSTOP)
     began = time.monotonic()
     (output,) = two_ranks.generate({"prompt_token_ids": [3, 4, 5]}, SamplingParams(max_tokens=4), use_tqdm=False)
     group.native.timeout_seconds = ANSWER_S
@@ -264,7 +268,7 @@ def test_auto_is_a_rank_for_each_numa_node_bound_to_its_cpus(tmp_path: Path, mon
     with made(tmp_path, tensor_parallel_size="auto") as llm:
         group = runner_of(llm.core)._ranks
         assert group is not None
-        assert [os.sched_getaffinity(pid) for pid in (0, *group.pids)] == nodes
+        assert [os.sched_getaffinity(pid) for pid in (0, *pids_of(group))] == nodes
     assert os.sched_getaffinity(0) == ALLOWED_CPUS
     with made(tmp_path, tensor_parallel_size="auto", attention_backend="reference") as llm:
         assert runner_of(llm.core)._ranks is None, "that backend is not split"
@@ -280,7 +284,7 @@ def test_every_rank_follows_the_limits(tmp_path: Path, monkeypatch: pytest.Monke
     with made(tmp_path, tensor_parallel_size=2, num_threads=None) as llm:
         group = runner_of(llm.core)._ranks
         assert group is not None
-        other = Path(f"/proc/{group.pids[0]}/task")
+        other = Path(f"/proc/{pids_of(group)[0]}/task")
 
         def threads_after_a_prompt() -> tuple[int, int, int]:
             llm.generate({"prompt_token_ids": list(range(3, 23))}, SamplingParams(max_tokens=2), use_tqdm=False)
@@ -300,14 +304,14 @@ def test_a_rank_that_dies_while_the_engine_is_idle_is_replaced(tmp_path: Path, m
     core = made(tmp_path, tensor_parallel_size=2).core
     group = runner_of(core)._ranks
     assert group is not None
-    (before,) = group.pids
+    (before,) = pids_of(group)
 
     async def lose_a_rank() -> None:
         engine = AsyncEngine(core, "tiny")
         await engine.start()
         os.kill(before, signal.SIGKILL)
         async with asyncio.timeout(60):
-            while group.failure or group.pids in ([], [before]):
+            while group.failure or pids_of(group) in ([], [before]):
                 await asyncio.sleep(0.01)
         outputs = [output async for output in engine.generate([3, 4, 5], SamplingParams(max_tokens=4))]
         assert outputs[-1].finished

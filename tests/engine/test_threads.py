@@ -16,6 +16,7 @@ import pytest
 from octavo import SamplingParams, kernels
 from octavo.config import ALLOWED_CPUS
 from octavo.engine import model_loading, runner_builder
+from octavo.errors import ConfigError
 from octavo.planner.machine import FollowedCores, UsableCores, bind_threads
 from tests.conftest import MakeLLM
 
@@ -94,6 +95,11 @@ def test_an_engine_with_a_cpu_list_runs_on_those_cpus_and_says_so(
         assert f"running on the CPUs of --cpu-list: {last}" in caplog.text
         assert "1 CPU on 1 core," in caplog.text
         assert "computing with 1 rank of 1 thread" in caplog.text
+        llm.close()
+        assert os.sched_getaffinity(0) == ALLOWED_CPUS
+        with pytest.raises(ConfigError):
+            make_llm(tiny_llama, cpu_list=str(last), num_blocks=None, kv_cache_memory="1KiB")
+        assert os.sched_getaffinity(0) == ALLOWED_CPUS, "the engine was not built"
     finally:
         bind_threads(ALLOWED_CPUS)
 

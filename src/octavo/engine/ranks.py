@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 
@@ -33,13 +35,18 @@ from octavo.tiers.host import HostTier
 logger = logging.getLogger(__name__)
 
 
-def bound_cpus(target: LoadTarget) -> frozenset[int]:
-    """Return the CPUs that the engine may use; with `cpu_list`, this process is bound to them."""
+def bound_cpus(target: LoadTarget, undo: ExitStack) -> frozenset[int]:
+    """Return the CPUs that the engine may use. With `cpu_list`, this process is bound to them; `undo` unbinds it."""
     cpus = chosen_cpus(target.config.cpu_list)
     if target.config.cpu_list is not None:
         logger.info("running on the CPUs of --cpu-list: %s", target.config.cpu_list)
-        bind_threads(cpus)
+        _bind_until(undo, cpus)
     return cpus
+
+
+def _bind_until(undo: ExitStack, cpus: frozenset[int]) -> None:
+    undo.callback(bind_threads, frozenset(os.sched_getaffinity(0)))
+    bind_threads(cpus)
 
 
 def followed_threads(config: EngineConfig, followed: FollowedCores, cpus: frozenset[int]) -> Callable[[], int]:
@@ -55,8 +62,13 @@ def followed_threads(config: EngineConfig, followed: FollowedCores, cpus: frozen
     return lambda: max(1, min(most, followed.num_threads() // count))
 
 
-def start_ranks(target: LoadTarget, sizing: Sizing, num_threads: int, cpus: frozenset[int]) -> RankGroup:
-    """Start the other ranks of this machine, which load their shares while this one loads its own."""
+def start_ranks(
+    target: LoadTarget, sizing: Sizing, num_threads: int, cpus: frozenset[int], undo: ExitStack
+) -> RankGroup:
+    """Start the other ranks of this machine, which load their shares while this one loads its own.
+
+    Until `undo` is closed, they run, and this process is bound to the CPUs of its rank.
+    """
     config, model_config = target.config, target.model
     tokens = max(config.max_num_batched_tokens, config.max_num_seqs)  # of a step, at most
     spec, experts = sizing.spec, model_config.experts
@@ -75,26 +87,26 @@ def start_ranks(target: LoadTarget, sizing: Sizing, num_threads: int, cpus: froz
         2 * tokens * max(widths) * target.dtype.itemsize,
         tokens * model_config.vocab_size * 4,
     )
-    return RankGroup(
-        [
-            RankJob(
-                config=config,
-                rank=rank,
-                spec=sizing.rank_spec(rank),
-                dtype=dtype_name(target.dtype),
-                num_threads=num_threads,
-                file=-1,
-                memory=memory,
-                log_level=logging.getLogger().getEffectiveLevel(),
-                cpus=own,
-            )
-            for rank, own in zip(
-                config.own_ranks, rank_cpus(numa_nodes(allowed=cpus), len(config.own_ranks)), strict=True
-            )
-        ],
-        cpus,
-        _describe(target, sizing, memory) if config.nnodes > 1 else "",
-    )
+    of_ranks = rank_cpus(numa_nodes(allowed=cpus), len(config.own_ranks))
+    jobs = [
+        RankJob(
+            config=config,
+            rank=rank,
+            spec=sizing.rank_spec(rank),
+            dtype=dtype_name(target.dtype),
+            num_threads=num_threads,
+            file=-1,
+            memory=memory,
+            log_level=logging.getLogger().getEffectiveLevel(),
+            cpus=own,
+        )
+        for rank, own in zip(config.own_ranks, of_ranks, strict=True)
+    ]
+    ranks = RankGroup(jobs, _describe(target, sizing, memory) if config.nnodes > 1 else "")
+    undo.callback(ranks.close)
+    if of_ranks[0] != cpus:
+        _bind_until(undo, of_ranks[0])
+    return ranks
 
 
 def _describe(target: LoadTarget, sizing: Sizing, memory: tuple[int, int, int]) -> str:
@@ -123,9 +135,10 @@ def serve_ranks(config: EngineConfig) -> None:
     """
     target = choose_target(config)
     sizing, first = size_before_loading(target, 0), target.config.own_ranks.start
-    cpus = bound_cpus(target)
+    undo = ExitStack()
+    cpus = bound_cpus(target, undo)
     threads = followed_threads(target.config, FollowedCores(lambda: usable_cores(cpus)), cpus)
-    ranks, ended = start_ranks(target, sizing, num_threads := threads(), cpus), threading.Event()
+    ranks, ended = start_ranks(target, sizing, num_threads := threads(), cpus, undo), threading.Event()
 
     def follow_limits() -> None:
         while not ended.wait(FollowedCores.INTERVAL):
@@ -150,4 +163,4 @@ def serve_ranks(config: EngineConfig) -> None:
         raise ExecutorError(f"machine {config.node_rank} has ended: {error}") from error
     finally:
         ended.set()
-        ranks.close()
+        undo.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -69,9 +70,18 @@ def build_runner(config: EngineConfig, set_aside: int = 0) -> tuple[ModelRunner,
     Raises:
         ModelError, ConfigError: see `build_engine`.
     """
+    undo = ExitStack()  # of what outlives a call: the other ranks, and the CPUs that this process is bound to
+    try:
+        return _build(config, set_aside, undo)
+    except BaseException:
+        undo.close()
+        raise
+
+
+def _build(config: EngineConfig, set_aside: int, undo: ExitStack) -> tuple[ModelRunner, RunnerFacts]:
     target = choose_target(config)
     sizing = size_before_loading(target, set_aside)
-    cpus = bound_cpus(target)
+    cpus = bound_cpus(target, undo)
     followed = FollowedCores(lambda: usable_cores(cpus))
     threads = followed_threads(target.config, followed, cpus)
     num_threads = threads()
@@ -80,18 +90,19 @@ def build_runner(config: EngineConfig, set_aside: int = 0) -> tuple[ModelRunner,
         ranks_here = counted(len(target.config.own_ranks), "rank")
         logger.info("%s: computing with %s of %s", where, ranks_here, counted(num_threads, "thread"))
     if target.config.num_ranks == 1:
-        return _join(target, sizing, load_with_threads(target, num_threads), threads)
-    ranks = start_ranks(target, sizing, num_threads, cpus)
-    try:
-        model = load_with_threads(target, num_threads, Rank(target.share(0), ranks.native))
-        return _join(target, sizing, model, lambda: ranks.use_threads(threads()), ranks=ranks)
-    except BaseException:
-        ranks.close()
-        raise
+        return _join(target, sizing, load_with_threads(target, num_threads), threads, undo)
+    ranks = start_ranks(target, sizing, num_threads, cpus, undo)
+    model = load_with_threads(target, num_threads, Rank(target.share(0), ranks.native))
+    return _join(target, sizing, model, lambda: ranks.use_threads(threads()), undo, ranks)
 
 
 def _join(
-    target: LoadTarget, sizing: Sizing, model: CausalLM, num_threads: Callable[[], int], ranks: RankGroup | None = None
+    target: LoadTarget,
+    sizing: Sizing,
+    model: CausalLM,
+    num_threads: Callable[[], int],
+    undo: ExitStack,
+    ranks: RankGroup | None = None,
 ) -> tuple[ModelRunner, RunnerFacts]:
     """Size the cache, and join it with the loaded model."""
     config, source, device = target.config, target.source, model.device
@@ -122,6 +133,7 @@ def _join(
         num_threads=num_threads,
         capture=_capture(config, attention, arena, device),
         ranks=ranks,
+        on_close=undo.close,
     )
     if device.type == "cuda":
         _warm_up(config, runner)

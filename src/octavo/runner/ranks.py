@@ -31,7 +31,6 @@ from octavo.errors import ConfigError, ExecutorError
 from octavo.helper_process import HelperEndedError, HelperProcess, HelperTooSlowError
 from octavo.kernels import rank_memory, ranks
 from octavo.kvcache.spec import KVCacheSpec
-from octavo.planner.machine import bind_threads
 from octavo.runner.machines import Machines
 from octavo.scheduler.plan import StepPlan
 
@@ -83,7 +82,6 @@ class RankGroup:
 
     Args:
         jobs: the job of each rank of this machine, without `file`.
-        cpus: what this process runs on when the group has ended.
         description: of what all machines must run alike.
 
     Attributes:
@@ -91,7 +89,7 @@ class RankGroup:
         on_failure: called in another thread when a rank has ended or a machine is lost.
     """
 
-    def __init__(self, jobs: Sequence[RankJob], cpus: frozenset[int], description: str) -> None:
+    def __init__(self, jobs: Sequence[RankJob], description: str) -> None:
         if not hasattr(os, "memfd_create"):
             raise ConfigError("tensor_parallel_size needs anonymous shared memory, which only Linux has")
         self._file = os.memfd_create("octavo-ranks")
@@ -102,7 +100,6 @@ class RankGroup:
         self._processes: list[HelperProcess] = []
         self._waiting: list[threading.Thread] = []
         self._began_at = math.inf
-        self._cpus = cpus
         self._blocks = (0, 0)
         self._description = description
         config = jobs[0].config
@@ -110,8 +107,6 @@ class RankGroup:
         if self._machines is not None:
             self.native.set_link(*self._machines.link)
         self._start()
-        if jobs[0].cpus != cpus:
-            bind_threads(jobs[0].cpus)
 
     def _start(self) -> None:
         started: list[Future[HelperProcess]] = []
@@ -151,11 +146,6 @@ class RankGroup:
         """Let each rank of this machine compute the next step with so many threads; returns their number."""
         self.native.num_threads = count
         return count
-
-    @property
-    def pids(self) -> list[int]:
-        """The process ids of the other ranks of this machine."""
-        return [process.pid for process in self._processes]
 
     @property
     def failure(self) -> str:
@@ -221,8 +211,6 @@ class RankGroup:
     def close(self) -> None:
         """End the other ranks; may be called again."""
         self._end()
-        if self._jobs[0].cpus != self._cpus:
-            bind_threads(self._cpus)
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

@@ -51,6 +51,7 @@ class ModelRunner:
         capture: records decode steps of a `Decoder`, to be replayed; if None, or for other models, each step is
             launched kernel by kernel.
         ranks: the other ranks of a model that is split.
+        on_close: called by `close`.
 
     Attributes:
         num_threads: see above; None where there are no kernels.
@@ -71,6 +72,7 @@ class ModelRunner:
         num_threads: Callable[[], int] | None = None,
         capture: Capture | None = None,
         ranks: RankGroup | None = None,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.model = model
         self.arena = arena
@@ -97,6 +99,7 @@ class ModelRunner:
             self.graphs = DecodeGraphs(model, arena.layers, attention, inputs, capture, max_model_len=max_model_len)
         self._sampler = Sampler(make_choice(model.device))
         self._ranks = ranks
+        self._on_close = on_close
         self._mover = BlockMover(arena, host, make_link(model.device), ranks)
         self._has_failed = False
         self._unsampled: Collect | None = None  # of the last step, if its sampling was left for later
@@ -184,11 +187,11 @@ class ModelRunner:
 
     def close(self) -> None:
         """Free the model, the cache and host memory, even if something still refers to this. May be called again."""
-        ranks = self._ranks
+        on_close = self._on_close
         self.__dict__.clear()
         self._ranks = None  # an engine asks for their failure even when it is closed
-        if ranks is not None:
-            ranks.close()
+        self._on_close = lambda: None
+        on_close()
 
     def _with_times(self, result: StepResult) -> StepResult:
         mover = self._mover
