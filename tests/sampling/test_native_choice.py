@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from octavo import kernels
 from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.choice import Choice, DrawMasks, NativeChoice, with_limits
-from octavo.sampling.draw import uniforms
+from octavo.sampling.draw import random_streams, uniforms
 from octavo.sampling.penalties import add_amounts, adjust, penalise_repetition
 from tests.levels import LEVELS
 from tests.sampling.draws import batch_of, make_sequence
@@ -51,7 +51,7 @@ def is_close_call(logits: torch.Tensor, batch: SamplingBatch, again: bool) -> bo
     row = logits[0].numpy()
     kept = row > -np.inf
     probs, close = oracle_probs(row[kept], params)
-    [u] = uniforms(batch.records["seed"], batch.positions, again=again)
+    [u] = uniforms(random_streams(batch.records["seed"], again=again), batch.positions)
     return close or bool(np.min(np.abs(np.cumsum(probs) - u)) < TOLERANCE)
 
 
@@ -218,10 +218,13 @@ MASK: dict[str, Any] = {"allowed": torch.zeros(1, 1, dtype=torch.int32), "mask_o
         (MASK | {"allowed": torch.zeros(1, 2, dtype=torch.int32)}, r"allowed must have shape \[\*, 1\]"),
         (MASK | {"mask_of": torch.tensor([1])}, r"mask_of\[0\] is 1, must be in \[-1, 1\)"),
         (MASK | {"mask_of": None}, "allowed and mask_of come together"),
+        ({"token_ids": torch.zeros(2, dtype=torch.int64)}, r"token_ids must have shape"),
     ],
 )
 def test_a_bad_argument_of_a_draw_is_refused(changed: dict[str, torch.Tensor], message: str) -> None:
     given = {
+        "token_ids": torch.zeros(1, dtype=torch.int64),
+        "valid": torch.zeros(1, dtype=torch.uint8),
         "logits": torch.zeros(2, 5),
         "rows": torch.tensor([1]),
         "numbers": torch.tensor([[0.5, 1.0, 0.0, 1.0, 0.0]], dtype=torch.float64),

@@ -17,7 +17,7 @@ from octavo.errors import LogitsError
 from octavo.request import RequestId, Sequence
 from octavo.sampling.batch import BadWords, SamplingBatch, SamplingState
 from octavo.sampling.choice import Choice, NativeChoice, token_logprobs
-from octavo.sampling.draw import uniforms
+from octavo.sampling.draw import random_streams, uniforms
 from octavo.sampling.penalties import adjust
 from octavo.sampling.sampler import Sampler
 from octavo.sampling_params import SamplingParams
@@ -98,7 +98,7 @@ def oracle_probs(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray
 
 
 def oracle_token(probs: np.ndarray, seq: Sequence) -> tuple[int, bool]:
-    [u] = uniforms(np.array([seq.seed], np.uint64), np.array([seq.num_output_tokens]))
+    [u] = uniforms(random_streams(np.array([seq.seed], np.uint64)), np.array([seq.num_output_tokens]))
     cumulative = np.cumsum(probs)
     return int(np.searchsorted(cumulative, u, side="right")), bool(np.min(np.abs(cumulative - u)) < 1e-5)
 
@@ -234,7 +234,7 @@ def test_uniforms_follow_the_published_splitmix64() -> None:
         (mix((mix((s + golden) % 2**64) + (p + 1) * golden) % 2**64) >> 11) / 2**53
         for s, p in zip(seeds, positions, strict=True)
     ]
-    assert uniforms(np.array(seeds, np.uint64), np.array(positions)).tolist() == expected
+    assert uniforms(random_streams(np.array(seeds, np.uint64)), np.array(positions)).tolist() == expected
 
 
 @pytest.mark.parametrize("vocab", [5, 4096, 49153])
@@ -526,3 +526,23 @@ def test_bad_words_are_found_by_the_token_before_their_last() -> None:
     assert words.forbidden([4, 104]) == [7, 3]
     assert words.forbidden([5, 104]) == [7]
     assert words.forbidden([5]) == [7, 6]
+
+
+@each_choice
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 0.8, "min_tokens": 2}])
+def test_a_draw_prepared_once_draws_what_one_prepared_for_each_position_does(
+    choice: Choice, params: dict[str, Any]
+) -> None:
+    sampler, vocab = Sampler(choice), 300
+    snapshot = SamplingSnapshot(RequestId("r"), SamplingParams(**params, stop_token_ids=[3, 5]), 7, num_prompt_tokens=0)
+    state = SamplingState.of(snapshot, np.zeros(0, np.int32))
+    batch = SamplingBatch.of([state], [0])
+    draw = sampler.prepare(batch, vocab)
+    for position in range(5):
+        logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(position))
+        logits[0, [3, 5]] += 9.0 - 3.0 * position
+        batch.positions[:] = position
+        batch.numbers()
+        token_ids, collect = draw(logits)
+        expected = sampler.sample(logits, SamplingBatch.of([state], [position])).token_ids
+        assert tuple(token_ids.tolist()) == collect().token_ids == expected

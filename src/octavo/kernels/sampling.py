@@ -8,15 +8,20 @@ from octavo.kernels.library import native
 
 
 def draw_tokens(
+    token_ids: torch.Tensor,
+    valid: torch.Tensor,
     logits: torch.Tensor,
     rows: torch.Tensor,
     numbers: torch.Tensor,
     allowed: torch.Tensor | None = None,
     mask_of: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> None:
     """One token a draw: the largest logit, or by the filters and the inversion of `sampling/draw.py`.
 
     Args:
+        token_ids: int64 [draws], written: the lowest of equals where the largest is wanted.
+        valid: uint8 [draws], written: 1 where the logits that are looked at make a distribution, else the token is
+            void.
         logits: float32 [*, vocab]; only read.
         rows: int64 [draws], the row of logits that each draw looks at.
         numbers: float64 [draws, 5]: a uniform number in [0, 1), temperature (0: the largest logit), min_p (0: off),
@@ -25,17 +30,10 @@ def draw_tokens(
         mask_of: int64 [draws], the row of `allowed` that holds for each draw, or -1: all tokens may be drawn. Given if
             `allowed` is.
 
-    Returns:
-        int64 [draws] token ids, the lowest of equals where the largest is wanted; uint8 [draws], 1 where the logits
-        that are looked at make a distribution, else the token is void.
-
     Raises:
         ValueError: mismatched shapes or dtypes, a row that there is not, a parameter that means nothing.
     """
-    token_ids = torch.empty(len(numbers), dtype=torch.int64)
-    valid = torch.empty(len(numbers), dtype=torch.uint8)
     native.draw_tokens(logits, rows, numbers, allowed, mask_of, token_ids, valid)
-    return token_ids, valid
 
 
 def penalise_repetition(

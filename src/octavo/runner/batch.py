@@ -18,6 +18,7 @@ from octavo.kvcache.attended import Masses
 from octavo.runner.inputs import InputViews, StepInputs, padded_size
 from octavo.runner.sequences import Rows, SequenceTable
 from octavo.sampling.batch import SamplingBatch
+from octavo.sampling.sampler import PlainDraw
 from octavo.scheduler.plan import DRAWN, PromptPool, PromptScores, StepPlan
 from octavo.storage.device_copy import to_device
 
@@ -56,6 +57,7 @@ class StepBatch:
         pools: (first row, positions to pool) for embeddings.
         fits_graphs: whether all its tokens are decodes, in `BatchBuilder.inputs`.
         is_plain: whether it draws tokens, and nothing but their ids is wanted.
+        draw: what `Sampler.prepare` has returned for `sampling`, if `is_plain`; None if it has not been called.
         drawing_rows: int64 [draws], the table row of each.
     """
 
@@ -79,6 +81,7 @@ class StepBatch:
         self.scores: list[tuple[int, PromptScores]] = []
         self.pools: list[tuple[int, PromptPool]] = []
         self.sampling, self.is_plain = _NO_DRAWS, False
+        self.draw: PlainDraw | None = None
         # By the plan's row, for each of its queries: where its mass begins, and how many blocks each group has.
         self._measured: dict[int, list[tuple[int, list[int]]]] = {}
         self.fits_graphs = in_graphs and _each_draws(plan)
@@ -194,7 +197,7 @@ class StepBatch:
         drawn = positions if self._drawn is None else positions[self._drawn]
         depends = self._follows_tokens and self._num_drafted is not None  # each draw of a row has its own state
         if self.sampling is _NO_DRAWS or depends:
-            self.sampling = self._table.draws(self.drawing_rows, drawn + 1, self._seeds)
+            self.sampling, self.draw = self._table.draws(self.drawing_rows, drawn + 1, self._seeds), None
             self.is_plain = len(drawn) > 0 and self.sampling.is_plain and not (self.scores or self.pools)
             self._not_output = self.sampling.records["num_prompt_tokens"] - 1
         else:

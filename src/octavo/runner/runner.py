@@ -205,6 +205,14 @@ class ModelRunner:
         if self._calibrated and any(layer.finds_scales for layer in self._calibrated):
             attention = ReferenceAttention()  # kernels require scales that have already been chosen
         step = (batch.token_ids, batch.attention, self.arena.layers, attention, batch.logits_indices)
+        draw = None
+        if batch.is_plain and batch.attention.measured is None:
+            draw = batch.draw
+            if draw is None:
+                vocab, row_of = self.model.vocab_size, batch.sample_rows
+                draw = batch.draw = self._sampler.prepare(batch.sampling, vocab, row_of, overwrite_logits=True)
+            else:
+                batch.sampling.numbers()
         self.is_computing = True
         try:
             has_graph = batch.fits_graphs and attention is self.attention and batch.attention.sinks is None
@@ -214,8 +222,8 @@ class ModelRunner:
                 logits, later = self.model.forward_in_part(*step, batch.num_sample_rows)
         finally:
             self.is_computing = False
-        if batch.is_plain and batch.attention.measured is None:
-            token_ids, collect = self._sampler.draw(logits, batch.sampling, batch.sample_rows, overwrite_logits=True)
+        if draw is not None:
+            token_ids, collect = draw(logits)
             self._batches.note_drawn(token_ids)
             return collect
         return self._later(partial(self._sample_and_score, batch, logits, later))

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.grammar.state import GrammarState
 from octavo.request_limits import MOST_BAD_WORD_TOKENS
-from octavo.sampling.draw import uniforms
+from octavo.sampling.draw import random_streams, uniforms
 from octavo.scheduler.plan import SamplingSnapshot
 
 IntArray = npt.NDArray[np.int64]
@@ -208,9 +209,9 @@ class SamplingState:
         return replace(self, counts=counts, grammar=None if self.grammar is None else self.grammar.fork())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SamplingBatch:
-    """The draws of one step.
+    """The draws of one step. Usually the next step has the same: only `positions` change, in place.
 
     Attributes:
         records: `RECORD` [draws].
@@ -235,17 +236,33 @@ class SamplingBatch:
     def __len__(self) -> int:
         return len(self.states)
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Whether all draws need only a token: no grammar, no log-probabilities, no beam candidates."""
         records = self.records
         return not (records["structured"] | records["needs_logprobs"] | records["beam"]).any()
 
     @property
+    def is_adjusted(self) -> bool:
+        """Whether biases, penalties or `min_tokens` change some logits before the choice."""
+        is_adjusted, may_end = self._adjusting
+        return is_adjusted or (not may_end and bool(self.must_not_end.any()))
+
+    @cached_property
+    def _adjusting(self) -> tuple[bool, bool]:
+        records = self.records
+        return bool(records["adjusted"].any()), not records["min_tokens"].any()
+
+    @property
     def adjusted(self) -> npt.NDArray[np.bool_]:
         """bool [draws]: whether biases, penalties or `min_tokens` change the logits before the choice."""
         adjusted: npt.NDArray[np.bool_] = self.records["adjusted"] | self.must_not_end
         return adjusted
+
+    @cached_property
+    def limited(self) -> IntArray:
+        """The draws that are limited to `allowed_token_ids`."""
+        return np.flatnonzero(self.records["limited"])
 
     @property
     def must_not_end(self) -> npt.NDArray[np.bool_]:
@@ -259,17 +276,27 @@ class SamplingBatch:
 
             uniform | temperature | min_p | top_p | top_k        a temperature of 0 is greedy, and needs no uniform
 
+        Always the same array, with the numbers of the present `positions`, unless `again` is set.
+
         Args:
-            again: see `uniforms`.
+            again: see `random_streams`.
         """
+        table, streams = self._table
+        if streams is not None:
+            if again:
+                table, streams = table.copy(), random_streams(self.records["seed"], again=True)
+            table[:, 0] = uniforms(streams, self.positions)
+        return table
+
+    @cached_property
+    def _table(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint64] | None]:
+        """The columns of `numbers` but the first, and the streams of its numbers; None if all draws are greedy."""
         records, table = self.records, np.zeros((len(self), 5))
         is_greedy = records["greedy"]
-        if not is_greedy.all():
-            table[:, 0] = uniforms(records["seed"], self.positions, again=again)
-            table[:, 1] = np.where(is_greedy, 0.0, records["temperature"])
+        table[:, 1] = np.where(is_greedy, 0.0, records["temperature"])
         for column, name in enumerate(("min_p", "top_p", "top_k"), start=2):
             table[:, column] = records[name]
-        return table
+        return table, None if is_greedy.all() else random_streams(records["seed"])
 
     def select(self, draws: npt.NDArray[np.int64]) -> SamplingBatch:
         """Return a batch of some of the draws."""

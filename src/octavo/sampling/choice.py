@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,8 @@ DrawRows = npt.NDArray[np.int64]
 """Indices of draws."""
 Flags = npt.NDArray[np.bool_]
 """One flag per draw."""
+Draw = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Chooses from logits; returns what `Choice.choose` does."""
 
 # Number of logits processed at a time. Copies of a few MiB stay in a CPU's cache and with its allocator, which returns
 # larger ones to the system after each use.
@@ -90,9 +92,28 @@ class Choice:
         Returns:
             int64 [draws] token ids, and bool [draws]: whether the row's logits allow a choice.
         """
-        masks = with_limits(masks, batch, logits.shape[1])
+        return self.prepare(batch, logits.shape[1], masks, rows, again=again)(logits)
+
+    def prepare(
+        self,
+        batch: SamplingBatch,
+        vocab: int,
+        masks: DrawMasks | None = None,
+        rows: DrawRows | None = None,
+        *,
+        again: bool = False,
+    ) -> Draw:
+        """Do what `choose` does before it needs the logits, which have `vocab` columns.
+
+        What it returns may be called again when the batch's positions and `numbers` have changed; it then returns the
+        same tensors.
+        """
+        masks = with_limits(masks, batch, vocab)
         rows = np.arange(len(batch)) if rows is None else rows
-        return self._draw(logits, rows, batch.numbers(again=again), masks)
+        return self._prepare(rows, batch.numbers(again=again), masks)
+
+    def _prepare(self, rows: DrawRows, numbers: npt.NDArray[np.float64], masks: DrawMasks | None) -> Draw:
+        return lambda logits: self._draw(logits, rows, numbers, masks)
 
     def _draw(
         self, logits: torch.Tensor, rows: DrawRows, numbers: npt.NDArray[np.float64], masks: DrawMasks | None
@@ -154,12 +175,17 @@ class NativeChoice(Choice):
     of a row's mass. Each row is processed by one thread, without the GIL.
     """
 
-    def _draw(
-        self, logits: torch.Tensor, rows: DrawRows, numbers: npt.NDArray[np.float64], masks: DrawMasks | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _prepare(self, rows: DrawRows, numbers: npt.NDArray[np.float64], masks: DrawMasks | None) -> Draw:
         bits = () if masks is None else (masks.words.view(np.int32), masks.mask_of)
-        token_ids, valid = kernels.draw_tokens(logits, *map(torch.from_numpy, (rows, numbers, *bits)))
-        return token_ids, valid.view(torch.bool)
+        given = [*map(torch.from_numpy, (rows, numbers, *bits))]
+        token_ids, valid = torch.empty(len(rows), dtype=torch.int64), torch.empty(len(rows), dtype=torch.bool)
+        flags = valid.view(torch.uint8)
+
+        def draw(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            kernels.draw_tokens(token_ids, flags, logits, *given)
+            return token_ids, valid
+
+        return draw
 
     def score(
         self, logits: torch.Tensor, rows: DrawRows, token_ids: torch.Tensor, num_top: list[int]
@@ -182,8 +208,7 @@ class NativeChoice(Choice):
 
 def with_limits(masks: DrawMasks | None, batch: SamplingBatch, vocab: int) -> DrawMasks | None:
     """Add a mask for each draw that is limited by `allowed_token_ids`; None if there is no mask at all."""
-    draws = np.flatnonzero(batch.records["limited"])
-    if not len(draws):
+    if not len(draws := batch.limited):
         return masks
     words = np.zeros((len(draws), -(-vocab // 32)), dtype=np.uint32)
     for row, i in zip(words, draws.tolist(), strict=True):

@@ -26,23 +26,26 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _SECOND = np.uint64(0xD1B54A32D192ED03)
 
 
-def uniforms(
-    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64], *, again: bool = False
-) -> npt.NDArray[np.float64]:
-    """Return one number in [0, 1) for each (seed, position): float64 [rows], multiples of 2^-53.
+def random_streams(seeds: npt.NDArray[np.uint64], *, again: bool = False) -> npt.NDArray[np.uint64]:
+    """Return where each seed's stream of random numbers starts: uint64 [rows].
+
+    Sequences have consecutive integers as seeds, whose raw streams would be the same stream shifted by one step, so
+    seeds are mixed.
 
     Args:
-        again: whether to return a second number for each position, independent of the first.
+        again: whether to return a second stream for each seed, independent of the first.
+    """
+    start = _mix(seeds + _GOLDEN)
+    return _mix(start ^ _SECOND) if again else start
+
+
+def uniforms(streams: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Return one number in [0, 1) for each (stream, position): float64 [rows], multiples of 2^-53.
 
     The number is output `position` of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
-    generators"), started from the mixed seed. Sequences have consecutive integers as seeds, whose raw streams would be
-    the same stream shifted by one step.
+    generators").
     """
-    with np.errstate(over="ignore"):
-        start = _mix(seeds + _GOLDEN)
-        if again:
-            start = _mix(start ^ _SECOND)
-        drawn = _mix(start + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    drawn = _mix(streams + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return (drawn >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

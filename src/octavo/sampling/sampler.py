@@ -31,6 +31,9 @@ from octavo.sampling.structured import StructuredDraws
 from octavo.scheduler.plan import Candidate, SamplingSnapshot, StepResult
 from octavo.storage.device_copy import begin_copy_to_host
 
+PlainDraw = Callable[[torch.Tensor], tuple[torch.Tensor, Callable[[], StepResult]]]
+"""Samples from logits; see `Sampler.prepare`."""
+
 
 def make_choice(device: torch.device) -> Choice:
     """Return the fastest `Choice` that runs on the device."""
@@ -60,7 +63,6 @@ class Sampler:
         self._choice = choice or Choice()
         self._structured = StructuredDraws(self._choice)
 
-    @torch.inference_mode()
     def sample(
         self,
         logits: torch.Tensor,
@@ -100,32 +102,43 @@ class Sampler:
             )
         return _merged(parts, len(batch))
 
-    @torch.inference_mode()
-    def draw(
-        self,
-        logits: torch.Tensor,
-        batch: SamplingBatch,
-        row_of: Seq[int] | None = None,
-        *,
-        overwrite_logits: bool = False,
-    ) -> tuple[torch.Tensor, Callable[[], StepResult]]:
-        """Sample for a batch that `is_plain`, without waiting for the tokens; arguments as of `sample`.
+    def prepare(
+        self, batch: SamplingBatch, vocab: int, row_of: Seq[int] | None = None, *, overwrite_logits: bool = False
+    ) -> PlainDraw:
+        """Prepare to sample for a batch that `is_plain`, without waiting for the tokens; arguments as of `sample`.
+
+        Right after a model has read all its weights, each call of another function costs microseconds, so this is done
+        once for all steps with the same batch. Before each, the batch's `numbers` must be brought up to date.
+
+        Args:
+            vocab: width of the logits.
 
         Returns:
-            int64 [draws] token ids, on the device, and a function that waits for them and raises as `sample` does.
+            A function of the logits. It returns int64 [draws] token ids, on the device, which the next call may
+            overwrite, and a function that waits for them; either raises as `sample` does.
         """
-        logits = logits.float().contiguous() if row_of is None else _spread(logits, len(batch), row_of)
-        token_ids, valid = self._choice.choose(self._adjusted(logits, batch, overwrite_logits), batch)
-        arrived = _to_host(token_ids, valid)
+        choose = self._choice.prepare(batch, vocab)
 
-        def collect() -> StepResult:
-            ids_on_host, valid = arrived()
-            _require_valid(valid, batch)
-            return StepResult(tuple(ids_on_host.tolist()))
+        def draw(logits: torch.Tensor) -> tuple[torch.Tensor, Callable[[], StepResult]]:
+            if row_of is not None:
+                logits = _spread(logits, len(batch), row_of)
+            elif logits.dtype is not torch.float32 or not logits.is_contiguous():
+                logits = logits.float().contiguous()
+            token_ids, valid = choose(_adjusted(logits, batch, overwrite_logits) if batch.is_adjusted else logits)
+            arrived = _to_host(token_ids, valid)
 
-        return token_ids, collect
+            def collect() -> StepResult:
+                ids_on_host, valid = arrived()
+                _require_valid(valid, batch)
+                return StepResult(tuple(ids_on_host.tolist()))
 
-    @torch.inference_mode()
+            if token_ids.is_cuda:
+                return token_ids, collect
+            result = collect()
+            return token_ids, lambda: result
+
+        return draw
+
     def score(self, logits: torch.Tensor, targets: Seq[int], num_top: int) -> tuple[TokenLogprobs, ...]:
         """Return the log-probabilities of given tokens, for prompt logprobs.
 
@@ -142,10 +155,10 @@ class Sampler:
         self, logits: torch.Tensor, batch: SamplingBatch, own: npt.NDArray[np.bool_], *, overwrite_logits: bool
     ) -> StepResult:
         if batch.is_plain:
-            return self.draw(logits, batch, overwrite_logits=overwrite_logits)[1]()
+            return self.prepare(batch, logits.shape[1], overwrite_logits=overwrite_logits)(logits)[1]()
         structured = np.flatnonzero(batch.records["structured"])
         overwrite_logits = overwrite_logits and not batch.records["needs_logprobs"].any()
-        chosen_from = self._adjusted(logits, batch, overwrite_logits)
+        chosen_from = _adjusted(logits, batch, overwrite_logits) if batch.is_adjusted else logits
         forced: dict[int, tuple[int, ...]] = {}
         if len(structured):
             token_ids, valid, forced = self._structured.draw(chosen_from, batch, structured, own)
@@ -163,13 +176,6 @@ class Sampler:
             logprobs = dict(zip(draws, scored, strict=True))
         return StepResult(tuple(drawn), logprobs, forced=forced)
 
-    def _adjusted(self, logits: torch.Tensor, batch: SamplingBatch, overwrite: bool) -> torch.Tensor:
-        if not batch.adjusted.any():
-            return logits
-        logits = logits if overwrite else logits.clone()
-        adjust(logits, batch)
-        return logits
-
     def _candidates(self, logits: torch.Tensor, batch: SamplingBatch) -> StepResult:
         """Return each beam's likeliest tokens; biases and penalties change log-probabilities, as in transformers.
 
@@ -177,7 +183,7 @@ class Sampler:
         """
         snapshots = [state.snapshot for state in batch.states]
         most = min(max(snapshot.num_candidates for snapshot in snapshots), logits.shape[1])
-        is_adjusted = batch.adjusted.any()
+        is_adjusted = batch.is_adjusted
         # The model's likeliest tokens, which are reported, and the likeliest after biases and penalties.
         raw, raw_ids = logits, torch.empty(0)
         if not is_adjusted or batch.records["needs_logprobs"].any():
@@ -207,6 +213,12 @@ class Sampler:
             {i: candidate.logprobs for i, candidate in best.items() if candidate.logprobs is not None},
             found,
         )
+
+
+def _adjusted(logits: torch.Tensor, batch: SamplingBatch, overwrite: bool) -> torch.Tensor:
+    logits = logits if overwrite else logits.clone()
+    adjust(logits, batch)
+    return logits
 
 
 def _merged(parts: list[tuple[DrawRows, StepResult]], num_draws: int) -> StepResult:
@@ -264,8 +276,8 @@ def _known_of_likeliest(
 
 
 def _require_valid(valid: torch.Tensor, batch: SamplingBatch) -> None:
-    if not bool(valid.all()):
-        bad = [state.snapshot.request_id for state, ok in zip(batch.states, valid.tolist(), strict=True) if not ok]
+    if not all(flags := valid.tolist()):
+        bad = [state.snapshot.request_id for state, ok in zip(batch.states, flags, strict=True) if not ok]
         raise LogitsError(list(dict.fromkeys(bad)))
 
 
