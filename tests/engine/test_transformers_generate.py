@@ -12,14 +12,13 @@ import transformers
 from octavo import kernels
 from octavo.checkpoint.model_source import load_model_config, resolve_model
 from octavo.models.decoder import Decoder
-from octavo.models.loader import iter_weights
 from octavo.models.native_decoder import NativeDecoder
 from octavo.sampling_params import SamplingParams
 from tests.conftest import MakeLLM
 from tests.engine.preempting import thrash
 from tests.models.test_families import FAMILIES
 from tests.models.test_transformers_bridge import build
-from tests.models.tiny import write_hf_model
+from tests.models.tiny import load_weights, write_hf_model
 
 pytestmark = pytest.mark.integration
 
@@ -82,7 +81,7 @@ def smollm2_of_transformers() -> Any:
         model = transformers.LlamaForCausalLM(config)
     model.to_empty(device="cpu")
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
-    missing, unexpected = model.load_state_dict(dict(iter_weights(source, c, torch.float32)), strict=False)
+    missing, unexpected = model.load_state_dict(load_weights(source, c), strict=False)
     assert set(missing) <= {"lm_head.weight"}
     assert not unexpected
     model.tie_weights()

@@ -17,7 +17,7 @@ from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 
 from octavo.checkpoint.model_source import load_model_config, resolve_model
 from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
-from octavo.models.loader import expected_shapes, iter_weights, open_weights
+from octavo.models.loader import expected_shapes, open_weights
 from octavo.models.weights import WeightSource
 from tests.models import tiny
 
@@ -55,7 +55,7 @@ def test_safetensors_are_read_whole_or_in_shards(shards: bool, tmp_path: Path) -
     model = tiny.write_hf_model(tmp_path, "Llama", shards=shards)
     assert (tmp_path / "model.safetensors.index.json").exists() == shards
     source = resolve_model(str(tmp_path))
-    assert_same_bits(dict(iter_weights(source, load_model_config(source), torch.float32)), model)
+    assert_same_bits(tiny.load_weights(source, load_model_config(source)), model)
 
 
 def test_a_dtype_is_converted_as_torch_rounds(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_gguf_weights_are_bit_by_bit_those_transformers_loads(family: str, quant
     tiny.write_gguf(path, tiny.make_model(family), quantization=quantization)
     source = resolve_model(str(path))
     theirs = tiny.load_gguf_with_transformers(path)
-    assert_same_bits(dict(iter_weights(source, load_model_config(source), torch.float32)), theirs)
+    assert_same_bits(tiny.load_weights(source, load_model_config(source)), theirs)
 
 
 @pytest.mark.slow
@@ -158,7 +158,7 @@ def test_k_quants_are_bit_by_bit_those_transformers_loads(quantization: str, tmp
     tiny.write_gguf(path, model, quantization=quantization)
     source = resolve_model(str(path))
     theirs = tiny.load_gguf_with_transformers(path)
-    assert_same_bits(dict(iter_weights(source, load_model_config(source), torch.float32)), theirs)
+    assert_same_bits(tiny.load_weights(source, load_model_config(source)), theirs)
 
 
 def test_rows_of_queries_and_keys_come_back_in_hugging_face_order(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_the_packaged_model_is_bit_by_bit_what_gguf_and_transformers_make_of_it(
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(source.path).tensors}
     reorder = LlamaTensorProcessor({"num_attention_heads": 9, "num_key_value_heads": 3})
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 30)
-    for name, tensor in iter_weights(source, load_model_config(source), torch.float32):
+    for name, tensor in tiny.load_weights(source, load_model_config(source)).items():
         stem, kind = name.rsplit(".", 1)
         theirs = stored[f"{names.get_name(stem)}.{kind}"]
         expected = reorder.process(gguf.dequantize(theirs.data, theirs.tensor_type), theirs.name).weights

@@ -15,6 +15,10 @@ import transformers
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from octavo.checkpoint.model_config import ModelConfig
+from octavo.checkpoint.model_source import ModelSource
+from octavo.models.loader import expected_shapes, open_weights
+
 # A GPU machine may lack what only GGUF files need.
 with contextlib.suppress(ImportError):
     import gguf
@@ -224,6 +228,12 @@ def _unfused(tensors: Mapping[str, torch.Tensor], *, transposed: bool) -> dict[s
         else:
             unfused[f"{stem}.down_proj{ending}"] = tensor
     return unfused
+
+
+def load_weights(source: ModelSource, config: ModelConfig) -> dict[str, torch.Tensor]:
+    """Every tensor of a model in float32, as Octavo reads it, by its Hugging Face name."""
+    weights = open_weights(source, config)
+    return {name: weights.get(name, torch.float32) for name in expected_shapes(config)}
 
 
 def load_gguf_with_transformers(path: Path) -> Any:

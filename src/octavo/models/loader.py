@@ -6,7 +6,7 @@ holds more than one tensor twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -56,13 +56,6 @@ def _open(source: ModelSource, config: ModelConfig, online: str | None) -> Weigh
     from octavo.models.gguf_weights import GGUFWeights
 
     return GGUFWeights(GGUFFile(source.path), config)
-
-
-def iter_weights(source: ModelSource, config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of `config` with its Hugging Face name, in the order of the layers."""
-    weights = open_weights(source, config)
-    for name in expected_shapes(config):
-        yield name, weights.get(name, dtype)
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
