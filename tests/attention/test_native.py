@@ -384,13 +384,14 @@ def test_the_good_arguments_of_that_test_are_good(caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize("level", LEVELS)
 def test_latents_have_the_bits_of_values_that_are_stored_apart(level: str, dtype: str) -> None:
     kernels.force_isa(level)
-    for key_dim, value_dim, group, block_size in ((576, 512, 5, 16), (80, 64, 20, 32)):
+    # Contexts of one split, and of several.
+    for key_dim, value_dim, group, block_size, first in ((576, 512, 5, 16, 70), (80, 64, 20, 32, 600)):
         outputs = []
         for latent in (False, True):
             torch.manual_seed(key_dim)
             paged = PagedSequences([LayerKVSpec(1, key_dim, value_dim, latent=latent)], block_size, 2, 700, dtype=dtype)
             (kv,) = paged.kv
-            for step in ({0: 600, 1: 33}, {0: 1, 1: 1}, {1: 19, 0: 1}):
+            for step in ({0: first, 1: 33}, {0: 1, 1: 1}, {1: 19, 0: 1}):
                 batch = paged.step(step)
                 key = torch.randn(batch.num_tokens, 1, key_dim)
                 kv.write(key, key[..., -value_dim:], batch.groups[0].slot_mapping)

@@ -42,7 +42,7 @@ def params(tokens: int | None = BUDGET, mode: str = "sinks", **more: Any) -> Sam
         if tokens is None
         else {"mode": {"entropy": "sparse_read", "groups": "bounded"}.get(mode, mode), "tokens": tokens}
     )
-    return SamplingParams(**{"max_tokens": 200, "temperature": 0, "ignore_eos": True, **more}, kv_budget=budget)
+    return SamplingParams(**{"max_tokens": 120, "temperature": 0, "ignore_eos": True, **more}, kv_budget=budget)
 
 
 @cache

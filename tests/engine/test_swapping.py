@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.engine.test_same_tokens import alone, assert_same, thrash, workload  
 from tests.runner.test_swapping import CountingLink
 
 CACHES: list[dict[str, Any]] = [{"enable_prefix_caching": False}, {"prefix_cache": "hashed"}, {"prefix_cache": "radix"}]
+WAYS = ["recomputed", "swapped in turn", "swapped while computing"]
 
 
 def tight(**options: Any) -> dict[str, Any]:
@@ -34,9 +36,11 @@ def block_bytes(core: EngineCore) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["recomputed", "swapped in turn", "swapped while computing"])
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("model", ["tiny_llama", "tiny_mistral"])
+@pytest.mark.parametrize(
+    ("model", "cache", "way"),
+    # A model with a window: each cache, and each way.
+    [*product(["tiny_llama"], CACHES, WAYS), *zip(["tiny_mistral"] * 3, CACHES, WAYS, strict=True)],
+)
 def test_preemption_changes_no_token(
     make_llm: MakeLLM,
     request: pytest.FixtureRequest,

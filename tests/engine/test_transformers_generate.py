@@ -92,10 +92,10 @@ def smollm2_of_transformers() -> Any:
 def test_smollm2_on_twenty_prompts(make_llm: MakeLLM) -> None:
     llm = make_llm("smollm2", max_model_len=256, max_num_seqs=20)
     outputs = llm.generate(
-        SMOLLM2_PROMPTS, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), use_tqdm=False
+        SMOLLM2_PROMPTS, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False
     )
     prompts = [output.prompt_token_ids for output in outputs]
-    expected = generate(smollm2_of_transformers(), prompts, 20, eos_token_id=None)
+    expected = generate(smollm2_of_transformers(), prompts, 12, eos_token_id=None)
     assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
@@ -104,13 +104,13 @@ class Expected:
 
     def __init__(self, model: Any, vocab: int) -> None:
         generator = torch.Generator().manual_seed(1)
-        self.prompts = [torch.randint(3, vocab, (n,), generator=generator).tolist() for n in (1, 2, 9, 30, 33, 50)]
-        self.tokens = [generate(model, [prompt], 40, eos_token_id=None)[0] for prompt in self.prompts]
+        self.prompts = [torch.randint(3, vocab, (n,), generator=generator).tolist() for n in (1, 9, 33, 50)]
+        self.tokens = [generate(model, [prompt], 30, eos_token_id=None)[0] for prompt in self.prompts]
         assert len(set(map(tuple, self.tokens))) == len(self.prompts), "the model is blind to its context"
 
     def assert_same(self, llm: Any) -> int:
         """Compare the tokens of an engine; returns how many prompt tokens were cached."""
-        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
         outputs = llm.generate([{"prompt_token_ids": p} for p in self.prompts], params, use_tqdm=False)
         assert [output.outputs[0].token_ids for output in outputs] == self.tokens
         return sum(output.num_cached_tokens for output in outputs)
@@ -125,7 +125,8 @@ def test_native_families(make_llm: MakeLLM, tmp_path: Path, family: str) -> None
     assert isinstance(llm.core.runner.model, NativeDecoder if kernels.available() else Decoder)
     expected.assert_same(llm)
     assert expected.assert_same(llm) > 0, "nothing was cached"
-    num_blocks = 36 if family in ("Gemma3", "Cohere2") else 20  # two groups of layers take more
+    # A little more than the longest needs: groups of layers have tables of their own.
+    num_blocks = {"Gemma3": 30, "Cohere2": 26, "GptOss": 17}.get(family, 11)
     tight = make_llm(tmp_path, block_size=16, max_num_batched_tokens=32, num_blocks=num_blocks)
     thrash(tight.core)
     expected.assert_same(tight)
