@@ -42,8 +42,8 @@ struct PackedRows {
     uint64_t call = 0;          // which product and which of its blocks of rows is packed here
     int64_t block = 0;
     uint32_t* units() { return reinterpret_cast<uint32_t*>(lines.data()); }
-    void make_room(int64_t rows, int64_t units_per_row) {
-        const int64_t needed = (rows * units_per_row * 4 + 63) / 64 + 1;
+    void make_room(int64_t rows, int64_t room_per_row) {
+        const int64_t needed = (rows * room_per_row * 4 + 63) / 64 + 1;
         if (!kKeepsMemory) lines.clear(), lines.shrink_to_fit();
         if (static_cast<int64_t>(lines.size()) < needed) lines.resize(needed);
     }
@@ -51,7 +51,7 @@ struct PackedRows {
     template <class Product>
     void fill(const Product& product, uint64_t of_call, int64_t of_block, int64_t begin, int64_t end) {
         if (call == of_call && block == of_block) return;
-        make_room(product.groups().begin(end) - product.groups().begin(begin), product.units_per_row);
+        make_room(product.groups().begin(end) - product.groups().begin(begin), product.room_per_row);
         for (int64_t g = begin; g < end; ++g) product.pack(g, *this, begin, end, 0);
         call = of_call;
         block = of_block;
@@ -122,15 +122,16 @@ class Product {
         task_.out = out;
         if (quantises) {
             task_.units = static_cast<int>(weight.inputs / kSectionInputs);
-            sums_ = task_.units * quant_layout(weight.format).scales_per_section();
-            units_per_row = int64_t{task_.units} * 9 + sums_;  // 8 of quants, a scale, and sums
+            parts_ = quant_layout(weight.format).scales_per_section();
+            units_per_row = int64_t{task_.units} * (9 + parts_);  // 8 of quants, a scale, and sums
+            room_per_row = QuantRows::row_room(task_.units, parts_);
             rows_per_block = kRowsPerBlock;
             return;
         }
         const int64_t row_bytes = weight.inputs * (storage == kBf16 ? 2 : 4), units = (row_bytes + 3) / 4;
         const int64_t step = in_tiles_ ? level_.tile_units : 1;
         task_.units = static_cast<int>(units);
-        units_per_row = (units + step - 1) / step * step;
+        room_per_row = units_per_row = (units + step - 1) / step * step;
         const char* only = rows == 1 ? row(0) : nullptr;
         if (only && !odd && units_per_row == units && reinterpret_cast<uintptr_t>(only) % 4 == 0)
             as_it_is_ = reinterpret_cast<const uint32_t*>(only);
@@ -139,6 +140,7 @@ class Product {
 
     bool quantises;
     int64_t panels, panel_bytes, units_per_row, rows_per_block;
+    int64_t room_per_row;  // units, with those of remainders, which few rows have
     RowGroups groups() const { return task_.groups; }
     // Tells a row, as it is packed, from other rows: a negative number.
     int64_t id_of(int64_t row_index) const {
@@ -156,7 +158,7 @@ class Product {
         if (quantises)
             return level_.quantise_rows[storage_](quant_layout(weight_.format), rows, static_cast<int>(count),
                                                   static_cast<int>(x_.width),
-                                                  quants(packed).at(row_in_packed, task_.units, sums_));
+                                                  quants(packed).at(row_in_packed, task_.units, parts_));
         const int64_t row_bytes = weight_.inputs * (storage_ == kBf16 ? 2 : 4), units = task_.units;
         if (in_tiles_) {
             const int64_t block_rows = task_.groups.begin(end) - task_.groups.begin(begin);
@@ -187,7 +189,7 @@ class Product {
         task.skipped = skipped;
         task.first_row = task_.groups.begin(group_begin);
         if (quantises)
-            task.quants = quants(packed).at(at, task_.units, sums_);
+            task.quants = quants(packed).at(at, task_.units, parts_);
         else
             task.x = as_it_is_ ? as_it_is_ : packed.units() + at * units_per_row;
         if (in_tiles_) task.decoded = own_rows().decoded_room(tile_room(group_end - group_begin));
@@ -197,10 +199,8 @@ class Product {
   private:
     const char* row(int64_t index) const { return x_.row(order_ ? order_[index] : index); }
     QuantRows quants(PackedRows& packed) const {
-        uint32_t* from = packed.units();
-        const int64_t sections = task_.units;
-        const int64_t rows = static_cast<int64_t>(packed.lines.size() * (sizeof(Line) / 4)) / units_per_row;
-        return QuantRows{from, reinterpret_cast<float*>(from + rows * sections * 8), from + rows * sections * 9};
+        const int64_t words = static_cast<int64_t>(packed.lines.size() * (sizeof(Line) / 4));
+        return QuantRows::in(packed.units(), words / room_per_row, task_.units, parts_);
     }
 
     const Kernels& level_ = kernels();
@@ -211,7 +211,7 @@ class Product {
     bool in_tiles_;
     ProductKernel* kernel_;
     ProductTask task_{};
-    int64_t sums_ = 0;
+    int64_t parts_ = 0;
     const uint32_t* as_it_is_ = nullptr;
 };
 
@@ -239,7 +239,7 @@ void multiply_packed(const Product& product) {
         blocks = std::min(groups.count, divide_up(blocks, threads) * threads);
     PackedRows& shared = own_rows();
     if (!alone) {
-        shared.make_room(groups.rows, product.units_per_row);
+        shared.make_room(groups.rows, product.room_per_row);
         const int64_t worth = groups.rows * product.units_per_row * 4 / kBytesWorthAThread;
         const int64_t pieces = std::clamp<int64_t>(quantise_together ? 2 * threads : worth, 1, groups.count);
         parallel_for(static_cast<int>(pieces), [&](int i) {

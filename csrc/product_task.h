@@ -131,15 +131,31 @@ struct CodedPanels {
     const Escape* escapes;
 };
 
-// Quantised activations, see quant.h. The R rows of a group are interleaved.
+constexpr int64_t kRemaindersPerRow = 2, kMostQuantRows = 8;
+constexpr int64_t sections_with_remainders(int64_t units) {
+    return units + (units < kRemaindersPerRow * kMostQuantRows ? units : kRemaindersPerRow * kMostQuantRows);
+}
+
+// Quantised activations, see quant.h. The R rows of a group are interleaved. There is room for the remainders that all
+// rows of a group could have.
 struct QuantRows {
-    uint32_t* quants;  // [rows / R][sections * 8][R]
-    float* scales;     // [rows / R][sections][R]
-    uint32_t* sums;    // [rows / R][sums][R]: initial integer sum, or the float that multiplies the minimum
-    // From a group's first row on. `sums` of a row: one for each scale of its weights.
-    QuantRows at(int64_t row, int64_t sections, int64_t sums_per_row) const {
-        return {quants + row * sections * 8, scales + row * sections, sums + row * sums_per_row};
+    uint32_t* quants;     // [rows / R][sections * 8][R]
+    float* scales;        // [rows / R][sections][R]
+    uint32_t* sums;       // [rows / R][sums][R]: initial integer sum, or the float that multiplies the minimum
+    int32_t* remainders;  // [rows / R][sections R]: how many a group has, and of which sections
+    // From a group's first row on. A section has `parts` sums, one for each scale of its weights.
+    QuantRows at(int64_t row, int64_t units, int64_t parts) const {
+        const int64_t sections = row * sections_with_remainders(units);
+        return {quants + sections * 8, scales + sections, sums + sections * parts, remainders + sections};
     }
+    // Those that lie at `from`, with room for so many rows.
+    static QuantRows in(uint32_t* from, int64_t rows, int64_t units, int64_t parts) {
+        const int64_t sections = rows * sections_with_remainders(units);
+        uint32_t* sums = from + sections * 9;
+        return {from, reinterpret_cast<float*>(from + sections * 8), sums,
+                reinterpret_cast<int32_t*>(sums + sections * parts)};
+    }
+    static int64_t row_room(int64_t units, int64_t parts) { return sections_with_remainders(units) * (10 + parts); }
 };
 
 struct ProductTask {

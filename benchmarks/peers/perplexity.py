@@ -1,11 +1,11 @@
 """Perplexity of a GGUF file: as Octavo multiplies it, dequantised to float32, and in llama.cpp, on the same tokens.
 
-    PEERS_HOME=… .venv/bin/python benchmarks/peers/perplexity.py FILE.gguf … [--tokens 1024] [--no-peer]
+    PEERS_HOME=… .venv/bin/python benchmarks/peers/perplexity.py FILE.gguf … [--windows 4] [--tokens 2048] [--no-peer]
 
-Beside it, the divergence (KL) of both from the dequantised file, in thousandths of a nat a token, over its 100 most
-likely tokens and all others together. llama.cpp's server has no perplexity: it is asked for the logprobs of the next
-token after each prefix in turn. Kernels that multiply prompts in bfloat16 (level amx) do not round activations to int8,
-as decoding does: run with OCTAVO_ISA=avx512_bf16 to measure that.
+Windows of English text, spread evenly over it. The table has perplexities; their ratios to the dequantised file's, with
+the standard error of the difference token by token; and the divergence (KL) from it, in thousandths of a nat a token.
+Rows are computed 16 at a time. Kernels that multiply 32 rows and more in bfloat16 (level amx) are not measured by that:
+they do not round activations.
 """
 
 from __future__ import annotations
@@ -13,108 +13,95 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import torch
 
 from octavo import LLM, kernels
-from octavo.workloads.quality import english, next_token_log_probs
+from octavo.workloads.forward_text import logits_of_chunks
+from octavo.workloads.quality import english
 
-SERVER = Path(os.environ.get("PEERS_HOME", Path.home() / ".cache" / "peers")) / "llamacpp" / "bin" / "llama-server"
-LISTED = 2000  # of a vocabulary; a token beyond them is asked for again
-COMPARED = 100
+PEER = Path(os.environ.get("PEERS_HOME", Path.home() / ".cache" / "peers")) / "llamacpp" / "bin" / "llamacpp_logits"
+ROWS = 16
 
-
-def octavo_logprobs(path: str, num_tokens: int, **options: str) -> tuple[list[int], torch.Tensor]:
-    """Return the first tokens of the text, and the logprobs [tokens - 1, vocab] of what follows each but the last."""
-    with LLM(path, device="cpu", kv_cache_memory="512MiB", max_model_len=num_tokens + 1, **options) as llm:
-        ids = llm.tokenizer.encode(english()[: num_tokens * 8])[:num_tokens]
-        return ids, next_token_log_probs(llm.core.runner, ids)[: num_tokens - 1].double()
+Windows = list[list[int]]
 
 
-@contextmanager
-def serving(path: str, length: int, port: int) -> Iterator[httpx.Client]:
-    argv = [str(SERVER), "-m", path, "--port", str(port), "-t", "1", "-np", "1", "-c", str(length + 8)]
-    server = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as client:
-            for _ in range(600):
-                try:
-                    if client.get("/health").status_code == 200:
-                        break
-                except httpx.TransportError:
-                    pass
-                time.sleep(0.2)
-            yield client
-    finally:
-        server.terminate()
-        server.wait()
+def tokenised(path: str, num_windows: int, num_tokens: int) -> Windows:
+    with LLM(path, device="cpu", kv_cache_memory="64MiB", max_model_len=64) as llm:
+        ids = llm.tokenizer.encode(english())
+    last = len(ids) - num_tokens - 1
+    starts = [last * i // max(1, num_windows - 1) for i in range(num_windows)]
+    return [ids[start : start + num_tokens + 1] for start in starts]
 
 
-def llamacpp_logprobs(path: str, ids: list[int], vocab_size: int, port: int) -> torch.Tensor:
-    """Return what `octavo_logprobs` does, with -inf for tokens that are not listed."""
-    found = torch.full((len(ids) - 1, vocab_size), -torch.inf, dtype=torch.float64)
-    with serving(path, len(ids), port) as client:
-        for end in range(1, len(ids)):
-            for count in (LISTED, vocab_size):
-                body = {"prompt": ids[:end], "n_predict": 1, "temperature": 1.0, "n_probs": count}
-                (step,) = client.post("/completion", json=body).json()["completion_probabilities"]
-                for one in step["top_logprobs"]:
-                    found[end - 1, one["id"]] = one["logprob"]
-                if found[end - 1, ids[end]] > -torch.inf:
-                    break
-    return found
+def octavo_logprobs(path: str, windows: Windows, **options: str) -> Iterator[torch.Tensor]:
+    """Yield the logprobs float32 [tokens, vocab] of what follows each token of a window."""
+    with LLM(path, device="cpu", kv_cache_memory="512MiB", max_model_len=len(windows[0]), **options) as llm:
+        runner = llm.core.runner
+        for window in windows:
+            chunks = logits_of_chunks(runner.model, runner.arena, runner.attention, window[:-1], chunk=ROWS)
+            yield torch.cat([chunk.log_softmax(1) for chunk in chunks])
 
 
-def divergence(exact: torch.Tensor, found: torch.Tensor) -> float:
-    """Return the mean KL divergence of rows of logprobs, in nats, over the likely tokens and all others together."""
-    likely = exact.topk(COMPARED).indices
-
-    def distribution(logprobs: torch.Tensor) -> torch.Tensor:
-        chosen = logprobs.gather(1, likely).exp()
-        return torch.cat([chosen, (1 - chosen.sum(1, keepdim=True)).clamp(min=1e-12)], 1).clamp(min=1e-12)
-
-    p, q = distribution(exact), distribution(found)
-    return float((p * (p / q).log()).sum(1).mean())
+def llamacpp_logprobs(path: str, windows: Windows) -> Iterator[torch.Tensor]:
+    for window in windows:
+        ids = torch.tensor(window[:-1], dtype=torch.int32).numpy().tobytes()
+        logits = subprocess.run([PEER, path], input=ids, stdout=subprocess.PIPE, check=True).stdout
+        yield torch.frombuffer(bytearray(logits), dtype=torch.float32).view(len(window) - 1, -1).log_softmax(1)
 
 
-def ratio(a: torch.Tensor, b: torch.Tensor) -> str:
-    """Return the ratio of the perplexities of two texts' logprobs, with the standard error of it."""
-    difference = b - a
-    mean, error = difference.mean(), difference.std() / len(difference) ** 0.5
-    return f"{mean.exp():.4f} ± {error:.4f}"
+class Compared:
+    """One engine's distributions, compared with the dequantised file's."""
+
+    def __init__(self) -> None:
+        self.text: list[torch.Tensor] = []  # logprobs of the text
+        self.kl: list[torch.Tensor] = []
+
+    def add(self, window: list[int], exact: torch.Tensor, found: torch.Tensor) -> None:
+        following = torch.tensor(window[1:])[:, None]
+        self.text.append(found.gather(1, following)[:, 0].double())
+        for p, q in zip(exact.split(64), found.split(64), strict=True):
+            self.kl.append((p.double().exp() * (p.double() - q.double())).sum(1) * 1e3)
+
+
+def with_error(values: torch.Tensor) -> tuple[float, float]:
+    return float(values.mean()), float(values.std() / len(values) ** 0.5)
+
+
+def ratio(a: Compared, b: Compared) -> str:
+    """Return the ratio of the perplexities of two engines, with its standard error."""
+    mean, error = with_error(torch.cat(b.text) - torch.cat(a.text))
+    return f"{torch.tensor(mean).exp():.4f} ± {error:.4f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+")
-    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--windows", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=2048, help="of a window")
     parser.add_argument("--no-peer", action="store_true", help="without llama.cpp")
-    parser.add_argument("--port", type=int, default=8098)
     args = parser.parse_args()
-    print(f"{args.tokens} tokens, level {kernels.isa()}\n")
+    print(f"{args.windows} windows of {args.tokens} tokens, level {kernels.isa()}\n")
     print("| file | Octavo | / dequantised | KL | llama.cpp | / dequantised | KL | Octavo / llama.cpp |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for path in args.files:
-        ids, ours = octavo_logprobs(path, args.tokens)
-        _, exact = octavo_logprobs(path, args.tokens, quantization="none", dtype="float32")
-        following = torch.tensor(ids[1:])[:, None]
-
-        def of_text(logprobs: torch.Tensor, following: torch.Tensor = following) -> torch.Tensor:
-            return logprobs.gather(1, following)[:, 0]
-
+        windows = tokenised(path, args.windows, args.tokens)
+        found = [octavo_logprobs(path, windows)] + ([] if args.no_peer else [llamacpp_logprobs(path, windows)])
+        reference, engines = Compared(), [Compared() for _ in found]
+        exact = octavo_logprobs(path, windows, quantization="none", dtype="float32")
+        for window, expected, *others in zip(windows, exact, *found, strict=True):
+            reference.add(window, expected, expected)
+            for engine, logprobs in zip(engines, others, strict=True):
+                engine.add(window, expected, logprobs)
         cells = []
-        several = [ours] if args.no_peer else [ours, llamacpp_logprobs(path, ids, ours.shape[1], args.port)]
-        for found in several:
-            text = of_text(found)
-            cells += [f"{(-text.mean()).exp():.4f}", ratio(text, of_text(exact))]
-            cells.append(f"{1e3 * divergence(exact, found):.2f}")
-        if len(several) == 2:
-            cells.append(ratio(of_text(ours), of_text(several[1])))
+        for engine in engines:
+            mean, error = with_error(torch.cat(engine.kl))
+            perplexity = (-torch.cat(engine.text).mean()).exp()
+            cells += [f"{perplexity:.4f}", ratio(engine, reference), f"{mean:.3f} ± {error:.3f}"]
+        if len(engines) == 2:
+            cells.append(ratio(*engines))
         print("| " + " | ".join([Path(path).stem, *cells]) + " |", flush=True)
 
 

@@ -28,6 +28,12 @@
 // where z is the format's zero, and a format has either z or minimums m. Factors multiply d and m; where they are of 16
 // inputs each, a section has two sums. The integers lie in groups of up to kQuantRows rows as in gemm.h, four
 // to a unit.
+//
+// An outlier makes the rounding of the 32 numbers that share its scale coarse. A section whose squared scale is more
+// than 0.34 of the sum of its row's, and than twice their mean, is therefore multiplied a second time, with what
+// rounding took from it, as int8 with a scale of its own. A row has at most two such remainders. They follow a group's
+// sections; rows of the group that have none there multiply zeros: a row's bits do not depend on the others.
+//     | section 0 | section 1 | .. | last section | remainder of section 6 | of section 12 |
 #pragma once
 
 #include "level/gemm.h"
@@ -173,6 +179,49 @@ inline void invert_scales(const int32_t* sizes, int count, bool usual, float* sc
     }
 }
 
+static_assert(kQuantRows <= kMostQuantRows);
+
+// Appends the remainders of a group of R rows, and returns their number.
+template <Storage S, int R>
+int append_remainders(const char* const* bytes, int units, const QuantRows& to) {
+    float limits[R] = {};
+    for (int section = 0; section < units; ++section)
+        for (int r = 0; r < R; ++r) limits[r] += to.scales[section * R + r] * to.scales[section * R + r];
+    for (int r = 0; r < R; ++r) limits[r] *= units < 6 ? 2.0f / static_cast<float>(units) : 0.34f;
+    int count = 0;
+    for (int section = 0; section < units; ++section) {
+        const float* steps = to.scales + section * R;
+        bool any = false;
+        for (int r = 0; r < R; ++r) any |= steps[r] * steps[r] > limits[r];
+        if (!any) continue;
+        const int at = units + count;
+        int8_t quants[R][32] = {};
+        const char* rows[R];
+        for (int r = 0; r < R; ++r) {
+            rows[r] = reinterpret_cast<const char*>(quants[r]);
+            to.scales[at * R + r] = 0.0f;
+            if (!(steps[r] * steps[r] > limits[r])) continue;
+            const auto* x = reinterpret_cast<const Element<S>*>(bytes[r]) + section * 32;
+            const F16 inverse = F16::set1(127.0f) / F16::set1(__builtin_bit_cast(float, largest_size(x)));
+            alignas(64) float rest[32];
+            for (int half = 0; half < 32; half += 16) {
+                round_to_int8(F16::load(x + half) * inverse, quants[r]);
+                const F16 rounded = F16::from_int(widen_signed(reinterpret_cast<const uint8_t*>(quants[r])));
+                fma(rounded, F16::set1(-steps[r]), F16::load(x + half)).store(rest + half);
+            }
+            const int32_t size = largest_size(rest);
+            const float largest = is_usual_size(size) ? __builtin_bit_cast(float, size) : 0.0f;
+            to.scales[at * R + r] = largest / 127.0f;
+            const F16 finer = F16::set1(largest > 0.0f ? 127.0f / largest : 0.0f);
+            round_to_int8(F16::load(rest) * finer, quants[r]);
+            round_to_int8(F16::load(rest + 16) * finer, quants[r] + 16);
+        }
+        interleave_rows<R>(rows, 8, to.quants + int64_t{at} * 8 * R);
+        to.remainders[++count] = section;
+    }
+    return to.remainders[0] = count;
+}
+
 // Quantises a group of R rows.
 template <Storage S, int R>
 void quantise_group(const QuantLayout& layout, const char* const* bytes, int width, const QuantRows& to) {
@@ -204,9 +253,10 @@ void quantise_group(const QuantLayout& layout, const char* const* bytes, int wid
             interleave_rows<R>(rows, 8, to.quants + int64_t{first + block} * 8 * R);
         }
     }
+    const int sections = width / 32 + append_remainders<S, R>(bytes, width / 32, to);
     // Summed at the end: a load of sixteen lanes waits until the narrower stores of them have reached the cache.
     const int parts = layout.scales_per_section(), units = 8 / parts;
-    for (int part = 0; part < width / 32 * parts; ++part) {
+    for (int part = 0; part < sections * parts; ++part) {
         int32_t sums[R];
         sum_quants(to.quants + int64_t{part} * units * R, units, sums);
         for (int r = 0; r < R; ++r)
@@ -309,40 +359,32 @@ template <WeightFormat F, int R>
     constexpr int kLines = layout.section_bytes() / 64;
     ask_to_write_rows<R>(task.out, row, index);
     const auto* panel = reinterpret_cast<const uint8_t*>(weight);
-    const QuantRows group = task.quants.at(row - task.first_row, task.units, task.units * kParts);
+    const QuantRows group = task.quants.at(row - task.first_row, task.units, kParts);
     const uint32_t *x = group.quants, *sums = group.sums;
     const float* steps = group.scales;
     F16 totals[R][2];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) totals[r][0] = totals[r][1] = F16::zero();
-    for (int left = task.units; left > 0; left -= layout.sections()) {
-        const int sections = layout.sections() == layout.stored_sections() ? layout.sections()
-                                                                           : min(left, layout.sections());
-        const uint8_t* header = panel;
-        for (int line = 0; R <= kQuantRowsThatWait && line < layout.header_bytes(); line += 64)
-            __builtin_prefetch(panel + kQuantPrefetch + line, 0, 3);
-        panel += layout.header_bytes();
-        for (int section = 0; section < sections; ++section) {
-            const uint8_t* factors = layout.factors_of(header, section, panel);
-            if constexpr (R > kQuantRowsThatWait) {
-                ahead.ask_l1();
-            } else {
+    for (int step = 0; step < task.units + group.remainders[0]; ++step, sums += kParts * R, x += 8 * R, steps += R) {
+        const int section = step < task.units ? step : group.remainders[1 + step - task.units];
+        const int in_block = section % layout.sections();
+        const uint8_t* header = panel + section / layout.sections() * layout.block_bytes();
+        const uint8_t* at = header + layout.header_bytes() + in_block * layout.section_bytes();
+        const uint8_t* factors = layout.factors_of(header, in_block, at);
+        if constexpr (R > kQuantRowsThatWait) {
+            ahead.ask_l1();
+        } else {
+            for (int line = 0; in_block == 0 && line < layout.header_bytes(); line += 64)
+                __builtin_prefetch(header + kQuantPrefetch + line, 0, 3);
 #pragma GCC unroll 32
-                for (int line = 0; line < kLines; ++line)
-                    __builtin_prefetch(panel + kQuantPrefetch + line * 64, 0, 3);
-            }
-#pragma GCC unroll 1
-            for (int first = 0; first < 2; first += kTogether)
-                each_constant<kParts>([&](auto part) __attribute__((always_inline)) {
-                    add_part<F, R, kTogether, part>(reinterpret_cast<const uint16_t*>(header), factors,
-                                                    panel + layout.planes_at(), first, x, steps, sums + part * R,
-                                                    totals);
-                });
-            sums += kParts * R;
-            x += 8 * R;
-            steps += R;
-            panel += layout.section_bytes();
+            for (int line = 0; line < kLines; ++line) __builtin_prefetch(at + kQuantPrefetch + line * 64, 0, 3);
         }
+#pragma GCC unroll 1
+        for (int first = 0; first < 2; first += kTogether)
+            each_constant<kParts>([&](auto part) __attribute__((always_inline)) {
+                add_part<F, R, kTogether, part>(reinterpret_cast<const uint16_t*>(header), factors,
+                                                at + layout.planes_at(), first, x, steps, sums + part * R, totals);
+            });
     }
     store_sums(task.out, row, index, totals);
 }

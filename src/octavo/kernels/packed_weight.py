@@ -52,8 +52,8 @@ class PackedWeight:
 
     Quantised formats are GGUF's, as large as in the file (Q3_K, Q4_K, Q5_K and IQ4_XS 3.6, 2.8, 2.3 and 1.5 % larger:
     their factors of six bits take a byte) but for outputs padded to a multiple of 32; activations are then quantised to
-    int8 in groups of 32, each with a scale of its own. A row's result has the same bits whatever the other rows and the
-    threads.
+    int8 in groups of 32, each with a scale of its own, and a second time where outliers make that coarse. A row's
+    result has the same bits whatever the other rows and the threads.
 
     Attributes:
         packed: uint8; panels of 32 outputs, drawn in `gemm.h`, `coded.h` and `quant.h` of `csrc/level/`.
