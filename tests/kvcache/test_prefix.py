@@ -211,7 +211,7 @@ def test_any_history_of_puts_and_drops_gives_the_answers_of_a_dictionary(
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     layers=st.sampled_from(GROUPS),
     block_size=st.sampled_from([1, 2, 4]),

@@ -58,7 +58,7 @@ def test_bytes_in_any_grouping_decode_as_a_whole(length: int) -> None:
 
 @pytest.mark.slow
 @makers
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data(), sizes=group_sizes, skip=st.booleans())
 def test_deltas_add_up_to_what_the_tokenizer_decodes(
     make: Callable[[], OctavoTokenizer], data: st.DataObject, sizes: list[int], skip: bool
@@ -75,7 +75,7 @@ def test_deltas_add_up_to_what_the_tokenizer_decodes(
 
 @pytest.mark.slow
 @makers
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_nothing_comes_later_than_by_decoding_anew(
     make: Callable[[], OctavoTokenizer], data: st.DataObject, skip: bool

@@ -265,7 +265,7 @@ stops = st.lists(st.text("ab<", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(pieces=st.lists(st.text("ab<", max_size=6), max_size=10), stop=stops)
 def test_a_stop_string_that_is_kept_is_given_out_too(pieces: list[str], stop: list[str]) -> None:
     cut, whole = StopStringMatcher(stop), StopStringMatcher(stop, keep=True)
