@@ -179,8 +179,10 @@ def main() -> None:
         for streams in map(int, args.streams.split(","))
         for work in wanted or ((*WORK, *_WARMED) if streams == 1 else _MANY)
     ]
-    for llm in (off, on):  # touch memory for the first time
+    for llm in (off, on):  # touch memory for the first time, and do what a server does when it is first idle
         run(llm, "natural", max(streams for _, streams in cells), 0, 16)
+        if llm.core.inputs.grammars is not None:
+            llm.core.inputs.grammars.prepare()
     pairs: dict[tuple[str, int], list[Pair]] = defaultdict(list)
     saved = Saved(on)
     ends, number = time.monotonic() + 60 * args.minutes, 0

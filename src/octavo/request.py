@@ -329,6 +329,8 @@ class Request(RequestTerms):
         stop_readers: detokenizers of its sequences, which find stop strings as tokens are drawn; None if it has none.
         seed: seed of the first sequence; those of the others are derived from it (`sibling_seed`).
         bad_word_ids: the token sequences that spell `params.bad_words`.
+        quoted_ids: beginnings of strings that the output may quote from the prompt, each followed by `GAP`, from which
+            drafts are made.
         pin_receipts: results of the pins.
         was_admitted: whether it was ever admitted, as far as the scheduler has reported.
         uncomputed_charge: prompt tokens that were charged to its tenant, but are not computed yet.
@@ -349,6 +351,7 @@ class Request(RequestTerms):
     due_time: float | None = None
     seed: int = 0
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    quoted_ids: tuple[int, ...] = ()
     full_blocks: object = None
     grammar: object = None
     search: Any = None

@@ -381,6 +381,32 @@ def test_the_outline_of_a_schema_is_a_prediction() -> None:
         assert not core.inputs.make([5], params).predicted_ids
 
 
+def test_names_and_numbers_of_a_prompt_are_spelled_as_strings_in_json() -> None:
+    prompt = 'the oak table (article T-90) left "Lyon" on 16 May,\nsays Ms Okafor'
+    with tiny_core(speculative_config={"method": "ngram"}) as core:
+        tokenizer = core.tokenizer
+        assert tokenizer is not None
+
+        def quoted(**options: Any) -> list[str]:
+            ids = core.inputs.make(prompt, SamplingParams(**options)).quoted_ids
+            pieces: list[list[int]] = [[]]
+            for token_id in ids:
+                pieces[-1].append(token_id) if token_id != GAP else pieces.append([])
+            assert not pieces.pop()
+            assert all(len(piece) <= 12 for piece in pieces)
+            return [tokenizer.decode(piece) for piece in pieces]
+
+        schema = {"type": "object"}
+        found = quoted(structured_outputs=StructuredOutputsParams(json=schema))
+        wanted = (' "T-90', ' "Lyon" o', ' "16 May,', ' "May,', ' "Ms Oka', ' "Okafor')
+        assert [text[: len(begin)] for text, begin in zip(found, wanted, strict=True)] == [*wanted]
+        compact = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+        assert quoted(structured_outputs=compact)[1].startswith(':"Lyon"')
+        assert quoted() == []
+    with tiny_core() as core:
+        assert not core.inputs.make([5], SamplingParams()).quoted_ids
+
+
 def test_usage_has_the_accepted_tokens_up_to_a_stop_string() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     with tiny_core() as core:

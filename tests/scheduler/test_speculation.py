@@ -67,10 +67,32 @@ def test_a_prediction_is_drafted_from_its_beginning_and_after_each_difference() 
     method, seq = DraftMethod(2, 8), sequence(1, 2, 30)
     seq.request.predicted_ids = (30, 31, 32, 33, 34, 35, 36)
     assert method.draft(seq, 3) == Draft((31, 32, 33), "prediction", 9)
-    seq.output_token_ids += [40]
-    assert method.draft(seq, 3) is None
+    seq.output_token_ids += [40]  # in place of 31, it may be
+    assert method.draft(seq, 3) == Draft((32, 33, 34), "replaced", 6)
     seq.output_token_ids += [32]
     assert method.draft(seq, 3) == Draft((33, 34, 35), "prediction", 5)
+    seq.output_token_ids += [41, 42]
+    assert method.draft(seq, 3) is None
+
+
+def test_what_stands_for_a_gap_replaces_no_token_of_a_prediction() -> None:
+    for predicted in ((30, GAP, 31, 32), (30, 31, GAP, 32)):
+        method, seq = DraftMethod(2, 8), sequence(1, 2, 30)
+        seq.request.predicted_ids = predicted
+        seq.output_token_ids += [*predicted[1 : predicted.index(GAP)], 40]
+        assert method.draft(seq, 3) is None
+
+
+def test_a_quoted_name_is_drafted_and_the_prediction_goes_on_after_it() -> None:
+    method, seq = DraftMethod(2, 8), sequence(1, 2, 30)
+    seq.request.predicted_ids = (30, 9, GAP, 9, 31, 9, GAP, *range(70, 80), GAP)
+    seq.request.quoted_ids = (9, 50, 51, 52, GAP, 9, 60, GAP)
+    seq.output_token_ids += [9, 50]
+    assert method.draft(seq, 4) == Draft((51, 52), "quoted", 2)
+    seq.output_token_ids += [51, 52]
+    assert method.draft(seq, 4) is None
+    seq.output_token_ids += [9]
+    assert method.draft(seq, 4) == Draft((31, 9), "prediction", 11)
 
 
 def test_a_prediction_is_followed_through_its_gaps() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
+import re
 import time
 from array import array
 from collections.abc import Sequence as Seq
@@ -25,6 +26,10 @@ from octavo.text.prompt_checks import check_text_length, check_token_ids, packed
 from octavo.text.tokenizer import Tokenizer
 
 Prompt = str | Seq[int]
+
+# A word that begins with a digit or a capital letter, and some of what follows it in its line.
+_NAME = re.compile(r'(?<![^\s("])(?=([^\W_a-z].{0,47}))')
+_MOST_SEARCHED, _MOST_QUOTED, _QUOTED_TOKENS = 4096, 128, 12  # tokens of a prompt; words in it; tokens from each
 
 # The scheduler computes a prompt only to sample after it; the sampled token is not used.
 _EMBEDDING = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -122,6 +127,7 @@ class InputProcessor:
             traceparent=context.traceparent,
             pins=tuple(sorted(context.pins, key=lambda pin: pin.num_tokens)),
             predicted_ids=context.predicted_ids or self._outline(params),
+            quoted_ids=self._quoted(params, token_ids),
             kv_hint=context.kv_hint,
         )
         self.scheduler.tenants.check(request)
@@ -146,6 +152,21 @@ class InputProcessor:
                 outline += self.tokenizer.encode(piece, add_special_tokens=False)
                 outline.append(GAP)
         return tuple(outline[: self.max_model_len])
+
+    def _quoted(self, params: SamplingParams, prompt_ids: Seq[int]) -> tuple[int, ...]:
+        """Return how names and numbers of a prompt begin as strings in JSON, if drafts may be made from them.
+
+        After a quotation mark, a tokenizer may spell a word in another way than after a space.
+        """
+        wanted = params.structured_outputs
+        if self.scheduler.speculator is None or self.tokenizer is None or wanted is None or wanted.json is None:
+            return ()
+        quoted: list[int] = []
+        text = self.tokenizer.decode(prompt_ids[-_MOST_SEARCHED:])
+        for word in itertools.islice(_NAME.finditer(text), _MOST_QUOTED):
+            piece = (':"' if wanted.disable_any_whitespace else ' "') + word[1]
+            quoted += [*self.tokenizer.encode(piece, add_special_tokens=False)[:_QUOTED_TOKENS], GAP]
+        return tuple(quoted)
 
     def _check_params(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Refuse parameters that are out of range or contradict each other; returns the token ids of the bad words."""

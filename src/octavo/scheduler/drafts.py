@@ -3,12 +3,14 @@
 They change when tokens come, never which.
 
     prediction  the text that the request predicts, or the outline of its JSON Schema
+    replaced    the same after its next token, in place of which another came, such as other white space
+    quoted      names and numbers of the prompt, as they are spelled at the beginning of a string in JSON
     copy        the text that the last tokens are a copy of, with changes: an edit
     ngram       what followed the last tokens where they occurred before, in the sequence's own prompt and output
     suffix      what followed the whole sequence before, in the tree of cached blocks, which has its own scope's alone
     recent      what followed the last tokens in the scope's latest outputs
 
-Of those that begin with the last tokens, the longest match wins. Method "ngram" has the first three.
+Of those that begin with the last tokens, the longest match wins. Method "ngram" has the first five.
 What must be remembered of a sequence is in `Sequence.state`, so it ends with the sequence; outputs are kept apart.
 """
 
@@ -59,35 +61,36 @@ class Copy:
         expected: place of the token that follows if the copy goes on.
         num_copied: how many tokens agree, halved where some are left out or replaced.
         agrees: whether the last one does.
+        num_changed: tokens since the last one that agreed.
         inserted: tokens that the copy has inserted after a token the last time, such as a line's indentation.
     """
 
-    __slots__ = ("_num_changed", "agrees", "expected", "inserted", "num_copied")
+    __slots__ = ("agrees", "expected", "inserted", "num_changed", "num_copied")
 
     def __init__(self, expected: int, num_copied: int) -> None:
         self.expected, self.num_copied, self.agrees = expected, num_copied, num_copied > 0
         self.inserted: dict[int, Seq[int]] = {}
-        self._num_changed = 0
+        self.num_changed = 0
 
     def follow(self, tokens: Seq[int], first: int) -> None:
         """Compare the tokens of the copy from the place `first` on. What a gap stands for is no change."""
         for place in range(first, len(tokens)):
             token, expected = tokens[place], self.expected
             if expected < place and tokens[expected] == token:
-                last = tokens[place - self._num_changed - 1]
-                if 0 < self._num_changed <= _MOST_LEFT_OUT:
-                    self.inserted[last] = tokens[place - self._num_changed : place]
+                last = tokens[place - self.num_changed - 1]
+                if 0 < self.num_changed <= _MOST_LEFT_OUT:
+                    self.inserted[last] = tokens[place - self.num_changed : place]
                 else:
                     self.inserted.pop(last, None)
-                self._num_changed = 0
+                self.num_changed = 0
                 self.expected, self.num_copied, self.agrees = expected + 1, self.num_copied + 1, True
                 continue
             self.agrees = False
-            self._num_changed += 1
+            self.num_changed += 1
             for at in range(expected + 1, min(place, expected + 1 + _MOST_LEFT_OUT)):
                 if tokens[at] == token and (at == expected + 1 or tokens[at - 1] == tokens[place - 1]):
                     self.num_copied = 1 + self.num_copied // (1 if tokens[expected] == GAP else 2)
-                    self.expected, self.agrees, self._num_changed = at + 1, True, 0
+                    self.expected, self.agrees, self.num_changed = at + 1, True, 0
                     break
 
     def with_insertions(self, last: int, following: Seq[int]) -> tuple[int, ...]:
@@ -107,25 +110,29 @@ class TokenIndex:
 
     Attributes:
         tokens: all tokens indexed so far.
-        num_before: number of tokens before the sequence, with the gap after them.
+        num_before: number of tokens before the sequence, with the gaps after them.
+        first_quoted: how many of these are predicted; the others may be quoted.
         copies: what the output is a copy of, by source: of the tokens before the sequence, and of what it copied last.
 
     Args:
-        before: tokens that the sequence's output may be a copy of.
+        predicted: tokens that the sequence's output may be a copy of.
+        quoted: see `Request.quoted_ids`.
     """
 
-    def __init__(self, width: int, before: Seq[int] = ()) -> None:
+    def __init__(self, width: int, predicted: Seq[int] = (), quoted: Seq[int] = ()) -> None:
         self.tokens = array("i")
-        self.copies = {"prediction": Copy(0, _TRUSTED)} if before else dict[str, Copy]()
+        self.copies = {"prediction": Copy(0, _TRUSTED)} if predicted else dict[str, Copy]()
         self._num_followed = 0
-        self.num_before = len(before) + 1 if before else 0
+        self.first_quoted = len(predicted) + 1 if predicted else 0
+        self.num_before = self.first_quoted + len(quoted)
         self._width = width
         self._mask = (1 << _TOKEN_BITS * width) - 1
         self._run = 0
         self._latest: dict[int, int] = {}
         self._earlier = array("i")
-        if before:
-            self.append([*before, GAP])
+        if predicted:
+            self.append([*predicted, GAP])
+        self.append(quoted)
 
     def extend(self, seq: Sequence) -> bool:
         """Index the tokens that a sequence has gained; returns whether all of them are indexed now."""
@@ -185,6 +192,14 @@ class TokenIndex:
         while following and len(following) < count:
             following += following[: count - len(following)]
         return tuple(following)
+
+    def after_replaced(self, count: int) -> Draft | None:
+        """Return what follows the token of a prediction that the last token may replace; None if there is none."""
+        copy = self.copies.get("prediction")
+        if copy is None or copy.num_changed != 1 or GAP in self.tokens[max(0, copy.expected - 1) : copy.expected + 1]:
+            return None
+        following = self.after(copy.expected, count)
+        return Draft(following, "replaced", self._width + copy.num_copied // 2) if following else None
 
 
 class LatestOutputs:
@@ -255,7 +270,8 @@ class DraftMethod:
                 seq.state.suffix_block = block
         index = seq.state.token_index
         if index is None:
-            index = seq.state.token_index = TokenIndex(self._least, seq.request.predicted_ids)
+            request = seq.request
+            index = seq.state.token_index = TokenIndex(self._least, request.predicted_ids, request.quoted_ids)
         if not index.extend(seq):
             return None
         index.follow_copies()
@@ -270,8 +286,13 @@ class DraftMethod:
             is_longest = copy.agrees and copy.num_copied >= max(length, self._least)
             if is_longest and (following := index.after(copy.expected - 1, most)):
                 return Draft(copy.with_insertions(index.tokens[-1], following)[:most], source, copy.num_copied)
-        if not length or not (following := index.after(place, most)):
+        if not length:
+            replaced: Draft | None = index.after_replaced(most)
+            return replaced
+        if not (following := index.after(place, most)):
             return None
+        if index.first_quoted <= place < index.num_before:
+            return Draft(following, "quoted", length)
         if place < index.num_before:  # it goes on elsewhere, such as in the outline that is indented
             copy = index.copies["prediction"] = Copy(place + 1, length + _TRUSTED)
             return Draft(following, "prediction", copy.num_copied)
