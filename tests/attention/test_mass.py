@@ -58,15 +58,15 @@ def measured(
         backend.write(kv, key, value, batch)
         for seq, count in counts.items():
             done[seq] += count
-        if number:
-            blocks = [-(-length // SIZE) for length in batch.context_lens.tolist()]
-            begins = [sum(blocks[:i]) if MEASURED[seq] else -1 for i, seq in enumerate(counts)]
-            batch.measured = MeasuredRows(torch.tensor(begins), torch.zeros(1, sum(blocks), dtype=torch.int64))
+        if number == 0:  # only stored
+            continue
+        blocks = [-(-length // SIZE) for length in batch.context_lens.tolist()]
+        begins = [sum(blocks[:i]) if MEASURED[seq] else -1 for i, seq in enumerate(counts)]
+        batch.measured = MeasuredRows(torch.tensor(begins), torch.zeros(1, sum(blocks), dtype=torch.int64))
         backend.attend(kv, query, batch, scale=DIM**-0.5, softcap=softcap)
-        if batch.measured is not None:
-            for i, seq in enumerate(counts):
-                mass = batch.measured.mass[0, sum(blocks[:i]) : sum(blocks[: i + 1])]
-                found[seq][: blocks[i]] += mass
+        for i, seq in enumerate(counts):
+            mass = batch.measured.mass[0, sum(blocks[:i]) : sum(blocks[: i + 1])]
+            found[seq][: blocks[i]] += mass
     for row, (seq, (query, _, _)) in enumerate(tensors.items()):
         mass = dense(kv, batch.groups[0].block_tables[row], query[-NEW[seq] :], LENGTHS[seq], softcap)
         expected.append(mass if MEASURED[seq] else torch.zeros_like(mass))
