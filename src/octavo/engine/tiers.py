@@ -27,6 +27,8 @@ from octavo.units import format_bytes
 logger = logging.getLogger(__name__)
 
 _READ_BYTES = 8 << 20
+# Increased by a release that computes other bits than the one before: those promise equal results (`--deterministic`).
+_ROUNDING = 2
 
 
 def tier_identity(config: EngineConfig, path: Path, layout: str) -> tuple[str, ...]:
@@ -38,7 +40,8 @@ def tier_identity(config: EngineConfig, path: Path, layout: str) -> tuple[str, .
     """
     if not config.has_stores:
         return ()
-    exact = f"deterministic on {kernels.isa() if kernels.available() else 'torch'}" if config.deterministic else ""
+    isa = kernels.isa() if kernels.available() else "torch"
+    exact = f"deterministic {_ROUNDING} on {isa}" if config.deterministic else ""
     # Keys and headers are little-endian everywhere, but a block's bytes are as the machine has them.
     swapped = () if sys.byteorder == "little" else (sys.byteorder,)
     return (f"layout {LAYOUT_VERSION}", layout, _digest_of_weights(path), exact, *swapped)
