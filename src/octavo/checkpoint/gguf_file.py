@@ -303,7 +303,7 @@ class GGUFFile:
 
 
 def strings_in_python(stored: bytes, count: int) -> list[str]:
-    """Read the strings of an array as the C++ library does, which takes a tenth of the time."""
+    """Read the strings of an array as the C++ library does, where that is missing."""
     strings, position, unpack = [], 0, _LENGTH.unpack_from
     for _ in range(count):
         start = position + 8

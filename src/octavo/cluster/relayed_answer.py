@@ -49,7 +49,7 @@ class EventTooLargeError(ApiError):
 
 
 class Relay:
-    """The endpoint that sends requests to servers: an ASGI application, as Starlette wraps functions twice."""
+    """The endpoint that sends requests to servers. An ASGI application, which Starlette calls without wrapping it."""
 
     def __init__(self, router: Router) -> None:
         self._router = router

@@ -27,7 +27,7 @@ from octavo.units import format_bytes
 logger = logging.getLogger(__name__)
 
 _READ_BYTES = 8 << 20
-# Increased by a release that computes other bits than the one before: those promise equal results (`--deterministic`).
+# To be increased when results get other bits: with `--deterministic`, blocks of an older version must not be found.
 _ROUNDING = 2
 
 

@@ -219,7 +219,7 @@ class GrammarCompiler:
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
-        from llguidance import LLTokenizer
+        from llguidance import LLTokenizer, TokenizerWrapper
 
         tokenizer = self._load_tokenizer()
         if tokenizer is None:
@@ -234,7 +234,7 @@ class GrammarCompiler:
             )
         spellings = _Spellings(tokenizer, self._vocab_size, eos_token_ids[0])
         try:
-            source = spellings if spellings.are_faithful else tokenizer.to_json()
+            source = TokenizerWrapper(spellings) if spellings.are_faithful else tokenizer.to_json()
             return Vocabulary(LLTokenizer(source, n_vocab=self._vocab_size, eos_token=eos_token_ids))
         except Exception as error:  # llguidance raises ValueError, and any exception of its parsers
             raise RequestError(
@@ -247,10 +247,9 @@ class GrammarCompiler:
 class _Spellings:
     """The tokens' bytes and the tokenizer's `encode`, under the names that llguidance expects.
 
-    From tokenizer.json, llguidance would build a second tokenizer: of 262,144 tokens in twice the time, and 270 MB.
+    From tokenizer.json, llguidance would build a second tokenizer: with 262,144 tokens in twice the time, and 270 MB
+    larger.
     """
-
-    is_tokenizer_wrapper = True
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int) -> None:
         self.eos_token_id, self.bos_token_id = eos_token_id, tokenizer.bos_token_id

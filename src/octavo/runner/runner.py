@@ -24,7 +24,7 @@ from octavo.runner.graphs import Capture, DecodeGraphs
 from octavo.runner.ranks import RankGroup
 from octavo.runner.sequences import SequenceTable
 from octavo.runner.swapping import BlockMover, make_link
-from octavo.sampling.sampler import Sampler, make_choice
+from octavo.sampling.sampler import PlainDraw, Sampler, make_choice
 from octavo.scheduler.plan import PromptScores, StepPlan, StepResult
 from octavo.storage.arena import KVArena
 from octavo.tiers.host import HostTier
@@ -205,14 +205,7 @@ class ModelRunner:
         if self._calibrated and any(layer.finds_scales for layer in self._calibrated):
             attention = ReferenceAttention()  # kernels require scales that have already been chosen
         step = (batch.token_ids, batch.attention, self.arena.layers, attention, batch.logits_indices)
-        draw = None
-        if batch.is_plain and batch.attention.measured is None:
-            draw = batch.draw
-            if draw is None:
-                vocab, row_of = self.model.vocab_size, batch.sample_rows
-                draw = batch.draw = self._sampler.prepare(batch.sampling, vocab, row_of, overwrite_logits=True)
-            else:
-                batch.sampling.numbers()
+        draw = self._prepared(batch) if batch.is_plain and batch.attention.measured is None else None
         self.is_computing = True
         try:
             has_graph = batch.fits_graphs and attention is self.attention and batch.attention.sinks is None
@@ -227,6 +220,16 @@ class ModelRunner:
             self._batches.note_drawn(token_ids)
             return collect
         return self._later(partial(self._sample_and_score, batch, logits, later))
+
+    def _prepared(self, batch: StepBatch) -> PlainDraw:
+        """Return what draws for a plain batch, at its present positions."""
+        if batch.draw is None:
+            batch.draw = self._sampler.prepare(
+                batch.sampling, self.model.vocab_size, batch.sample_rows, overwrite_logits=True
+            )
+        else:
+            batch.sampling.numbers()
+        return batch.draw
 
     @torch.inference_mode()
     def _sample_and_score(self, batch: StepBatch, logits: torch.Tensor, later: LaterRows | None) -> StepResult:

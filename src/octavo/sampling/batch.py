@@ -244,14 +244,13 @@ class SamplingBatch:
 
     @property
     def is_adjusted(self) -> bool:
-        """Whether biases, penalties or `min_tokens` change some logits before the choice."""
-        is_adjusted, may_end = self._adjusting
-        return is_adjusted or (not may_end and bool(self.must_not_end.any()))
+        """Whether any of the draws is `adjusted`."""
+        return self._may_be_adjusted and bool(self.adjusted.any())
 
     @cached_property
-    def _adjusting(self) -> tuple[bool, bool]:
-        records = self.records
-        return bool(records["adjusted"].any()), not records["min_tokens"].any()
+    def _may_be_adjusted(self) -> bool:
+        """Whether any is at some position; `min_tokens` matters at the first ones only."""
+        return bool((self.records["adjusted"] | (self.records["min_tokens"] > 0)).any())
 
     @property
     def adjusted(self) -> npt.NDArray[np.bool_]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import GAP, Sequence
@@ -268,9 +268,8 @@ class DraftMethod:
                 if following := kv.tokens_after(seq, most):
                     return Draft(following, "suffix", seq.num_tokens)
                 seq.state.suffix_block = block
-        index = seq.state.token_index
+        request, index = seq.request, cast(TokenIndex | None, seq.state.token_index)
         if index is None:
-            request = seq.request
             index = seq.state.token_index = TokenIndex(self._least, request.predicted_ids, request.quoted_ids)
         if not index.extend(seq):
             return None
@@ -287,8 +286,7 @@ class DraftMethod:
             if is_longest and (following := index.after(copy.expected - 1, most)):
                 return Draft(copy.with_insertions(index.tokens[-1], following)[:most], source, copy.num_copied)
         if not length:
-            replaced: Draft | None = index.after_replaced(most)
-            return replaced
+            return index.after_replaced(most)
         if not (following := index.after(place, most)):
             return None
         if index.first_quoted <= place < index.num_before:

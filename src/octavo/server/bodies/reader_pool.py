@@ -12,8 +12,8 @@ bodies. The frames of `octavo.helper_process` hold:
     server  ── files, limit, BodyReader ──>        once    ── nothing ──>  ready
             ── niced?, method, then body    ──>            ── pickled result, or the error to raise ──>  server
 
-Whoever builds an engine may start a process before there is a `BodyReader`: it imports and reads the tokenizer, which
-takes seconds for a large vocabulary, while the engine does the same and loads its weights.
+`start_ahead` starts a process before there is a `BodyReader`. It imports modules and reads the tokenizer, which takes
+seconds for a large vocabulary, while the engine is built.
 
 The cost of a body is limited: a process that exceeds the time limit is killed, and the operating system enforces the
 memory limit.
@@ -70,6 +70,7 @@ _RENDERED = frozenset(
 _KEPT_BYTES = 64 * 1024 * 1024
 # Bytes of a body and its answer together from which the process returns freed memory afterwards.
 _LARGE = 256 * 1024
+_started_ahead: list[HelperProcess] = []
 
 
 class ReaderPool:
@@ -131,7 +132,7 @@ class ReaderPool:
                 process = self._idle.pop()
                 if process.is_alive:  # the OOM killer may have ended it meanwhile
                     return process
-        started = _started_ahead.pop() if _started_ahead else None
+            started = _started_ahead.pop() if _started_ahead else None
         return ReaderProcess(pickle.dumps(self._reader, pickle.HIGHEST_PROTOCOL), self._memory, started)
 
     def _release(self, process: ReaderProcess) -> None:
@@ -150,9 +151,6 @@ def _num_parts(raw: bytes) -> int:
 def _may_have_messages(raw: bytes) -> bool:
     """Return whether a body may have the field `messages`, possibly with escaped letters."""
     return b'"messages"' in raw or b"\\u" in raw
-
-
-_started_ahead: list[HelperProcess] = []
 
 
 def start_ahead(source: ModelSource) -> None:
