@@ -201,11 +201,15 @@ def _require_kernels(config: EngineConfig, model: CausalLM, arena: KVArena, atte
     if not config.deterministic and config.num_ranks == 1:
         return
     if not isinstance(model, NativeDecoder):
-        reason = f"{model.architecture} in {model.dtype} does not run on the native decoder here"
+        reason = (
+            f"{model.architecture} in {model.dtype} does not run on the native decoder here, with model_impl "
+            f"{config.model_impl!r} and attention_backend {config.attention_backend!r}"
+        )
     elif not (isinstance(attention, NativeAttention) and all(attention.supports(layer) for layer in arena.layers)):
         reason = (
             f"blocks of {arena.spec.block_size} tokens in {arena.spec.dtype} with attention "
-            f"{attention.name!r} do not run on the native kernels (block_size a multiple of 16, the model's dtype)"
+            f"{attention.name!r} do not run on the native kernels, which need a block_size and heads in multiples of "
+            "16 (values in int4: 32), in the model's dtype, fp8, int8, k8v4 or int4"
         )
     else:
         return
