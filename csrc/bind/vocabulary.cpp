@@ -1,5 +1,4 @@
-// A vocabulary's strings, read without an object for each length; and its merges, found without one for each of the
-// millions of ways to cut its pieces.
+// A vocabulary's strings, read without an object for each length; and the merges that form its pieces.
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -8,6 +7,7 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <optional>
 #include <string_view>
 #include <utility>
 
@@ -20,9 +20,16 @@ namespace octavo {
 namespace {
 
 struct Merge {
-    double score;                       // of the piece that they form
+    double score;                        // of the piece that they form
     uint32_t left_length, right_length;  // in characters
-    uint32_t left, right;
+    uint32_t piece, left, right;
+
+    bool precedes(const Merge& other) const {
+        if (score != other.score) return score > other.score;
+        if (left_length != other.left_length) return left_length > other.left_length;
+        if (right_length != other.right_length) return right_length > other.right_length;
+        return piece < other.piece;
+    }
 };
 
 bool begins_character(char byte) { return (static_cast<unsigned char>(byte) & 0xC0) != 0x80; }
@@ -60,28 +67,83 @@ class Pieces {
     std::vector<std::pair<uint32_t, uint32_t>> slots_;
 };
 
-std::vector<Merge> find_merges(const std::vector<std::string_view>& pieces, const std::vector<double>& scores) {
-    const Pieces known(pieces);
-    std::vector<Merge> merges;
-    for (size_t id = 0; id < pieces.size(); ++id) {
-        const std::string_view piece = pieces[id];
-        const auto length = static_cast<uint32_t>(std::count_if(piece.begin(), piece.end(), begins_character));
-        // NaN has no place in an order.
-        const double score = std::isnan(scores[id]) ? -std::numeric_limits<double>::infinity() : scores[id];
-        uint32_t left_length = 0;
-        for (size_t cut = 0; cut < piece.size(); ++cut) {
-            if (!begins_character(piece[cut]) || left_length++ == 0) continue;
-            const uint32_t right = known.find(piece.substr(cut));
-            const uint32_t left = right == Pieces::kNone ? right : known.find(piece.substr(0, cut));
-            if (left == Pieces::kNone) continue;
-            merges.push_back({score, left_length - 1, length - left_length + 1, left, right});
+// Byte-pair encoding of one piece at a time.
+//
+// A text in which a piece is formed is merged as the piece alone is: merges are done in one order, and none crosses the
+// ends of what becomes a token. So of all the ways to cut a piece in two, only the one found here is ever merged.
+class PieceEncoder {
+  public:
+    PieceEncoder(const std::vector<std::string_view>& pieces, const std::vector<double>& scores)
+        : pieces_(pieces), scores_(scores), known_(pieces) {}
+
+    // The merge that forms `piece`, if there is one.
+    std::optional<Merge> last_merge(uint32_t piece) {
+        const std::string_view text = pieces_[piece];
+        symbols_.clear();
+        for (size_t at = 0; at < text.size(); ++at) {
+            if (begins_character(text[at])) symbols_.push_back({at, 1, Pieces::kNone, std::nullopt});
         }
+        for (size_t i = 0; i < symbols_.size(); ++i) {
+            const size_t begin = symbols_[i].begin;
+            symbols_[i].piece = known_.find(text.substr(begin, end(text, i) - begin));
+        }
+        for (size_t i = 0; i + 1 < symbols_.size(); ++i) pair_with_next(text, i);
+        while (symbols_.size() > 2) {
+            size_t best = 0;
+            for (size_t i = 1; i < symbols_.size(); ++i) {
+                const auto& pair = symbols_[i].pair;
+                if (pair && (!symbols_[best].pair || pair->precedes(*symbols_[best].pair))) best = i;
+            }
+            if (!symbols_[best].pair) return std::nullopt;
+            symbols_[best].length += symbols_[best + 1].length;
+            symbols_[best].piece = symbols_[best].pair->piece;
+            symbols_.erase(symbols_.begin() + static_cast<std::ptrdiff_t>(best) + 1);
+            pair_with_next(text, best);
+            if (best > 0) pair_with_next(text, best - 1);
+        }
+        // A piece that occurs twice is formed as the first of them.
+        const bool formed = symbols_.size() == 2 && symbols_[0].pair && symbols_[0].pair->piece == piece;
+        return formed ? symbols_[0].pair : std::nullopt;
     }
-    std::stable_sort(merges.begin(), merges.end(), [](const Merge& a, const Merge& b) {
-        if (a.score != b.score) return a.score > b.score;
-        if (a.left_length != b.left_length) return a.left_length > b.left_length;
-        return a.right_length > b.right_length;
-    });
+
+  private:
+    struct Symbol {
+        size_t begin;
+        uint32_t length;  // in characters
+        uint32_t piece;
+        std::optional<Merge> pair;  // with the next symbol
+    };
+
+    size_t end(std::string_view text, size_t i) const {
+        return i + 1 < symbols_.size() ? symbols_[i + 1].begin : text.size();
+    }
+
+    void pair_with_next(std::string_view text, size_t i) {
+        Symbol& left = symbols_[i];
+        left.pair.reset();
+        if (i + 1 == symbols_.size()) return;
+        const Symbol& right = symbols_[i + 1];
+        if (left.piece == Pieces::kNone || right.piece == Pieces::kNone) return;
+        const uint32_t piece = known_.find(text.substr(left.begin, end(text, i + 1) - left.begin));
+        if (piece == Pieces::kNone) return;
+        // NaN has no place in an order.
+        const double score = std::isnan(scores_[piece]) ? -std::numeric_limits<double>::infinity() : scores_[piece];
+        left.pair = Merge{score, left.length, right.length, piece, left.piece, right.piece};
+    }
+
+    const std::vector<std::string_view>& pieces_;
+    const std::vector<double>& scores_;
+    const Pieces known_;
+    std::vector<Symbol> symbols_;
+};
+
+std::vector<Merge> find_merges(const std::vector<std::string_view>& pieces, const std::vector<double>& scores) {
+    PieceEncoder encoder(pieces, scores);
+    std::vector<Merge> merges;
+    for (uint32_t piece = 0; piece < pieces.size(); ++piece) {
+        if (const auto merge = encoder.last_merge(piece)) merges.push_back(*merge);
+    }
+    std::sort(merges.begin(), merges.end(), [](const Merge& a, const Merge& b) { return a.precedes(b); });
     return merges;
 }
 

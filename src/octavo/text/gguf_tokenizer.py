@@ -236,7 +236,7 @@ def _merges(file: GGUFFile) -> list[tuple[str, str]]:
 
 
 def _merges_by_score(file: GGUFFile, tokens: list[str]) -> list[tuple[str, str]]:
-    """Return the merges of a SentencePiece vocabulary: all pairs of pieces that form a piece, the best score first."""
+    """Return the merges of a SentencePiece vocabulary, the best score first."""
     scores: list[float] = _array(file, "scores", float)
     if len(scores) != len(tokens):
         raise CorruptModelError(f"{file.path}: {len(scores)} scores for {len(tokens)} tokens")
@@ -248,7 +248,7 @@ def _merges_by_score(file: GGUFFile, tokens: list[str]) -> list[tuple[str, str]]
 
 
 def merges_by_score_in_python(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Find the merges as the C++ library does, which takes a tenth of the time."""
+    """Return all pairs of pieces that form a piece. The C++ library leaves out those that are never merged."""
     pieces = set(tokens)
     merges = [
         (order, left, right)
