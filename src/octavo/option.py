@@ -22,7 +22,7 @@ from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, Self, TypedDict, Union, Unpack, get_args, get_origin, get_type_hints
 
 from octavo.errors import ConfigError, shown
-from octavo.units import Unit, parse_count
+from octavo.units import BYTES, SWAP_BYTES, Unit, exact_bytes, parse_count
 
 HIDDEN = "(hidden)"
 NONE = "none"
@@ -146,6 +146,8 @@ class Option:
             value = NONE
         elif self.is_table:
             value = json.dumps(value if isinstance(value, Mapping) else value.changed())
+        elif isinstance(value, int) and self.unit in (BYTES, SWAP_BYTES):
+            value = exact_bytes(value)
         return [f"{flag(self.name)}={value}"]
 
     def parse(self, text: str, where: str) -> Any:

@@ -83,6 +83,15 @@ def format_bytes(count: float) -> str:
     raise AssertionError("unreachable")
 
 
+def exact_bytes(count: int) -> str:
+    """Format a size for a command line, without rounding: 2147483648 -> '2GiB', 2147483649 -> '2147483649'."""
+    for unit in ("GiB", "MiB"):
+        whole, rest = divmod(count, _UNITS[unit.upper()])
+        if whole and not rest:
+            return f"{whole}{unit}"
+    return str(count)
+
+
 def _read_bytes(size: int | str) -> int:
     return parse_bytes(size) if isinstance(size, str) else size
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -111,9 +110,9 @@ def test_a_weight_that_is_not_coded_moves_to_huge_pages_too(monkeypatch: pytest.
     wide = PackedWeight.pack(random_bits(256, 512, 0))
     mapped: list[int] = []
 
-    def zero_pages(nbytes: int) -> mmap.mmap:
+    def zero_pages(nbytes: int, purpose: str) -> torch.Tensor:
         mapped.append(nbytes)
-        return arena.zero_pages(nbytes)
+        return arena.zero_pages(nbytes, purpose)
 
     monkeypatch.setattr(packed_weight, "_slab", None)
     monkeypatch.setattr(packed_weight, "zero_pages", zero_pages)

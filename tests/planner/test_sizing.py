@@ -184,6 +184,16 @@ def test_a_cache_and_a_swap_space_that_do_not_fit_together_keep_the_cache_as_ask
     sizing(weights + 7 * 2**30, kv_cache_memory=config.kv_cache_memory, swap_space=config.swap_space).pool()
 
 
+def test_prefixes_in_host_memory_that_do_not_fit_are_refused_with_a_size_that_does() -> None:
+    weights = 16_060_522_496
+    with pytest.raises(ConfigError, match=r"prefixes in host memory 64\.00 GiB") as caught:
+        sizing(weights + 7 * 2**30, cache_share=CPU_MEMORY_SHARE, kv_host_memory="64GiB").pool()
+    config = suggested_config(caught.value)
+    assert config.kv_host_memory == 2**31
+    assert str(caught.value).endswith("--kv-host-memory=2GiB")
+    sizing(weights + 7 * 2**30, cache_share=CPU_MEMORY_SHARE, kv_host_memory=config.kv_host_memory).pool()
+
+
 def test_the_default_swap_space_is_no_larger_than_its_sequences_can_use(caplog: pytest.LogCaptureFixture) -> None:
     plan = sizing(64 * 2**30, max_num_seqs=2, max_model_len=1000)
     num_host_blocks = plan.num_host_blocks(plan.pool())

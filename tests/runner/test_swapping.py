@@ -16,7 +16,7 @@ from octavo.runner import swapping
 from octavo.runner.swapping import BlockMover, HostLink
 from octavo.scheduler.plan import StepPlan
 from octavo.storage.arena import KVArena
-from octavo.tiers.host import HostTier
+from octavo.storage.host import HostTier
 from tests.kvcache.caches import FULL
 
 SPEC = KVCacheSpec.build((FULL,), 4, "float32")

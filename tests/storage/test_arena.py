@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.errors import ConfigError
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
-from octavo.storage.arena import BlockLayout, KVArena, independent, pair_width
-from octavo.tiers.host import HostTier
+from octavo.storage.arena import BlockLayout, KVArena, independent, pair_width, zero_pages
+from octavo.storage.host import HostTier
 
 FULL_AND_SLIDING = [LayerKVSpec(2, 8, 6), LayerKVSpec(2, 8, 6, 16), LayerKVSpec(2, 8, 6), LayerKVSpec(1, 4, 4, 16)]
 
@@ -156,3 +156,8 @@ def test_both_layouts_hold_the_same_tokens(dtype: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     tokens_major = KVArena(spec, 5, layout=BlockLayout.TOKENS).float_layers[1]
     assert (tokens_major.key.stride(2), tokens_major.value.stride(3)) == (1, 1), "a head's dimensions are adjacent"
+
+
+def test_memory_that_the_system_refuses_is_an_error_with_its_size() -> None:
+    with pytest.raises(ConfigError, match=r"cannot reserve 4194304.00 TiB of memory for the KV cache"):
+        zero_pages(2**62, "the KV cache")

@@ -100,6 +100,8 @@ def _with_source(error: RequestError, batch: list[PromptInput]) -> RequestError:
 @contextmanager
 def _open_output(path: str | None) -> Iterator[TextIO]:
     if path is None:
+        if sys.stdout is None:
+            raise ConfigError("standard output is closed: give --output FILE")
         yield sys.stdout
         sys.stdout.flush()
         return

@@ -25,7 +25,7 @@ def main() -> None:
     from octavo.engine.model_loading import choose_kv_scales
     from octavo.engine.ranks import load_share
     from octavo.storage.arena import KVArena
-    from octavo.tiers.host import HostTier
+    from octavo.storage.host import HostTier
 
     model = load_share(job)
     send(answers, model.weight_bytes.to_bytes(8, "little"))

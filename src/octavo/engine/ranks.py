@@ -30,7 +30,7 @@ from octavo.planner.machine import (
 from octavo.planner.sizing import Sizing
 from octavo.runner.ranks import RankGroup, RankJob
 from octavo.storage.arena import KVArena
-from octavo.tiers.host import HostTier
+from octavo.storage.host import HostTier
 
 logger = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from octavo.runner.runner import ModelRunner
 from octavo.runner.warm_up import warm_up
 from octavo.sampling.sampler import warm_up_choice
 from octavo.storage.arena import KVArena
-from octavo.tiers.host import HostTier
+from octavo.storage.host import HostTier
 from octavo.units import counted
 
 logger = logging.getLogger(__name__)

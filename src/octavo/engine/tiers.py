@@ -18,8 +18,8 @@ from octavo.kvcache.eviction import make_eviction_policy
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.planner.calculator import REMOTE_THREADS
+from octavo.storage.host import HostTier
 from octavo.tiers.base import LAYOUT_VERSION, Medium
-from octavo.tiers.host import HostTier
 from octavo.tiers.lower import LowerTiers
 from octavo.tiers.store import MOST_WRITE_BYTES, Store
 from octavo.units import format_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -23,7 +22,7 @@ _MOST_ESCAPES = 1 / 256  # SmolLM2 has 1 in 8,500, its worst matrix 1 in 1,100
 
 
 _SLAB_BYTES = 64 << 20
-_slab: tuple[mmap.mmap, int] | None = None  # the current slab, and the bytes of it that are taken
+_slab: tuple[torch.Tensor, int] | None = None  # the current slab, and the bytes of it that are taken
 
 
 def _zeros(nbytes: int, *, kept: bool = True) -> torch.Tensor:
@@ -33,12 +32,12 @@ def _zeros(nbytes: int, *, kept: bool = True) -> torch.Tensor:
     if not kept:
         return torch.zeros(nbytes, dtype=torch.uint8)
     if nbytes > _SLAB_BYTES // 4:
-        return torch.frombuffer(zero_pages(nbytes), dtype=torch.uint8)
+        return zero_pages(nbytes, "weights")
     pages, taken = _slab or (None, 0)
     if pages is None or taken + nbytes > _SLAB_BYTES:
-        pages, taken = zero_pages(_SLAB_BYTES), 0
+        pages, taken = zero_pages(_SLAB_BYTES, "weights"), 0
     _slab = pages, taken + -(-nbytes // 64) * 64
-    return torch.frombuffer(pages, dtype=torch.uint8, offset=taken, count=nbytes)
+    return pages[taken : taken + nbytes]
 
 
 def _is_coded_later(format: WeightFormat) -> bool:

@@ -286,8 +286,9 @@ class Sizing:
         )
 
     def _advice(self) -> str:
-        if (config := self._with_less_swap()) is not None:
-            return f"This would start: {serve_command(config)}"
+        for name, least in (("swap_space", None), ("kv_host_memory", 0)):
+            if (config := self._with_less(name, least)) is not None:
+                return f"This would start: {serve_command(config)}"
         for config in self._smaller():
             smaller = replace(self, config=config)
             cache = smaller.budget.for_cache
@@ -300,11 +301,15 @@ class Sizing:
             f"(`octavo plan {shlex.quote(self.config.model)}` says what this one needs)"
         )
 
-    def _with_less_swap(self) -> EngineConfig | None:
-        """Return the options with as much swap space as fits, if that is enough of a change."""
-        if not self._wanted_swap:
+    def _with_less(self, name: str, least: int | None) -> EngineConfig | None:
+        """Return the options with as much host memory for `name` as fits, if that is enough of a change.
+
+        Args:
+            least: its value that takes nothing that others need.
+        """
+        if not getattr(self.config, name):
             return None
-        without = replace(self, config=self.config.replace(swap_space=None))
+        without = replace(self, config=self.config.replace(**{name: least}))
         try:
             pool = without.pool()
         except ConfigError:
@@ -312,7 +317,7 @@ class Sizing:
         left = without.budget.left - pool.num_bytes if self.host_available is None else self.host_available
         # A power of two: easily read, and what is free may be a little less by then.
         space = 1 << max(0, left.bit_length() - 1)
-        return self.config.replace(swap_space=space) if space >= self.spec.block_bytes else None
+        return self.config.replace(**{name: space}) if space >= self.spec.block_bytes else None
 
     def pool_within(self, cache: int) -> PoolSize:
         """Return the pool for that many bytes; raises `ConfigError` if they hold no block."""

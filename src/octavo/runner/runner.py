@@ -27,7 +27,7 @@ from octavo.runner.swapping import BlockMover, make_link
 from octavo.sampling.sampler import PlainDraw, Sampler, make_choice
 from octavo.scheduler.plan import PromptScores, StepPlan, StepResult
 from octavo.storage.arena import KVArena
-from octavo.tiers.host import HostTier
+from octavo.storage.host import HostTier
 
 # The number of hidden states summed at a time.
 _POOLED_AT_ONCE = 256

@@ -13,7 +13,7 @@ from octavo.kvcache.block import BlockTransfer
 from octavo.runner.ranks import RankGroup
 from octavo.scheduler.plan import StepPlan
 from octavo.storage.arena import KVArena
-from octavo.tiers.host import HostTier
+from octavo.storage.host import HostTier
 
 # Blocks on their way to other memory are copied aside before, at most two pieces of this size at a time.
 _PIECE_BYTES = 32 << 20

@@ -37,6 +37,7 @@ from octavo.storage.codec import codecs_of
 from octavo.storage.coded_kv import CodedKV
 from octavo.storage.layer_kv import LayerKV, SideArguments
 from octavo.storage.recent_kv import RecentKV, without_copies
+from octavo.units import format_bytes
 
 
 class BlockLayout(Enum):
@@ -155,7 +156,7 @@ class KVArena:
         self.layout = layout
         # Zeroed, because the unwritten rest of a block is multiplied by weights of zero and must not be NaN.
         if torch.device(device).type == "cpu":
-            self._bytes = torch.frombuffer(zero_pages(self.nbytes), dtype=torch.uint8).view(num_blocks, -1)
+            self._bytes = zero_pages(self.nbytes, "the KV cache").view(num_blocks, -1)
         else:
             self._bytes = torch.zeros(num_blocks, spec.block_bytes, dtype=torch.uint8, device=device)
         self.layers = self._layer_views()
@@ -303,14 +304,23 @@ def independent(copies: Sequence[tuple[int, int]]) -> bool:
     return {source for source, _ in copies}.isdisjoint(destination for _, destination in copies)
 
 
-def zero_pages(nbytes: int) -> mmap.mmap:
-    """Map private anonymous pages, which the system zeroes and allocates on first write: unused ones cost nothing."""
-    if not hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, nbytes)
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def zero_pages(nbytes: int, purpose: str) -> torch.Tensor:
+    """Return private pages, uint8 [nbytes], which the system zeroes and allocates on first write: unused ones cost
+    nothing.
+
+    Raises:
+        ConfigError: the system refuses so much memory, for instance because of `ulimit -v` or strict overcommit.
+    """
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    try:
+        pages = mmap.mmap(-1, nbytes, **flags)
+    except OSError as error:
+        raise ConfigError(f"cannot reserve {format_bytes(nbytes)} of memory for {purpose}: {error.strerror}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # Accesses to blocks are scattered over the pool, so 2 MiB pages avoid most TLB misses. A kernel without huge
         # pages refuses the advice, and small pages work too.
         with contextlib.suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)
-    return pages
+    return torch.frombuffer(pages, dtype=torch.uint8)

@@ -9,6 +9,4 @@ slabs                    what lies in the directory of a disk
 header                   what each stored block carries, and its proof
 base                     the contract of a medium, why blocks are misses, transfers and their totals
 speed                    how long loads take, as measured
-
-host                     the memory that all of them fill and read; two processes can share it
 """

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from octavo.errors import ConfigError
+from octavo.storage.arena import zero_pages
 
 
 class HostTier:
@@ -23,8 +24,7 @@ class HostTier:
             raise ConfigError(f"a host tier needs 0 or more blocks, got {num_blocks}")
         self.num_blocks = num_blocks
         self._block_bytes = block_bytes
-        # Not zeroed, because a block is read only after all of it was written.
-        self._bytes = torch.empty(num_blocks, block_bytes, dtype=torch.uint8)
+        self._bytes = zero_pages(num_blocks * block_bytes, "blocks in host memory").view(num_blocks, block_bytes)
         flat: Any = self._bytes.view(-1).numpy()
         self._memory = memoryview(flat)
 

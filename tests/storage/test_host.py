@@ -11,7 +11,7 @@ from octavo.kvcache.spec import KVCacheSpec
 from octavo.runner import swapping
 from octavo.scheduler.plan import StepPlan
 from octavo.storage.arena import KVArena
-from octavo.tiers.host import HostTier
+from octavo.storage.host import HostTier
 from tests.kvcache.caches import FULL
 
 
