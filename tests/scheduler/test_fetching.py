@@ -82,6 +82,20 @@ def test_a_request_that_ends_while_it_waits_for_a_store_lets_go_of_its_fetch(har
     assert not harness.scheduler.has_work
 
 
+def test_a_request_that_waits_for_a_store_is_held_back_after_a_failure_too(harness: Harness, store: Store) -> None:
+    fetched, other = harness.add(40), harness.add(8)
+    harness.step()
+    harness.scheduler.restart(lambda request_id: request_id == other.request_id)
+    store.fetches[0].pending = False
+    harness.step()
+    assert (running(other), running(fetched)) == (True, False)
+    harness.scheduler.restart()
+    harness.step()
+    assert running(fetched)
+    assert store.released == store.fetches
+    harness.run()
+
+
 def test_a_request_is_reported_as_admitted_once_however_often_it_is_preempted() -> None:
     harness, admitted = Harness(num_blocks=1 + 6, prefix_caching=False), []
     harness.scheduler.on_admitted = lambda request: admitted.append(request.request_id)

@@ -10,7 +10,7 @@ import pytest
 from octavo.errors import CapacityError, ConfigError
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.request import PinRequest, Request
-from octavo.scheduler.kv_limits import Amount, KVLimits, resolve_limits
+from octavo.scheduler.kv_limits import Amount, KVLimits, TenantLimits, resolve_limits
 from tests.kvcache.caches import FULL, make_request, sliding
 from tests.scheduler.kit import Harness, running
 from tests.scheduler.test_fairness import tenants_server
@@ -152,6 +152,14 @@ def test_the_longest_output_is_that_of_the_tenant() -> None:
     tenants = server_with({"a": KVLimits(cap=4), "b": KVLimits(floor=30)}).scheduler.tenants
     # The last token's key and value are never needed.
     assert [tenants.max_sequence_tokens(tenant) for tenant in ("a", "b", "c")] == [17, 64, 41]
+
+
+def test_the_longest_output_is_that_of_the_tenant_while_another_thread_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    tenants = server_with({"a": KVLimits(cap=4)}).scheduler.tenants
+    left_by = {tenant: (tenants.max_sequence_tokens(tenant), tenants._longest)[1] for tenant in ("a", "b")}
+    reads = iter([left_by["a"], left_by["b"]])
+    monkeypatch.setattr(TenantLimits, "_longest", property(lambda _: next(reads)), raising=False)
+    assert tenants.max_sequence_tokens("a") == 17
 
 
 def test_pins_yield_for_a_floor() -> None:

@@ -178,6 +178,22 @@ def test_a_long_request_that_waits_for_blocks_lets_others_pass_and_starts_in_tim
     assert server.steps_until(lambda: outputs(long)[0] > 0) < 25
 
 
+def test_a_request_that_may_pass_may_still_do_so_after_it_did_not_fit() -> None:
+    server = Harness(101, max_num_seqs=4, max_num_batched_tokens=512, max_model_len=400)
+    first, *short = server.add(196, max_tokens=30), server.add(4, max_tokens=8), server.add(4, max_tokens=8)
+    server.step()
+    long = server.add(220, max_tokens=4)  # waits for the blocks of the first
+    wide = server.add(4, n=2, max_tokens=40)  # fits beside both, but lacks a place until the short ones end
+    server.steps_until(lambda: all(request.finished for request in short))
+    server.steps(2)
+    assert num_running([wide]) == 2
+    assert num_running([long]) == 0
+    server.steps_until(lambda: first.finished)
+    server.steps(2)
+    assert num_running([long]) == 1
+    server.run()
+
+
 def test_no_more_sequences_run_than_a_step_has_tokens() -> None:
     server = server_of(1001, seqs=12, budget=4)
     requests = [server.add(5, max_tokens=30) for _ in range(6)]

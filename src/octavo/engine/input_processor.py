@@ -77,8 +77,7 @@ class InputProcessor:
 
         Raises:
             RequestError: the prompt is empty, has ids outside the vocabulary, or is text for a model without a
-            tokenizer;
-                or a parameter is out of range.
+                tokenizer; or a parameter is out of range.
             ContextLengthError, CapacityError: the request could never be served; the message has the numbers.
         """
         request = self.make_without_grammar(prompt, params, context, add_special_tokens=add_special_tokens)

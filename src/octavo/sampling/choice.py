@@ -69,7 +69,6 @@ class Choice:
     """Chooses and scores tokens, with torch operations on any device. The result for a row depends on that row alone.
 
     It is the oracle of its subclasses, and what draws where they do not run.
-
     """
 
     def choose(

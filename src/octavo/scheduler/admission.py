@@ -139,9 +139,6 @@ class Admission:
         outlasting = self._outlasting(seq)
         if outlasting is None and not self._is_within_floor(seq):
             return 0
-        if outlasting is not None and self._promise is not None:
-            self._promise.places -= outlasting[0]
-            self._promise.blocks -= outlasting[1]
         if self._num_long_blocks >= LONG_BLOCKS_PER_STEP and self._is_long(seq):
             return 0
         if self.is_over_cap(seq):
@@ -165,6 +162,9 @@ class Admission:
             return 0
         if is_head:
             self._promise = None
+        elif outlasting is not None and self._promise is not None:
+            self._promise.places -= outlasting[0]
+            self._promise.blocks -= outlasting[1]
         seq.state.refusal = None
         return num_new
 

@@ -234,13 +234,13 @@ class TenantLimits:
     def max_sequence_tokens(self, tenant: str = "", budget: KVBudget | None = None, num_prompt_tokens: int = 0) -> int:
         """Return the length of a tenant's longest sequence that `check` accepts, in tokens; 0 if none fits."""
         most, prompt = self._most_blocks(tenant), num_prompt_tokens if budget is not None and budget.measures else 0
-        if self._longest[:3] != (most, budget, prompt):
+        *known, longest = self._longest  # read once: other threads replace it
+        if known != [most, budget, prompt]:
             # Bisect: the number of blocks never falls as tokens are added.
             lengths = range(1, self._max_model_len + 1)
             longest = bisect.bisect_left(lengths, True, key=lambda total: self._blocks(total, budget, prompt) > most)
             self._longest = (most, budget, prompt, longest)
-            return longest
-        return self._longest[3]
+        return longest
 
     def _most_blocks(self, tenant: str) -> int:
         """Return the blocks that a tenant can have if no other tenant holds more than its floor."""

@@ -273,7 +273,7 @@ class Lifecycle:
         """Start over after a failed step, relying only on the requests and their tokens.
 
         All plans are dropped. Every sequence releases its blocks, on the device and in host memory, and waits to be
-        recomputed; full blocks that were computed are found in the prefix cache.
+        recomputed; full blocks that were computed are found in the prefix cache. No request waits for a store any more.
 
         Args:
             may_run: whether a request may run before the next restart; the others keep waiting. By default all may.
@@ -281,8 +281,10 @@ class Lifecycle:
         self.abandon_step()
         self.running.clear()
         self.waiting.clear()
+        if self.fetching is not None:
+            self.fetching.clear()
         for seq in [seq for request in self.live.values() for seq in request.sequences]:
-            is_waiting = seq.status is SequenceStatus.WAITING or seq.state.is_held
+            is_waiting = seq.status is SequenceStatus.WAITING or seq.state.is_held or seq.state.fetch is not None
             seq.state = SequenceState(fetch=seq.state.fetch)
             if seq.status is SequenceStatus.RUNNING:
                 # If nothing is left to compute, it is a beam that waits for its siblings.

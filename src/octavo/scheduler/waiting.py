@@ -283,6 +283,10 @@ class Fetching:
             del self._waiting[seq]
         return ready
 
+    def clear(self) -> None:
+        """Let no sequence wait any longer; each keeps its fetch until `release`."""
+        self._waiting.clear()
+
     def release(self, seq: Sequence) -> None:
         """Forget a sequence that was admitted, or has ended."""
         self._waiting.pop(seq, None)

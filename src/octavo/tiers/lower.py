@@ -5,7 +5,7 @@
 
 A store that cannot tell without being asked what it has is asked first, so that slots are only reserved for blocks that
 are there. If too few slots are left, a request waits until others have their blocks and release their slots
-(`tiers/room.py`).
+(`FetchQueue`).
 
 Everything here happens in the engine's thread; the stores' own threads only touch the slots that they were given.
 """
