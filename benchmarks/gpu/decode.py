@@ -27,7 +27,7 @@ from octavo.request import RequestId, SequenceId
 from octavo.runner.graphs import Capture
 from octavo.runner.runner import Collect, ModelRunner
 from octavo.sampling_params import SamplingParams
-from octavo.scheduler.plan import DRAWN, NewSequence, SamplingSnapshot, StepPlan
+from octavo.scheduler.plan import DRAWN, NewSequence, SamplingSnapshot, StepPlan, TableDelta
 from octavo.storage.arena import KVArena
 
 
@@ -123,7 +123,8 @@ class DecodeBench:
         seq_ids = tuple(map(SequenceId, range(num_seqs)))
         params = SamplingParams(temperature=0, max_tokens=self._steps + WARM_UP_STEPS, ignore_eos=True)
         sampling = SamplingSnapshot(RequestId("measuring"), params, seed=0, num_prompt_tokens=self._context)
-        new = tuple(NewSequence(seq, sampling, (table,)) for seq, table in zip(seq_ids, tables, strict=True))
+        new = tuple(NewSequence(seq_id, sampling) for seq_id in seq_ids)
+        whole = tuple(TableDelta(row, 0, (table,)) for row, table in enumerate(tables))
         took: list[float] = []
         collect: Collect | None = None
         started = time.perf_counter()
@@ -138,6 +139,7 @@ class DecodeBench:
                 token_ids=(1 if is_first else DRAWN,) * num_seqs,
                 reset=is_first,
                 new=new if is_first else (),
+                tables=whole if is_first else (),
                 num_streams=num_seqs,
                 ahead=not is_first,
             )

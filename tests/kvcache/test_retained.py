@@ -32,7 +32,7 @@ def let_go(retention: Retention, num_tokens: int, *, asks: bool) -> list[list[in
         kept = sum(map(bool, table))
         retention.add(np.arange(kept, dtype=np.int64) % 3)
         if asks or num_computed >= due:
-            for index in retention.let_go(table, num_computed, SIZE)[0]:
+            for index in retention.let_go(table, num_computed, SIZE):
                 assert table[index], "no block goes twice"
                 table[index] = 0
             due = retention.due_at(num_computed, SIZE)

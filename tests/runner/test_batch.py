@@ -18,7 +18,7 @@ from octavo.request import RequestId, SequenceId
 from octavo.runner.batch import BatchBuilder, StepBatch
 from octavo.runner.sequences import SequenceTable
 from octavo.sampling_params import SamplingParams
-from octavo.scheduler.plan import NewSequence, SamplingSnapshot, StepPlan
+from octavo.scheduler.plan import NewSequence, SamplingSnapshot, StepPlan, TableDelta
 from tests.kvcache.caches import FULL, sliding
 from tests.scheduler.kit import Harness
 from tests.scheduler.plans import rows_of
@@ -210,7 +210,8 @@ def test_a_row_draws_after_each_of_its_last_positions() -> None:
         num_decodes=1,
         token_ids=(10, 11, 12, 13, 14),
         sibling_seeds={1: (8,)},
-        new=tuple(NewSequence(SequenceId(i), sampling, ((BlockId(i), BlockId(i + 2)),)) for i in (1, 2)),
+        new=tuple(NewSequence(SequenceId(i), sampling) for i in (1, 2)),
+        tables=tuple(TableDelta(i - 1, 0, ((BlockId(i), BlockId(i + 2)),)) for i in (1, 2)),
     )
     batch = make_builder().build(plan)
     assert batch.logits_indices.tolist() == [0, 1, 2, 4]
@@ -240,7 +241,8 @@ def test_steps_that_verify_drafts_of_any_lengths_in_any_order(
             draws=step,
             num_decodes=2,
             token_ids=tuple(range(sum(step))),
-            new=() if number else tuple(NewSequence(i, sampling, (tables[i],), prompt) for i in seq_ids),
+            new=() if number else tuple(NewSequence(i, sampling, prompt) for i in seq_ids),
+            tables=() if number else tuple(TableDelta(i - 1, 0, (tuple(tables[i]),)) for i in seq_ids),
         )
         batch = builder.build(plan)
         places = [(i, p) for i, s, n in zip(seq_ids, starts, step, strict=True) for p in range(s, s + n)]

@@ -6,14 +6,16 @@ import io
 import pickle
 from array import array
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from octavo.kvcache.attended import Masses
-from octavo.kvcache.block import NULL_BLOCK, Places
+from octavo.kvcache.block import NULL_BLOCK
+from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence, SequenceId
-from octavo.scheduler.plan import DRAWN, BlocksLetGo, SamplingSnapshot, SequenceForked, StepPlan
+from octavo.scheduler.plan import DRAWN, SamplingSnapshot, SequenceForked, StepPlan
 from octavo.scheduler.scheduler import Scheduler
 
 
@@ -75,7 +77,7 @@ PLAIN = {
     ("octavo.sampling_params", "SamplingParams"),
     *(
         ("octavo.scheduler.plan", name)
-        for name in ("BlocksLetGo", "NewSequence", "PromptScores", "PromptPool", "SamplingSnapshot", "SequenceDropped")
+        for name in ("NewSequence", "PromptScores", "PromptPool", "SamplingSnapshot", "SequenceDropped")
     ),
     *(("octavo.scheduler.plan", name) for name in ("SequenceForked", "StepPlan", "TableDelta")),
 }
@@ -103,7 +105,7 @@ class ToldRunner:
         self.sampling: dict[SequenceId, SamplingSnapshot] = {}
         self.counted: dict[SequenceId, list[int]] = {}
 
-    def apply(self, plan: StepPlan, planned: list[Sequence] | None = None) -> None:
+    def apply(self, plan: StepPlan, planned: Seq[Sequence] = (), kv: KVCacheManager | None = None) -> None:
         """Apply a plan; where a token was pending, `planned` has it by now, unless its sequence has ended."""
         copied = PlainUnpickler(io.BytesIO(pickle.dumps(plan))).load()
         assert copied == plan
@@ -124,38 +126,39 @@ class ToldRunner:
                     parent.eos_token_ids,
                     parent.num_candidates,
                 )
-            elif isinstance(change, BlocksLetGo):
-                self._let_go(change.seq_id, change.places)
             else:
                 for known in (self.tables, self.kept, self.sampling, self.counted):
                     del known[change.seq_id]
         for new in plan.new:
             assert new.seq_id not in self.tables, "known already"
-            self.tables[new.seq_id] = [list(table) for table in new.tables]
-            self.kept[new.seq_id] = [list(range(len(table))) for table in new.tables]
-            self._let_go(new.seq_id, new.let_go)
+            (delta,) = (delta for delta in plan.tables if plan.seq_ids[delta.row] == new.seq_id)
+            self.tables[new.seq_id] = [[] for _ in delta.blocks]
+            self.kept[new.seq_id] = [[] for _ in delta.blocks]
             self.sampling[new.seq_id] = new.sampling
             self.counted[new.seq_id] = list(array("i", new.token_ids))
         for delta in plan.tables:
             seq_id = plan.seq_ids[delta.row]
-            for table, kept, blocks in zip(self.tables[seq_id], self.kept[seq_id], delta.blocks, strict=True):
+            num_let_go = delta.num_let_go or (0,) * len(delta.blocks)
+            assert not delta.first or not any(num_let_go), "blocks go from whole tables"
+            groups = zip(self.tables[seq_id], self.kept[seq_id], delta.blocks, num_let_go, strict=True)
+            for group, (table, kept, blocks, gone) in enumerate(groups):
                 assert delta.first <= len(table), "no gap"
-                table[delta.first :] = blocks
-                kept[:] = [*(i for i in kept if i < delta.first), *range(delta.first, len(table))]
+                places = list(range(delta.first, delta.first + len(blocks)))
+                if gone:  # a runner is not told which
+                    assert kv is not None
+                    places = [i for i, block in enumerate(kv.tables(planned[delta.row])[group]) if block != NULL_BLOCK]
+                table[delta.first :] = [NULL_BLOCK] * (len(blocks) + gone)
+                for place, block in zip(places, blocks, strict=True):
+                    table[place] = block
+                kept[:] = [*(i for i in kept if i < delta.first), *places]
         for number, row in enumerate(rows_of(plan)):
             counted = self.counted[row.seq_id]
             if self.sampling[row.seq_id].params.counts_tokens:
                 token_ids = list(row.token_ids)
                 if token_ids[-1] == DRAWN:
                     assert plan.ahead
-                    token_ids[-1:] = planned[number].token_ids[row.end - 1 : row.end] if planned is not None else []
+                    token_ids[-1:] = planned[number].token_ids[row.end - 1 : row.end]
                 counted += token_ids[max(0, len(counted) - row.start) :]
-
-    def _let_go(self, seq_id: SequenceId, places: Places) -> None:
-        for table, kept, gone in zip(self.tables[seq_id], self.kept[seq_id], places, strict=False):
-            for index in [kept[place] for place in gone]:
-                kept.remove(index)
-                table[index] = NULL_BLOCK
 
     def mass(self, plan: StepPlan, planned: list[Sequence], block_size: int) -> dict[int, tuple[Masses, ...]]:
         """A mass of attention of each block that depends on nothing but the position and the block's index."""

@@ -41,9 +41,11 @@ class Device:
             del self.tables[change.seq_id]
         for new in plan.new:
             assert new.seq_id not in self.tables
-            self.tables[new.seq_id] = [list(table) for table in new.tables]
+            self.tables[new.seq_id] = []
         for delta in plan.tables:
-            for table, blocks in zip(self.tables[plan.seq_ids[delta.row]], delta.blocks, strict=True):
+            tables = self.tables[plan.seq_ids[delta.row]]
+            tables[:] = tables or [[] for _ in delta.blocks]
+            for table, blocks in zip(tables, delta.blocks, strict=True):
                 table[delta.first :] = blocks
         held = [block for tables in self.tables.values() for table in tables for block in table]
         assert len(held) == len(set(held))

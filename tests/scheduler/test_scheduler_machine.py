@@ -490,7 +490,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def play_model(self, plan: StepPlan) -> None:
         size = self.scheduler.kv.spec.block_size
-        self.runner.apply(plan, self.scheduler.planned)
+        self.runner.apply(plan, self.scheduler.planned, self.scheduler.kv)
         self.runner.check(plan, self.scheduler.planned)
         self.mass[plan.step] = self.runner.mass(plan, self.scheduler.planned, size)
         assert len(self.runner.tables) <= self.scheduler.config.max_num_seqs
@@ -563,9 +563,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "scheduler"):
             kv = self.scheduler.kv
             stock = kv.stock(self.scheduler.requests)
-            assert {state: count * kv.spec.block_bytes for state, count in stock.states.items()} == kv.bytes_by_state()
             assert sum(stock.swapped.values()) == kv.hierarchy.num_kept
-            for state, count in stock.states.items():
+            for state, count in kv.pool.count_states().items():
                 owned = sum(of_tenant.get(state, 0) for of_tenant in stock.tenants.values())
                 assert owned == (0 if state is BlockState.FREE else count)
 

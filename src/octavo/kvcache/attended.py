@@ -40,6 +40,8 @@ class AttendedBlocks:
         mass_let_go: mass that blocks had when they were let go.
     """
 
+    leaves_out = True
+
     def __init__(self, budget: KVBudget, num_blocks: int, block_size: int, num_prompt_tokens: int) -> None:
         self._size, self._most = block_size, num_blocks
         # Among them the block of the next token, which is empty at first.
@@ -70,9 +72,6 @@ class AttendedBlocks:
     def mass_kept(self) -> int:
         return int(self._mass.sum())
 
-    def places_let_go(self) -> tuple[int, ...]:
-        return tuple(np.setdiff1d(np.arange(self._length), self._indices).tolist())
-
     def add(self, mass: Mass) -> None:
         """Add what some rows attended to, whose blocks are all that the group keeps: [blocks]."""
         self._grow(len(mass) - len(self._indices))
@@ -81,24 +80,25 @@ class AttendedBlocks:
     def due_at(self, num_computed: int, block_size: int) -> int:
         return num_computed + self._budget.tokens_until_eviction(num_computed, self._num_prompt_tokens, block_size)
 
-    def let_go(self, table: Seq[int], num_computed: int, block_size: int) -> tuple[Seq[int], Seq[int]]:
+    def let_go(self, table: Seq[int], num_computed: int, block_size: int) -> Seq[int]:
         """Choose which blocks go, so that those kept and that of the next token are within the budget."""
         if num_computed < self._first_eviction:
-            return (), ()
+            return ()
         self._grow(-(-num_computed // self._size) - self._length)
         indices, mass = self._indices, self._mass
         # Some go when the next token begins a block.
         excess = len(indices) + (num_computed % self._size == 0) - self._most
         if excess <= 0:
-            return (), ()
+            return ()
         first, end = self._last
         recent = num_computed // self._size + 1 - self._recent
         may_go = (indices >= self._first) & (indices < recent) & ((indices < first) | (indices >= end))
         candidates = np.flatnonzero(may_go)
-        chosen = np.sort(candidates[np.argsort(mass[candidates], kind="stable")[:excess]])
+        chosen = candidates[np.argsort(mass[candidates], kind="stable")[:excess]]
         self.mass_let_go += int(mass[chosen].sum())
         self._indices, self._mass = np.delete(indices, chosen), np.delete(mass, chosen)
-        return indices[chosen].tolist(), chosen.tolist()
+        gone: list[int] = np.sort(indices[chosen]).tolist()
+        return gone
 
     def _grow(self, count: int) -> None:
         """Note `count` more blocks, all of which it keeps."""

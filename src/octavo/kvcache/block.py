@@ -24,10 +24,6 @@ BlockTable = MutableSequence[BlockId]
 """A sequence's block ids in one group, in order, as a compact int32 array; made by `new_table`."""
 
 
-Places = tuple[tuple[int, ...], ...]
-"""For each group, places of blocks among those that it keeps, ascending."""
-
-
 BlockIds = npt.NDArray[np.signedinteger[Any]]
 """Block ids as an array of `int32` or `intp`; numpy indexes with `intp` directly, and converts others to it first."""
 

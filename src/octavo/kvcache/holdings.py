@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Self, cast
 
 from octavo.kvcache.attended import AttendedBlocks, Mass
-from octavo.kvcache.block import NULL_BLOCK, BlockTable, Places, new_table
+from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockTable, new_table
 from octavo.kvcache.hashing import FullBlocks, Source, TokenChain
 from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix import PrefixIndex
@@ -34,21 +34,24 @@ class RestoreCost(NamedTuple):
 
 
 class Retention(Protocol):
-    """Decides which blocks of one group a sequence keeps: `Window` by position, `AttendedBlocks` by attention."""
+    """Decides which blocks of one group a sequence keeps: `Window` by position, `AttendedBlocks` by attention.
 
-    def let_go(self, table: Seq[int], num_computed: int, block_size: int) -> tuple[Seq[int], Seq[int]]:
+    Attributes:
+        leaves_out: whether the runner's table has no entries for the blocks that are gone.
+    """
+
+    @property
+    def leaves_out(self) -> bool: ...
+
+    def let_go(self, table: Seq[int], num_computed: int, block_size: int) -> Seq[int]:
         """Choose the blocks that no later token reads, once `num_computed` tokens are computed, and forget them.
 
         Returns:
-            Their indices in the group's table, and their places among the blocks that the runner has, if it is to
-            close the gaps in its table.
+            Their indices in the group's table.
         """
 
     def due_at(self, num_computed: int, block_size: int) -> int:
         """Return the number of computed tokens at which `let_go` may choose blocks again."""
-
-    def places_let_go(self) -> tuple[int, ...]:
-        """Return the indices of all blocks let go so far whose gaps the runner closes."""
 
     def add(self, mass: Mass) -> None:
         """Note the attention that some rows paid to the blocks it keeps: [blocks]."""
@@ -86,31 +89,36 @@ class Holding:
         tables, retained = [table[:] for table in self.tables], [each.copy() for each in self.retained]
         return Holding(tables, self.chain.copy(), retained, self.num_published)
 
-    def let_go(self, num_computed: int, block_size: int) -> tuple[Places, list[BlockTable]]:
+    def let_go(self, num_computed: int, block_size: int) -> tuple[list[BlockTable], bool]:
         """Replace the blocks that are not kept by null blocks.
 
         Returns:
-            The places of those whose gaps the runner closes, () if there are none; and the blocks, to be released.
+            The blocks, to be released; and whether the runner's tables leave any of them out.
         """
-        places, released = [], []
+        released, any_left_out = [], False
         for table, retention in zip(self.tables, self.retained, strict=False):
-            indices, of_group = retention.let_go(table, num_computed, block_size)
-            places.append(tuple(of_group))
-            if indices:
+            if indices := retention.let_go(table, num_computed, block_size):
                 released.append(new_table([table[index] for index in indices]))
                 for index in indices:
                     table[index] = NULL_BLOCK
-        return tuple(places) if any(places) else (), released
+                any_left_out |= retention.leaves_out
+        return released, any_left_out
+
+    def entries(self, first: int) -> tuple[tuple[tuple[BlockId, ...], ...], tuple[int, ...]]:
+        """Return the entries of each table from `first` on, and how many blocks are left out of them, if any is."""
+        tables = tuple([tuple(table[first:]) for table in self.tables])
+        if not any(each.leaves_out for each in self.retained):
+            return tables, ()
+        kept = tuple(
+            tuple(filter(None, table)) if each.leaves_out else table
+            for table, each in zip(tables, self.retained, strict=True)
+        )
+        return kept, tuple(len(table) - len(left) for table, left in zip(tables, kept, strict=True))
 
     def commit_at(self, num_computed: int, block_size: int) -> int:
         """Return the number of computed tokens at which a block is full, or some may be let go."""
         full = num_computed - num_computed % block_size + block_size
         return min([full, *(each.due_at(num_computed, block_size) for each in self.retained)])
-
-    def places_let_go(self) -> Places:
-        """Return for each group the indices of the blocks whose gaps the runner closes; () if there are none."""
-        gone = tuple(each.places_let_go() for each in self.retained)
-        return gone if any(gone) else ()
 
     def empty_tables(self) -> list[BlockTable]:
         """Take the blocks out, and return the tables that they stood in; the chain is kept."""

@@ -13,7 +13,7 @@ from itertools import islice
 
 from octavo.errors import CacheError
 from octavo.kvcache.attended import Masses
-from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable, Places, new_table
+from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable, new_table
 from octavo.kvcache.blocks import BlockRecords
 from octavo.kvcache.events import KVEventLog
 from octavo.kvcache.eviction import make_eviction_policy
@@ -176,7 +176,7 @@ class KVCacheManager:
         return PinReceipt(pin_id, wanted.num_tokens, num_pinned, wanted.ttl_seconds)
 
     def stock(self, requests: Iterable[Request]) -> Stock:
-        """Count every block by state and tenant, and by request; `requests` must be all unfinished ones. O(blocks)."""
+        """Count the blocks that hold something; `requests` must be all unfinished ones. O(blocks)."""
         held = (
             (seq.request, holding.tables, self.hierarchy.host_blocks(seq.seq_id))
             for seq, holding in self.holdings.of(requests)
@@ -299,21 +299,21 @@ class KVCacheManager:
         for retention, of_group in zip(self.holdings[seq].retained, mass, strict=False):
             retention.add(of_group)
 
-    def commit(self, seq: Sequence) -> Places:
+    def commit(self, seq: Sequence) -> bool:
         """Publish the blocks that `num_computed` now fills and release those that are not kept, after a step.
 
         Returns:
-            For each group, the places of blocks that were let go whose gaps the runner closes; () if there are none.
+            Whether blocks are gone that the runner's tables leave out (`Retention.leaves_out`).
         """
         holding, filled = self.holdings[seq], seq.num_computed // self.spec.block_size
         if filled > holding.num_published:
             self._publish(seq, holding, filled)
         if not holding.retained:
-            return ()
-        places, gone = holding.let_go(seq.num_computed, self.spec.block_size)
+            return False
+        gone, any_left_out = holding.let_go(seq.num_computed, self.spec.block_size)
         for blocks in gone:
             self.pool.release(blocks)
-        return places
+        return any_left_out
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Share the blocks of `parent` with `child`; the first to write gets a copy."""

@@ -97,6 +97,10 @@ class Window(NamedTuple):
     tokens: int
     sink_blocks: int = 0
 
+    @property
+    def leaves_out(self) -> bool:
+        return False
+
     def passed(self, num_computed: int, block_size: int) -> int:
         """Return the index of the first block that the next token still sees, apart from the first `sink_blocks`."""
         return max(0, num_computed - self.tokens + 1) // block_size
@@ -105,17 +109,14 @@ class Window(NamedTuple):
         """Return the most blocks that it keeps, with the tokens of a step: a block at either end may be partial."""
         return -(-(self.tokens - 1 + max_step) // block_size) + 1 + self.sink_blocks
 
-    def let_go(self, table: Sequence[int], num_computed: int, block_size: int) -> tuple[Sequence[int], Sequence[int]]:
+    def let_go(self, table: Sequence[int], num_computed: int, block_size: int) -> Sequence[int]:
         first = end = min(self.passed(num_computed, block_size), len(table))
         while first > self.sink_blocks and table[first - 1]:  # those before it are null blocks already
             first -= 1
-        return range(first, end), ()
+        return range(first, end)
 
     def due_at(self, num_computed: int, block_size: int) -> int:
         return (self.passed(num_computed, block_size) + 1) * block_size + self.tokens - 1
-
-    def places_let_go(self) -> tuple[int, ...]:
-        return ()
 
     def add(self, mass: object) -> None:
         pass

@@ -11,10 +11,9 @@ import torch
 
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.kv_budget import KVBudget
-from octavo.kvcache.block import Places
 from octavo.request import SequenceId
 from octavo.sampling.batch import MASK_64, NO_DRAFT, RECORD, SamplingBatch, SamplingState, record_of
-from octavo.scheduler.plan import BlocksLetGo, SamplingSnapshot, SequenceForked, StepPlan
+from octavo.scheduler.plan import SamplingSnapshot, SequenceForked, StepPlan, TableDelta
 from octavo.storage.device_copy import to_device
 
 Rows = npt.NDArray[np.int64]
@@ -87,7 +86,7 @@ class SequenceTable:
         self.num_let_go = np.zeros((num_groups, max_rows), np.int32)
         self.num_budgets = 0
         self.grammars: GrammarCompiler | None = None
-        self._lengths = [0] * max_rows  # length of each row's tables
+        self._lengths = [0] * max_rows  # of each row's tables, at most
         self._rows: dict[SequenceId, int] = {}
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._planned: tuple[SequenceId, ...] = ()  # by the previous plan
@@ -108,8 +107,6 @@ class SequenceTable:
         for change in plan.changes:
             if isinstance(change, SequenceForked):
                 self._fork(change)
-            elif isinstance(change, BlocksLetGo):
-                self._let_go(self._rows[change.seq_id], change.places)
             else:
                 self._drop(change.seq_id)
         for new in plan.new:
@@ -121,12 +118,9 @@ class SequenceTable:
                 self._set_budget(row, self._budget_of(budget, new.sampling))
                 if not budget.evicts:
                     self.blocks_read[:, row] = budget.blocks_read(self.block_size)
-            self._write(row, 0, new.tables)
-            if new.let_go:
-                self._let_go(row, new.let_go)
         row_of = self._rows
         for delta in plan.tables:
-            self._write(row_of[plan.seq_ids[delta.row]], delta.first, delta.blocks)
+            self._write(row_of[plan.seq_ids[delta.row]], delta)
         if self.mirrored:
             self._mirror()
         if not same_rows:
@@ -239,24 +233,18 @@ class SequenceTable:
             return _NO_BUDGET if first is None else (0, 0, 0, 0, max(1, first))
         return (0, budget.num_recent(size), budget.reads_all_before(num_prompt, size), 0, 0)
 
-    def _let_go(self, row: int, places: Places) -> None:
-        """Take blocks in these places out of a row's tables, so that those after them move up."""
-        for group, (table, gone) in enumerate(zip(self.tables, places, strict=True)):
-            if gone:
-                length = self._lengths[row] - int(self.num_let_go[group, row])
-                table[row, : length - len(gone)] = np.delete(table[row, :length], gone)
-                self.num_let_go[group, row] += len(gone)
-        self._note_written(row, 0, self._lengths[row])
-
     def _set_budget(self, row: int, budget: BudgetRow) -> None:
         self.num_budgets += int(budget != _NO_BUDGET) - int(self.budgets[row].item() != _NO_BUDGET)
         self.budgets[row] = budget
 
-    def _write(self, row: int, first: int, blocks: tuple[Seq[int], ...]) -> None:
-        for table, run, gone in zip(self.tables, blocks, self.num_let_go[:, row].tolist(), strict=True):
-            table[row, first - gone : first - gone + len(run)] = run
-        end = self._lengths[row] = first + len(blocks[0])
-        self._note_written(row, first, end)
+    def _write(self, row: int, delta: TableDelta) -> None:
+        if not delta.first:
+            self.num_let_go[:, row] = delta.num_let_go or 0
+        before = self.num_let_go[:, row].tolist() if delta.first else [0] * len(self.tables)
+        for table, run, gone in zip(self.tables, delta.blocks, before, strict=True):
+            table[row, delta.first - gone : delta.first - gone + len(run)] = run
+        end = self._lengths[row] = delta.first + max(map(len, delta.blocks))
+        self._note_written(row, delta.first - max(before), end)
 
     def _note_written(self, row: int, first: int, end: int) -> None:
         if self.mirrored:

@@ -25,7 +25,7 @@ from octavo.kvcache.spec import KVCacheSpec
 from octavo.request import RequestId, SequenceId
 from octavo.runner.runner import ModelRunner
 from octavo.sampling_params import SamplingParams
-from octavo.scheduler.plan import NewSequence, SamplingSnapshot, StepPlan
+from octavo.scheduler.plan import NewSequence, SamplingSnapshot, StepPlan, TableDelta
 
 # Lengths above and below those of a split of a decode, and those up to which tokens are stored one by one.
 _LONG, _SHORT = 300, 20
@@ -73,13 +73,11 @@ def plans(spec: KVCacheSpec, num_blocks: int, *, max_num_seqs: int, max_tokens: 
             draws=(1,) * len(rows),
             token_ids=(0,) * sum(length for _, length in rows),
             reset=step == 1,
-            new=tuple(
-                NewSequence(
-                    SequenceId(index),
-                    _SAMPLING,
-                    tuple(tuple(BlockId(next(ids)) for _ in range(needed[index])) for _ in spec.groups),
-                )
-                for index in new
+            new=tuple(NewSequence(SequenceId(index), _SAMPLING) for index in new),
+            tables=tuple(
+                TableDelta(row, 0, tuple(tuple(BlockId(next(ids)) for _ in range(needed[index])) for _ in spec.groups))
+                for row, (index, _) in enumerate(rows)
+                if index in new
             ),
             num_streams=sum(start > 0 for start in starts),
         )

@@ -214,9 +214,8 @@ class DraftModel:
         for row, (cached, _) in enumerate(rows):
             size = len(cached.tables[0])
             if not cached.num_sent:
-                whole = tuple(tuple(table) for table in cached.tables)
-                new.append(NewSequence(cached.seq_id, cached.snapshot, whole))
-            elif size > cached.num_sent:
+                new.append(NewSequence(cached.seq_id, cached.snapshot))
+            if size > cached.num_sent:
                 more = tuple(tuple(table[cached.num_sent :]) for table in cached.tables)
                 tables.append(TableDelta(row, cached.num_sent, more))
             cached.num_sent = size

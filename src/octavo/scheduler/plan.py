@@ -7,8 +7,8 @@ sent, and a plan contains only what has changed since the previous one:
     live sequences, block tables                   by id: table rows, sampling parameters, token counts
       │                                              │
       │  changes     [fork 9 from 7] [drop 3] …      │  1. in this order, as they happened
-      │  new         [id, parameters, tables]        │  2. in full: admitted, or resumed after a preemption
-      │  tables      [row, first, blocks]            │  3. a row's entries from `first` on: it grew, or was copied
+      │  new         [id, parameters]                │  2. admitted, or resumed after a preemption
+      │  tables      [row, first, blocks]            │  3. a row's entries from `first` on: it is new, or has changed
       │  token_ids   | row 0 | row 1 | …             │  4. only the tokens to compute
       ├────────────── StepPlan ─────────────────────>│
       │<───────────── StepResult ────────────────────┤  one token per draw, in the order of the rows
@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from octavo.kvcache.attended import Masses
-from octavo.kvcache.block import BlockCopy, BlockId, BlockTransfer, Places
+from octavo.kvcache.block import BlockCopy, BlockId, BlockTransfer
 from octavo.logprobs import TokenLogprobs
 from octavo.request import FinishReason, RequestId, Sequence, SequenceId
 from octavo.sampling_params import SamplingParams
@@ -80,40 +80,31 @@ class SequenceDropped(NamedTuple):
     seq_id: SequenceId
 
 
-class BlocksLetGo(NamedTuple):
-    """Blocks that a sequence no longer keeps, because its attention decided against them.
-
-    Attributes:
-        places: for each group, their places in the table that the runner has, ascending; what follows moves up.
-    """
-
-    seq_id: SequenceId
-    places: Places
-
-
 class NewSequence(NamedTuple):
-    """A sequence that the runner does not know.
+    """A sequence that the runner does not know; the same plan has its tables.
 
     Attributes:
-        tables: one block table per group, not shared with the scheduler.
         token_ids: all its tokens so far, int32 in native byte order, if penalties count them or a grammar follows
             them; else empty.
-        let_go: for each group, the places in its table of blocks that attention has decided against (`BlocksLetGo`).
     """
 
     seq_id: SequenceId
     sampling: SamplingSnapshot
-    tables: tuple[Seq[BlockId], ...]
     token_ids: bytes = b""
-    let_go: Places = ()
 
 
 class TableDelta(NamedTuple):
-    """The entries of a row's block tables from `first` to the end, for each group."""
+    """The entries of a row's block tables from `first` to the end, for each group.
+
+    Attributes:
+        num_let_go: for each group, the blocks that attention has decided against, which are left out; () if there are
+            none. Blocks go from tables that are sent whole only, so `first` is 0 then.
+    """
 
     row: int
     first: int
     blocks: tuple[tuple[BlockId, ...], ...]
+    num_let_go: tuple[int, ...] = ()
 
 
 class PromptScores(NamedTuple):
@@ -181,7 +172,7 @@ class StepPlan(NamedTuple):
     scores: tuple[PromptScores, ...] = ()
     pools: tuple[PromptPool, ...] = ()
     reset: bool = False
-    changes: tuple[SequenceForked | SequenceDropped | BlocksLetGo, ...] = ()
+    changes: tuple[SequenceForked | SequenceDropped, ...] = ()
     new: tuple[NewSequence, ...] = ()
     tables: tuple[TableDelta, ...] = ()
     stores: tuple[BlockTransfer, ...] = ()

@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from itertools import chain, repeat
 
 from octavo.errors import OctavoError
-from octavo.kvcache.block import BlockCopy, BlockTransfer, Places
+from octavo.kvcache.block import BlockCopy, BlockTransfer
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence, SequenceId
 from octavo.scheduler.plan import (
     DRAWN,
-    BlocksLetGo,
     NewSequence,
     PromptPool,
     PromptScores,
@@ -80,9 +79,8 @@ class PlanBuilder:
 
     def __init__(self, kv: KVCacheManager) -> None:
         self.is_building = False
-        self._kv = kv
         self._block_size = kv.spec.block_size
-        self._changes: list[SequenceForked | SequenceDropped | BlocksLetGo] = []
+        self._changes: list[SequenceForked | SequenceDropped] = []
         self._reset = True
         self._sent_grammars = False  # whether the runner may hold grammar states
         self._step = 0
@@ -251,11 +249,6 @@ class PlanBuilder:
         if seq.state.placed.num_sent >= 0:
             self._changes.append(SequenceDropped(seq.seq_id))
 
-    def let_go(self, seq: Sequence, places: Places) -> None:
-        """Note that a sequence no longer keeps the blocks in these places of its groups."""
-        if seq.state.placed.num_sent >= 0:
-            self._changes.append(BlocksLetGo(seq.seq_id, places))
-
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Note that `child` was forked from `parent`, over the same blocks."""
         if (sent := parent.state.placed.num_sent) >= 0:
@@ -264,13 +257,16 @@ class PlanBuilder:
 
     def _send(self, row: int, seq: Sequence, end: int) -> None:
         """Send the runner what it needs to compute the tokens of a row's sequence before `end`."""
-        request, place, tables = seq.request, seq.state.placed, self._kv.tables(seq)
-        if (first := place.num_sent) >= 0:
-            if end > first * self._block_size:
-                self._tables.append(TableDelta(row, first, tuple(tuple(table[first:]) for table in tables)))
-                place.num_sent = len(tables[0])
-            return
-        params = request.params
+        place = seq.state.placed
+        if (first := place.num_sent) < 0:
+            self._introduce(seq)
+            first = 0
+        if end > first * self._block_size:
+            self._tables.append(TableDelta(row, first, *place.holding.entries(first)))
+            place.num_sent = len(place.holding.tables[0])
+
+    def _introduce(self, seq: Sequence) -> None:
+        request, params = seq.request, seq.request.params
         sampling = SamplingSnapshot(
             request.request_id,
             params,
@@ -283,9 +279,7 @@ class PlanBuilder:
         has_grammar = params.structured_outputs is not None
         token_ids = array("i", seq.token_ids).tobytes() if params.counts_tokens or has_grammar else b""
         self._sent_grammars |= has_grammar
-        copies, let_go = tuple(table[:] for table in tables), self._kv.holdings[seq].places_let_go()
-        self._new.append(NewSequence(seq.seq_id, sampling, copies, token_ids, let_go))
-        place.num_sent = len(tables[0])
+        self._new.append(NewSequence(seq.seq_id, sampling, token_ids))
 
 
 def _scores_of(row: int, seq: Sequence, end: int) -> list[PromptScores]:
