@@ -6,7 +6,7 @@ They must be made between two steps, in the thread that drives the scheduler.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from octavo.kvcache.attended import AttendedBlocks
@@ -107,8 +107,7 @@ def kv_report(scheduler: Scheduler, stores: Sequence[Store] = ()) -> dict[str, A
     kv.pins.expire()
     size = kv.spec.block_bytes
     requests = scheduler.requests
-    stock = kv.stock(requests)
-    held = {holding.request.request_id: holding for holding in stock.holdings}
+    stock, states = kv.stock(requests), kv.pool.count_states()
     totals = CacheTotals()
     for of_tenant in kv.ledger.totals.values():
         totals.merge(of_tenant)
@@ -118,8 +117,8 @@ def kv_report(scheduler: Scheduler, stores: Sequence[Store] = ()) -> dict[str, A
         "block_bytes": size,
         "num_blocks": kv.pool.num_blocks - 1,
         "bytes": {
-            BlockState.FREE.value: stock.states[BlockState.FREE] * size,
-            **_bytes(stock.states, sum(stock.swapped.values()), size),
+            BlockState.FREE.value: states[BlockState.FREE] * size,
+            **_bytes(states, sum(stock.swapped.values()), size),
         },
         "swap": {
             "space_bytes": host.num_swap_slots * size,
@@ -135,7 +134,7 @@ def kv_report(scheduler: Scheduler, stores: Sequence[Store] = ()) -> dict[str, A
             {
                 "request_id": request.request_id,
                 "tenant": request.tenant,
-                "blocks": _blocks(held.get(request.request_id)),
+                "blocks": asdict(stock.requests.get(request.request_id, RequestHolding())),
                 "cache": None if request.cache_report is None else report_fields(request.cache_report),
                 "budget": budget_fields(request, kv.holdings),
             }
@@ -270,16 +269,4 @@ def _totals(totals: CacheTotals) -> dict[str, Any]:
         "cached_tokens": totals.cached_tokens,
         "uncached_tokens": {outcome.value: totals.uncached_tokens[outcome] for outcome in CacheOutcome},
         "requests": {outcome.value: totals.requests[outcome] for outcome in CacheOutcome},
-    }
-
-
-def _blocks(holding: RequestHolding | None) -> dict[str, int]:
-    if holding is None:
-        return {"active": 0, "shared": 0, "published": 0, "pinned": 0, SWAPPED: 0}
-    return {
-        "active": holding.num_active,
-        "shared": holding.num_shared,
-        "published": holding.num_published,
-        "pinned": holding.num_pinned,
-        SWAPPED: holding.num_swapped,
     }

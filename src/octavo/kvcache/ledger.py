@@ -73,35 +73,34 @@ class RequestHolding:
     """The blocks of one unfinished request, each counted once even if several of its sequences hold it.
 
     Attributes:
-        num_active: blocks that it holds.
-        num_shared: of these, blocks referenced more than once.
-        num_published: of these, blocks in the prefix cache, which become cached rather than free when released.
-        num_pinned: of these, blocks with a pin, which stay protected when released.
-        num_swapped: blocks of host memory that its swapped sequences hold.
+        active: blocks that it holds.
+        shared: of these, blocks referenced more than once.
+        published: of these, blocks in the prefix cache, which become cached rather than free when released.
+        pinned: of these, blocks with a pin, which stay protected when released.
+        swapped: blocks of host memory that its swapped sequences hold.
     """
 
-    request: Request
-    num_active: int
-    num_shared: int
-    num_published: int
-    num_pinned: int
-    num_swapped: int
+    active: int = 0
+    shared: int = 0
+    published: int = 0
+    pinned: int = 0
+    swapped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """Every block except the null block, by state and by the tenant accountable for it.
+    """The blocks that hold something, by the tenant accountable for them and by request.
 
-    A published block counts for the tenant that computed it, any other active block for the tenant that holds it, and
-    free blocks for none. So the tenants' blocks and the free ones add up to all blocks.
+    A published block counts for the tenant that computed it, any other active block for the tenant that holds it. So
+    the tenants' blocks and the free ones add up to all blocks.
 
     Attributes:
+        tenants: number of blocks by tenant and state.
         swapped: number of blocks of host memory, by the tenant of the sequence whose keys and values they hold.
     """
 
-    states: Mapping[BlockState, int]
     tenants: Mapping[str, Mapping[BlockState, int]]
-    holdings: list[RequestHolding]
+    requests: Mapping[RequestId, RequestHolding]
     swapped: Mapping[str, int]
 
 
@@ -182,19 +181,19 @@ class CacheLedger:
         totals.add(report)
 
     def stock(self, sequences: Iterable[tuple[Request, list[BlockTable], Iterable[HostBlockId]]]) -> Stock:
-        """Count every block by state and tenant. O(blocks).
+        """Count the blocks that hold something. O(blocks).
 
         Args:
             sequences: request, tables and blocks of host memory of each sequence that holds blocks. A host block held
                 by several counts for the first of them.
         """
-        held: dict[RequestId, tuple[Request, set[BlockId]]] = {}
+        held: dict[RequestId, set[BlockId]] = {}
         holders: dict[BlockId, str] = {}
         away: Counter[RequestId] = Counter()
         swapped: Counter[str] = Counter()
         seen: set[HostBlockId] = set()
         for request, groups, slots in sequences:
-            _, blocks = held.setdefault(request.request_id, (request, set()))
+            blocks = held.setdefault(request.request_id, set())
             for table in groups:
                 blocks.update(table)
             blocks.discard(NULL_BLOCK)
@@ -203,19 +202,24 @@ class CacheLedger:
                 seen |= own
                 away[request.request_id] += num_swapped
                 swapped[request.tenant] += num_swapped
-        states: Counter[BlockState] = Counter({state: 0 for state in BlockState if state is not BlockState.NULL})
         tenants: dict[str, Counter[BlockState]] = {}
         record = self._record
-        for i in range(1, record.num_blocks):
-            block_id = BlockId(i)
-            state = record.state(block_id)
-            states[state] += 1
-            if state is not BlockState.FREE:
+        for block_id in map(BlockId, range(1, record.num_blocks)):
+            if (state := record.state(block_id)) is not BlockState.FREE:
                 source = record.sources[block_id]
                 tenant = holders[block_id] if source is NO_SOURCE else source.tenant
                 tenants.setdefault(tenant, Counter())[state] += 1
-        holdings = [_holding(record, request, blocks, away[name]) for name, (request, blocks) in held.items()]
-        return Stock(states, tenants, holdings, swapped)
+        requests = {
+            request_id: RequestHolding(
+                len(blocks),
+                sum(record.references[block] > 1 for block in blocks),
+                sum(map(record.is_published, blocks)),
+                sum(record.pins[block] > 0 for block in blocks),
+                away[request_id],
+            )
+            for request_id, blocks in held.items()
+        }
+        return Stock(tenants, requests, swapped)
 
     def check(self) -> Iterator[str]:
         """Yield every violation of the ledger's own invariants. O(blocks)."""
@@ -256,17 +260,6 @@ class Latest(Generic[_T]):
 def _first_key(chain: TokenChain) -> bytes:
     """Return a key for the tokens of the first full block, regardless of scope."""
     return blake2b(chain.tokens(0, 1), digest_size=DIGEST_BYTES).digest()
-
-
-def _holding(record: BlockRecords, request: Request, blocks: set[BlockId], num_swapped: int) -> RequestHolding:
-    return RequestHolding(
-        request,
-        num_active=len(blocks),
-        num_shared=sum(record.references[block] > 1 for block in blocks),
-        num_published=sum(record.is_published(block) for block in blocks),
-        num_pinned=sum(bool(record.pins[block]) for block in blocks),
-        num_swapped=num_swapped,
-    )
 
 
 def _common_tokens(a: bytes, b: bytes) -> int:
