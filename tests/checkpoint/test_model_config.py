@@ -216,6 +216,7 @@ def test_a_missing_size_is_named(key: str, tmp_path: Path) -> None:
         ({"rms_norm_eps": None}, "wrong type"),
         ({"rms_norm_eps": "small"}, "wrong type"),
         ({"rope_theta": []}, "wrong type"),
+        ({"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 0}, "out of range"),
     ],
 )
 def test_a_field_of_the_wrong_type_or_out_of_range_is_named(
@@ -282,7 +283,7 @@ def test_an_adapters_folder_says_what_to_do_with_it(tmp_path: Path) -> None:
     ("change", "reason"),
     [
         ({"intermediate_size": [64, 96]}, "intermediate_size differs between layers"),
-        ({"architectures": ["MambaForCausalLM"], "num_attention_heads": None}, "has no attention heads"),
+        ({"architectures": ["MambaForCausalLM"], "num_attention_heads": None}, "states no num_attention_heads"),
     ],
 )
 def test_whole_checkpoints_that_cannot_be_run_are_not_called_corrupt(
@@ -290,6 +291,11 @@ def test_whole_checkpoints_that_cannot_be_run_are_not_called_corrupt(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
         read(tmp_path, LLAMA | change)
+
+
+def test_a_null_gives_way_to_another_name_of_the_same_field(tmp_path: Path) -> None:
+    cohere = {"architectures": ["Cohere2ForCausalLM"], "rms_norm_eps": None, "layer_norm_eps": 1e-3}
+    assert read(tmp_path, LLAMA | cohere).norm_eps == 1e-3
 
 
 def test_a_window_of_zero_is_none_and_equal_sizes_may_be_listed_by_layer(tmp_path: Path) -> None:

@@ -78,6 +78,20 @@ def test_a_missing_tensor_is_named_with_the_shape_it_should_have(tmp_path: Path)
         opened(tmp_path)
 
 
+def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(tmp_path: Path) -> None:
+    model = tiny.write_hf_model(tmp_path, "Llama", tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = model.lm_head.weight.detach().clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    opened(tmp_path)
+    tensors["lm_head.weight"][7, 3] += 0.5
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(
+        CorruptModelError, match=r"holds a lm_head\.weight that differs .*\"tie_word_embeddings\": false"
+    ):
+        opened(tmp_path)
+
+
 def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
     tiny.write_hf_model(tmp_path, "Llama")
     stated = json.loads((tmp_path / "config.json").read_text())

@@ -344,6 +344,14 @@ def test_a_quantisation_whose_package_is_missing_is_refused(method: dict[str, An
         TransformersModel.load(tmp_path, dtype=torch.float32)
 
 
+def test_a_configuration_that_transformers_refuses_is_refused_with_its_reason(tmp_path: Path) -> None:
+    build("Olmo2").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rms_norm_eps": "small"}))
+    with pytest.raises(UnsupportedModelError, match="'rms_norm_eps' expected float, got str"):
+        TransformersModel.load(tmp_path, dtype=torch.float32)
+
+
 def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
     model = build("Olmo2")
     model.config.save_pretrained(tmp_path)

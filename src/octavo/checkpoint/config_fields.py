@@ -57,11 +57,9 @@ class ConfigFields:
         self.source = source
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of `key` or one of its aliases."""
-        for name in (key, *_ALIASES.get(key, ())):
-            if name in self.content:
-                return self.content[name]
-        return default
+        """Return the value of `key` or one of its aliases, of those that are not null if there are any."""
+        stated = [self.content[name] for name in (key, *_ALIASES.get(key, ())) if name in self.content]
+        return next((value for value in stated if value is not None), None if stated else default)
 
     def size(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
         """Return an integer of at least `minimum`; `default` if the key is missing or null.

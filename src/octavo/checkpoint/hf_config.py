@@ -64,7 +64,7 @@ def hf_model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
         return _model_config(raw, path)
     except OctavoError:
         raise
-    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
         raise CorruptModelError(f"{path} has a field of the wrong type or out of range: {error}") from error
 
 
@@ -76,7 +76,7 @@ def _model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
     reason = _why_not_native(fields, architecture, native)
     if native is None and fields.get("num_attention_heads") is None:
         raise UnsupportedModelError(
-            f"{path}: {architecture} has no attention heads; Octavo serves models with attention"
+            f"{path}: {architecture} states no num_attention_heads; Octavo serves decoder-only models with attention"
         )
     num_heads = fields.size("num_attention_heads")
     hidden_size = fields.size("hidden_size")

@@ -45,7 +45,22 @@ def open_weights(source: ModelSource, config: ModelConfig, online: str | None = 
             raise CorruptModelError(
                 f"{source.path}: tensor {name} is {list(weights.shape(name))}, but the configuration says {list(shape)}"
             )
+    if config.tie_word_embeddings:
+        _check_tied(source, config, weights)
     return weights
+
+
+def _check_tied(source: ModelSource, config: ModelConfig, weights: WeightSource) -> None:
+    """Refuse a head of its own where the configuration says that the embedding is the head: one of both is wrong."""
+    embedding, head = (f"{config.names.hf(part)}.weight" for part in ("embedding", "head"))
+    if not weights.has(head):
+        return
+    dtype = getattr(torch, config.dtype)
+    if not torch.equal(weights.get(embedding, dtype), weights.get(head, dtype)):
+        raise CorruptModelError(
+            f"{source.path} holds a {head} that differs from {embedding}, but config.json ties them: pass "
+            """--hf-overrides '{"tie_word_embeddings": false}' to use both"""
+        )
 
 
 def _open(source: ModelSource, config: ModelConfig, online: str | None) -> WeightSource:

@@ -90,6 +90,7 @@ class TransformersModel(CausalLM):
             CorruptModelError: weights are missing from the checkpoint.
         """
         import transformers
+        from huggingface_hub.errors import StrictDataclassError
 
         if not (Path(folder) / "config.json").is_file():
             raise ModelNotFoundError(f"{folder} holds no config.json")
@@ -128,8 +129,9 @@ class TransformersModel(CausalLM):
                     "model whose architecture transformers itself has"
                 ) from error
             raise UnsupportedModelError(f"{folder}: {error}") from error
-        except (KeyError, TypeError, AttributeError) as error:
-            raise UnsupportedModelError(f"{folder}: transformers cannot read its configuration: {error!r}") from error
+        except (StrictDataclassError, KeyError, TypeError, AttributeError) as error:
+            problem = str(error) if isinstance(error, StrictDataclassError) else repr(error)
+            raise UnsupportedModelError(f"{folder}: transformers cannot read its configuration: {problem}") from error
         if missing := sorted(report["missing_keys"]):
             raise CorruptModelError(
                 f"{model_class.__name__}: {len(missing)} tensors are missing from {folder}, the first is {missing[0]!r}"
