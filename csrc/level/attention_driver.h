@@ -118,47 +118,40 @@ template <class Body>
 
 void attend(const AttendTask& task, AttendScratch& scratch);  // in level/attend.h
 
-// Adds what the rows see of the sinks: a part of the context with other queries, so it has a state of its own, in the
-// room behind `total`.
-inline void add_sinks(const AttendTask& task, const LayerKV* kv, const int32_t* block_table, const Rows& total,
-                      AttendScratch& scratch) {
-    const int num_rows = task.kv_heads * task.rows_per_head(), size = num_rows * total.stride();
-    AttendTask part = task;
-    part.kv = kv;
-    part.block_table = block_table;
+// Adds what the rows see of a part of the context that is read in another way. It has states of its own:
+//
+//     scratch.states    | total | of the part | states being merged |
+inline void add_part(AttendTask part, Reads reads, const Rows& total, AttendScratch& scratch) {
+    const int num_rows = part.kv_heads * part.rows_per_head(), size = num_rows * total.stride();
     part.copies = nullptr;
-    part.query = task.sink_query;
-    part.query_token_stride = task.sink_token_stride;
     part.sink_query = nullptr;
     part.partial = total.base + size;
     part.states = 2 * size;
-    part.reads = kReadsSinks;
+    part.reads = reads;
     part.set_splits();
     if (part.split_begin == part.split_end) return;
     attend(part, scratch);
     total.merge(Rows{part.partial, total.value_dim}, num_rows);
 }
 
-// Copies lie in another form than the layer's own codes, so they have states of their own, in the room behind `total`:
-//
-//     scratch.states    | total | of the copies | states being merged |
+// Adds the sinks, which are seen by other queries.
+inline void add_sinks(const AttendTask& task, const LayerKV* kv, const int32_t* block_table, const Rows& total,
+                      AttendScratch& scratch) {
+    AttendTask part = task;
+    part.kv = kv;
+    part.block_table = block_table;
+    part.query = task.sink_query;
+    part.query_token_stride = task.sink_token_stride;
+    add_part(part, kReadsSinks, total, scratch);
+}
+
+// Adds the copies, which lie in another form than the layer's own codes.
 inline void add_copies(const AttendTask& task, const Rows& total, AttendScratch& scratch) {
-    const int num_rows = task.kv_heads * task.rows_per_head(), size = num_rows * total.stride();
     AttendTask part = task;
     part.kv = task.copies;
     part.block_table = task.copies_table;
-    part.copies = nullptr;
-    part.sink_query = nullptr;
-    part.partial = total.base + size;
-    part.states = 2 * size;
-    const Reads both[] = {kReadsFirst, kReadsRecent};
-    for (const Reads reads : both) {
-        part.reads = reads;
-        part.set_splits();
-        if (part.split_begin == part.split_end) continue;
-        attend(part, scratch);
-        total.merge(Rows{part.partial, total.value_dim}, num_rows);
-    }
+    add_part(part, kReadsFirst, total, scratch);
+    add_part(part, kReadsRecent, total, scratch);
 }
 
 // Writes the output of rows whose state over the task's splits is complete.

@@ -61,11 +61,11 @@ template <int R, int K>
 }
 
 template <int R>
-void coded_tile(const ProductTask& task, const char* panel, int64_t index, int64_t row, Ahead ahead) {
+void coded_tile(const ProductTask& task, const char* panel, int64_t index, int64_t row, PanelPrefetch prefetch) {
     const Escape* escape = task.coded.escapes + task.coded.first_escape[index];
     const uint32_t* x = task.x + (row - task.first_row) * task.units;
     const CodeTables tables = load_tables(task.coded.tables);
-    ask_to_write_rows<R>(task.out, row, index);
+    prefetch_outputs<R>(task.out, row, index);
     F16 acc[R][2];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = F16::zero();
@@ -76,7 +76,7 @@ void coded_tile(const ProductTask& task, const char* panel, int64_t index, int64
             for (int line = 0; line < kCodedPairBytes; line += 64)
                 __builtin_prefetch(panel + kGemmPrefetch + line, 0, 3);
         } else {
-            ahead.ask_l2<3>();
+            prefetch.to_l2<3>();
         }
         coded_unit<R, 0>(panel, tables, unit, escape, x, acc);
         coded_unit<R, 1>(panel, tables, unit + 1, escape, x + R, acc);

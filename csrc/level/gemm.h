@@ -21,23 +21,23 @@ namespace octavo::OCTAVO_LEVEL {
 
 // Prefetches the next panel while groups read the current one, an equal part at each of their steps: if the last group
 // asked for all of it, more lines would be in flight than a core has buffers for.
-class Ahead {
+class PanelPrefetch {
   public:
-    Ahead(int64_t bytes, int64_t steps, int64_t groups)
+    PanelPrefetch(int64_t bytes, int64_t steps, int64_t groups)
         : next_(nullptr), step_((bytes + steps * groups - 1) / (steps * groups)), part_(step_ * steps) {}
-    Ahead of(const void* next, int64_t group) const {
-        Ahead ahead = *this;
-        ahead.next_ = static_cast<const char*>(next) + part_ * group;
-        return ahead;
+    PanelPrefetch of(const void* next, int64_t group) const {
+        PanelPrefetch prefetch = *this;
+        prefetch.next_ = static_cast<const char*>(next) + part_ * group;
+        return prefetch;
     }
     // For large panels, which L1 would have evicted before they are used. `Lines` is what a step needs if there is a
     // single group: a loop of variable length would cost the sums their registers.
-    template <int Lines> void ask_l2() {
+    template <int Lines> void to_l2() {
 #pragma GCC unroll 4
         for (int line = 0; line < Lines; ++line) __builtin_prefetch(next_ + line * 64, 0, 2);
         next_ += step_;
     }
-    void ask_l1() {
+    void to_l1() {
         for (int64_t offset = 0; offset < step_; offset += 64) __builtin_prefetch(next_ + offset, 0, 3);
         next_ += step_;
     }
@@ -47,29 +47,30 @@ class Ahead {
     int64_t step_, part_;
 };
 
-// Calls body(rows as a constant, panel, its index, first row, ahead) for each panel and each group of up to MostRows
+// Calls body(rows as a constant, panel, its index, first row, prefetch) for each panel and each group of up to MostRows
 // rows. A body takes `steps` steps over a panel and prefetches at each.
 template <int MostRows, class Body>
 [[gnu::always_inline]] inline void each_panel(const ProductTask& task, int64_t group_begin, int64_t group_end,
                                               int64_t panel_begin, int64_t panel_end, int64_t panel_bytes,
                                               int64_t steps, const Body& body) {
-    const Ahead ahead(panel_bytes, steps, group_end - group_begin);
+    const PanelPrefetch prefetch(panel_bytes, steps, group_end - group_begin);
     for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
         const char* weight = task.weight + panel * panel_bytes;
         const char* next = weight + (panel + 1 < panel_end ? 1 : 1 + task.skipped) * panel_bytes;
         for (int64_t group = group_begin; group < group_end; ++group) {
             const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
             with_constant<MostRows>(static_cast<int>(rows), [&](auto count) {
-                body(count, weight, panel, row, ahead.of(next, group - group_begin));
+                body(count, weight, panel, row, prefetch.of(next, group - group_begin));
             });
         }
     }
 }
 
 template <Storage S, int R>
-inline void gemm_tile(const ProductTask& task, const char* panel, int64_t panel_index, int64_t row, Ahead ahead) {
+inline void gemm_tile(const ProductTask& task, const char* panel, int64_t panel_index, int64_t row,
+                      PanelPrefetch prefetch) {
     const uint32_t* x = task.x + (row - task.first_row) * task.units;
-    ask_to_write_rows<R>(task.out, row, panel_index);
+    prefetch_outputs<R>(task.out, row, panel_index);
     F16 acc[R][2];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = F16::zero();
@@ -79,7 +80,7 @@ inline void gemm_tile(const ProductTask& task, const char* panel, int64_t panel_
             __builtin_prefetch(panel + kGemmPrefetch, 0, 3);
             __builtin_prefetch(panel + kGemmPrefetch + 64, 0, 3);
         } else {
-            ahead.ask_l2<2>();
+            prefetch.to_l2<2>();
         }
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
@@ -96,9 +97,10 @@ constexpr int kUnitsPerHalf = 32;
 // The same where there are too few registers for the sums of both halves of a panel: halves follow each other every few
 // units, so that the panel is still read sequentially.
 template <Storage S, int R>
-inline void gemm_halves(const ProductTask& task, const char* panel, int64_t panel_index, int64_t row, Ahead ahead) {
+inline void gemm_halves(const ProductTask& task, const char* panel, int64_t panel_index, int64_t row,
+                        PanelPrefetch prefetch) {
     const uint32_t* x = task.x + (row - task.first_row) * task.units;
-    ask_to_write_rows<R>(task.out, row, panel_index);
+    prefetch_outputs<R>(task.out, row, panel_index);
     F16 sums[R][2];
     for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = F16::zero();
     for (int unit = 0; unit < task.units; unit += kUnitsPerHalf) {
@@ -118,7 +120,7 @@ inline void gemm_halves(const ProductTask& task, const char* panel, int64_t pane
                         __builtin_prefetch(w + kGemmPrefetch, 0, 3);
                         __builtin_prefetch(w + kGemmPrefetch + kPanelOutputs * 4, 0, 3);
                     } else {
-                        ahead.ask_l2<2>();
+                        prefetch.to_l2<2>();
                     }
                     add_pairs(acc, U16::load(w), U16::load(w + kPanelOutputs * 4), from);
                 }

@@ -3,6 +3,7 @@
 
 #include "kernels.h"
 #include "level/rowwise.h"
+#include "level/with_constant.h"
 
 namespace octavo::OCTAVO_LEVEL {
 
@@ -39,35 +40,27 @@ inline void store_gated(const LinearOutput& out, int64_t row, int64_t pair, F16 
 }
 
 template <class T, int R> void store_rows(const LinearOutput& out, int64_t row, int64_t pair, const F16 (&sums)[R][2]) {
-    switch (out.epilogue) {
-        case kPlain:
-            for (int r = 0; r < R; ++r) {
-                store_sixteen<T>(out, row + r, pair * 32, sums[r][0]);
-                store_sixteen<T>(out, row + r, pair * 32 + 16, sums[r][1]);
-            }
-            return;
-        case kSiluGate:
-            for (int r = 0; r < R; ++r) store_gated<T, kSiluGate>(out, row + r, pair, sums[r][0], sums[r][1]);
-            return;
-        case kGeluTanhGate:
-            for (int r = 0; r < R; ++r) store_gated<T, kGeluTanhGate>(out, row + r, pair, sums[r][0], sums[r][1]);
-            return;
-        case kGeluGate:
-            for (int r = 0; r < R; ++r) store_gated<T, kGeluGate>(out, row + r, pair, sums[r][0], sums[r][1]);
-            return;
-        case kReluGate:
-            for (int r = 0; r < R; ++r) store_gated<T, kReluGate>(out, row + r, pair, sums[r][0], sums[r][1]);
-            return;
-        case kClampedSwiGlu:
-            for (int r = 0; r < R; ++r) store_gated<T, kClampedSwiGlu>(out, row + r, pair, sums[r][0], sums[r][1]);
-            return;
+    if (out.epilogue == kPlain) {
+        for (int r = 0; r < R; ++r) {
+            store_sixteen<T>(out, row + r, pair * 32, sums[r][0]);
+            store_sixteen<T>(out, row + r, pair * 32 + 16, sums[r][1]);
+        }
+        return;
     }
+    with_constant<kClampedSwiGlu>(out.epilogue, [&](auto gate) {
+        constexpr auto kGate = static_cast<Epilogue>(gate.value);
+        for (int r = 0; r < R; ++r) store_gated<T, kGate>(out, row + r, pair, sums[r][0], sums[r][1]);
+    });
 }
 
+// Where a row's outputs of a panel are stored.
+inline char* output_at(const LinearOutput& out, int64_t row, int64_t pair) {
+    const int64_t column = pair * (out.epilogue == kPlain ? 32 : 16);
+    return out.base + row * out.stride + column * (out.storage == kBf16 ? 2 : 4);
+}
 // Prefetches the lines that a tile's outputs go to, for writing, before the tile is computed.
-template <int R> inline void ask_to_write_rows(const LinearOutput& out, int64_t row, int64_t pair) {
-    const int64_t column = pair * (out.epilogue == kPlain ? 32 : 16) * (out.storage == kBf16 ? 2 : 4);
-    for (int r = 0; r < R; ++r) ask_to_write(out.base + (row + r) * out.stride + column);
+template <int R> inline void prefetch_outputs(const LinearOutput& out, int64_t row, int64_t pair) {
+    for (int r = 0; r < R; ++r) prefetch_for_write(output_at(out, row + r, pair));
 }
 
 // Stores 32 sums of each of R rows. With a gate, the first 16 are gates and the others the values that they gate.

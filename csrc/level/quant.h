@@ -353,11 +353,11 @@ template <WeightFormat F, int R, int T, int Part>
 // follow each other, so that its lines are read once.
 template <WeightFormat F, int R>
 [[gnu::noinline]] void quant_panel(const ProductTask& task, const char* weight, int64_t index, int64_t row,
-                                   Ahead ahead) {
+                                   PanelPrefetch prefetch) {
     constexpr QuantLayout layout = quant_layout(F);
     constexpr int kParts = layout.scales_per_section(), kTogether = R <= kQuantRowsOfBothHalves ? 2 : 1;
     constexpr int kLines = layout.section_bytes() / 64;
-    ask_to_write_rows<R>(task.out, row, index);
+    prefetch_outputs<R>(task.out, row, index);
     const auto* panel = reinterpret_cast<const uint8_t*>(weight);
     const QuantRows group = task.quants.at(row - task.first_row, task.units, kParts);
     const uint32_t *x = group.quants, *sums = group.sums;
@@ -372,7 +372,7 @@ template <WeightFormat F, int R>
         const uint8_t* at = header + layout.header_bytes() + in_block * layout.section_bytes();
         const uint8_t* factors = layout.factors_of(header, in_block, at);
         if constexpr (R > kQuantRowsThatWait) {
-            ahead.ask_l1();
+            prefetch.to_l1();
         } else {
             for (int line = 0; in_block == 0 && line < layout.header_bytes(); line += 64)
                 __builtin_prefetch(header + kQuantPrefetch + line, 0, 3);

@@ -51,8 +51,8 @@ template <Storage S> void rope_write(const RopeTask& task, int64_t token_begin, 
         const int64_t copies_block = task.copies ? task.copies_slots[token] / kv.block_size : 0;  // the same offset
         for (int head = 0; head < kv.kv_heads && !kv.coded(); ++head)
             for (int unit = 0; unit < kv.key_units; ++unit)
-                ask_to_write(kv.key + block * kv.key_block_stride + head * kv.key_head_stride +
-                             (int64_t{unit} * kv.block_size + offset) * 4);
+                prefetch_for_write(kv.key + block * kv.key_block_stride + head * kv.key_head_stride +
+                                   (int64_t{unit} * kv.block_size + offset) * 4);
         const int half = task.rotary_dim / 2;
         const int64_t angles = half ? task.positions[token] * half : 0;
         const float *cos = task.cos + angles, *sin = task.sin + angles;

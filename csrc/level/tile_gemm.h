@@ -93,30 +93,29 @@ template <bool Lower> inline void end_sums(TileSums& to) {
     tile_store<1>(to.row[0] + 16, stride);
     if constexpr (Lower) tile_store<2>(to.row[16], stride), tile_store<3>(to.row[16] + 16, stride);
 }
-// Adds a part's products to the sums of a group of `rows` rows. `beside(step)` runs while the tiles multiply.
-template <bool Lower, class Beside>
-inline void add_steps(const TilePart& part, const char* x, int64_t rows, const Beside& beside) {
+// Adds a part's products to the sums of a group of `rows` rows. `meanwhile(step)` runs while the tiles multiply.
+template <bool Lower, class Meanwhile>
+inline void add_steps(const TilePart& part, const char* x, int64_t rows, const Meanwhile& meanwhile) {
     const char* panel = part.panel;
     for (int64_t step = 0; step < part.steps; ++step, panel += kTileStepBytes, x += rows * 64) {
         tile_step<Lower>(panel, x);
-        beside(step);
+        meanwhile(step);
     }
     if (part.tail) tile_step<Lower>(part.tail, x);
 }
 
 // Prefetches the lines that a group's sums go to, for writing, an equal part at each step: other cores have read or
 // written them before, and stores would wait for one line after the other.
-class OutputAhead {
+class OutputPrefetch {
   public:
-    OutputAhead(const LinearOutput& out, int64_t row, int64_t rows, int64_t panel_index, int64_t steps)
-        : line_(out.base + row * out.stride +
-                panel_index * (out.epilogue == kPlain ? 32 : 16) * (out.storage == kBf16 ? 2 : 4)),
+    OutputPrefetch(const LinearOutput& out, int64_t row, int64_t rows, int64_t panel_index, int64_t steps)
+        : line_(output_at(out, row, panel_index)),
           stride_(out.stride),
           rows_(rows),
           rows_per_step_(steps ? (rows + steps - 1) / steps : 0) {}
     void operator()(int64_t step) const {
         const int64_t begin = step * rows_per_step_, end = begin + rows_per_step_;
-        for (int64_t r = begin; r < (end < rows_ ? end : rows_); ++r) ask_to_write(line_ + r * stride_);
+        for (int64_t r = begin; r < (end < rows_ ? end : rows_); ++r) prefetch_for_write(line_ + r * stride_);
     }
 
   private:
@@ -213,7 +212,7 @@ void tile_one_group(const ProductTask& task, int64_t group, int64_t panel_begin,
     Panels panels(task);
     TileSums sums;
     for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-        const OutputAhead ask(task.out, row, rows, panel, steps);
+        const OutputPrefetch prefetch(task.out, row, rows, panel, steps);
         begin_sums<Lower>(nullptr);
         for (int64_t first = 0; first < steps; first += most) {
             const TilePart part = panels.part(panel, first, first + most < steps ? first + most : steps);
@@ -222,7 +221,7 @@ void tile_one_group(const ProductTask& task, int64_t group, int64_t panel_begin,
                 if constexpr (!Panels::kDecodes)
                     for (int64_t at = 0; at < kTileStepBytes; at += 64)
                         __builtin_prefetch(ahead + step * kTileStepBytes + at, 0, 2);
-                ask(first + step);
+                prefetch(first + step);
             });
         }
         end_sums<Lower>(sums);
@@ -254,16 +253,16 @@ void tile_groups(const ProductTask& task, int64_t group_begin, int64_t group_end
                     const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
                     const char* own = x + (first * all_rows + (row - task.first_row) * (end - first)) * 64;
                     TileSums* const own_sums = kept + (panel - base) * groups + group - group_begin;
-                    const OutputAhead ask(task.out, row, last ? rows : 0, panel, end - first);
+                    const OutputPrefetch prefetch(task.out, row, last ? rows : 0, panel, end - first);
                     const char* ahead = next + (group - group_begin) * (end - first) * step_share;
-                    const auto beside = [&](int64_t step) {
+                    const auto meanwhile = [&](int64_t step) {
                         for (int64_t at = 0; at < step_share; at += 64)
                             __builtin_prefetch(ahead + step * step_share + at, 0, 2);
-                        ask(step);
+                        prefetch(step);
                     };
                     const auto multiply = [&]<bool Lower>() {
                         begin_sums<Lower>(first ? own_sums : nullptr);
-                        add_steps<Lower>(part, own, rows, beside);
+                        add_steps<Lower>(part, own, rows, meanwhile);
                         end_sums<Lower>(last ? sums : *own_sums);
                     };
                     if (rows > 16)

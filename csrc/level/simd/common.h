@@ -40,7 +40,7 @@ inline float half_to_float(uint16_t x) {
 
 // Prefetches a line for writing. Other cores have usually read it since, and their copies must be invalidated first;
 // stores, which would wait for that one after the other, then find it done.
-inline void ask_to_write(const void* p) { __builtin_prefetch(p, 1, 3); }
+inline void prefetch_for_write(const void* p) { __builtin_prefetch(p, 1, 3); }
 
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kLn2 = 0.69314718055994531f;
