@@ -216,6 +216,7 @@ def test_a_missing_size_is_named(key: str, tmp_path: Path) -> None:
         ({"rms_norm_eps": None}, "wrong type"),
         ({"rms_norm_eps": "small"}, "wrong type"),
         ({"rope_theta": []}, "wrong type"),
+        ({"quantization_config": [1]}, "quantization_config must be an object"),
         ({"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 0}, "out of range"),
     ],
 )
@@ -227,9 +228,10 @@ def test_a_field_of_the_wrong_type_or_out_of_range_is_named(
 
 
 def test_a_configuration_that_is_no_json_is_corrupt(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"hidden_size": ')
-    with pytest.raises(CorruptModelError, match="not valid JSON"):
-        read_hf_config(tmp_path)
+    for text in ('{"hidden_size": ', '{"a":' * 100_000):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(CorruptModelError, match="not valid JSON"):
+            read_hf_config(tmp_path)
 
 
 @pytest.mark.parametrize("change", [{"is_encoder_decoder": True}, {"architectures": ["BertForMaskedLM"]}])
@@ -301,7 +303,7 @@ def test_a_null_gives_way_to_another_name_of_the_same_field(tmp_path: Path) -> N
 def test_a_window_of_zero_is_none_and_equal_sizes_may_be_listed_by_layer(tmp_path: Path) -> None:
     moe = {"architectures": ["Qwen2MoeForCausalLM"], "sliding_window": 0, "intermediate_size": [96, 96]}
     moe |= {"num_key_value_heads": 2}
-    config = read(tmp_path, LLAMA | moe)
+    config = read(tmp_path, LLAMA | moe | {"text_config": None})
     assert set(config.layer_windows) == {None}
     assert config.intermediate_size == 96
 

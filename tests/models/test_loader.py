@@ -128,6 +128,13 @@ def test_an_index_that_names_the_wrong_shard_is_corrupt(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
+def test_an_index_whose_shards_are_no_names_is_corrupt(tmp_path: Path) -> None:
+    tiny.write_hf_model(tmp_path, "Llama", shards=True)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": 3, "x": "y"}}')
+    with pytest.raises(CorruptModelError, match="no weight_map of names of files"):
+        opened(tmp_path)
+
+
 def test_pickled_weights_are_refused_and_the_message_converts_them(tmp_path: Path) -> None:
     tiny.write_hf_model(tmp_path, "Llama")
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")

@@ -203,7 +203,17 @@ def test_parts_that_do_not_fit_together_are_corrupt(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     source = resolve_model(str(tmp_path))
     with pytest.raises(CorruptModelError, match=r"layers.1.mlp.down_proj.weight: its quantised parts do not fit"):
-        open_weights(source, load_model_config(source))
+        open_weights(source, load_model_config(source)).get("model.layers.1.mlp.down_proj.weight", torch.float32)
+
+
+@pytest.mark.slow
+def test_a_matrix_in_fp8_without_its_scale_is_corrupt(tmp_path: Path) -> None:
+    _, tensors = write(tmp_path, "fp8")
+    del tensors["model.layers.1.mlp.down_proj.weight_scale_inv"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    source = resolve_model(str(tmp_path))
+    with pytest.raises(CorruptModelError, match=r"down_proj.weight is stored in 8 bits \(torch.float8_e4m3fn\), but"):
+        open_weights(source, load_model_config(source)).get("model.layers.1.mlp.down_proj.weight", torch.float32)
 
 
 NEAREST = {

@@ -71,7 +71,7 @@ def hf_model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
 def _model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
     folder = path.parent
     architecture = _architecture(raw, path)
-    fields = ConfigFields({**raw, **raw.get("text_config", {})}, str(path))
+    fields = ConfigFields({**raw, **(raw.get("text_config") or {})}, str(path))
     native = NATIVE_ARCHITECTURES.get(architecture)
     reason = _why_not_native(fields, architecture, native)
     if native is None and fields.get("num_attention_heads") is None:
@@ -140,7 +140,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise CorruptModelError(f"{path} holds a JSON {type(content).__name__}, not an object")
@@ -185,9 +185,8 @@ def _why_not_native(fields: ConfigFields, architecture: str, native: NativeArchi
         return "a partial rotary factor"
     if (activation := _activation(fields, native)) not in NATIVE_ACTIVATIONS:
         return f"activation {activation!r}"
-    quantization = fields.get("quantization_config")
-    unread = _unread_quantization(quantization)
-    if quantization and unread and not only_kv_cache_scheme(quantization):
+    quantization = fields.dictionary("quantization_config")
+    if quantization and not only_kv_cache_scheme(quantization) and (unread := _unread_quantization(quantization)):
         return f"weights quantised by {unread}"
     kinds = fields.get("mlp_layer_types") or ()
     if "dense" in kinds and "sparse" in kinds[: kinds.index("dense")]:
@@ -207,10 +206,8 @@ def _why_not_native(fields: ConfigFields, architecture: str, native: NativeArchi
     return None
 
 
-def _unread_quantization(quantization: object) -> str | None:
+def _unread_quantization(quantization: Mapping[str, Any]) -> str | None:
     """Return what `models/quantised_checkpoint.py` does not read of a `quantization_config`; None if it reads it."""
-    if not isinstance(quantization, dict):
-        return repr(quantization)
     method = quantization.get("quant_method")
     if method in ("fp8", "mxfp4"):
         return None

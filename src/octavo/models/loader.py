@@ -119,6 +119,7 @@ class SafetensorsWeights:
         self._config = config
         self._online = online
         quantization = (read_json(folder / "config.json") or {}).get("quantization_config")
+        self._is_quantised = bool(quantization)
         self._file_of: dict[str, Any] = {}
         # A cycle through `self` would keep the files mapped until the next garbage collection.
         self._stored = partial(_read_tensor, self._folder, self._file_of)
@@ -131,8 +132,8 @@ class SafetensorsWeights:
             self._file_of.update(dict.fromkeys(file.keys(), file))
             return
         weight_map = index.get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise CorruptModelError(f"{folder}/model.safetensors.index.json has no weight_map")
+        if not (isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())):
+            raise CorruptModelError(f"{folder}/model.safetensors.index.json has no weight_map of names of files")
         for file_name in sorted(set(weight_map.values())):
             file = self._open(folder / Path(file_name).name)
             held = set(file.keys())
@@ -149,13 +150,15 @@ class SafetensorsWeights:
 
     def shape(self, name: str) -> tuple[int, ...]:
         if self._quantised.holds(name):
-            return tuple(self._quantised.read(name).shape)
+            return self._quantised.shape(name)
         part = _locate(name, self._file_of)
         file = _file_with(part.tensor, self._folder, self._file_of)
         return part.shape(tuple(file.get_slice(part.tensor).get_shape()))
 
     def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         tensor = self._quantised.read(name) if self._quantised.holds(name) else self._stored(name)
+        if self._is_quantised and tensor.itemsize == 1:
+            raise CorruptModelError(f"{self._folder}: {name} is stored in 8 bits ({tensor.dtype}), but has no scale")
         order = row_order(name, self._config) if self._config else None
         return (tensor if order is None else tensor[order]).to(dtype).contiguous()
 

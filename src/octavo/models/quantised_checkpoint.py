@@ -56,6 +56,20 @@ class QuantisedCheckpoint:
         """Whether tensor `name`, '….weight', is stored in quantised form."""
         return name.endswith(".weight") and any(map(self._has, self._forms(name)))
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return [out, in], without unpacking anything."""
+        stem = name.removesuffix(".weight")
+        if "[" in name:
+            outputs, blocks = self._get(_part_of_module(name, "blocks")).shape[:2]
+            return outputs, blocks * 32
+        if self._has(f"{stem}.weight_packed"):
+            return tuple(self._get(f"{stem}.weight_shape").tolist())
+        if not self._has(f"{stem}.qweight"):
+            return tuple(self._get(name).shape)
+        rows, columns = self._get(f"{stem}.qweight").shape
+        each = 32 // self._bits
+        return (columns * each, rows) if self._is_awq else (columns, rows * each)
+
     def read(self, name: str) -> torch.Tensor:
         """Return float32 [out, in].
 
@@ -94,8 +108,16 @@ class QuantisedCheckpoint:
         """Return numbers [out, in], zero points and scales that broadcast to them: (number - zero) * scale."""
         stem = name.removesuffix(".weight")
         if self._has(f"{stem}.qweight"):
-            return self._awq(stem) if self._config.get("quant_method") == "awq" else self._gptq(stem)
+            return self._awq(stem) if self._is_awq else self._gptq(stem)
         return self._scaled(stem)
+
+    @property
+    def _is_awq(self) -> bool:
+        return self._config.get("quant_method") == "awq"
+
+    @property
+    def _bits(self) -> int:
+        return int(self._config.get("bits", self._config.get("w_bit", 4)))
 
     def _mxfp4(self, name: str) -> RawTensor | None:
         """Return a matrix of an expert in the blocks of GGUF, where the second half of a block's numbers lies above the
@@ -144,7 +166,7 @@ class QuantisedCheckpoint:
         return scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
 
     def _gptq(self, stem: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        scales, bits = self._get(f"{stem}.scales").float(), int(self._config["bits"])
+        scales, bits = self._get(f"{stem}.scales").float(), self._bits
         quants = unpack(self._get(f"{stem}.qweight").T, bits).T
         zeros = unpack(self._get(f"{stem}.qzeros"), bits)
         if self._config.get("checkpoint_format", "gptq") == "gptq":

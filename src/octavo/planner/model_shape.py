@@ -135,7 +135,7 @@ def model_shape(name: str, config: ModelConfig, raw: Mapping[str, Any] | None = 
         raise UnsupportedModelError(
             f"{name}: the calculator cannot count {architecture}; it knows {', '.join(COUNTED_ARCHITECTURES)}"
         )
-    fields = ConfigFields({**(raw or {}), **(raw or {}).get("text_config", {})}, name)
+    fields = ConfigFields({**(raw or {}), **((raw or {}).get("text_config") or {})}, name)
     notes = []
     if (text_model := _TEXT_MODELS.get(architecture)) is not None:
         text = hf_model_config({**fields.content, "architectures": [text_model]}, Path(name) / "config.json")
