@@ -25,8 +25,6 @@ FLOAT_TYPES = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 _KERNEL_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 _WITH_CODEBOOKS = ("IQ4_NL", "IQ4_XS", "MXFP4")
 KERNEL_TYPES = tuple(GGMLType[name] for name in (*_KERNEL_TYPES, *_WITH_CODEBOOKS))
-# Types with 32 weights to a block, which begins with its only scale: in fp16, times an integer.
-_WHOLE_MULTIPLES = (GGMLType.Q5_0, GGMLType.IQ4_NL)
 # Of a block whose factors of six bits take a byte each.
 _LOADED_BYTES = {GGMLType.Q3_K: 114, GGMLType.Q4_K: 148, GGMLType.Q5_K: 180, GGMLType.IQ4_XS: 138}
 _VALUES_AT_ONCE = 1 << 18  # 1 MiB of floats, which stays in a core's cache
@@ -50,8 +48,8 @@ def convert(rows: Bytes, stored: Any, kind: Any, *, num_threads: int = 1) -> Byt
     """
 
     def convert_part(part: Bytes) -> Bytes:
-        scales = part.reshape(-1, gguf.GGML_QUANT_SIZES[stored][1])[:, :2] if stored in _WHOLE_MULTIPLES else None
-        return _to_q8_0(gguf.dequantize(part, stored), scales)
+        with np.errstate(all="ignore"):  # damaged weights
+            return gguf.quantize(gguf.dequantize(part, stored), GGMLType.Q8_0)
 
     if stored is kind:
         return rows
@@ -75,23 +73,3 @@ def _parts(rows: Bytes, stored: Any) -> Iterator[Bytes]:
     step = max(1, _VALUES_AT_ONCE // (rows.shape[1] // block_bytes * block_size))
     for start in range(0, len(rows), step):
         yield rows[start : start + step]
-
-
-def _to_q8_0(values: npt.NDArray[np.float32], stored_scales: Bytes | None) -> Bytes:
-    """float32 [rows, n] -> Q8_0: scale fp16 | 32 × int8. The scale is rounded first, and quants by what it became.
-
-    Args:
-        stored_scales: uint8 [blocks, 2], scales in fp16 to use instead of 1/127 of the largest weight.
-    """
-    blocks = values.reshape(-1, 32)
-    out = np.empty((len(blocks), 34), np.uint8)
-    with np.errstate(all="ignore"):  # damaged weights
-        if stored_scales is None:
-            scales = (np.abs(blocks).max(axis=1, keepdims=True) / 127).astype(np.float16)
-        else:
-            scales = stored_scales.copy().view(np.float16)
-        inverse = np.where(scales != 0, 1 / scales.astype(np.float32), 0)
-        quants = np.clip(np.rint(blocks * inverse), -127, 127).astype(np.int8)
-    out[:, :2] = scales.view(np.uint8)
-    out[:, 2:] = quants.view(np.uint8)
-    return out.reshape(len(values), -1)
