@@ -152,13 +152,12 @@ def test_a_type_is_a_word_of_a_files_name() -> None:
         choose_gguf(["a-Q8_0.gguf", "b-Q8_0.gguf"], "Q8_0", file=False, where="here")
 
 
-def write_shards(folder: Path, model: Any) -> Path:
-    """Write a tiny GGUF file and the same cut into two; return the whole one."""
+def write_shards(folder: Path, model: Any, num_first: int) -> Path:
+    """Write a tiny GGUF file and the same cut into two, with `num_first` tensors in the first; return the whole one."""
     whole = folder / "whole.gguf"
     tiny.write_gguf(whole, model)
     reader = gguf.GGUFReader(whole)
-    half = len(reader.tensors) // 2
-    for number, tensors in enumerate((reader.tensors[:half], reader.tensors[half:])):
+    for number, tensors in enumerate((reader.tensors[:num_first], reader.tensors[num_first:])):
         path = folder / f"model-{number + 1:05}-of-00002.gguf"
         writer = gguf.GGUFWriter(path, str(reader.fields["general.architecture"].contents()))
         for name, field in reader.fields.items():
@@ -177,8 +176,9 @@ def write_shards(folder: Path, model: Any) -> Path:
     return whole
 
 
-def test_a_sharded_file_has_the_tensors_of_all_shards(tmp_path: Path) -> None:
-    whole = GGUFFile(write_shards(tmp_path, tiny.make_model("Llama")))
+@pytest.mark.parametrize("num_first", [0, 9])
+def test_a_sharded_file_has_the_tensors_of_all_shards(num_first: int, tmp_path: Path) -> None:
+    whole = GGUFFile(write_shards(tmp_path, tiny.make_model("Llama"), num_first))
     (tmp_path / "whole.gguf").rename(tmp_path / "whole.kept")
     source = resolve_model(str(tmp_path))
     assert source.path.name == "model-00001-of-00002.gguf"
@@ -187,6 +187,7 @@ def test_a_sharded_file_has_the_tensors_of_all_shards(tmp_path: Path) -> None:
     for name in whole.tensors:
         np.testing.assert_array_equal(cut.raw(name), whole.raw(name))
         np.testing.assert_array_equal(cut.dequantize(name), whole.dequantize(name))
+        cut.release(name)
     second = tmp_path / "model-00002-of-00002.gguf"
     with pytest.raises(ModelNotFoundError, match=r"name the first, which ends in -00001-of-00002\.gguf"):
         GGUFFile(second)

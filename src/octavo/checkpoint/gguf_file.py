@@ -185,6 +185,8 @@ class GGUFFile:
 
     def release(self, name: str) -> None:
         """Take a tensor's pages out of this process's memory, where the system can; the next read maps them again."""
+        if (shard := self._others.get(name)) is not None:
+            return shard.release(name)
         tensor = self._tensor(name)
         start = tensor.start // mmap.PAGESIZE * mmap.PAGESIZE
         if hasattr(mmap, "MADV_DONTNEED"):
