@@ -101,6 +101,14 @@ def test_a_server_that_was_started_anew_is_forgotten_and_added_again() -> None:
     assert fleet.log == [f"up {A}", f"down {A}", f"up {A}"]
 
 
+def test_events_are_followed_anew_after_a_missed_check() -> None:
+    fleet = Fleet(worker=[A])
+    for answers in ({A: FACTS}, {}, {A: FACTS}, {A: FACTS}):
+        fleet.servers = answers
+        assert fleet.look() == [A]
+    assert fleet.log == [f"up {A}"] * 2
+
+
 def test_a_server_that_cannot_be_forgotten_does_not_end_the_looks_at_the_others() -> None:
     fleet = Fleet(worker=[A, B])
     fleet.servers = {A: FACTS, B: FACTS}

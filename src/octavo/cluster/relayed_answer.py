@@ -144,7 +144,7 @@ class RelayedAnswer:
         self._started = True
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
         events = WholeEvents() if self._is_stream else None
-        is_first = ticket.selection_id is not None
+        is_first = self._is_stream and ticket.selection_id is not None
         async for received in answer.content.iter_any():
             if chunk := received if events is None else events.feed(received):
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})

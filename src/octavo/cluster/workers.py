@@ -60,6 +60,7 @@ class Worker:
         in_flight: number of this router's requests that it has not finished.
         answers: its answers that are being relayed.
         looking: held during a check, because its result is applied in several steps.
+        worker_id: its id, which is the same in every router.
     """
 
     url: str
@@ -70,11 +71,10 @@ class Worker:
     in_flight: int = 0
     answers: set[Any] = field(default_factory=set)
     looking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    worker_id: int = field(init=False)
 
-    @property
-    def worker_id(self) -> int:
-        """An id that is the same in every router."""
-        return int.from_bytes(blake2b(self.url.encode(), digest_size=6).digest(), "big")
+    def __post_init__(self) -> None:
+        self.worker_id = int.from_bytes(blake2b(self.url.encode(), digest_size=6).digest(), "big")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -89,7 +89,8 @@ class Worker:
     @property
     def group(self) -> str:
         """Properties that servers must have in common to share an index: names, tokens, and size of blocks."""
-        facts, publishes = self.facts, self.event_address("endpoint") is not None
+        facts = self.facts
+        publishes = (facts.get("kv_events") or {}).get("endpoint") is not None
         return "|".join(map(str, (*self.names, facts.get("fingerprint"), facts.get("block_size"), publishes)))
 
     def post(self, target: str, headers: list[tuple[str, str]], body: bytes, prompt: RoutedPrompt) -> Any:
@@ -125,7 +126,8 @@ class Workers:
         new_session: opens the connections to a server, given a URL.
 
     Attributes:
-        on_up: called with a server that begins to accept requests, or that has restarted.
+        on_up: called with a server that begins to accept requests, that has restarted, or that has missed a check: its
+            events may be seconds late, because TCP doubles the wait before each attempt to send them again.
         on_down: called with one that no longer accepts requests, or is no longer listed.
     """
 
@@ -214,16 +216,16 @@ class Workers:
             if worker.num_failures >= _MOST_FAILURES or not worker.is_healthy:
                 await self._down(worker, f"it does not answer: {type(error).__name__} {error}".strip())
             return
-        worker.num_failures = 0
-        has_restarted = worker.is_healthy and facts.get("instance") != worker.facts.get("instance")
-        if has_restarted or (worker.is_healthy and facts != worker.facts):
+        has_missed, worker.num_failures = worker.num_failures > 0, 0
+        if worker.is_healthy and facts != worker.facts:
             await self._down(worker, "it was started anew")
         worker.facts = facts
-        if not worker.is_healthy:
+        if has_missed or not worker.is_healthy:
             try:
                 await self.on_up(worker)
             except Exception:
                 logger.exception("cannot follow the cache of %s: it is routed to by load only", worker.url)
+        if not worker.is_healthy:
             worker.is_healthy = True
             logger.info("%s now gets requests for %s", worker.url, ", ".join(worker.names))
 
