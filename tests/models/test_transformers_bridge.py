@@ -80,6 +80,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "DeepseekV2": {**LATENT, "topk_method": "greedy"},
     "DeepseekV3": LATENT,
     "MiniMaxM2": EXPERTS,
+    "HunYuanMoEV1": {"num_experts": 4, "moe_topk": 2},
 }
 
 

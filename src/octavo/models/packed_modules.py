@@ -35,6 +35,8 @@ class PackedProduct(nn.Module):
         """
         super().__init__()
         self.matrix = _pack(weight.detach(), format)
+        # Some models look at the dtype or the shape of a matrix, such as HunYuan's mixtures at their routers'.
+        self.weight = weight.detach().to("meta")
         # Registered, so that its bytes are counted with the model's.
         self.register_buffer("packed", self.matrix.packed, persistent=False)
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
