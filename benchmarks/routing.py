@@ -2,7 +2,7 @@
 
     python -m benchmarks.routing conversations [--rounds 1] [--conversations 12] [--turns 8] [--users 4]
     python -m benchmarks.routing prefill_apart [--rounds 2] [--streams 4] [--tokens 1536] [--every 4] [--seconds 20]
-    python -m benchmarks.routing simulated [--seconds 40] [--share 0.5] [--alone 40]
+    python -m benchmarks.routing simulated [--seconds 40] [--share 0.4] [--alone 40]
 
 conversations   users hold one conversation after the other, under each strategy: a long system prompt, then questions,
                 each after the answer to the last one and a pause. All conversations together do not fit into the cache
@@ -11,7 +11,8 @@ prefill_apart   chats of many tokens run all the time, and a long prompt arrives
                 (`both`), or one computes long prompts and the other answers (`apart`, --role). Shows the time between
                 the chats' tokens, their tokens a second, and the long prompts' TTFT.
 simulated       conversations at times of their own, at a share of what the servers can do, against `octavo simulate`.
-                Step times, and what router and client add, come from requests sent alone and from a first run.
+                Step times, and what router and client add, come from requests sent alone and from a first run. The
+                share is that of servers that compute alone; both at once take longer.
 
 Servers and router are started anew for each strategy or layout, and every round does the same work under each in turn.
 """
@@ -40,12 +41,13 @@ from benchmarks.simulator_loads import MODEL, open_traffic
 from octavo import EngineConfig
 from octavo.planner.sources import find_shape
 from octavo.scheduler.plan_log import read_plans
-from octavo.simulator.calibration import Sent, overheads, run_load, warm_up
+from octavo.simulator.calibration import DISTURBED, Sent, overheads, run_load, warm_up
 from octavo.simulator.fleet import Fleet
 from octavo.simulator.results import Results
 from octavo.simulator.setup import Plan
 from octavo.simulator.speed import Speed, speed_of_plans
 from octavo.workloads.http import EventLines, PostUrl, post_json
+from octavo.workloads.processor_time import ProcessorTime
 from octavo.workloads.report import percentile
 from octavo.workloads.server_process import RunningServer, fetch_json, running_server
 from octavo.workloads.serving import Target
@@ -60,6 +62,7 @@ QUESTION = "Question {turn} about {topic}: which book should I read next, and on
 GREEDY = {"temperature": 0, "repetition_penalty": 1, "frequency_penalty": 0, "ignore_eos": True}
 PAUSE_S = 0.2
 CHAT_TOKENS, LONG_ANSWER, DRAWS = 200, 8, 5
+MOST_BUSY = 0.6
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 Cluster = tuple[RunningServer, list[RunningServer]]
@@ -301,13 +304,18 @@ def simulated(args: argparse.Namespace) -> list[str]:
             for server in servers:  # so that the second run begins as the simulation does
                 url, headers = server.base_url + "/reset_prefix_cache", {"Authorization": f"Bearer {KEY}"}
                 urllib.request.urlopen(urllib.request.Request(url, headers=headers, method="POST")).close()
+            processors = ProcessorTime()
             zero, records = run_load(target, *load)
+            shares = processors.shares()
         speed = speed_of_plans([*before, *plans], since=began, left_out=[(zero, math.inf)])
         steps = [step for path in plans for step in read_plans(path) if step.at >= zero]
     if failed := [record.error for record in records if record.error is not None]:
         raise RuntimeError(f"{len(failed)} of {len(records)} requests failed: {failed[0]}")
     found = simulations(replace(speed, intake_s=intake, reply_s=reply), load)
     busy = sum(step.seconds for step in steps) / max(record.finished_s for record in records) / len(plans)
+    predicted = statistics.median(each.report()["busy_share"] for each in found)
+    taken = 0.0 if shares is None else shares.taken
+    is_valid = busy <= MOST_BUSY and taken <= DISTURBED
     ttft = [record.chunk_times[0] - record.sent_s for record in records]
     hits = sum(record.cached_tokens for record in records) / sum(record.prompt_tokens for record in records)
     rows = []
@@ -318,8 +326,11 @@ def simulated(args: argparse.Namespace) -> list[str]:
     rows.append(["hit rate", f"{hits:.1%}", f"{model:.1%}", f"{100 * (model - hits):+.1f} points", "2 points"])
     return [
         f"{this_machine.name()}; {len(records)} requests of conversations in {args.seconds:g} s at two servers with "
-        f"{args.kv_cache_memory} of cache each, which compute {busy:.0%} of the time; router and client add "
-        f"{(intake + reply) * 1e3:.1f} ms; median of {DRAWS} simulations.",
+        f"{args.kv_cache_memory} of cache each, which compute {busy:.0%} of the time, simulated ones {predicted:.0%}; "
+        f"router and client add {(intake + reply) * 1e3:.1f} ms; median of {DRAWS} simulations.",
+        "",
+        f"Other programs took {taken:.0%} of the processors. {'Valid' if is_valid else 'Not valid'}: at most "
+        f"{DISTURBED:.0%}, and servers that compute at most {MOST_BUSY:.0%} of the time, are wanted.",
         "",
         *table(("figure", "real", "simulated", "difference", "wanted within"), rows),
     ]
@@ -359,7 +370,7 @@ def main() -> None:
     mode.set_defaults(measure=simulated)
     mode.add_argument("--seconds", type=float, default=40.0, help="of each of two runs")
     mode.add_argument("--alone", type=int, default=40, help="requests that are sent to idle servers before")
-    mode.add_argument("--share", type=float, default=0.5, help="of the servers' time that the runs are to take")
+    mode.add_argument("--share", type=float, default=0.4, help="of the servers' time that the runs are to take")
     mode.add_argument("--kv-cache-memory", default="96MiB")
     for mode in modes.choices.values():
         mode.add_argument("--out", type=this_machine.output_file)
