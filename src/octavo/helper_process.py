@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any, BinaryIO
@@ -27,6 +28,7 @@ from typing import Any, BinaryIO
 _MAIN = "import os; os.nice({niceness}); from {module} import main; main()"
 # How long a process may take to be ready: a second of imports, or many on a busy machine.
 _START_SECONDS = 120.0
+_LEAST_WAIT = 0.01  # as fine as processor time is counted
 _OWN_PAGES = "/proc/self/statm"
 
 
@@ -133,26 +135,39 @@ class HelperProcess:
             except (HelperTooSlowError, HelperEndedError) as error:
                 raise ChildProcessError("a helper process could not start") from error
 
-    def ask(self, seconds: float, *frames: Sequence[bytes]) -> bytes:
+    def ask(self, seconds: float, *frames: Sequence[bytes], waits: float = 1.0) -> bytes:
         """Send frames, each in parts that are joined, and return the answer.
 
+        Args:
+            seconds: processor time that the process may take.
+            waits: it may take so many times as long in all, because others have the processor.
+
         Raises:
-            HelperTooSlowError: that took longer than `seconds`, not counting the start; the process has been killed.
+            HelperTooSlowError: that took longer, not counting the start; the process has been killed.
             HelperEndedError: the process ended, by itself or because the operating system killed it.
             ChildProcessError: it could not start.
         """
         self.wait_until_ready()
-        return self._exchange(seconds, *frames)
+        return self._exchange(seconds, *frames, waits=waits)
 
-    def _exchange(self, seconds: float, *frames: Sequence[bytes]) -> bytes:
-        too_slow = threading.Event()
+    def _exchange(self, seconds: float, *frames: Sequence[bytes], waits: float = 1.0) -> bytes:
+        answered, too_slow = threading.Event(), threading.Event()
+        began, used = time.monotonic(), self._processor_seconds()
 
-        def stop() -> None:
-            too_slow.set()
-            self._process.kill()
+        def watch() -> None:
+            left = seconds
+            while not answered.wait(left):
+                left = min(
+                    seconds - (self._processor_seconds() - used),
+                    seconds * waits - (time.monotonic() - began),
+                )
+                if left <= 0:
+                    too_slow.set()
+                    self._process.kill()
+                    return
+                left = max(left, _LEAST_WAIT)
 
-        timer = threading.Timer(seconds, stop)
-        timer.start()
+        threading.Thread(target=watch, daemon=True).start()
         try:
             for frame in frames:
                 send(self._in, *frame)
@@ -163,7 +178,16 @@ class HelperProcess:
                 raise HelperTooSlowError from None
             raise HelperEndedError(aborted=self._process.returncode == -signal.SIGABRT) from None
         finally:
-            timer.cancel()
+            answered.set()
+
+    def _processor_seconds(self) -> float:
+        """Return the processor time that the process has taken; its age where the system does not tell (not Linux)."""
+        try:
+            with open(f"/proc/{self.pid}/stat", "rb") as file:
+                user, system = file.read().rpartition(b")")[2].split()[11:13]
+        except OSError:
+            return time.monotonic()
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -40,7 +40,7 @@ class RequestLimits(Options):
     max_grammar_depth: int = _limit(
         64, "levels of nested brackets, or of a JSON Schema's objects and arrays, in that description"
     )
-    max_grammar_ms: int = _positive(2000, "milliseconds that compiling that description may take")
+    max_grammar_ms: int = _positive(2000, "milliseconds of processor time that compiling that description may take")
     max_n: int = _positive(64, "value of n and best_of")
     max_beam_width: int = _positive(32, "beams in a beam search")
     max_body_prompts: int = _positive(1024, "prompts in one request body")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
+import threading
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
@@ -111,6 +113,19 @@ def test_a_process_that_takes_too_long_is_killed(monkeypatch: pytest.MonkeyPatch
     assert not process.is_usable
     with pytest.raises(ProcessLookupError):
         os.kill(process.pid, 0)
+
+
+def test_time_without_the_processor_counts_up_to_ten_times_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_idle", [])
+    trial.try_compiling('start: "a"', 60.0)
+    (process,) = trial._idle
+    os.kill(process.pid, signal.SIGSTOP)
+    threading.Timer(1.2, os.kill, (process.pid, signal.SIGCONT)).start()
+    trial.try_compiling('start: "b"', 1.0)
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(TrialFailedError) as failed:
+        trial.try_compiling('start: "c"', 0.01)
+    assert failed.value.too_slow
 
 
 def test_a_process_that_takes_too_much_memory_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:

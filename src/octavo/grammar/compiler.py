@@ -99,7 +99,7 @@ class GrammarCompiler:
         load_tokenizer: called with the first grammar; returns None if the model has no tokenizer.
         vocab_size: number of the model's logits.
         eos_token_ids: tokens that end an output, in addition to the tokenizer's own.
-        max_ms: time limit for compiling one grammar, in milliseconds; it is tried in another process first.
+        max_ms: processor time that compiling one grammar may take, in milliseconds; another process tries it first.
     """
 
     def __init__(

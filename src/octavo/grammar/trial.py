@@ -30,6 +30,7 @@ MEMORY = 512 * 1024 * 1024
 NICENESS = 10
 """Niceness of what compiles grammars, so that the engine has priority on a busy machine; see nice(2)."""
 
+_WAITS = 10.0  # of a busy core, a process of that niceness gets a tenth
 _NUM_BYTES = 256
 _lock = threading.Lock()
 _idle: list[HelperProcess] = []
@@ -51,12 +52,13 @@ def try_compiling(lark: str, seconds: float) -> None:
     """Compile a grammar in another process, and wait for it. Thread-safe.
 
     Raises:
-        TrialFailedError: that took longer than `seconds`, not counting the start of the process, or too much memory.
+        TrialFailedError: that took more processor time than `seconds`, not counting the start of the process, ten times
+            as long in all, or too much memory.
         ChildProcessError: the process could not start.
     """
     process = _take()
     try:
-        process.ask(seconds, [lark.encode(errors="surrogatepass")])
+        process.ask(seconds, [lark.encode(errors="surrogatepass")], waits=_WAITS)
     except HelperTooSlowError:
         raise TrialFailedError(too_slow=True) from None
     except HelperEndedError:
