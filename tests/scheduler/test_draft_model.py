@@ -153,6 +153,13 @@ class Modelled(Server):
         )
 
 
+def test_a_step_without_streams_has_no_drafts() -> None:
+    # All requests wait for blocks from a store, for example.
+    server = Modelled(right=True, per_row=0.02)
+    assert server.speculator.choose([], 16) == {}
+    assert server.num_steps_of_model == 0
+
+
 @pytest.mark.parametrize("count", [1, 4])
 def test_a_model_that_is_right_drafts_for_all_streams(count: int) -> None:
     server = Modelled(right=True, per_row=0.02, count=count)

@@ -166,7 +166,7 @@ class Speculator:
         self._num_steps += 1
         self._choosing = 0.0
         num_known = sum([seq.num_missing for seq in streams])
-        if self._for_looking < 0 or self._paused.get(num_known, 0) > self._num_steps:
+        if not streams or self._for_looking < 0 or self._paused.get(num_known, 0) > self._num_steps:
             return _NO_DRAFTS
         began, used = self._clock()
         drafting: list[tuple[Sequence, Followed]] = []
