@@ -282,6 +282,13 @@ def test_what_does_not_fit_into_blocks_is_refused(name: str, extra: dict[str, An
         TransformersModel(model)
 
 
+def test_a_model_whose_own_code_fails_is_refused_with_its_error() -> None:
+    model = build("Llama")
+    del model.model.layers[1].mlp
+    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM: a pass over 3 tokens ends with AttributeError"):
+        TransformersModel(model)
+
+
 def test_an_encoder_decoder_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
     transformers.T5Config(d_model=16, num_layers=1).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="T5Config: transformers has no causal language model"):

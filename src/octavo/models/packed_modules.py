@@ -35,11 +35,15 @@ class PackedProduct(nn.Module):
         """
         super().__init__()
         self.matrix = _pack(weight.detach(), format)
-        # Some models look at the dtype or the shape of a matrix, such as HunYuan's mixtures at their routers'.
-        self.weight = weight.detach().to("meta")
+        self._dtype = weight.dtype
         # Registered, so that its bytes are counted with the model's.
         self.register_buffer("packed", self.matrix.packed, persistent=False)
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The matrix unpacked, [outputs, inputs], for models whose own code multiplies it, such as some routers'."""
+        return self.matrix.rows(torch.arange(self.matrix.outputs), self._dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])

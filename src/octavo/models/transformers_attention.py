@@ -224,8 +224,13 @@ def probe_layers(model: Any, max_positions: int) -> LayerProbe:
     probe = LayerProbe(name, max_positions)
     token_ids = torch.zeros(_PROBE_TOKENS, dtype=torch.int64, device=model.device)
     positions = torch.arange(_PROBE_TOKENS, device=model.device)
-    with torch.inference_mode():
-        run_through(model, probe, token_ids, positions, positions)
+    try:
+        with torch.inference_mode():
+            run_through(model, probe, token_ids, positions, positions)
+    except OctavoError:
+        raise
+    except Exception as error:  # whatever a model's own code may do with packed matrices and tokens in one row
+        raise UnsupportedModelError(f"{name}: a pass over {_PROBE_TOKENS} tokens ends with {error!r}") from error
     if not probe.layers:
         raise UnsupportedModelError(f"{name}: its layers do not attend through transformers' AttentionInterface")
     expected = model.config.get_text_config(decoder=True).num_hidden_layers
