@@ -80,6 +80,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "DeepseekV2": {**LATENT, "topk_method": "greedy"},
     "DeepseekV3": LATENT,
     "MiniMaxM2": EXPERTS,
+    "ModernBertDecoder": {"local_attention": 18, "global_attn_every_n_layers": 2},
     "HunYuanMoEV1": {"num_experts": 4, "moe_topk": 2},
 }
 

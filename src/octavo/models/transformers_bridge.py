@@ -49,6 +49,9 @@ class TransformersModel(CausalLM):
         _refuse_unsupported(type(model), model.config)
         model.set_attn_implementation(ATTENTION)
         self._model = model.eval()
+        # ModernBERT calls its head the decoder.
+        decoder, head = model.get_decoder(), model.get_output_embeddings()
+        self._decoder = model.base_model if decoder is head else decoder
         self.dtype = model.dtype
         self.device = model.device
         if packed and can_pack(model):
@@ -150,7 +153,7 @@ class TransformersModel(CausalLM):
     ) -> tuple[torch.Tensor, LaterRows]:
         """See `CausalLM.forward_in_part`."""
         kept: list[Any] = []
-        hook = self._model.get_decoder().register_forward_hook(lambda module, inputs, output: kept.append(output))
+        hook = self._decoder.register_forward_hook(lambda module, inputs, output: kept.append(output))
         try:
             step = PagedStep(self._layer_of, batch, kv, attention)
             logits = run_through(self._model, step, token_ids, batch.positions, logits_indices[:num_now]).float()
@@ -168,7 +171,7 @@ class TransformersModel(CausalLM):
         Classes differ in what they do to them and to the logits. So the model runs as always, but its decoder
         returns these rows.
         """
-        decoder, rows = self._model.get_decoder(), torch.arange(len(hidden), device=hidden.device)
+        decoder, rows = self._decoder, torch.arange(len(hidden), device=hidden.device)
         decoder.forward = lambda *_, **__: output_type(last_hidden_state=hidden[None])
         try:
             output = self._model(
