@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -302,16 +301,6 @@ def test_a_plot_shows_its_whole_title_four_ticks_and_the_target(
     assert not [line for line in itl.lines if line.get_label() == "target"]
 
 
-def test_a_missing_matplotlib_is_told_before_anything_is_simulated(
-    octavo_command: OctavoCommand, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
-    code, _, err = octavo_command("simulate", *ON_H100, "--plot", "x.png")
-    assert code == 1
-    assert "plots need matplotlib: run `make -C " in err
-
-
 def test_a_plot_of_answers_of_one_token_has_no_inter_token_latency(
     octavo_command: OctavoCommand, tmp_path: Path
 ) -> None:
@@ -340,7 +329,7 @@ def test_the_figures_are_printed_even_if_drawing_them_fails(
     def fails(result: Any, path: str) -> None:
         raise ConfigError("cannot write: the disk is full")
 
-    monkeypatch.setattr("octavo.simulator.pareto.require_plot", lambda path: None)
+    monkeypatch.setattr("octavo.workloads.plots.require_plot", lambda path: None)
     monkeypatch.setattr("octavo.simulator.pareto.draw", fails)
     code, out, err = octavo_command("simulate", *ON_H100, *SHORT, "--json", "--plot", tmp_path / "p.png")
     assert code == 1

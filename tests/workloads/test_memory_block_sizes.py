@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from octavo.errors import ConfigError
 from octavo.planner.model_shape import ModelShape
 from octavo.planner.sources import find_shape
 from octavo.workloads.memory_block_sizes import CacheBudget, play, simulated_engine
-from octavo.workloads.memory_report import markdown, require_matplotlib
+from octavo.workloads.memory_report import markdown
 from octavo.workloads.workload import named_workload
 from tests.commands.conftest import OctavoCommand
 
@@ -195,9 +194,3 @@ def test_what_cannot_be_compared_is_refused(octavo_command: OctavoCommand, argv:
     code, _, err = octavo_command("bench", "memory", "--simulate", "--model", "llama-2-7b", *argv)
     assert code == 1
     assert message in err
-
-
-def test_a_missing_matplotlib_is_told_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"make -C .* install"):
-        require_matplotlib()

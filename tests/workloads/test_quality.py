@@ -28,9 +28,11 @@ def ask(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, 
 
 
 def test_each_codec_is_compared_with_the_unquantised_cache(
-    tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, answer = ask(capsys, str(tiny_llama), "--codecs", "float32,int8,int4", "--max-model-len", "256")
+    codecs = ("--codecs", "float32,int8,int4", "--max-model-len", "256", "--plot", str(tmp_path / "p.png"))
+    code, answer = ask(capsys, str(tiny_llama), *codecs)
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     plain, same, int8, int4 = answer["codecs"]
     assert code == 0
     assert (plain["kv_cache_dtype"], plain["ppl_increase"], plain["kl"], plain["top1"]) == ("float32", 0.0, 0.0, 1.0)
@@ -68,7 +70,9 @@ def test_a_budget_is_compared_with_everything_kept(
     monkeypatch.setattr(budget_quality, "english", lambda: "The quick brown fox jumps over the lazy dog. " * 60)
     write_hf_model(tmp_path, "Llama", tokenizer=True, num_hidden_layers=3)
     budget = f'{{"mode": "{mode}", "tokens": 48}}'
-    code, answer = ask(capsys, str(tmp_path), "--kv-budget", budget, "--needle-lengths", "20,400")
+    lengths = ("--needle-lengths", "20,400", "--plot", str(tmp_path / "p.png"))
+    code, answer = ask(capsys, str(tmp_path), "--kv-budget", budget, *lengths)
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     everything, kept = answer["budgets"]
     assert (code, everything["budget"], kept["budget"]) == (0, None, budget)
     assert everything["perplexity_within"] == pytest.approx(kept["perplexity_within"], rel=1e-5)

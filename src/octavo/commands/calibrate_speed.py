@@ -40,8 +40,8 @@ def run(args: argparse.Namespace) -> int:
     from octavo.errors import ConfigError
     from octavo.planner.sources import find_shape
     from octavo.simulator.calibration import calibrate
-    from octavo.simulator.speed import require_writable
     from octavo.workloads import report
+    from octavo.workloads.plots import require_writable
 
     # Steps of all sizes are measured, so a server's default latency target must not limit them.
     options = {"itl_slo_ms": None, **engine_options(args)}

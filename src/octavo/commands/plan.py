@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     from octavo.planner.report import report_of
     from octavo.planner.roofline import find_machine
     from octavo.planner.sources import find_shape
-    from octavo.simulator.pareto import require_plot
+    from octavo.workloads.plots import require_plot
 
     if args.list:
         print("\n".join(KNOWN_MODELS))
@@ -141,9 +141,11 @@ def _tables(report: Mapping[str, Any]) -> Iterator[str]:
     yield from _table(
         "KV cache",
         {
-            "per token": _size(report["kv_bytes_per_token"]),
-            "per sequence": f"{_size(report['kv_bytes_per_sequence'])}, {report['blocks_per_sequence']:,} blocks",
-            "of all sequences": _size(report["kv_bytes_total"]),
+            "per token": format_bytes(report["kv_bytes_per_token"]),
+            "per sequence": (
+                f"{format_bytes(report['kv_bytes_per_sequence'])}, {report['blocks_per_sequence']:,} blocks"
+            ),
+            "of all sequences": format_bytes(report["kv_bytes_total"]),
             "of that wasted": _share(report["waste"]),
             "layers": _groups(report["kv_groups"]),
         },
@@ -151,15 +153,15 @@ def _tables(report: Mapping[str, Any]) -> Iterator[str]:
     yield from _table(
         "memory of one device",
         {
-            "weights": _size(report["weight_bytes_per_device"]),
-            "activations": f"{_size(report['activation_bytes_per_device'])}, estimated",
-            "KV cache": _size(report["kv_bytes_total_per_device"]),
+            "weights": format_bytes(report["weight_bytes_per_device"]),
+            "activations": f"{format_bytes(report['activation_bytes_per_device'])}, estimated",
+            "KV cache": format_bytes(report["kv_bytes_total_per_device"]),
             "swap space": _swap(report),
             **_draft_model(report["draft_model_bytes"]),
             **_host_prefixes(report),
             **_stores(report),
-            **({"process": _size(report["process_bytes"])} if report["process_bytes"] else {}),
-            "needed": _size(report["memory_needed_per_device"]),
+            **({"process": format_bytes(report["process_bytes"])} if report["process_bytes"] else {}),
+            "needed": format_bytes(report["memory_needed_per_device"]),
         },
     )
     if (memory := report["memory"]) is not None:
@@ -172,7 +174,7 @@ def _tables(report: Mapping[str, Any]) -> Iterator[str]:
         yield ""
         yield (
             f"sliding windows of {', '.join(f'{w:,}' for w in window['windows'])} tokens in {window['layers']} layers "
-            f"save {_share(window['share_saved'])} of a sequence: {_size(window['kv_bytes_saved_per_sequence'])}"
+            f"save {_share(window['share_saved'])} of a sequence: {format_bytes(window['kv_bytes_saved_per_sequence'])}"
         )
     for note in report["notes"]:
         yield f"note: {note}"
@@ -228,9 +230,10 @@ def _price(price: Mapping[str, Any], report: Mapping[str, Any]) -> Iterator[str]
 
 
 def _fitting(memory: Mapping[str, Any], device: str) -> dict[str, str]:
+    of_device = memory["memory_per_device"]
     rows = {
-        "memory of one device": _size(memory["memory_per_device"]) if memory["memory_per_device"] else "not given",
-        "left for the KV cache": _size(memory["kv_cache_bytes_per_device"])
+        "memory of one device": format_bytes(of_device) if of_device else "not given",
+        "left for the KV cache": format_bytes(memory["kv_cache_bytes_per_device"])
         + (", at most 40 % of what the weights leave; --kv-cache-memory gives it more" if device == "cpu" else ""),
         "blocks": f"{memory['pool_blocks']:,}",
         "sequences at once": f"{memory['sequences_that_fit']:,}",
@@ -288,16 +291,16 @@ def _swap(report: Mapping[str, Any]) -> str:
     if not size:
         return "none"
     if report["device"] != "cpu":
-        return f"{_size(size)}, in the host's memory"
-    return _size(size) if report["swap_is_needed"] else f"{_size(size)}, or what is left"
+        return f"{format_bytes(size)}, in the host's memory"
+    return format_bytes(size) if report["swap_is_needed"] else f"{format_bytes(size)}, or what is left"
 
 
 def _draft_model(sizes: Mapping[str, int]) -> dict[str, str]:
     """Return the row for the draft model; empty if none is asked for."""
     if not any(sizes.values()):
         return {}
-    parts = ", ".join(f"{_size(size)} of {name}" for name, size in sizes.items())
-    return {"draft model": f"{_size(sum(sizes.values()))}: {parts}"}
+    parts = ", ".join(f"{format_bytes(size)} of {name}" for name, size in sizes.items())
+    return {"draft model": f"{format_bytes(sum(sizes.values()))}: {parts}"}
 
 
 def _host_prefixes(report: Mapping[str, Any]) -> dict[str, str]:
@@ -307,7 +310,7 @@ def _host_prefixes(report: Mapping[str, Any]) -> dict[str, str]:
     where = "" if report["device"] == "cpu" else ", in the host's memory"
     slots = report["host_prefix_slots"]
     tokens = slots // len(report["kv_groups"]) * report["block_size"]
-    return {"prefixes in host memory": f"{_size(size)}, {slots:,} blocks, {tokens:,} tokens{where}"}
+    return {"prefixes in host memory": f"{format_bytes(size)}, {slots:,} blocks, {tokens:,} tokens{where}"}
 
 
 def _stores(report: Mapping[str, Any]) -> dict[str, str]:
@@ -315,11 +318,7 @@ def _stores(report: Mapping[str, Any]) -> dict[str, str]:
     if not (size := report["store_bytes"]):
         return {}
     where = "" if report["device"] == "cpu" else ", in the host's memory"
-    return {"index of the disk, and blocks from Redis": f"at most {_size(size)}{where}"}
-
-
-def _size(count: int) -> str:
-    return format_bytes(count)
+    return {"index of the disk, and blocks from Redis": f"at most {format_bytes(size)}{where}"}
 
 
 def _share(share: float) -> str:
@@ -332,7 +331,7 @@ def _draw(report: Mapping[str, Any], path: str) -> None:
     Raises:
         ConfigError: no memory is given, nothing fits, or the file cannot be written.
     """
-    from octavo.simulator.pareto import COLOURS, new_figure, save
+    from octavo.workloads.plots import COLOURS, new_figure, save
 
     if report["memory"] is None:
         raise ConfigError("nothing to plot: give --memory, the memory of one device")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -11,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from octavo.commands.common_options import add_json_option, add_window_options, positives
 from octavo.commands.options import add_engine_options, engine_options
 from octavo.config import checked_kv_cache_dtype
-from octavo.errors import ConfigError, how_to_install
+from octavo.errors import ConfigError
 from octavo.kv_budget import KVBudget
 from octavo.kvcache.formats import KV_FORMATS
 from octavo.workloads import report
+from octavo.workloads.plots import require_plot
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
     args.needle_lengths = args.needle_lengths or [512, 1024]
     asked = engine.pop("kv_cache_dtype", None)
     codecs = _codecs(args.codecs, asked)
-    _check_plot(args)
+    if args.plot:
+        require_plot(args.plot)
 
     from octavo import LLM, __version__
     from octavo.workloads.quality import measure, plot
@@ -102,7 +103,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _compare_budgets(budgets: list[KVBudget], args: argparse.Namespace, engine: dict[str, Any]) -> int:
     codecs = _codecs(args.codecs, None) if args.codecs else []
-    _check_plot(args)
+    if args.plot:
+        require_plot(args.plot)
     from octavo import LLM, __version__
     from octavo.workloads.budget_quality import measure, plot
 
@@ -154,11 +156,6 @@ def _budgets(given: str | dict[str, Any]) -> list[KVBudget]:
             raise ConfigError("--kv-budget is an empty list: give at least one budget")
         return [KVBudget.parse(each) for each in found]
     return [KVBudget.parse(given)]
-
-
-def _check_plot(args: argparse.Namespace) -> None:
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(f"--plot needs matplotlib: {how_to_install('plot')}")
 
 
 def _figure(value: float | None) -> str:

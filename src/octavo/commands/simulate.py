@@ -37,8 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octavo.simulator.pareto import draw, require_plot
+    from octavo.simulator.pareto import draw
     from octavo.simulator.study import Study, checked_variants
+    from octavo.workloads.plots import require_plot
 
     if args.list_machines:
         print("\n".join(_machines()))

@@ -4,37 +4,14 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from octavo.errors import ConfigError, how_to_install
-from octavo.simulator.speed import require_writable
+from octavo.errors import ConfigError
+from octavo.workloads.plots import COLOURS, new_figure, save
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 _LATENCIES = (("ttft_ms", "time to first token"), ("itl_ms", "inter-token latency"))
 _PERCENTILES = (50, 90, 95, 99)  # those that results have
 _TITLE_WIDTH = 150  # characters in a line
-
-
-def require_plot(path: str | Path) -> None:
-    """Raise `ConfigError` if no plot can be drawn or written to `path`; called before anything is computed.
-
-    The folder of `path` is created.
-    """
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        raise ConfigError(f"plots need matplotlib: {how_to_install('plot')}") from None
-    formats = FigureCanvasBase.get_supported_filetypes()
-    suffix = Path(path).suffix.removeprefix(".").lower()
-    if suffix and suffix not in formats:
-        raise ConfigError(f"cannot plot to {path}: its name must end in .{', .'.join(sorted(formats))}")
-    try:
-        Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-    require_writable(path)
 
 
 def best(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -93,24 +70,6 @@ def draw(result: Mapping[str, Any], path: str) -> None:
     title = f"{result['simulate']}, simulated: {result['speed']['origin']}"
     figure.suptitle(textwrap.fill(title, _TITLE_WIDTH), fontsize=9)
     save(figure, path)
-
-
-def new_figure(width: float, height: float) -> Any:
-    """Return an empty `matplotlib` figure of that many inches."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def save(figure: Any, path: str) -> None:
-    """Write a figure; raises `ConfigError` if the file cannot be written."""
-    try:
-        figure.savefig(path, dpi=110)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _scale(axes: Any, least: float, most: float) -> None:

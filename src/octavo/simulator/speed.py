@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -116,15 +115,6 @@ def _check(speed: Speed) -> None:
     for name in _POSITIVE:
         if name in speed.facts and (type(speed.facts[name]) is not int or speed.facts[name] < 1):
             raise ValueError(f"{name} must be a positive integer, got {speed.facts[name]!r}")
-
-
-def require_writable(path: str | Path) -> None:
-    """Raise `ConfigError` if a file cannot be written; called before anything is measured."""
-    folder = Path(path).absolute().parent
-    if Path(path).is_dir():
-        raise ConfigError(f"cannot write {path}: it is a folder")
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"cannot write {path}: {folder} is not a writable folder")
 
 
 def speed_of_plans(

@@ -26,6 +26,7 @@ from octavo.llm import LLM
 from octavo.planner.calculator import SequenceCost
 from octavo.sampling_params import SamplingParams
 from octavo.structured_outputs import StructuredOutputsParams
+from octavo.workloads.plots import new_figure, save
 from octavo.workloads.quality import english
 
 _DEPTHS = tuple(i / 10 for i in range(11))
@@ -112,12 +113,7 @@ def _measured(asked: _Asked, window: int, least: int, needle_lengths: Sequence[i
 
 
 def plot(results: Sequence[BudgetQuality], path: str) -> None:
-    """Plot each measure over memory as a PNG; needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    """Plot each measure over memory."""
     curves: dict[str, list[BudgetQuality]] = {}
     for result in results:
         budget = None if result.budget is None else KVBudget.parse(result.budget)
@@ -129,7 +125,8 @@ def plot(results: Sequence[BudgetQuality], path: str) -> None:
         "questions answered, %": lambda result: _mean(result.questions),
         "sums right, %": lambda result: _mean([result.sums]),
     }
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8))
+    figure = new_figure(11, 8)
+    axes = figure.subplots(2, 2)
     for axis, (title, of) in zip(axes.flat, panels.items(), strict=True):
         for name, of_name in curves.items():
             of_name.sort(key=lambda result: result.num_bytes)
@@ -138,9 +135,7 @@ def plot(results: Sequence[BudgetQuality], path: str) -> None:
         axis.set_ylabel(title)
         axis.set_ylim(*(() if "perplexity" in title else (-4, 104)))
     axes[0, 0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def _mean(shares: Iterable[float | None]) -> float:

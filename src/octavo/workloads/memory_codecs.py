@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from octavo.workloads.memory_block_sizes import CacheBudget, Played
+from octavo.workloads.plots import new_figure
 from octavo.workloads.report import show
 
 HEADING = (
@@ -60,10 +61,9 @@ def cells(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 def figure(result: Mapping[str, Any], bars: Callable[..., None]) -> Any:
     """Draw one row of plots per workload, each with `bars`: bytes per token, sequences at once, and throughput."""
-    from matplotlib import pyplot
-
     workloads = result["workloads"]
-    drawn, axes = pyplot.subplots(len(workloads), 3, figsize=(13, 0.9 + 3.3 * len(workloads)), squeeze=False)
+    drawn = new_figure(13, 0.9 + 3.3 * len(workloads))
+    axes = drawn.subplots(len(workloads), 3, squeeze=False)
     for line, workload in zip(axes, workloads, strict=True):
         rows = workload["rows"]
         names = [each["kv_cache_dtype"] for each in rows]

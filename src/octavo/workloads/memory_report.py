@@ -8,10 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from octavo.errors import ConfigError, how_to_install
 from octavo.units import format_bytes
 from octavo.workloads import memory_codecs
 from octavo.workloads.memory_block_sizes import CONTIGUOUS, BlockSize, CacheBudget, Played
+from octavo.workloads.plots import new_figure, save
 from octavo.workloads.report import show
 
 _COLOURS = {
@@ -146,25 +146,14 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def require_matplotlib() -> None:
-    """Raise `ConfigError` if matplotlib is missing; called before measuring, which may take an hour."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ConfigError(
-            f"--output draws a picture with matplotlib, which is missing: {how_to_install('plot')}"
-        ) from None
-
-
 def write(result: Mapping[str, Any], json_line: str, output: Path) -> None:
     """Write OUTPUT.json, OUTPUT.md and OUTPUT.png."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    _beside(output, ".json").write_text(json_line + "\n", encoding="utf-8")
-    _beside(output, ".md").write_text(markdown(result) + "\n", encoding="utf-8")
-    plot(result, _beside(output, ".png"))
+    with_suffix(output, ".json").write_text(json_line + "\n", encoding="utf-8")
+    with_suffix(output, ".md").write_text(markdown(result) + "\n", encoding="utf-8")
+    plot(result, with_suffix(output, ".png"))
 
 
-def _beside(output: Path, suffix: str) -> Path:
+def with_suffix(output: Path, suffix: str) -> Path:
     """Replace or add a suffix; only one of the three suffixes is replaced, so that `memory-1.5` keeps its name."""
     stem = output.with_suffix("") if output.suffix in (".json", ".md", ".png") else output
     return stem.with_name(stem.name + suffix)
@@ -175,18 +164,12 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
 
     For a comparison of codecs: bytes per token, sequences at once, and throughput.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     if result["axis"] == "codec":
         _save(memory_codecs.figure(result, _plot_bars), result, path)
         return
     workloads = result["workloads"]
-    figure, axes = pyplot.subplots(
-        len(workloads), 3, figsize=(13, 0.9 + 3.3 * len(workloads)), squeeze=False, width_ratios=(1.5, 1, 1)
-    )
+    figure = new_figure(13, 0.9 + 3.3 * len(workloads))
+    axes = figure.subplots(len(workloads), 3, squeeze=False, width_ratios=(1.5, 1, 1))
     for line, workload in zip(axes, workloads, strict=True):
         rows = workload["rows"]
         names = [str(r["block_size"]) for r in rows]
@@ -203,21 +186,17 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
             axis.tick_params(labelsize=8)
             axis.spines[["top", "right"]].set_visible(False)
     handles, states = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, states, loc="lower center", ncols=len(states), fontsize=8, frameon=False)
+    figure.legend(handles, states, loc="outside lower center", ncols=len(states), fontsize=8, frameon=False)
     _save(figure, result, path)
 
 
 def _save(figure: Any, result: Mapping[str, Any], path: Path) -> None:
-    from matplotlib import pyplot
-
     figure.suptitle(
         f"{result['model']}, {format_bytes(result['kv_bytes'])} of keys and values, contexts up to "
         f"{result['max_model_len']:,} tokens ({'measured' if result['mode'] == 'real' else 'simulated'})",
         fontsize=10,
     )
-    figure.tight_layout(rect=(0, 0.35 / figure.get_figheight(), 1, 1))
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def _plot_shares(axis: Any, names: Sequence[str], rows: Sequence[Mapping[str, Any]], workload: str) -> None:

@@ -25,6 +25,7 @@ from octavo.llm import LLM
 from octavo.runner.runner import ModelRunner
 from octavo.sampling_params import SamplingParams
 from octavo.workloads.forward_text import CHUNK, logits_of_chunks
+from octavo.workloads.plots import new_figure, save
 
 GREEDY_TOKENS = 48
 GREEDY_PROMPTS = 8
@@ -174,13 +175,9 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def plot(results: Sequence[Quality], path: str) -> None:
-    """Plot the increase of perplexity and KL over bytes per token, as a PNG; needs matplotlib (`octavo[plot]`)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4))
+    """Plot the increase of perplexity and KL over bytes per token."""
+    figure = new_figure(10, 4)
+    axes = figure.subplots(1, 2)
     for axis, name, values in (
         (axes[0], "increase of perplexity, %", [100 * r.ppl_increase for r in results]),
         (axes[1], "mean KL divergence, nats", [r.kl for r in results]),
@@ -191,5 +188,4 @@ def plot(results: Sequence[Quality], path: str) -> None:
         axis.set_xlabel("bytes of a token's keys and values")
         axis.set_ylabel(name)
         axis.set_yscale("symlog", linthresh=0.01)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    save(figure, path)

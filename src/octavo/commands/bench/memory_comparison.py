@@ -28,6 +28,7 @@ from octavo.workloads.memory_block_sizes import (
     real_engine,
     simulated_engine,
 )
+from octavo.workloads.plots import require_plot
 from octavo.workloads.workload import BenchRequest
 
 _SIMULATED_SIZES: list[BlockSize] = [1, 2, 4, 8, 16, 32, 64, 128, 256, CONTIGUOUS]
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{name} is what this benchmark compares: use {instead}")
     codecs = _codecs(args, options)
     if args.output:
-        memory_report.require_matplotlib()
+        require_plot(memory_report.with_suffix(Path(args.output), ".png"))
     config = EngineConfig.from_options(options)
     shape = find_shape(config.model)
     budget = CacheBudget.build(shape, config, args.contiguous_seqs)
