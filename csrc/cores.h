@@ -1,4 +1,4 @@
-// On which cores threads run. Beside other busy processes, Linux leaves two threads of ours on one core for seconds,
+// On which cores threads run. When other processes are busy, Linux leaves two threads of ours on one core for seconds,
 // and a preempted thread waiting for its core for milliseconds while another core is idle: it does not know which
 // thread waits for which. On other systems these functions do nothing.
 #pragma once

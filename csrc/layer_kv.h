@@ -10,7 +10,7 @@ namespace octavo {
 // How keys or values are coded (storage/codec/); plain means floats.
 enum Code { kCodePlain, kCodeE4m3, kCodeE5m2, kCodeInt8, kCodeInt4, kNumCodes };
 
-// The keys or the values of a coded layer. A field holds one number per vector, beside the vector's codes:
+// The keys or the values of a coded layer. A field holds one number per vector, next to the vector's codes:
 // [block][kv_head][block_size].
 struct CodedSide {
     Code code;

@@ -1,6 +1,6 @@
 // Waiting until an atomic number changes: a pause between two looks, or sleep. On Linux by a futex and nothing else:
-// std::atomic::wait of libstdc++ yields before it sleeps, which beside other busy processes gives up a time slice that
-// is short as it is.
+// std::atomic::wait of libstdc++ yields before it sleeps, which gives up a time slice that is short as it is when
+// other processes are busy.
 #pragma once
 
 #include <atomic>

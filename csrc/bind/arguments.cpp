@@ -59,7 +59,7 @@ bool dense_in_head(const Tensor& tensor) {
     return true;
 }
 
-// Floats have no fields; those of a code lie beside [blocks, heads, block_size] vectors.
+// Floats have no fields; a code has one value of each field for each of [blocks, heads, block_size] vectors.
 CodedSide coded_side(Code code, const SideArguments& arguments, const char* name, const LayerKV& kv,
                      int64_t code_bytes) {
     CodedSide side{};
