@@ -49,7 +49,8 @@ def convert(rows: Bytes, stored: Any, kind: Any, *, num_threads: int = 1) -> Byt
 
     def convert_part(part: Bytes) -> Bytes:
         with np.errstate(all="ignore"):  # damaged weights
-            return gguf.quantize(gguf.dequantize(part, stored), GGMLType.Q8_0)
+            converted: Bytes = gguf.quantize(gguf.dequantize(part, stored), GGMLType.Q8_0)
+        return converted
 
     if stored is kind:
         return rows
