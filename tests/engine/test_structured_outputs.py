@@ -260,6 +260,16 @@ def test_a_request_aborted_in_mid_grammar_leaves_nothing(make_llm: MakeLLM, tiny
 
 
 @pytest.mark.slow
+def test_grammars_are_forgotten_where_the_last_blocks_are_stored_too(make_llm: MakeLLM, tiny_llama: Path) -> None:
+    llm = make_llm(tiny_llama, max_num_seqs=2, kv_host_memory="1MiB", kv_demotion="all")
+    params = SamplingParams(max_tokens=1, structured_outputs=StructuredOutputsParams(regex="[a-z]+"))
+    size = llm.core.scheduler.kv.spec.block_size
+    for first in range(3):  # one more than the runner has rows; the last step fills a block
+        llm.generate({"prompt_token_ids": [first + 3] * size}, params, use_tqdm=False)
+        assert_nothing_left(llm)
+    assert llm.core.stats.num_failed_steps == 0
+
+
 def test_a_failed_step_leaves_nothing_and_the_request_goes_on(make_llm: MakeLLM, tiny_llama: Path) -> None:
     llm = make_llm(tiny_llama)
     core, execute = llm.core, llm.core.runner.execute

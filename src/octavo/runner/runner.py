@@ -133,14 +133,14 @@ class ModelRunner:
         the next step while this one is being computed.
         """
         if not plan:
-            if plan.stores:
-                try:
-                    self._mover.begin(plan)
-                finally:
-                    self._mover.finish()
-                return partial(self._with_times, StepResult())
             self._batches.forget(plan)
-            return StepResult
+            if not plan.stores:
+                return StepResult
+            try:
+                self._mover.begin(plan)
+            finally:
+                self._mover.finish()
+            return partial(self._with_times, StepResult())
         if self._unsampled is not None:
             with suppress(Exception):  # it is raised again where the step's result is taken
                 self._unsampled()
