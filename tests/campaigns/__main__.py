@@ -50,6 +50,7 @@ CAMPAIGNS = {
         _module("cluster_faults", "--minutes", "15"),
         "servers, router and Redis fail: no wrong token",
     ),
+    "combinations": Campaign(_module("combinations"), "random options together: answers equal the same alone"),
     "disk_faults": Campaign(_module("disk_faults", "--cycles", "500"), "a damaged disk store gives no wrong token"),
     "endurance": Campaign(_module("endurance"), "everything at once for ten minutes: answers equal the same alone"),
     "fuzz_bodies": Campaign(_module("fuzz_bodies", "--seed", "1", "--count", "2000"), "random bodies cause no 5xx"),
