@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from octavo.request import RequestId, SequenceId
 from octavo.runner.batch import BatchBuilder, StepBatch
 from octavo.runner.sequences import SequenceTable
 from octavo.sampling_params import SamplingParams
-from octavo.scheduler.plan import NewSequence, SamplingSnapshot, StepPlan, TableDelta
+from octavo.scheduler.plan import DRAWN, NewSequence, SamplingSnapshot, StepPlan, TableDelta
 from tests.kvcache.caches import FULL, sliding
 from tests.scheduler.kit import Harness
 from tests.scheduler.plans import rows_of
@@ -258,3 +259,21 @@ def test_steps_that_verify_drafts_of_any_lengths_in_any_order(
         if params.counts_tokens:
             assert [state.counted.num_tokens for state in batch.sampling.states] == [p + 1 for p in positions]
         starts = [s + data.draw(st.integers(1, n)) for s, n in zip(starts, step, strict=True)]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (1,)])
+def test_a_step_ahead_goes_on_with_each_sequences_own_token(order: tuple[int, ...]) -> None:
+    builder, ids = make_builder(), [SequenceId(0), SequenceId(1)]
+    snapshot = SamplingSnapshot(RequestId("r"), SamplingParams(), 0, 1, frozenset(), 0)
+    sizes: dict[str, Any] = {"starts": (0, 0), "lengths": (1, 1), "draws": (1, 1), "num_streams": 2, "num_decodes": 2}
+    new = tuple(NewSequence(seq_id, snapshot) for seq_id in ids)
+    tables = tuple(TableDelta(row, 0, ((BlockId(row + 1),),)) for row in range(2))
+    builder.build(StepPlan(step=1, seq_ids=tuple(ids), token_ids=(3, 4), reset=True, new=new, tables=tables, **sizes))
+    builder.note_drawn(torch.tensor([7, 8]))
+    count = len(order)
+    sizes = {"starts": (1,) * count, "lengths": (1,) * count, "draws": (1,) * count, "num_streams": count}
+    seq_ids = tuple(ids[place] for place in order)
+    batch = builder.build(
+        StepPlan(step=2, seq_ids=seq_ids, token_ids=(DRAWN,) * count, num_decodes=count, ahead=True, **sizes)
+    )
+    assert batch.token_ids.tolist() == [(7, 8)[place] for place in order]

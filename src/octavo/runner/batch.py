@@ -335,7 +335,9 @@ class BatchBuilder:
     def _write_drawn(self, token_ids: torch.Tensor, places: Rows, draws: Rows) -> None:
         """Write tokens that only the device knows yet, where they are to be computed."""
         assert isinstance(self._drawn, torch.Tensor)
-        drawn = self._drawn if len(draws) == len(self._drawn) else self._drawn[to_device(draws, self._drawn.device)]
+        drawn = self._drawn
+        if not np.array_equal(draws, np.arange(len(drawn))):  # sequences have ended, or stand in another order
+            drawn = drawn[to_device(draws, drawn.device)]
         if len(places) == len(token_ids):
             token_ids.copy_(drawn)
         else:
