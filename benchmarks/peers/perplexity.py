@@ -31,9 +31,8 @@ Windows = list[list[int]]
 def tokenised(path: str, num_windows: int, num_tokens: int) -> Windows:
     with LLM(path, device="cpu", kv_cache_memory="64MiB", max_model_len=64) as llm:
         ids = llm.tokenizer.encode(english())
-        first = (
-            ids[:1] if ids[0] == llm.tokenizer.bos_token_id else []
-        )  # models trained with BOS need it in each window
+        # Models that are trained with BOS need it in each window.
+        first = ids[:1] if ids[0] == llm.tokenizer.bos_token_id else []
     last = len(ids) - num_tokens - 1
     starts = [last * i // max(1, num_windows - 1) for i in range(num_windows)]
     return [first + ids[start + len(first) : start + num_tokens + 1] for start in starts]

@@ -181,7 +181,7 @@ class HelperProcess:
             answered.set()
 
     def _processor_seconds(self) -> float:
-        """Return the processor time that the process has taken; its age where the system does not tell (not Linux)."""
+        """Return the processor time that the process has taken; elsewhere than on Linux, the time that has passed."""
         try:
             with open(f"/proc/{self.pid}/stat", "rb") as file:
                 user, system = file.read().rpartition(b")")[2].split()[11:13]

@@ -187,7 +187,7 @@ def main() -> int:
             try:
                 wrong = play_round(Path(root, family), rng, totals)
                 totals["rounds"] += 1
-            except (CapacityError, ConfigError) as refusal:  # nothing may be wrong with that
+            except (CapacityError, ConfigError) as refusal:  # some combinations are not allowed
                 print(f"seed {seed}, {family}: refused: {refusal}")
                 wrong, totals["refused"] = [], totals["refused"] + 1
             except BaseException as error:

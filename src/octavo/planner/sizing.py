@@ -305,7 +305,7 @@ class Sizing:
         """Return the options with as much host memory for `name` as fits, if that is enough of a change.
 
         Args:
-            least: its value that takes nothing that others need.
+            least: the option's smallest value.
         """
         if not getattr(self.config, name):
             return None
