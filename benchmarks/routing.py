@@ -2,7 +2,7 @@
 
     python -m benchmarks.routing conversations [--rounds 1] [--conversations 12] [--turns 8] [--users 4]
     python -m benchmarks.routing prefill_apart [--rounds 2] [--streams 4] [--tokens 1536] [--every 4] [--seconds 20]
-    python -m benchmarks.routing simulated [--seconds 40] [--share 0.4] [--alone 40]
+    python -m benchmarks.routing simulated [--rounds 4] [--seconds 45] [--share 0.4] [--alone 20]
 
 conversations   users hold one conversation after the other, under each strategy: a long system prompt, then questions,
                 each after the answer to the last one and a pause. All conversations together do not fit into the cache
@@ -11,8 +11,9 @@ prefill_apart   chats of many tokens run all the time, and a long prompt arrives
                 (`both`), or one computes long prompts and the other answers (`apart`, --role). Shows the time between
                 the chats' tokens, their tokens a second, and the long prompts' TTFT.
 simulated       conversations at times of their own, at a share of what the servers can do, against `octavo simulate`.
-                Step times, and what router and client add, come from requests sent alone and from a first run. The
-                share is that of servers that compute alone; both at once take longer.
+                Each round has other conversations. It is simulated with step times fitted to the other rounds, so that
+                the machine's drift is in both; what router and client add comes from requests sent alone. The share is
+                that of servers that compute alone; both at once take longer.
 
 Servers and router are started anew for each strategy or layout, and every round does the same work under each in turn.
 """
@@ -22,7 +23,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import random
 import statistics
 import sys
@@ -45,12 +45,13 @@ from octavo.simulator.calibration import DISTURBED, Sent, overheads, run_load, w
 from octavo.simulator.fleet import Fleet
 from octavo.simulator.results import Results
 from octavo.simulator.setup import Plan
+from octavo.simulator.sketch import Sketch
 from octavo.simulator.speed import Speed, speed_of_plans
 from octavo.workloads.http import EventLines, PostUrl, post_json
 from octavo.workloads.processor_time import ProcessorTime
 from octavo.workloads.report import percentile
 from octavo.workloads.server_process import RunningServer, fetch_json, running_server
-from octavo.workloads.serving import Target
+from octavo.workloads.serving import RequestRecord, Target
 from octavo.workloads.workload import END_TOKEN_ID, BenchRequest, random_token_ids
 from tests.ports import free_port
 
@@ -66,6 +67,7 @@ MOST_BUSY = 0.6
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 Cluster = tuple[RunningServer, list[RunningServer]]
+Load = tuple[list[BenchRequest], list[float]]  # and when each is sent
 
 
 @contextmanager
@@ -235,7 +237,7 @@ def prefill_apart(args: argparse.Namespace) -> list[str]:
     ]
 
 
-def conversations_at(seed: int, seconds: float, rate: float) -> tuple[list[BenchRequest], list[float]]:
+def conversations_at(seed: int, seconds: float, rate: float) -> Load:
     """Return requests of conversations, of which `rate` a second begin, and their times: four turns each.
 
     A turn's prompt is the last one's, as many other tokens as it was answered with, and a question.
@@ -266,7 +268,7 @@ def sent_alone(target: Target, count: int) -> list[Sent]:
     return sent
 
 
-def simulations(speed: Speed, load: tuple[list[BenchRequest], list[float]], draws: int = DRAWS) -> list[Results]:
+def simulations(speed: Speed, load: Load, draws: int = DRAWS) -> list[Results]:
     """Simulate requests at their times several times, with other draws of single steps' times."""
     plan = Plan(find_shape(MODEL), EngineConfig(model=MODEL), speed, replicas=2)
     found = []
@@ -276,6 +278,30 @@ def simulations(speed: Speed, load: tuple[list[BenchRequest], list[float]], draw
             server.seed += len(servers) * draw
         found.append(Fleet(servers, open_traffic(*load), "prefix").run())
     return found
+
+
+@dataclass
+class Round:
+    """Requests that were sent to the servers, the span of time that they took, and their simulations."""
+
+    load: Load
+    span: tuple[float, float]
+    records: list[RequestRecord]
+    found: list[Results] = field(default_factory=list)
+
+
+def run_rounds(target: Target, servers: Sequence[RunningServer], loads: Sequence[Load]) -> list[Round]:
+    """Send loads to servers, each to empty caches."""
+    rounds = []
+    for load in loads:
+        for server in servers:
+            url, headers = server.base_url + "/reset_prefix_cache", {"Authorization": f"Bearer {KEY}"}
+            urllib.request.urlopen(urllib.request.Request(url, headers=headers, method="POST")).close()
+        zero, records = run_load(target, *load)
+        if failed := [record.error for record in records if record.error is not None]:
+            raise RuntimeError(f"{len(failed)} of {len(records)} requests failed: {failed[0]}")
+        rounds.append(Round(load, (zero, zero + max(record.finished_s for record in records)), records))
+    return rounds
 
 
 @contextmanager
@@ -294,40 +320,38 @@ def simulated(args: argparse.Namespace) -> list[str]:
         with recorded(before, args.kv_cache_memory) as (router, _):
             began = time.perf_counter()
             sent = sent_alone(Target(router.base_url, MODEL), args.alone)
-        calibrating = [[step for step in read_plans(path) if step.at >= began] for path in before]
-        intake, reply = overheads(calibrating, sent)
+        intake, reply = overheads([[step for step in read_plans(path) if step.at >= began] for path in before], sent)
         rate = rate_at(args.share, speed_of_plans(before, since=began), args.seconds)
-        load = conversations_at(2, args.seconds, rate)
         with recorded(plans, args.kv_cache_memory) as (router, servers):
-            target = Target(router.base_url, MODEL)
-            run_load(target, *conversations_at(1, args.seconds, rate))
-            for server in servers:  # so that the second run begins as the simulation does
-                url, headers = server.base_url + "/reset_prefix_cache", {"Authorization": f"Bearer {KEY}"}
-                urllib.request.urlopen(urllib.request.Request(url, headers=headers, method="POST")).close()
             processors = ProcessorTime()
-            zero, records = run_load(target, *load)
+            loads = [conversations_at(seed, args.seconds, rate) for seed in range(args.rounds)]
+            rounds = run_rounds(Target(router.base_url, MODEL), servers, loads)
             shares = processors.shares()
-        speed = speed_of_plans([*before, *plans], since=began, left_out=[(zero, math.inf)])
-        steps = [step for path in plans for step in read_plans(path) if step.at >= zero]
-    if failed := [record.error for record in records if record.error is not None]:
-        raise RuntimeError(f"{len(failed)} of {len(records)} requests failed: {failed[0]}")
-    found = simulations(replace(speed, intake_s=intake, reply_s=reply), load)
-    busy = sum(step.seconds for step in steps) / max(record.finished_s for record in records) / len(plans)
-    predicted = statistics.median(each.report()["busy_share"] for each in found)
+        for each in rounds:
+            speed = speed_of_plans(plans, since=rounds[0].span[0], left_out=[each.span])
+            each.found = simulations(replace(speed, intake_s=intake, reply_s=reply), each.load)
+        steps = [step for path in plans for step in read_plans(path) if step.at >= rounds[0].span[0]]
+    records = [record for each in rounds for record in each.records]
+    busy = sum(step.seconds for step in steps) / sum(end - start for start, end in (each.span for each in rounds)) / 2
+    results = [result for each in rounds for result in each.found]
+    predicted = statistics.mean(result.report()["busy_share"] for result in results)
     taken = 0.0 if shares is None else shares.taken
     is_valid = busy <= MOST_BUSY and taken <= DISTURBED
-    ttft = [record.chunk_times[0] - record.sent_s for record in records]
+    ttft, simulated_ttft = [record.chunk_times[0] - record.sent_s for record in records], Sketch()
+    for result in results:
+        simulated_ttft.merge(result.ttft)
     hits = sum(record.cached_tokens for record in records) / sum(record.prompt_tokens for record in records)
     rows = []
     for q in (50, 90):
-        real, model = percentile(ttft, q), statistics.median(each.ttft.percentile(q) for each in found)
+        real, model = percentile(ttft, q), simulated_ttft.percentile(q)
         rows.append([f"TTFT p{q}", f"{real * 1e3:.0f} ms", f"{model * 1e3:.0f} ms", f"{model / real - 1:+.1%}", "15 %"])
-    model = statistics.median(each.hit_rate for each in found)
+    model = sum(result.cached_tokens for result in results) / sum(result.prompt_tokens for result in results)
     rows.append(["hit rate", f"{hits:.1%}", f"{model:.1%}", f"{100 * (model - hits):+.1f} points", "2 points"])
     return [
-        f"{this_machine.name()}; {len(records)} requests of conversations in {args.seconds:g} s at two servers with "
-        f"{args.kv_cache_memory} of cache each, which compute {busy:.0%} of the time, simulated ones {predicted:.0%}; "
-        f"router and client add {(intake + reply) * 1e3:.1f} ms; median of {DRAWS} simulations.",
+        f"{this_machine.name()}; {len(records)} requests of conversations in {args.rounds} rounds of {args.seconds:g} "
+        f"s at two servers with {args.kv_cache_memory} of cache each, which compute {busy:.0%} of the time, simulated "
+        f"ones {predicted:.0%}; router and client add {(intake + reply) * 1e3:.1f} ms; {DRAWS} simulations of each "
+        "round.",
         "",
         f"Other programs took {taken:.0%} of the processors. {'Valid' if is_valid else 'Not valid'}: at most "
         f"{DISTURBED:.0%}, and servers that compute at most {MOST_BUSY:.0%} of the time, are wanted.",
@@ -368,8 +392,9 @@ def main() -> None:
     mode.add_argument("--rounds", type=int, default=2)
     mode = modes.add_parser("simulated")
     mode.set_defaults(measure=simulated)
-    mode.add_argument("--seconds", type=float, default=40.0, help="of each of two runs")
-    mode.add_argument("--alone", type=int, default=40, help="requests that are sent to idle servers before")
+    mode.add_argument("--rounds", type=int, default=4)
+    mode.add_argument("--seconds", type=float, default=45.0, help="of each round")
+    mode.add_argument("--alone", type=int, default=20, help="requests that are sent to idle servers before")
     mode.add_argument("--share", type=float, default=0.4, help="of the servers' time that the runs are to take")
     mode.add_argument("--kv-cache-memory", default="96MiB")
     for mode in modes.choices.values():

@@ -78,6 +78,14 @@ def test_the_least_loaded_server_is_one_without_requests() -> None:
     assert results.busy_s == pytest.approx(110 * STEP)
 
 
+@pytest.mark.parametrize("router", ["least_loaded", "prefix"])
+def test_a_request_is_unfinished_for_the_router_until_its_step_ends(router: str) -> None:
+    slow = Speed("", MEASURED, StepTimes(1.0, ()))
+    trace = tuple(TraceRequest(number / 10, 100, 1) for number in range(2))
+    results = simulate(plan().replace(speed=slow, replicas=2, router=router), Demand(trace=trace))
+    assert results.per_replica == [1, 1]
+
+
 def test_a_request_that_comes_during_a_step_delays_the_next() -> None:
     times = StepTimes(STEP, (), per_arrival=0.004)
     servers = plan().replace(speed=Speed("", MEASURED, times), replicas=2, router="round_robin")

@@ -4,7 +4,8 @@
                                ^
                                └── the one whose next steps end first computes them, if nothing arrives before
 
-A router sees each server's cache after the steps that it is computing, so slightly early; a decision takes no time.
+A router learns of first tokens and of ends when clients do. It sees each server's cache after the steps that it is
+computing, so slightly early; a decision takes no time.
 With servers for prefill, a long prompt is computed by one of them first, and then fetched, as `octavo route` does it.
 """
 
@@ -42,20 +43,22 @@ class Replica:
         reserved: the prompt's blocks of each request that has not ended, by the request's `id`, without those that were
             already in use; tokens that are drawn count for nothing.
         num_reserved: their sum.
-        in_flight: requests that have not ended.
+        in_flight: requests whose end the router has not seen.
+        num_unfinished: requests that it has not finished.
         num_requests: number of requests sent to it so far.
-        load: the blocks that it has to compute, and those reserved; by `settle`.
+        load: the blocks that it has to compute, and those reserved.
     """
 
     place: int
     server: SimulatedServer
-    ended_at: Callable[[SimulatedRequest, float], None]
+    report: Callable[[Replica, SimulatedRequest, float, bool], None]
     sent: deque[tuple[float, SimulatedRequest]] = field(default_factory=deque)
     uncomputed: dict[int, int] = field(default_factory=dict)
     num_uncomputed: int = 0
     reserved: dict[int, int] = field(default_factory=dict)
     num_reserved: int = 0
     in_flight: int = 0
+    num_unfinished: int = 0
     num_requests: int = 0
     load: float = 0.0
 
@@ -68,12 +71,21 @@ class Replica:
         self.num_uncomputed += tokens - cached
         self.reserved[id(request)] = blocks = tokens // self.server.kv.spec.block_size - shared
         self.num_reserved += blocks
+        self._add_up()
         self.in_flight += 1
+        self.num_unfinished += 1
         self.num_requests += 1
         self.sent.append((at, request))
 
-    def settle(self) -> None:
-        """Compute its load, after a request was sent or steps were computed."""
+    def learn(self, request: SimulatedRequest, *, has_ended: bool) -> None:
+        """Count a request's first token or its end, when the router sees it."""
+        self.num_uncomputed -= self.uncomputed.pop(id(request), 0)
+        if has_ended:
+            self.num_reserved -= self.reserved.pop(id(request))
+            self.in_flight -= 1
+        self._add_up()
+
+    def _add_up(self) -> None:
         self.load = self.num_uncomputed / self.server.kv.spec.block_size + self.num_reserved
 
     def due(self) -> float | None:
@@ -84,16 +96,14 @@ class Replica:
         """See `Traffic.take`."""
         return self.sent.popleft()[1]
 
-    def began(self, request: SimulatedRequest) -> None:
-        """Called when a request has its first token."""
-        self.num_uncomputed -= self.uncomputed.pop(id(request), 0)
+    def began(self, request: SimulatedRequest, at: float) -> None:
+        """Called when a request has its first token, which its client receives at `at`."""
+        self.report(self, request, at, False)
 
     def ended(self, request: SimulatedRequest, at: float) -> None:
         """See `Traffic.ended`."""
-        self.began(request)
-        self.num_reserved -= self.reserved.pop(id(request))
-        self.in_flight -= 1
-        self.ended_at(request, at)
+        self.num_unfinished -= 1
+        self.report(self, request, at, True)
 
 
 class Destination(NamedTuple):
@@ -224,7 +234,7 @@ class Fleet:
         self._router = ROUTERS[router](servers[0].seed)
         self._traffic = traffic
         self._give_up = give_up
-        self._replicas = [Replica(place, server, self._ended) for place, server in enumerate(servers)]
+        self._replicas = [Replica(place, server, self._report) for place, server in enumerate(servers)]
         self._for_prompts, self._for_answers = self._replicas[:num_prefill], self._replicas[num_prefill:]
         self._simulations = [
             Simulation(replica.server, replica, tenants, results=self.results, on_first_token=replica.began)
@@ -233,6 +243,8 @@ class Fleet:
         # When the last of the next steps of each server with work begins; entries of former turns do not count.
         self._busy: list[tuple[float, int, int]] = []
         self._turns = [0] * len(servers)
+        # First tokens and ends that the router has not seen: when, in which order, where, and whether it is an end.
+        self._reports: list[tuple[float, int, Replica, SimulatedRequest, bool]] = []
         # Requests whose prompts are being computed, and those whose prompts were: when, in which order, and where to.
         self._apart: dict[int, tuple[SimulatedRequest, Replica, Replica]] = {}
         self._handed: list[tuple[float, int, SimulatedRequest, Replica]] = []
@@ -274,6 +286,9 @@ class Fleet:
             steps = self.results.steps
 
     def _route(self, request: SimulatedRequest) -> None:
+        while self._reports and self._reports[0][0] <= request.arrival_s:
+            _, _, replica, seen, has_ended = heapq.heappop(self._reports)
+            replica.learn(seen, has_ended=has_ended)
         shape = clip(request.shape, self._replicas[0].server.scheduler.config.max_model_len)
         if shape is not request.shape:
             request = replace(request, shape=shape)
@@ -292,9 +307,9 @@ class Fleet:
     def _deliver(self, request: SimulatedRequest, choice: Destination, at: float) -> SimulatedRequest:
         """Send a request, and return it with its hint."""
         replica, simulation = choice.replica, self._simulations[choice.replica.place]
-        while replica.in_flight and replica.server.clock.now < at:
+        while replica.num_unfinished and replica.server.clock.now < at:
             simulation.advance(at)
-        if replica.in_flight and replica.server.clock.now > at:
+        if replica.num_unfinished and replica.server.clock.now > at:
             simulation.delay(replica.server.times.per_arrival)
         if choice.holder is not None and replica.server.neighbours is not None:
             request = replace(request, kv_hint=str(choice.holder.place))
@@ -304,13 +319,15 @@ class Fleet:
 
     def _settle(self, replica: Replica) -> None:
         """Record when a server's next event is due."""
-        replica.settle()
         place = replica.place
         self._turns[place] += 1
-        if replica.in_flight:
+        if replica.num_unfinished:
             heapq.heappush(self._busy, (self._simulations[place].next_begins(), place, self._turns[place]))
 
-    def _ended(self, request: SimulatedRequest, at: float) -> None:
+    def _report(self, replica: Replica, request: SimulatedRequest, at: float, has_ended: bool) -> None:
+        heapq.heappush(self._reports, (at, next(self._numbers), replica, request, has_ended))
+        if not has_ended:
+            return
         if request.stage != PREFILL:
             self._traffic.ended(request, at)
             return

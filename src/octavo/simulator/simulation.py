@@ -99,7 +99,7 @@ class Simulation:
         tenants: weights of the tenants.
         give_up: called after every step; the simulation stops when it returns True.
         results: where several servers add up their results.
-        on_first_token: called with each request that has its first token.
+        on_first_token: called with each request that has its first token, and when its client receives it.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Simulation:
         tenants: Tenants | None = None,
         give_up: Callable[[Results], bool] | None = None,
         results: Results | None = None,
-        on_first_token: Callable[[SimulatedRequest], None] | None = None,
+        on_first_token: Callable[[SimulatedRequest, float], None] | None = None,
     ) -> None:
         self.results = Results() if results is None else results
         self._on_first_token = on_first_token
@@ -350,7 +350,7 @@ class Simulation:
 
     def _first_token(self, sent: SimulatedRequest, now: float) -> None:
         if self._on_first_token is not None:
-            self._on_first_token(sent)
+            self._on_first_token(sent, now + self._server.reply_s)
         if sent.stage == PREFILL:
             self.results.output_tokens -= 1
             return
