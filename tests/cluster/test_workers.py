@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +18,11 @@ from octavo.cluster.workers import REGISTERED_SECONDS, Worker, Workers
 from octavo.errors import ConfigError
 
 FACTS = {"instance": "1", "names": ["m"], "fingerprint": "f", "block_size": 16, "kv_events": None}
+HANGS = "hangs"
 
 
 class Fleet:
-    """What stands in for servers, by URL: their facts; None where nothing answers, a number for a status."""
+    """What stands in for servers, by URL: their facts; None where nothing answers, a number for a status, `HANGS`."""
 
     def __init__(self, **options: Any) -> None:
         self.servers: dict[str, Any] = {}
@@ -53,6 +54,8 @@ class _Session:
         server = self._fleet.servers.get(self._url)
         if server is None:
             raise OSError("refused")
+        if server == HANGS:
+            await asyncio.Event().wait()
         if path != "/ready":
             assert headers == {"Authorization": "Bearer way"}
 
@@ -126,21 +129,44 @@ def test_a_server_that_cannot_be_forgotten_does_not_end_the_looks_at_the_others(
     assert fleet.look() == [A, B]
 
 
-def test_a_look_that_fails_is_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet, looks = Fleet(worker=[A]), list[int]()
+def test_a_search_for_servers_that_fails_is_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, searches = Fleet(worker=[A], health_interval=0.001), list[int]()
 
-    async def look() -> None:
-        looks.append(1)
-        if len(looks) == 1:
+    async def urls() -> set[str]:
+        searches.append(1)
+        if len(searches) == 1:
             raise RuntimeError("whatever it is")
         raise asyncio.CancelledError
 
-    monkeypatch.setattr(fleet.workers, "look", look)
-    monkeypatch.setattr(octavo.cluster.workers, "_AGAIN_SECONDS", 0.0)
-    fleet.workers._config = RouterConfig(worker=[A], health_interval=0.001)
+    monkeypatch.setattr(fleet.workers, "_urls", urls)
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(fleet.workers.run())
-    assert len(looks) == 2
+    assert len(searches) == 2
+
+
+def test_a_server_that_hangs_does_not_delay_the_checks_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(octavo.cluster.workers, "_LOOK_SECONDS", 3600.0)
+    fleet = Fleet(worker=[A], accept_workers=True, health_interval=0.001)
+    fleet.servers = {A: HANGS, B: FACTS}
+    fleet.workers.register(B)
+
+    async def until(log: list[str]) -> None:
+        while fleet.log != log:
+            await asyncio.sleep(0.001)
+
+    async def watch() -> None:
+        checks = asyncio.ensure_future(fleet.workers.run())
+        async with asyncio.timeout(60):
+            await until([f"up {B}"])
+            fleet.servers[B] = None
+            await until([f"up {B}", f"down {B}"])
+            fleet.servers[B] = FACTS
+            await until([f"up {B}", f"down {B}", f"up {B}"])
+        checks.cancel()
+        with suppress(asyncio.CancelledError):
+            await checks
+
+    asyncio.run(watch())
 
 
 def test_requests_that_are_lost_at_once_lead_to_one_look() -> None:

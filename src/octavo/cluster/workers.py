@@ -10,8 +10,8 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -161,25 +161,39 @@ class Workers:
         self._registered.pop(url.rstrip("/"), None)
 
     async def run(self) -> None:
-        """Check all servers periodically, until cancelled."""
-        while True:
-            try:
-                await self.look()
-            except Exception:
-                logger.exception("a look at the servers failed: another one follows")
-            is_missed = any(worker.is_healthy and worker.num_failures for worker in self)
-            await asyncio.sleep(min(self._config.health_interval, _AGAIN_SECONDS if is_missed else math.inf))
+        """Find servers periodically, and check each in a task of its own, so that one that hangs delays no other."""
+        checked = set[Worker]()
+        async with asyncio.TaskGroup() as checks:
+            while True:
+                with _logged("finding servers"):
+                    await self._find()
+                for worker in set(self) - checked:
+                    checks.create_task(self._check(worker))
+                checked = set(self)
+                await asyncio.sleep(self._config.health_interval)
 
     async def look(self) -> None:
-        """Find the servers, and check each."""
+        """Find the servers, and check each once."""
+        await self._find()
+        await asyncio.gather(*map(self._look_at, self))
+
+    async def _find(self) -> None:
         urls = await self._urls()
         for url in self._by_url.keys() - urls:
             worker = self._by_url.pop(url)
-            await self._down(worker, "it is no longer named")
+            async with worker.looking:
+                await self._down(worker, "it is no longer named")
             await worker.session.close()
         for url in urls - self._by_url.keys():
             self._by_url[url] = Worker(url, self._new_session(url))
-        await asyncio.gather(*map(self._look_at, self))
+
+    async def _check(self, worker: Worker) -> None:
+        """Check a server periodically while it is listed."""
+        while self._by_url.get(worker.url) is worker:
+            with _logged("a check of a server"):
+                await self._look_at(worker)
+            is_missed = worker.is_healthy and worker.num_failures
+            await asyncio.sleep(min(self._config.health_interval, _AGAIN_SECONDS if is_missed else math.inf))
 
     async def suspect(self, worker: Worker) -> None:
         """Check a server at once after a lost connection, and send it nothing more if it does not answer."""
@@ -195,7 +209,8 @@ class Workers:
 
     async def _look_at(self, worker: Worker) -> None:
         async with worker.looking:
-            await self._look_at_alone(worker)
+            if self._by_url.get(worker.url) is worker:
+                await self._look_at_alone(worker)
 
     async def _look_at_alone(self, worker: Worker) -> None:
         try:
@@ -277,6 +292,15 @@ class Workers:
                 f"http://[{each}]:{port}" if ":" in each else f"http://{each}:{port}" for each in addresses
             )
         return self._dns
+
+
+@contextmanager
+def _logged(work: str) -> Iterator[None]:
+    """Log an error of something that is done again later."""
+    try:
+        yield
+    except Exception:
+        logger.exception("%s failed: it is tried again", work)
 
 
 def new_session(url: str) -> Any:
