@@ -73,7 +73,7 @@ class OpenLoad(Load):
         return named_workload(f"mixed{count}", seed=self._seed(seed))
 
     def arrivals(self, seed: int, count: int) -> list[float]:
-        return arrival_times(count, self.rate, seed=self._seed(seed))
+        return list(arrival_times(count, self.rate, seed=self._seed(seed)))
 
     def _seed(self, seed: int) -> int:
         return round(100 * self.share) + 1000 * seed

@@ -208,7 +208,7 @@ class RoundSender:
             BenchRequest(random_token_ids(self._rng, n, self._token_end), each.output_len) for n in each.prompt_lens
         ]
         count = len(requests)
-        arrivals = [0.0] * count if each.rate is None else arrival_times(count, each.rate, seed=number)
+        arrivals = [0.0] * count if each.rate is None else list(arrival_times(count, each.rate, seed=number))
         zero, records = run_load(self._target, requests, arrivals)
         if failed := [record.error for record in records if record.error is not None]:
             raise ConfigError(f"a request of the calibration failed: {failed[0]}")

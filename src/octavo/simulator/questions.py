@@ -19,13 +19,12 @@ from octavo.simulator.traffic import (
     Shape,
     Tenants,
     Traffic,
-    arrivals,
     clip,
     drawn_shapes,
     trace_shapes,
 )
 from octavo.workloads.traces import TraceRequest
-from octavo.workloads.workload import Lengths
+from octavo.workloads.workload import Lengths, arrival_times
 
 Simulate = Callable[[float], Results]
 
@@ -133,7 +132,7 @@ class Demand:
             timed = (((shape.arrival_s or 0.0) / self.rate_scale, shape) for shape in itertools.islice(shapes, count))
         else:
             rate = math.inf if self.rate is None else self.rate
-            timed = zip(arrivals(count, rate, self.burstiness, self.seed), shapes, strict=False)
+            timed = zip(arrival_times(count, rate, self.burstiness, self.seed), shapes, strict=False)
         return OpenTraffic(itertools.islice(timed, self.replica, None, self.replicas))
 
 

@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 
 from octavo.errors import ConfigError
 from octavo.workloads.traces import TOKENS_PER_HASH, TraceRequest
-from octavo.workloads.workload import Lengths, check_rate
+from octavo.workloads.workload import Lengths
 
 # Token ids below are shared prefixes, ids above are unshared parts of prompts; all of them fit an int32. Each
 # repetition of a trace takes new ids for its prefixes, and when none are left, those of repetitions long ago.
@@ -292,17 +292,3 @@ class ClosedTraffic:
     def ended(self, request: SimulatedRequest, at: float) -> None:
         """See `Traffic.ended`."""
         heapq.heappush(self._ready, (at + self._think(), request.user))
-
-
-def arrivals(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) -> Iterator[float]:
-    """Yield the arrival times of `workloads.workload.arrival_times` one by one.
-
-    Raises:
-        ConfigError: `rate` or `burstiness` is not positive, or `burstiness` is infinite.
-    """
-    check_rate(rate, burstiness)
-    if rate == math.inf:
-        return itertools.repeat(0.0, count)
-    rng = random.Random(seed)
-    gaps = (rng.gammavariate(burstiness, 1.0 / (rate * burstiness)) for _ in range(count - 1))
-    return itertools.islice(itertools.accumulate(gaps, initial=0.0), count)

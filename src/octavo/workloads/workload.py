@@ -7,7 +7,7 @@ import math
 import random
 import re
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -178,16 +178,8 @@ def clip(
     return clipped, num_cut
 
 
-def check_rate(rate: float, burstiness: float) -> None:
-    """Raise `ConfigError` if the rate or the burstiness is not positive, or the burstiness is infinite."""
-    if not rate > 0 or not burstiness > 0:
-        raise ConfigError(f"request rate and burstiness must be above 0, got {rate:g} and {burstiness:g}")
-    if burstiness == math.inf:
-        raise ConfigError("burstiness must be finite: 1000 makes nearly even gaps")
-
-
-def arrival_times(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) -> list[float]:
-    """Return arrival times of `count` requests in seconds from 0, at `rate` per second on average; all 0 if infinite.
+def arrival_times(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) -> Iterator[float]:
+    """Yield arrival times of `count` requests in seconds from 0, at `rate` per second on average; all 0 if infinite.
 
     The gaps follow a gamma distribution with shape `burstiness`: 1 is a Poisson process, lower values are burstier,
     higher values more even (as in vLLM's serving benchmark).
@@ -195,9 +187,12 @@ def arrival_times(count: int, rate: float, burstiness: float = 1.0, seed: int = 
     Raises:
         ConfigError: the rate or the burstiness is not positive, or the burstiness is infinite.
     """
-    check_rate(rate, burstiness)
+    if not rate > 0 or not burstiness > 0:
+        raise ConfigError(f"request rate and burstiness must be above 0, got {rate:g} and {burstiness:g}")
+    if burstiness == math.inf:
+        raise ConfigError("burstiness must be finite: 1000 makes nearly even gaps")
     if rate == math.inf:
-        return [0.0] * count
+        return itertools.repeat(0.0, count)
     rng = random.Random(seed)
     gaps = (rng.gammavariate(burstiness, 1.0 / (rate * burstiness)) for _ in range(count - 1))
-    return list(itertools.accumulate(gaps, initial=0.0))[:count]
+    return itertools.islice(itertools.accumulate(gaps, initial=0.0), count)

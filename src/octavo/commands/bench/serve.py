@@ -126,7 +126,7 @@ def _arrivals(args: argparse.Namespace, work: Workload) -> tuple[list[float], st
     if args.request_rate is None and work.trace_arrivals is not None:
         return work.trace_arrivals, "trace"
     rate = math.inf if args.request_rate is None else args.request_rate
-    times = arrival_times(len(work.requests), rate, args.burstiness, args.workload_seed)
+    times = list(arrival_times(len(work.requests), rate, args.burstiness, args.workload_seed))
     return times, "all at once" if rate == math.inf else f"{rate:g} a second, burstiness {args.burstiness:g}"
 
 
