@@ -1,18 +1,19 @@
-"""Reports the comparison of block sizes, as rows, a Markdown table and a plot."""
+"""Reports the comparison of block sizes or codecs, as rows, Markdown tables and a plot."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from octavo.units import format_bytes
-from octavo.workloads import memory_codecs
 from octavo.workloads.memory_block_sizes import CONTIGUOUS, BlockSize, CacheBudget, Played
 from octavo.workloads.plots import new_figure, save
 from octavo.workloads.report import show
+
+_Cell = Callable[[Mapping[str, Any]], object]
 
 _COLOURS = {
     "tokens": "#0f766e",
@@ -24,16 +25,18 @@ _COLOURS = {
 }
 
 
-def row(block_size: BlockSize, budget: CacheBudget, usable_blocks: int, runs: Sequence[Played]) -> dict[str, Any]:
-    """Return the row of a block size and a workload: medians of times over the runs, memory of the median run."""
-    run = sorted(runs, key=lambda each: each.seconds)[len(runs) // 2]
+def row(budget: CacheBudget, block_size: BlockSize, usable_blocks: int, runs: Sequence[Played]) -> dict[str, Any]:
+    """Return the row of a cache and a workload: medians of times over the runs, memory of the median run."""
+    run, spec = sorted(runs, key=lambda each: each.seconds)[len(runs) // 2], budget.spec(block_size)
     usage = {
         key: {state: round(share, 5) for state, share in value.items()} if key == "shares" else round(value, 5)
         for key, value in asdict(run.usage).items()
     }
     return {
+        "kv_cache_dtype": budget.kv_dtype,
+        "bytes_per_token": spec.bytes_per_token,
         "block_size": block_size,
-        "block_tokens": budget.spec(block_size).block_size,
+        "block_tokens": spec.block_size,
         "usable_blocks": usable_blocks,
         **usage,
         "seconds": round(statistics.median(each.seconds for each in runs), 4),
@@ -46,10 +49,16 @@ def row(block_size: BlockSize, budget: CacheBudget, usable_blocks: int, runs: Se
     }
 
 
-def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows with `throughput_ratio` to the contiguous baseline; None if that was not measured."""
-    baseline = next((r["output_tok_s"] for r in rows if r["block_size"] == CONTIGUOUS), None)
-    return [{**r, "throughput_ratio": round(r["output_tok_s"] / baseline, 3) if baseline else None} for r in rows]
+def with_ratios(rows: Sequence[dict[str, Any]], baseline: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the rows with their ratios to the baseline's sequences and throughput; None if that was not measured."""
+
+    def ratio(row: Mapping[str, Any], name: str) -> float | None:
+        return round(row[name] / baseline[name], 3) if baseline else None
+
+    return [
+        {**each, "running_ratio": ratio(each, "running_mean"), "throughput_ratio": ratio(each, "output_tok_s")}
+        for each in rows
+    ]
 
 
 def sharing_row(workload: str, n: int, run: Played) -> dict[str, Any]:
@@ -81,21 +90,17 @@ def _lines(result: Mapping[str, Any]) -> Iterator[str]:
             f"{workload['output_tokens']:,} out{_scaled(workload)}"
         )
         yield ""
-        if result["axis"] == "codec":
-            yield from _table(*memory_codecs.HEADING, memory_codecs.cells(workload["rows"]))
-            continue
-        yield from _table(
-            ("block size", "waste", "sequences at once (max)", "of the budget: tokens", "reserved", "internal"),
-            ("external", "preemptions", "output tok/s", "× contiguous"),
-            [_cells(r) for r in workload["rows"]],
-        )
+        columns = _COLUMNS[result["axis"]]
+        yield from _table(columns, [[cell(r) for cell in columns.values()] for r in workload["rows"]])
     if result["sharing"]:
         yield ""
         yield "Blocks saved by sharing, of those that the same sequences would hold without it:"
         yield ""
         yield from _table(
-            ("workload", "samples each", "blocks saved", "prompt tokens from the cache"),
-            ("sequences at once", "output tok/s"),
+            (
+                *("workload", "samples each", "blocks saved", "prompt tokens from the cache"),
+                *("sequences at once", "output tok/s"),
+            ),
             [
                 (
                     *(r["workload"], r["n"], _percent(r["saved"]), _percent(r["cached_prompt_share"])),
@@ -121,29 +126,53 @@ def _scaled(workload: Mapping[str, Any]) -> str:
     return "".join([*parts, f", {workload['clipped']} cut" if workload["clipped"] else ""])
 
 
-def _cells(r: Mapping[str, Any]) -> tuple[str, ...]:
-    shares, ratio = r["shares"], r["throughput_ratio"]
-    return (
-        f"max ({r['block_tokens']:,})" if r["block_size"] == CONTIGUOUS else str(r["block_size"]),
-        _percent(r["waste"]),
-        f"{r['running_mean']:.1f} ({r['running_max']})",
-        *(_percent(shares[state]) for state in ("tokens", "reserved", "internal", "external")),
-        f"{r['preemptions']:,}",
-        show(r["output_tok_s"]),
-        "–" if ratio is None else f"{ratio:.2f}",
-    )
-
-
-def _table(left: Sequence[str], right: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
-    heading = (*left, *right)
-    yield "| " + " | ".join(heading) + " |"
-    yield "|---" + "|---:" * (len(heading) - 1) + "|"
+def _table(heading: Iterable[str], rows: Iterable[Iterable[object]]) -> Iterator[str]:
+    names = list(heading)
+    yield "| " + " | ".join(names) + " |"
+    yield "|---" + "|---:" * (len(names) - 1) + "|"
     for cells in rows:
         yield "| " + " | ".join(map(str, cells)) + " |"
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
+
+
+def _share(state: str) -> _Cell:
+    return lambda r: _percent(r["shares"][state])
+
+
+def _ratio(name: str) -> _Cell:
+    return lambda r: "–" if r[name] is None else f"{r[name]:.2f}"
+
+
+def _sequences(r: Mapping[str, Any]) -> str:
+    return f"{r['running_mean']:.1f} ({r['running_max']})"
+
+
+_LAST: dict[str, _Cell] = {
+    "preemptions": lambda r: f"{r['preemptions']:,}",
+    "output tok/s": lambda r: show(r["output_tok_s"]),
+}
+_COLUMNS: dict[str, dict[str, _Cell]] = {
+    "block size": {
+        "block size": lambda r: f"max ({r['block_tokens']:,})" if r["block_size"] == CONTIGUOUS else r["block_size"],
+        "waste": lambda r: _percent(r["waste"]),
+        "sequences at once (max)": _sequences,
+        "of the budget: tokens": _share("tokens"),
+        **{state: _share(state) for state in ("reserved", "internal", "external")},
+        **_LAST,
+        "× contiguous": _ratio("throughput_ratio"),
+    },
+    "codec": {
+        "KV cache": lambda r: r["kv_cache_dtype"],
+        "bytes a token": lambda r: f"{r['bytes_per_token']:,}",
+        "sequences at once (max)": _sequences,
+        "× unquantised sequences": _ratio("running_ratio"),
+        **_LAST,
+        "× unquantised tok/s": _ratio("throughput_ratio"),
+    },
+}
 
 
 def write(result: Mapping[str, Any], json_line: str, output: Path) -> None:
@@ -160,37 +189,31 @@ def with_suffix(output: Path, suffix: str) -> Path:
 
 
 def plot(result: Mapping[str, Any], path: Path) -> None:
-    """Plot one row of three plots per workload: memory by state, waste, and speed-up over contiguous.
-
-    For a comparison of codecs: bytes per token, sequences at once, and throughput.
-    """
-    if result["axis"] == "codec":
-        _save(memory_codecs.figure(result, _plot_bars), result, path)
-        return
-    workloads = result["workloads"]
+    """Plot one row of three plots per workload: memory by state, waste or sequences at once, and throughput."""
+    workloads, of_codecs = result["workloads"], result["axis"] == "codec"
     figure = new_figure(13, 0.9 + 3.3 * len(workloads))
     axes = figure.subplots(len(workloads), 3, squeeze=False, width_ratios=(1.5, 1, 1))
     for line, workload in zip(axes, workloads, strict=True):
         rows = workload["rows"]
-        names = [str(r["block_size"]) for r in rows]
+        names = [str(r["kv_cache_dtype" if of_codecs else "block_size"]) for r in rows]
         _plot_shares(line[0], names, rows, workload["name"])
-        waste = [100 * r["waste"] for r in rows]
-        labels = [f"{percent:.1f}" for percent in waste]
-        _plot_bars(line[1], names, waste, labels, "waste, % of the slots held (dashed: 4 %)", _COLOURS["internal"])
-        line[1].axhline(4, color="#475569", linewidth=0.8, linestyle="--", zorder=0)
-        rates = [r["output_tok_s"] for r in rows]
-        labels = ["" if (ratio := r["throughput_ratio"]) is None else f"{ratio:.2f}×" for r in rows]
-        _plot_bars(line[2], names, rates, labels, "output tokens per second (× contiguous)", _COLOURS["tokens"])
+        if of_codecs:
+            title = "sequences at once (× unquantised)"
+            _plot_ratios(line[1], names, rows, "running_mean", "running_ratio", title, _COLOURS["internal"])
+        else:
+            waste = [100 * r["waste"] for r in rows]
+            labels = [f"{percent:.1f}" for percent in waste]
+            _plot_bars(line[1], names, waste, labels, "waste, % of the slots held (dashed: 4 %)", _COLOURS["internal"])
+            line[1].axhline(4, color="#475569", linewidth=0.8, linestyle="--", zorder=0)
+        title = f"output tokens per second (× {'unquantised' if of_codecs else 'contiguous'})"
+        _plot_ratios(line[2], names, rows, "output_tok_s", "throughput_ratio", title, _COLOURS["tokens"])
         for axis in line:
-            axis.set_xlabel("tokens per block", fontsize=8)
+            axis.set_xlabel("" if of_codecs else "tokens per block", fontsize=8)
             axis.tick_params(labelsize=8)
+            axis.tick_params(axis="x", rotation=30 if of_codecs else 0)
             axis.spines[["top", "right"]].set_visible(False)
     handles, states = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, states, loc="outside lower center", ncols=len(states), fontsize=8, frameon=False)
-    _save(figure, result, path)
-
-
-def _save(figure: Any, result: Mapping[str, Any], path: Path) -> None:
     figure.suptitle(
         f"{result['model']}, {format_bytes(result['kv_bytes'])} of keys and values, contexts up to "
         f"{result['max_model_len']:,} tokens ({'measured' if result['mode'] == 'real' else 'simulated'})",
@@ -219,3 +242,16 @@ def _plot_bars(
     axis.bar_label(bars, labels=labels, padding=2, fontsize=7)
     axis.margins(y=0.12)
     axis.set_title(title, fontsize=9)
+
+
+def _plot_ratios(
+    axis: Any,
+    names: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    figure: str,
+    ratio: str,
+    title: str,
+    colour: str,
+) -> None:
+    labels = ["" if r[ratio] is None else f"{r[ratio]:.2f}×" for r in rows]
+    _plot_bars(axis, names, [r[figure] for r in rows], labels, title, colour)

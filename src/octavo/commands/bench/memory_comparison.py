@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from octavo.errors import ConfigError
 from octavo.kvcache.formats import KV_FORMATS
 from octavo.planner.roofline import without_overlap
 from octavo.planner.sources import find_shape
-from octavo.workloads import memory_codecs, memory_report, report, traces, workload
+from octavo.workloads import memory_report, report, traces, workload
 from octavo.workloads.memory_block_sizes import (
     CONTIGUOUS,
     BenchEngine,
@@ -87,6 +87,9 @@ def run(args: argparse.Namespace) -> int:
     cost = None if speeds is None else _step_cost(budget, config, speeds)
     # No prefix caching, because nothing of one block size may help the next; sharing has a separate table.
     bench = _Bench(budget, {"enable_prefix_caching": False, **options}, speeds)
+    sizes: list[BlockSize] = args.block_sizes or (_SIMULATED_SIZES if args.simulate else [16, CONTIGUOUS])
+    candidates = [(bench.with_codec(name), _PAGED) for name in codecs] or [(bench, size) for size in sizes]
+    baseline = 0 if codecs else sizes.index(CONTIGUOUS) if CONTIGUOUS in sizes else None
     works = list(_works(args, budget, shape.config.vocab_size))
 
     from octavo import __version__
@@ -103,14 +106,7 @@ def run(args: argparse.Namespace) -> int:
         "contiguous_seqs": budget.contiguous_seqs,
         "step_cost": cost,
         "axis": "codec" if codecs else "block size",
-        "workloads": [
-            _compare_codecs(bench, work, codecs, args.runs)
-            if codecs
-            else _compare(
-                bench, work, args.block_sizes or (_SIMULATED_SIZES if args.simulate else [16, "max"]), args.runs
-            )
-            for work in works
-        ],
+        "workloads": [_compare(candidates, baseline, work, args.runs) for work in works],
         "sharing": [],
         "machine": report.machine(),
     }
@@ -129,17 +125,29 @@ def _step_cost(budget: CacheBudget, config: EngineConfig, speeds: tuple[float, f
     return {"step_s": times.base, "token_s": times.product_seconds(1), "context_byte_s": 1 / speeds[0] / 1e9}
 
 
-def _compare(bench: _Bench, work: _Work, sizes: list[BlockSize], runs: int) -> dict[str, Any]:
-    played: dict[BlockSize, list[Played]] = {size: [] for size in sizes}
+def _compare(
+    candidates: Sequence[tuple[_Bench, BlockSize]], baseline: int | None, work: _Work, runs: int
+) -> dict[str, Any]:
+    """Play a workload with each cache, in turn; `baseline` is the place of the one that ratios refer to."""
+    played: list[list[Played]] = [[] for _ in candidates]
     for _ in range(runs):
-        for size in sizes:
-            played[size].append(bench.play(size, work))
-            print(f"{work.name}, blocks of {size}: {played[size][-1].seconds:.1f} s", file=sys.stderr)
+        for (bench, size), times in zip(candidates, played, strict=True):
+            times.append(bench.play(size, work))
+            name = f"{bench.budget.kv_dtype} in blocks of {size}"
+            print(f"{work.name}, {name}: {times[-1].seconds:.1f} s", file=sys.stderr)
     rows = [
-        memory_report.row(size, bench.budget, bench.budget.pool(size, bench.config()).usable_blocks, played[size])
-        for size in sizes
+        memory_report.row(bench.budget, size, bench.budget.pool(size, bench.config()).usable_blocks, times)
+        for (bench, size), times in zip(candidates, played, strict=True)
     ]
-    return {**_described(work), "rows": memory_report.with_ratios(rows)}
+    return {
+        "name": work.name,
+        "requests": len(work.requests),
+        "prompt_tokens": sum(len(request.prompt_token_ids) for request in work.requests),
+        "output_tokens": sum(request.max_tokens for request in work.requests),
+        "scale": work.scale,
+        "clipped": work.clipped,
+        "rows": memory_report.with_ratios(rows, None if baseline is None else rows[baseline]),
+    }
 
 
 def _codecs(args: argparse.Namespace, options: dict[str, Any]) -> list[str]:
@@ -151,32 +159,6 @@ def _codecs(args: argparse.Namespace, options: dict[str, Any]) -> list[str]:
             raise ConfigError(f"--codecs compares codecs at blocks of {_PAGED} tokens: leave out {name}")
     coded = [name for name, format in KV_FORMATS.items() if not format.plain]
     return ["auto", *(coded if args.codecs == "all" else args.codecs.split(","))]
-
-
-def _compare_codecs(bench: _Bench, work: _Work, codecs: list[str], runs: int) -> dict[str, Any]:
-    assert isinstance(_PAGED, int)
-    benches = {name: bench.with_codec(name) for name in codecs}
-    played: dict[str, list[Played]] = {name: [] for name in codecs}
-    for _ in range(runs):
-        for name, each in benches.items():
-            played[name].append(each.play(_PAGED, work))
-            print(f"{work.name}, {each.budget.kv_dtype}: {played[name][-1].seconds:.1f} s", file=sys.stderr)
-    rows = [
-        memory_codecs.row(each.budget, each.budget.pool(_PAGED, each.config()).usable_blocks, _PAGED, played[name])
-        for name, each in benches.items()
-    ]
-    return {**_described(work), "rows": memory_codecs.with_ratios(rows)}
-
-
-def _described(work: _Work) -> dict[str, Any]:
-    return {
-        "name": work.name,
-        "requests": len(work.requests),
-        "prompt_tokens": sum(len(request.prompt_token_ids) for request in work.requests),
-        "output_tokens": sum(request.max_tokens for request in work.requests),
-        "scale": work.scale,
-        "clipped": work.clipped,
-    }
 
 
 def _sharing(
