@@ -9,12 +9,14 @@ import time
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from octavo.observe.collector import ModelCollector
 from octavo.observe.stats import EngineStats, Histogram
 from octavo.observe.tier_metrics import TierCollector
+from octavo.scheduler.speculation import SpeculationCounters
 
 _GAUGES = (
     ("num_requests_running", "num_running", "Requests that hold blocks and are computed."),
@@ -78,117 +80,72 @@ _HISTOGRAMS = (
 )
 
 
-class EngineCollector(Collector):
-    """A Prometheus collector over one engine's statistics."""
-
-    def __init__(self, stats: EngineStats, model_name: str) -> None:
-        self._stats = stats
-        self._labels = {"model_name": model_name}
+class EngineCollector(ModelCollector):
+    """A Prometheus collector over the requests, steps and cache of one engine."""
 
     def collect(self) -> Iterator[Metric]:
-        names, values = list(self._labels), list(self._labels.values())
-        gauges = self._stats.gauges()
+        stats, gauges = self._stats, self._stats.gauges()
 
         def read(attribute: str) -> float:
-            return float(getattr(gauges if hasattr(gauges, attribute) else self._stats, attribute))
+            return float(getattr(gauges if hasattr(gauges, attribute) else stats, attribute))
 
         for name, attribute, help in _GAUGES:
-            gauge = GaugeMetricFamily(f"vllm:{name}", help, labels=names)
-            gauge.add_metric(values, read(attribute))
-            yield gauge
-        waiting = GaugeMetricFamily(
+            yield self._gauge(f"vllm:{name}", help, read(attribute))
+        yield self._gauge(
             "vllm:num_requests_waiting_by_reason",
             "Requests waiting to be scheduled: for capacity, or deferred until a store has loaded their prefix.",
-            labels=[*names, "reason"],
+            {"capacity": gauges.num_waiting - gauges.num_fetching, "deferred": gauges.num_fetching},
+            "reason",
         )
-        waiting.add_metric([*values, "capacity"], gauges.num_waiting - gauges.num_fetching)
-        waiting.add_metric([*values, "deferred"], gauges.num_fetching)
-        yield waiting
-        awake = GaugeMetricFamily(
-            "vllm:engine_sleep_state", "1 for the engine's state; always awake.", labels=[*names, "sleep_state"]
-        )
-        awake.add_metric([*values, "awake"], 1.0)
-        yield awake
+        state = "1 for the engine's state; always awake."
+        yield self._gauge("vllm:engine_sleep_state", state, {"awake": 1.0}, "sleep_state")
         for prefix, counters in (("vllm", _COUNTERS), ("octavo", _OWN_COUNTERS)):
             for name, attribute, help in counters:
-                counter = CounterMetricFamily(f"{prefix}:{name}", help, labels=names)
-                counter.add_metric(values, read(attribute))
-                yield counter
-        if (speculation := gauges.speculation) is not None:
-            for name, attribute, help in _SPECULATION:
-                counter = CounterMetricFamily(f"vllm:{name}", help, labels=names)
-                counter.add_metric(values, getattr(speculation, attribute))
-                yield counter
-            by_position = CounterMetricFamily(
-                "vllm:spec_decode_num_accepted_tokens_per_pos",
-                "Drafted tokens that were accepted, by their position in the draft.",
-                labels=[*names, "position"],
-            )
-            for position, count in enumerate(speculation.accepted_per_position):
-                by_position.add_metric([*values, str(position)], count)
-            yield by_position
-            # A gauge, because it may fall.
-            saved = GaugeMetricFamily(
-                "octavo:speculation_saved_seconds",
-                "The time that drafts have saved, as estimated from the times of steps with and without them.",
-                labels=names,
-            )
-            saved.add_metric(values, speculation.saved_seconds)
-            yield saved
-        about = self._stats.cache_config
-        cache_config = GaugeMetricFamily(
-            "vllm:cache_config_info", "The KV cache's configuration, as labels.", labels=[*names, *about]
+                yield self._counter(f"{prefix}:{name}", help, read(attribute))
+        if gauges.speculation is not None:
+            yield from self._of_drafts(gauges.speculation)
+        config = stats.cache_config
+        about = "The KV cache's configuration, as labels."
+        yield self._gauge("vllm:cache_config_info", about, {tuple(config.values()): 1.0}, *config)
+        yield self._gauge(
+            "octavo:hung_step_seconds",
+            "How long the present step has hung; 0 if it does not.",
+            stats.hung_step_seconds or 0.0,
         )
-        cache_config.add_metric([*values, *about.values()], 1.0)
-        yield cache_config
-        hung = GaugeMetricFamily(
-            "octavo:hung_step_seconds", "How long the present step has hung; 0 if it does not.", labels=names
-        )
-        hung.add_metric(values, self._stats.hung_step_seconds or 0.0)
-        yield hung
-        oldest = GaugeMetricFamily(
+        yield self._gauge(
             "octavo:oldest_waiting_seconds",
             "How long the oldest of the requests that wait for their first step has waited; 0 if none waits.",
-            labels=names,
+            stats.waiting.oldest_age(time.monotonic()),
         )
-        oldest.add_metric(values, self._stats.waiting.oldest_age(time.monotonic()))
-        yield oldest
-        success = CounterMetricFamily(
-            "vllm:request_success", "Requests that ended, by reason.", labels=[*names, "finished_reason"]
-        )
-        for reason, count in self._stats.finished.items():
-            success.add_metric([*values, reason.value], count)
-        yield success
-        kv_bytes = GaugeMetricFamily(
+        finished = {reason.value: count for reason, count in stats.finished.items()}
+        yield self._counter("vllm:request_success", "Requests that ended, by reason.", finished, "finished_reason")
+        yield self._gauge(
             "octavo:kv_cache_bytes",
             "The KV cache by state; what is swapped is in host memory, all others add up to the cache.",
-            labels=[*names, "state"],
+            {**{state.value: size for state, size in gauges.kv_bytes.items()}, "swapped": gauges.swapped_bytes},
+            "state",
         )
-        for state, size in gauges.kv_bytes.items():
-            kv_bytes.add_metric([*values, state.value], size)
-        kv_bytes.add_metric([*values, "swapped"], gauges.swapped_bytes)
-        yield kv_bytes
         for name, attribute, help in _BY_OUTCOME:
-            family = CounterMetricFamily(f"octavo:{name}", help, labels=[*names, "reason"])
-            for outcome, count in getattr(self._stats, attribute).items():
-                family.add_metric([*values, outcome.value], count)
-            yield family
+            counts = {outcome.value: count for outcome, count in getattr(stats, attribute).items()}
+            yield self._counter(f"octavo:{name}", help, counts, "reason")
         for name, attribute, help in _HISTOGRAMS:
-            histogram = HistogramMetricFamily(f"vllm:{name}", help, labels=names)
-            observed: Histogram = getattr(self._stats, attribute)
-            histogram.add_metric(values, _cumulative(observed), observed.total)
-            yield histogram
+            of: Histogram = getattr(stats, attribute)
+            yield self._histogram(f"vllm:{name}", help, of.bounds, {(): (of.counts, of.total)})
 
-
-def _cumulative(histogram: Histogram) -> list[tuple[str, float]]:
-    """Return how many observations each upper bound covers: [("0.1", 3), ("0.5", 7), …, ("+Inf", 9)]."""
-    buckets: list[tuple[str, float]] = []
-    covered = 0
-    # Iterate over a copy, so that the last bucket equals the sum even while the engine counts.
-    for bound, count in zip((*map(str, histogram.bounds), "+Inf"), list(histogram.counts), strict=True):
-        covered += count
-        buckets.append((bound, float(covered)))
-    return buckets
+    def _of_drafts(self, counters: SpeculationCounters) -> Iterator[Metric]:
+        for name, attribute, help in _SPECULATION:
+            yield self._counter(f"vllm:{name}", help, getattr(counters, attribute))
+        yield self._counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens that were accepted, by their position in the draft.",
+            {str(position): count for position, count in enumerate(counters.accepted_per_position)},
+            "position",
+        )
+        yield self._gauge(  # it may fall
+            "octavo:speculation_saved_seconds",
+            "The time that drafts have saved, as estimated from the times of steps with and without them.",
+            counters.saved_seconds,
+        )
 
 
 class MetricsPage:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from octavo.observe.collector import ModelCollector
 from octavo.observe.stats import EngineStats
 from octavo.observe.tenant_queues import Waiting
 from octavo.server.quotas import Quotas
@@ -25,36 +26,26 @@ _COUNTERS = (
 )
 
 
-class TenantCollector(Collector):
+class TenantCollector(ModelCollector):
     """A Prometheus collector over the tenants' use of one server."""
 
     def __init__(self, quotas: Quotas, stats: EngineStats, model_name: str) -> None:
+        super().__init__(stats, model_name)
         self._quotas = quotas
-        self._stats = stats
-        self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        labels = ["model_name", "tenant"]
         uses = self._quotas.shown()
-        running = GaugeMetricFamily(
-            "octavo:tenant_requests_running", "Requests being served or waiting.", labels=labels
-        )
-        refused = CounterMetricFamily(
+        running = {tenant: use.running for tenant, use in uses.items()}
+        yield self._gauge("octavo:tenant_requests_running", "Requests being served or waiting.", running, "tenant")
+        yield self._counter(
             "octavo:tenant_refused_requests",
             "Requests refused: over the tenant's rate or concurrency, its queue full, or no room in the server.",
-            labels=[*labels, "reason"],
+            {(tenant, reason): n for tenant, use in uses.items() for reason, n in sorted(use.refused.items())},
+            *("tenant", "reason"),
         )
-        for tenant, use in uses.items():
-            running.add_metric([self._model_name, tenant], use.running)
-            for reason, count in sorted(use.refused.items()):
-                refused.add_metric([self._model_name, tenant, reason], count)
-        yield running
-        yield refused
         for name, attribute, help in _COUNTERS:
-            counter = CounterMetricFamily(f"octavo:tenant_{name}", help, labels=labels)
-            for tenant, use in uses.items():
-                counter.add_metric([self._model_name, tenant], getattr(use, attribute))
-            yield counter
+            values = {tenant: getattr(use, attribute) for tenant, use in uses.items()}
+            yield self._counter(f"octavo:tenant_{name}", help, values, "tenant")
         waiting: dict[str, Waiting] = dict.fromkeys(uses, Waiting())
         for tenant, own in self._stats.waiting.snapshot().items():
             name = self._quotas.shown_name(tenant)
@@ -64,23 +55,18 @@ class TenantCollector(Collector):
             ("requests_waiting", "requests", "Requests waiting for their first step."),
             ("waiting_tokens", "tokens", "Prompt tokens of these."),
         ):
-            gauge = GaugeMetricFamily(f"octavo:tenant_{name}", help, labels=labels)
-            for tenant, own in waiting.items():
-                gauge.add_metric([self._model_name, tenant], getattr(own, attribute))
-            yield gauge
+            values = {tenant: getattr(own, attribute) for tenant, own in waiting.items()}
+            yield self._gauge(f"octavo:tenant_{name}", help, values, "tenant")
         yield self._in_tiers()
         for name, attribute, help in (
             ("kv_floor_bytes", "floor_bytes", "KV cache that is always kept available for the tenant."),
             ("kv_cap_bytes", "cap_bytes", "KV cache that the tenant may hold at most; of tenants with a cap."),
         ):
-            gauge = GaugeMetricFamily(f"octavo:tenant_{name}", help, labels=labels)
             amounts: Counter[str] = Counter()
             for tenant, limits in self._stats.kv_limits.items():
                 if (amount := limits[attribute]) is not None:
                     amounts[self._quotas.show(tenant)] += amount
-            for tenant, amount in amounts.items():
-                gauge.add_metric([self._model_name, tenant], amount)
-            yield gauge
+            yield self._gauge(f"octavo:tenant_{name}", help, amounts, "tenant")
 
     def _in_tiers(self) -> Metric:
         """Return the bytes in each tier below the device, by tenant; not in Redis, which does not report them."""
@@ -93,14 +79,8 @@ class TenantCollector(Collector):
         for tier, held in tiers.items():
             for tenant, num_bytes in held.items():
                 amounts[self._quotas.shown_name(tenant), tier] += num_bytes
-        gauge = GaugeMetricFamily(
-            "octavo:tenant_tier_bytes",
-            "Bytes of the tenant's blocks in host memory and on disk.",
-            labels=["model_name", "tenant", "tier"],
-        )
-        for (tenant, tier), amount in amounts.items():
-            gauge.add_metric([self._model_name, tenant, tier], amount)
-        return gauge
+        help = "Bytes of the tenant's blocks in host memory and on disk."
+        return self._gauge("octavo:tenant_tier_bytes", help, amounts, "tenant", "tier")
 
 
 class ResponseCollector(Collector):
