@@ -278,10 +278,9 @@ def test_the_simulated_router_weighs_blocks_against_load_as_the_index_does() -> 
     for blocks in loads:
         request = replace(other, shape=Shape(((2, blocks * size),), blocks * size, 1))
         holder.send(request, 0, 0, 0.0)
-        holder.began(request)
-        holder.settle()
+        holder.seen(request, has_ended=False)
         found.append(router.choose(prompt, [holder, idle]).replica is holder)
-        holder.ended(request, 0.0)
+        holder.seen(request, has_ended=True)
     assert found == real == [True, True, False, False]
 
 

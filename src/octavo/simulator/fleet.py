@@ -37,16 +37,15 @@ class Replica:
     """One of several servers, as the router sees it; the traffic of its simulation.
 
     Attributes:
+        report: called when a request has its first token or has ended, and when its client sees that.
         sent: requests in transit to it, and their arrival times.
-        uncomputed: prompt tokens that it has to compute for each request without a first token, by the request's `id`.
-        num_uncomputed: their sum.
-        reserved: the prompt's blocks of each request that has not ended, by the request's `id`, without those that were
-            already in use; tokens that are drawn count for nothing.
-        num_reserved: their sum.
-        in_flight: requests whose end the router has not seen.
+        uncomputed: prompt tokens that it has to compute for each request whose first token the router has not seen, by
+            the request's `id`.
+        reserved: the tokens in the prompt's blocks of each request whose end the router has not seen, by the request's
+            `id`, without blocks that were already in use; tokens that are drawn count for nothing.
+        load: the sum of both.
         num_unfinished: requests that it has not finished.
         num_requests: number of requests sent to it so far.
-        load: the blocks that it has to compute, and those reserved.
     """
 
     place: int
@@ -54,39 +53,28 @@ class Replica:
     report: Callable[[Replica, SimulatedRequest, float, bool], None]
     sent: deque[tuple[float, SimulatedRequest]] = field(default_factory=deque)
     uncomputed: dict[int, int] = field(default_factory=dict)
-    num_uncomputed: int = 0
     reserved: dict[int, int] = field(default_factory=dict)
-    num_reserved: int = 0
-    in_flight: int = 0
+    load: int = 0
     num_unfinished: int = 0
     num_requests: int = 0
-    load: float = 0.0
 
     def send(self, request: SimulatedRequest, cached: int, shared: int, at: float) -> None:
         """Send a request, with the number of its prompt's tokens that the router believes to be cached there, and the
-        number of its blocks that other requests there use too.
+        number of those that other requests there use too.
         """
-        tokens = request.shape.prompt_tokens
+        tokens, size = request.shape.prompt_tokens, self.server.kv.spec.block_size
         self.uncomputed[id(request)] = tokens - cached
-        self.num_uncomputed += tokens - cached
-        self.reserved[id(request)] = blocks = tokens // self.server.kv.spec.block_size - shared
-        self.num_reserved += blocks
-        self._add_up()
-        self.in_flight += 1
+        self.reserved[id(request)] = reserved = tokens // size * size - shared
+        self.load += tokens - cached + reserved
         self.num_unfinished += 1
         self.num_requests += 1
         self.sent.append((at, request))
 
-    def learn(self, request: SimulatedRequest, *, has_ended: bool) -> None:
+    def seen(self, request: SimulatedRequest, *, has_ended: bool) -> None:
         """Count a request's first token or its end, when the router sees it."""
-        self.num_uncomputed -= self.uncomputed.pop(id(request), 0)
+        self.load -= self.uncomputed.pop(id(request), 0)
         if has_ended:
-            self.num_reserved -= self.reserved.pop(id(request))
-            self.in_flight -= 1
-        self._add_up()
-
-    def _add_up(self) -> None:
-        self.load = self.num_uncomputed / self.server.kv.spec.block_size + self.num_reserved
+            self.load -= self.reserved.pop(id(request))
 
     def due(self) -> float | None:
         """See `Traffic.due`."""
@@ -107,8 +95,8 @@ class Replica:
 
 
 class Destination(NamedTuple):
-    """A replica, the tokens of the prompt that it has cached, the blocks of these that others use, and the replica that
-    has most of them; 0 and None if the router does not look.
+    """A replica, the tokens of the prompt that it has cached, those of them that others use, and the replica that has
+    most of them; 0 and None if the router does not look.
     """
 
     replica: Replica
@@ -127,7 +115,7 @@ class LeastLoaded:
     """Chooses the replica with the fewest requests."""
 
     def choose(self, request: SimulatedRequest, replicas: Sequence[Replica]) -> Destination:
-        return Destination(min(replicas, key=lambda replica: replica.in_flight))
+        return Destination(min(replicas, key=lambda replica: len(replica.reserved)))
 
 
 class _RoundRobin:
@@ -165,13 +153,13 @@ class LongestPrefix:
         found = {
             replica: replica.server.kv.prefix_cache.leading(0, chain, most) for replica in self._candidates(chain, most)
         }
-        shared = {replica: _num_in_use(replica, blocks) for replica, blocks in found.items()}
+        shared = {replica: size * _num_in_use(replica, blocks) for replica, blocks in found.items()}
 
         def cached(replica: Replica) -> int:
             return size * len(found.get(replica, ()))
 
-        def cost(replica: Replica) -> float:
-            return replica.load - cached(replica) / size - shared.get(replica, 0)
+        def cost(replica: Replica) -> int:
+            return replica.load - cached(replica) - shared.get(replica, 0)
 
         lightest = min(replica.load for replica in replicas)
         idlest = [replica for replica in replicas if replica.load == lightest]
@@ -288,7 +276,7 @@ class Fleet:
     def _route(self, request: SimulatedRequest) -> None:
         while self._reports and self._reports[0][0] <= request.arrival_s:
             _, _, replica, seen, has_ended = heapq.heappop(self._reports)
-            replica.learn(seen, has_ended=has_ended)
+            replica.seen(seen, has_ended=has_ended)
         shape = clip(request.shape, self._replicas[0].server.scheduler.config.max_model_len)
         if shape is not request.shape:
             request = replace(request, shape=shape)
