@@ -374,7 +374,7 @@ def test_an_abandoned_stream_frees_its_blocks(llm: LLM) -> None:
     stream = llm.stream_chat(MESSAGES, GREEDY)
     next(stream)
     assert llm.core.scheduler.kv.usage > 0
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     assert_idle(llm.core)
     for _ in llm.stream_chat(MESSAGES, GREEDY):
         break

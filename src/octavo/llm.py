@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from types import TracebackType
@@ -113,7 +113,7 @@ class LLM:
 
     def stream_chat(
         self, messages: Seq[Message], sampling_params: SamplingParams | None = None, **template_variables: Any
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput]:
         """Answer one conversation as a stream of deltas; closing the iterator aborts the request.
 
         Several streams may be open at once, and other calls may be made meanwhile: each step computes all of them.
@@ -245,7 +245,7 @@ class LLM:
                     self._step()
         return [outputs[request.request_id] for request, _ in requests]
 
-    def _stream(self, request: Request, prompt: str | None) -> Iterator[RequestOutput]:
+    def _stream(self, request: Request, prompt: str | None) -> Generator[RequestOutput]:
         outputs: deque[RequestOutput] = deque()
         with self._queued([(request, prompt)], OutputKind.DELTA, outputs.append):
             while outputs or not request.finished:

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
 
+from octavo.server.answers.generation import Usage
+from octavo.server.bodies.prompts import EncodedPrompt
 from octavo.server.errors import ApiError
 from octavo.server.keys import Client
 from octavo.server.quotas import MAX_SHOWN_TENANTS, OTHERS, Bucket, Quotas
 from tests.kvcache.caches import Clock
 from tests.server.conftest import Running, wait_until
 from tests.server.fake_engine import FakeEngine
-
-
-@dataclass
-class Tokens:
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
 
 
 @pytest.fixture
@@ -37,7 +31,7 @@ def quotas(clock: Clock) -> Quotas:
 
 def serve(quotas: Quotas, client: Client, prompt: int = 0, output: int = 0) -> None:
     charge = quotas.enter(client)
-    spent = Tokens(prompt)
+    spent = Usage([EncodedPrompt([1] * prompt)])
     charge.begin(spent)
     spent.completion_tokens = output
     charge.end()
@@ -71,7 +65,7 @@ def test_requests_over_the_rate_are_told_when_to_come_again(quotas: Quotas, cloc
 def test_tokens_are_charged_for_prompts_at_once_and_outputs_at_the_end(quotas: Quotas, clock: Clock) -> None:
     client = Client(tenant="ada", tokens_per_minute=600)
     charge = quotas.enter(client)
-    spent = Tokens(prompt_tokens=600)
+    spent = Usage([EncodedPrompt([1] * 600)])
     charge.begin(spent)
     assert retry_after(quotas, client) == 1
     clock.now += 1

@@ -6,8 +6,8 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import fields, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
@@ -176,7 +176,7 @@ class Conversation:
         last: RequestOutput | None = None
         with (
             _interruptible() as was_interrupted,
-            _closing(self._llm.stream_chat(self.messages, self._params)) as stream,
+            closing(self._llm.stream_chat(self.messages, self._params)) as stream,  # which aborts its request
         ):
             for last in stream:
                 delta = last.outputs[0] if last.outputs else None
@@ -203,16 +203,6 @@ def _stats_line(output: RequestOutput, num_tokens: int, first_s: float, decode_s
     pace = f"{(num_tokens - 1) / decode_s:.1f} tokens/s" if num_tokens > 1 and decode_s > 0 else "no pace"
     cached = f"{output.num_cached_tokens} of {len(output.prompt_token_ids)} prompt tokens cached"
     return f"[{num_tokens} tokens, {pace}, first after {first_s:.2f} s, {cached}]"
-
-
-@contextmanager
-def _closing(stream: Iterator[RequestOutput]) -> Generator[Iterator[RequestOutput]]:
-    """Close a generator even if it is left early, which aborts its request and frees its blocks."""
-    try:
-        yield stream
-    finally:
-        if isinstance(stream, Generator):
-            stream.close()
 
 
 @contextmanager

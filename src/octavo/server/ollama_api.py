@@ -33,7 +33,6 @@ from octavo.server.bodies.local_bodies import (
     OllamaPullBody,
     now,
 )
-from octavo.server.bodies.local_reader import NamedModel, ReadEmpty
 from octavo.server.bodies.messages_body import arguments_object
 from octavo.server.bodies.read_bodies import ChatRequest, EmbeddingRequest, ReadAnswer
 from octavo.server.engine_client import EngineClient
@@ -154,16 +153,11 @@ class OllamaEmbedAnswer(EmbeddingAnswer):
         # Encoded one by one, because encoding holds the interpreter's lock.
         vectors = [json_bytes(vector) for vector in self.vectors(outputs)]
         if self._is_single:
-            return [b'{"embedding":', *vectors, b"}"]
-        return embeddings(self.job.model, vectors, self._began, self.usage.prompt_tokens)
-
-
-def embeddings(model: str, vectors: Sequence[bytes], began: float, prompt_tokens: int) -> list[bytes]:
-    """Return the answer of `/api/embed`, in pieces, for vectors as JSON."""
-    pieces = [json_bytes({"model": model})[:-1] + b',"embeddings":[']
-    pieces += [b"," * bool(index) + vector for index, vector in enumerate(vectors)]
-    payload = {"total_duration": _nanoseconds(time.monotonic() - began), "load_duration": 0}
-    return [*pieces, b"]," + json_bytes({**payload, "prompt_eval_count": prompt_tokens})[1:]]
+            return [b'{"embedding":', *(vectors or [b"[]"]), b"}"]
+        pieces = [json_bytes({"model": self.job.model})[:-1] + b',"embeddings":[']
+        pieces += [b"," * bool(index) + vector for index, vector in enumerate(vectors)]
+        payload = {"total_duration": _nanoseconds(time.monotonic() - self._began), "load_duration": 0}
+        return [*pieces, b"]," + json_bytes({**payload, "prompt_eval_count": self.usage.prompt_tokens})[1:]]
 
 
 def line(fields: dict[str, Any]) -> bytes:
@@ -219,10 +213,7 @@ class OllamaApi(Handlers):
 
     async def _embedding(self, request: Request, method: str, *, is_single: bool) -> Response:
         began = time.monotonic()
-        read: EmbeddingRequest | ReadEmpty = await self._handling.read(request, method)
-        if isinstance(read, ReadEmpty):
-            empty = [b'{"embedding":[]}'] if is_single else embeddings(read.model, [], began, 0)
-            return self._handling.respond_json(read.body, b"".join(empty))
+        read: EmbeddingRequest = await self._handling.read(request, method)
         job = self._handling.job(request, read, "embd")
         answer = OllamaEmbedAnswer(self._engine, job, began, is_single=is_single)
         return await self._handling.respond(request, read, answer)
@@ -230,17 +221,17 @@ class OllamaApi(Handlers):
     @post("/api/show", "OllamaModel", OllamaModelBody)
     async def show(self, request: Request) -> Response:
         """The model's details, in Ollama's form."""
-        named: NamedModel = await self._handling.read(request, "model")
-        return self._handling.respond_json(named.body, json_bytes(self._description()))
+        body: OllamaModelBody = await self._handling.read(request, "model")
+        return self._handling.respond_json(body, json_bytes(self._description()))
 
     @post("/api/pull", "Status", OllamaPullBody)
     async def pull(self, request: Request) -> Response:
         """Does nothing, for the model that is served."""
-        named: NamedModel = await self._handling.read(request, "pulled_model")
+        body: OllamaPullBody = await self._handling.read(request, "pulled_model")
         payload = line({"status": "success"})
-        if named.body.streams:
+        if body.streams:
             return Response(payload, media_type=OLLAMA.stream)
-        return self._handling.respond_json(named.body, payload)
+        return self._handling.respond_json(body, payload)
 
     @get("/api/tags", "OllamaModels")
     async def list_models(self, request: Request) -> Response:

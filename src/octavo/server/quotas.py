@@ -12,13 +12,16 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.server.access import client_of
 from octavo.server.errors import RATE_LIMITED, ApiError
 from octavo.server.keys import Client
+
+if TYPE_CHECKING:
+    from octavo.server.answers.generation import Usage
 
 # Maximum number of tenants whose use is shown by name; a keys file that is often reread may name more over time.
 MAX_SHOWN_TENANTS = 256
@@ -81,16 +84,6 @@ class TenantUse:
         self.refused.update(other.refused)
 
 
-class Spent(Protocol):
-    """Tokens of one response so far."""
-
-    prompt_tokens: int
-    completion_tokens: int
-
-    @property
-    def cached_tokens(self) -> int: ...
-
-
 class Charge:
     """One request of a tenant, from its header to the end of its answer.
 
@@ -102,9 +95,9 @@ class Charge:
         self._use = use
         self._client = client
         self._clock = clock
-        self.spent: Spent | None = None
+        self.spent: Usage | None = None
 
-    def begin(self, spent: Spent) -> None:
+    def begin(self, spent: Usage) -> None:
         """Charge the prompt's tokens, once the prompt is known; the output's tokens are charged at the end."""
         self.spent = spent
         self._use.prompt_tokens += spent.prompt_tokens

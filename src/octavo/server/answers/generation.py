@@ -246,7 +246,9 @@ class OpenAIAnswer(Answer):
     ) -> None:
         super().__init__(engine, job)
         self._reports_usage, self._continuously = body.reports_usage, body.reports_usage_continuously
-        self._extension = ResponseExtension(len(job.prompts), tells_ledger=body.tells_ledger, tells_pins=tells_pins)
+        self._tells_ledger, self._tells_pins = body.tells_ledger, tells_pins
+        # The last output of each prompt; None until it has come.
+        self._ended: list[RequestOutput | None] = [None] * len(job.prompts)
         # The common beginning of all events, formatted once, so that a token costs only a few string joins.
         self._stream_head = dumps(self._head(stream_kind))[:-1] + ',"choices":['
 
@@ -256,10 +258,11 @@ class OpenAIAnswer(Answer):
 
     def _count(self, prompt_index: int, output: RequestOutput) -> None:
         self.usage.add(prompt_index, output)
-        self._extension.add(prompt_index, output)
+        if output.finished:
+            self._ended[prompt_index] = output
 
     def _totals(self) -> dict[str, Any]:
-        return {"usage": self.usage.report(), **self._extension.report()}
+        return {"usage": self.usage.report(), **self._octavo()}
 
     def _tail(self) -> str:
         """Return what every event of a stream ends with."""
@@ -269,8 +272,32 @@ class OpenAIAnswer(Answer):
 
     def last(self) -> bytes:
         """Return the end: `DONE`, after an event with usage and the `octavo` object if they were requested."""
-        payload = self._totals() if self._reports_usage else self._extension.report()
+        payload = self._totals() if self._reports_usage else self._octavo()
         return (event(f"{self._stream_head}],{dumps(payload)[1:]}").encode() if payload else b"") + DONE
+
+    def _octavo(self) -> dict[str, Any]:
+        """Return `{"octavo": {…}}`, to be merged into the response; empty if nothing was asked for."""
+        payload: dict[str, Any] = {}
+        if self._tells_ledger:
+            payload["ledger"] = [
+                None
+                if output is None or output.cache_report is None
+                else {**report_fields(output.cache_report), **_by_tier(output)}
+                for output in self._ended
+            ]
+        if self._tells_pins:
+            payload["pins"] = [
+                {
+                    "id": receipt.pin_id,
+                    "requested_tokens": receipt.num_requested_tokens,
+                    "pinned_tokens": receipt.num_pinned_tokens,
+                    "ttl_seconds": receipt.ttl_seconds,
+                }
+                for output in self._ended
+                if output is not None
+                for receipt in output.pins
+            ]
+        return {"octavo": payload} if payload else {}
 
 
 class Usage:
@@ -316,49 +343,6 @@ def seconds_of(output: RequestOutput) -> tuple[float, float]:
     if (times := output.times) is None:
         return 0.0, 0.0
     return times.first_token - times.admitted, time.monotonic() - times.first_token
-
-
-class ResponseExtension:
-    """Collects the `octavo` object over all prompts of one response.
-
-    Args:
-        tells_ledger: whether to report how the cache was used; the body asked for it.
-        tells_pins: whether to report pins; the body asked for prefixes to be pinned.
-    """
-
-    def __init__(self, num_prompts: int, *, tells_ledger: bool, tells_pins: bool) -> None:
-        self._tells_ledger = tells_ledger
-        self._tells_pins = tells_pins
-        self._outputs: list[RequestOutput | None] = [None] * num_prompts
-
-    def add(self, prompt_index: int, output: RequestOutput) -> None:
-        """Record an output; only the last one of each prompt is kept."""
-        if output.finished:
-            self._outputs[prompt_index] = output
-
-    def report(self) -> dict[str, Any]:
-        """Return `{"octavo": {…}}`, to be merged into the response; empty if nothing was asked for."""
-        payload: dict[str, Any] = {}
-        if self._tells_ledger:
-            payload["ledger"] = [
-                None
-                if output is None or output.cache_report is None
-                else {**report_fields(output.cache_report), **_by_tier(output)}
-                for output in self._outputs
-            ]
-        if self._tells_pins:
-            payload["pins"] = [
-                {
-                    "id": receipt.pin_id,
-                    "requested_tokens": receipt.num_requested_tokens,
-                    "pinned_tokens": receipt.num_pinned_tokens,
-                    "ttl_seconds": receipt.ttl_seconds,
-                }
-                for output in self._outputs
-                if output is not None
-                for receipt in output.pins
-            ]
-        return {"octavo": payload} if payload else {}
 
 
 def _by_tier(output: RequestOutput) -> dict[str, Any]:

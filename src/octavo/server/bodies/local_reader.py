@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from octavo.errors import ContextLengthError, shortened
 from octavo.sampling_params import SamplingParams
 from octavo.server.answer_json import json_bytes
 from octavo.server.apis import LLAMACPP_DEFAULTS, OLLAMA_DEFAULTS
 from octavo.server.bodies.body_reader import BodyReader, about
-from octavo.server.bodies.fields import MOST_NOTED, RequestBody, drop_unknown, fields_of, filled
+from octavo.server.bodies.fields import MOST_NOTED, drop_unknown, fields_of, filled
 from octavo.server.bodies.foreign_fields import translate
 from octavo.server.bodies.local_bodies import (
     InfillBody,
@@ -31,21 +31,7 @@ from octavo.server.bodies.prompts import EncodedPrompt, split_prompts
 from octavo.server.bodies.read_bodies import ChatRequest, CompletionRequest, EmbeddingRequest, ReadAnswer
 from octavo.text.prompt_checks import check_token_ids
 
-
-@dataclass(frozen=True, slots=True)
-class ReadEmpty:
-    """A body of Ollama's embeddings without any input, whose answer is empty."""
-
-    body: RequestBody
-    model: str
-
-
-@dataclass(frozen=True, slots=True)
-class NamedModel:
-    """A body that names a model that is served."""
-
-    body: OllamaModelBody
-    name: str
+ModelBody = TypeVar("ModelBody", bound=OllamaModelBody)
 
 
 class LocalApisReader(BodyReader):
@@ -137,24 +123,22 @@ class LocalApisReader(BodyReader):
             body=light, model=model, params=params, prompts=[prompt], cache_salt="", origin=body.without_bulk()
         )
 
-    def ollama_embed(self, raw: bytes) -> EmbeddingRequest | ReadEmpty:
+    def ollama_embed(self, raw: bytes) -> EmbeddingRequest:
         body, model = self._parse(OllamaEmbedBody, raw)
         return self._ollama_embedding(body, model, body.input, cuts=body.truncate is not False)
 
-    def ollama_embeddings(self, raw: bytes) -> EmbeddingRequest | ReadEmpty:
+    def ollama_embeddings(self, raw: bytes) -> EmbeddingRequest:
         body, model = self._parse(OllamaEmbeddingsBody, raw)
         return self._ollama_embedding(body, model, body.prompt, cuts=True)
 
     def _ollama_embedding(
         self, body: OllamaEmbedBody | OllamaEmbeddingsBody, model: str, given: str | list[str] | None, *, cuts: bool
-    ) -> EmbeddingRequest | ReadEmpty:
+    ) -> EmbeddingRequest:
         body.ignored += _noted(body.options or {})
         dimensions = body.dimensions if isinstance(body, OllamaEmbedBody) else None
         fields = EmbeddingBody(input=None, dimensions=dimensions)
         fields.check_for(self._hidden_size, self._limits)
-        if not given:
-            return ReadEmpty(body.without_bulk(), model)
-        prompts = split_prompts(given, "input")
+        prompts = split_prompts(given, "input") if given else []
         kept = self._prompts.kept_tokens(-1, 0) if cuts else None
         with about("input"):
             self._limits.check_prompts(len(prompts), 1, "n")
@@ -163,16 +147,17 @@ class LocalApisReader(BodyReader):
             body=fields.without_bulk(), model=model, prompts=encoded, cache_salt="", origin=body.without_bulk()
         )
 
-    def model(self, raw: bytes) -> NamedModel:
-        """Read a body that only names a model."""
+    def model(self, raw: bytes) -> OllamaModelBody:
+        """Read a body that only names a model, which must be served."""
         return self._named(OllamaModelBody, raw)
 
-    def pulled_model(self, raw: bytes) -> NamedModel:
+    def pulled_model(self, raw: bytes) -> OllamaPullBody:
         return self._named(OllamaPullBody, raw)
 
-    def _named(self, body_type: type[OllamaModelBody], raw: bytes) -> NamedModel:
+    def _named(self, body_type: type[ModelBody], raw: bytes) -> ModelBody:
         body, _ = self._parse(body_type, raw)
-        return NamedModel(body, self.served_name(body.model or body.name))
+        self.served_name(body.model or body.name)
+        return body
 
     def llamacpp_completion(self, raw: bytes) -> CompletionRequest:
         body, model = self._parse(LlamaCppBody, raw)
