@@ -38,9 +38,9 @@ class Fleet:
     async def _down(self, worker: Worker) -> None:
         self.log.append(f"down {worker.url}")
 
-    def look(self) -> list[str]:
-        """Look at all, and return those that take requests."""
-        asyncio.run(self.workers.look())
+    def check(self) -> list[str]:
+        """Check all, and return those that take requests."""
+        asyncio.run(self.workers.check_all())
         return sorted(worker.url for worker in self.workers.healthy())
 
 
@@ -75,19 +75,19 @@ class _Session:
 A, B = "http://a:1", "http://b:2"
 
 
-def test_a_server_takes_requests_while_it_is_ready_and_may_miss_a_look() -> None:
+def test_a_server_takes_requests_while_it_is_ready_and_may_miss_a_check() -> None:
     fleet = Fleet(worker=[A, B + "/"])
     fleet.servers = {A: FACTS, B: None}
-    assert fleet.look() == [A]
+    assert fleet.check() == [A]
     fleet.servers[B] = FACTS
-    assert fleet.look() == [A, B]
+    assert fleet.check() == [A, B]
     fleet.servers[A] = None
-    assert fleet.look() == [A, B]
+    assert fleet.check() == [A, B]
     assert [worker.url for worker in fleet.workers.answering(None)] == [B]
-    assert fleet.look() == [B]
+    assert fleet.check() == [B]
     assert fleet.closed == [A], "requests that wait for a server that hangs must end"
     fleet.servers |= {A: FACTS, B: 503}
-    assert fleet.look() == [A], "a server that stops says so itself"
+    assert fleet.check() == [A], "a server that stops says so itself"
     assert fleet.log == [f"up {A}", f"up {B}", f"down {A}", f"down {B}", f"up {A}"] or fleet.log[:3] == [
         f"up {A}",
         f"up {B}",
@@ -98,9 +98,9 @@ def test_a_server_takes_requests_while_it_is_ready_and_may_miss_a_look() -> None
 def test_a_server_that_was_started_anew_is_forgotten_and_added_again() -> None:
     fleet = Fleet(worker=[A])
     fleet.servers = {A: FACTS}
-    fleet.look()
+    fleet.check()
     fleet.servers = {A: {**FACTS, "instance": "2"}}
-    assert fleet.look() == [A]
+    assert fleet.check() == [A]
     assert fleet.log == [f"up {A}", f"down {A}", f"up {A}"]
 
 
@@ -108,14 +108,14 @@ def test_events_are_followed_anew_after_a_missed_check() -> None:
     fleet = Fleet(worker=[A])
     for answers in ({A: FACTS}, {}, {A: FACTS}, {A: FACTS}):
         fleet.servers = answers
-        assert fleet.look() == [A]
+        assert fleet.check() == [A]
     assert fleet.log == [f"up {A}"] * 2
 
 
-def test_a_server_that_cannot_be_forgotten_does_not_end_the_looks_at_the_others() -> None:
+def test_a_server_that_cannot_be_forgotten_does_not_end_the_checks_of_the_others() -> None:
     fleet = Fleet(worker=[A, B])
     fleet.servers = {A: FACTS, B: FACTS}
-    assert fleet.look() == [A, B]
+    assert fleet.check() == [A, B]
 
     async def fail(worker: Worker) -> None:
         raise RuntimeError("the index does not know it")
@@ -123,10 +123,10 @@ def test_a_server_that_cannot_be_forgotten_does_not_end_the_looks_at_the_others(
     fleet.workers.on_down = fail
     fleet.servers = {A: None, B: FACTS}
     for _ in range(2):
-        fleet.look()
-    assert fleet.look() == [B]
+        fleet.check()
+    assert fleet.check() == [B]
     fleet.servers = {A: FACTS, B: FACTS}
-    assert fleet.look() == [A, B]
+    assert fleet.check() == [A, B]
 
 
 def test_a_search_for_servers_that_fails_is_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_a_search_for_servers_that_fails_is_followed_by_another(monkeypatch: pyt
 
 
 def test_a_server_that_hangs_does_not_delay_the_checks_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(octavo.cluster.workers, "_LOOK_SECONDS", 3600.0)
+    monkeypatch.setattr(octavo.cluster.workers, "_CHECK_SECONDS", 3600.0)
     fleet = Fleet(worker=[A], accept_workers=True, health_interval=0.001)
     fleet.servers = {A: HANGS, B: FACTS}
     fleet.workers.register(B)
@@ -169,10 +169,10 @@ def test_a_server_that_hangs_does_not_delay_the_checks_of_the_others(monkeypatch
     asyncio.run(watch())
 
 
-def test_requests_that_are_lost_at_once_lead_to_one_look() -> None:
+def test_requests_that_are_lost_at_once_lead_to_one_check() -> None:
     fleet = Fleet(worker=[A])
     fleet.servers = {A: {**FACTS, "instance": "1"}}
-    fleet.look()
+    fleet.check()
     (worker,) = fleet.workers.healthy()
     fleet.servers = {A: {**FACTS, "instance": "2"}}
 
@@ -189,10 +189,10 @@ def test_requests_that_are_lost_at_once_lead_to_one_look() -> None:
     assert fleet.log == [f"up {A}", f"down {A}", f"up {A}"]
 
 
-def test_a_lost_connection_makes_a_server_be_looked_at_at_once() -> None:
+def test_a_lost_connection_makes_a_server_be_checked_at_once() -> None:
     fleet = Fleet(worker=[A])
     fleet.servers = {A: FACTS}
-    fleet.look()
+    fleet.check()
     (worker,) = fleet.workers.healthy()
     asyncio.run(fleet.workers.suspect(worker))
     assert worker.is_healthy, "it answers"
@@ -206,35 +206,35 @@ def test_a_file_is_read_again_when_it_changes_and_a_bad_line_changes_nothing(tmp
     file.write_text(f"# ours\n{A}  # the first\n\n")
     fleet = Fleet(workers_file=str(file))
     fleet.servers = {A: FACTS, B: FACTS}
-    assert fleet.look() == [A]
+    assert fleet.check() == [A]
     for text, expected in ((f"{A}\n{B}\n", [A, B]), ("nonsense\n", [A, B]), (f"{B}\n", [B])):
         file.write_text(text)
         # However coarse the file system's clock is.
         stat = file.stat()
         os.utime(file, (stat.st_atime, stat.st_mtime + len(text)))
-        assert fleet.look() == expected
+        assert fleet.check() == expected
     file.unlink()
-    assert fleet.look() == [B]
+    assert fleet.check() == [B]
 
 
 def test_servers_register_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet(accept_workers=True)
     fleet.servers = {A: FACTS, B: FACTS}
-    assert fleet.look() == []
+    assert fleet.check() == []
     fleet.workers.register(A)
     fleet.workers.register(B + "/")
-    assert fleet.look() == [A, B]
+    assert fleet.check() == [A, B]
     fleet.workers.unregister(B)
-    assert fleet.look() == [A]
+    assert fleet.check() == [A]
     now = time.monotonic() + REGISTERED_SECONDS + 1
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    assert fleet.look() == []
+    assert fleet.check() == []
 
 
 def test_each_address_of_a_name_is_a_server() -> None:
     fleet = Fleet(workers_dns="localhost:7")
     fleet.servers = {"http://127.0.0.1:7": FACTS}
-    assert fleet.look() == ["http://127.0.0.1:7"]
+    assert fleet.check() == ["http://127.0.0.1:7"]
 
 
 @pytest.mark.parametrize(

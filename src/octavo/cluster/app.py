@@ -61,16 +61,16 @@ async def _route_on(listener: Any, router_config: RouterConfig, config: ServerCo
     router = make_router(router_config, config, access, in_flight)
     server = Server(create_router_app(router, router_config, config, access, in_flight), config, in_flight, "a router")
     server.on_hangup = access.reread if config.keys_file is not None else None
-    await router.workers.look()
-    looking = asyncio.ensure_future(router.workers.run())
+    await router.workers.check_all()
+    checks = asyncio.ensure_future(router.workers.run())
     try:
         with server.handled_signals():
             listen(listener)
             await server.serve(sockets=[listener])
     finally:
-        looking.cancel()
+        checks.cancel()
         with suppress(asyncio.CancelledError):
-            await looking
+            await checks
         await router.workers.close()
         router.selection.close()
 

@@ -25,7 +25,7 @@ from octavo.server.routers import WORKER_PATH
 logger = logging.getLogger("octavo.route")
 
 REGISTERED_SECONDS = 30.0
-_LOOK_SECONDS = 2.0
+_CHECK_SECONDS = 2.0
 _CONNECT_SECONDS = 2.0
 _MOST_FAILURES = 2
 # Delay before a server that failed a check is checked again.
@@ -59,7 +59,7 @@ class Worker:
         num_failures: number of consecutive failed checks.
         in_flight: number of this router's requests that it has not finished.
         answers: its answers that are being relayed.
-        looking: held during a check, because its result is applied in several steps.
+        checking: held during a check, because its result is applied in several steps.
         worker_id: its id, which is the same in every router.
     """
 
@@ -70,7 +70,7 @@ class Worker:
     num_failures: int = 0
     in_flight: int = 0
     answers: set[Any] = field(default_factory=set)
-    looking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    checking: asyncio.Lock = field(default_factory=asyncio.Lock)
     worker_id: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -168,53 +168,53 @@ class Workers:
                 with _logged("finding servers"):
                     await self._find()
                 for worker in set(self) - checked:
-                    checks.create_task(self._check(worker))
+                    checks.create_task(self._check_periodically(worker))
                 checked = set(self)
                 await asyncio.sleep(self._config.health_interval)
 
-    async def look(self) -> None:
+    async def check_all(self) -> None:
         """Find the servers, and check each once."""
         await self._find()
-        await asyncio.gather(*map(self._look_at, self))
+        await asyncio.gather(*map(self._check, self))
 
     async def _find(self) -> None:
         urls = await self._urls()
         for url in self._by_url.keys() - urls:
             worker = self._by_url.pop(url)
-            async with worker.looking:
+            async with worker.checking:
                 await self._down(worker, "it is no longer named")
             await worker.session.close()
         for url in urls - self._by_url.keys():
             self._by_url[url] = Worker(url, self._new_session(url))
 
-    async def _check(self, worker: Worker) -> None:
+    async def _check_periodically(self, worker: Worker) -> None:
         """Check a server periodically while it is listed."""
         while self._by_url.get(worker.url) is worker:
             with _logged("a check of a server"):
-                await self._look_at(worker)
+                await self._check(worker)
             is_missed = worker.is_healthy and worker.num_failures
             await asyncio.sleep(min(self._config.health_interval, _AGAIN_SECONDS if is_missed else math.inf))
 
     async def suspect(self, worker: Worker) -> None:
         """Check a server at once after a lost connection, and send it nothing more if it does not answer."""
         worker.num_failures = max(worker.num_failures, _MOST_FAILURES - 1)
-        if worker.looking.locked():  # many requests are lost at once, and one look is enough for all
-            async with worker.looking:
+        if worker.checking.locked():  # many requests are lost at once, and one check is enough for all
+            async with worker.checking:
                 return
-        await self._look_at(worker)
+        await self._check(worker)
 
     async def close(self) -> None:
         for worker in self:
             await worker.session.close()
 
-    async def _look_at(self, worker: Worker) -> None:
-        async with worker.looking:
+    async def _check(self, worker: Worker) -> None:
+        async with worker.checking:
             if self._by_url.get(worker.url) is worker:
-                await self._look_at_alone(worker)
+                await self._check_locked(worker)
 
-    async def _look_at_alone(self, worker: Worker) -> None:
+    async def _check_locked(self, worker: Worker) -> None:
         try:
-            async with asyncio.timeout(_LOOK_SECONDS):
+            async with asyncio.timeout(_CHECK_SECONDS):
                 headers = {"Authorization": f"Bearer {self._key}"}
                 async with worker.session.get("/ready") as ready:
                     if ready.status != _READY:
