@@ -14,7 +14,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
@@ -32,7 +32,7 @@ from octavo.request_limits import DEFAULT_LIMITS
 from octavo.server.access import AcceptedKeys, presented_key
 from octavo.server.apis import REQUEST_ID_HEADER
 from octavo.server.bodies.local_reader import LocalApisReader
-from octavo.server.bodies.read_bodies import ChatRequest, CompletionRequest
+from octavo.server.bodies.read_bodies import ReadRequest
 from octavo.server.bodies.reader_pool import ReaderPool
 from octavo.server.config import ServerConfig
 from octavo.server.errors import MODEL_MISSING, RETRY_AFTER_SECONDS, ApiError
@@ -102,7 +102,7 @@ class RelayedRequest:
     body: bytes
     model: str | None
     workers: list[Worker]
-    prompt: RoutedPrompt
+    prompt: RoutedPrompt = field(default_factory=RoutedPrompt)
     packed: bytes = b""
     cache_salt: str = ""
 
@@ -221,27 +221,22 @@ class Router:
         for worker in workers:
             groups.setdefault(worker.group, []).append(worker)
         largest = max(groups.values(), key=len)
+        job = RelayedRequest(request, body, model, largest)
         key = presented_key(request.scope)
         client = ANYBODY if key is None else self._access.clients.find(key)
         method, reader = READ_BY.get(request.scope["path"]), self._readers[largest[0]]
-        is_known = client is not None and (key is not None or not self._access.needs_key)
-        if method is None or reader is None or not is_known:
-            return RelayedRequest(request, body, model, largest, RoutedPrompt((), ""))
-        assert client is not None
+        if method is None or reader is None or client is None or (key is None and self._access.needs_key):
+            return job
         try:
             read = await reader.read(method, body, tenant=client.tenant)
         except Exception as error:  # the server finds the same error, and answers it
             logger.debug("a body could not be read: %s", error)
-            return RelayedRequest(request, body, model, largest, RoutedPrompt((), ""))
-        if isinstance(read, ChatRequest):
-            ids = read.prompt.token_ids
-        elif isinstance(read, CompletionRequest) and len(read.prompts) == 1:
+            return job
+        if isinstance(read, ReadRequest) and len(read.prompts) == 1:
             ids = read.prompts[0].token_ids
-        else:
-            return RelayedRequest(request, body, model, largest, RoutedPrompt((), ""))
-        scope = cache_scope(client.tenant, client.cache_group, read.cache_salt)
-        packed = np.asarray(ids, "<i4").tobytes()
-        return RelayedRequest(request, body, model, largest, RoutedPrompt(ids, scope), packed, read.cache_salt)
+            job.prompt = RoutedPrompt(ids, cache_scope(client.tenant, client.cache_group, read.cache_salt))
+            job.packed, job.cache_salt = np.asarray(ids, "<i4").tobytes(), read.cache_salt
+        return job
 
     def headers(self, job: RelayedRequest, ticket: Ticket) -> list[tuple[str, str]]:
         """Return the headers to send: the client's, and with token ids the router's own."""

@@ -44,8 +44,8 @@ class RoutedPrompt(NamedTuple):
         scope: the part of the cache that it may see, see `cache_scope`.
     """
 
-    token_ids: Sequence[int]
-    scope: str
+    token_ids: Sequence[int] = ()
+    scope: str = ""
 
 
 @dataclass(eq=False, slots=True)
