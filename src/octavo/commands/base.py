@@ -42,8 +42,11 @@ _OTHER_FLAGS = {
 _INVALID_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)$")
 
 
-class _ShortUsage(argparse.HelpFormatter):
-    """A help formatter whose usage line leaves the options out if there are many; they are listed below it anyway."""
+class _ShortHelp(argparse.HelpFormatter):
+    """Adds the default of an option whose help does not speak of one.
+
+    The usage line leaves the options out if there are many; they are listed below it anyway.
+    """
 
     def add_usage(self, usage: str | None, actions: Any, groups: Any, prefix: str | None = None) -> None:
         needed = [action for action in actions if not action.option_strings or action.required]
@@ -53,12 +56,18 @@ class _ShortUsage(argparse.HelpFormatter):
         else:
             super().add_usage(usage, actions, groups, prefix)
 
+    def _get_help_string(self, action: argparse.Action) -> str:
+        help, default = action.help or "", action.default
+        if "default" in help or default == argparse.SUPPRESS or type(default) not in (int, float, str):
+            return help
+        return f"{help} (default: {default:g})" if isinstance(default, float) else f"{help} (default: %(default)s)"
+
 
 class OneLineParser(argparse.ArgumentParser):
     """A parser that reports wrong usage in one line: what is wrong, and where to look it up."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**{"formatter_class": _ShortUsage, "allow_abbrev": False, **kwargs})
+        super().__init__(**{"formatter_class": _ShortHelp, "allow_abbrev": False, **kwargs})
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         parsed, unknown = self.parse_known_args(args, namespace)

@@ -37,14 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("max", "percentile", "mse"),
         default="mse",
         help="how scales are chosen; max: no value is clipped; percentile: --percentile of each head's values are not "
-        "clipped; mse: the smallest squared error (default: %(default)s)",
+        "clipped; mse: the smallest squared error",
     )
     group.add_argument(
-        "--percentile",
-        type=float,
-        default=99.99,
-        metavar="P",
-        help="percentile for --method percentile (default: %(default)g)",
+        "--percentile", type=float, default=99.99, metavar="P", help="percentile for --method percentile"
     )
     group.add_argument(
         "--search", action="store_true", help="search for a codec for the keys and the values of each layer"
@@ -55,24 +51,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure the entropy of attention in each layer, by which a --kv-budget is divided",
     )
     group.add_argument(
-        "--bits",
-        type=float,
-        default=6.0,
-        metavar="B",
-        help="with --search: mean bits per value, without scales (default: 6)",
+        "--bits", type=float, default=6.0, metavar="B", help="with --search: mean bits per value, without scales"
     )
     group.add_argument(
-        "--candidates",
-        default="int8,int4",
-        metavar="NAME,…",
-        help="with --search: codecs to choose from (default: %(default)s)",
+        "--candidates", default="int8,int4", metavar="NAME,…", help="with --search: codecs to choose from"
     )
     group.add_argument(
         "--exchanges",
         type=int,
         default=12,
         metavar="N",
-        help="with --search: number of measured attempts to improve the table (default: 12)",
+        help="with --search: number of measured attempts to improve the table",
     )
     add_json_option(parser)
     add_engine_options(parser, positional_model=True)

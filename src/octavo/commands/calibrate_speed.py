@@ -19,14 +19,8 @@ OTHERS = 0.05
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", default="speed.json", metavar="FILE", help="file to write (default: %(default)s)")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=80.0,
-        metavar="X",
-        help="how long to measure, in seconds (default: %(default)g)",
-    )
+    parser.add_argument("--output", default="speed.json", metavar="FILE", help="file to write")
+    parser.add_argument("--seconds", type=float, default=80.0, metavar="X", help="how long to measure, in seconds")
     parser.add_argument("--keep-plans", metavar="FILE", help="also write the recorded plans to this file")
     add_json_option(parser, "tables")
     add_engine_options(parser, positional_model=True)

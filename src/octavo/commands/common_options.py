@@ -29,7 +29,7 @@ def add_rate_options(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=1.0,
         metavar="X",
-        help="how evenly requests arrive; 1: Poisson; below: in bursts; above: more evenly (default: 1)",
+        help="how evenly requests arrive; 1: Poisson; below: in bursts; above: more evenly",
     )
 
 
@@ -40,16 +40,14 @@ def add_length_options(group: argparse._ArgumentGroup, of: str = "", *, input_le
         default=input_len,
         metavar="LENGTHS",
         help=f"prompt tokens{of}: 128, uniform:16-512, lognormal:MEDIAN,SIGMA, or file:PATH to draw from the numbers "
-        "in a file (default: %(default)s)",
+        "in a file",
     )
-    group.add_argument(
-        "--output-len", default="128", metavar="LENGTHS", help=f"output tokens{of} (default: %(default)s)"
-    )
+    group.add_argument("--output-len", default="128", metavar="LENGTHS", help=f"output tokens{of}")
 
 
 def add_seed_option(group: argparse._ArgumentGroup, of: str = "lengths and tokens") -> None:
     """Add `--workload-seed`."""
-    group.add_argument("--workload-seed", type=int, default=0, metavar="N", help=f"seed of {of} (default: 0)")
+    group.add_argument("--workload-seed", type=int, default=0, metavar="N", help=f"seed of {of}")
 
 
 def add_window_options(group: argparse._ActionsContainer, windows: int | str, window: int | str) -> None:

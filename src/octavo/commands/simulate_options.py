@@ -46,25 +46,21 @@ def add_speed(group: argparse._ArgumentGroup) -> None:
         "--list-machines", action="store_true", help="print the machines with their figures and sources, and exit"
     )
     group.add_argument(
-        "--num-devices",
-        type=integer,
-        default=1,
-        metavar="N",
-        help="devices of --machine that share the model (default: 1)",
+        "--num-devices", type=integer, default=1, metavar="N", help="devices of --machine that share the model"
     )
     group.add_argument(
         "--slowdown",
         type=float,
         default=1.0,
         metavar="X",
-        help="multiply all step times by this, as a margin for a machine whose speed varies (default: 1)",
+        help="multiply all step times by this, as a margin for a machine whose speed varies",
     )
     group.add_argument(
         "--replicas",
         type=integer,
         default=1,
         metavar="N",
-        help="such servers behind a router, each with its own cache; rates are those of all (default: 1)",
+        help="such servers behind a router, each with its own cache; rates are those of all",
     )
     group.add_argument(
         "--router",
@@ -108,9 +104,7 @@ def add_traffic(group: argparse._ArgumentGroup) -> None:
         help="number of requests (default: as many as the trace has, else 1000)",
     )
     add_rate_options(group)
-    group.add_argument(
-        "--rate-scale", type=float, default=1.0, metavar="X", help="multiply a trace's own rate by this (default: 1)"
-    )
+    group.add_argument("--rate-scale", type=float, default=1.0, metavar="X", help="multiply a trace's own rate by this")
     group.add_argument(
         "--concurrency",
         type=integer,
@@ -122,7 +116,7 @@ def add_traffic(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=0.0,
         metavar="SECONDS",
-        help="mean think time of those users between requests, exponentially distributed (default: 0)",
+        help="mean think time of those users between requests, exponentially distributed",
     )
     add_length_options(group, " without a trace")
     group.add_argument("--prefix-len", metavar="LENGTHS", help="tokens of a shared prefix that each prompt begins with")
@@ -131,14 +125,10 @@ def add_traffic(group: argparse._ArgumentGroup) -> None:
         type=integer,
         default=1,
         metavar="N",
-        help="number of shared prefixes; the i-th is as frequent as 1/i (default: 1)",
+        help="number of shared prefixes; the i-th is as frequent as 1/i",
     )
     group.add_argument(
-        "--scale-lengths",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="multiply all lengths of a trace by this (default: 1)",
+        "--scale-lengths", type=float, default=1.0, metavar="X", help="multiply all lengths of a trace by this"
     )
     group.add_argument(
         "--tenants",
@@ -172,7 +162,7 @@ def add_questions(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=99.0,
         metavar="P",
-        help="percentile that must meet the targets (default: 99). --itl-slo-ms also limits chunks, as in octavo serve",
+        help="percentile that must meet the targets; --itl-slo-ms also limits chunks, as in octavo serve",
     )
     group.add_argument(
         "--sweep",

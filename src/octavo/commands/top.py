@@ -36,13 +36,7 @@ _KINDS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnecti
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "url",
-        nargs="?",
-        default="http://127.0.0.1:8000",
-        metavar="URL",
-        help="URL of the server (default: %(default)s)",
-    )
+    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", metavar="URL", help="URL of the server")
     parser.add_argument(
         "--admin-key", metavar="KEY", help="admin key, if the server has API keys (default: $OCTAVO_ADMIN_KEY)"
     )

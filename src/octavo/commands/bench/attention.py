@@ -21,7 +21,6 @@ DESCRIPTION = "Time decode and prefill attention at several block sizes in turns
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    default = "512,1024,2048,4096,8192,16384"
     parser.add_argument(
         "--kind", choices=KINDS, action="append", help="what to time; may be given twice (default: both)"
     )
@@ -32,14 +31,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="implementation to time; may be given twice (default: native where it runs, and reference)",
     )
     parser.add_argument(
-        "--contexts", type=positives, default=default, metavar="N,…", help=f"tokens of context (default: {default})"
+        "--contexts",
+        type=positives,
+        default="512,1024,2048,4096,8192,16384",
+        metavar="N,…",
+        help="tokens of context",
     )
     parser.add_argument(
         "--block-sizes",
         type=block_sizes,
         default="16,32,max",
         metavar="N|max,…",
-        help="tokens per block; max: one block (default: 16,32,max)",
+        help="tokens per block; max: one block",
     )
     parser.add_argument(
         "--heads",
@@ -51,18 +54,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         default="bfloat16",
         choices=tuple(KV_FORMATS),
-        help="format of keys and values; with a codec, queries are bfloat16 (default: bfloat16)",
+        help="format of keys and values; with a codec, queries are bfloat16",
     )
     parser.add_argument(
         "--decode-tokens",
         type=positive,
         default=16384,
         metavar="N",
-        help="tokens of context of all sequences together, in decodes (default: 16384)",
+        help="tokens of context of all sequences together, in decodes",
     )
-    parser.add_argument(
-        "--chunk", type=positive, default=2048, metavar="N", help="new tokens in prefills (default: 2048)"
-    )
+    parser.add_argument("--chunk", type=positive, default=2048, metavar="N", help="new tokens in prefills")
     parser.add_argument(
         "--working-set-mib",
         type=positive,
@@ -70,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="size of the working set that is cycled through, in MiB (default: 256, which is read from DRAM)",
     )
-    parser.add_argument("--seconds", type=float, default=1.0, metavar="X", help="seconds per measurement (default: 1)")
+    parser.add_argument("--seconds", type=float, default=1.0, metavar="X", help="seconds per measurement")
     parser.add_argument("--num-threads", type=thread_count, metavar="N", help="number of threads (default: all cores)")
     add_json_option(parser)
 

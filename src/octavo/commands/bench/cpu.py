@@ -24,18 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of threads to compare with one (default: all cores)",
     )
-    parser.add_argument(
-        "--seconds", type=float, default=0.5, metavar="X", help="seconds per measurement (default: 0.5)"
-    )
-    parser.add_argument(
-        "--dram-mib", type=positive, default=256, metavar="N", help="MiB to read from DRAM (default: 256)"
-    )
-    parser.add_argument(
-        "--cache-mib", type=positive, default=4, metavar="N", help="MiB to read from cache (default: 4)"
-    )
-    parser.add_argument(
-        "--product", type=positive, default=2048, metavar="N", help="size of the square matrices (default: 2048)"
-    )
+    parser.add_argument("--seconds", type=float, default=0.5, metavar="X", help="seconds per measurement")
+    parser.add_argument("--dram-mib", type=positive, default=256, metavar="N", help="MiB to read from DRAM")
+    parser.add_argument("--cache-mib", type=positive, default=4, metavar="N", help="MiB to read from cache")
+    parser.add_argument("--product", type=positive, default=2048, metavar="N", help="size of the square matrices")
     add_json_option(parser)
 
 

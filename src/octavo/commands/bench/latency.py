@@ -14,14 +14,10 @@ DESCRIPTION = "Measure one batch: its prefill, each decode step, and how fast we
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("batch options")
-    group.add_argument(
-        "--batch-size", type=positive, default=8, metavar="N", help="number of prompts in the batch (default: 8)"
-    )
+    group.add_argument("--batch-size", type=positive, default=8, metavar="N", help="number of prompts in the batch")
     add_length_options(group, input_len="32")
-    group.add_argument("--num-iters", type=positive, default=5, metavar="N", help="timed passes (default: 5)")
-    group.add_argument(
-        "--num-iters-warmup", type=int, default=1, metavar="N", help="untimed warm-up passes (default: 1)"
-    )
+    group.add_argument("--num-iters", type=positive, default=5, metavar="N", help="timed passes")
+    group.add_argument("--num-iters-warmup", type=int, default=1, metavar="N", help="untimed warm-up passes")
     add_seed_option(group)
     group.add_argument(
         "--token-id-end", type=positive, default=workload.END_TOKEN_ID, metavar="N", help="token ids are below this"

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=8,
         metavar="N",
-        help="without --kv-cache-memory, the budget is what N sequences of max_model_len reserve (default: 8)",
+        help="without --kv-cache-memory, the budget is what N sequences of max_model_len reserve",
     )
     group.add_argument(
         "--workload",
@@ -67,11 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="factor on all lengths of a trace (default: the one with which 99 of 100 requests fit max_model_len)",
     )
     group.add_argument(
-        "--samples",
-        type=positives,
-        default="2,4,8",
-        metavar="N,…",
-        help="numbers of parallel samples to compare (default: 2,4,8)",
+        "--samples", type=positives, default="2,4,8", metavar="N,…", help="numbers of parallel samples to compare"
     )
     group.add_argument(
         "--sharing",
@@ -79,18 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also measure what parallel samples and a common prefix save (default: with --simulate)",
     )
     group.add_argument(
-        "--runs",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="report the median of N runs, with block sizes in turns (default: 1)",
+        "--runs", type=positive, default=1, metavar="N", help="report the median of N runs, with block sizes in turns"
     )
-    group.add_argument(
-        "--gb-s", type=float, default=20.0, metavar="X", help="simulated memory bandwidth in GB/s (default: 20)"
-    )
-    group.add_argument(
-        "--gflop-s", type=float, default=400.0, metavar="X", help="simulated arithmetic in GFLOP/s (default: 400)"
-    )
+    group.add_argument("--gb-s", type=float, default=20.0, metavar="X", help="simulated memory bandwidth in GB/s")
+    group.add_argument("--gflop-s", type=float, default=400.0, metavar="X", help="simulated arithmetic in GFLOP/s")
     add_seed_option(group)
     group.add_argument("--output", metavar="PATH", help="write PATH.json, PATH.md and PATH.png (needs matplotlib)")
     add_json_option(parser, "tables")

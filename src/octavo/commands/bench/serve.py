@@ -36,9 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--api-key", metavar="KEY", help="key to send as a bearer token")
     add_rate_options(group)
     group.add_argument("--max-concurrency", type=int, metavar="N", help="maximum number of requests in flight")
-    group.add_argument(
-        "--timeout", type=float, default=600.0, metavar="SECONDS", help="timeout of a request (default: 600)"
-    )
+    group.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="timeout of a request")
     group.add_argument(
         "--return-token-ids",
         action=argparse.BooleanOptionalAction,

@@ -16,7 +16,7 @@ DESCRIPTION = "Measure the throughput of a workload whose requests are all queue
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--runs", type=int, default=1, metavar="N", help="report the median of N runs (default: 1)")
+    parser.add_argument("--runs", type=int, default=1, metavar="N", help="report the median of N runs")
     add_json_option(parser)
     add_workload_options(parser)
     add_engine_options(parser, positional_model=True)

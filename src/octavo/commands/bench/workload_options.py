@@ -33,10 +33,7 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("workload options")
     source = group.add_mutually_exclusive_group()
     source.add_argument(
-        "--workload",
-        default="uniform64",
-        metavar="NAME",
-        help=f"{workload.NAMED_WORKLOADS}, or {RANDOM} (default: %(default)s)",
+        "--workload", default="uniform64", metavar="NAME", help=f"{workload.NAMED_WORKLOADS}, or {RANDOM}"
     )
     source.add_argument(
         "--trace",
@@ -48,11 +45,7 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     )
     add_length_options(group, f" of {RANDOM}")
     group.add_argument(
-        "--trace-scale-lengths",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="factor on all lengths of a trace (default: 1)",
+        "--trace-scale-lengths", type=float, default=1.0, metavar="X", help="factor on all lengths of a trace"
     )
     group.add_argument(
         "--time-scale",
@@ -69,7 +62,7 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=workload.END_TOKEN_ID,
         metavar="N",
-        help="prompt token ids are below this: lower it for a small vocabulary (default: %(default)s)",
+        help="prompt token ids are below this: lower it for a small vocabulary",
     )
 
 
