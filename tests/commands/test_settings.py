@@ -236,12 +236,3 @@ def test_serve_logs_all_options_by_source_and_no_key(
     ]
     assert lines[3].startswith("options from defaults: host=127.0.0.1 ")
     assert "sk-" not in caplog.text
-
-
-def test_serve_refuses_a_variable_it_does_not_know(
-    octavo_command: OctavoCommand, served: list[ServerConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OCTAVO_MAX_NUM_SEQ", "3")
-    code, _, err = octavo_command("serve")
-    assert (code, served) == (1, [])
-    assert "did you mean OCTAVO_MAX_NUM_SEQS?" in err

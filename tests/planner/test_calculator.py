@@ -51,32 +51,6 @@ def peak_of_a_step(model: Decoder, num_tokens: int, num_rows: int) -> int:
     return peak
 
 
-def spec_of(name: str, dtype: str = "bfloat16") -> KVCacheSpec:
-    return KVCacheSpec.build(find_shape(name).kv_layers, 16, dtype)
-
-
-def test_llama_3_1_70b_takes_320_gib_for_256_sequences_of_4096_tokens() -> None:
-    cost = SequenceCost.of(spec_of("llama-3.1-70b"), 4096, 2048)
-    assert cost.spec.bytes_per_token == 327_680
-    assert cost.num_bytes == 1_342_177_280
-    assert cost.blocks_for(256) * cost.spec.block_bytes == 320 * 2**30
-    assert round(cost.blocks_for(256) * cost.spec.block_bytes / 1e9, 1) == 343.6
-
-
-def test_grouped_query_attention_takes_86_gb_where_64_heads_would_take_687() -> None:
-    grouped = find_shape("llama-3.1-70b").kv_layers
-    ungrouped = [LayerKVSpec(64, layer.key_dim, layer.value_dim) for layer in grouped]
-    gigabytes = [
-        SequenceCost.of(KVCacheSpec.build(layers, 16, "float16"), 8192, 2048).num_bytes * 32 / 1e9
-        for layers in (grouped, ungrouped)
-    ]
-    assert [round(gigabytes[0], 1), round(gigabytes[1])] == [85.9, 687]
-
-
-def test_llama_2_7b_takes_524288_bytes_a_token() -> None:
-    assert spec_of("llama-2-7b", "float16").bytes_per_token == 524_288
-
-
 def test_a_budget_bounds_a_sequences_blocks_whatever_its_length() -> None:
     spec = KVCacheSpec.build([LayerKVSpec(2, 64, 64)] * 2, 16, "bfloat16")
     budget = KVBudget(mode="sinks", tokens=64)
@@ -96,12 +70,6 @@ def test_sparse_reads_keep_all_tokens_and_the_bounds_of_keys_after_the_second_la
     cost = SequenceCost.of(spec, 200, 1, budget)
     assert (cost.blocks, KVArena(spec, 3).nbytes) == (13, 3 * spec.block_bytes)
     assert SequenceCost.of(spec, 160, 1, budget).waste == 0
-
-
-def test_150_tokens_take_10_blocks_of_16_and_waste_a_sixteenth() -> None:
-    cost = SequenceCost.of(spec_of("llama-3.1-70b"), 150, 2048)
-    assert cost.blocks == 10
-    assert cost.waste == pytest.approx(10 / 160)
 
 
 @given(

@@ -14,7 +14,6 @@ from octavo.checkpoint.hf_config import hf_model_config
 from octavo.checkpoint.model_config import ExpertsConfig, LayerDescription, ModelConfig, RopeConfig
 from octavo.checkpoint.share import kv_heads_of, query_heads_of
 from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
-from octavo.kvcache.spec import LayerKVSpec
 from octavo.models.loader import expected_shapes
 from octavo.models.transformers_bridge import TransformersModel
 from octavo.planner.known_models import KNOWN_MODELS
@@ -227,9 +226,3 @@ def test_an_unknown_model_is_refused_with_the_nearest_names() -> None:
         find_shape("llma-3.1-70b")
     with pytest.raises(ModelNotFoundError, match="well-known model; give a folder"):
         find_shape("no such/thing at all")
-
-
-def test_deepseeks_cache_holds_latents() -> None:
-    shape = find_shape("deepseek-v3")
-    assert shape.kv_layers[0] == LayerKVSpec(1, 512 + 64, 512, latent=True)
-    assert "that all 128 heads share; the last 512" in shape.notes[0]

@@ -7,15 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from octavo.sampling_params import SamplingParams
-from tests.server.conftest import Running
-
 MESSAGES = [{"role": "user", "content": "tell me a poem"}]
-
-
-def expected(server: Running, prompt: list[int], **params: Any) -> str:
-    answer = server.engine.answer(prompt, SamplingParams(**params), 0)
-    return "".join(delta.text for delta in answer)
 
 
 def test_the_client_lists_and_retrieves_models(client: openai.OpenAI) -> None:
@@ -23,14 +15,6 @@ def test_the_client_lists_and_retrieves_models(client: openai.OpenAI) -> None:
     assert client.models.retrieve("fake").owned_by == "octavo"
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.models.retrieve("other/model")
-
-
-def test_a_completion_is_what_the_engine_generates(client: openai.OpenAI, server: Running) -> None:
-    answer = client.completions.create(model="fake", prompt=[1, 2, 3], max_tokens=7, temperature=0)
-    assert answer.choices[0].text == expected(server, [1, 2, 3], max_tokens=7, temperature=0.0)
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.usage is not None
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (3, 7, 10)
 
 
 def test_a_completion_streams_the_same_text(client: openai.OpenAI) -> None:
@@ -62,13 +46,6 @@ def test_the_clients_own_stream_accumulator_reads_a_chat(client: openai.OpenAI) 
     assert all(choice.message.content for choice in final.choices)
 
 
-def test_cached_tokens_are_reported_also_when_there_are_none(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "fake", "prompt": "a prompt seen twice", "max_tokens": 1}
-    usages = [client.completions.create(**asked).usage for _ in range(2)]
-    cached = [usage.prompt_tokens_details.cached_tokens for usage in usages]
-    assert cached == [0, len("a prompt seen twice")]
-
-
 def test_an_answer_larger_than_one_write_arrives_whole(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="fake", prompt="x", max_tokens=4000, logprobs=5)
     assert len(answer.choices[0].text) == 4000
@@ -82,11 +59,3 @@ def test_errors_become_the_clients_exceptions(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="gpt-4", messages=MESSAGES)  # type: ignore[arg-type]
     assert missing.value.code == "model_not_found"
-
-
-@pytest.mark.anyio
-async def test_the_asynchronous_client_streams(server: Running) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused") as client:
-        stream = await client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=4, stream=True)  # type: ignore[arg-type]
-        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-    assert len(text) == 4

@@ -13,7 +13,7 @@ from octavo.server.answers.generation import Usage
 from octavo.server.bodies.prompts import EncodedPrompt
 from octavo.server.errors import ApiError
 from octavo.server.keys import Client
-from octavo.server.quotas import MAX_SHOWN_TENANTS, OTHERS, Bucket, Quotas
+from octavo.server.quotas import Bucket, Quotas
 from tests.kvcache.caches import Clock
 from tests.server.conftest import Running, wait_until
 from tests.server.fake_engine import FakeEngine
@@ -83,14 +83,6 @@ def test_a_prompt_larger_than_the_rate_is_served_and_paid_for(quotas: Quotas, cl
     serve(quotas, client, prompt=1)
 
 
-def test_no_more_run_at_once_than_may_and_one_that_ended_makes_room(quotas: Quotas) -> None:
-    client = Client(tenant="ada", max_concurrency=2)
-    first, _ = quotas.enter(client), quotas.enter(client)
-    assert retry_after(quotas, client) == 1
-    first.end()
-    quotas.enter(client)
-
-
 def test_a_tenant_without_a_limit_leaves_connections_to_others(clock: Clock) -> None:
     quotas = Quotas(clock, max_requests=3)
     charges = [quotas.enter(Client(tenant="ada")) for _ in range(3)]
@@ -124,14 +116,6 @@ def test_a_reread_limit_counts_at_once(quotas: Quotas) -> None:
     assert retry_after(quotas, Client(tenant="ada", requests_per_minute=1)) == 60
     serve(quotas, Client(tenant="ada", requests_per_minute=2))
     serve(quotas, Client(tenant="ada"))
-
-
-def test_the_tenants_that_are_shown_by_name_are_bounded(quotas: Quotas) -> None:
-    for number in range(MAX_SHOWN_TENANTS + 5):
-        serve(quotas, Client(tenant=f"t{number}"), prompt=2, output=3)
-    shown = quotas.shown()
-    assert len(shown) == MAX_SHOWN_TENANTS + 1
-    assert (shown[OTHERS].requests, shown[OTHERS].prompt_tokens, shown[OTHERS].completion_tokens) == (5, 10, 15)
 
 
 KEYS = """

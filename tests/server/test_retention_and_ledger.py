@@ -206,12 +206,6 @@ def test_without_an_admin_key_debug_says_how_to_get_one(monkeypatch: pytest.Monk
         assert "--admin-key" in error_of(response)["message"]
 
 
-def test_an_api_key_does_not_open_debug() -> None:
-    with real_server({"admin_key": "admin-key", "api_key": ["client"]}, num_blocks=64) as guarded:
-        assert guarded.client.get("/debug/kv", headers={"Authorization": "Bearer client"}).status_code == 401
-        assert guarded.client.get("/debug/kv", headers=ADMIN).status_code == 200
-
-
 def test_the_ledger_tells_a_client_why_its_prompt_was_not_cached(real: RealServer) -> None:
     def ledger(prompt: list[int], **fields: Any) -> dict[str, Any]:
         answer = real.complete(prompt, max_tokens=1, octavo={"ledger": True}, **fields)

@@ -8,12 +8,11 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from octavo.request_limits import DEFAULT_LIMITS
-from tests.server.conftest import Running, wait_until
+from tests.server.conftest import Running
 from tests.server.fake_engine import VOCAB_SIZE, FakeEngine
 
 PATH = "/v1/completions"
@@ -101,11 +100,6 @@ def test_a_prompt_over_the_context_is_refused_with_the_numbers(server: Running, 
 def test_one_prompt_too_long_refuses_them_all(server: Running) -> None:
     error = server.error(PATH, {"prompt": ["x", "y" * 5000, "z"], "max_tokens": 2000}, 400)
     assert error["code"] == "context_length_exceeded"
-
-
-def test_more_than_the_engine_can_ever_hold_is_refused(start_server: Any) -> None:
-    server = start_server(FakeEngine(max_num_seqs=2))
-    assert server.error(PATH, {"prompt": "x", "n": 3}, 400)["code"] == "capacity_exceeded"
 
 
 @pytest.mark.parametrize(
@@ -246,17 +240,6 @@ class TestLargeBodies:
 class TestEngineFailures:
     """What the client hears when it is not the client's fault."""
 
-    def test_a_dead_engine_is_a_503_everywhere(self, start_server: Callable[..., Running]) -> None:
-        server = start_server()
-        assert server.client.get("/health").status_code == 200
-        server.engine.is_alive = False
-        health = server.client.get("/health")
-        assert (health.status_code, health.json()["error"]["code"]) == (503, "engine_dead")
-        for stream in (False, True):
-            error = server.error(PATH, {"prompt": "x", "stream": stream}, 503)
-            assert error["code"] == "engine_dead"
-            assert "restart" in error["message"]
-
     def test_an_unforeseen_error_is_a_500_that_keeps_its_insides_for_the_log(
         self, start_server: Callable[..., Running], caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -292,11 +275,3 @@ class TestEngineFailures:
             stream = client.completions.create(model="fake", prompt="x", stream=True)
             with pytest.raises(openai.APIError, match="engine has stopped"):
                 list(stream)
-
-
-def test_a_request_that_is_no_http_does_not_disturb_the_others(server: Running) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
-        connection.sendall(b"\x16\x03\x01 not http\r\n\r\n")
-        assert b" 400 " in connection.recv(65536)
-    assert httpx.get(f"{server.url}/health").status_code == 200
-    wait_until(lambda: not server.engine.running)
