@@ -13,14 +13,15 @@ from starlette.responses import Response
 
 from octavo.errors import RequestError, shown
 from octavo.server.access import client_of
-from octavo.server.answers.generation import AT_ONCE, Answer, Job
+from octavo.server.answers.generation import AT_ONCE, Answer, Job, Read
+from octavo.server.answers.logprobs import TokenTexts
 from octavo.server.apis import api_of, new_id
 from octavo.server.bodies.body_reader import frame
 from octavo.server.bodies.fields import RequestBody
 from octavo.server.bodies.foreign_fields import header_value
 from octavo.server.bodies.local_reader import LocalApisReader
 from octavo.server.bodies.openai_bodies import OLDEST_MESSAGES
-from octavo.server.bodies.read_bodies import EmbeddingRequest, ReadAnswer, ReadRequest
+from octavo.server.bodies.read_bodies import EmbeddingRequest, ReadAnswer
 from octavo.server.bodies.reader_pool import ReaderPool
 from octavo.server.config import ServerConfig
 from octavo.server.engine_client import EngineClient, TokenizerLike
@@ -97,6 +98,7 @@ class Handling:
         self._ignored = IgnoredFields()
         self._engine = engine
         # Shared by all bodies with several prompts.
+        self._texts = TokenTexts(engine)
         self._turnstile = Turnstile(AT_ONCE, lambda: engine.is_planning, lambda: engine.is_stepping)
         limits = config.server_limits
         self.intake = BodyIntake(limits.max_body_size, limits.max_total_body_size)
@@ -116,7 +118,7 @@ class Handling:
         framed = frame(method.encode(), given, raw[: len(raw) - len(given)])
         return await self.reading.read("given", *framed, tenant=tenant)
 
-    def job(self, request: Request, read: ReadRequest, prefix: str) -> Job:
+    def job(self, request: Request, read: Read, prefix: str) -> Job[Read]:
         """Return the engine requests of a body that was read, whose response's id begins with `prefix`.
 
         Raises:
@@ -132,14 +134,17 @@ class Handling:
             kv_hint=self.routed.kv_hint(request.headers),
             pooling=self._engine.info.pooling if isinstance(read, EmbeddingRequest) else None,
         )
-        return Job(read.model, read.prompts, read.params, context, turnstile=self._turnstile)
+        return Job(self._engine, read, context, self._texts, turnstile=self._turnstile)
+
+    async def answer(
+        self, request: Request, method: str, prefix: str, make_answer: Callable[[Job[Any]], Answer[Any]]
+    ) -> Response:
+        """Read the request's body by `BodyReader.<method>`, and send the answer that is made of its job."""
+        read = await self.read(request, method)
+        return await self.respond(request, make_answer(self.job(request, read, prefix)))
 
     async def respond(
-        self,
-        request: Request,
-        read: ReadRequest,
-        answer: Answer,
-        error_event: Callable[[ApiError], bytes] | None = None,
+        self, request: Request, answer: Answer[Any], error_event: Callable[[ApiError], bytes] | None = None
     ) -> Response:
         """Send the answer, whole or, if the body asks for one, as a stream.
 
@@ -147,9 +152,10 @@ class Handling:
             error_event: formats an error as an event of the stream; if None, as the request's API does.
         """
         charge_of(request.scope).begin(answer.usage)
-        if not read.sent.streams:
+        sent: RequestBody = answer.job.read.sent
+        if not sent.streams:
             whole = WholeAnswer(await self._in_flight.run(request.receive, answer.whole()))
-            return self._ignored.add_header(read.sent, whole)
+            return self._ignored.add_header(sent, whole)
         api = api_of(request.scope)
         stream = EventStream(
             answer.events(),
@@ -157,7 +163,7 @@ class Handling:
             error_event or (lambda error: api.error_event(error.status, error.fields())),
             api.stream,
         )
-        return self._ignored.add_header(read.sent, stream)
+        return self._ignored.add_header(sent, stream)
 
     def respond_read(self, read: ReadAnswer) -> Response:
         """Send what answers a body without the engine."""

@@ -16,7 +16,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.access import client_of
 from octavo.server.answer_json import dumps, event, json_pieces, weight_of
 from octavo.server.answers.generation import Answer, Job, Usage, seconds_of
-from octavo.server.answers.logprobs import TokenTexts, chat_logprobs
+from octavo.server.answers.logprobs import chat_logprobs
 from octavo.server.apis import LLAMACPP_DEFAULTS
 from octavo.server.bodies.local_bodies import InfillBody, LlamaCppBody
 from octavo.server.bodies.read_bodies import CompletionRequest
@@ -25,15 +25,14 @@ from octavo.server.handling import Handling
 from octavo.server.route import Handlers, get, json_response, post
 
 
-class LlamaCppAnswer(Answer):
+class LlamaCppAnswer(Answer[CompletionRequest]):
     """One completion; several prompts become a list of answers."""
 
-    def __init__(self, engine: EngineClient, texts: TokenTexts, read: CompletionRequest, job: Job) -> None:
-        super().__init__(engine, job)
-        assert isinstance(read.origin, LlamaCppBody)
-        self._texts = texts
-        self._body = read.origin
-        self._usages = [Usage([prompt]) for prompt in read.prompts]
+    def __init__(self, job: Job[CompletionRequest]) -> None:
+        super().__init__(job)
+        assert isinstance(job.read.origin, LlamaCppBody)
+        self._body = job.read.origin
+        self._usages = [Usage([prompt]) for prompt in job.read.prompts]
 
     def weight(self, output: RequestOutput) -> int:
         # The last part repeats the prompt.
@@ -79,7 +78,7 @@ class LlamaCppAnswer(Answer):
 
     def _probabilities(self, completion: CompletionOutput) -> list[dict[str, Any]]:
         given = completion.logprobs or []
-        entries = chat_logprobs(self._texts, completion.token_ids, given)["content"] or []
+        entries = chat_logprobs(self.job.texts, completion.token_ids, given)["content"] or []
         for token_id, logprobs, entry in zip(completion.token_ids, given, entries, strict=True):
             entry["id"] = token_id
             for (other, _), alternative in zip(logprobs.top, entry["top_logprobs"], strict=True):
@@ -91,18 +90,18 @@ class LlamaCppAnswer(Answer):
         return {"tokens_predicted": usage.completion_tokens, "tokens_evaluated": usage.prompt_tokens}
 
     def _ending(self, index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-        prompt = self.job.prompts[index]
+        prompt = self.job.read.prompts[index]
         text = prompt.text
         if text is None:
-            text = self._engine.tokenizer.decode(list(prompt.token_ids), False)
+            text = self.job.engine.tokenizer.decode(list(prompt.token_ids), False)
         word = completion.stop_reason if isinstance(completion.stop_reason, str) else ""
         return {
             "id_slot": -1,
             "stop": True,
-            "model": self.job.model,
+            "model": self.job.read.model,
             **self._counts(index),
             "tokens_cached": self._usages[index].cached_tokens,
-            "generation_settings": settings(self.job.params),
+            "generation_settings": settings(self.job.read.params),
             "prompt": text,
             "truncated": False,
             "stop_type": _stop_type(completion, word),
@@ -182,23 +181,17 @@ class LlamaCppApi(Handlers):
     def __init__(self, engine: EngineClient, handling: Handling) -> None:
         self._engine = engine
         self._handling = handling
-        self._texts = TokenTexts(engine)
 
     @post("/completion", "LlamaCppCompletion", LlamaCppBody)
     @post("/completions", "LlamaCppCompletion", LlamaCppBody)
     async def create_completion(self, request: Request) -> Response:
         """Continue a prompt, by llama.cpp's API."""
-        return await self._completion(request, "llamacpp_completion")
+        return await self._handling.answer(request, "llamacpp_completion", "cmpl", LlamaCppAnswer)
 
     @post("/infill", "LlamaCppCompletion", InfillBody)
     async def fill_in(self, request: Request) -> Response:
         """Text between a prefix and a suffix, by llama.cpp's API."""
-        return await self._completion(request, "llamacpp_infill")
-
-    async def _completion(self, request: Request, method: str) -> Response:
-        read: CompletionRequest = await self._handling.read(request, method)
-        answer = LlamaCppAnswer(self._engine, self._texts, read, self._handling.job(request, read, "cmpl"))
-        return await self._handling.respond(request, read, answer)
+        return await self._handling.answer(request, "llamacpp_infill", "cmpl", LlamaCppAnswer)
 
     @get("/slots", "LlamaCppSlots")
     async def list_slots(self, request: Request) -> Response:

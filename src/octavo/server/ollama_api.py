@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -21,7 +22,7 @@ from octavo.server.answer_json import ascii_bytes, dumps, json_bytes, json_piece
 from octavo.server.answers.chat import BlockKind, Change, Closed, Grew, SingleChat
 from octavo.server.answers.completions import EmbeddingAnswer
 from octavo.server.answers.generation import Job, Usage, seconds_of
-from octavo.server.answers.logprobs import TokenTexts, chat_logprobs
+from octavo.server.answers.logprobs import chat_logprobs
 from octavo.server.apis import OLLAMA
 from octavo.server.bodies.local_bodies import (
     OllamaChatBody,
@@ -43,14 +44,13 @@ from octavo.server.route import Handlers, get, json_response, post
 class OllamaAnswer(SingleChat):
     """One answer of `/api/chat` or `/api/generate`; a stream has lines of JSON."""
 
-    def __init__(self, engine: EngineClient, texts: TokenTexts, read: ChatRequest, job: Job, began: float) -> None:
-        super().__init__(engine, read, job)
-        assert isinstance(read.origin, OllamaGenerationBody)
-        self._body = read.origin
-        self._texts = texts
+    def __init__(self, job: Job[ChatRequest], began: float) -> None:
+        super().__init__(job)
+        assert isinstance(job.read.origin, OllamaGenerationBody)
+        self._body = job.read.origin
         self._began = began
         # The tokens of the answer, which `/api/generate` returns as a context for the next one.
-        self._keeps_context = isinstance(read.origin, OllamaGenerateBody) and not read.origin.raw
+        self._keeps_context = isinstance(self._body, OllamaGenerateBody) and not self._body.raw
         self._token_ids: list[int] = []
 
     def weight(self, output: RequestOutput) -> int:
@@ -74,7 +74,7 @@ class OllamaAnswer(SingleChat):
         return b"".join(lines)
 
     def _head(self) -> dict[str, Any]:
-        return {"model": self.job.model, "created_at": now()}
+        return {"model": self.job.read.model, "created_at": now()}
 
     def _payload(self, output: RequestOutput, *, in_stream: bool = False) -> dict[str, Any]:
         """Return what an output says; in a stream, nothing if it says nothing."""
@@ -83,7 +83,7 @@ class OllamaAnswer(SingleChat):
         if self._keeps_context:
             self._token_ids += completion.token_ids
         if completion.logprobs:
-            parts["logprobs"] = chat_logprobs(self._texts, completion.token_ids, completion.logprobs)["content"]
+            parts["logprobs"] = chat_logprobs(self.job.texts, completion.token_ids, completion.logprobs)["content"]
         if in_stream and not parts:
             return {}
         # Log-probabilities go next to the message, everything else into it.
@@ -144,8 +144,8 @@ def _nanoseconds(seconds: float) -> int:
 class OllamaEmbedAnswer(EmbeddingAnswer):
     """One answer of `/api/embed` or, with `is_single`, of its older form."""
 
-    def __init__(self, engine: EngineClient, job: Job, began: float, *, is_single: bool) -> None:
-        super().__init__(engine, job)
+    def __init__(self, job: Job[EmbeddingRequest], began: float, *, is_single: bool) -> None:
+        super().__init__(job)
         self._began = began
         self._is_single = is_single
 
@@ -154,7 +154,7 @@ class OllamaEmbedAnswer(EmbeddingAnswer):
         vectors = [json_bytes(vector) for vector in self.vectors(outputs)]
         if self._is_single:
             return [b'{"embedding":', *(vectors or [b"[]"]), b"}"]
-        pieces = [json_bytes({"model": self.job.model})[:-1] + b',"embeddings":[']
+        pieces = [json_bytes({"model": self.job.read.model})[:-1] + b',"embeddings":[']
         pieces += [b"," * bool(index) + vector for index, vector in enumerate(vectors)]
         payload = {"total_duration": _nanoseconds(time.monotonic() - self._began), "load_duration": 0}
         return [*pieces, b"]," + json_bytes({**payload, "prompt_eval_count": self.usage.prompt_tokens})[1:]]
@@ -176,7 +176,6 @@ class OllamaApi(Handlers):
     def __init__(self, engine: EngineClient, handling: Handling) -> None:
         self._engine = engine
         self._handling = handling
-        self._texts = TokenTexts(engine)
         self._started = now()
         # Ollama's command shows the first twelve characters, and fails where there are fewer.
         identity = f"{engine.info.model_name} {engine.info.architecture} {engine.info.weight_bytes}"
@@ -197,9 +196,8 @@ class OllamaApi(Handlers):
         read: ChatRequest | ReadAnswer = await self._handling.read(request, method)
         if isinstance(read, ReadAnswer):
             return self._handling.respond_read(read)
-        job = self._handling.job(request, read, "ollama")
-        answer = OllamaAnswer(self._engine, self._texts, read, job, began)
-        return await self._handling.respond(request, read, answer)
+        answer = OllamaAnswer(self._handling.job(request, read, "ollama"), began)
+        return await self._handling.respond(request, answer)
 
     @post("/api/embed", "OllamaEmbeddings", OllamaEmbedBody)
     async def embed(self, request: Request) -> Response:
@@ -212,11 +210,8 @@ class OllamaApi(Handlers):
         return await self._embedding(request, "ollama_embeddings", is_single=True)
 
     async def _embedding(self, request: Request, method: str, *, is_single: bool) -> Response:
-        began = time.monotonic()
-        read: EmbeddingRequest = await self._handling.read(request, method)
-        job = self._handling.job(request, read, "embd")
-        answer = OllamaEmbedAnswer(self._engine, job, began, is_single=is_single)
-        return await self._handling.respond(request, read, answer)
+        answer = partial(OllamaEmbedAnswer, began=time.monotonic(), is_single=is_single)
+        return await self._handling.answer(request, method, "embd", answer)
 
     @post("/api/show", "OllamaModel", OllamaModelBody)
     async def show(self, request: Request) -> Response:

@@ -15,14 +15,13 @@ from octavo.server.access import client_of
 from octavo.server.answer_json import json_bytes
 from octavo.server.answers.chat import ChatAnswer
 from octavo.server.answers.completions import CompletionAnswer, EmbeddingAnswer
-from octavo.server.answers.logprobs import TokenTexts
 from octavo.server.answers.messages import MessagesAnswer
 from octavo.server.answers.responses import ResponseAnswer, ResponseStore, StoredResponse
 from octavo.server.apis import ANTHROPIC, api_of
 from octavo.server.bodies.body_reader import frame
 from octavo.server.bodies.messages_body import CountTokensBody, MessagesBody
 from octavo.server.bodies.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
-from octavo.server.bodies.read_bodies import ChatRequest, CompletionRequest, EmbeddingRequest, FollowUp
+from octavo.server.bodies.read_bodies import ChatRequest, FollowUp
 from octavo.server.bodies.responses_body import PAGE_QUERY, ResponsesBody
 from octavo.server.config import ServerConfig
 from octavo.server.engine_client import EngineClient
@@ -39,39 +38,30 @@ class OpenAIApi(Handlers):
         self._handling = handling
         self._names = handling.names
         self._created = int(time.time())
-        self._texts = TokenTexts(engine)
         self._responses = ResponseStore(config.server_limits.max_stored_responses)
 
     @post("/v1/completions", "Completion", CompletionBody)
     async def create_completion(self, request: Request) -> Response:
         """Continue one or several prompts."""
-        read: CompletionRequest = await self._handling.read(request, "completion")
-        job = self._handling.job(request, read, "cmpl")
-        return await self._handling.respond(request, read, CompletionAnswer(self._engine, self._texts, read, job))
+        return await self._handling.answer(request, "completion", "cmpl", CompletionAnswer)
 
     @post("/v1/chat/completions", "ChatCompletion", ChatBody)
     async def create_chat_completion(self, request: Request) -> Response:
         """Answer a chat."""
-        read: ChatRequest = await self._handling.read(request, "chat")
-        job = self._handling.job(request, read, "chatcmpl")
-        return await self._handling.respond(request, read, ChatAnswer(self._engine, self._texts, read, job))
+        return await self._handling.answer(request, "chat", "chatcmpl", ChatAnswer)
 
     @post("/v1/embeddings", "EmbeddingList", EmbeddingBody)
     async def create_embeddings(self, request: Request) -> Response:
         """An embedding of each input."""
-        read: EmbeddingRequest = await self._handling.read(request, "embedding")
-        job = self._handling.job(request, read, "embd")
-        answer = EmbeddingAnswer(self._engine, job, as_base64=read.body.encoding_format == "base64")
-        return await self._handling.respond(request, read, answer)
+        return await self._handling.answer(request, "embedding", "embd", EmbeddingAnswer)
 
     @post("/v1/responses", "Response", ResponsesBody)
     async def create_response(self, request: Request) -> Response:
         """Answer a chat, by OpenAI's responses API."""
         tenant = client_of(request.scope).tenant
         read = await self._read_response(request, tenant)
-        job, store = self._handling.job(request, read, "resp"), partial(self._responses.put, tenant)
-        answer = ResponseAnswer(self._engine, self._texts, read, job, store)
-        return await self._handling.respond(request, read, answer, answer.error_event)
+        answer = ResponseAnswer(self._handling.job(request, read, "resp"), partial(self._responses.put, tenant))
+        return await self._handling.respond(request, answer, answer.error_event)
 
     @post("/v1/responses/input_tokens", "InputTokens", ResponsesBody)
     async def count_input_tokens(self, request: Request) -> Response:
@@ -143,9 +133,7 @@ class OpenAIApi(Handlers):
     @post("/v1/messages", "Message", MessagesBody)
     async def create_message(self, request: Request) -> Response:
         """Answer a chat, by Anthropic's API."""
-        read: ChatRequest = await self._handling.read(request, "message")
-        answer = MessagesAnswer(self._engine, read, self._handling.job(request, read, "msg"))
-        return await self._handling.respond(request, read, answer)
+        return await self._handling.answer(request, "message", "msg", MessagesAnswer)
 
     @post("/v1/messages/count_tokens", "TokenCount", CountTokensBody)
     async def count_tokens(self, request: Request) -> Response:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -25,23 +25,14 @@ from octavo.server.answers.logprobs import TokenTexts
 from octavo.server.bodies.openai_bodies import CompletionBody
 from octavo.server.bodies.prompts import EncodedPrompt
 from octavo.server.bodies.read_bodies import CompletionRequest
-from octavo.server.engine_client import EngineClient
 from octavo.server.http.turnstile import Turnstile
 from tests.engine.tiny_engine import tiny_core
 from tests.server.fake_engine import FakeEngine
 
 NUM_PROMPTS = 200
+PARAMS = SamplingParams(max_tokens=1)
 
 pytestmark = pytest.mark.anyio
-
-
-def answer_to(engine: EngineClient, read: CompletionRequest) -> CompletionAnswer:
-    job = Job(read.model, read.prompts, read.params, RequestContext(request_id="cmpl-1"))
-    return CompletionAnswer(engine, TokenTexts(engine), read, job)
-
-
-def as_client(engine: Any) -> EngineClient:
-    return cast(EngineClient, engine)
 
 
 class EndlessEngine(FakeEngine):
@@ -81,15 +72,24 @@ class EndlessEngine(FakeEngine):
             await asyncio.sleep(0)
 
 
-def job() -> Job:
-    prompts = [EncodedPrompt([1]) for _ in range(NUM_PROMPTS)]
-    return Job("fake", prompts, SamplingParams(max_tokens=1), RequestContext(request_id="cmpl-1"))
+def job(
+    engine: Any, num_prompts: int = NUM_PROMPTS, params: SamplingParams = PARAMS, request_id: str = "cmpl-1"
+) -> Job[CompletionRequest]:
+    logprobs = params.prompt_logprobs
+    read = CompletionRequest(
+        body=CompletionBody(prompt=None, sampling={} if logprobs is None else {"prompt_logprobs": logprobs}),
+        model="fake",
+        params=params,
+        prompts=[EncodedPrompt([1, 2, 3]) for _ in range(num_prompts)],
+        cache_salt="",
+    )
+    return Job(engine, read, RequestContext(request_id=request_id), TokenTexts(engine))
 
 
 async def test_many_prompts_are_started_and_given_up_a_few_at_a_time() -> None:
     engine = EndlessEngine()
     watching = asyncio.ensure_future(engine.watch())
-    task = asyncio.ensure_future(job().results(as_client(engine)))
+    task = asyncio.ensure_future(job(engine).results())
     while len(engine.running) < NUM_PROMPTS:
         await asyncio.sleep(0)
     task.cancel()
@@ -104,11 +104,8 @@ async def test_the_prompts_of_many_bodies_share_their_turns() -> None:
     engine = EndlessEngine()
     watching = asyncio.ensure_future(engine.watch())
     turnstile = Turnstile(AT_ONCE)
-    jobs = [replace(job(), turnstile=turnstile) for _ in range(5)]
-    tasks = [
-        asyncio.ensure_future(replace(one, context=RequestContext(request_id=f"cmpl-{i}")).results(as_client(engine)))
-        for i, one in enumerate(jobs)
-    ]
+    jobs = [replace(job(engine, request_id=f"cmpl-{i}"), turnstile=turnstile) for i in range(5)]
+    tasks = [asyncio.ensure_future(each.results()) for each in jobs]
     while len(engine.running) < 5 * NUM_PROMPTS:
         await asyncio.sleep(0)
     for task in tasks:
@@ -121,7 +118,7 @@ async def test_the_prompts_of_many_bodies_share_their_turns() -> None:
 
 async def test_a_second_cancellation_leaves_nothing_running() -> None:
     engine = EndlessEngine()
-    task = asyncio.ensure_future(job().results(as_client(engine)))
+    task = asyncio.ensure_future(job(engine).results())
     while len(engine.running) < NUM_PROMPTS:
         await asyncio.sleep(0)
     task.cancel()
@@ -148,15 +145,7 @@ async def test_the_answer_to_many_prompts_is_put_together_off_the_event_loop(
     monkeypatch.setattr(completions, "json_pieces", noting)
     engine = FakeEngine()
     await engine.start()
-    body = CompletionBody(prompt=None)
-    read = CompletionRequest(
-        body=body,
-        model="fake",
-        params=SamplingParams(max_tokens=1),
-        prompts=[EncodedPrompt([1]) for _ in range(num_prompts)],
-        cache_salt="",
-    )
-    answer = answer_to(as_client(engine), read)
+    answer = CompletionAnswer(job(engine, num_prompts))
     assert b"".join(await answer.whole()).count(b'"finish_reason"') == num_prompts
     assert [thread is not threading.current_thread() for thread in threads] == [in_a_thread]
 
@@ -164,7 +153,7 @@ async def test_the_answer_to_many_prompts_is_put_together_off_the_event_loop(
 async def test_a_stream_of_many_prompts_closes_what_it_began() -> None:
     engine = FakeEngine(step_seconds=0.001)
     await engine.start()
-    async with aclosing(job().stream(as_client(engine), OutputKind.DELTA)) as outputs:
+    async with aclosing(job(engine).stream(OutputKind.DELTA)) as outputs:
         await anext(outputs)
     assert not engine.running
 
@@ -194,10 +183,7 @@ def test_long_lists_are_emptied_a_few_at_a_time() -> None:
 async def test_prompt_logprobs_are_let_go_in_a_thread_once_they_are_told() -> None:
     engine = FakeEngine()
     await engine.start()
-    body = CompletionBody(prompt=None, sampling={"prompt_logprobs": 2})
-    params = SamplingParams(max_tokens=1, prompt_logprobs=2)
-    read = CompletionRequest(body=body, model="fake", params=params, prompts=[EncodedPrompt([1, 2, 3])], cache_salt="")
-    answer = answer_to(as_client(engine), read)
+    answer = CompletionAnswer(job(engine, 1, SamplingParams(max_tokens=1, prompt_logprobs=2)))
     (choice,) = json.loads(b"".join(await answer.whole()))["choices"]
     assert len(choice["prompt_logprobs"]) == 3
     assert not answer._prompt_logprobs

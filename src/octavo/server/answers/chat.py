@@ -15,10 +15,9 @@ from octavo.engine.outputs import CompletionOutput, RequestOutput
 from octavo.request import FinishReason
 from octavo.server.answer_json import dumps, event, json_pieces, weight_of
 from octavo.server.answers.generation import Answer, Job, OpenAIAnswer
-from octavo.server.answers.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
+from octavo.server.answers.logprobs import chat_logprobs, prompt_logprobs
 from octavo.server.bodies.read_bodies import ChatRequest
 from octavo.server.bodies.tools import Speech
-from octavo.server.engine_client import EngineClient
 
 _ID_LENGTH = 24
 
@@ -159,16 +158,16 @@ class ChatChoice:
             self._open = None
 
 
-class SingleChat(Answer):
+class SingleChat(Answer[ChatRequest]):
     """An answer of one choice.
 
     Attributes:
         choice: the answer so far.
     """
 
-    def __init__(self, engine: EngineClient, read: ChatRequest, job: Job) -> None:
-        super().__init__(engine, job)
-        self.choice = ChatChoice(read.speech, CallIds(read.speech.dialect))
+    def __init__(self, job: Job[ChatRequest]) -> None:
+        super().__init__(job)
+        self.choice = ChatChoice(job.read.speech, CallIds(job.read.speech.dialect))
 
     def weight(self, output: RequestOutput) -> int:
         return weight_of(output) + sum(len(completion.text) for completion in output.outputs) // 2
@@ -179,12 +178,13 @@ class SingleChat(Answer):
         return [change for completion in output.outputs for change in self.choice.read(completion)]
 
 
-class ChatAnswer(OpenAIAnswer):
+class ChatAnswer(OpenAIAnswer[ChatRequest]):
     """One chat request."""
 
-    def __init__(self, engine: EngineClient, texts: TokenTexts, read: ChatRequest, job: Job) -> None:
-        super().__init__(engine, job, read.body, "chat.completion.chunk", tells_pins=bool(job.context.pins))
-        self._texts = texts
+    def __init__(self, job: Job[ChatRequest]) -> None:
+        super().__init__(job, "chat.completion.chunk", tells_pins=bool(job.context.pins))
+        read = job.read
+        self._texts = job.texts
         self._body = read.body
         self._echoed = read.echoed
         # Only if the answer has a format to parse.
@@ -264,7 +264,7 @@ class ChatAnswer(OpenAIAnswer):
             tail = f'],"prompt_token_ids":{dumps(output.prompt_token_ids)}{tail[1:]}'
         choices = [
             {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-            for index in range(self.job.params.n)
+            for index in range(self.job.read.params.n)
         ]
         return [event(head + dumps(choice) + tail) for choice in choices]
 

@@ -15,32 +15,34 @@ from octavo.server.answer_json import dumps, event, json_bytes, json_pieces
 from octavo.server.answers.generation import Answer, Job, OpenAIAnswer
 from octavo.server.answers.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
 from octavo.server.bodies.openai_bodies import CompletionBody
-from octavo.server.bodies.read_bodies import CompletionRequest
-from octavo.server.engine_client import EngineClient
+from octavo.server.bodies.read_bodies import CompletionRequest, EmbeddingRequest
 from octavo.server.errors import FAILED_STEP
 
 
-class CompletionAnswer(OpenAIAnswer):
+class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
     """One completion request.
 
     Choices are numbered as by OpenAI: completion i of prompt p is choice p * n + i.
     """
 
-    def __init__(self, engine: EngineClient, texts: TokenTexts, read: CompletionRequest, job: Job) -> None:
-        super().__init__(engine, job, read.body, "text_completion", tells_pins=False)
-        self._texts = texts
-        self._body = body = read.body
+    def __init__(self, job: Job[CompletionRequest]) -> None:
+        super().__init__(job, "text_completion", tells_pins=False)
+        self._texts, self._n = job.texts, job.read.params.n
+        self._body = body = job.read.body
         self._prompt_logprobs: dict[int, list[dict[str, dict[str, Any]] | None]] = {}
         self._choices = [
-            _Choice(texts, prompt_index, body) for prompt_index in range(len(job.prompts)) for _ in range(job.params.n)
+            _Choice(job.texts, prompt_index, body)
+            for prompt_index in range(len(job.read.prompts))
+            for _ in range(self._n)
         ]
 
     def prompt_text(self, prompt_index: int) -> str:
         """Return the prompt as text, for `echo`."""
-        prompt = self.job.prompts[prompt_index]
+        prompt = self.job.read.prompts[prompt_index]
         if prompt.text is not None:
             return prompt.text
-        return self._engine.tokenizer.decode(list(prompt.token_ids), self.job.params.skip_special_tokens)
+        params = self.job.read.params
+        return self.job.engine.tokenizer.decode(list(prompt.token_ids), params.skip_special_tokens)
 
     def prompt_logprobs_of(self, prompt_index: int, output: RequestOutput) -> list[dict[str, dict[str, Any]] | None]:
         """Return vLLM's `prompt_logprobs`, which all choices of a prompt share."""
@@ -70,7 +72,7 @@ class CompletionAnswer(OpenAIAnswer):
             for completion in output.outputs:
                 completion.text, completion.token_ids, completion.logprobs = "", [], []
         self._count(prompt_index, output)
-        first = prompt_index * self.job.params.n
+        first = prompt_index * self._n
         return [
             self._choices[first + completion.index].piece(self, first + completion.index, completion, output)
             for completion in output.outputs
@@ -125,12 +127,8 @@ class _Choice:
         return choice
 
 
-class EmbeddingAnswer(Answer):
+class EmbeddingAnswer(Answer[EmbeddingRequest]):
     """One embedding request, whose tokens are all the prompts'; the embeddings are in the order of the inputs."""
-
-    def __init__(self, engine: EngineClient, job: Job, *, as_base64: bool = False) -> None:
-        super().__init__(engine, job)
-        self._as_base64 = as_base64
 
     async def whole(self) -> list[bytes]:
         try:
@@ -152,7 +150,8 @@ class EmbeddingAnswer(Answer):
 
     def assemble(self, outputs: list[RequestOutput]) -> list[bytes]:
         """Return the response body, in pieces."""
-        head = {"id": self.job.response_id, "object": "list", "created": self.job.created, "model": self.job.model}
+        job = self.job
+        head = {"id": job.response_id, "object": "list", "created": job.created, "model": job.read.model}
         pieces = [json_bytes(head)[:-1] + b',"data":[']
         for index, embedding in enumerate(self.vectors(outputs)):
             # Encoded one by one, because encoding holds the interpreter's lock.
@@ -164,7 +163,9 @@ class EmbeddingAnswer(Answer):
         return json_bytes({"object": "embedding", "index": index, "embedding": self._encoded(embedding)})
 
     def _encoded(self, embedding: list[float]) -> Any:
-        return base64.b64encode(_little_endian(embedding)).decode() if self._as_base64 else embedding
+        if self.job.read.body.encoding_format != "base64":
+            return embedding
+        return base64.b64encode(_little_endian(embedding)).decode()
 
     def _usage(self) -> dict[str, Any]:
         usage = self.usage.report()

@@ -8,16 +8,16 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from octavo.engine.inspection import report_fields
 from octavo.engine.outputs import GRAMMAR_TOO_COMPLEX, RANK_LOST, UNUSABLE_LOGITS, OutputKind, RequestOutput
 from octavo.request import RequestContext
-from octavo.sampling_params import SamplingParams
 from octavo.server.answer_json import HEAVY, dumps, event, free, offload, weight_of
+from octavo.server.answers.logprobs import TokenTexts
 from octavo.server.apis import DONE
-from octavo.server.bodies.openai_bodies import ChatBody, CompletionBody
 from octavo.server.bodies.prompts import EncodedPrompt
+from octavo.server.bodies.read_bodies import ChatRequest, CompletionRequest, ReadRequest
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import FAILED_GRAMMAR, FAILED_SAMPLING, FAILED_STEP, LOST_RANK
 from octavo.server.http.turnstile import Turnstile
@@ -28,22 +28,25 @@ AT_ONCE = 8
 # Number of outputs of one body from which their answer takes long to write.
 _MANY_OUTPUTS = 64
 
+Read = TypeVar("Read", bound=ReadRequest)
+Generation = TypeVar("Generation", bound=CompletionRequest | ChatRequest)
+
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class Job(Generic[Read]):
     """The engine requests of one body: one per prompt.
 
     Attributes:
-        model: the model's name as the client wrote it, which the response repeats.
         context: the context of every prompt's request; its `request_id` is the response's id, from which the engine's
             request ids are derived.
+        texts: the texts of the model's tokens; shared with other bodies.
         turnstile: limits how many prompts start at a time; shared with other bodies, and used if there are several.
     """
 
-    model: str
-    prompts: list[EncodedPrompt]
-    params: SamplingParams
+    engine: EngineClient
+    read: Read
     context: RequestContext
+    texts: TokenTexts
     created: int = field(default_factory=lambda: int(time.time()))
     turnstile: Turnstile = field(default_factory=lambda: Turnstile(AT_ONCE))
 
@@ -51,28 +54,30 @@ class Job:
     def response_id(self) -> str:
         return self.context.request_id or ""
 
-    def stream(self, engine: EngineClient, kind: OutputKind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    def stream(self, kind: OutputKind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yield (prompt index, output) as they arrive; closing the iterator aborts unfinished requests.
 
         Raises what the engine raises, and an `ApiError` if the engine ended a request because of a fault.
         """
 
+        prompts, params = self.read.prompts, self.read.params
+
         def start(index: int, context: RequestContext) -> AsyncIterator[RequestOutput]:
-            return engine.generate(self.prompts[index].token_ids, self.params, context, output_kind=kind)
+            return self.engine.generate(prompts[index].token_ids, params, context, output_kind=kind)
 
         def start_one_of_many(index: int) -> AsyncIterator[RequestOutput]:
             return start(index, replace(self.context, request_id=f"{self.response_id}-{index}"))
 
-        if len(self.prompts) == 1:
+        if len(prompts) == 1:
             return _numbered(start(0, self.context))
-        size = max(1, self.params.num_sequences // AT_ONCE)
-        return _merged(len(self.prompts), start_one_of_many, self.turnstile, size)
+        size = max(1, params.num_sequences // AT_ONCE)
+        return _merged(len(prompts), start_one_of_many, self.turnstile, size)
 
-    async def results(self, engine: EngineClient) -> list[RequestOutput]:
+    async def results(self) -> list[RequestOutput]:
         """Run all prompts and return their final outputs, in order."""
-        async with aclosing(self.stream(engine, OutputKind.FINAL)) as outputs:
+        async with aclosing(self.stream(OutputKind.FINAL)) as outputs:
             finals = {index: output async for index, output in outputs}
-        return [finals[index] for index in range(len(self.prompts))]
+        return [finals[index] for index in range(len(self.read.prompts))]
 
 
 async def _close(stream: AsyncIterator[RequestOutput]) -> None:
@@ -165,21 +170,20 @@ async def _end_in_turns(tasks: list[asyncio.Task[None]], turnstile: Turnstile, s
         raise
 
 
-class Answer:
+class Answer(Generic[Read]):
     """The answer to one body, whole or as a stream; only one of the two is used. Subclasses write it in an API's form.
 
     Attributes:
         usage: the token usage so far.
     """
 
-    def __init__(self, engine: EngineClient, job: Job) -> None:
-        self._engine = engine
+    def __init__(self, job: Job[Read]) -> None:
         self.job = job
-        self.usage = Usage(job.prompts)
+        self.usage = Usage(job.read.prompts)
 
     async def whole(self) -> list[bytes]:
         """Run the job and return the response body, in pieces."""
-        outputs = await self.job.results(self._engine)
+        outputs = await self.job.results()
         try:
             # Outputs are not inspected if their number alone makes them heavy.
             weight = HEAVY if len(outputs) >= _MANY_OUTPUTS else sum(map(self.weight, outputs))
@@ -192,7 +196,7 @@ class Answer:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Run the job and yield the response, as its outputs arrive: one chunk of bytes for each, and a last one."""
         try:
-            async with aclosing(self.job.stream(self._engine, OutputKind.DELTA)) as outputs:
+            async with aclosing(self.job.stream(OutputKind.DELTA)) as outputs:
                 async for index, output in outputs:
                     yield await offload(self.weight(output), partial(self.render, index, output))
             last = await offload(self.last_weight(), self.last)
@@ -233,7 +237,7 @@ class Answer:
         return []
 
 
-class OpenAIAnswer(Answer):
+class OpenAIAnswer(Answer[Generation]):
     """The answer to a completion or a chat of OpenAI's API: what both say around their choices.
 
     Args:
@@ -241,20 +245,19 @@ class OpenAIAnswer(Answer):
         tells_pins: whether pins are reported.
     """
 
-    def __init__(
-        self, engine: EngineClient, job: Job, body: CompletionBody | ChatBody, stream_kind: str, *, tells_pins: bool
-    ) -> None:
-        super().__init__(engine, job)
+    def __init__(self, job: Job[Generation], stream_kind: str, *, tells_pins: bool) -> None:
+        super().__init__(job)
+        body = job.read.body
         self._reports_usage, self._continuously = body.reports_usage, body.reports_usage_continuously
         self._tells_ledger, self._tells_pins = body.tells_ledger, tells_pins
         # The last output of each prompt; None until it has come.
-        self._ended: list[RequestOutput | None] = [None] * len(job.prompts)
+        self._ended: list[RequestOutput | None] = [None] * len(job.read.prompts)
         # The common beginning of all events, formatted once, so that a token costs only a few string joins.
         self._stream_head = dumps(self._head(stream_kind))[:-1] + ',"choices":['
 
     def _head(self, kind: str) -> dict[str, Any]:
         job = self.job
-        return {"id": job.response_id, "object": kind, "created": job.created, "model": job.model}
+        return {"id": job.response_id, "object": kind, "created": job.created, "model": job.read.model}
 
     def _count(self, prompt_index: int, output: RequestOutput) -> None:
         self.usage.add(prompt_index, output)

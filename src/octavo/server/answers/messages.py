@@ -11,14 +11,13 @@ from octavo.server.answers.chat import Block, BlockKind, Change, Closed, Grew, O
 from octavo.server.answers.generation import Job
 from octavo.server.bodies.messages_body import arguments_object
 from octavo.server.bodies.read_bodies import ChatRequest
-from octavo.server.engine_client import EngineClient
 
 
 class MessagesAnswer(SingleChat):
     """One message."""
 
-    def __init__(self, engine: EngineClient, read: ChatRequest, job: Job) -> None:
-        super().__init__(engine, read, job)
+    def __init__(self, job: Job[ChatRequest]) -> None:
+        super().__init__(job)
         self._begun = False
 
     def assemble(self, outputs: list[RequestOutput]) -> list[bytes]:
@@ -40,8 +39,8 @@ class MessagesAnswer(SingleChat):
         return (_event(ending) + _event({"type": "message_stop"})).encode()
 
     def _head(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        job = self.job
-        return {"id": job.response_id, "type": "message", "role": "assistant", "model": job.model, "content": content}
+        told = {"id": self.job.response_id, "type": "message", "role": "assistant", "model": self.job.read.model}
+        return {**told, "content": content}
 
     def _ending(self) -> dict[str, Any]:
         completion = self.choice.completion

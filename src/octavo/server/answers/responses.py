@@ -17,10 +17,9 @@ from octavo.request import FinishReason
 from octavo.server.answer_json import ascii_bytes, json_bytes, json_pieces
 from octavo.server.answers.chat import Block, BlockKind, Change, Closed, Grew, Opened, SingleChat
 from octavo.server.answers.generation import Job
-from octavo.server.answers.logprobs import PartLogprobs, TokenTexts
+from octavo.server.answers.logprobs import PartLogprobs
 from octavo.server.bodies.read_bodies import ChatRequest
 from octavo.server.bodies.responses_body import ResponsesBody, id_of_item, response_id_of
-from octavo.server.engine_client import EngineClient
 from octavo.server.errors import ApiError
 
 # Estimated bytes of a stored response's keys and objects, in addition to its contents.
@@ -133,15 +132,9 @@ class ResponseAnswer(SingleChat):
         store: called with the id and the complete response, unless the body has `store: false`.
     """
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        texts: TokenTexts,
-        read: ChatRequest,
-        job: Job,
-        store: Callable[[str, StoredResponse], None],
-    ) -> None:
-        super().__init__(engine, read, job)
+    def __init__(self, job: Job[ChatRequest], store: Callable[[str, StoredResponse], None]) -> None:
+        super().__init__(job)
+        read = job.read
         assert isinstance(read.origin, ResponsesBody)
         self._body = read.origin
         self._items = read.items
@@ -152,7 +145,7 @@ class ResponseAnswer(SingleChat):
         self._id = response_id_of(read.request_id)
         self._arriving: PartLogprobs | None = None
         if read.params.logprobs is not None:
-            self._arriving = PartLogprobs(texts, skip_special_tokens=read.params.skip_special_tokens)
+            self._arriving = PartLogprobs(job.texts, skip_special_tokens=read.params.skip_special_tokens)
         # The log-probabilities of each text, by its block's index.
         self._logprobs: dict[int, list[dict[str, Any]]] = {}
 
@@ -302,7 +295,7 @@ class ResponseAnswer(SingleChat):
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": self._instructions,
-            "model": job.model,
+            "model": job.read.model,
             **{name: default if given[name] is None else given[name] for name, default in _REPEATED.items()},
             "store": self._body.is_stored,
             "background": False,
