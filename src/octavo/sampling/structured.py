@@ -15,9 +15,9 @@ rejection sampling), and so has a draw among them with an independent number; he
 decoding both ways give the largest allowed logit. The choice for a row depends on that row alone. Filters
 (top_k, top_p, min_p) must choose among the tokens that the mask allows, so their rows always use a mask.
 
-One call of llguidance fills all masks that are needed. If a mask allows a single token, that token is forced: it
-follows the drawn one at once, without a step. If there are many draws, another thread advances the grammars and fills
-their next masks during the rest of the step:
+Threads of llguidance fill masks if there are many. If a mask allows a single token, that token is forced: it follows
+the drawn one at once, without a step. If there are many draws, another thread advances the grammars and fills their
+next masks during the rest of the step:
 
     engine's thread   draw ── hand over ── update, plan, ─────── the model, without the GIL ─────── draw
     another                       └─ follow the tokens ── free text? ── fill masks ── apply limits ──┘
@@ -50,6 +50,7 @@ from octavo.scheduler.plan import MOST_FORCED
 # draw.
 _MOST_TO_FORCE = 32
 _MOST_THREADS = 8
+_MOST_ALONE = 8  # masks that are filled without other threads, which have to wait for a core that the model's give up
 
 
 class StructuredDraws:
@@ -332,7 +333,12 @@ def _find(executor: Any, tasks: list[_Task], vocabulary: Vocabulary, vocab: int)
 
 def _compute(executor: Any, matchers: list[tuple[Any, int]], words: Words, eos_token_id: int) -> list[tuple[Any, int]]:
     """Fill the masks of matchers, each in its row; returns those in error, whose masks are meaningless."""
-    executor.unsafe_compute_mask_ptr(matchers, words.ctypes.data, words.shape[1] * 4, len(words))
+    address, size = words.ctypes.data, words.shape[1] * 4
+    if len(matchers) <= _MOST_ALONE:
+        for matcher, row in matchers:
+            matcher.unsafe_compute_mask_ptr(address + row * size, size)
+    else:
+        executor.unsafe_compute_mask_ptr(matchers, address, size, len(words))
     stopped = [(matcher, row) for matcher, row in matchers if matcher.is_stopped()]
     for matcher, row in stopped:
         if not matcher.is_error():
