@@ -18,6 +18,7 @@ from starlette.routing import Route, compile_path
 from starlette.types import Scope
 
 from octavo.server.answer_json import json_bytes
+from octavo.server.apis import path_of
 from octavo.server.bodies.fields import RequestBody, fields_of
 from octavo.server.errors import ApiError, Checked
 
@@ -173,7 +174,7 @@ class ResponseCounts:
         """Count a response; a request whose client left before it was answered has none."""
         if status:
             method = scope["method"] if scope["method"] in self._methods else _NONE
-            self.counts[self._path(scope["path"]), method, f"{status // 100}xx"] += 1
+            self.counts[self._path(path_of(scope)), method, f"{status // 100}xx"] += 1
 
     def _path(self, path: str) -> str:
         if path in self._paths:

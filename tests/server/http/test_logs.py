@@ -85,6 +85,16 @@ def test_probes_are_logged_for_debugging_alone(
     assert [line["level"] for line in lines()] == ["debug"]
 
 
+def test_under_a_root_path_probes_and_endpoints_are_known_all_the_same(
+    start_server: Callable[..., Running], lines: Callable[[], list[dict[str, object]]]
+) -> None:
+    server = start_server(root_path="/llm")
+    assert server.client.get("/health").status_code == server.client.get("/v1/models/fake").status_code == 200
+    wait_until(lambda: len(lines()) == 2)
+    assert [line["level"] for line in lines()] == ["debug", "info"]
+    assert 'http_requests_total{handler="/v1/models/{model:path}",method="GET"' in server.client.get("/metrics").text
+
+
 def test_without_an_access_log_requests_have_ids_alone(
     start_server: Callable[..., Running], lines: Callable[[], list[dict[str, object]]]
 ) -> None:

@@ -9,7 +9,7 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from octavo.server.apis import REQUEST_ID_HEADER, api_of
+from octavo.server.apis import REQUEST_ID_HEADER, api_of, path_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,7 +21,7 @@ access_logger = logging.getLogger("octavo.access")
 # A client's own id must match, because it is copied into headers and log lines.
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
 # Polled by machines every few seconds, so logged at debug level only.
-_PROBES = frozenset({b"/health", b"/ready", b"/metrics"})
+_PROBES = frozenset({"/health", "/ready", "/metrics"})
 _LONGEST_PATH = 200
 
 
@@ -92,10 +92,10 @@ class RequestLog:
                 self._write(scope, request_id, status, time.perf_counter() - began)
 
     def _write(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
-        raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
-        level = logging.DEBUG if raw_path in _PROBES else logging.INFO
+        level = logging.DEBUG if path_of(scope) in _PROBES else logging.INFO
         if not access_logger.isEnabledFor(level):
             return
+        raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
         state = scope["state"]
         client, charge = state.get("client"), state.get("charge")
         fields: dict[str, Any] = {
