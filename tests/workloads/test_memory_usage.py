@@ -77,6 +77,16 @@ def test_what_is_free_but_too_little_for_the_next_in_line_is_external() -> None:
     assert moment.memory_is_short
 
 
+def test_what_running_sequences_are_bound_to_take_is_external_for_those_that_wait() -> None:
+    bench = Bench(usable_blocks=4)
+    bench.add("a", num_prompt=16, num_output=30)
+    bench.add("b", num_prompt=16, num_output=30)
+    moment = bench.step()
+    assert moment.num_running == 1
+    assert moment.slots.external > 0
+    assert moment.memory_is_short
+
+
 def test_what_is_free_is_idle_where_not_memory_but_the_number_of_sequences_is_the_limit() -> None:
     bench = Bench(max_num_seqs=1)
     bench.add("a", num_prompt=16, num_output=2)

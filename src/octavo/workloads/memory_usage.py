@@ -158,7 +158,7 @@ class MemoryObserver:
         slots = Slots(held - reserved - internal, reserved, internal, cached=pool.num_cached * size)
         waiting = [seq for seq in sequences if seq.status is SequenceStatus.WAITING]
         room = self._scheduler.num_running < self._scheduler.config.max_num_seqs
-        memory_is_short = bool(waiting) and room and self._does_not_fit(min(waiting, key=lambda seq: seq.order))
+        memory_is_short = room and any(map(self._is_refused, waiting))
         if memory_is_short:
             slots.external = pool.num_free * size
         else:
@@ -187,12 +187,10 @@ class MemoryObserver:
                     blocks[table[index]] = (max(before[0], filled), max(before[1], final - index * size))
         return blocks, total
 
-    def _does_not_fit(self, seq: Sequence) -> bool:
-        """Return whether the first step of a sequence needs more blocks than admission may take."""
-        config, spec, pool = self._scheduler.config, self._kv.spec, self._kv.pool
-        chunk = min(seq.num_tokens, config.max_num_batched_tokens)
-        left_available = int(config.watermark * pool.num_blocks)
-        return len(spec.groups) * spec.blocks_for_tokens(chunk) + left_available > pool.num_available
+    def _is_refused(self, seq: Sequence) -> bool:
+        """Return whether admission has refused a waiting sequence for lack of blocks."""
+        watermark = int(self._scheduler.config.watermark * self._kv.pool.num_blocks)
+        return seq.state.refusal is not None or self._kv.pool.num_available <= watermark
 
 
 class _Average:
