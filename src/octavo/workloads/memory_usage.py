@@ -7,8 +7,8 @@ the space for one token's keys and values. Every slot of the budget is in exactl
     reserved    in a block that a sequence holds, empty, and to be filled by a later token of that sequence
     internal    in a block that a sequence holds, and never to be filled: internal fragmentation
     cached      in a block that no sequence holds, but that a prefix could use again
-    external    free, but unusable although a sequence waits for memory, because the next one needs more blocks than
-                are free (not counting those that admission leaves available); also the rest of the budget below a block
+    external    free although a sequence waits for memory: fewer blocks than it needs, or kept by admission for those
+                that run; also the rest of the budget below a block
     idle        free, and no sequence waits for it
 
     three blocks of 16, 37 tokens now, 43 in the end:   tttttttttttttttt tttttttttttttttt tttttrrrrrriiiii
