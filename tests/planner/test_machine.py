@@ -145,10 +145,6 @@ def test_a_list_of_cpus_is_read_as_it_is_written(cpus: frozenset[int]) -> None:
     assert parse_cpus(format_cpus(cpus)) == cpus
 
 
-def test_a_quota_counts_beside_a_cpuset(tmp_path: Path) -> None:
-    assert num_cores(v2(tmp_path, "/", {"cpuset.cpus.effective": "0-5", "cpu.max": "400000 100000"}), EIGHT) == 4
-
-
 @pytest.mark.parametrize(("limit", "available"), [(3 * GIB, GIB), (9223372036854771712, 16 * GIB), (GIB, 0)])
 def test_limits_of_version_1_are_seen(tmp_path: Path, limit: int, available: int) -> None:
     files = {"memory/box/memory.limit_in_bytes": limit, "memory/box/memory.usage_in_bytes": 2 * GIB}
@@ -202,13 +198,6 @@ def test_a_cpu_whose_core_is_not_known_counts_as_one(tmp_path: Path) -> None:
     assert num_cores(root, EIGHT) == 6
     write(root, {"sys/devices/system/cpu/cpu0/topology/thread_siblings_list": "-"})
     assert num_cores(root, frozenset({0, 1, 5})) == 2
-
-
-def test_performance_and_efficiency_cores_count_once_each(tmp_path: Path) -> None:
-    """Two cores with two CPUs each and four with one, as a hybrid processor has them: all of them take tasks."""
-    root = with_siblings(tmp_path, "0,1", "2,3", "4", "5", "6", "7")
-    assert cgroup_cores(root, EIGHT) == UsableCores(EIGHT, 6, None)
-    assert num_cores(root, frozenset({1, 3, 6, 7})) == 4
 
 
 def test_cpus_that_are_offline_do_not_count(tmp_path: Path) -> None:

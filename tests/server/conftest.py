@@ -182,6 +182,16 @@ def server() -> Iterator[Running]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def real() -> Iterator[Running]:
+    """A server over a real engine with a small cache, for the tests of a module that need nothing special."""
+    from tests.server.real_engine import real_server  # which imports this module
+
+    with real_server(num_blocks=65) as running:
+        yield running
+        running.assert_nothing_runs()
+
+
 def openai_client(server: Running, key: str = "unused") -> openai.OpenAI:
     import openai  # takes most of a second, which tests without it need not wait for
 

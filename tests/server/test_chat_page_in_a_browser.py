@@ -16,13 +16,6 @@ READY = "typeof send === 'function' && $('model').value !== ''"
 ABOUT = "[...document.querySelectorAll('.assistant .about')].map((line) => line.textContent)"
 
 
-@pytest.fixture(scope="module")
-def real() -> Iterator[RealServer]:
-    with real_server(num_blocks=65) as running:
-        yield running
-        running.assert_nothing_runs()
-
-
 @pytest.fixture
 def page() -> Iterator[Page]:
     with chromium() as page:

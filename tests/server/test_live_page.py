@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,13 +29,6 @@ from tests.server.real_engine import RealServer, real_server, revocable, slowed_
 
 ADMIN = {"Authorization": "Bearer admin-key"}
 STORY = "There was an old man with a beard, who said: it is just as I feared. " * 3
-
-
-@pytest.fixture(scope="module")
-def real() -> Iterator[RealServer]:
-    with real_server(num_blocks=65) as running:
-        yield running
-        running.assert_nothing_runs()
 
 
 class Shown:

@@ -21,13 +21,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.skipif(EXECUTABLE is None, re
 
 
 @pytest.fixture(scope="module")
-def real() -> Iterator[RealServer]:
-    with real_server(num_blocks=65) as running:
-        yield running
-        running.assert_nothing_runs()
-
-
-@pytest.fixture(scope="module")
 def page() -> Iterator[Page]:
     """One browser for all; each test opens what it looks at."""
     with chromium() as page:

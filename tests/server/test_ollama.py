@@ -237,7 +237,9 @@ def test_the_model_is_described(start_server: Callable[..., Running]) -> None:
 
 def test_a_model_that_is_served_is_pulled_at_once(server: Running) -> None:
     assert server.post("/api/pull", {"model": "fake", "stream": False}).json() == {"status": "success"}
-    assert json.loads(server.post("/api/pull", {"model": "fake"}).text) == {"status": "success"}
+    streamed = server.post("/api/pull", {"model": "fake", "depth": 1})
+    assert json.loads(streamed.text) == {"status": "success"}
+    assert streamed.headers["X-Octavo-Ignored-Fields"] == "depth"
     assert server.post("/api/pull", {"model": "none"}).status_code == 404
 
 

@@ -198,14 +198,6 @@ def test_debug_needs_the_admin_key(real: RealServer, method: str, path: str) -> 
         assert error_of(response)["code"] == "invalid_api_key"
 
 
-def test_without_an_admin_key_debug_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OCTAVO_ADMIN_KEY", raising=False)
-    with real_server(num_blocks=16) as bare:
-        response = bare.client.get("/debug/kv", headers=ADMIN)
-        assert response.status_code == 403
-        assert "--admin-key" in error_of(response)["message"]
-
-
 def test_the_ledger_tells_a_client_why_its_prompt_was_not_cached(real: RealServer) -> None:
     def ledger(prompt: list[int], **fields: Any) -> dict[str, Any]:
         answer = real.complete(prompt, max_tokens=1, octavo={"ledger": True}, **fields)

@@ -35,7 +35,7 @@ from octavo.request import Request, RequestId
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.server.live_page import MOST_PAGES
-from tests.server.real_engine import RealServer, real_server
+from tests.server.real_engine import RealServer
 
 pytestmark = pytest.mark.integration
 
@@ -45,13 +45,6 @@ NOTHING: dict[str, Any] = {"totals": [0] * 5, "ttft": [0, 0], "itl": [0, 0], "co
 SPEC = {"num_blocks": 4, "block_bytes": 64, "host_blocks": 8}
 FIRST: dict[str, Any] = {"at": 1.0, "spec": SPEC, "all": ["0013", "0000"], **NOTHING}
 DISPLACED = {"displaced": True}
-
-
-@pytest.fixture(scope="module")
-def real() -> Iterator[RealServer]:
-    with real_server(num_blocks=65) as running:
-        yield running
-        running.assert_nothing_runs()
 
 
 def stream(*events: dict[str, Any] | str) -> bytes:

@@ -30,7 +30,6 @@ from octavo.server.http.connection import BodyIntake, EventStream, InFlight, Who
 from octavo.server.http.turnstile import Turnstile
 from octavo.server.keys import KeyRing
 from octavo.server.quotas import charge_of
-from octavo.server.route import json_response
 from octavo.server.routers import RoutedPrompts
 
 logger = logging.getLogger("octavo.server")
@@ -169,8 +168,8 @@ class Handling:
         """Send what answers a body without the engine."""
         return self.respond_json(read.body, read.content)
 
-    def respond_json(self, body: RequestBody, content: bytes) -> Response:
-        return self._ignored.add_header(body, json_response(content))
+    def respond_json(self, body: RequestBody, content: bytes, media_type: str = "application/json") -> Response:
+        return self._ignored.add_header(body, Response(content, media_type=media_type))
 
     def traceparent(self, request: Request) -> str | None:
         """Return the request's `traceparent` header, or None if it is absent or invalid, or tracing is off."""

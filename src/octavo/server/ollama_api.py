@@ -224,9 +224,7 @@ class OllamaApi(Handlers):
         """Does nothing, for the model that is served."""
         body: OllamaPullBody = await self._handling.read(request, "pulled_model")
         payload = line({"status": "success"})
-        if body.streams:
-            return Response(payload, media_type=OLLAMA.stream)
-        return self._handling.respond_json(body, payload)
+        return self._handling.respond_json(body, payload, OLLAMA.stream if body.streams else "application/json")
 
     @get("/api/tags", "OllamaModels")
     async def list_models(self, request: Request) -> Response:

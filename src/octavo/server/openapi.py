@@ -28,7 +28,7 @@ from octavo.server.bodies.fields import (
     token_count,
     token_ids,
 )
-from octavo.server.route import Access, Endpoint, json_response
+from octavo.server.route import Access, Endpoint, Handlers, get, json_response
 
 # Of a field that is known and not supported, so that it must be empty.
 UNSUPPORTED: Schema = {"enum": [None, False, "", [], {}], "description": "known, and not supported"}
@@ -135,8 +135,8 @@ _REFUSALS = {
 }
 
 
-class Description:
-    """The description of one server.
+class Description(Handlers):
+    """The handler of the description of one server.
 
     Args:
         described: all endpoints of the server; those of the description may be added later.
@@ -146,14 +146,13 @@ class Description:
         self._server = server
         self._endpoints = described
 
-    def endpoints(self) -> list[Endpoint]:
-        return [Endpoint("GET", "/openapi.json", self._openapi, "Description", "This description", Access.PUBLIC)]
-
     @cached_property
     def _described(self) -> bytes:
         return json_bytes(describe(octavo.__version__, self._server, self._endpoints))
 
-    async def _openapi(self, request: Request) -> Response:
+    @get("/openapi.json", "Description", access=Access.PUBLIC)
+    async def openapi(self, request: Request) -> Response:
+        """This description."""
         # Made once; it takes a tenth of a second, so it runs in a thread and streams need not wait.
         return json_response(await asyncio.to_thread(lambda: self._described))
 

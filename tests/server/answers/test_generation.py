@@ -86,20 +86,6 @@ def job(
     return Job(engine, read, RequestContext(request_id=request_id), TokenTexts(engine))
 
 
-async def test_many_prompts_are_started_and_given_up_a_few_at_a_time() -> None:
-    engine = EndlessEngine()
-    watching = asyncio.ensure_future(engine.watch())
-    task = asyncio.ensure_future(job(engine).results())
-    while len(engine.running) < NUM_PROMPTS:
-        await asyncio.sleep(0)
-    task.cancel()
-    await asyncio.wait([task])
-    watching.cancel()
-    assert task.cancelled()
-    assert not engine.running
-    assert engine.most_in_a_turn <= 16
-
-
 async def test_the_prompts_of_many_bodies_share_their_turns() -> None:
     engine = EndlessEngine()
     watching = asyncio.ensure_future(engine.watch())

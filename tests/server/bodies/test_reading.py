@@ -56,13 +56,7 @@ class SlowTokenizer(ByteTokenizer):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().encode(text, add_special_tokens)
 
-    def apply_chat_template(
-        self,
-        messages: list[dict[str, Any]],
-        add_generation_prompt: bool = True,
-        tools: list[dict[str, Any]] | None = None,
-        **variables: Any,
-    ) -> str:
+    def apply_chat_template(self, messages: list[dict[str, Any]], *_: Any, tools: Any = None, **variables: Any) -> str:
         """By a template that the chat brings with it, which only a test may."""
         return render_chat(messages[0]["content"], messages, **variables)
 
