@@ -73,6 +73,8 @@ def test_fields_are_those_of_the_same_meaning(server: Running) -> None:
     assert (params.temperature, params.top_k, params.top_p) == (0.8, 40, 0.95)
     server.post(PATH, {"prompt": ["ab", "abcd"], "n_predict": 5000})
     assert server.engine.received[-1]["params"].max_tokens == 4096 - 5  # what the longest leaves room for
+    server.post(PATH, {"prompt": "x", "n_predict": None, "max_tokens": 3})
+    assert server.engine.received[-1]["params"].max_tokens == 3, "null is nothing"
     assert server.post(PATH, {"prompt": "x", "samplers": ["top_k"]}).headers["X-Octavo-Ignored-Fields"] == "samplers"
 
 

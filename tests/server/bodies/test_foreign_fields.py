@@ -79,6 +79,9 @@ def test_llama_cpps_names_mean_what_they_mean_there(server: Running) -> None:
     params = server.engine.received[-1]["params"]
     assert (params.repetition_penalty, params.seed) == (1.5, None)
     assert server.post(PATH, {"prompt": "x", "n_predict": 3}).json()["usage"]["completion_tokens"] == 3
+    both = {"prompt": "x", "n_predict": 3, "max_tokens": None}
+    assert server.post(PATH, both).json()["usage"]["completion_tokens"] == 3, "null is nothing"
+    assert server.post(PATH, {**both, "max_tokens": 2}).json()["usage"]["completion_tokens"] == 2
     assert server.post(PATH, {"prompt": "x", "n_predict": -1}).json()["usage"]["total_tokens"] == 4096
     body = {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": -1}
     assert server.post(CHAT, body).json()["usage"]["total_tokens"] == 4096

@@ -74,7 +74,8 @@ def translate(given: dict[str, Any], known: Iterable[str]) -> None:
     for other, name in OTHER_NAMES.items():
         if other in given and other not in known and name in known:
             value = given.pop(other)
-            given.setdefault(name, value)
+            if given.get(name) is None:
+                given[name] = value
     for name, unset in _UNSET.items():
         if name in known and type(given.get(name)) is int and given[name] == unset:
             given[name] = None

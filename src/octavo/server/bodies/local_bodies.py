@@ -47,7 +47,7 @@ class LlamaCppBody(StreamedBody):
 
     def completion(self) -> dict[str, Any]:
         """Return the fields of the equivalent completion body; raise `RequestError` for an invalid `logit_bias`."""
-        limit = self.sampling.get("max_tokens", self.most_tokens)
+        limit = self.most_tokens if (given := self.sampling.get("max_tokens")) is None else given
         return {
             **self.sampling,
             "prompt": self.prompt,
