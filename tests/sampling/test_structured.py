@@ -66,6 +66,20 @@ def allowed_by_mask(state: SamplingState) -> set[int]:
     return set(np.flatnonzero(bits).tolist())
 
 
+def test_many_masks_which_threads_fill_equal_each_alone() -> None:
+    states = [state_of(wanted, max_tokens=50) for wanted in WANTED * 3]
+    for number, state in enumerate(states):
+        for position in range(number):
+            if (token_id := min(allowed_by_mask(state))) in ENDS:
+                break
+            state.followed.follow(position, [token_id])
+    positions = [len(state.followed.token_ids) for state in states]
+    together = StructuredDraws(Choice()).fill(states, positions, VOCAB)
+    for state, mask in zip(states, together, strict=True):
+        alone = StructuredDraws(Choice()).fill([made_anew(state)], [len(state.followed.token_ids)], VOCAB)
+        assert mask.tolist() == alone[0].tolist()
+
+
 def made_anew(state: SamplingState) -> SamplingState:
     """The same output, told to a grammar that has followed nothing of it."""
     assert state.grammar is not None

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -93,21 +94,22 @@ NO_DRAFT = -1
 # The maximum temperature: if it were infinite in float32, masked logits would become NaN.
 _HOTTEST = 1e30
 
+KINDS = (
+    "random",  # not greedy
+    "beam",
+    "needs_logprobs",
+    "adjusted",  # by biases or penalties, but not `min_tokens`
+    "lengthened",  # by `min_tokens`
+    "limited",  # to `allowed_token_ids`
+    "structured",  # by a grammar, which handles `min_tokens` too
+)
 RECORD = np.dtype(
     [
         ("seed", np.uint64),
         ("num_prompt_tokens", np.int64),
         ("min_tokens", np.int64),
-        ("temperature", np.float64),
-        ("min_p", np.float64),
-        ("top_p", np.float64),
-        ("top_k", np.float64),  # exact below 2^53
-        ("greedy", np.bool_),
-        ("beam", np.bool_),
-        ("needs_logprobs", np.bool_),
-        ("adjusted", np.bool_),  # by biases or penalties, but not `min_tokens`
-        ("limited", np.bool_),  # to `allowed_token_ids`
-        ("structured", np.bool_),  # by a grammar, which handles `min_tokens` too
+        ("choice", np.float64, 4),  # temperature (0 if greedy), min_p, top_p and top_k, which is exact below 2^53
+        *((kind, np.bool_) for kind in KINDS),
     ]
 )
 MASK_64 = 2**64 - 1
@@ -192,6 +194,12 @@ class SamplingState:
         return cls(snapshot, counts, allowed, grammar, biases, ends, bad_words)
 
     @property
+    def has_filters(self) -> bool:
+        """Whether draws choose among the likeliest tokens only."""
+        params = self.snapshot.params
+        return not params.greedy and (params.top_k != 0 or params.top_p != 1.0 or params.min_p != 0.0)
+
+    @property
     def counted(self) -> TokenCounts:
         """The token counts of a sequence that needs them."""
         assert self.counts is not None, f"the tokens of request {self.snapshot.request_id} are not counted"
@@ -237,31 +245,27 @@ class SamplingBatch:
         return len(self.states)
 
     @cached_property
+    def kinds(self) -> frozenset[str]:
+        """Those of `KINDS` to which any of the draws belongs."""
+        flags = self.records.view(np.bool_).reshape(len(self), RECORD.itemsize)[:, -len(KINDS) :]
+        return frozenset(compress(KINDS, np.logical_or.reduce(flags)))
+
+    @property
     def is_plain(self) -> bool:
         """Whether all draws need only a token: no grammar, no log-probabilities, no beam candidates."""
-        records = self.records
-        return not (records["structured"] | records["needs_logprobs"] | records["beam"]).any()
+        return self.kinds.isdisjoint(("structured", "needs_logprobs", "beam"))
 
     @property
     def is_adjusted(self) -> bool:
         """Whether any of the draws is `adjusted`."""
-        return self._may_be_adjusted and bool(self.adjusted.any())
-
-    @cached_property
-    def _may_be_adjusted(self) -> bool:
-        """Whether any is at some position; `min_tokens` matters at the first ones only."""
-        return bool((self.records["adjusted"] | (self.records["min_tokens"] > 0)).any())
+        # `min_tokens` matters at the first positions only.
+        return not self.kinds.isdisjoint(("adjusted", "lengthened")) and bool(self.adjusted.any())
 
     @property
     def adjusted(self) -> npt.NDArray[np.bool_]:
         """bool [draws]: whether biases, penalties or `min_tokens` change the logits before the choice."""
         adjusted: npt.NDArray[np.bool_] = self.records["adjusted"] | self.must_not_end
         return adjusted
-
-    @cached_property
-    def limited(self) -> IntArray:
-        """The draws that are limited to `allowed_token_ids`."""
-        return np.flatnonzero(self.records["limited"])
 
     @property
     def must_not_end(self) -> npt.NDArray[np.bool_]:
@@ -291,11 +295,8 @@ class SamplingBatch:
     def _table(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint64] | None]:
         """The columns of `numbers` but the first, and the streams of its numbers; None if all draws are greedy."""
         records, table = self.records, np.zeros((len(self), 5))
-        is_greedy = records["greedy"]
-        table[:, 1] = np.where(is_greedy, 0.0, records["temperature"])
-        for column, name in enumerate(("min_p", "top_p", "top_k"), start=2):
-            table[:, column] = records[name]
-        return table, None if is_greedy.all() else random_streams(records["seed"])
+        table[:, 1:] = records["choice"]
+        return table, random_streams(records["seed"]) if "random" in self.kinds else None
 
     def select(self, draws: npt.NDArray[np.int64]) -> SamplingBatch:
         """Return a batch of some of the draws."""
@@ -318,14 +319,12 @@ def record_of(snapshot: SamplingSnapshot) -> tuple[Any, ...]:
         snapshot.seed & MASK_64,
         snapshot.num_prompt_tokens,
         params.min_tokens,
-        min(params.temperature, _HOTTEST),
-        params.min_p,
-        params.top_p,
-        float(params.top_k),
-        params.greedy,
+        (0.0 if params.greedy else min(params.temperature, _HOTTEST), params.min_p, params.top_p, float(params.top_k)),
+        not params.greedy,
         params.use_beam_search,
         params.needs_logprobs,
         params.counts_tokens or bool(params.logit_bias) or params.allowed_token_ids is not None,
+        params.min_tokens > 0,
         params.allowed_token_ids is not None,
         params.structured_outputs is not None,
     )

@@ -14,6 +14,7 @@ from octavo.logprobs import TokenLogprobs, TopLogprobs
 from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.draw import draw, largest
 from octavo.sampling.masks import Words, mask
+from octavo.storage.device_copy import begin_copy_to_host
 
 DrawRows = npt.NDArray[np.int64]
 """Indices of draws."""
@@ -40,11 +41,17 @@ def look_at(tensor: torch.Tensor, rows: DrawRows) -> torch.Tensor:
     return tensor[torch.from_numpy(rows).to(tensor.device)]
 
 
-def place(tensor: torch.Tensor, rows: DrawRows, values: torch.Tensor) -> None:
-    if len(rows) == len(tensor):
-        tensor.copy_(values)
-    else:
-        tensor[torch.from_numpy(rows).to(tensor.device)] = values
+def to_host(token_ids: torch.Tensor, valid: torch.Tensor) -> Callable[[], tuple[list[int], list[bool]]]:
+    """Copy what `Choice.choose` returns to the host, in one transfer; the returned function waits for it."""
+    if not token_ids.is_cuda:
+        return lambda: (token_ids.tolist(), valid.tolist())
+    arrived = begin_copy_to_host(torch.stack((token_ids, valid.long())))
+
+    def wait() -> tuple[list[int], list[bool]]:
+        ids_on_host, flags = arrived()
+        return ids_on_host.tolist(), flags.bool().tolist()
+
+    return wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +214,9 @@ class NativeChoice(Choice):
 
 def with_limits(masks: DrawMasks | None, batch: SamplingBatch, vocab: int) -> DrawMasks | None:
     """Add a mask for each draw that is limited by `allowed_token_ids`; None if there is no mask at all."""
-    if not len(draws := batch.limited):
+    if "limited" not in batch.kinds:
         return masks
+    draws = np.flatnonzero(batch.records["limited"])
     words = np.zeros((len(draws), -(-vocab // 32)), dtype=np.uint32)
     for row, i in zip(words, draws.tolist(), strict=True):
         limited = batch.states[i].allowed_words

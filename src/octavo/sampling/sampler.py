@@ -18,18 +18,16 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from octavo import kernels
 from octavo.errors import LogitsError
 from octavo.logprobs import TokenLogprobs, TopLogprobs
 from octavo.sampling.batch import SamplingBatch
-from octavo.sampling.choice import Choice, DrawRows, NativeChoice, look_at, with_limits
+from octavo.sampling.choice import Choice, DrawRows, Flags, NativeChoice, look_at, to_host, with_limits
 from octavo.sampling.penalties import adjust
 from octavo.sampling.structured import StructuredDraws
 from octavo.scheduler.plan import Candidate, SamplingSnapshot, StepResult
-from octavo.storage.device_copy import begin_copy_to_host
 
 PlainDraw = Callable[[torch.Tensor], tuple[torch.Tensor, Callable[[], StepResult]]]
 """Samples from logits; see `Sampler.prepare`."""
@@ -86,20 +84,18 @@ class Sampler:
         """
         if not len(batch):
             return StepResult()
-        own = np.ones(len(batch), dtype=np.bool_)  # whether a draw is the first from its row
-        if row_of is not None:
-            own[1:] = np.diff(row_of) != 0
         logits = _spread(logits, len(batch), row_of)
-        is_beam = batch.records["beam"]
-        if not is_beam.any():
+        own = None if row_of is None else np.diff(row_of, prepend=-1) != 0
+        if "beam" not in batch.kinds:
             return self._draw(logits, batch, own, overwrite_logits=overwrite_logits)
+        is_beam = batch.records["beam"]
         # Apart, because the two ways of finding candidates round differently, and neighbours must not matter.
         kinds = (np.flatnonzero(is_beam & ~batch.adjusted), np.flatnonzero(is_beam & batch.adjusted))
         parts = [(rows, self._candidates(look_at(logits, rows), batch.select(rows))) for rows in kinds if len(rows)]
         if len(others := np.flatnonzero(~is_beam)):
-            parts.append(
-                (others, self._draw(look_at(logits, others), batch.select(others), own[others], overwrite_logits=True))
-            )
+            own = None if own is None else own[others]
+            drawn = self._draw(look_at(logits, others), batch.select(others), own, overwrite_logits=True)
+            parts.append((others, drawn))
         return _merged(parts, len(batch))
 
     def prepare(
@@ -120,17 +116,14 @@ class Sampler:
         choose = self._choice.prepare(batch, vocab)
 
         def draw(logits: torch.Tensor) -> tuple[torch.Tensor, Callable[[], StepResult]]:
-            if row_of is not None:
-                logits = _spread(logits, len(batch), row_of)
-            elif logits.dtype is not torch.float32 or not logits.is_contiguous():
-                logits = logits.float().contiguous()
+            logits = _spread(logits, len(batch), row_of)
             token_ids, valid = choose(_adjusted(logits, batch, overwrite_logits) if batch.is_adjusted else logits)
-            arrived = _to_host(token_ids, valid)
+            arrived = to_host(token_ids, valid)
 
             def collect() -> StepResult:
-                ids_on_host, valid = arrived()
+                drawn, valid = arrived()
                 _require_valid(valid, batch)
-                return StepResult(tuple(ids_on_host.tolist()))
+                return StepResult(tuple(drawn))
 
             if token_ids.is_cuda:
                 return token_ids, collect
@@ -152,27 +145,29 @@ class Sampler:
         return tuple(self._choice.score(logits[: len(targets)].float(), rows, token_ids, num_tops))
 
     def _draw(
-        self, logits: torch.Tensor, batch: SamplingBatch, own: npt.NDArray[np.bool_], *, overwrite_logits: bool
+        self, logits: torch.Tensor, batch: SamplingBatch, own: Flags | None, *, overwrite_logits: bool
     ) -> StepResult:
+        """Draw for the rows that are no beams.
+
+        Args:
+            own: bool [draws]: whether a draw is the first from its row; None if all are.
+        """
         if batch.is_plain:
             return self.prepare(batch, logits.shape[1], overwrite_logits=overwrite_logits)(logits)[1]()
-        structured = np.flatnonzero(batch.records["structured"])
-        overwrite_logits = overwrite_logits and not batch.records["needs_logprobs"].any()
+        overwrite_logits = overwrite_logits and "needs_logprobs" not in batch.kinds
         chosen_from = _adjusted(logits, batch, overwrite_logits) if batch.is_adjusted else logits
         forced: dict[int, tuple[int, ...]] = {}
-        if len(structured):
-            token_ids, valid, forced = self._structured.draw(chosen_from, batch, structured, own)
+        if "structured" in batch.kinds:
+            drawn, valid, forced = self._structured.draw(chosen_from, batch, own)
         else:
-            token_ids, valid = self._choice.choose(chosen_from, batch)
-        ids_on_host, valid = _to_host(token_ids, valid)()
+            drawn, valid = to_host(*self._choice.choose(chosen_from, batch))()
         _require_valid(valid, batch)
-        drawn = ids_on_host.tolist()
-        wanted = np.flatnonzero(batch.records["needs_logprobs"])
         logprobs: dict[int, TokenLogprobs] = {}
-        if len(wanted):
+        if "needs_logprobs" in batch.kinds:
+            wanted = np.flatnonzero(batch.records["needs_logprobs"])
             draws = wanted.tolist()
             num_top = [batch.states[i].snapshot.params.logprobs or 0 for i in draws]
-            scored = self._choice.score(logits, wanted, token_ids, num_top)
+            scored = self._choice.score(logits, wanted, torch.tensor(drawn, device=logits.device), num_top)
             logprobs = dict(zip(draws, scored, strict=True))
         return StepResult(tuple(drawn), logprobs, forced=forced)
 
@@ -186,7 +181,7 @@ class Sampler:
         is_adjusted = batch.is_adjusted
         # The model's likeliest tokens, which are reported, and the likeliest after biases and penalties.
         raw, raw_ids = logits, torch.empty(0)
-        if not is_adjusted or batch.records["needs_logprobs"].any():
+        if not is_adjusted or "needs_logprobs" in batch.kinds:
             reported = max(snapshot.params.logprobs or 0 for snapshot in snapshots)
             raw, raw_ids = self._choice.likeliest(logits, min(max(most, reported), logits.shape[1]))
         values, ids = raw, raw_ids
@@ -198,7 +193,7 @@ class Sampler:
             first, ids = self._choice.likeliest(logprobs, most)
             # Not `first`, whose rows add up to 1 again, but it is not finite if a row is not a distribution.
             values = torch.where(first.isfinite(), logprobs.gather(1, ids), first)
-        _require_valid(torch.isfinite(values[:, 0]), batch)
+        _require_valid(torch.isfinite(values[:, 0]).tolist(), batch)
         found: dict[int, tuple[Candidate, ...]] = {}
         for i, (snapshot, row) in enumerate(zip(snapshots, values.tolist(), strict=True)):
             places = _places_to_choose_from(ids[i, : snapshot.num_candidates].tolist(), snapshot)
@@ -275,30 +270,21 @@ def _known_of_likeliest(
     return known
 
 
-def _require_valid(valid: torch.Tensor, batch: SamplingBatch) -> None:
-    if not all(flags := valid.tolist()):
-        bad = [state.snapshot.request_id for state, ok in zip(batch.states, flags, strict=True) if not ok]
+def _require_valid(valid: list[bool], batch: SamplingBatch) -> None:
+    if not all(valid):
+        bad = [state.snapshot.request_id for state, ok in zip(batch.states, valid, strict=True) if not ok]
         raise LogitsError(list(dict.fromkeys(bad)))
-
-
-def _to_host(token_ids: torch.Tensor, valid: torch.Tensor) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-    """Copy both to the host in one transfer; the returned function waits for it."""
-    if not token_ids.is_cuda:
-        return lambda: (token_ids, valid)
-    arrived = begin_copy_to_host(torch.stack((token_ids, valid.long())))
-
-    def wait() -> tuple[torch.Tensor, torch.Tensor]:
-        ids_on_host, flags = arrived()
-        return ids_on_host, flags.bool()
-
-    return wait
 
 
 def _spread(logits: torch.Tensor, num_draws: int, row_of: Seq[int] | None) -> torch.Tensor:
     """Return the logits of each draw, float32 [draws, vocab]; without a copy, if possible, for one row per draw."""
-    rows = list(range(num_draws)) if row_of is None else list(row_of)
-    if len(rows) != num_draws:
-        raise ValueError(f"row_of names {len(rows)} rows for {num_draws} draws")
-    in_order = rows == list(range(num_draws))
-    spread = logits[:num_draws] if in_order else logits[torch.tensor(rows, device=logits.device)]
-    return spread.float().contiguous()
+    if row_of is not None and len(row_of) != num_draws:
+        raise ValueError(f"row_of names {len(row_of)} rows for {num_draws} draws")
+    if row_of is not None and list(row_of) != list(range(num_draws)):
+        logits = logits[torch.tensor(row_of, device=logits.device)]
+    elif len(logits) != num_draws:
+        logits = logits[:num_draws]
+    # Even calls without effect take time right after the model.
+    if logits.dtype is torch.float32 and logits.is_contiguous():
+        return logits
+    return logits.float().contiguous()

@@ -35,14 +35,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from octavo.errors import GrammarError
 from octavo.grammar.compiler import Vocabulary
 from octavo.grammar.state import GrammarBroken, GrammarFinding, GrammarState, PendingFindings, allows_free_text
 from octavo.sampling.batch import NO_DRAFT, SamplingBatch, SamplingState
-from octavo.sampling.choice import Choice, DrawMasks, DrawRows, Flags, look_at, place
+from octavo.sampling.choice import Choice, DrawMasks, Flags, to_host
 from octavo.sampling.masks import Words, finish_masks, forbidden_ends, positions_of
 from octavo.scheduler.plan import MOST_FORCED
 
@@ -64,77 +63,80 @@ class StructuredDraws:
         self._choice = choice
 
     def draw(
-        self, logits: torch.Tensor, batch: SamplingBatch, structured: DrawRows, own: Flags
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[int, tuple[int, ...]]]:
+        self, logits: torch.Tensor, batch: SamplingBatch, own: Flags | None
+    ) -> tuple[list[int], list[bool], dict[int, tuple[int, ...]]]:
         """Draw token ids; also returns whether each row's logits allow a draw, and forced tokens by draw.
 
         Args:
             logits: float32 [draws, vocab]; read-only.
-            structured: the draws that have a grammar, in ascending order.
-            own: bool [draws]: whether the draw is for the row's own sequence.
+            own: bool [draws]: whether the draw is for the row's own sequence; None if all are.
 
         Raises:
             GrammarError: some grammars cannot be followed any further; names the requests.
         """
-        states = [batch.states[i] for i in structured.tolist()]
-        positions = batch.positions[structured].tolist()
-        records, own = batch.records[structured], own[structured]
-        is_tried = (records["top_k"] == 0) & (records["top_p"] == 1.0) & (records["min_p"] == 0.0) | records["greedy"]
-        is_tried &= [_in_free_text(*each) for each in zip(states, positions, strict=True)]
+        states, positions, vocab = batch.states, batch.positions.tolist(), logits.shape[1]
+        mine: list[int] = []  # with a grammar, and for the row's own sequence
+        tried: list[int] = []
+        masked: list[int] = []
+        for i, state in enumerate(states):
+            if state.grammar is not None:
+                may_try = not state.has_filters and _in_free_text(state, positions[i])
+                (tried if may_try else masked).append(i)
+                if own is None or own[i]:
+                    mine.append(i)
         masks = None
-        if len(masked := np.flatnonzero(~is_tried)):
+        if masked:
             mask_of = np.full(len(batch), -1)
-            mask_of[structured[masked]] = np.arange(len(masked))
-            masks = DrawMasks(self.fill(*_some(masked, states, positions), logits.shape[1]), mask_of)
-        token_ids, valid = self._choice.choose(logits, batch, masks)
-        followed = np.zeros(len(structured), dtype=np.bool_)
-        if len(tried := np.flatnonzero(is_tried)):
-            drawn = look_at(token_ids, structured[tried]).tolist()
-            accepted, followed[tried] = self.accept(*_some(tried, states, positions), drawn, own[tried].tolist())
-            if len(refused := tried[~accepted]):
-                words = self.fill(*_some(refused, states, positions), logits.shape[1])
-                rows = structured[refused]
+            mask_of[masked] = np.arange(len(masked))
+            masks = DrawMasks(self.fill([states[i] for i in masked], [positions[i] for i in masked], vocab), mask_of)
+        drawn, valid = to_host(*self._choice.choose(logits, batch, masks))()
+        followed: set[int] = set()
+        if tried:
+            accepted, followed = self._accept(batch, tried, positions, drawn, set(mine))
+            if refused := [i for i in tried if i not in accepted]:
+                words = self.fill([states[i] for i in refused], [positions[i] for i in refused], vocab)
+                rows = np.array(refused)
                 each = DrawMasks(words, np.arange(len(rows)))
-                chosen, proper = self._choice.choose(logits, batch.select(rows), each, rows, again=True)
-                place(token_ids, rows, chosen)
-                place(valid, rows, proper)
-        if not bool(valid.all()):
-            return token_ids, valid, {}
-        drawn = look_at(token_ids, structured).tolist()
-        mine = _going_on(np.flatnonzero(own).tolist(), batch.drafted[structured].tolist(), drawn)
+                chosen = to_host(*self._choice.choose(logits, batch.select(rows), each, rows, again=True))()
+                for i, token_id, is_valid in zip(refused, *chosen, strict=True):
+                    drawn[i], valid[i] = token_id, is_valid
+        if not all(valid):
+            return drawn, valid, {}
+        going = _going_on(mine, batch.drafted.tolist(), drawn)
         forced = self.go_on(
-            [states[i] for i in mine],
-            [drawn[i] for i in mine],
-            followed[mine].tolist(),
-            logits.shape[1],
+            [states[i] for i in going], [drawn[i] for i in going], [i in followed for i in going], vocab
         )
-        numbers = structured[mine].tolist()
-        return token_ids, valid, {numbers[i]: following for i, following in forced.items()}
+        return drawn, valid, {going[i]: following for i, following in forced.items()}
 
-    def accept(
-        self, states: Seq[SamplingState], positions: Seq[int], token_ids: Seq[int], own: Seq[bool]
-    ) -> tuple[Flags, Flags]:
+    @staticmethod
+    def _accept(
+        batch: SamplingBatch, tried: list[int], positions: list[int], drawn: list[int], own: set[int]
+    ) -> tuple[set[int], set[int]]:
         """Check draws that were made without a mask in free text against their grammars.
 
         Args:
-            own: whether the draw is for the row's own sequence; a parallel sample's token is passed to its fork later.
+            tried: these draws.
+            own: the draws for the row's own sequence; a parallel sample's token is passed to its fork later.
 
         Returns:
-            bool [draws]: whether the grammar allows the token; and bool [draws]: whether it has already followed it, as
-            it does for an allowed token of the row's own sequence if no other draw shares the grammar.
+            The draws whose token the grammar allows; and those whose token it has already followed, as it does for an
+            allowed token of the row's own sequence if no other draw shares the grammar.
         """
-        draws_of = Counter(id(state.grammar) for state in states)
-        accepted = np.zeros(len(states), dtype=np.bool_)
-        followed = np.zeros(len(states), dtype=np.bool_)
-        for i, (state, token_id) in enumerate(zip(states, token_ids, strict=True)):
+        draws_of = Counter(id(batch.states[i].grammar) for i in tried)
+        accepted: set[int] = set()
+        followed: set[int] = set()
+        for i in tried:
+            state, token_id = batch.states[i], drawn[i]
             if token_id in forbidden_ends(state, positions[i]):
                 continue  # only a mask shows whether anything else can follow
-            follow = own[i] and draws_of[id(state.grammar)] == 1
+            follow = i in own and draws_of[id(state.grammar)] == 1
             try:
-                accepted[i] = state.followed.takes(token_id, follow=follow)
+                if state.followed.takes(token_id, follow=follow):
+                    accepted.add(i)
+                    if follow:
+                        followed.add(i)
             except GrammarBroken:
                 continue  # `fill` reports it
-            followed[i] = accepted[i] and follow
         return accepted, followed
 
     def fill(self, states: Seq[SamplingState], positions: Seq[int], vocab: int) -> Words:
@@ -252,13 +254,6 @@ class StructuredDraws:
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(max_workers=1, thread_name_prefix="octavo-masks")
-
-
-def _some(
-    places: npt.NDArray[np.int64], states: list[SamplingState], positions: list[int]
-) -> tuple[list[SamplingState], list[int]]:
-    chosen = places.tolist()
-    return [states[i] for i in chosen], [positions[i] for i in chosen]
 
 
 def _going_on(draws: list[int], drafted: list[int], token_ids: list[int]) -> list[int]:

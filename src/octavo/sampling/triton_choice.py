@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from octavo.attention.triton.launch import INTERPRETED
-from octavo.sampling.choice import Choice, DrawMasks, DrawRows, look_at, place
+from octavo.sampling.choice import Choice, DrawMasks, DrawRows, look_at
 from octavo.storage.device_copy import to_device
 
 
@@ -243,3 +243,10 @@ def draw_rows(
         num_warps=_WARPS,
     )
     return token_ids, valid
+
+
+def place(tensor: torch.Tensor, rows: DrawRows, values: torch.Tensor) -> None:
+    if len(rows) == len(tensor):
+        tensor.copy_(values)
+    else:
+        tensor[torch.from_numpy(rows).to(tensor.device)] = values
