@@ -180,7 +180,7 @@ def served(meter: Meter) -> Iterator[int]:
     """Run a server whose engine and event loop are measured; yields its port."""
     core = build_engine(EngineConfig(kv_cache_memory=2**30))
     assert core.inputs.grammars is not None
-    core.inputs.grammars.prepare()  # as `octavo serve` does
+    core.inputs.grammars.prepare().result()  # as `octavo serve` does
     engine = AsyncEngine(core, "smollm2", idle_audit_seconds=1e6)
     meter.watch(engine)
     settle_interpreter()

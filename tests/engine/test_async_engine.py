@@ -313,6 +313,24 @@ async def test_structured_outputs_are_prepared_once_when_the_engine_is_first_idl
     assert prepared == [core.inputs.grammars]
 
 
+async def test_requests_are_computed_while_structured_outputs_are_prepared(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def read(compiler: GrammarCompiler) -> None:
+        begun.set()
+        assert may_end.wait(120)
+
+    monkeypatch.setattr(GrammarCompiler, "_vocabulary", property(read))
+    async with started(core, idle_audit_seconds=0.01, prepare_grammars=True) as engine:
+        try:
+            await until(begun.is_set)
+            await asyncio.wait_for(collect(engine, PROMPT, tokens(3)), 60)
+        finally:
+            may_end.set()
+
+
 @pytest.mark.slow
 async def test_an_idle_engine_proves_its_accounting(core: EngineCore) -> None:
     async with started(core, idle_audit_seconds=0.02) as engine:

@@ -45,7 +45,7 @@ def test_the_tokenizer_is_read_once_ahead_of_the_first_grammar() -> None:
 
     compiler = GrammarCompiler(load, VOCAB_SIZE, frozenset({2}), 10_000)
     assert not read
-    compiler.prepare()
+    compiler.prepare().result()
     assert len(read) == 1
     assert not compiler.compile(WANTED).matcher.is_error()
     assert len(read) == 1
@@ -61,7 +61,7 @@ def with_a_space_before_texts(tokenizer: Tokenizer) -> Tokenizer:
 def test_llguidance_reads_what_it_would_read_in_the_tokenizers_json(change: Callable[[Tokenizer], Tokenizer]) -> None:
     tokenizer = change(tiny_tokenizer())
     compiler = GrammarCompiler(lambda: tokenizer, VOCAB_SIZE, frozenset({2}), 10_000)
-    compiler.prepare()
+    compiler.prepare().result()
     read = compiler._vocabulary.tokenizer
     expected = LLTokenizer(tokenizer.to_json(), n_vocab=VOCAB_SIZE, eos_token=[2])
     for token_id in range(VOCAB_SIZE):
@@ -75,7 +75,7 @@ def test_llguidance_reads_what_it_would_read_in_the_tokenizers_json(change: Call
 def test_a_model_without_a_tokenizer_refuses_grammars_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "octavo")
     compiler = GrammarCompiler(lambda: None, VOCAB_SIZE, frozenset({2}), 10_000)
-    compiler.prepare()
+    compiler.prepare().result()
     assert "no structured outputs: structured output needs a tokenizer" in caplog.text
     with pytest.raises(RequestError, match="needs a tokenizer"):
         compiler.compile(WANTED)
@@ -232,7 +232,7 @@ def test_a_large_schema_leaves_the_interpreter_to_others_while_it_is_compiled() 
     compiler = GrammarCompiler(
         lambda: Tokenizer.from_source(resolve_model(str(tiny_model()))), VOCAB_SIZE, frozenset({2}), 60_000
     )
-    compiler.prepare()
+    compiler.prepare().result()
     names = {f"field_{i:04}": {"type": "string", "maxLength": 40} for i in range(900)}
     # So many that may be left out could not be followed.
     schema = {"type": "object", "properties": names, "required": list(names)}

@@ -65,9 +65,8 @@ class AsyncEngine:
             and reported by `/health`, but does not stop the engine.
         idle_collect_seconds: further idle time after which a full garbage collection runs once.
         watchdog_seconds: how long a step may take before it is reported; if None, steps are not watched.
-        prepare_grammars: whether to prepare structured outputs when the engine is first idle. This takes a third of a
-            second in which no other Python code runs; otherwise the first structured output, and every request running
-            at that time, waits for it.
+        prepare_grammars: whether to prepare structured outputs when the engine is first idle; otherwise the first one
+            waits for it, as every request that is running then does at times.
     """
 
     def __init__(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -39,6 +40,9 @@ PATIENCE = 30.0
 
 NUM_SHARED_THREADS = 2
 """Number of grammars compiled at a time; one more thread is reserved for tenants without any (`GrammarQueue`)."""
+
+# How long others have the interpreter's lock while a vocabulary is read: long enough to answer a request.
+_TURN_SECONDS = 0.02
 
 # Letters that are rare in names and keywords: a grammar that allows all of them is taken to allow free text.
 _PROBES = ("z", "q")
@@ -121,14 +125,23 @@ class GrammarCompiler:
         )
         self._threads = ThreadPoolExecutor(NUM_SHARED_THREADS + 1, "octavo-grammar", _give_way)
 
-    def prepare(self) -> None:
-        """Import llguidance and let it read the tokenizer, so that the first grammar does not wait for it.
+    def prepare(self) -> Future[None]:
+        """Start a process and let llguidance read the tokenizer in another thread, before there is a grammar.
 
-        This holds the interpreter's lock for a fifth of a second with 49,152 tokens, so a server does it when it is
-        first idle. Compiling does not hold the lock.
+        Otherwise the first grammar would wait, and every request that runs then: llguidance holds the interpreter's
+        lock twice, with 262,144 tokens for 0.7 s each. So a server does it when it is first idle. Compiling does not
+        hold the lock.
         """
+        start_one()
+        # Not one of the threads that give way: on a busy machine it would hold the lock ten times as long.
+        thread = ThreadPoolExecutor(1, "octavo-vocabulary")
         try:
-            start_one()
+            return thread.submit(self._read_vocabulary)
+        finally:
+            thread.shutdown(wait=False)
+
+    def _read_vocabulary(self) -> None:
+        try:
             self._vocabulary  # noqa: B018  cached
         except RequestError as error:
             logger.info("no structured outputs: %s", error)  # requests that need one are refused with this reason
@@ -235,7 +248,10 @@ class GrammarCompiler:
         spellings = _Spellings(tokenizer, self._vocab_size, eos_token_ids[0])
         try:
             source = TokenizerWrapper(spellings) if spellings.are_faithful else tokenizer.to_json()
-            return Vocabulary(LLTokenizer(source, n_vocab=self._vocab_size, eos_token=eos_token_ids))
+            # In two calls, because each holds the interpreter's lock: other threads have it for a moment between them.
+            plain = LLTokenizer(source, n_vocab=self._vocab_size, eos_token=eos_token_ids, slices=[])
+            time.sleep(_TURN_SECONDS)
+            return Vocabulary(plain.with_slices(LLTokenizer.general_slices()))
         except Exception as error:  # llguidance raises ValueError, and any exception of its parsers
             raise RequestError(
                 f"structured output is not available with this model's tokenizer: {error}", param="structured_outputs"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -23,6 +22,7 @@ from octavo.text.folder_tokenizer import build_folder_tokenizer, chat_templates,
 from octavo.text.gguf_tokenizer import build_tokenizer, byte_alphabet
 
 _BYTE_OF = byte_alphabet()
+_BYTE_TOKENS = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
 # Number of tokens, and of added tokens, with which a byte-level decoder is checked.
 _NUM_CHECKED = 256
 # Texts of at least this many characters are encoded without the interpreter's lock.
@@ -268,8 +268,8 @@ class Tokenizer:
         token = self.id_to_token(token_id)
         if token is None:
             return b""
-        if "ByteFallback" in self._decoder_kinds and re.fullmatch("<0x[0-9A-F]{2}>", token):
-            return bytes([int(token[3:5], 16)])
+        if "ByteFallback" in self._decoder_kinds and (byte := _BYTE_TOKENS.get(token)) is not None:
+            return byte
         if token_id in self._added:
             return token.encode()
         if "ByteLevel" in self._decoder_kinds:
@@ -333,7 +333,7 @@ def _keeps_every_byte(backend: tokenizers.Tokenizer, decoder_kinds: frozenset[st
         # An unknown token may stand for a run of missing bytes.
         if getattr(backend.model, "unk_token", None) is not None and any(knows(symbol) is None for symbol in _BYTE_OF):
             return False
-    elif "ByteFallback" not in decoder_kinds or any(knows(f"<0x{byte:02X}>") is None for byte in range(256)):
+    elif "ByteFallback" not in decoder_kinds or any(knows(token) is None for token in _BYTE_TOKENS):
         return False
     if backend.normalizer is not None:
         return False
