@@ -184,11 +184,6 @@ def test_an_uneven_division_gives_the_share_of_the_rank_that_has_most(name: str,
     assert shape.parameters.total <= devices * part.parameters.total
 
 
-def test_more_devices_than_heads_are_refused_with_the_numbers() -> None:
-    with pytest.raises(UnsupportedModelError, match="has 28 heads, so 29 devices cannot share it"):
-        divide(find_shape("qwen2.5-7b"), 29)
-
-
 def test_a_folder_needs_its_config_json_alone(tmp_path: Path) -> None:
     write_hf_model(tmp_path, "Qwen2")
     whole = find_shape(str(tmp_path)).parameters
@@ -221,8 +216,6 @@ def test_a_configuration_without_a_size_is_named(tmp_path: Path) -> None:
         find_shape(str(tmp_path))
 
 
-def test_an_unknown_model_is_refused_with_the_nearest_names() -> None:
-    with pytest.raises(ModelNotFoundError, match=r"did you mean llama-3.1-70b"):
-        find_shape("llma-3.1-70b")
+def test_a_model_unlike_all_known_names_is_refused() -> None:
     with pytest.raises(ModelNotFoundError, match="well-known model; give a folder"):
         find_shape("no such/thing at all")

@@ -51,16 +51,6 @@ def test_a_request_is_aborted_as_soon_as_its_client_leaves(
     assert len(slow.engine.aborted) == prompts, "long before their end"
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_chat_is_aborted_as_soon_as_its_client_leaves(slow: Running, stream: bool) -> None:
-    body = {"messages": [{"role": "user", "content": "x"}], "stream": stream}
-    connection = send(slow, "/v1/chat/completions", body)
-    wait_until(lambda: bool(slow.engine.running))
-    connection.close()
-    wait_until(lambda: not slow.engine.running)
-    assert len(slow.engine.aborted) == 1
-
-
 @pytest.mark.slow
 def test_a_client_that_stops_reading_does_not_stop_the_others(start_server: Callable[..., Running]) -> None:
     server = start_server(FakeEngine(max_model_len=40_000))
