@@ -96,6 +96,20 @@ def test_cache_control_on_a_content_part_marks_its_message(real: RealServer) -> 
     assert pin["pinned_tokens"] > 32
 
 
+def test_a_prompt_that_lost_its_beginning_has_no_prefix_to_pin(real: RealServer) -> None:
+    message = {"role": "user", "content": LONG}
+    marked = {**message, "cache_control": {"type": "ephemeral"}}
+
+    def ask(kept: int, *messages: dict[str, Any]) -> dict[str, Any]:
+        body = {"messages": messages, "max_tokens": 1, "truncate_prompt_tokens": kept}
+        return real.post("/v1/chat/completions", body).json()
+
+    length = ask(-1, message)["usage"]["prompt_tokens"]
+    assert len(ask(length, marked)["octavo"]["pins"]) == 1
+    # What is left begins with the same tokens.
+    assert "octavo" not in ask(length, marked, message)
+
+
 def test_each_marked_message_is_a_pin(real: RealServer) -> None:
     control = {"type": "ephemeral"}
     messages = [

@@ -177,8 +177,8 @@ class PromptEncoder:
             text = end_in_message(render(messages, False, **variables), messages[-1])
         else:
             text = render(messages, body.add_generation_prompt is not False, **variables)
-        prompt = self.encode(text, add_special_tokens, kept=kept)
-        if kept == len(prompt.token_ids):
+        prompt = self.encode(text, add_special_tokens, keeps_text=True, kept=kept)
+        if prompt.text is None:
             # Once a prompt has been truncated, the marked messages are no longer its beginning.
             marks = []
 
