@@ -16,6 +16,9 @@ from octavo.request_limits import DEFAULT_LIMITS, RequestLimits
 from octavo.units import BYTES, MILLISECONDS, SWAP_BYTES, parse_cpus
 
 DEFAULT_MODEL = "smollm2"
+# Defaults of a server where they differ from those of `LLM`: with a seed that others know, a client could predict what
+# is drawn for another; without a latency target, one long prompt would hold all streams for as long as a step takes.
+SERVER_DEFAULTS: dict[str, Any] = {"seed": None, "itl_slo_ms": 500.0}
 DEFAULT_EVICTION_POLICY: Literal["adaptive"] = "adaptive"
 
 KV_CACHE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "fp8_e4m3"}

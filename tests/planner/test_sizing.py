@@ -11,7 +11,7 @@ import torch
 
 from octavo.cli import build_parser
 from octavo.commands.options import engine_options
-from octavo.config import EngineConfig
+from octavo.config import SERVER_DEFAULTS, EngineConfig
 from octavo.engine.builder import build_engine
 from octavo.errors import ConfigError
 from octavo.kvcache.spec import eviction_bytes
@@ -250,6 +250,7 @@ def test_a_command_leaves_defaults_unsaid_and_quotes_the_rest() -> None:
     assert serve_command(config) == (
         "octavo serve 'my model' --kv-cache-dtype=float32 --no-enable-prefix-caching --max-num-seqs=4"
     )
+    assert serve_command(EngineConfig(**SERVER_DEFAULTS, num_threads=2)) == "octavo serve smollm2 --num-threads=2"
 
 
 def test_the_memory_limit_is_a_ceiling_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.config import SERVER_DEFAULTS
 from octavo.planner.roofline import StepTimes
 from octavo.request import Request, Sequence
 from octavo.scheduler.lifecycle import DEFAULT_HEADROOM_TOKENS, DEFAULT_WATERMARK
@@ -16,7 +17,6 @@ from octavo.scheduler.policy import VirtualTokenCounter
 from octavo.scheduler.step_budget import LatencyTarget
 from octavo.scheduler.step_time import StepLoad
 from octavo.scheduler.stream_turns import StreamTurns
-from octavo.server.engine_options import DEFAULTS
 from tests.kvcache.caches import make_sequence
 from tests.scheduler.kit import Harness, outputs
 
@@ -86,7 +86,7 @@ def test_without_a_latency_target_nobody_takes_turns() -> None:
     assert min(server.steps(10)) > 0.25
 
 
-@pytest.mark.parametrize(("target_ms", "least", "most"), [(DEFAULTS["itl_slo_ms"], 0.3, 0.6), (None, 1.5, 2.0)])
+@pytest.mark.parametrize(("target_ms", "least", "most"), [(SERVER_DEFAULTS["itl_slo_ms"], 0.3, 0.6), (None, 1.5, 2.0)])
 def test_an_urgent_long_prompt_holds_no_stream_for_longer_than_a_servers_default_target(
     target_ms: float | None, least: float, most: float
 ) -> None:

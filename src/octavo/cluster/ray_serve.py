@@ -28,11 +28,11 @@ from octavo.cluster.config import RouterConfig
 from octavo.cluster.router import Readers, Router
 from octavo.cluster.selection import Selection
 from octavo.cluster.workers import RoutedPrompt, Worker, Workers
-from octavo.config import EngineConfig
+from octavo.config import SERVER_DEFAULTS, EngineConfig
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.server.access import AcceptedKeys
 from octavo.server.config import ServerConfig
-from octavo.server.engine_options import DEFAULTS, share_among_tenants
+from octavo.server.engine_options import share_among_tenants
 from octavo.server.http.connection import InFlight
 from octavo.server.routers import WORKER_PATH
 
@@ -83,7 +83,7 @@ class RayReplica:
         published = {"enable_kv_cache_events": True, "endpoint": f"tcp://{bound}:{events}"}
         published["replay_endpoint"] = f"tcp://{bound}:{replay}"
         server = ServerConfig(**{**server_options, "router_key": _ROUTER_KEY})
-        options = {**DEFAULTS, "kv_events_config": published, **engine_options}
+        options = {**SERVER_DEFAULTS, "kv_events_config": published, **engine_options}
         config = share_among_tenants(EngineConfig.from_options(options), server)
         self._engine = AsyncEngine(
             build_engine(config), config.model, watchdog_seconds=server.watchdog_timeout or None, prepare_grammars=True
@@ -318,7 +318,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
         raise ConfigError(f"octavo.cluster.ray_serve: {error}") from error
     threads = {"num_threads": max(1, int(given.num_cpus))}
     engine = {**threads, **given.engine}
-    EngineConfig.from_options({**DEFAULTS, **engine})
+    EngineConfig.from_options({**SERVER_DEFAULTS, **engine})
     ServerConfig(**given.server)
     routing = RequestRouterConfig(
         request_router_class="octavo.cluster.ray_router:PrefixRouter",

@@ -14,10 +14,10 @@ from octavo.commands.interrupt import Interrupt, remembered_interrupt
 from octavo.commands.options import add_engine_options, add_options, engine_options, given_options
 from octavo.commands.settings import Settings
 from octavo.commands.torch_start import collection_paused, import_torch_to_serve, load_torch_libraries
-from octavo.config import EngineConfig
+from octavo.config import SERVER_DEFAULTS, EngineConfig
 from octavo.errors import ConfigError
 from octavo.server.config import KEY_OPTIONS, ServerConfig
-from octavo.server.engine_options import DEFAULTS, check_role, share_among_tenants
+from octavo.server.engine_options import check_role, share_among_tenants
 from octavo.server.http.logs import configure_logging
 from octavo.server.interpreter_settings import return_free_memory
 
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     flags = {**given_options(args, ServerConfig), **engine_options(args)}
     settings = Settings(
-        (ServerConfig, EngineConfig), flags, os.environ, getattr(args, "config", None), [KEY_OPTIONS], DEFAULTS
+        (ServerConfig, EngineConfig), flags, os.environ, getattr(args, "config", None), [KEY_OPTIONS], SERVER_DEFAULTS
     )
     server_config = ServerConfig(**settings.given(ServerConfig))
     configure_logging(server_config.log_level, server_config.log_format)

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from octavo.config import EngineConfig
+from octavo.config import SERVER_DEFAULTS, EngineConfig
 from octavo.errors import ConfigError
 from octavo.kvcache.spec import KVCacheSpec, eviction_bytes
 from octavo.option import options_of
@@ -355,7 +355,8 @@ def _halvings(value: int, least: int) -> list[int]:
 
 
 def serve_command(config: EngineConfig) -> str:
-    """Return the `octavo serve` command line for `config`, without options at their defaults."""
-    changed = {name: value for name, value in config.changed().items() if name != "model"}
+    """Return the `octavo serve` command line for `config`, without the options that are defaults of `LLM` or of a server."""
+    implied = {"model": config.model, **SERVER_DEFAULTS}.items()
+    changed = dict(item for item in config.changed().items() if item not in implied)
     flags = [argument for name, value in changed.items() for argument in options_of(EngineConfig)[name].argv(value)]
     return shlex.join(["octavo", "serve", config.model, *flags])

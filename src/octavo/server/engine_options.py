@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.server.access import client_keys
 from octavo.server.config import ServerConfig
 
-# Defaults of a server where they differ from those of `LLM`: with a seed that others know, a client could predict what
-# is drawn for another; without a latency target, one long prompt would hold all streams for as long as a step takes.
-DEFAULTS: dict[str, Any] = {"seed": None, "itl_slo_ms": 500.0}
 # Share of the pin budget and of the queue that one tenant may take if there are several.
 SHARE_OF_SEVERAL = 0.5
 
