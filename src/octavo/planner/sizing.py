@@ -355,7 +355,7 @@ def _halvings(value: int, least: int) -> list[int]:
 
 
 def serve_command(config: EngineConfig) -> str:
-    """Return the `octavo serve` command line for `config`, without the options that are defaults of `LLM` or of a server."""
+    """Return the `octavo serve` command line for `config`, without the defaults of `LLM` and of a server."""
     implied = {"model": config.model, **SERVER_DEFAULTS}.items()
     changed = dict(item for item in config.changed().items() if item not in implied)
     flags = [argument for name, value in changed.items() for argument in options_of(EngineConfig)[name].argv(value)]
